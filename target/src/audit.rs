@@ -13,6 +13,9 @@
 //! | `config_changed` | a configuration is served | `who`, `how`, `revision`, `changes`, `paths` |
 //! | `config_rolled_back` | likewise, one that was served before | likewise |
 //! | `config_rejected` | a configuration is not served | `who`, `how`, `revision` that stays, `reason` |
+//! | `disconnect` | sessions are requested to log out | `who`, `initiator`, `connections` |
+//! | `blocked` | an initiator is kept from logging in | `who`, `initiator`, `seconds` |
+//! | `unblocked` | a blocked initiator may log in again | `who`, `initiator` |
 //! | `upgrade` | another program is about to take over | `who`, `program`, `from`, `to` |
 //! | `upgrade_rejected` | a program may not take over | `who`, `program`, `reason` |
 //! | `suppressed` | lines were held back | `of`, `suppressed` |
@@ -47,6 +50,8 @@ pub struct Who {
     pub portal: String,
     /// The initiator port, as it calls itself.
     pub initiator: Option<String>,
+    /// The CHAP user that it has proved to be; of a refused login, that it claims to be.
+    pub user: Option<String>,
     /// The target's name in the configuration, or what the initiator calls it.
     pub target: Option<String>,
     /// Number of the I_T nexus.
@@ -108,14 +113,16 @@ impl Default for Audit {
 }
 
 macro_rules! line {
-    ($event:literal, $who:expr, $suppressed:expr, { $($more:tt)* }, $message:literal) => {
-        tracing::info!(
+    ($level:ident, $event:literal, $who:expr, $suppressed:expr, { $($more:tt)* }, $message:literal) => {
+        tracing::event!(
             target: TARGET,
+            tracing::Level::$level,
             event = $event,
             protocol = %$who.protocol,
             peer = %$who.peer,
             portal = %$who.portal,
             initiator = $who.initiator.as_ref().map(display),
+            user = $who.user.as_ref().map(display),
             target = $who.target.as_ref().map(display),
             nexus = $who.nexus,
             $($more)*
@@ -129,14 +136,14 @@ impl Audit {
     /// A connection has logged in.
     pub fn login(&mut self, now: Instant, who: &Who) {
         if let Some(suppressed) = self.sessions.admit(now) {
-            line!("login", who, suppressed, {}, "logged in");
+            line!(INFO, "login", who, suppressed, {}, "logged in");
         }
     }
 
     /// A connection that had logged in is gone.
     pub fn end(&mut self, now: Instant, who: &Who, why: Parting) {
         if let Some(suppressed) = self.sessions.admit(now) {
-            line!("end", who, suppressed, { reason = why.name(), }, "session ended");
+            line!(INFO, "end", who, suppressed, { reason = why.name(), }, "session ended");
         }
     }
 
@@ -144,14 +151,14 @@ impl Audit {
     pub fn denied(&mut self, now: Instant, who: &Who, reason: &str, detail: Option<&dyn Display>) {
         if let Some(suppressed) = self.denied.admit(now) {
             let detail = detail.map(display);
-            line!("denied", who, suppressed, { reason, detail, }, "login denied");
+            line!(WARN, "denied", who, suppressed, { reason, detail, }, "login denied");
         }
     }
 
     /// A discovery was answered with this number of targets.
     pub fn discovery(&mut self, now: Instant, who: &Who, found: usize) {
         if let Some(suppressed) = self.discoveries.admit(now) {
-            line!("discovery", who, suppressed, { found, }, "targets reported");
+            line!(INFO, "discovery", who, suppressed, { found, }, "targets reported");
         }
     }
 
@@ -227,6 +234,25 @@ pub fn rejected(asked: Asked<'_>, revision: &str, reason: &dyn Display) {
         target: TARGET, event = "config_rejected", who, how, revision, reason = %reason,
         "configuration not applied"
     );
+}
+
+/// An administrator requests the sessions of an initiator to log out.
+pub fn disconnecting(who: &str, initiator: &str, connections: usize) {
+    tracing::info!(
+        target: TARGET, event = "disconnect", who, initiator, connections, "disconnecting"
+    );
+}
+
+/// An administrator keeps an initiator from logging in, for a time or without limit.
+pub fn blocked(who: &str, initiator: &dyn Display, duration: Option<Duration>) {
+    let (initiator, seconds) = (display(initiator), duration.map(|d| d.as_secs()));
+    tracing::info!(target: TARGET, event = "blocked", who, initiator, seconds, "initiator blocked");
+}
+
+/// An administrator lets a blocked initiator log in again.
+pub fn unblocked(who: &str, initiator: &dyn Display) {
+    let initiator = display(initiator);
+    tracing::info!(target: TARGET, event = "unblocked", who, initiator, "initiator unblocked");
 }
 
 /// Another program is about to take over: from a version, to a version.

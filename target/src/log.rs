@@ -1,4 +1,4 @@
-//! Rate limits for what a peer can make us log.
+//! Rate limits for lines of the log.
 //!
 //! A peer that sends nonsense a million times a second must cost its own connection, not our disk.
 //! [`RateLimit`] lets a burst through, then one line per interval, and says how many were held
@@ -39,6 +39,12 @@ impl RateLimit {
         }
     }
 
+    /// Returns the number of lines that were held back and not reported yet, which counts as their
+    /// report.
+    pub fn take_suppressed(&mut self) -> u64 {
+        std::mem::take(&mut self.suppressed)
+    }
+
     /// Time from which a line may report the number that was held back; `None` if none were.
     #[must_use]
     pub fn due(&self) -> Option<Instant> {
@@ -66,7 +72,7 @@ impl RateLimit {
             return None;
         }
         *tokens -= 1;
-        Some(std::mem::take(&mut self.suppressed))
+        Some(self.take_suppressed())
     }
 }
 
@@ -75,7 +81,7 @@ impl RateLimit {
 macro_rules! warn_limited {
     ($limit:expr, $now:expr, $($args:tt)+) => {
         if let Some(suppressed) = $limit.admit($now) {
-            ::tracing::warn!(suppressed, $($args)+);
+            ::tracing::warn!(suppressed = (suppressed > 0).then_some(suppressed), $($args)+);
         }
     };
 }

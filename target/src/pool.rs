@@ -5,20 +5,67 @@
 //! [`MAX_PIECES`] blocks that together hold a command's data; as a rule one, and only a list of more
 //! than two takes memory of the heap.
 //!
+//! # Isolation
+//! A command holds its buffer as long as its initiator takes to send or receive the data, and as
+//! long as its unit takes to execute the command. Neither is bounded by anything here: a disk may
+//! hang, and an initiator may trickle. So each buffer is charged to a *claim*: the initiator and
+//! the unit of its command. It is taken from one of three parts of the pool:
+//!
+//! | part | size | who may use it |
+//! | --- | --- | --- |
+//! | common | the rest, at least half | every claim, see *Fairness* |
+//! | initiators | a quarter, once there are two of them | each initiator up to an equal part |
+//! | units | a quarter, once there are two of them | each unit up to an equal part |
+//!
+//! A request tries them in this order. Bytes of a part are counted for the claim that uses it, so
+//! the invariant is a sum: *common + parts of all initiators + parts of all units ≤ pool*. It
+//! follows that, however much memory units hold that never complete a command, and initiators that
+//! never send their data,
+//! - a unit that holds less than its part gets memory up to that part, for every initiator, and
+//! - an initiator that holds less than its part gets memory up to that part, for every unit.
+//!
+//! Half of a unit's part is for commands that have started: commands that have gathered their data
+//! may wait for one of these in the order of the task set, and must leave memory for it. Commands
+//! that have started get the other half, too, while no command waits that gathers its data.
+//!
+//! All memory of an initiator counts against its part. A unit's part is available in addition to the
+//! other memory of the unit: initiators that have memory must not keep a unit busy at the expense of
+//! an initiator without memory.
+//!
+//! A buffer that is longer than a part may be granted as the only one of its account, while its
+//! area has room. With parts smaller than the largest block ([`MAX_BLOCK`]) the guarantee for such
+//! long buffers therefore ends when as many accounts hold one as the area has room for: 16 units, or
+//! 16 initiators, with the default pool of 64 MiB. A pool of less than 4 MiB has no parts.
+//!
+//! Sessions of one initiator have one part together; an owner ([`Owner`]) without a session counts
+//! as an initiator.
+//!
 //! # Fairness
-//! Channels ask for memory under their number ([`Owner`]). While none waits, each request gets what
-//! there is. Otherwise an owner that has some gets more only up to its share: the pool divided by
-//! the owners that have or want some. The first in the line that its share allows has its turn.
-//! Others may still be served before it, as a small request fits where a large one does not; but
-//! when half the pool has gone past it, only the one whose turn it is gets memory. So neither small
-//! nor large requests starve. An owner that had more than its share before the others came is asked
-//! for it: [`Pool::is_owed_by`].
+//! While no claim waits for memory, each request gets common memory as long as there is some.
+//! Otherwise a claim gets more only if its initiator and its unit are within their shares: the pool
+//! divided by the initiators, or units, that have or want memory. The first in the line that its
+//! shares allow has its turn. Other claims may still be served before it, as a small request fits
+//! where a large one does not; but when half the common memory has gone past it, only the claim
+//! whose turn it is gets some. So neither small nor large requests starve. An initiator that had
+//! more than half of its share before other initiators came has to move its data at a rate, or loses
+//! its connection: [`Pool::is_owed_by`].
+//!
+//! The part of a unit has turns as well. The first request in the line for a half of it reserves the
+//! bytes that it was refused until it is granted or withdrawn: other requests get only memory that
+//! the reservation leaves. A request longer than the half needs the whole part, so that it excludes
+//! commands that start as well, once no command is left that has gathered its data and may wait for
+//! them. Nothing is reserved for a request that the part cannot hold, even if the unit had no memory.
 //!
 //! # Reserve
 //! A command that waits in its task set's order may have its data in a buffer, while the one that
-//! it waits for has none yet. So there is a reserve besides: it goes to one command at a time that
-//! has started and waits for memory, no matter how much its owner has. Such a command waits for no
-//! other, so the reserve is returned. Owners take turns with it.
+//! it waits for has none yet. The unit's part has room for that one, unless the part is too small.
+//! So there is a reserve besides: it goes to commands that have started and wait for memory, one of
+//! each unit at a time. Such a command waits for no other, so the reserve is returned, unless its unit
+//! hangs. Claims take turns with it.
+//!
+//! So a unit depends on the reserve if half of its part is less than a window: with the default pool
+//! and more than 8 units. Once as many other units hang as the reserve has windows (4), its commands
+//! that wait in the order of the task set may wait for one that waits for memory.
 //!
 //! # Tables
 //! Descriptor tables have memory of their own, since a command holds its table while it waits for
@@ -30,19 +77,31 @@
 //! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
 //!   debug builds report.
 //! - No reference into a buffer exists while a device may write it: bytes are copied out and in
-//!   ([`DataAccess`]), and who looks at them in place promises that ([`Buffer::for_each_piece`]).
+//!   ([`riser_scsi::access::DataAccess`]), and who looks at them in place promises that
+//!   ([`Buffer::for_each_piece`]).
 //!
 //! # Not implemented
-//! Growing: the size is fixed when the worker starts.
+//! Growing: the size is fixed when the worker starts. Parts are bytes, not places: buffers of a
+//! claim that hangs may leave a part in blocks too small for a long buffer of [`MAX_PIECES`].
+//! Turns within an initiator's part. A buffer longer than a unit's part (1 MiB, with the default pool
+//! and more than 16 units) waits while other initiators keep the unit busy with other memory.
+//!
+//! # Modules
+//! - `blocks`: the allocator. `buffer`: buffers. `shares`: the accounts.
+
+mod blocks;
+mod buffer;
+mod shares;
 
 use std::collections::VecDeque;
+use std::hash::Hash;
 use std::io;
-use std::ops::Range;
 
-use riser_memory::{MemSlice, Memory};
-use riser_scsi::access::DataAccess;
-use rustc_hash::FxHashMap;
-use smallvec::SmallVec;
+use riser_memory::Memory;
+
+use blocks::Blocks;
+pub use buffer::{Buffer, Ranges};
+use shares::{Ahead, Charge, Part, Shares};
 
 /// The smallest block, in bytes: a page, so that blocks suit direct I/O.
 pub const MIN_BLOCK: usize = 4096;
@@ -56,67 +115,47 @@ pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
 // The window of a long command is one block.
 const _: () = assert!(MAX_BLOCK == riser_config::WINDOW as usize);
 
-/// Bytes of the reserve at most: a window and its scratch memory fit.
+/// Bytes of the reserve at least: a window and its scratch memory fit.
 const RESERVE: usize = 2 * MAX_BLOCK;
 
 /// Blocks in one buffer at most: a large block in pieces of 32 KiB, where memory is in pieces.
 pub const MAX_PIECES: usize = 32;
 
-/// No neighbour in a free list.
-const NIL: u32 = u32::MAX;
-
-/// State of the unit (of [`MIN_BLOCK`] bytes) at which a block starts.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Unit {
-    /// Not the start of a block.
-    Inner,
-    /// A free block of this order starts here.
-    Free { order: u8, prev: u32, next: u32 },
-    /// A block in use of this order starts here.
-    Used { order: u8 },
-}
-
-/// A part of a buffer, contiguous in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
-    /// Byte offset within the pool's mapping.
-    offset: usize,
-    /// Bytes of the block that the buffer uses.
-    len: u32,
-    /// The block is `MIN_BLOCK << order` bytes long.
-    order: u8,
-}
-
 /// Owner of a buffer: the number of a channel at its worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner(pub u64);
 
-/// Memory that an owner has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Holding {
-    /// Bytes of data buffers, in whole blocks.
-    data: usize,
-    /// Bytes of descriptor tables, in whole blocks.
-    tables: usize,
-    /// The owner is in the line for data memory.
-    waits: bool,
+/// Claimant of a buffer: the owner and the unit of its command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Channel of the command.
+    pub owner: Owner,
+    /// Number of the unit, if the command is for one.
+    pub unit: Option<u32>,
 }
 
-impl Holding {
-    /// Whether its owner has and wants nothing, and need not be known.
-    fn is_idle(&self) -> bool {
-        *self == Self::default()
+impl From<Owner> for Claim {
+    fn from(owner: Owner) -> Self {
+        Self { owner, unit: None }
     }
 }
 
-/// An owner in the line.
+/// A claim in the line: once for commands that gather their data, and once for commands that have
+/// started.
 #[derive(Clone, Copy, Debug)]
 struct Waiter {
-    owner: Owner,
+    claim: Claim,
+    gathers: bool,
     /// Bytes that it was last refused.
     need: usize,
-    /// Bytes that others were given while it had its turn.
+    /// Bytes of common memory that other waiters were granted during its turn.
     passed: usize,
+}
+
+impl Waiter {
+    fn is_of(&self, claim: Claim, gathers: bool) -> bool {
+        self.claim == claim && self.gathers == gathers
+    }
 }
 
 /// The buffers of one worker.
@@ -127,43 +166,63 @@ pub struct Pool {
     tables: Blocks,
     reserve: Blocks,
     lowest_free: usize,
-    /// Owners that have or want something, by numbers of ours: no peer can choose them for their
-    /// hashes.
-    owners: FxHashMap<Owner, Holding>,
-    /// Owners that wait for data memory, by turns; each once.
+    shares: Shares,
+    /// Requests for data memory that were refused, by turns.
     line: VecDeque<Waiter>,
-    /// The same owners, by turns at the reserve.
-    queue: VecDeque<Owner>,
-    /// Bytes that were last refused.
-    refused: usize,
-    /// An owner in the line may get memory that it was refused before.
+    /// Claims that wait, each once, by turns at the reserve.
+    queue: VecDeque<Claim>,
+    /// The last refused request, until it waits.
+    refused: Option<Waiter>,
+    /// A claim in the line may get memory that it was refused before.
     has_changed: bool,
+    /// Bytes outside the pool that commands have received without a buffer.
+    staged: usize,
 }
 
 impl Pool {
     /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`], and besides a
-    /// sixteenth of that for descriptor tables, and the reserve.
+    /// sixteenth of that for descriptor tables, and a sixteenth, but at least 2 MiB, for the reserve.
     ///
     /// # Errors
     /// The error of `mmap(2)`.
     pub fn new(bytes: usize) -> io::Result<Self> {
         // Whole blocks, or the end of the pool could never serve a long command.
         let len = bytes.max(1).next_multiple_of(MAX_BLOCK);
-        let tables = (len / 16).next_multiple_of(MAX_BLOCK);
-        let reserve = len.min(RESERVE);
+        let sixteenth = (len / 16).next_multiple_of(MAX_BLOCK);
+        let (tables, reserve) = (sixteenth, len.min(sixteenth.max(RESERVE)));
         let memory = Memory::new(len + tables + reserve)?;
         Ok(Self {
             memory,
             data: Blocks::new(0, len),
             tables: Blocks::new(len, tables),
-            reserve: Blocks::new(len + tables, reserve),
+            reserve: Blocks::undivided(len + tables, reserve),
             lowest_free: len,
-            owners: FxHashMap::default(),
+            shares: Shares::new(len),
             line: VecDeque::new(),
             queue: VecDeque::new(),
-            refused: 0,
+            refused: None,
             has_changed: false,
+            staged: 0,
         })
+    }
+
+    /// Sets the number of units that are served, which divide a part of the pool among them.
+    pub fn set_units(&mut self, count: usize) {
+        self.shares.set_units(count);
+        self.has_changed = true;
+    }
+
+    /// An owner has logged in, for the initiator of this name: that one has its part of the pool
+    /// until [`Pool::leave`].
+    pub fn enter(&mut self, owner: Owner, initiator: &impl Hash) {
+        self.shares.enter(owner, initiator);
+        self.has_changed = true;
+    }
+
+    /// The session of an owner is over.
+    pub fn leave(&mut self, owner: Owner) {
+        self.shares.leave(owner);
+        self.has_changed = true;
     }
 
     /// The mapping, for registering it with devices.
@@ -203,74 +262,114 @@ impl Pool {
         self.size().min(MAX_PIECES * MAX_BLOCK)
     }
 
-    /// A data buffer of `len` bytes for an owner, or `None` while there is not enough, or it is not
-    /// its turn. [`Pool::wait`] then.
-    pub fn grant(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
+    /// A data buffer of `len` bytes for a claim of a command that has started, or `None` while
+    /// there is not enough, or it is not its turn. [`Pool::wait`] then.
+    pub fn grant(&mut self, claim: impl Into<Claim>, len: u32) -> Option<Buffer> {
+        self.grant_part(claim.into(), len, false)
+    }
+
+    /// As [`Pool::grant`], for a command that has not started: it is to gather its data.
+    pub fn grant_to_gather(&mut self, claim: Claim, len: u32) -> Option<Buffer> {
+        self.grant_part(claim, len, true)
+    }
+
+    fn grant_part(&mut self, claim: Claim, len: u32, gathers: bool) -> Option<Buffer> {
         let need = needed(len);
-        // A buffer is large to move: it stays where it is made.
-        let mut granted = match self.may_take(owner, need) {
-            true => self.take(len),
-            false => None,
+        let part = match self.may_take(claim, need, gathers) {
+            true => Some(Part::Common),
+            false => self.guaranteed(claim, need, gathers),
         };
-        let Some(buffer) = &mut granted else {
-            self.refused = need;
-            if let Some(waiter) = self.line.iter_mut().find(|w| w.owner == owner) {
+        // A buffer is large to move: it stays where it is made.
+        let mut granted = match part {
+            Some(_) => self.take(len),
+            None => None,
+        };
+        let (Some(buffer), Some(part)) = (&mut granted, part) else {
+            self.refused = Some(Waiter {
+                claim,
+                gathers,
+                need,
+                passed: 0,
+            });
+            let mut line = self.line.iter_mut();
+            if let Some(waiter) = line.find(|w| w.is_of(claim, gathers)) {
                 waiter.need = need;
             }
             return None;
         };
-        buffer.owner = Some(owner);
-        let held = buffer.held();
-        match self.owners.get_mut(&owner) {
-            Some(holding) => holding.data += held,
-            None => self.owners.entry(owner).or_default().data = held,
-        }
-        if let Some(at) = self.turn() {
-            if self.line[at].owner != owner {
-                self.line[at].passed += need;
-            } else if let Some(mut waiter) = self.line.remove(at) {
-                // It has had its turn; if it still waits, it is the last.
-                waiter.passed = 0;
-                self.line.push_back(waiter);
-                self.end_turn(owner);
-                // The next one may have been refused only because of this one.
-                self.has_changed |= self.line.len() > 1;
-            }
+        let charge = Charge { claim, part };
+        buffer.charge = Some(charge);
+        self.shares.charge(charge, buffer.held());
+        if !self.queue.is_empty() {
+            self.update_line(charge, need, gathers);
         }
         granted
     }
 
-    /// The reserve, as a data buffer of `len` bytes for a command that has started, while it is not
-    /// in use. For owners that wait, in the order of [`Pool::waiting`].
-    pub fn grant_reserve(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
-        if !self.has_reserve(len) {
+    /// A request was granted while claims wait.
+    fn update_line(&mut self, Charge { claim, part }: Charge, need: usize, gathers: bool) {
+        let turn = self.turn();
+        let has_turn = turn.is_some_and(|at| self.line[at].is_of(claim, gathers));
+        if let Some(at) = turn.filter(|_| !has_turn && part == Part::Common) {
+            self.line[at].passed += need;
+        }
+        let own = self.line.iter().position(|w| w.is_of(claim, gathers));
+        if let Some(own) = own {
+            // If its claim still waits, the next request that is refused becomes the last in the
+            // line.
+            self.line.remove(own);
+            if has_turn {
+                self.end_turn(claim);
+            }
+            // The next waiter may have been refused only because of this one.
+            self.has_changed = true;
+        }
+    }
+
+    /// A part of the reserve, as a data buffer of `len` bytes for a command that has started. For
+    /// claims that wait, in the order of [`Pool::waiting`].
+    pub fn grant_reserve(&mut self, claim: impl Into<Claim>, len: u32) -> Option<Buffer> {
+        let claim = claim.into();
+        if !self.has_reserve(claim, len) {
             return None;
         }
-        self.end_turn(owner);
-        self.reserve.take(&self.memory, len)
+        let mut buffer = self.reserve.take(&self.memory, len)?;
+        let charge = Charge {
+            claim,
+            part: Part::Reserve,
+        };
+        buffer.charge = Some(charge);
+        self.shares.charge(charge, buffer.held());
+        self.end_turn(claim);
+        Some(buffer)
     }
 
-    fn has_reserve(&self, len: u32) -> bool {
-        self.reserve.is_whole() && len as usize <= self.reserve.len
+    /// Whether the reserve has `len` bytes for a claim.
+    #[must_use]
+    pub fn has_reserve(&self, claim: Claim, len: u32) -> bool {
+        let need = (len as usize).next_multiple_of(MAX_BLOCK);
+        need <= self.reserve.free && !self.shares.has_reserve(claim.unit)
     }
 
-    /// An owner in the line has got something.
-    fn end_turn(&mut self, owner: Owner) {
-        if let Some(at) = self.queue.iter().position(|&other| other == owner) {
+    /// A claim in the line has got something.
+    fn end_turn(&mut self, claim: Claim) {
+        if let Some(at) = self.queue.iter().position(|&other| other == claim) {
             self.queue.remove(at);
-            self.queue.push_back(owner);
+            self.queue.push_back(claim);
         }
     }
 
     /// A buffer for descriptors, or `None` while there is not enough, or the owner has its half.
     pub fn take_table(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
-        let has = self.owners.get(&owner).map_or(0, |holding| holding.tables);
-        if has + needed(len) > self.tables.len / 2 {
+        if self.shares.tables(owner) + needed(len) > self.tables.len / 2 {
             return None;
         }
         let mut buffer = self.tables.take(&self.memory, len)?;
-        buffer.owner = Some(owner);
-        self.owners.entry(owner).or_default().tables += buffer.held();
+        buffer.charge = Some(Charge {
+            claim: owner.into(),
+            part: Part::Reserve,
+        });
+        self.shares.add_table(owner, buffer.held());
         Some(buffer)
     }
 
@@ -278,60 +377,84 @@ impl Pool {
     /// sixteenth at most.
     #[must_use]
     pub fn has_spare_tables(&self, owner: Owner) -> bool {
-        let has = self.owners.get(&owner).map_or(0, |holding| holding.tables);
-        has <= self.tables.len / 16 && self.tables.free > self.tables.len / 2
+        self.shares.tables(owner) <= self.tables.len / 16 && self.tables.free > self.tables.len / 2
     }
 
-    /// An owner waits for the data buffer that [`Pool::grant`] has just refused: it is in
+    /// A claim waits for the data buffer that [`Pool::grant`] has just refused: its owner is in
     /// [`Pool::waiting`] from now on.
-    pub fn wait(&mut self, owner: Owner) {
-        let holding = self.owners.entry(owner).or_default();
-        if !std::mem::replace(&mut holding.waits, true) {
-            self.line.push_back(Waiter {
-                owner,
-                need: self.refused,
-                passed: 0,
-            });
-            self.queue.push_back(owner);
+    pub fn wait(&mut self, claim: impl Into<Claim>) {
+        let claim = claim.into();
+        let waits = self.shares.waits(claim.owner) && self.queue.contains(&claim);
+        let refused = self.refused.take();
+        if !waits {
+            self.shares.begin_wait(claim);
+            self.queue.push_back(claim);
+        }
+        let Some(waiter) = refused.map(|refused| Waiter { claim, ..refused }) else {
+            return;
+        };
+        let mut line = self.line.iter();
+        if !line.any(|w| w.is_of(claim, waiter.gathers)) {
+            self.line.push_back(waiter);
         }
     }
 
     /// As [`Pool::wait`], for `len` bytes of a started command: the reserve may be free for it.
-    pub fn wait_started(&mut self, owner: Owner, len: u32) {
-        self.wait(owner);
-        self.has_changed |= self.has_reserve(len);
+    pub fn wait_started(&mut self, claim: impl Into<Claim>, len: u32) {
+        let claim = claim.into();
+        self.wait(claim);
+        self.has_changed |= self.has_reserve(claim, len);
     }
 
-    /// An owner waits no longer.
-    pub fn leave_line(&mut self, owner: Owner) {
-        let Some(holding) = self.owners.get_mut(&owner) else {
-            return;
-        };
-        if std::mem::take(&mut holding.waits) {
-            self.line.retain(|waiter| waiter.owner != owner);
-            self.queue.retain(|&other| other != owner);
+    /// A claim waits no longer.
+    pub fn leave_line(&mut self, claim: impl Into<Claim>) {
+        let claim = claim.into();
+        if self.shares.waits(claim.owner) && self.queue.contains(&claim) {
+            self.line.retain(|waiter| waiter.claim != claim);
+            self.queue.retain(|&other| other != claim);
+            self.shares.end_wait(claim);
             self.has_changed = true;
         }
-        if holding.is_idle() {
-            self.owners.remove(&owner);
-        }
     }
 
-    /// Returns whether memory has come back, or the line has moved, since the last call, while an
-    /// owner waits.
+    /// A request of a claim was withdrawn. Its other requests still wait: the next refused one enters
+    /// the line again.
+    pub fn withdraw(&mut self, claim: Claim) {
+        self.line.retain(|waiter| waiter.claim != claim);
+        self.has_changed = true;
+    }
+
+    /// Returns whether memory has come back, or the line has moved, since the last call, while a
+    /// claim waits.
     pub fn take_change(&mut self) -> bool {
-        std::mem::take(&mut self.has_changed) && !self.line.is_empty()
+        std::mem::take(&mut self.has_changed) && !self.queue.is_empty()
     }
 
     /// Returns the result that [`Pool::take_change`] would have, without taking it.
     #[must_use]
     pub fn has_change(&self) -> bool {
-        self.has_changed && !self.line.is_empty()
+        self.has_changed && !self.queue.is_empty()
     }
 
-    /// The owners that wait, by turns.
+    /// Bytes of unsolicited data with which commands wait for data memory. They lie outside the pool.
+    #[must_use]
+    pub fn staged(&self) -> usize {
+        self.staged
+    }
+
+    /// A command with `bytes` of unsolicited data begins to wait.
+    pub fn stage(&mut self, bytes: usize) {
+        self.staged += bytes;
+    }
+
+    /// Reverses [`Pool::stage`].
+    pub fn unstage(&mut self, bytes: usize) {
+        self.staged -= bytes;
+    }
+
+    /// The owners that wait, by turns; once for each of their claims.
     pub fn waiting(&self) -> impl Iterator<Item = Owner> + '_ {
-        self.queue.iter().copied()
+        self.queue.iter().map(|claim| claim.owner)
     }
 
     /// A data buffer of `len` bytes, or `None` while the pool has not enough in few enough blocks.
@@ -349,7 +472,7 @@ impl Pool {
         // The offset says which part of the mapping it is from. An empty buffer has no pieces to
         // return.
         let start = buffer.pieces.first().map_or(0, |piece| piece.offset);
-        let is_table = start >= self.tables.base;
+        let is_table = (self.tables.base..self.reserve.base).contains(&start);
         let held = buffer.held();
         let blocks = if start >= self.reserve.base {
             &mut self.reserve
@@ -363,389 +486,98 @@ impl Pool {
         }
         buffer.pieces.clear();
         self.has_changed = true;
-        if let Some(owner) = buffer.owner
-            && let Some(holding) = self.owners.get_mut(&owner)
-        {
-            let part = if is_table {
-                &mut holding.tables
-            } else {
-                &mut holding.data
-            };
-            *part -= held;
-            if holding.is_idle() {
-                self.owners.remove(&owner);
-            }
+        match buffer.charge {
+            Some(charge) if is_table => self.shares.remove_table(charge.claim.owner, held),
+            Some(charge) => self.shares.discharge(charge, held),
+            None => {}
         }
     }
 
-    /// Whether an owner is within its share with `need` bytes more. One that has nothing is.
-    fn is_within_share(&self, owner: Owner, need: usize) -> bool {
-        let has = self.owners.get(&owner).map_or(0, |holding| holding.data);
-        has == 0 || has + need <= self.size() / self.owners.len().max(1)
-    }
-
-    /// Whether others wait, and this owner has more than its share of what they wait for.
+    /// Whether a claim of another initiator waits, which is within its shares, and this one has more
+    /// than half of its own share of what that one waits for.
     pub fn is_owed_by(&self, owner: Owner) -> bool {
-        let mut line = self.line.iter();
-        line.any(|waiter| waiter.owner != owner) && !self.is_within_share(owner, 0)
+        self.shares.is_beyond_half_share(owner)
+            && self.line.iter().any(|waiter| {
+                !self.shares.is_same_initiator(waiter.claim.owner, owner)
+                    && self.shares.is_within_share(waiter.claim, waiter.need)
+            })
     }
 
-    /// Place in the line of the owner whose turn it is.
+    /// Place in the line of the claim whose turn it is.
     fn turn(&self) -> Option<usize> {
         if self.line.is_empty() {
             return None;
         }
         let mut line = self.line.iter();
-        line.position(|waiter| self.is_within_share(waiter.owner, waiter.need))
+        line.position(|waiter| self.shares.is_within_share(waiter.claim, waiter.need))
     }
 
-    fn may_take(&self, owner: Owner, need: usize) -> bool {
-        // No other owner waits, so there is nothing to share.
-        if self.line.is_empty() || self.line.iter().all(|waiter| waiter.owner == owner) {
+    /// Whether a claim may have common memory.
+    fn may_take(&self, claim: Claim, need: usize, gathers: bool) -> bool {
+        if !self.shares.has_common(need) {
+            return false;
+        }
+        // No other claim waits, so there is nothing to share.
+        if self.queue.is_empty() || self.queue.iter().all(|&waiting| waiting == claim) {
             return true;
         }
-        if !self.is_within_share(owner, need) {
+        if !self.shares.is_within_share(claim, need) {
             return false;
         }
         self.turn().is_none_or(|at| {
             let waiter = &self.line[at];
-            waiter.owner == owner || waiter.passed + need <= self.size() / 2
+            waiter.is_of(claim, gathers) || waiter.passed + need <= self.shares.common() / 2
         })
+    }
+
+    /// The guaranteed part that has room for a request.
+    fn guaranteed(&self, claim: Claim, need: usize, gathers: bool) -> Option<Part> {
+        if self.shares.has_initiator_room(claim.owner, need) {
+            return Some(Part::Initiator);
+        }
+        let unit = claim.unit?;
+        let ahead = self.ahead(unit, |waiter| waiter.is_of(claim, gathers), gathers);
+        self.shares.unit_part(unit, need, gathers, ahead)
+    }
+
+    /// The requests that precede a request for a unit's part. Requests that the part cannot hold do
+    /// not count, because other units have the memory that they need.
+    fn ahead(&self, unit: u32, is_own: impl Fn(&Waiter) -> bool, gathers: bool) -> Ahead {
+        let mut ahead = Ahead::default();
+        let mut first = None;
+        for waiter in &self.line {
+            if waiter.claim.unit != Some(unit) || !self.shares.can_hold(unit, waiter.need) {
+                continue;
+            }
+            ahead.gathers |= waiter.gathers;
+            let is_rival = waiter.gathers == gathers
+                || (waiter.gathers && self.shares.excludes_started(unit, waiter.need));
+            if is_rival && first.is_none() {
+                first = Some(waiter);
+            }
+        }
+        ahead.reserved = first.filter(|first| !is_own(first)).map_or(0, |w| w.need);
+        ahead
     }
 }
 
 /// Bytes of whole blocks that hold `len`.
 fn needed(len: u32) -> usize {
-    (len as usize).next_multiple_of(MIN_BLOCK)
-}
-
-/// A part of the mapping, in blocks.
-#[derive(Debug)]
-struct Blocks {
-    /// Offset of its first byte in the mapping.
-    base: usize,
-    len: usize,
-    units: Vec<Unit>,
-    heads: [u32; MAX_ORDER + 1],
-    free: usize,
-}
-
-impl Blocks {
-    fn new(base: usize, len: usize) -> Self {
-        let mut blocks = Self {
-            base,
-            len,
-            units: vec![Unit::Inner; len / MIN_BLOCK],
-            heads: [NIL; MAX_ORDER + 1],
-            free: len,
-        };
-        // In reverse, since a free list gives first what was put last: memory is used from its
-        // beginning.
-        for block in (0..len / MAX_BLOCK).rev() {
-            blocks.push((block << MAX_ORDER) as u32, MAX_ORDER);
-        }
-        blocks
-    }
-
-    fn is_whole(&self) -> bool {
-        self.free == self.len
-    }
-
-    fn take(&mut self, memory: &Memory, len: u32) -> Option<Buffer> {
-        let mut buffer = Buffer {
-            memory: memory.clone(),
-            pieces: SmallVec::new(),
-            len,
-            owner: None,
-        };
-        let mut left = len as usize;
-        while left > 0 {
-            let want = left.min(MAX_BLOCK).next_multiple_of(MIN_BLOCK);
-            let taken = if buffer.pieces.len() == MAX_PIECES {
-                None
-            } else {
-                self.take_block(order_of(want))
-            };
-            // Memory is taken whole or not at all: two commands that each wait with a part of
-            // theirs could wait for each other.
-            let Some((unit, order)) = taken else {
-                for piece in buffer.pieces.drain(..) {
-                    self.put(piece.offset);
-                }
-                return None;
-            };
-            let used = left.min(MIN_BLOCK << order);
-            buffer.pieces.push(Piece {
-                offset: self.base + unit as usize * MIN_BLOCK,
-                len: used as u32,
-                order: order as u8,
-            });
-            left -= used;
-        }
-        Some(buffer)
-    }
-
-    fn put(&mut self, offset: usize) {
-        self.put_block(((offset - self.base) / MIN_BLOCK) as u32);
-    }
-
-    /// A block of `order`, or a smaller one where no larger one is left.
-    fn take_block(&mut self, order: usize) -> Option<(u32, usize)> {
-        // The smallest that is large enough, to keep large blocks whole. A smaller one only where
-        // memory is in pieces: the buffer has more of them then.
-        let from = match self.heads[order] {
-            NIL => (order + 1..=MAX_ORDER)
-                .chain((0..order).rev())
-                .find(|&o| self.heads[o] != NIL)?,
-            _ => order,
-        };
-        let unit = self.heads[from];
-        self.unlink(unit);
-        let order = order.min(from);
-        for o in (order..from).rev() {
-            self.push(unit + (1 << o), o);
-        }
-        self.units[unit as usize] = Unit::Used { order: order as u8 };
-        self.free -= MIN_BLOCK << order;
-        Some((unit, order))
-    }
-
-    fn put_block(&mut self, mut unit: u32) {
-        let Unit::Used { order } = self.units[unit as usize] else {
-            panic!("a block that is not in use came back");
-        };
-        let mut order = usize::from(order);
-        self.free += MIN_BLOCK << order;
-        self.units[unit as usize] = Unit::Inner;
-        while order < MAX_ORDER {
-            // Blocks of one order lie at multiples of their size, so the two halves of a larger
-            // block differ in one bit of their numbers.
-            let buddy = unit ^ (1 << order);
-            match self.units.get(buddy as usize) {
-                Some(Unit::Free { order: o, .. }) if usize::from(*o) == order => {
-                    self.unlink(buddy);
-                    unit = unit.min(buddy);
-                    order += 1;
-                }
-                _ => break,
-            }
-        }
-        self.push(unit, order);
-    }
-
-    fn push(&mut self, unit: u32, order: usize) {
-        let next = self.heads[order];
-        if next != NIL {
-            let Unit::Free { prev, .. } = &mut self.units[next as usize] else {
-                unreachable!("free lists hold free blocks");
-            };
-            *prev = unit;
-        }
-        self.heads[order] = unit;
-        self.units[unit as usize] = Unit::Free {
-            order: order as u8,
-            prev: NIL,
-            next,
-        };
-    }
-
-    fn unlink(&mut self, unit: u32) {
-        let Unit::Free { order, prev, next } = self.units[unit as usize] else {
-            unreachable!("free lists hold free blocks");
-        };
-        if let Some(Unit::Free { prev: p, .. }) = self.units.get_mut(next as usize) {
-            *p = prev;
-        }
-        match self.units.get_mut(prev as usize) {
-            Some(Unit::Free { next: n, .. }) => *n = next,
-            _ => self.heads[usize::from(order)] = next,
-        }
-        self.units[unit as usize] = Unit::Inner;
-    }
-}
-
-/// The order of the smallest block that holds `len` bytes, at most [`MAX_ORDER`].
-fn order_of(len: usize) -> usize {
-    let blocks = len.div_ceil(MIN_BLOCK).next_power_of_two();
-    (blocks.trailing_zeros() as usize).min(MAX_ORDER)
-}
-
-/// Data of one command: blocks of a pool, in order.
-#[derive(Debug)]
-pub struct Buffer {
-    memory: Memory,
-    /// At most [`MAX_PIECES`]; nearly all buffers are of one or two, and are moved a lot.
-    pieces: SmallVec<[Piece; 2]>,
-    len: u32,
-    owner: Option<Owner>,
-}
-
-impl Buffer {
-    /// Length in bytes, as it was asked for.
-    #[must_use]
-    pub fn len(&self) -> u32 {
-        self.len
-    }
-
-    /// Whether it holds no byte.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Bytes of its blocks.
-    fn held(&self) -> usize {
-        self.pieces.iter().map(|p| MIN_BLOCK << p.order).sum()
-    }
-
-    /// The ranges of the mapping that hold bytes `range` of the buffer, in order. What lies beyond
-    /// the end is left out.
-    #[must_use]
-    pub fn ranges(&self, range: Range<u32>) -> Ranges<'_> {
-        Ranges {
-            pieces: self.pieces.iter(),
-            at: 0,
-            range,
-        }
-    }
-
-    /// The bytes of a part that lie in its first `pieces` pieces. The part begins within the
-    /// buffer.
-    pub(crate) fn len_of_pieces(&self, part: Range<u32>, pieces: usize) -> u32 {
-        // Nearly all buffers are of one piece, and no part has more pieces than its buffer.
-        if self.pieces.len() <= pieces {
-            return part.end.min(self.len) - part.start;
-        }
-        let ranges = self.ranges(part).take(pieces);
-        ranges.map(|range| range.len() as u32).sum()
-    }
-
-    /// Appends all of its pieces to a list, as slices that keep the mapping alive.
-    pub(crate) fn put_slices(&self, out: &mut Vec<MemSlice>) {
-        for range in self.ranges(0..self.len) {
-            out.push(self.memory.slice(range).expect("pieces lie in the mapping"));
-        }
-    }
-
-    /// The same ranges as slices that keep the mapping alive.
-    pub fn slices(&self, range: Range<u32>) -> impl Iterator<Item = MemSlice> + '_ {
-        self.ranges(range)
-            .map(|r| self.memory.slice(r).expect("pieces lie in the mapping"))
-    }
-
-    /// The mapping that its ranges lie in.
-    #[must_use]
-    pub fn memory(&self) -> &Memory {
-        &self.memory
-    }
-
-    /// Copies `bytes` in, at `offset`.
-    ///
-    /// # Panics
-    /// If they do not fit.
-    pub fn write(&self, offset: u32, bytes: &[u8]) {
-        let mut done = 0;
-        for range in self.ranges(self.part(offset, bytes.len())) {
-            let len = range.len();
-            self.memory.write(range.start, &bytes[done..done + len]);
-            done += len;
-        }
-    }
-
-    /// The part of `len` bytes from `offset` on.
-    fn part(&self, offset: u32, len: usize) -> Range<u32> {
-        let end = u32::try_from(len)
-            .ok()
-            .and_then(|len| offset.checked_add(len))
-            .filter(|&end| end <= self.len);
-        offset..end.expect("the bytes fit the buffer")
-    }
-
-    /// Calls `f` with the bytes of a part, piece by piece and in order, where they lie: for a digest,
-    /// which is to cost no copy.
-    ///
-    /// # Safety
-    /// No operation that writes the part, of the ring or of a device, is under way until this
-    /// returns.
-    ///
-    /// # Panics
-    /// If the part is not within the buffer.
-    #[allow(
-        unsafe_code,
-        reason = "looks at a buffer in place, between operations of devices"
-    )]
-    pub unsafe fn for_each_piece(&self, part: Range<u32>, mut f: impl FnMut(&[u8])) {
-        assert!(part.end <= self.len, "part {part:?} beyond {}", self.len);
-        for run in self.ranges(part) {
-            // SAFETY: the caller's promise; the run belongs to this buffer alone.
-            unsafe { self.memory.with_bytes(run.start, run.len(), &mut f) };
-        }
-    }
-}
-
-/// Ranges of a pool's mapping that hold a part of a buffer, in order: see [`Buffer::ranges`].
-#[derive(Clone, Debug)]
-pub struct Ranges<'a> {
-    pieces: std::slice::Iter<'a, Piece>,
-    /// Offset of the next piece in the buffer.
-    at: u32,
-    range: Range<u32>,
-}
-
-impl Iterator for Ranges<'_> {
-    type Item = Range<usize>;
-
-    #[inline]
-    fn next(&mut self) -> Option<Range<usize>> {
-        while self.at < self.range.end {
-            let piece = self.pieces.next()?;
-            let at = self.at;
-            self.at += piece.len;
-            let from = self.range.start.max(at);
-            let to = self.range.end.min(self.at);
-            if from < to {
-                let base = piece.offset;
-                return Some(base + (from - at) as usize..base + (to - at) as usize);
-            }
-        }
-        None
-    }
-}
-
-impl DataAccess for Buffer {
-    fn len(&self) -> u32 {
-        self.len
-    }
-
-    fn read(&self, offset: u32, into: &mut [u8]) {
-        let mut done = 0;
-        for range in self.ranges(self.part(offset, into.len())) {
-            let len = range.len();
-            self.memory.read(range.start, &mut into[done..done + len]);
-            done += len;
-        }
-    }
-
-    fn write(&mut self, offset: u32, from: &[u8]) {
-        Buffer::write(self, offset, from);
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        if !std::thread::panicking() {
-            debug_assert!(
-                self.pieces.is_empty(),
-                "a buffer was dropped instead of released"
-            );
-        }
-    }
+    let len = len as usize;
+    let rest = len % MAX_BLOCK;
+    let last = match rest {
+        0 => 0,
+        _ => MIN_BLOCK * rest.div_ceil(MIN_BLOCK).next_power_of_two(),
+    };
+    len - rest + last
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use proptest::prelude::*;
+    use riser_scsi::access::DataAccess as _;
+
+    use super::*;
 
     #[test]
     fn bytes_cross_pieces_and_come_back() {
@@ -814,14 +646,14 @@ mod tests {
             if left >= 4 {
                 assert!(pool.grant(hog, MIB).is_none(), "it has {left} of 8");
             }
-            assert_eq!(pool.is_owed_by(hog), left > 4, "{left}");
+            assert_eq!(pool.is_owed_by(hog), left > 2, "{left}");
             assert!(!pool.is_owed_by(other));
         }
         let all = [hog, other].map(|owner| pool.grant(owner, MIB).unwrap());
         all.into_iter().for_each(|buffer| pool.release(buffer));
         pool.leave_line(hog);
         pool.leave_line(other);
-        assert!(pool.owners.is_empty() && pool.is_whole());
+        assert!(pool.shares.is_idle() && pool.is_whole());
     }
 
     #[test]
@@ -908,32 +740,33 @@ mod tests {
         pool.leave_line(other);
         assert!(!pool.is_whole());
         held.into_iter().for_each(|buffer| pool.release(buffer));
-        assert!(pool.is_whole() && pool.owners.is_empty() && pool.queue.is_empty());
+        assert!(pool.is_whole() && pool.shares.is_idle() && pool.queue.is_empty());
     }
 
     #[test]
     fn whoever_has_the_next_turn_tries_again() {
-        const MIB: u32 = 1 << 20;
+        const HALF: u32 = 1 << 19;
         let (first, other, passing) = (Owner(1), Owner(2), Owner(3));
-        let mut pool = Pool::new(8 << 20).unwrap();
-        let held = pool.take(8 * MIB).unwrap();
+        // All of a small pool is common memory.
+        let mut pool = Pool::new(3 << 20).unwrap();
+        let held = pool.take(3 << 20).unwrap();
         for owner in [first, other] {
-            assert!(pool.grant(owner, MIB).is_none());
-            pool.wait_started(owner, MIB);
+            assert!(pool.grant(owner, HALF).is_none());
+            pool.wait_started(owner, HALF);
         }
-        let reserve = pool.grant_reserve(first, MIB).unwrap();
+        let reserve = pool.grant_reserve(first, HALF).unwrap();
         pool.release(reserve);
         pool.release(held);
-        while let Some(buffer) = pool.grant(passing, MIB) {
+        while let Some(buffer) = pool.grant(passing, HALF) {
             pool.release(buffer);
         }
         // The reserve has its own turns, so the one whose turn it is here is not the first to try.
         assert!(pool.take_change());
         assert_eq!(pool.waiting().collect::<Vec<_>>(), [other, first]);
-        assert!(pool.grant(other, MIB).is_none());
-        let own = pool.grant(first, MIB).unwrap();
+        assert!(pool.grant(other, HALF).is_none());
+        let own = pool.grant(first, HALF).unwrap();
         assert!(pool.take_change(), "there is memory for the other");
-        let next = pool.grant(other, MIB).unwrap();
+        let next = pool.grant(other, HALF).unwrap();
         pool.release(own);
         pool.release(next);
     }
@@ -950,7 +783,428 @@ mod tests {
         for buffer in tables.into_iter().chain([other, data]) {
             pool.release(buffer);
         }
-        assert!(pool.is_whole() && pool.owners.is_empty());
+        assert!(pool.is_whole() && pool.shares.is_idle());
+    }
+
+    fn claim(owner: u64, unit: u32) -> Claim {
+        Claim {
+            owner: Owner(owner),
+            unit: Some(unit),
+        }
+    }
+
+    /// A pool with that many sessions of different initiators, and units.
+    fn shared(bytes: usize, sessions: u64, units: usize) -> Pool {
+        let mut pool = Pool::new(bytes).unwrap();
+        pool.set_units(units);
+        for n in 0..sessions {
+            pool.enter(Owner(n), &n);
+        }
+        pool
+    }
+
+    /// All buffers that a claim gets, and it waits for more.
+    fn take_all(pool: &mut Pool, claim: Claim, len: u32) -> Vec<Buffer> {
+        let all = std::iter::from_fn(|| pool.grant_to_gather(claim, len)).collect();
+        pool.wait(claim);
+        all
+    }
+
+    #[test]
+    fn hung_units_leave_memory_for_healthy_unit() {
+        const MIB: u32 = 1 << 20;
+        let mut pool = shared(64 << 20, 8, 4);
+        let mut held = Vec::new();
+        // Three of four units hang, and every session but one has commands for them.
+        for unit in 0..3 {
+            for owner in 0..7 {
+                held.append(&mut take_all(&mut pool, claim(owner, unit), MIB));
+            }
+        }
+        assert!(pool.free() >= 4 << 20, "{} bytes are left", pool.free());
+        for owner in [0, 7] {
+            let healthy = claim(owner, 3);
+            let write = pool.grant_to_gather(healthy, MIB).unwrap();
+            let read = pool.grant(healthy, MIB).unwrap();
+            pool.release(write);
+            pool.release(read);
+        }
+        // A session with nothing gets its part for a hung unit as well.
+        held.push(pool.grant_to_gather(claim(7, 0), MIB).unwrap());
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+        assert!(pool.is_whole());
+    }
+
+    #[test]
+    fn trickling_sessions_leave_memory_for_others() {
+        const MIB: u32 = 1 << 20;
+        let mut pool = shared(64 << 20, 8, 1);
+        let mut held = Vec::new();
+        for owner in 0..7 {
+            held.append(&mut take_all(&mut pool, claim(owner, 0), MIB));
+        }
+        let other = pool.grant_to_gather(claim(7, 0), MIB).unwrap();
+        pool.release(other);
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+    }
+
+    /// An initiator may send commands together with its last login request.
+    #[test]
+    fn early_commands_count_for_initiator() {
+        let mut pool = shared(64 << 20, 2, 1);
+        let early = Owner(2);
+        let mut held = vec![pool.grant(early, 1 << 20).unwrap()];
+        pool.enter(early, &0u64);
+        pool.enter(early, &0u64);
+        assert!(pool.shares.is_same_initiator(early, Owner(0)));
+        assert_eq!(pool.shares.parts().0, 8 << 20, "of two initiators");
+        held.push(pool.grant(Owner(0), 1 << 20).unwrap());
+        pool.leave(Owner(0));
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+        assert_eq!(pool.shares.parts().0, 8 << 20);
+        pool.leave(early);
+        assert!(pool.shares.is_idle());
+        assert_eq!(pool.shares.parts().0, 0, "of one");
+    }
+
+    /// No buffer may be returned for a long time, where a disk hangs.
+    #[test]
+    fn departed_initiator_and_unit_wake_waiters() {
+        let mut pool = shared(64 << 20, 2, 1);
+        let waiter = Claim::from(Owner(0));
+        let mut held = take_all(&mut pool, waiter, 1 << 20);
+        assert_eq!(held.len(), 48 + 8 - 8);
+        let _ = pool.take_change();
+        pool.leave(Owner(1));
+        assert!(pool.take_change(), "the part of the initiators is common");
+        held.append(&mut take_all(&mut pool, waiter, 1 << 20));
+        assert_eq!(pool.free(), 0);
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+        let mut pool = shared(64 << 20, 1, 2);
+        let mut held = take_all(&mut pool, waiter, 1 << 20);
+        let _ = pool.take_change();
+        pool.set_units(1);
+        assert!(pool.take_change(), "the part of the units is common");
+        held.append(&mut take_all(&mut pool, waiter, 1 << 20));
+        assert_eq!(pool.free(), 0);
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+    }
+
+    /// Its own account is removed then, and the part of each initiator becomes larger.
+    #[test]
+    fn early_login_wakes_waiters() {
+        const MIB: u32 = 1 << 20;
+        let mut pool = shared(64 << 20, 2, 1);
+        let early = Owner(2);
+        let mut held = vec![pool.grant(early, MIB).unwrap()];
+        held.append(&mut take_all(&mut pool, Owner(1).into(), MIB));
+        let waiter = Claim::from(Owner(0));
+        held.append(&mut take_all(&mut pool, waiter, MIB));
+        let _ = pool.take_change();
+        pool.enter(early, &1u64);
+        assert!(pool.take_change(), "parts of two initiators, not of three");
+        let more = take_all(&mut pool, waiter, MIB);
+        assert!(!more.is_empty());
+        held.into_iter().chain(more).for_each(|b| pool.release(b));
+    }
+
+    #[test]
+    fn sessions_of_one_initiator_share_its_part() {
+        const MIB: u32 = 1 << 20;
+        let mut pool = Pool::new(16 << 20).unwrap();
+        for n in 0..30 {
+            pool.enter(Owner(n), &1);
+        }
+        pool.enter(Owner(30), &2);
+        let mut held = Vec::new();
+        for owner in 0..30 {
+            held.append(&mut take_all(&mut pool, claim(owner, 0), MIB));
+        }
+        // Of the pool's 16 MiB, 4 belong to initiators: two to each.
+        assert_eq!(pool.free(), 4 << 20);
+        let own: Vec<_> = (0..2)
+            .map(|_| pool.grant_to_gather(claim(30, 0), MIB).unwrap())
+            .collect();
+        assert!(pool.grant_to_gather(claim(30, 0), MIB).is_none());
+        held.into_iter()
+            .chain(own)
+            .for_each(|buffer| pool.release(buffer));
+        for owner in 0..30 {
+            pool.leave_line(claim(owner, 0));
+        }
+        assert!(pool.is_whole() && pool.shares.is_idle());
+    }
+
+    #[test]
+    fn started_commands_find_memory_behind_gathered_ones() {
+        let mut pool = shared(64 << 20, 4, 4);
+        let mut held = Vec::new();
+        for owner in 0..4 {
+            held.append(&mut take_all(&mut pool, claim(owner, 0), 1 << 20));
+        }
+        let started = pool.grant(claim(0, 0), 1 << 20).unwrap();
+        held.push(started);
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+    }
+
+    #[test]
+    fn reserve_serves_one_command_per_unit() {
+        let mut pool = shared(64 << 20, 2, 8);
+        let all = pool.take(32 << 20).unwrap();
+        let rest = pool.take(32 << 20).unwrap();
+        let granted: Vec<_> = (0..8)
+            .filter_map(|unit| {
+                let buffer = pool.grant_reserve(claim(0, unit), 4096)?;
+                assert!(pool.grant_reserve(claim(1, unit), 4096).is_none());
+                Some(buffer)
+            })
+            .collect();
+        assert_eq!(granted.len(), 4);
+        granted
+            .into_iter()
+            .chain([all, rest])
+            .for_each(|buffer| pool.release(buffer));
+        assert!(pool.is_whole() && pool.shares.is_idle());
+    }
+
+    /// A pool of 64 MiB in which a hung unit 0 has the common memory and the initiators' parts.
+    fn with_hung_unit(units: usize) -> (Pool, Vec<Buffer>) {
+        let mut pool = shared(64 << 20, 4, units);
+        let mut held = Vec::new();
+        for owner in 0..4 {
+            held.append(&mut take_all(&mut pool, claim(owner, 0), 1 << 20));
+        }
+        (pool, held)
+    }
+
+    /// Whether a WRITE of 1 MiB of initiator 3 for unit 1 is granted while other initiators keep four
+    /// requests of 64 KiB for that unit in flight, each of which holds its memory for some rounds.
+    fn is_long_write_granted(pool: &mut Pool, are_reads: bool, is_retried_first: bool) -> bool {
+        const SHORT: u32 = 64 << 10;
+        let long = claim(3, 1);
+        let grant_short = |pool: &mut Pool, owner| match are_reads {
+            true => pool.grant(claim(owner, 1), SHORT),
+            false => pool.grant_to_gather(claim(owner, 1), SHORT),
+        };
+        let mut short: VecDeque<_> = (0..4).filter_map(|n| grant_short(pool, n % 3)).collect();
+        let got = (0..10_000u64).find_map(|n| {
+            if let Some(buffer) = short.pop_front() {
+                pool.release(buffer);
+            }
+            let owner = n % 3;
+            let mut add_short = |pool: &mut Pool| match grant_short(pool, owner) {
+                Some(buffer) => short.push_back(buffer),
+                None => pool.wait(claim(owner, 1)),
+            };
+            if !is_retried_first {
+                add_short(pool);
+            }
+            let granted = pool.grant_to_gather(long, 1 << 20);
+            if granted.is_none() {
+                pool.wait(long);
+            }
+            if is_retried_first {
+                add_short(pool);
+            }
+            granted
+        });
+        let is_granted = got.is_some();
+        short.into_iter().chain(got).for_each(|b| pool.release(b));
+        is_granted
+    }
+
+    #[test]
+    fn long_write_is_granted_behind_short_requests() {
+        for units in [2, 4, 8, 12, 16, 32] {
+            for (are_reads, is_retried_first) in
+                [(false, true), (false, false), (true, true), (true, false)]
+            {
+                let (mut pool, held) = with_hung_unit(units);
+                let is_granted = is_long_write_granted(&mut pool, are_reads, is_retried_first);
+                assert!(is_granted, "{units} units, reads: {are_reads}");
+                held.into_iter().for_each(|buffer| pool.release(buffer));
+                assert!(pool.is_whole());
+            }
+        }
+    }
+
+    /// An initiator without commands for the hung unit has its part for another unit.
+    #[test]
+    fn busy_initiator_leaves_unit_part_alone() {
+        for units in [2, 8, 16] {
+            let mut pool = shared(64 << 20, 5, units);
+            let mut held = Vec::new();
+            let busy = claim(4, 1);
+            let own = pool.grant_to_gather(busy, 1 << 20).unwrap();
+            for owner in 0..4 {
+                held.append(&mut take_all(&mut pool, claim(owner, 0), 1 << 20));
+            }
+            held.push(own);
+            held.extend(pool.grant_to_gather(busy, 1 << 20));
+            held.extend(pool.grant_to_gather(busy, 1 << 20));
+            assert!(
+                is_long_write_granted(&mut pool, false, true),
+                "{units} units"
+            );
+            held.into_iter().for_each(|buffer| pool.release(buffer));
+        }
+    }
+
+    /// Commands that have gathered their data may wait for commands that have started.
+    #[test]
+    fn waiting_write_leaves_memory_for_started_commands() {
+        for units in [4, 8, 16] {
+            let (mut pool, mut held) = with_hung_unit(units);
+            let gathered = pool.grant_to_gather(claim(0, 1), 64 << 10).unwrap();
+            while let Some(buffer) = pool.grant_to_gather(claim(1, 1), 1 << 20) {
+                held.push(buffer);
+            }
+            pool.wait(claim(1, 1));
+            for _ in 0..4 {
+                held.push(pool.grant(claim(2, 1), 64 << 10).unwrap());
+            }
+            held.push(gathered);
+            held.into_iter().for_each(|buffer| pool.release(buffer));
+        }
+    }
+
+    #[test]
+    fn withdrawn_write_reserves_no_memory() {
+        let (mut pool, mut held) = with_hung_unit(8);
+        let short = claim(0, 1);
+        held.push(pool.grant_to_gather(short, 4096).unwrap());
+        let long = claim(3, 1);
+        for withdraw in [Pool::withdraw, Pool::leave_line] {
+            assert!(pool.grant_to_gather(long, 1 << 20).is_none());
+            pool.wait(long);
+            assert!(pool.grant_to_gather(short, 4096).is_none());
+            withdraw(&mut pool, long);
+            assert!(pool.take_change());
+            held.push(pool.grant_to_gather(short, 4096).unwrap());
+        }
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+    }
+
+    /// Long buffers of other units have the room in the units' part of the pool.
+    #[test]
+    fn write_beyond_unit_part_reserves_no_memory() {
+        const MIB: u32 = 1 << 20;
+        let (mut pool, mut held) = with_hung_unit(32);
+        // All but 512 KiB of 16 MiB.
+        for unit in 2..17 {
+            held.push(pool.grant_to_gather(claim(0, unit), MIB).unwrap());
+        }
+        held.push(pool.grant_to_gather(claim(0, 17), MIB / 2).unwrap());
+        let (short, long) = (claim(0, 1), claim(3, 1));
+        assert!(pool.grant_to_gather(long, MIB).is_none());
+        pool.wait(long);
+        let granted = std::iter::from_fn(|| pool.grant_to_gather(short, 4096));
+        let granted: Vec<_> = granted.collect();
+        assert_eq!(granted.len(), 64, "half of the unit's part");
+        held.into_iter()
+            .chain(granted)
+            .for_each(|b| pool.release(b));
+    }
+
+    /// Commands that have gathered their data may wait for the started command in the order of the unit.
+    #[test]
+    fn hung_units_leave_memory_for_started_commands() {
+        const MIB: u32 = 1 << 20;
+        for units in [5, 6, 8] {
+            let mut pool = shared(64 << 20, 4, units);
+            let mut held = Vec::new();
+            for owner in 0..4 {
+                for unit in 0..units as u32 - 1 {
+                    held.append(&mut take_all(&mut pool, claim(owner, unit), MIB));
+                    held.extend(std::iter::from_fn(|| pool.grant(claim(owner, unit), MIB)));
+                    pool.wait_started(claim(owner, unit), MIB);
+                    held.extend(pool.grant_reserve(claim(owner, unit), MIB));
+                }
+            }
+            let mut gathered = take_all(&mut pool, claim(0, units as u32 - 1), 64 << 10);
+            assert!(!gathered.is_empty(), "{units} units");
+            let started = pool.grant(claim(1, units as u32 - 1), MIB);
+            assert!(started.is_some(), "{units} units");
+            gathered.extend(started);
+            held.into_iter()
+                .chain(gathered)
+                .for_each(|b| pool.release(b));
+        }
+    }
+
+    /// Requests of one claim that wait, as (bytes, gathers, first round), served in their order.
+    type Requests = VecDeque<(u32, bool, u32)>;
+
+    /// Grants the first requests of a claim for which the pool has room.
+    fn serve(pool: &mut Pool, claim: Claim, requests: &mut Requests, granted: &mut Vec<Buffer>) {
+        while let Some(&(len, gathers, _)) = requests.front() {
+            let buffer = match gathers {
+                true => pool.grant_to_gather(claim, len),
+                false => pool.grant(claim, len),
+            };
+            let Some(buffer) = buffer else {
+                return pool.wait(claim);
+            };
+            requests.pop_front();
+            granted.push(buffer);
+        }
+        pool.leave_line(claim);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// All initiators have a deep queue for a hung unit, one of them not at times, and send
+        /// requests to three healthy units, which execute each within some rounds.
+        #[test]
+        fn healthy_units_serve_all_requests(
+            units in 4usize..=16,
+            is_one_spared in any::<bool>(),
+            requests in proptest::collection::vec((0u32..9, any::<bool>(), 1u32..6), 8..100),
+        ) {
+            let (mut pool, mut hung) = with_hung_unit(units);
+            if is_one_spared {
+                let is_spared = |b: &Buffer| b.charge.is_some_and(|c| c.claim.owner == Owner(3));
+                hung.extract_if(.., |b| is_spared(b)).for_each(|b| pool.release(b));
+                pool.leave_line(claim(3, 0));
+            }
+            let mut requests = requests.iter().cycle();
+            let mut claims: Vec<(Claim, Requests)> = (0..12)
+                .map(|n| (claim(n % 4, n as u32 / 4 + 1), Requests::new()))
+                .collect();
+            let mut in_flight: Vec<(u32, Buffer)> = Vec::new();
+            for round in 0..500 {
+                let over = in_flight.extract_if(.., |(until, _)| *until <= round);
+                over.for_each(|(_, buffer)| pool.release(buffer));
+                let mut granted = Vec::new();
+                let waiting: Vec<_> = pool.waiting().collect();
+                for owner in waiting {
+                    for (claim, queue) in claims.iter_mut().filter(|(c, _)| c.owner == owner) {
+                        serve(&mut pool, *claim, queue, &mut granted);
+                    }
+                }
+                for (claim, queue) in &mut claims {
+                    let &(order, gathers, _) = requests.next().unwrap();
+                    if queue.len() < 4 {
+                        queue.push_back((4096 << order, gathers, round));
+                    }
+                    if queue.len() == 1 {
+                        serve(&mut pool, *claim, queue, &mut granted);
+                    }
+                }
+                for buffer in granted {
+                    let &(_, _, rounds) = requests.next().unwrap();
+                    in_flight.push((round + rounds, buffer));
+                }
+                let oldest = claims.iter().filter_map(|(c, q)| Some((q.front()?, c)));
+                for (&(len, gathers, since), claim) in oldest {
+                    prop_assert!(round - since < 200, "{claim:?}, {len} bytes, {gathers}");
+                }
+            }
+            let all = in_flight.into_iter().map(|(_, buffer)| buffer).chain(hung);
+            all.for_each(|buffer| pool.release(buffer));
+            prop_assert!(pool.is_whole());
+        }
     }
 
     proptest! {
@@ -977,6 +1231,62 @@ mod tests {
             let whole = pool.take(8 << 20).unwrap();
             prop_assert_eq!(whole.pieces.len(), 8);
             pool.release(whole);
+        }
+
+        /// However sessions take, keep and wait for memory, and whichever units hang: a session
+        /// with nothing gets its part, and so does a unit with nothing, for each session.
+        #[test]
+        fn parts_are_always_granted(
+            sessions in 2u64..12,
+            units in 2u32..12,
+            steps in proptest::collection::vec(
+                (0u64..12, 0u32..12, 1u32..1 << 20, 0u8..8),
+                1..400,
+            ),
+        ) {
+            let mut pool = shared(64 << 20, sessions, units as usize);
+            let mut held: Vec<Buffer> = Vec::new();
+            for (owner, unit, len, action) in steps {
+                // The last session, and the last unit, do nothing for the moment.
+                let claim = claim(owner % (sessions - 1), unit % (units - 1));
+                let buffer = match action {
+                    0 if !held.is_empty() => {
+                        let buffer = held.swap_remove(len as usize % held.len());
+                        pool.release(buffer);
+                        continue;
+                    }
+                    1 => {
+                        pool.leave_line(claim);
+                        continue;
+                    }
+                    2 => pool.grant_reserve(claim, len),
+                    3 | 4 => pool.grant(claim, len),
+                    _ => pool.grant_to_gather(claim, len),
+                };
+                match buffer {
+                    Some(buffer) => held.push(buffer),
+                    None => pool.wait(claim),
+                }
+            }
+            let (of_initiator, of_unit) = pool.shares.parts();
+            // A length that fits however the memory lies.
+            let len = 64 << 10;
+            let mut check = |claim: Claim, part: usize| {
+                let count = part / len as usize;
+                let granted = |_| pool.grant_to_gather(claim, len);
+                let granted: Vec<_> = (0..count).map_while(granted).collect();
+                let is_whole = granted.len() == count;
+                granted.into_iter().for_each(|buffer| pool.release(buffer));
+                is_whole
+            };
+            for unit in 0..units {
+                prop_assert!(check(claim(sessions - 1, unit), of_initiator.min(1 << 20)));
+            }
+            for owner in 0..sessions {
+                prop_assert!(check(claim(owner, units - 1), (of_unit / 2).min(1 << 20)));
+            }
+            held.into_iter().for_each(|buffer| pool.release(buffer));
+            prop_assert!(pool.is_whole());
         }
     }
 }

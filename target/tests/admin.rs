@@ -4,9 +4,14 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
+use riser_test_peers::tcp::Client;
 use riser_testkit::daemon::{Daemon, RISERD, ask};
 use riser_testkit::eventually;
+
+/// Longest wait for the next attempt at an unavailable part.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
 fn a_daemon_reports_what_it_serves_and_applies_its_file_again() {
@@ -40,6 +45,166 @@ fn a_daemon_reports_what_it_serves_and_applies_its_file_again() {
     );
     let text = String::from_utf8(daemon.ask(&["targets"]).stdout).unwrap();
     assert!(text.contains("  srp 127.81.0.1:5555"), "{text}");
+}
+
+#[test]
+fn unavailable_portal_is_served_later_if_allowed() {
+    let daemon = Daemon::start("unavailable", "127.81.0.16");
+    let portal = [
+        "create",
+        "/targets/demo/portals",
+        "protocol=iscsi",
+        "listen=192.0.2.10",
+    ];
+    let refused = daemon.ask(&portal);
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(said.contains("nothing was applied"), "{said}");
+    let allowed = daemon.ask(&[&portal[..], &["--allow-unavailable"]].concat());
+    assert!(allowed.status.success(), "{allowed:?}");
+    let status = String::from_utf8(daemon.ask(&["status"]).stdout).unwrap();
+    assert!(status.contains("NOT SERVED"), "{status}");
+    assert!(status.contains("192.0.2.10:3260"), "{status}");
+    let history = daemon.json("history");
+    assert_eq!(history[0]["how"], "create", "{history}");
+    // Later changes do not depend on it.
+    assert!(
+        daemon
+            .ask(&["set", "/limits", "max_sessions=9"])
+            .status
+            .success()
+    );
+    assert_eq!(daemon.json("history")[0]["how"], "set");
+}
+
+#[test]
+fn unavailable_metrics_address_is_served_later_if_allowed() {
+    let daemon = Daemon::start("metrics-later", "127.81.0.17");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let listen = format!("listen={address}");
+    let create = ["create", "/metrics", &listen];
+    let refused = daemon.ask(&create);
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(said.contains("nothing was applied"), "{said}");
+    let allowed = daemon.ask(&[&create[..], &["--allow-unavailable"]].concat());
+    assert!(allowed.status.success(), "{allowed:?}");
+    let problems = || daemon.json("status")["problems"].clone();
+    assert_eq!(problems()[0]["kind"], "metrics", "{}", problems());
+    // Other changes do not depend on it.
+    let set = daemon.ask(&["set", "/limits", "max_sessions=9"]);
+    assert!(set.status.success(), "{set:?}");
+    drop(taken);
+    eventually("metrics are served", PATIENCE, || {
+        std::net::TcpStream::connect(&address).is_ok()
+    });
+    assert!(problems().is_null(), "{}", problems());
+}
+
+#[test]
+fn rollback_serves_available_parts_if_allowed() {
+    let daemon = Daemon::start("rollback-part", "127.81.0.18");
+    let disk = daemon.dir.join("disk");
+    let disk = format!("path={}", disk.display());
+    let create = [
+        "create",
+        "/backends/c",
+        "kind=file",
+        &disk,
+        "size=1MiB",
+        "create=true",
+    ];
+    for change in [
+        &create[..],
+        &["create", "/targets/demo/luns/1", "backend=c"],
+    ] {
+        let changed = daemon.ask(change);
+        assert!(changed.status.success(), "{changed:?}");
+    }
+    let before = daemon.ask(&["apply", daemon.dir.join("riserd.yaml").to_str().unwrap()]);
+    assert!(before.status.success(), "{before:?}");
+    std::fs::remove_file(daemon.dir.join("disk")).unwrap();
+    let refused = daemon.ask(&["rollback"]);
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    let allowed = daemon.ask(&["rollback", "--allow-unavailable"]);
+    assert!(allowed.status.success(), "{allowed:?}");
+    assert_eq!(daemon.json("history")[0]["how"], "rollback 1");
+    assert_eq!(daemon.json("status")["problems"][0]["name"], "c");
+}
+
+/// A host could write to one disk what was meant for the other one.
+#[test]
+fn disks_in_use_do_not_exchange_numbers() {
+    let daemon = Daemon::start("exchange", "127.81.0.19");
+    daemon.configure("127.81.0.19", "{ 0: a, 1: b }");
+    daemon.json("reload");
+    let portal = "127.81.0.19:3290".parse().unwrap();
+    let session = Client::login_at(portal, "iqn.2026-01.com.example:demo", 1, None).unwrap();
+    daemon.configure("127.81.0.19", "{ 0: b, 1: a }");
+    let refused = daemon.ask(&["reload"]);
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(
+        said.contains("LUN 0 of target demo would become backend b"),
+        "{said}"
+    );
+    let path = daemon.dir.join("riserd.yaml").display().to_string();
+    let difference = String::from_utf8(daemon.ask(&["diff", &path]).stdout).unwrap();
+    assert!(
+        difference.contains("would become backend b"),
+        "{difference}"
+    );
+    assert_eq!(daemon.json("targets")[0]["luns"]["0"]["size"], 1 << 20);
+    // In two steps, or without initiators.
+    let delete = daemon.ask(&["delete", "/targets/demo/luns/0"]);
+    assert!(delete.status.success(), "{delete:?}");
+    drop(session);
+    eventually("the session ends", PATIENCE, || {
+        daemon.json("sessions") == serde_json::json!([])
+    });
+    let reloaded = daemon.ask(&["reload"]);
+    assert!(reloaded.status.success(), "{reloaded:?}");
+    assert_eq!(daemon.json("targets")[0]["luns"]["0"]["size"], 2 << 20);
+}
+
+#[test]
+fn empty_socket_variable_means_default() {
+    let output = Command::new(&*RISERD)
+        .arg("sessions")
+        .env("RISERD_SOCKET", "")
+        .env("RUNTIME_DIRECTORY", "/nonexistent")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("/nonexistent/admin.sock"), "{said}");
+}
+
+#[test]
+fn log_filter_changes_without_restart() {
+    let config = "targets: []\nlog: { filter: error, format: json, audit: off }\n";
+    let daemon = Daemon::start_logging("filter", config);
+    let set = |path: &str, value: &str| {
+        let output = daemon.ask(&["set", path, value]);
+        assert!(output.status.success(), "{output:?}");
+    };
+    let changes = || {
+        let log = std::fs::read_to_string(daemon.log()).unwrap();
+        log.matches("\"changed\"").count()
+    };
+    set("/limits", "max_sessions=9");
+    assert_eq!(changes(), 0);
+    set("/log", "filter=warn,riser_target=info");
+    set("/limits", "max_sessions=8");
+    assert_eq!(changes(), 2, "the filter itself, and the limit");
+    assert!(daemon.ask(&["delete", "/log/filter"]).status.success());
+    set("/log", "filter=error");
+    let before = changes();
+    set("/limits", "max_sessions=7");
+    assert_eq!(changes(), before);
+    let refused = daemon.ask(&["set", "/log", "format=text"]);
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
 }
 
 #[test]

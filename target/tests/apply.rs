@@ -266,7 +266,7 @@ fn a_backend_grows_and_its_initiators_hear_of_it() {
 }
 
 #[test]
-fn limits_and_secrets_hold_for_those_who_log_in_from_now_on() {
+fn limits_and_secrets_apply_to_new_logins() {
     let net = 5;
     let mut server = Server::start(&config(net, "", "", "")).unwrap();
     let mut first = iscsi(addr(net, 1), "t", 1).unwrap();
@@ -280,6 +280,8 @@ fn limits_and_secrets_hold_for_those_who_log_in_from_now_on() {
     };
     let out = LoginStatus::OUT_OF_RESOURCES;
     assert_eq!(refused(iscsi(addr(net, 1), "t", 2)), out);
+    assert_eq!(tcp_ready(&mut first), 0);
+    // A session without the credentials that are required now is logged out (`revoked_users`).
     let mut closed = config(net, "", "", "");
     let chap = config(
         net,
@@ -295,7 +297,6 @@ fn limits_and_secrets_hold_for_those_who_log_in_from_now_on() {
     let name = "iqn.2026-01.org.example:t";
     let secret = Some("twelve-bytes-or-more");
     assert!(Client::login_at(to, name, 2, secret).is_ok());
-    assert_eq!(tcp_ready(&mut first), 0);
     assert_eq!(ready(&mut srp_too), GOOD);
     server.shutdown().unwrap();
 }

@@ -120,6 +120,91 @@ fn iscsi_logins_their_ends_and_denials_are_reported_once() {
     );
     assert_eq!(denied["reason"], "not_found");
     assert!(denied["initiator"].is_string(), "{denied}");
+    let log = std::fs::read_to_string(daemon.log()).unwrap();
+    let is_denial = |line: &&str| line.contains("login denied");
+    let line = log.lines().find(is_denial).unwrap();
+    assert!(line.contains("\"level\":\"WARN\""), "{line}");
+}
+
+#[test]
+fn disconnected_initiator_may_log_in_again() {
+    let daemon = daemon("audit-disconnect", 8, "open");
+    let to = SocketAddr::new(host(8), 3260);
+    const NAME: &str = "iqn.2026-01.org.example:client";
+    let _first = Client::login_at(to, IQN, 1, None).unwrap();
+    let nexus = wait_for(&daemon, "login", 1)[0]["nexus"].to_string();
+    let unknown = daemon.ask(&["disconnect", "iqn.2026-01.org.example:other"]);
+    assert_eq!(unknown.status.code(), Some(1));
+    let said = String::from_utf8(unknown.stderr).unwrap();
+    assert!(said.contains("no session of"), "{said}");
+
+    let done = daemon.ask(&["disconnect", &nexus]);
+    assert!(done.status.success(), "{done:?}");
+    let said = String::from_utf8(done.stdout).unwrap();
+    assert!(said.contains(NAME), "{said}");
+    let asked = &wait_for(&daemon, "disconnect", 1)[0];
+    assert_eq!(asked["initiator"], nexus.as_str());
+    assert_eq!(asked["connections"], 1);
+    assert!(
+        asked["who"].as_str().unwrap().starts_with("uid "),
+        "{asked}"
+    );
+    // The client does not log out by itself, so its connection is terminated.
+    assert_eq!(wait_for(&daemon, "end", 1)[0]["reason"], "shutdown");
+
+    let _again = Client::login_at(to, IQN, 1, None).unwrap();
+    assert!(daemon.ask(&["disconnect", NAME]).status.success());
+    wait_for(&daemon, "end", 2);
+}
+
+#[test]
+fn blocked_initiator_stays_out() {
+    const NAME: &str = "iqn.2026-01.org.example:client";
+    let daemon = daemon("audit-block", 9, "open");
+    let to = SocketAddr::new(host(9), 3260);
+    let ask = |args: &[&str]| {
+        let done = daemon.ask(args);
+        let text = [done.stdout, done.stderr].concat();
+        (done.status.code(), String::from_utf8(text).unwrap())
+    };
+    let log_in = || Client::login_at(to, IQN, 1, None);
+    let is_refused = || {
+        let status = LoginStatus::AUTHORIZATION_FAILURE;
+        log_in().err() == Some(LoginError::Refused(status))
+    };
+    let _session = log_in().unwrap();
+    let nexus = wait_for(&daemon, "login", 1)[0]["nexus"].to_string();
+    let (code, said) = ask(&["disconnect", &nexus, "--block"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains(NAME) && said.contains("blocked"), "{said}");
+    wait_for(&daemon, "end", 1);
+    assert!(is_refused());
+    let denied = &wait_for(&daemon, "denied", 1)[0];
+    assert_eq!(denied["detail"], "blocked by an administrator");
+    assert_eq!(wait_for(&daemon, "blocked", 1)[0]["initiator"], NAME);
+    // A configuration that is read again does not change it.
+    assert_eq!(ask(&["reload"]).0, Some(0));
+    assert!(is_refused());
+    let (_, status) = ask(&["status"]);
+    assert!(
+        status.contains(&format!("BLOCKED: initiator {NAME}")),
+        "{status}"
+    );
+    assert_eq!(ask(&["unblock", NAME]).0, Some(0));
+    assert_eq!(wait_for(&daemon, "unblocked", 1)[0]["initiator"], NAME);
+    assert_eq!(ask(&["unblock", NAME]).0, Some(1));
+    drop(log_in().unwrap());
+    // Without a session, and for a time.
+    let (code, said) = ask(&["disconnect", NAME, "--block", "--for", "2s"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(is_refused());
+    let start = Instant::now();
+    eventually("the block ends", Duration::from_secs(30), || {
+        log_in().is_ok()
+    });
+    assert!(start.elapsed() >= Duration::from_millis(500));
+    assert_eq!(ask(&["disconnect", "host-1", "--block"]).0, Some(1));
+    assert_eq!(ask(&["disconnect", NAME, "--for", "2s"]).0, Some(2));
 }
 
 /// Users of one rule can use each other's initiator names, and the log has both users; a rule for a
@@ -155,8 +240,13 @@ fn a_name_that_another_user_has_is_refused_with_both_identities() {
         let status = LoginStatus::AUTHENTICATION_FAILURE;
         assert_eq!(refused, Some(LoginError::Refused(status)));
     }
+    let denied = wait_for(&daemon, "denied", 2);
+    assert_eq!(
+        (&denied[0]["user"], &denied[1]["user"]),
+        (&"bob".into(), &"carol".into())
+    );
     Client::login_at(to, IQN, 1, Some("twelve-bytes-or-more")).unwrap();
-    wait_for(&daemon, "login", 1);
+    assert!(wait_for(&daemon, "login", 1)[0]["user"].is_string());
 }
 
 #[test]
@@ -226,7 +316,7 @@ fn srp_logins_their_ends_and_denials_are_reported_once() {
     );
     assert_eq!(
         (&changed["how"], &changed["paths"]),
-        (&"apply".into(), &"/limits".into())
+        (&"set".into(), &"/limits".into())
     );
     assert!(daemon.ask(&["rollback"]).status.success());
     let back = &wait_for(&daemon, "config_rolled_back", 1)[0];

@@ -379,7 +379,7 @@ fn held_channel(world: &World) -> SessionGuard {
     };
     let (registry, now) = (&world.shared.registry, world.fabric.now());
     let (_, guard) = registry.login(&req, ends, channel, now).unwrap();
-    assert!(registry.establish(key, channel, now).may_start);
+    assert!(registry.establish(key, channel).may_start);
     guard
 }
 
@@ -407,22 +407,39 @@ fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
     assert_eq!(new.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
+/// A host with a hanging disk can log in again and reach its units. The hanging unit refuses commands.
 #[test]
-fn a_login_is_refused_while_a_device_does_not_give_the_old_commands_back() {
-    let mut world = World::new(FaultConfig::default(), "");
-    let held = held_channel(&world);
-    let mut new = log_in_again(&mut world, 1).unwrap();
-    assert_eq!(new.next(&mut |d| world.pump(d)), Said::Logout(0));
-    new.wait_closed(&mut |d| world.pump(d));
-    for n in 0..3 {
-        let refused = log_in_again(&mut world, 2 + n).err();
-        let reason = LoginRejReason::InsufficientResources;
-        assert_eq!(refused, Some(Refused::Login(reason)), "it may try again");
+fn srp_login_starts_beside_hanging_write() {
+    const BUSY: u8 = 8;
+    let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
+    let faults = Arc::new(Faults::new(Vec::new()));
+    faults.hold(FaultOn::Write, 0, u64::MAX);
+    parsed.backends[0].spec.faults = Some(Arc::clone(&faults));
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let mut old = world.log_in(1);
+    old.data.fill(0, 512, 0xaa);
+    let data = DataBuffer::Direct(old.desc(0, 512));
+    old.send_cmd(5, 0, &cdb10(0x2a, 0, 1), data, DataBuffer::None);
+    for _ in 0..200 {
+        old.poll();
+        world.pump(&mut old.dev);
     }
-    let left = held.leave(Departure::default());
-    assert!(left.terminate.is_empty());
-    let mut new = log_in_again(&mut world, 5).unwrap();
-    new.settle(&mut |d| world.pump(d));
+    let mut new = log_in_again(&mut world, 2).unwrap();
+    let none = || DataBuffer::None;
+    for _ in 0..3 {
+        let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+        assert_eq!(answer.status, BUSY, "the write may still be executed");
+    }
+    // Another login is not held up either.
+    let mut new = log_in_again(&mut world, 3).unwrap();
+    let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!(answer.status, BUSY);
+    faults.release();
+    eventually("the write ends", Duration::from_secs(60), || {
+        let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+        answer.status != BUSY
+    });
+    assert_eq!(new.read(0, 1, 0, &mut |d| world.pump(d)).status, 0);
 }
 
 #[test]
@@ -765,14 +782,14 @@ fn a_shutdown_logs_everybody_out() {
         .try_iter()
         .any(|r| matches!(r, Report::Quiet(0)));
     assert!(quiet);
-    world.mail.send(Mail::Flush).unwrap();
+    world.mail.send(Mail::Flush(1)).unwrap();
     for _ in 0..10 {
         world.pump(&mut mini.dev);
     }
     let flushed = world
         .reports
         .try_iter()
-        .any(|r| matches!(r, Report::Flushed(Ok(()))));
+        .any(|r| matches!(r, Report::Flushed(1, Ok(()))));
     assert!(flushed);
 }
 

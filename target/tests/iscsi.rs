@@ -365,6 +365,10 @@ fn who_has_proved_another_identity_takes_no_session_over() {
     server.change(config(&format!("{bob}, {carol}"))).unwrap();
     let mut third = as_bob().unwrap();
     assert_eq!(third.command(&[0; 6], false, 0, &[]).0, 2, "nexus loss");
+    let (FromTarget::AsyncMessage(message), ..) = second.receive().unwrap() else {
+        panic!("a request to log out");
+    };
+    assert_eq!(message.event, AsyncEvent::LogoutRequested);
     assert!(second.receive().is_none());
     server.shutdown().unwrap();
 }

@@ -34,6 +34,30 @@ fn request(method: &str, host: &str, address: &str, path: &str) -> Option<String
     Some(answer)
 }
 
+#[test]
+fn metrics_are_compressed_on_request() {
+    let daemon = Daemon::start("gzip", "127.81.1.6");
+    let plain = daemon.http("GET /metrics");
+    let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+    write!(
+        stream,
+        "GET /metrics HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\nConnection: close\r\n\r\n"
+    )
+    .unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    let end = answer.windows(4).position(|w| w == b"\r\n\r\n").unwrap() + 4;
+    let head = std::str::from_utf8(&answer[..end]).unwrap();
+    assert!(head.contains("content-encoding: gzip\r\n"), "{head}");
+    assert!(head.contains("vary: accept-encoding\r\n"), "{head}");
+    let mut text = String::new();
+    let mut decoder = flate2::read::GzDecoder::new(&answer[end..]);
+    decoder.read_to_string(&mut text).unwrap();
+    assert!(text.contains("\nriser_ready 1\n"), "{text}");
+    assert!(!plain.contains("content-encoding"), "{plain}");
+    assert!(answer.len() * 4 < plain.len());
+}
+
 fn add(daemon: &Daemon, line: &str) {
     let file = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&file).unwrap();

@@ -202,6 +202,50 @@ fn a_new_login_ends_channels_at_other_workers() {
     drop(server);
 }
 
+/// Anyone can send a login request.
+#[test]
+fn half_open_login_takes_no_pool_memory() {
+    let text = config(addr(8, 1), 1, "limits: { buffer_pool_mib: 8 }\n");
+    let mut parsed = Config::parse(&text, "test.yaml").unwrap();
+    parsed.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![Fault {
+        on: FaultOn::Read,
+        offset: 0,
+        len: 16 << 20,
+        times: None,
+        delay: Duration::from_secs(20),
+        error: None,
+    }])));
+    let server = Server::start(&parsed).unwrap();
+    let mut mini = connect(&server, 8, 2);
+    let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
+    let half_open: Vec<_> = (3..6)
+        .map(|host| {
+            let mut dev = Roce::open(&RoceConfig::new(addr(8, host))).unwrap();
+            let mut request = vec![0; 56];
+            login_req(host, target).emit_rdma(&mut request);
+            Mini::request(
+                &mut dev,
+                SocketAddr::new(addr(8, 1), 5555),
+                request,
+                &mut real,
+            );
+            dev
+        })
+        .collect();
+    eventually("logins", Duration::from_secs(5), || {
+        server.snapshot()[0].logins.total() == 4
+    });
+    for n in 0..16 {
+        let into = DataBuffer::Direct(mini.desc(0, 512 << 10));
+        mini.send_cmd(100 + n, 0, &cdb10(0x28, 0, 1024), DataBuffer::None, into);
+    }
+    eventually("a pool in use", Duration::from_secs(10), || {
+        real(&mut mini.dev);
+        server.snapshot()[0].pool_free == 0
+    });
+    drop((server, half_open));
+}
+
 /// A worker that is awake without a reason takes a step, or several, for each time that it is asked
 /// how often it has slept. One that sleeps wakes for the question alone, and now and then for a
 /// timer.

@@ -247,3 +247,73 @@ fn the_end_of_a_session_waits_for_all_of_its_connections() {
     assert!(matches!(answer, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed));
     server.shutdown().unwrap();
 }
+
+/// By default the kernel lends a ring four threads for each processor for operations that block. A
+/// file system that hangs must not have all of them: flushes of other disks need one.
+#[test]
+fn frozen_file_system_delays_no_other_flush() {
+    let mount = match Mount::new() {
+        Ok(mount) => mount,
+        Err(why) => return skip("a file system that hangs", why),
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let other = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("beside-a-slow-disk.img");
+    let text = format!(
+        "backends:\n\
+         \x20 hung: {{ kind: file, path: {}/disk, size: 8MiB, create: true }}\n\
+         \x20 other: {{ kind: file, path: {}, size: 8MiB, create: true }}\n\
+         targets:\n\
+         - name: t\n\
+         \x20 iqn: iqn.2026-01.org.example:t\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
+         \x20 luns: {{ 0: hung, 1: other }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 1 }}\n",
+        mount.at,
+        other.display(),
+    );
+    let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
+    let [mut user, mut client] = [1, 2].map(|isid| {
+        let target = "iqn.2026-01.org.example:t";
+        let mut client = Client::login(port, target, isid, None).unwrap();
+        client.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        client
+    });
+    // To the other disk.
+    let mut send = |cdb: &[u8], data: &[u8]| {
+        let (sn, len) = (client.cmd_sn, data.len() as u32);
+        let mut command = riser_test_peers::pdus::scsi_command(sn, sn, cdb, len > 0, len);
+        command.lun[1] = 1;
+        client.cmd_sn += 1;
+        let since = std::time::Instant::now();
+        client.send(command.header(), data);
+        client.receive().unwrap();
+        since.elapsed()
+    };
+    send(&[0; 6], &[]);
+    send(&[0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0], &[7; 512]);
+    assert!(run("fsfreeze", &["-f", &mount.at]));
+    let processors = std::thread::available_parallelism().unwrap().get();
+    for n in 0..(4 * processors + 4).min(120) {
+        let cdb = [0x2a, 0, 0, 0, 0, n as u8, 0, 0, 1, 0];
+        user.send_command(&cdb, true, 512, &[n as u8; 512]);
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    let waited = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_secs(10));
+            mount.thaw();
+        });
+        send(&[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0], &[])
+    });
+    drop((user, client));
+    server.shutdown().unwrap();
+    let most = Duration::from_secs(5);
+    assert!(
+        waited < most,
+        "a flush of another disk has taken {waited:?}"
+    );
+}

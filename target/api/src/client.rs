@@ -1,6 +1,9 @@
-//! A client of the admin API: what `riserd sessions` and its like ask with.
+//! A client for the admin API, used by `riserd sessions` and similar commands.
 
+use std::borrow::Cow;
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -8,6 +11,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use nix::unistd::Group;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
@@ -15,90 +19,100 @@ use tokio::net::UnixStream;
 use crate::upgrade::Upgrade;
 use crate::view::Status;
 
-/// Time limit for an answer that a daemon has at once.
+/// Timeout for responses that are available immediately.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Time limit for an upgrade: a shutdown that waits for all it may wait for, and a start.
+/// Timeout for an upgrade: a shutdown with all of its wait times, followed by a start.
 const UPGRADE: Duration = Duration::from_secs(150);
 
-/// Interval at which a daemon is asked for the end of its upgrade.
+/// Interval to poll the daemon during an upgrade.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The longest answer that is read, in bytes.
+/// Maximum response size in bytes.
 const MAX_ANSWER: usize = 64 << 20;
 
-/// A request without a usable answer.
+/// A request that failed, or has no valid response.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// There is no place to look for a daemon.
+    /// There is no default path for the socket.
     #[error("no default admin socket for this user; name one with --socket")]
     Nowhere,
-    /// The socket accepts no connection, or a connection failed before its answer.
+    /// The socket refused the connection, or it was closed before we received a response.
     #[error("no riserd answers at {}: {source}", path.display())]
     Unreachable {
         /// Path of the admin socket.
         path: PathBuf,
-        /// Error of the connection.
+        /// Connection error.
         source: io::Error,
     },
-    /// It took too long.
+    /// The user is not allowed to use the socket.
+    #[error(
+        "permission denied at {}: use root, or join the group {group} and log in again", path.display()
+    )]
+    Denied {
+        /// Path of the admin socket.
+        path: PathBuf,
+        /// Group that is allowed to use the socket.
+        group: String,
+    },
+    /// The request timed out.
     #[error("riserd did not answer in time")]
     Timeout,
-    /// The daemon found a mistake in what it was sent.
+    /// The daemon found an error in the request.
     #[error("{0}")]
     Mistake(String),
-    /// The daemon said no.
+    /// The daemon rejected the request.
     #[error("{why}")]
     Refused {
-        /// The daemon's reason, for people.
+        /// Human-readable reason.
         why: String,
-        /// Error number of the operating system at the daemon, if that is what it failed for.
+        /// The `errno` value of the daemon, if the request failed with a system error.
         errno: Option<i32>,
     },
-    /// The daemon's configuration is not the revision that was to be replaced.
+    /// The current configuration is not the revision that should be replaced.
     #[error("{0}")]
     Outdated(String),
-    /// No program has taken over.
+    /// The upgrade failed, and the old program is still running.
     #[error("{0}")]
     NotUpgraded(String),
-    /// Not an answer of this API.
+    /// The response is not valid for this API.
     #[error("not an answer of riserd's admin API: {0}")]
     Garbled(String),
 }
 
-/// A request to a daemon.
+/// A request to the daemon.
 #[derive(Clone, Debug)]
 pub struct Question {
-    /// HTTP method: GET only looks, POST changes something.
+    /// HTTP method. GET only reads data, POST changes it.
     pub method: Method,
-    /// Path of the request, from `/v1` on.
-    pub path: &'static str,
-    /// The body; empty for none.
+    /// Request path, starting with `/v1`.
+    pub path: Cow<'static, str>,
+    /// Request body; can be empty.
     pub body: String,
-    /// The form of the answer; `None` for what the daemon prefers.
+    /// Accepted response format. `None` uses the default.
     pub accept: Option<&'static str>,
-    /// The revision of the configuration that is to be replaced; `None` for any.
+    /// Configuration revision to replace. `None` replaces any revision.
     pub replaces: Option<String>,
-    /// Time limit for the answer.
+    /// Response timeout.
     pub patience: Duration,
 }
 
-/// The daemon's answer, with its status still to be judged.
+/// A response from the daemon, before its status is checked.
 #[derive(Clone, Debug)]
 pub struct Said {
-    /// The body, which is JSON as a rule.
+    /// Response body, usually in JSON format.
     pub body: Bytes,
-    /// The revision of the configuration that it is, if it is one.
+    /// Configuration revision, if the response is a configuration.
     pub revision: Option<String>,
 }
 
 impl Question {
-    /// One without a body.
+    /// Creates a request without a body.
     #[must_use]
-    pub fn new(method: Method, path: &'static str) -> Self {
+    pub fn new(method: Method, path: impl Into<Cow<'static, str>>) -> Self {
         Self {
             method,
-            path,
+            path: path.into(),
             body: String::new(),
             accept: None,
             replaces: None,
@@ -106,44 +120,45 @@ impl Question {
         }
     }
 
-    /// The same with a body.
+    /// Sets the request body.
     #[must_use]
     pub fn with(self, body: String) -> Self {
         Self { body, ..self }
     }
 }
 
-/// Asks the daemon at a socket and waits for what it says.
+/// Sends a request to the daemon's socket, and waits for the response.
 ///
 /// # Errors
-/// [`ClientError`].
+/// See [`ClientError`].
 pub fn call<T: DeserializeOwned>(socket: &Path, question: Question) -> Result<T, ClientError> {
     let said = fetch(socket, question)?;
     serde_json::from_slice(&said.body).map_err(|e| ClientError::Garbled(e.to_string()))
 }
 
-/// An upgrade that is done.
+/// A completed upgrade.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Upgraded {
-    /// The upgrade as the daemon has announced it before it ended.
+    /// The upgrade, as announced by the daemon before it started.
     #[serde(flatten)]
     pub upgrade: Upgrade,
-    /// Process id of the daemon, which stays the same.
+    /// Process ID of the daemon, which does not change.
     pub pid: u32,
 }
 
-/// Lets the daemon at a socket hand over to a program, by default to the one at its own place, and
-/// waits until that serves.
+/// Upgrades the daemon on this socket to a program, by default to the program at its current path.
+/// Waits until the new program is ready.
 ///
 /// # Errors
-/// [`ClientError`]: refused; or it was begun and this daemon serves on, or none does.
+/// Returns a [`ClientError`] if the upgrade was rejected, or if it failed, no matter if the old
+/// daemon is still running or not.
 pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientError> {
     let question = Question::new(Method::POST, "/v1/upgrade");
     let question = question.with(program.unwrap_or_default().to_owned());
     let upgrade: Upgrade = call(socket, question)?;
     let until = Instant::now() + UPGRADE;
     loop {
-        // Between the two programs no request is answered, so an answer is of the one or the other.
+        // No requests are handled between the two programs, so a response must be from one of them.
         let status = call::<Status>(socket, Question::new(Method::GET, "/v1/status"));
         match status {
             Ok(status) if status.upgrade_record.upgrades == upgrade.upgrades => {
@@ -161,14 +176,20 @@ pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientE
     }
 }
 
-/// As [`call`], for an answer of any form.
+/// Same as [`call`], for responses in any format.
 ///
 /// # Errors
-/// [`ClientError`].
+/// See [`ClientError`].
 pub fn fetch(socket: &Path, question: Question) -> Result<Said, ClientError> {
-    let unreachable = |source| ClientError::Unreachable {
-        path: socket.to_owned(),
-        source,
+    let unreachable = |source: io::Error| {
+        let path = socket.to_owned();
+        match source.kind() {
+            io::ErrorKind::PermissionDenied => ClientError::Denied {
+                group: group_of(socket),
+                path,
+            },
+            _ => ClientError::Unreachable { path, source },
+        }
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -194,6 +215,19 @@ pub fn fetch(socket: &Path, question: Question) -> Result<Said, ClientError> {
     })
 }
 
+/// Returns the group name or ID of a socket. If we cannot access the socket, this is the group of
+/// its directory.
+fn group_of(socket: &Path) -> String {
+    let metadata = socket.ancestors().find_map(|path| fs::metadata(path).ok());
+    let Some(gid) = metadata.map(|metadata| metadata.gid()) else {
+        return "of the daemon".to_owned();
+    };
+    match Group::from_gid(gid.into()) {
+        Ok(Some(group)) => group.name,
+        _ => gid.to_string(),
+    }
+}
+
 async fn exchange(
     stream: UnixStream,
     question: Question,
@@ -203,10 +237,10 @@ async fn exchange(
         .await
         .map_err(garbled)?;
     tokio::spawn(connection);
-    // HTTP/1.1 requires a host (RFC 9112 3.2), though a Unix socket has none.
+    // HTTP/1.1 requires a host (RFC 9112 3.2), even though a Unix socket does not have one.
     let mut request = Request::builder()
         .method(question.method)
-        .uri(question.path)
+        .uri(&*question.path)
         .header(hyper::header::HOST, "riserd");
     if let Some(accept) = question.accept {
         request = request.header(hyper::header::ACCEPT, accept);

@@ -1,16 +1,16 @@
-//! The admin API of `riserd`, as its clients see it: what the daemon says, and a client that asks.
+//! The admin API of `riserd` from the client's point of view: data types, and a client.
 //!
-//! The API is HTTP/1.1 and JSON on a Unix socket: names in snake case, sizes in bytes, times in
-//! seconds. Fields may be added within a version; a reader skips those that it does not know. The
-//! daemon's side, with its routes, is `control::api` of `riser-target`; this crate knows neither
-//! the server nor what it serves.
+//! The API uses HTTP/1.1 and JSON over a Unix socket. Names are in snake case, sizes in bytes, and
+//! times in seconds. New fields can be added without a new version, so clients should ignore
+//! unknown fields. The server with its routes is `control::api` in `riser-target`. This crate does
+//! not depend on the server.
 //!
 //! # Modules
-//! - [`view`]: the daemon, its sessions, targets and configurations. [`live`]: what it has
-//!   counted.
-//! - [`rates`]: what happened between two moments. [`recent`]: the last minutes.
-//! - [`trace`]: the ways of single commands. [`upgrade`]: upgrades of the daemon in its process.
-//! - [`client`]: asks a daemon, and waits for its answer. [`socket`]: where it is to be found.
+//! - [`view`]: the daemon, its sessions, targets and configurations. [`live`]: counters.
+//! - [`rates`]: rates between two points in time. [`recent`]: history of the last minutes.
+//! - [`trace`]: traces of commands. [`upgrade`]: upgrades within the daemon's process.
+//! - [`client`]: sends requests to the daemon, and waits for responses. [`socket`]: default socket
+//!   path.
 
 pub mod client;
 pub mod live;

@@ -1,180 +1,201 @@
-//! The data of the status page and of `riserd top`: sums since the start, of which two give a
-//! rate.
+//! Data for the status page and `riserd top`. All values are totals since the start, so rates can
+//! be computed from two samples.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The daemon at a moment.
+use crate::view::ProblemView;
+
+/// The daemon at a point in time.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Live {
-    /// Seconds since 1970. That clock may be set, so this is for people only.
+    /// Seconds since 1970. This clock can be adjusted, so it should only be used for display.
     pub time: f64,
-    /// Seconds for which the daemon has served: what differs between two moments differs by this.
+    /// Uptime of the daemon in seconds. Use this to compute rates.
     pub uptime: f64,
-    /// Version of the daemon's program.
+    /// Version of the daemon.
     pub version: String,
-    /// Name of the daemon's host.
+    /// Host name.
     #[serde(default)]
     pub host: String,
-    /// Problems with what it should serve; absent if it is ready.
+    /// Problems with configured objects. Not set if the daemon is ready.
     pub missing: Option<String>,
-    /// The longest durations of the buckets of all histograms but the last, in seconds.
+    /// Backends and portals that are not available, and backends that need attention.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub problems: Vec<ProblemView>,
+    /// True if the configuration file is different from the current configuration.
+    #[serde(default)]
+    pub unsaved: bool,
+    /// Upper bounds of all histogram buckets except the last one, in seconds.
     pub bounds: Vec<f64>,
-    /// Workers that have answered within a second.
+    /// Workers that responded within a second.
     pub workers: Vec<LiveWorker>,
     /// Portals of all targets.
     #[serde(default)]
     pub portals: Vec<LivePortal>,
-    /// Backends that are served, or should be.
+    /// Backends, including backends that are not available.
     #[serde(default)]
     pub backends: Vec<LiveBackend>,
-    /// Targets, as initiators of iSCSI come and leave.
+    /// Login counters for iSCSI targets.
     #[serde(default)]
     pub targets: Vec<LiveTarget>,
-    /// Logical units, by target.
+    /// Logical units by target.
     pub luns: Vec<LiveLun>,
-    /// Connections of initiators, of workers that have answered.
+    /// Connections from initiators, for workers that responded.
     pub sessions: Vec<LiveSession>,
-    /// Packets of all devices.
+    /// Packet counters for all devices.
     pub network: LiveNetwork,
 }
 
-/// Use of one worker thread since the start.
+/// Worker thread counters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveWorker {
-    /// Number of the worker, from 0.
+    /// Worker number, starting at 0.
     pub worker: u16,
-    /// Seconds in which it had something to do.
+    /// Busy time in seconds.
     pub busy: f64,
-    /// Seconds since the worker's start.
+    /// Seconds since the worker was started.
     pub ran: f64,
-    /// Bytes of its data buffers.
+    /// Data buffer size in bytes.
     pub pool: usize,
-    /// Bytes of them that are free.
+    /// Free bytes in the data buffers.
     pub pool_free: usize,
 }
 
-/// One address at which a protocol is served.
+/// The address of a portal.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LivePortal {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Its address and port.
+    /// Address and port.
     pub listen: String,
-    /// The targets that it serves.
+    /// Targets available at this address.
     pub targets: Vec<String>,
-    /// True if it is listened on.
+    /// True if the daemon is listening.
     pub is_listening: bool,
-    /// Reason why it is not listened on, if that is known.
+    /// The error if it is not listening, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// State of one backend, served or not.
+/// State of a backend.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveBackend {
-    /// Its name in the configuration.
+    /// Name in the configuration.
     pub name: String,
     /// `file`, `device`, `ram` or `null`.
     pub kind: String,
-    /// Bytes that it offers; nothing if it is not open.
+    /// Size in bytes; not set if the backend is not open.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
-    /// Bytes that its file has been allocated; nothing if that was not measured.
+    /// Bytes allocated for the file; not set if unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allocated: Option<u64>,
-    /// Bytes that its file system has free; likewise.
+    /// Free bytes on the file system; not set if unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free: Option<u64>,
-    /// The percentage of the space available to it at which initiators are warned.
+    /// Space usage in percent above which initiators are warned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threshold: Option<u8>,
-    /// True if that is reached.
+    /// True if this threshold was reached.
     pub is_filling: bool,
-    /// Operations that its medium failed, by kind.
+    /// Failed operations by error kind.
     pub errors: BTreeMap<String, u64>,
-    /// Reason why it is not served.
+    /// The error if the backend is not available or needs attention.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// State for this error: `NOT SERVED`, `HANGING`, `FAILING` or `REPLACED`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
 }
 
-/// Logins at one target and their ends.
+/// Login and logout counters of a target.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveTarget {
     /// Name in the configuration.
     pub target: String,
-    /// Logins of iSCSI that were accepted.
+    /// Successful iSCSI logins.
     pub logins: u64,
-    /// Those that were refused, by the answer.
+    /// Rejected logins by response status.
     pub refused: BTreeMap<String, u64>,
-    /// The last one of them.
+    /// The last rejected login.
     pub last_refused: Option<LiveRefused>,
-    /// Events of sessions and their numbers: `logout`, `partial_logout`, `digest_error`,
-    /// `timeout`, `format_error`.
+    /// Session events with their counts: `logout`, `partial_logout`, `digest_error`, `timeout`,
+    /// `format_error`.
     pub events: BTreeMap<String, u64>,
-    /// The last one that was an error.
+    /// The last event that was an error.
     pub last_error: Option<LiveError>,
 }
 
-/// A login that was refused.
+/// A rejected login.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveRefused {
-    /// Status of the login response, by the name that the metrics use.
+    /// Login response status, using the name from the metrics.
     pub answer: String,
-    /// Name of the initiator that tried to log in.
+    /// Initiator name.
     pub initiator: String,
-    /// Address from which it came.
+    /// Source address.
     pub address: String,
-    /// Seconds that have passed since.
+    /// Seconds since this event.
     pub ago: f64,
 }
 
-/// An error in a session.
+/// A session error.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveError {
-    /// Name of the event, as in `events`.
+    /// Event name, as in `events`.
     pub event: String,
-    /// Initiator port of the session.
+    /// Initiator port.
     pub initiator: String,
 }
 
 /// A logical unit of a target.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveLun {
-    /// Target's name in the configuration.
+    /// Target name in the configuration.
     pub target: String,
-    /// Logical unit number in the target.
+    /// Logical unit number.
     pub lun: u16,
-    /// Size of the unit in bytes.
-    pub size: u64,
-    /// True if it refuses writes.
+    /// Backend name in the configuration.
+    #[serde(default)]
+    pub backend: String,
+    /// Backend state, if there is a problem: `NOT SERVED`, `HANGING`, `FAILING` or `REPLACED`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
+    /// Size in bytes; not set if the backend is not open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
+    /// True if writes are rejected.
     pub read_only: bool,
-    /// Commands that have begun and not ended.
+    /// Commands in flight.
     pub queue_depth: u64,
-    /// Commands that failed, unit attentions apart.
+    /// Failed commands, not including unit attentions and flow control.
     pub errors: u64,
-    /// Commands that were answered with a unit attention.
+    /// Commands rejected by flow control, with TASK SET FULL or BUSY.
+    #[serde(default)]
+    pub throttled: u64,
+    /// Commands completed with a unit attention.
     #[serde(default)]
     pub attentions: u64,
-    /// All of these, by kind of command and by status or sense key.
+    /// All of these, by command type and by status or sense key.
     #[serde(default)]
     pub faults: BTreeMap<String, u64>,
-    /// Commands, by kind; those that there were.
+    /// Commands by type, if there were any.
     pub ops: BTreeMap<String, LiveOp>,
-    /// Commands, by the initiator's name, sessions that are over included.
+    /// Commands by initiator name, including closed sessions.
     #[serde(default)]
     pub initiators: BTreeMap<String, LiveShare>,
-    /// Resets of the unit, whichever target they came by.
+    /// Unit resets, received via any target.
     #[serde(default)]
     pub resets: u64,
-    /// Tasks that an initiator asked to be aborted, likewise.
+    /// Task aborts requested by initiators, received via any target.
     #[serde(default)]
     pub aborts: u64,
-    /// Those that were not there.
+    /// Task aborts for tasks that did not exist.
     #[serde(default)]
     pub vain_aborts: u64,
-    /// Reservations of the unit, likewise.
+    /// Reservations of the unit, received via any target.
     #[serde(default)]
     pub reservations: LiveReservations,
 }
@@ -182,17 +203,17 @@ pub struct LiveLun {
 /// Registrations and reservations of a unit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveReservations {
-    /// PRGENERATION, which counts changes of registrations.
+    /// PRGENERATION, which is incremented on registration changes.
     pub generation: u32,
-    /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
+    /// TYPE of the persistent reservation, if any (SPC-4 table 40).
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<u8>,
-    /// True if all of it persists through power loss (PTPL_A).
+    /// True if reservations persist through power loss (PTPL_A).
     #[serde(default)]
     pub persists: bool,
-    /// Registered initiators, in the order in which they came.
+    /// Registered initiators in the order of registration.
     pub registrants: Vec<LiveRegistrant>,
-    /// The initiator port that has the unit by RESERVE.
+    /// The initiator port that holds a reservation via RESERVE.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved: Option<String>,
 }
@@ -200,86 +221,86 @@ pub struct LiveReservations {
 /// Registration of an I_T nexus for persistent reservations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveRegistrant {
-    /// The initiator port: two halves of an identifier of SRP, or a port name of iSCSI.
+    /// Initiator port: the two halves of an SRP identifier, or an iSCSI port name.
     pub initiator: String,
-    /// The target port, likewise.
+    /// Target port, in the same format.
     pub target: String,
-    /// The target port's RELATIVE TARGET PORT IDENTIFIER.
+    /// RELATIVE TARGET PORT IDENTIFIER of the target port.
     pub relative_id: u16,
-    /// The reservation key, as `0x` and 16 digits.
+    /// Reservation key, as `0x` followed by 16 digits.
     pub key: String,
-    /// PRGENERATION before it got this key.
+    /// PRGENERATION before this key was registered.
     pub generation: u32,
-    /// True if the persistent reservation was made by it. Of one of all registrants, every other
-    /// registrant is a holder as well.
+    /// True if this registrant made the persistent reservation. With an all-registrants
+    /// reservation, all other registrants are holders as well.
     pub has_reserved: bool,
 }
 
-/// Totals of one initiator at a unit.
+/// Totals for an initiator on a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LiveShare {
-    /// Commands answered, with GOOD status or another.
+    /// Completed commands with any status.
     pub commands: u64,
-    /// Data to it, in bytes.
+    /// Bytes sent to the initiator.
     pub read: u64,
-    /// Data from it, in bytes.
+    /// Bytes received from the initiator.
     pub written: u64,
 }
 
-/// Commands of one kind.
+/// Counters for a command type.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveOp {
-    /// Commands of this kind that were answered.
+    /// Completed commands.
     pub commands: u64,
-    /// Data both ways, in bytes.
+    /// Bytes in both directions.
     pub bytes: u64,
-    /// Seconds that they took in all.
+    /// Total time in seconds.
     pub seconds: f64,
-    /// Number of commands in each bucket of durations.
+    /// Number of commands per latency bucket.
     pub buckets: Vec<u64>,
 }
 
-/// A connection of an initiator.
+/// A connection from an initiator.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveSession {
-    /// Target's name in the configuration.
+    /// Target name in the configuration.
     pub target: String,
-    /// The initiator port, as its protocol names it.
+    /// Initiator port, in the format of its protocol.
     pub initiator: String,
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Address of the initiator.
+    /// Initiator address.
     pub peer: String,
-    /// Number of the worker that serves the connection.
+    /// Worker number.
     pub worker: u16,
-    /// State of the connection, for people.
+    /// Human-readable connection state.
     pub state: String,
-    /// Requests of the initiator under way.
+    /// Requests in flight.
     pub in_flight: usize,
-    /// Commands answered to the initiator port by the target at this worker.
+    /// Completed commands for this initiator port and target on this worker.
     pub commands: u64,
-    /// Their data both ways, in bytes.
+    /// Bytes in both directions for these commands.
     pub bytes: u64,
-    /// Data to the initiator, in bytes.
+    /// Bytes sent to the initiator.
     #[serde(default)]
     pub read: u64,
-    /// Data from the initiator, in bytes.
+    /// Bytes received from the initiator.
     #[serde(default)]
     pub written: u64,
-    /// PDUs of iSCSI whose digest was wrong.
+    /// iSCSI PDUs with an invalid digest.
     #[serde(default)]
     pub digest_errors: u64,
 }
 
-/// Packets of our software NICs.
+/// Packet counters of our software NICs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveNetwork {
-    /// Bytes received from the initiator.
+    /// Bytes received from initiators.
     pub bytes_in: u64,
-    /// Bytes sent to the initiator.
+    /// Bytes sent to initiators.
     pub bytes_out: u64,
-    /// Packets that came or went.
+    /// Packets sent or received.
     pub packets: u64,
-    /// Packets that were sent more than once.
+    /// Retransmitted packets.
     pub retransmits: u64,
 }

@@ -1,4 +1,4 @@
-//! Rates between two moments.
+//! Rates between two points in time.
 
 use std::collections::BTreeMap;
 
@@ -9,96 +9,96 @@ use crate::live::{Live, LiveLun, LiveOp, LiveSession};
 /// Rates of the daemon over an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
-    /// Seconds since 1970, of the later moment.
+    /// End of the interval in seconds since 1970.
     pub time: f64,
-    /// Over how long, in seconds.
+    /// Interval length in seconds.
     pub seconds: f64,
-    /// Seconds since the daemon began to serve.
+    /// Uptime of the daemon in seconds.
     pub uptime: f64,
     /// Version of the daemon.
     pub version: String,
-    /// Problems with what it should serve; absent if it is ready.
+    /// Problems with configured objects. Not set if the daemon is ready.
     pub missing: Option<String>,
-    /// Rate of all commands together.
+    /// Rate for all commands.
     pub total: OpRate,
-    /// Part of the time in which each worker had something to do, from 0 to 1.
+    /// Busy time of each worker as a fraction, from 0 to 1.
     pub busy: Vec<f64>,
-    /// Packets sent again, per second.
+    /// Retransmitted packets per second.
     pub retransmits: f64,
     /// Rates by logical unit.
     pub luns: Vec<LunRate>,
-    /// Rates of each session that was there at both moments.
+    /// Rates of sessions that existed at both points in time.
     pub sessions: Vec<SessionRate>,
 }
 
-/// Commands of one kind, or of all.
+/// Rates for a command type, or for all commands.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OpRate {
-    /// Commands per second of this kind.
+    /// Commands per second.
     pub commands: f64,
-    /// Bytes both ways per second.
+    /// Bytes per second in both directions.
     pub bytes: f64,
-    /// Mean duration of one, in seconds; absent without any.
+    /// Average latency in seconds; not set without commands.
     pub mean: Option<f64>,
-    /// The time that half of them kept, in seconds; see [`quantile`].
+    /// Median latency in seconds; see [`quantile`].
     pub p50: Option<f64>,
-    /// The time that 99 % of them kept.
+    /// 99th percentile latency in seconds.
     pub p99: Option<f64>,
 }
 
 /// Rates of a logical unit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LunRate {
-    /// Name of the target.
+    /// Target name.
     pub target: String,
-    /// Logical unit number in the target.
+    /// Logical unit number.
     pub lun: u16,
-    /// Number of commands under way.
+    /// Commands in flight.
     pub queue_depth: u64,
-    /// Commands that failed, per second.
+    /// Failed commands per second.
     pub errors: f64,
-    /// Rate of all its commands.
+    /// Rate for all commands.
     pub total: OpRate,
-    /// Rate of commands that read.
+    /// Rate for read commands.
     pub read: OpRate,
-    /// Rate of commands that write.
+    /// Rate for write commands.
     pub write: OpRate,
 }
 
 /// Rates of a session.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SessionRate {
-    /// Name of the target.
+    /// Target name.
     pub target: String,
-    /// Name of the initiator port.
+    /// Initiator port name.
     pub initiator: String,
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Address of the initiator.
+    /// Initiator address.
     pub peer: String,
-    /// Number of requests under way.
+    /// Requests in flight.
     pub in_flight: usize,
-    /// Commands per second of the session.
+    /// Commands per second.
     pub commands: f64,
-    /// Bytes both ways per second.
+    /// Bytes per second in both directions.
     pub bytes: f64,
 }
 
-/// Growth of a sum per second.
+/// Returns the rate per second between two values of a counter.
 fn rate(old: u64, new: u64, seconds: f64) -> f64 {
     new.saturating_sub(old) as f64 / seconds
 }
 
-/// Rates between two sets of counters.
+/// Returns the rates between two sets of counters.
 #[must_use]
 pub fn rates(old: &Live, new: &Live) -> Rates {
-    // A daemon that was restarted has counted from zero since.
+    // After a restart, the counters start at zero.
     let none = Live::default();
     let old = match new.uptime < old.uptime {
         true => &none,
         false => old,
     };
-    // Not by the host's clock, which may be set meanwhile.
+    // We cannot use the host's clock, because it could have been adjusted.
     let seconds = (new.uptime - old.uptime).max(1e-3);
     let empty = LiveLun::default();
     let mut total = Ops::default();
@@ -162,7 +162,7 @@ fn sessions(old: &Live, new: &Live, seconds: f64) -> Vec<SessionRate> {
     new.sessions.iter().map(of).collect()
 }
 
-/// Commands between two moments.
+/// Commands between two points in time.
 #[derive(Default)]
 struct Ops {
     commands: u64,
@@ -212,10 +212,10 @@ impl Ops {
     }
 }
 
-/// The duration that a part of all, from 0 to 1, did not exceed, in the unit of `bounds`; `None`
-/// if there are none. `bounds` are those of all buckets but the last. Durations count as spread
-/// evenly within a bucket, and those beyond the last bound as equal to it, as Prometheus'
-/// `histogram_quantile` has it.
+/// Returns a quantile of the durations, where `part` is from 0 to 1, in the unit of `bounds`.
+/// Returns `None` if there are no durations. `bounds` contains the upper bounds of all buckets
+/// except for the last. As in Prometheus' `histogram_quantile`, we assume that values are evenly
+/// distributed within a bucket, and values above the last bound are treated as equal to it.
 #[must_use]
 pub fn quantile(buckets: &[u64], bounds: &[f64], part: f64) -> Option<f64> {
     let all: u64 = buckets.iter().sum();

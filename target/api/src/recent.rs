@@ -1,21 +1,21 @@
-//! The last minutes of a daemon: samples of each second, and events.
+//! History of the last minutes: one sample per second, and events.
 
 use serde::{Deserialize, Serialize};
 
 use crate::rates::Rates;
 
-/// All units over one interval.
+/// Rates of all units over one interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// Numbers the samples of this process.
+    /// Sequence number within this process.
     pub number: u64,
-    /// The end of the second, in seconds since 1970, as the host's clock said then.
+    /// End of the interval in seconds since 1970, according to the host's clock at that time.
     pub time: f64,
-    /// Seconds for which the daemon had served then: no step of that clock changes this.
+    /// Uptime of the daemon in seconds. This is not affected by clock changes.
     pub uptime: f64,
-    /// Reads per second, of all units together.
+    /// Reads per second for all units.
     pub reads: f64,
-    /// Writes per second, of all units together.
+    /// Writes per second for all units.
     pub writes: f64,
     /// Other commands per second.
     pub others: f64,
@@ -23,52 +23,52 @@ pub struct Sample {
     pub read_bytes: f64,
     /// Bytes written per second.
     pub write_bytes: f64,
-    /// The time that half of all commands kept, in seconds; nothing without any.
+    /// Median latency of all commands in seconds; not set without commands.
     pub p50: Option<f64>,
-    /// The time that 99 % of them kept.
+    /// 99th percentile latency in seconds.
     pub p99: Option<f64>,
-    /// The mean time, in seconds.
+    /// Average latency in seconds.
     pub mean: Option<f64>,
-    /// Commands under way at its end.
+    /// Commands in flight at the end of the interval.
     pub queue_depth: u64,
-    /// Commands per second that ended with an error.
+    /// Failed commands per second.
     pub errors: f64,
 }
 
-/// A request for what is newer than what the asker has.
+/// A request for new samples and events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Since {
-    /// Samples after the one with this number.
+    /// Sequence number of the last sample already received.
     pub sample: u64,
-    /// Events after the one with this number.
+    /// Sequence number of the last event already received.
     pub event: u64,
 }
 
-/// Samples and events that are newer than a request's numbers.
+/// Samples and events with higher sequence numbers than requested.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Recent {
-    /// The last interval, by unit; without sessions and workers.
+    /// Rates of the last interval by unit, without sessions and workers.
     pub rates: Rates,
-    /// Samples in the order of time.
+    /// Samples in chronological order.
     pub samples: Vec<Sample>,
-    /// Events in the order of time.
+    /// Events in chronological order.
     pub events: Vec<Event>,
 }
 
-/// One line of the log that the status page shows.
+/// A log line for the status page.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Numbers the events of this process.
+    /// Sequence number within this process.
     pub number: u64,
-    /// Seconds since 1970 at which it was logged.
+    /// Seconds since 1970.
     pub time: f64,
     /// `info`, `warn` or `error`.
     pub level: String,
-    /// Message, and the fields that say more: `session ended reason=logout …`.
+    /// Message with its fields: `session ended reason=logout …`.
     pub text: String,
-    /// True if it is a line of the audit log of what was done as asked. Others are kept apart, so
-    /// that logins do not displace them.
+    /// True for audit log events of successful operations. Other events are stored separately, so
+    /// that logins don't displace them.
     #[serde(default)]
     pub routine: bool,
 }

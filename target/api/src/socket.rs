@@ -1,13 +1,13 @@
-//! The usual place of the admin API's socket.
+//! Default path of the admin API socket.
 
 use std::path::{Path, PathBuf};
 
-/// Its file name in a directory of its own.
+/// File name of the socket.
 const NAME: &str = "admin.sock";
 
-/// Default place where a daemon serves and a tool looks: in
-/// `$RUNTIME_DIRECTORY`, which a service manager sets; for root in `/run/riserd`; for others in
-/// `$XDG_RUNTIME_DIR/riserd`. `None` where there is none of these.
+/// Returns the default socket path used by the daemon and its tools: in `$RUNTIME_DIRECTORY`, which
+/// is set by a service manager; in `/run/riserd` for root; and otherwise in
+/// `$XDG_RUNTIME_DIR/riserd`. Returns `None` if none of these is available.
 #[must_use]
 pub fn default_path() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty());

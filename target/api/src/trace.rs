@@ -1,76 +1,76 @@
-//! The ways of single commands: which are wanted, and what was found.
+//! Command traces: the filter and the results.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Largest number of commands that are returned.
+/// Maximum number of commands to return.
 pub const MOST_COMMANDS: usize = 10_000;
 
-/// Seconds that they are looked for at most.
+/// Maximum duration of a trace in seconds.
 pub const MOST_SECONDS: f64 = 3600.0;
 
-/// A filter for commands; a field that is left out matches all.
+/// A filter for commands. Fields that are not set match all commands.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Wanted {
-    /// Those to this target.
+    /// Target name.
     pub target: Option<String>,
-    /// Those to the logical unit of this number.
+    /// Logical unit number.
     pub lun: Option<u16>,
-    /// Those of this initiator port, or of an initiator whose name begins so.
+    /// Initiator port, or a prefix of the initiator name.
     pub initiator: Option<String>,
-    /// Those of this tag: SRP's, or the initiator task tag of iSCSI.
+    /// Tag: the SRP tag or the iSCSI initiator task tag.
     pub tag: Option<u64>,
-    /// Those that take at least so long, in seconds.
+    /// Minimum latency in seconds.
     pub slower_than: f64,
     /// Number of commands; 100 by default.
     pub count: Option<usize>,
-    /// Longest time of the search, in seconds; 10 by default.
+    /// Maximum duration of the trace in seconds; 10 by default.
     pub seconds: Option<f64>,
 }
 
-/// Commands that a search has found.
+/// Traced commands.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Traced {
-    /// Commands, in the order of their ends.
+    /// Commands in the order of their completion.
     pub commands: Vec<TracedCommand>,
-    /// Number of matching commands beyond those that could be kept.
+    /// Number of matching commands that were dropped because the buffer was full.
     pub missed: u64,
 }
 
-/// One command and the times of its stages.
+/// A command with the timestamps of its stages.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TracedCommand {
-    /// Arrival, in seconds since 1970.
+    /// Arrival time in seconds since 1970.
     pub time: f64,
-    /// Target's name in the configuration.
+    /// Target name in the configuration.
     pub target: String,
-    /// Logical unit number in the target.
+    /// Logical unit number.
     pub lun: u16,
-    /// The initiator port; none if its session is gone already.
+    /// Initiator port; not set if the session was already closed.
     pub initiator: Option<String>,
-    /// `srp`, `iser` or `iscsi`; likewise.
+    /// `srp`, `iser` or `iscsi`; not set if the session was already closed.
     pub protocol: Option<String>,
-    /// Number of the I_T nexus that it came by.
+    /// Number of the I_T nexus.
     pub nexus: u64,
-    /// Tag that the initiator has given it.
+    /// Tag assigned by the initiator.
     pub tag: u64,
     /// Operation code, the first byte of the CDB.
     pub opcode: u8,
-    /// Name of the operation code, if it is known.
+    /// Name of the operation code, if known.
     pub name: Option<String>,
-    /// The first logical block, where the command names blocks.
+    /// First logical block, if the command has a block range.
     pub lba: Option<u64>,
-    /// Number of blocks; likewise.
+    /// Number of blocks, if the command has a block range.
     pub blocks: Option<u32>,
-    /// Data from and to the initiator, in bytes.
+    /// Bytes transferred in both directions.
     pub bytes: u64,
-    /// SCSI status of the answer.
+    /// SCSI status.
     pub status: u8,
-    /// Seconds from its arrival to the end of its answer.
+    /// Seconds from arrival until the response was sent.
     pub seconds: f64,
-    /// The stages that it was in.
+    /// The stages of the command.
     pub steps: Vec<TracedStep>,
 }
 
@@ -79,15 +79,15 @@ pub struct TracedCommand {
 pub struct TracedStep {
     /// `fabric_in`, `scsi`, `limits`, `backend` or `fabric_out`.
     pub stage: String,
-    /// Seconds from the command's arrival to the beginning of the stage.
+    /// Start of the stage, in seconds since the command's arrival.
     pub at: f64,
 }
 
 impl Wanted {
-    /// Checks that the filter is sensible.
+    /// Checks that the filter is valid.
     ///
     /// # Errors
-    /// Why not.
+    /// Returns a message if it is not valid.
     pub fn check(&self) -> Result<(), String> {
         let is_time = |seconds: f64| (0.0..=MOST_SECONDS).contains(&seconds);
         if !is_time(self.slower_than) || !self.seconds.is_none_or(is_time) {
@@ -99,13 +99,14 @@ impl Wanted {
         Ok(())
     }
 
-    /// Number of commands after which the search is over.
+    /// Returns the number of commands after which the trace is complete.
     #[must_use]
     pub fn count(&self) -> usize {
         self.count.unwrap_or(100)
     }
 
-    /// Time after which the search is over, with as many as there are.
+    /// Returns the maximum duration of the trace. After this time, we return all commands found so
+    /// far.
     #[must_use]
     pub fn patience(&self) -> Duration {
         Duration::from_secs_f64(self.seconds.unwrap_or(10.0))

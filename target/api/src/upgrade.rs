@@ -1,32 +1,32 @@
-//! Upgrades of the daemon in its process.
+//! Upgrades within the daemon's process.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Record of the upgrades in the daemon's process.
+/// Upgrade history of the daemon's process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UpgradeRecord {
-    /// Programs that served before.
+    /// Number of previous programs in this process.
     #[serde(default)]
     pub upgrades: u32,
-    /// The version of the last of them.
+    /// Version of the previous program.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upgraded_from: Option<String>,
-    /// Error of the last upgrade that was begun, if it has failed.
+    /// Error of the last upgrade, if it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upgrade_error: Option<String>,
 }
 
-/// An upgrade that has begun.
+/// An upgrade in progress.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Upgrade {
-    /// The program that takes over.
+    /// Path of the new program.
     pub program: PathBuf,
-    /// The version that serves now.
+    /// Current version.
     pub from: String,
-    /// The version of the program.
+    /// Version of the new program.
     pub to: String,
-    /// Value of [`UpgradeRecord::upgrades`] once it serves.
+    /// Value of [`UpgradeRecord::upgrades`] after the upgrade.
     pub upgrades: u32,
 }

@@ -7,237 +7,274 @@ use serde::{Deserialize, Serialize};
 
 use crate::upgrade::UpgradeRecord;
 
-/// The daemon as a whole.
+/// Status of the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// Version of the daemon's program.
     pub version: String,
-    /// Process id of the daemon.
+    /// Process ID of the daemon.
     pub pid: u32,
-    /// Seconds since it began to serve.
+    /// Uptime in seconds.
     pub uptime: u64,
-    /// I_T nexuses at present.
+    /// Current number of I_T nexuses.
     pub sessions: usize,
-    /// Its workers that answered.
+    /// Workers that responded.
     pub workers: Vec<WorkerView>,
-    /// Backends and portals that it should serve and cannot, and backends that fail commands.
+    /// Backends and portals that are not available, and backends that fail commands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
-    /// Differences between what is served and what is written down.
+    /// Initiators blocked by an administrator.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocked: Vec<BlockedView>,
+    /// Differences between the current configuration and its file.
     #[serde(flatten)]
     pub written: Written,
-    /// Upgrades in its process.
+    /// Upgrade history of the process.
     #[serde(flatten)]
     pub upgrade_record: UpgradeRecord,
 }
 
-/// Differences between what is served and what is written down.
+/// An initiator blocked by an administrator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockedView {
+    /// iSCSI name, or GUID of an SRP initiator.
+    pub initiator: String,
+    /// Start time in seconds since 1970.
+    pub since: u64,
+    /// End time in seconds since 1970; not set if there is no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub until: Option<u64>,
+    /// User and process that requested the block.
+    pub who: String,
+}
+
+/// Differences between the current configuration and its file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Written {
-    /// Backends that are larger than the configuration says: what was grown stays grown.
+    /// Backends that are larger than configured, because we don't shrink a backend.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
-    /// True if what is served ends with the process, since no file has it and a restart does not
-    /// restore it.
+    /// True if the current configuration will be lost on restart, because it was not saved.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsaved: bool,
-    /// True if the configuration file does not have what is served, and a restart serves it again
-    /// all the same.
+    /// True if the current configuration is different from the file, but will be restored on
+    /// restart.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub restored: bool,
 }
 
-/// A backend that cannot be opened or fails commands, or a portal that cannot be listened on. It
-/// is tried again.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A backend that cannot be opened or needs attention, or a portal that is not listening.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemView {
-    /// Kind of object: `backend` or `portal`.
+    /// Object type: `backend` or `portal`.
     pub kind: String,
-    /// The backend's name, or the portal's address.
+    /// Backend name or portal address.
     pub name: String,
-    /// Reason why it is not served, for people.
+    /// Human-readable error.
     pub error: String,
-    /// Since when, in seconds since 1970.
+    /// Start time in seconds since 1970.
     pub since: u64,
-    /// True if it is a backend that is open and fails some commands, such as writes while its file
-    /// system is full.
+    /// True for an open backend that fails some commands, such as writes when its file system is
+    /// full.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub failing: bool,
+    /// Error cause for an open backend that needs attention: `medium`, `no_space`, `read_only`,
+    /// `not_ready`, `internal`, `hanging`, `flush_failed`, `deleted`, `replaced`, `moved` or
+    /// `truncated`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<String>,
+    /// Human-readable state: `NOT SERVED`, `HANGING`, `FAILING` or `REPLACED`.
+    #[serde(default)]
+    pub state: String,
 }
 
-/// Use of one worker thread.
+/// Worker thread counters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerView {
-    /// Number of the worker, from 0.
+    /// Worker number, starting at 0.
     pub worker: u16,
     /// Logins accepted since the start.
     pub logins: u64,
-    /// Logins refused since the start.
+    /// Logins rejected since the start.
     pub rejects: u64,
-    /// Commands taken in since the start.
+    /// Commands received since the start.
     pub commands: u64,
-    /// Bytes of the data-buffer pool.
+    /// Size of the data buffer pool in bytes.
     pub pool: usize,
-    /// Bytes of it that are free.
+    /// Free bytes in the pool.
     pub pool_free: usize,
-    /// The least that was ever free, in bytes.
+    /// Minimum of the free bytes so far.
     pub pool_lowest: usize,
-    /// Times that it slept.
+    /// Number of times that the worker went to sleep.
     pub parks: u64,
 }
 
-/// One connection of a session: an SRP channel, or an iSCSI connection.
+/// A connection of a session: an SRP channel, or an iSCSI connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionView {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// The target's name in the configuration; empty in a discovery session.
+    /// Target name in the configuration; empty in a discovery session.
     pub target: String,
-    /// The initiator port: an SRP port identifier, or an iSCSI name with its ISID.
+    /// Initiator port: an SRP port identifier, or an iSCSI name with an ISID.
     pub initiator: String,
-    /// Address of the initiator.
+    /// Initiator address.
     pub peer: String,
-    /// Provider of the RDMA device that carries it, such as `roce` or `shm`; absent over TCP.
+    /// Provider of the RDMA device, such as `roce` or `shm`; not set for TCP.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
-    /// The worker that has it.
+    /// Worker that handles this connection.
     pub worker: u16,
-    /// The I_T nexus; connections of one session share it.
+    /// The I_T nexus, which is shared by all connections of a session.
     pub nexus: Option<u64>,
-    /// State of the connection, for people.
+    /// Human-readable connection state.
     pub state: String,
-    /// Requests of the initiator under way.
+    /// Requests in flight.
     pub in_flight: usize,
-    /// PDUs of iSCSI whose digest was wrong.
+    /// iSCSI PDUs with an invalid digest.
     #[serde(default)]
     pub digest_errors: u64,
-    /// Logical units that it sees.
+    /// Number of visible logical units.
     pub luns: usize,
-    /// Memory that the connection may occupy, in bytes: what its login has settled, and over TCP what
-    /// its buffers have grown to.
+    /// Maximum memory used by this connection in bytes, based on its login parameters. For TCP,
+    /// this includes the current buffer size.
     pub memory: usize,
-    /// Values that the login agreed on, by the names of the protocol.
+    /// Login parameters, using their names in the protocol.
     pub negotiated: BTreeMap<String, String>,
-    /// Rates at which the initiator may use the target, by all its sessions together.
+    /// Rate limits for all sessions of this initiator and target.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsView>,
 }
 
-/// One target as it is served.
+/// An active target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetView {
-    /// Its name in the configuration.
+    /// Name in the configuration.
     pub name: String,
-    /// Its iSCSI name, if it has one.
+    /// iSCSI name, if any.
     pub iqn: Option<String>,
-    /// Addresses at which it is served.
+    /// Portals of this target.
     pub portals: Vec<PortalView>,
-    /// Its logical units, by number.
+    /// Logical units by number.
     pub luns: BTreeMap<u16, LunView>,
 }
 
-/// One address at which a target is served.
+/// A portal of an active target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortalView {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Its address and port.
+    /// Address and port.
     pub listen: String,
     /// Names of an SRP target port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub names: Option<PortNames>,
+    /// The problem if the portal is not available.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<ProblemView>,
 }
 
-/// Names by which initiators find an SRP target port: 16 hexadecimal digits each, after `0x`.
+/// Names used by initiators to find an SRP target port: `0x` followed by 16 hexadecimal digits
+/// each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortNames {
-    /// GUID of the I/O controller, which is the target.
+    /// GUID of the I/O controller, which represents the target.
     pub ioc_guid: String,
-    /// The InfiniBand service id.
+    /// The InfiniBand service ID.
     pub service_guid: String,
     /// Identifier extension of the target port.
     pub id_ext: String,
 }
 
-/// One logical unit as it is served.
+/// An active logical unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LunView {
     /// Unit serial number, as in VPD page 80h.
     pub serial: String,
-    /// Capacity of the unit in bytes.
-    pub size: u64,
+    /// Backend name in the configuration.
+    #[serde(default)]
+    pub backend: String,
+    /// Backend problem.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<ProblemView>,
+    /// Capacity in bytes; not set if the backend is not open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
     /// Block size in bytes.
     pub block_size: u32,
-    /// True if it refuses writes.
+    /// True if writes are rejected.
     pub read_only: bool,
-    /// The flush that failed: acknowledged writes may be lost, and flushes fail until it is
-    /// cleared.
+    /// The failed flush, if any: acknowledged writes can be lost, and all flushes will fail until
+    /// this is cleared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flush_failure: Option<FlushFailureView>,
-    /// Rates at which all initiators together may use it.
+    /// Rate limits for all initiators.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsView>,
 }
 
-/// Limits, and what has waited for them.
+/// Rate limits, and the commands delayed by them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitsView {
-    /// Commands or bytes a second, by the names that they have in the configuration.
+    /// Commands or bytes per second, using the names from the configuration.
     pub rates: BTreeMap<String, u64>,
-    /// For how long what is not used is kept, in milliseconds.
+    /// Burst time in milliseconds.
     pub burst_ms: u64,
-    /// Commands that have waited.
+    /// Number of delayed commands.
     pub waits: u64,
-    /// Sum of the times that they have waited, in milliseconds.
+    /// Total delay in milliseconds.
     pub waited_ms: u64,
 }
 
-/// A flush that failed.
+/// A failed flush.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FlushFailureView {
-    /// Error of the first flush that failed.
+    /// Error of the first failed flush.
     pub error: String,
-    /// Time of that, in seconds since 1970.
+    /// Time of this error in seconds since 1970.
     pub at: u64,
 }
 
-/// Changes that another configuration makes.
+/// Changes made by a new configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Changes {
-    /// Places at which it differs from the present one.
+    /// Differences from the current configuration.
     pub changes: Vec<Difference>,
-    /// Reason why it cannot follow while the daemon runs, if so.
+    /// The reason if the changes cannot be applied at runtime.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
-    /// Differences between what is served then and what is written down. `unsaved` and `restored`
-    /// are true only if they were not before the change.
+    /// Human-readable warnings about the changes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
+    /// Differences between the new configuration and its file. `unsaved` and `restored` are only
+    /// set if they were not set before the change.
     #[serde(flatten)]
     pub written: Written,
 }
 
-/// A backend that is larger than its configuration says.
+/// A backend that is larger than its configured size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriftView {
-    /// The place of the size in the configuration.
+    /// Path of the size in the configuration.
     pub path: String,
-    /// Size in the configuration, in bytes.
+    /// Configured size in bytes.
     pub configured: u64,
-    /// Size that is served, in bytes.
+    /// Current size in bytes.
     pub served: u64,
 }
 
-/// A configuration that the daemon has had.
+/// A previous configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HistoryView {
-    /// Number of changes since it was the present one, which is 0.
+    /// Number of changes since this configuration; 0 for the current configuration.
     pub back: usize,
-    /// Time at which it was applied, in seconds since 1970.
+    /// Time when it was applied, in seconds since 1970.
     pub time: u64,
-    /// The user and process that asked for it.
+    /// User and process that requested it.
     pub who: String,
-    /// `start`, `upgrade`, `apply`, `reload`, `rollback 1`: the request that led to it.
+    /// Type of request: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
     pub how: String,
-    /// Differences from the one before it, as far as that is kept.
+    /// Differences from the previous configuration, if it is available.
     #[serde(default)]
     pub changes: Vec<Difference>,
 }

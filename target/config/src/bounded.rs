@@ -1,5 +1,5 @@
-//! Numbers and sizes whose limits and defaults are part of their types, so that a key has them
-//! where it is declared: what is read is checked against them, and the schema shows them.
+//! Numbers and sizes whose limits and defaults are part of their types, so that each key declares
+//! them in place. The parser checks values against them, and the schema shows them.
 
 use std::borrow::Cow;
 
@@ -9,15 +9,15 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::value::Size;
 
-/// In the place of a default, where a key has none.
+/// Default value of keys without a default.
 pub(super) const NO_DEFAULT: u64 = u64::MAX;
 
-/// A whole number from `MIN` to `MAX`; `DEFAULT` where none is given.
+/// A whole number from `MIN` to `MAX`. If the key is not set, we use `DEFAULT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Number<const MIN: u64, const MAX: u64, const DEFAULT: u64>(u64);
 
 impl<const MIN: u64, const MAX: u64, const DEFAULT: u64> Number<MIN, MAX, DEFAULT> {
-    /// A number that is to be written, and was checked when it was read.
+    /// Creates a number for writing. The value was checked when it was read.
     pub(super) const fn of(number: u64) -> Self {
         Self(number)
     }
@@ -71,15 +71,15 @@ impl<const MIN: u64, const MAX: u64, const DEFAULT: u64> JsonSchema for Number<M
     }
 }
 
-/// A number of bytes from `MIN` to `MAX`, in whole blocks of `STEP`; `DEFAULT` where none is
-/// given.
+/// A byte count from `MIN` to `MAX`, which must be a multiple of `STEP`. If the key is not set, we
+/// use `DEFAULT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bytes<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64>(u64);
 
 impl<const MIN: u64, const MAX: u64, const STEP: u64, const DEFAULT: u64>
     Bytes<MIN, MAX, STEP, DEFAULT>
 {
-    /// A size that is to be written, and was checked when it was read.
+    /// Creates a size for writing. The value was checked when it was read.
     pub(super) const fn of(bytes: u64) -> Self {
         Self(bytes)
     }

@@ -1,4 +1,4 @@
-//! Differences between two configurations, in the words of their files.
+//! Differences between two configurations, using the keys of their files.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -8,19 +8,19 @@ use super::model::Config;
 use super::object_path::ObjectPath;
 use super::show::masked;
 
-/// A difference of two configurations.
+/// A difference between two configurations.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Difference {
     /// The [`ObjectPath`], such as `/targets/demo/luns/1`.
     pub path: String,
-    /// The old value; null where there was nothing, or the default. Secrets are masked.
+    /// The old value, or null if the key was not set or had its default. Secrets are masked.
     pub old: Value,
-    /// The new value; likewise.
+    /// The new value, in the same form.
     pub new: Value,
 }
 
-/// All differences of two configurations. The order of backends, targets, portals and users
-/// makes no difference.
+/// Returns all differences between two configurations. The order of backends, targets, portals and
+/// users is ignored.
 #[must_use]
 pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
     let mut out = Vec::new();
@@ -31,7 +31,7 @@ pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
 
 /// A part of a mapping or list.
 struct Part<'a> {
-    /// By this it is the same part in another configuration: its key or name, else its number.
+    /// Identifies the same part in another configuration: its key or name, or its index.
     key: String,
     place: ObjectPath,
     value: &'a Value,
@@ -43,8 +43,7 @@ fn compare(
     new: Option<&Value>,
     out: &mut Vec<Difference>,
 ) {
-    // Before values are masked: secrets that differ are a difference, though they look alike
-    // afterwards.
+    // We must compare before masking: two different secrets look alike once they are masked.
     if old == new {
         return;
     }
@@ -59,7 +58,7 @@ fn compare(
         });
         return;
     };
-    // The old order first and new parts behind it, so a diff reads like the file.
+    // Use the old order first and append new parts, so that a diff reads like the file.
     for old in &old_parts {
         let new = new_parts.iter().find(|new| new.key == old.key);
         compare(&old.place, Some(old.value), new.map(|new| new.value), out);
@@ -71,7 +70,7 @@ fn compare(
     }
 }
 
-/// The parts of a mapping, or of a list of mappings; other lists are values.
+/// Returns the parts of a mapping or of a list of mappings. Other lists are treated as values.
 fn parts<'a>(place: &ObjectPath, value: &'a Value) -> Option<Vec<Part<'a>>> {
     match value {
         Value::Object(entries) => {
@@ -85,7 +84,7 @@ fn parts<'a>(place: &ObjectPath, value: &'a Value) -> Option<Vec<Part<'a>>> {
         Value::Array(items) if items.iter().all(Value::is_object) => {
             let names: Option<Vec<String>> =
                 items.iter().map(|item| items::name_of(item, ':')).collect();
-            // Two of one name are distinguished by their numbers.
+            // Items with the same name are distinguished by index.
             let names = names.filter(|names| {
                 let mut all = names.iter().enumerate();
                 all.all(|(n, name)| !names[..n].contains(name))
@@ -107,7 +106,7 @@ fn parts<'a>(place: &ObjectPath, value: &'a Value) -> Option<Vec<Part<'a>>> {
     }
 }
 
-/// A value for people.
+/// Formats a value for display.
 fn shown(place: &ObjectPath, value: Option<&Value>) -> Value {
     let key = place.segments().last().map_or("", String::as_str);
     value.map_or(Value::Null, |value| masked(value, key))

@@ -1,7 +1,8 @@
-//! [`Document`]: the objects of a configuration by their paths, to be looked at and changed.
+//! [`Document`]: the objects of a configuration, for lookup and update by path.
 //!
-//! What may stand where is the schema's to say ([`Shape`]), so no key is named here. What a change
-//! makes of the configuration as a whole is checked as a file is, by [`Document::finish`].
+//! The schema ([`Shape`]) defines the valid keys, so this module does not name any.
+//! [`Document::finish`] then checks the updated configuration as a whole, like the contents of a
+//! file.
 
 use std::fmt;
 
@@ -13,7 +14,7 @@ use super::object_path::escaped;
 use super::shape::{Kind, Scalar, Shape};
 use super::{Config, ConfigError, ObjectPath, schema, to_yaml};
 
-/// A configuration as objects in objects.
+/// A configuration as a tree of objects.
 #[derive(Debug)]
 pub struct Document {
     root: Value,
@@ -21,23 +22,23 @@ pub struct Document {
     by_number: bool,
 }
 
-/// A value of a configuration with what the schema allows in its place.
+/// A configuration value, with the schema for its place.
 #[derive(Clone, Copy, Debug)]
 pub struct Found<'a> {
-    /// The value, as it is set; nothing where the default holds.
+    /// The value if it is set. `None` means that the default applies.
     pub value: Option<&'a Value>,
-    /// The part of the schema that is about this place.
+    /// The schema for this place.
     pub shape: Shape<'a>,
 }
 
-/// A mistake in looking at a configuration or changing it.
+/// An error when reading or updating a configuration by path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EditError {
-    /// Path of the mistake, as far as it leads somewhere.
+    /// Path of the error, up to the last segment that exists.
     pub place: ObjectPath,
-    /// The mistake, for people.
+    /// Human-readable error message.
     pub message: String,
-    /// Advice, where it is not plain what to do.
+    /// Hint for the user, if the fix is not obvious.
     pub hint: Option<String>,
 }
 
@@ -70,7 +71,7 @@ impl fmt::Display for EditError {
 pub(super) type Edited<T> = Result<T, EditError>;
 
 impl Document {
-    /// The document of a configuration, as its file would have it.
+    /// Creates a document from a configuration, in the form used by its file.
     #[must_use]
     pub fn new(config: &Config) -> Self {
         let schema = schema();
@@ -82,7 +83,7 @@ impl Document {
         }
     }
 
-    /// Objects as JSON has them, which may be no configuration.
+    /// Creates a document from JSON, which may not be a valid configuration.
     pub(super) fn of(json: &Value) -> Self {
         Self {
             root: json.clone(),
@@ -91,26 +92,26 @@ impl Document {
         }
     }
 
-    /// Returns true if a change went to an item by its number in a list: in another configuration
-    /// that may be another item.
+    /// Returns true if an update used the index of a list item. In another configuration, the same
+    /// index may refer to a different item.
     #[must_use]
     pub fn is_by_number(&self) -> bool {
         self.by_number
     }
 
-    /// Finds the value at a path, and its shape.
+    /// Finds the value at a path and its shape.
     ///
     /// # Errors
-    /// Nothing does, and nothing may.
+    /// Fails if the path does not exist and the schema does not allow it.
     pub fn at(&self, place: &ObjectPath) -> Edited<Found<'_>> {
         self.find(place).map(|(_, found)| found)
     }
 
-    /// Finds the value at a path, and its shape; and the path with the names of items where it has
-    /// their numbers.
+    /// Finds the value at a path and its shape. In the returned path, item indices are replaced by
+    /// names if available.
     ///
     /// # Errors
-    /// As [`Document::at`].
+    /// Same as [`Document::at`].
     pub fn find(&self, place: &ObjectPath) -> Edited<(ObjectPath, Found<'_>)> {
         let shape = Shape::root(&self.schema);
         let value = Some(&self.root);
@@ -127,11 +128,10 @@ impl Document {
         Ok((here, found))
     }
 
-    /// Sets keys of an object that is there. A key may be a path to something beneath that is
-    /// there.
+    /// Sets keys of an existing object. A key can also be a path to an existing object below it.
     ///
     /// # Errors
-    /// There is no such object or key, or a value is of another kind.
+    /// Fails if the object or key does not exist, or if a value has the wrong type.
     pub fn set(&mut self, place: &ObjectPath, pairs: &[(String, String)]) -> Edited<()> {
         if !self.at(place)?.kind().is_structured() {
             return Err(EditError::new(place, "this is a key, which has no keys"));
@@ -139,11 +139,12 @@ impl Document {
         self.assign(place, pairs, false)
     }
 
-    /// Makes an object with these keys. A list's own path means a further item at its end; the
-    /// number of an item without a name is where the new one goes.
+    /// Creates an object with these keys. If the path is a list, we append a new item. For items
+    /// without names, the index in the path is where to insert the new item.
     ///
     /// # Errors
-    /// It is there already, there is nothing to make it in, or a key or value is wrong.
+    /// Fails if the object exists already, if its parent does not exist, or if a key or value is
+    /// invalid.
     pub fn create(&mut self, place: &ObjectPath, pairs: &[(String, String)]) -> Edited<()> {
         let Some((above, _)) = place.split_last() else {
             return Err(EditError::new(place, "it is there already"));
@@ -173,10 +174,10 @@ impl Document {
         self.assign(place, pairs, true)
     }
 
-    /// Takes away an object, or what a key is set to.
+    /// Deletes an object, or resets a key to its default.
     ///
     /// # Errors
-    /// It is not there, or it is a backend that logical units use.
+    /// Fails if the path does not exist, or if it is a backend used by logical units.
     pub fn delete(&mut self, place: &ObjectPath) -> Edited<()> {
         let Some((above, last)) = place.split_last() else {
             return Err(EditError::new(
@@ -191,15 +192,15 @@ impl Document {
             && list == "backends"
         {
             let users = users(&self.root, name);
-            // Checked here although `finish` would refuse it as well: its message would be about
-            // the LUN, not the backend.
+            // `finish` would reject this too, but its message would be about the LUN instead of the
+            // backend.
             if !users.is_empty() {
                 return Err(EditError::new(place, in_use(&users)));
             }
         }
         let (value, _) = self.reach(&above, false)?;
         match value {
-            // The others keep their order, which the file shows.
+            // Use `shift_remove` so that the remaining entries keep their order in the file.
             Value::Object(entries) => {
                 entries.shift_remove(last);
             }
@@ -215,10 +216,10 @@ impl Document {
         Ok(())
     }
 
-    /// Checks the changed document; returns the configuration and its file.
+    /// Checks the updated document, and returns the configuration and its file.
     ///
     /// # Errors
-    /// It is no configuration any more.
+    /// Fails if the document is no longer a valid configuration.
     pub fn finish(self) -> Edited<(Config, String)> {
         let yaml = to_yaml(&self.root);
         match Config::parse(&yaml, "configuration") {
@@ -228,7 +229,8 @@ impl Document {
     }
 
     fn assign(&mut self, place: &ObjectPath, pairs: &[(String, String)], make: bool) -> Edited<()> {
-        // Also without any pair: `create` makes an object that is all defaults.
+        // This is needed even without pairs: `create` can create an object with only default
+        // values.
         self.reach(place, make)?;
         for (key, text) in pairs {
             let beneath: ObjectPath = key.parse().map_err(|e: String| EditError::new(place, e))?;
@@ -242,15 +244,15 @@ impl Document {
         Ok(())
     }
 
-    /// The value at a path, which is made where the schema's keys lead there; `make` makes items
-    /// of lists and mappings too.
+    /// Returns the value at a path. Missing values are created for keys in the schema. If `make` is
+    /// set, we also create items of lists and mappings.
     fn reach(&mut self, place: &ObjectPath, make: bool) -> Edited<(&mut Value, Shape<'_>)> {
         let mut shape = Shape::root(&self.schema);
         let mut value = &mut self.root;
         let mut here = ObjectPath::default();
         for segment in place.segments() {
-            // By the value too: some places take a scalar or an object, of which the short form
-            // has no keys.
+            // We must check the value too: some places accept a scalar or an object, and the short
+            // form has no keys.
             let kind = shape.kind_of(Some(&*value));
             let inner = match kind {
                 Kind::Object(_) => shape.key(segment),
@@ -276,8 +278,8 @@ impl Document {
                 }
                 kind => {
                     let entries = as_map(value);
-                    // The schema has the key, so it is there in some sense; a name of the file's
-                    // own may be a mistake in writing.
+                    // The key is in the schema, so we can create it. A name chosen by the user
+                    // could be a typo.
                     let is_made = make || matches!(kind, Kind::Object(_));
                     if !is_made && !entries.contains_key(segment) {
                         let keys: Vec<_> = entries.keys().cloned().collect();
@@ -292,7 +294,7 @@ impl Document {
         Ok((value, shape))
     }
 
-    /// Makes room for an item of a list without names.
+    /// Inserts an empty item into a list without names.
     fn insert(&mut self, place: &ObjectPath) -> Edited<()> {
         let Some((above, last)) = place.split_last() else {
             return Ok(());
@@ -307,12 +309,13 @@ impl Document {
                 return Err(EditError::new(place, message));
             }
         }
-        // Another client may insert an item first, and the number would mean another one.
+        // Another client could insert an item first, and then this index would refer to a different
+        // item.
         self.by_number = true;
         Ok(())
     }
 
-    /// A mistake with its path.
+    /// Adds a path to an error.
     pub(super) fn placed(&self, error: ConfigError) -> EditError {
         let mut place = ObjectPath::default();
         let mut value = Some(&self.root);
@@ -322,7 +325,7 @@ impl Document {
                 Some(Value::Array(items)) if rest.starts_with('[') => {
                     let (number, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
                     let n = number.parse().unwrap_or(usize::MAX);
-                    // The parser counts items; people see them by their names.
+                    // The parser reports item indices, but users know the items by name.
                     let name = names(items).into_iter().nth(n);
                     (
                         name.unwrap_or_else(|| number.to_owned()),
@@ -345,13 +348,13 @@ impl Document {
 }
 
 impl<'a> Found<'a> {
-    /// The kind of its value: an object, a list, a scalar.
+    /// Returns the kind of this value: object, list or scalar.
     #[must_use]
     pub fn kind(self) -> Kind<'a> {
         self.shape.kind_of(self.value)
     }
 
-    /// Finds what stands at a key of an object or at a name of a mapping.
+    /// Returns the value for an object key or a mapping name.
     fn inner(self, segment: &str) -> Option<Self> {
         let set = self.value.and_then(|value| value.as_object()?.get(segment));
         let shape = match self.kind() {
@@ -365,8 +368,8 @@ impl<'a> Found<'a> {
         Some(Self { value: set, shape })
     }
 
-    /// The objects beneath, by their names: those that are there in their order, and those lists
-    /// and objects whose keys have defaults.
+    /// Returns the child objects by name: existing objects in file order, then lists and objects
+    /// whose keys have defaults.
     #[must_use]
     pub fn children(self) -> Vec<(String, Found<'a>)> {
         let mut children: Vec<(String, Found<'a>)> = match self.value {
@@ -391,7 +394,7 @@ impl<'a> Found<'a> {
         };
         children.retain(|(_, found)| found.kind().is_structured());
         if let Kind::Object(keys) = self.shape.kind() {
-            // What is set comes first, in the order of the file; then objects that exist by
+            // Keys that are set come first, in file order, followed by objects that exist by
             // default.
             for key in keys.keys() {
                 let has = children.iter().any(|(name, _)| name == key);
@@ -406,12 +409,12 @@ impl<'a> Found<'a> {
         children
     }
 
-    /// Returns true if it is there even if nothing is set.
+    /// Returns true if the object exists even if it is not set.
     fn is_implied(self) -> bool {
         self.shape.is_structured() && !self.shape.is_optional()
     }
 
-    /// The keys of an object that are not set, and what they are.
+    /// Returns the unset keys of an object with their descriptions.
     #[must_use]
     pub fn unset(self) -> Vec<(String, &'a str)> {
         let Kind::Object(keys) = self.shape.kind() else {
@@ -427,12 +430,12 @@ impl<'a> Found<'a> {
     }
 }
 
-/// An object without a key, which every place takes until its keys are there.
+/// Returns an object without keys, which is accepted everywhere until its keys are set.
 fn empty() -> Value {
     Value::Object(Map::new())
 }
 
-/// An item of a list by its name or number, and its name.
+/// Finds a list item by name or index, and returns its name.
 fn item<'a>(list: Found<'a>, segment: &str) -> Option<(String, Found<'a>)> {
     let Kind::List(shape) = list.shape.kind() else {
         return None;
@@ -443,7 +446,7 @@ fn item<'a>(list: Found<'a>, segment: &str) -> Option<(String, Found<'a>)> {
     Some((names(items).swap_remove(n), Found { value, shape }))
 }
 
-/// A value as it is written on a command line.
+/// Parses a value from the command line.
 fn value(place: &ObjectPath, shape: Shape<'_>, text: &str) -> Edited<Value> {
     let wrong = |expected: &str| {
         Err(EditError::new(
@@ -475,12 +478,13 @@ fn value(place: &ObjectPath, shape: Shape<'_>, text: &str) -> Edited<Value> {
             Err(EditError::new(place, "this is an object").hint(hint))
         }
         Kind::Map(_) => Err(EditError::new(place, "this holds objects, which have keys")),
-        // A word that stands for an object, or for a list: what it means is checked as a whole.
+        // A word that is short for an object or a list. Its meaning is checked with the whole
+        // document.
         Kind::Object(_) | Kind::List(_) => Ok(in_full(text.into(), shape)),
     }
 }
 
-/// Objects in the place of scalars that stand for them.
+/// Replaces scalars by the objects that they are short for.
 fn in_full(value: Value, shape: Shape<'_>) -> Value {
     let kind = shape.kind_of(Some(&value));
     match (value, kind) {
@@ -509,7 +513,7 @@ fn in_full(value: Value, shape: Shape<'_>) -> Value {
     }
 }
 
-/// The key that a path of an error begins with, what stands there, and the path from there.
+/// Returns the key at the start of an error path, its value and the remaining path.
 fn key_of<'t, 'p>(
     entries: &'t Map<String, Value>,
     path: &'p str,
@@ -517,14 +521,14 @@ fn key_of<'t, 'p>(
     let ends = |rest: &str| rest.is_empty() || rest.starts_with(['.', '[']);
     let leads = |key: &str| path.strip_prefix(key).filter(|rest| ends(rest));
     let keys = entries.iter().filter(|(key, _)| leads(key).is_some());
-    // A name may have a dot in it.
+    // Names can contain a dot.
     match keys.max_by_key(|(key, _)| key.len()) {
         Some((key, value)) => (key.clone(), Some(value), leads(key).unwrap_or_default()),
         None => (path.to_owned(), None, ""),
     }
 }
 
-/// The mistake of a path that does not lead anywhere.
+/// Creates the error for a path that does not exist.
 fn lost(here: &ObjectPath, value: Option<&Value>, shape: Shape<'_>, segment: &str) -> EditError {
     match shape.kind_of(value) {
         Kind::Object(keys) => {
@@ -548,10 +552,10 @@ fn lost(here: &ObjectPath, value: Option<&Value>, shape: Shape<'_>, segment: &st
     }
 }
 
-/// Names that a message lists at most.
+/// Maximum number of names listed in a message.
 const MAX_LISTED: usize = 16;
 
-/// The message where an object is used by others.
+/// Returns the error message for an object that is still in use.
 fn in_use(users: &[ObjectPath]) -> String {
     let named: Vec<_> = users
         .iter()

@@ -1,21 +1,21 @@
-//! [`ConfigError`]: what is wrong, where, and what to do.
+//! [`ConfigError`]: the error, its position, and a hint to fix it.
 
 use std::fmt;
 
-/// One mistake in a configuration file.
+/// An error in a configuration file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigError {
-    /// The file's name, as the caller gave it.
+    /// File name, as provided by the caller.
     pub file: String,
-    /// Line of the file, from 1.
+    /// Line number, starting at 1.
     pub line: u64,
-    /// Column in characters, from 1.
+    /// Column in characters, starting at 1.
     pub column: u64,
-    /// The place in the tree, such as `targets[0].luns.3`; empty at the top.
+    /// Path in the tree, such as `targets[0].luns.3`; empty at the top.
     pub path: String,
-    /// The mistake, for people.
+    /// Human-readable error message.
     pub message: String,
-    /// Advice, where it is not plain what to do.
+    /// Hint for the user, if the fix is not obvious.
     pub hint: Option<String>,
 }
 
@@ -34,7 +34,7 @@ impl fmt::Display for ConfigError {
 }
 
 impl ConfigError {
-    /// The byte offset of the place in the text it came from, for marking it in print.
+    /// Returns the byte offset of the error in its source text, used to highlight it.
     #[must_use]
     pub fn offset_in(&self, text: &str) -> usize {
         let line = usize::try_from(self.line.saturating_sub(1)).unwrap_or(usize::MAX);
@@ -49,7 +49,7 @@ impl ConfigError {
     }
 }
 
-/// The nearest of the known words, if it is near enough to be meant.
+/// Returns the most similar known word, if it is close enough to be a typo.
 pub(super) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()
@@ -59,8 +59,8 @@ pub(super) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) 
         .map(|(_, k)| k)
 }
 
-/// Edits between two words. Long ones are not compared, since that takes time by the product of
-/// their lengths.
+/// Returns the edit distance between two words. Long words are not compared, because the time grows
+/// with the product of their lengths.
 fn distance(a: &str, b: &str) -> usize {
     match a.len().max(b.len()) {
         0..=64 => strsim::levenshtein(a, b),

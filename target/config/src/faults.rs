@@ -1,8 +1,8 @@
-//! Errors and delays on purpose.
+//! Injected errors and delays.
 //!
-//! A backend that is opened with a [`Faults`] list consults it once per request, before the
-//! request reaches the medium. It may also hold requests, as a device that hangs does, and shorten
-//! transfers. Only tests use it: no configuration key leads here.
+//! When a backend is opened with a [`Faults`] list, it checks the list once per request, before the
+//! request reaches the medium. The list can also hold requests, to simulate a device that hangs,
+//! and shorten transfers. This is only used by tests, so there is no configuration key for it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -10,16 +10,16 @@ use std::time::Duration;
 
 use riser_scsi::step::{BackendError, BlockOp};
 
-/// The kind of requests that a fault strikes.
+/// Request types affected by a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultOn {
-    /// Requests of every kind.
+    /// All requests.
     Any,
     /// Requests that read data.
     Read,
     /// Requests that write data or zeroes.
     Write,
-    /// Requests that make cached data durable.
+    /// Requests that flush cached data.
     Flush,
     /// Requests that free blocks.
     Discard,
@@ -37,33 +37,33 @@ impl FaultOn {
     }
 }
 
-/// One thing that goes wrong.
+/// An injected fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// The kind of request.
+    /// Request type.
     pub on: FaultOn,
-    /// First byte of the bad range.
+    /// First byte of the affected range.
     pub offset: u64,
-    /// Length of the bad range in bytes; a request that touches any byte of it is struck.
+    /// Range length in bytes. The fault affects requests that overlap this range.
     pub len: u64,
-    /// Number of requests that it strikes before it is gone; `None` is for ever.
+    /// Number of requests to affect before the fault is removed. `None` means no limit.
     pub times: Option<u32>,
-    /// Time that the request waits before it fails or goes on.
+    /// Delay before the request fails or continues.
     pub delay: Duration,
-    /// The error that it fails with; `None` only delays.
+    /// The error to return. `None` only delays the request.
     pub error: Option<BackendError>,
 }
 
-/// A list of faults; the first that matches a request strikes it.
+/// A list of faults. The first match is used for each request.
 #[derive(Debug, Default)]
 pub struct Faults {
     list: Mutex<Vec<Fault>>,
     hold: Mutex<Option<Range>>,
-    /// Bytes of one transfer at most; 0 is no bound.
+    /// Maximum bytes per transfer; 0 for no limit.
     short: AtomicUsize,
 }
 
-/// The requests that are held: of this kind, where they touch these bytes.
+/// Range of held requests: request type and byte range.
 #[derive(Debug, Clone, Copy)]
 struct Range {
     on: FaultOn,
@@ -80,7 +80,7 @@ impl Range {
     }
 }
 
-/// The bytes that a request is about: offset and length. What changes reservations is about none.
+/// Returns the offset and length of a request in bytes. Reservation updates have no range.
 fn range(op: &BlockOp) -> (u64, u64) {
     match *op {
         BlockOp::Read { offset, len, .. } | BlockOp::Write { offset, len, .. } => {
@@ -95,14 +95,14 @@ fn range(op: &BlockOp) -> (u64, u64) {
 }
 
 impl PartialEq for Faults {
-    /// Two lists are one where it is the same list, for their faults change.
+    /// Two lists are equal only if they are the same object, because their faults can change.
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
     }
 }
 
 impl Faults {
-    /// A list of these faults.
+    /// Creates a list with these faults.
     #[must_use]
     pub fn new(faults: Vec<Fault>) -> Self {
         Self {
@@ -111,43 +111,43 @@ impl Faults {
         }
     }
 
-    /// Replaces the list, also while requests are under way.
+    /// Replaces the list. This can be used while requests are in flight.
     pub fn set(&self, faults: Vec<Fault>) {
         *self.list.lock().unwrap_or_else(PoisonError::into_inner) = faults;
     }
 
-    /// Returns true if every fault has struck as often as it was to.
+    /// Returns true if all faults have been used up.
     pub fn is_spent(&self) -> bool {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.is_empty()
     }
 
-    /// Holds the requests of this kind that touch any of `len` bytes from `offset` on, from now
-    /// until [`Self::release`]. As at a device that hangs, they cannot be cancelled meanwhile, and
-    /// are carried out then.
+    /// Holds all requests of this type that overlap the `len` bytes at `offset`, until
+    /// [`Self::release`] is called. As with a device that hangs, held requests cannot be canceled,
+    /// and will be executed on release.
     pub fn hold(&self, on: FaultOn, offset: u64, len: u64) {
         *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = Some(Range { on, offset, len });
     }
 
-    /// Lets requests that are held go on.
+    /// Resumes held requests.
     pub fn release(&self) {
         *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Lets one operation on a file transfer at most `bytes` bytes, as a kernel may; 0 is no
-    /// bound. Direct I/O needs a multiple of the device's block.
+    /// Limits file operations to `bytes` bytes per transfer, as the kernel may do; 0 for no limit.
+    /// Direct I/O requires a multiple of the device's block size.
     pub fn shorten(&self, bytes: usize) {
         self.short.store(bytes, Ordering::Relaxed);
     }
 
-    /// Returns true if a request is held.
+    /// Returns true if this request should be held.
     #[must_use]
     pub fn holds(&self, op: &BlockOp) -> bool {
         let hold = self.hold.lock().unwrap_or_else(PoisonError::into_inner);
         hold.is_some_and(|range| range.includes(op))
     }
 
-    /// Bytes that one operation transfers at most.
+    /// Returns the maximum number of bytes per transfer.
     #[must_use]
     pub fn most(&self) -> usize {
         match self.short.load(Ordering::Relaxed) {
@@ -156,7 +156,7 @@ impl Faults {
         }
     }
 
-    /// Takes what strikes this request: a delay, then perhaps an error.
+    /// Returns the fault for this request: a delay, and optionally an error.
     #[must_use]
     pub fn strike(&self, op: &BlockOp) -> Option<(Duration, Option<BackendError>)> {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,41 +1,48 @@
-//! [`HostId`]: what names derived by default are derived from.
+//! [`HostId`]: the source of default names.
 
 use std::fs;
 
 use super::value::Guid;
 
-/// An identity that stays the same over restarts: `identity:` in the file, else this machine's.
+/// A host identity that does not change on restart: `identity:` if set, or the machine's identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostId(String);
 
 impl HostId {
-    /// The machine's id, else its host name. Reads `/etc`.
+    /// Returns the machine ID, or the host name if there is no machine ID. Reads `/etc`.
     pub(super) fn of_machine() -> Self {
-        read("/etc/machine-id")
+        machine_id()
             .or_else(|| read("/proc/sys/kernel/hostname"))
             .map_or_else(|| Self::new("riser"), Self)
     }
 
-    /// An identity of this text.
+    /// Returns true if the machine has a unique ID. Reads `/etc`.
+    #[must_use]
+    pub fn has_machine_id() -> bool {
+        machine_id().is_some()
+    }
+
+    /// Creates an identity from this text.
     #[must_use]
     pub fn new(text: &str) -> Self {
         Self(text.to_owned())
     }
 
-    /// The text that names are derived from.
+    /// Returns the text used to derive names.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.0
     }
 
-    /// A number for a purpose and a name: the same for the same three texts, always, so changing
-    /// this function changes every derived name in the field. It is no secret and no signature.
+    /// Derives a number for a purpose and a name. The result only depends on these texts and the
+    /// identity, so changing this function would change all derived names in the field. Note that
+    /// this is not suitable as a secret or a signature.
     #[must_use]
     pub fn derive(&self, purpose: &str, name: &str) -> u64 {
-        // FNV-1a over the texts with their lengths, then a finaliser that spreads every bit.
+        // FNV-1a over the texts with their lengths, followed by a finalizer to mix all bits.
         let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
         for text in ["riser", &self.0, purpose, name] {
-            // With its length, so that `ab`, `c` and `a`, `bc` give different names.
+            // Include the length, so that `ab`, `c` and `a`, `bc` get different names.
             let len = (text.len() as u64).to_le_bytes();
             for &byte in len.iter().chain(text.as_bytes()) {
                 hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
@@ -55,6 +62,16 @@ impl HostId {
     }
 }
 
+fn machine_id() -> Option<String> {
+    read("/etc/machine-id").filter(|id| is_machine_id(id))
+}
+
+/// Checks if a machine ID is unique to this machine. Golden images contain the text `uninitialized`
+/// until first boot (machine-id(5)), and containers without systemd keep it.
+fn is_machine_id(id: &str) -> bool {
+    id != "uninitialized" && id.bytes().any(|byte| byte != b'0')
+}
+
 fn read(path: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let text = text.trim();
@@ -64,6 +81,14 @@ fn read(path: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn machine_id_of_golden_image_is_absent() {
+        for id in ["uninitialized", "00000000000000000000000000000000"] {
+            assert!(!is_machine_id(id), "{id}");
+        }
+        assert!(is_machine_id("0000000000000000000000000000000a"));
+    }
 
     #[test]
     fn derived_names_are_fixed_for_ever_and_differ_by_every_part() {

@@ -1,4 +1,4 @@
-//! The limits of a backend or an access rule, checked.
+//! Checks for the limits of a backend or an access rule.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use super::mistake::{Checked, Mistake};
 use super::raw;
 use super::yaml::Located;
 
-/// The longest time for which a rate may be saved up.
+/// Maximum burst time.
 const MAX_BURST: Duration = Duration::from_secs(3600);
 
 pub(super) fn check(path: &str, written: Option<&Located<raw::IoLimits>>) -> Checked<IoLimits> {
@@ -37,7 +37,7 @@ pub(super) fn check(path: &str, written: Option<&Located<raw::IoLimits>>) -> Che
     })
 }
 
-/// The note on limits by which the longest command keeps those behind it waiting for too long.
+/// Returns a note if the limits allow a long command to block the commands behind it for too long.
 pub(super) fn note(place: &str, limits: &IoLimits, longest: u32) -> Option<String> {
     let rates = [
         limits.bandwidth,

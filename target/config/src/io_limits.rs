@@ -1,30 +1,30 @@
-//! [`IoLimits`]: how fast a backend or an initiator may be used.
+//! [`IoLimits`]: rate limits for a backend or an initiator.
 
 use std::time::Duration;
 
-/// Maximum time for which a command may have to wait behind others of its line. Linux initiators
-/// give up after 30 s by default.
+/// Maximum time that a command should wait in its queue. By default, Linux initiators time out
+/// after 30 s.
 pub const MAX_WAIT: Duration = Duration::from_secs(10);
 
-/// For how long what is not used of a rate is kept, where the configuration does not say it.
+/// Default burst time, if the configuration does not set it.
 pub const BURST: Duration = Duration::from_millis(100);
 
-/// Limits as they are configured.
+/// Configured limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct IoLimits {
-    /// Reads and writes a second, together.
+    /// Reads and writes per second in total.
     pub iops: Option<u64>,
-    /// Commands a second that read.
+    /// Read commands per second.
     pub read_iops: Option<u64>,
-    /// Commands a second that write.
+    /// Write commands per second.
     pub write_iops: Option<u64>,
-    /// Bytes a second, of reads and writes together.
+    /// Bytes per second for reads and writes in total.
     pub bandwidth: Option<u64>,
-    /// Bytes a second that are read.
+    /// Bytes read per second.
     pub read_bandwidth: Option<u64>,
-    /// Bytes a second that are written.
+    /// Bytes written per second.
     pub write_bandwidth: Option<u64>,
-    /// For how long what is not used of these is kept, to be used at once.
+    /// Time for which unused capacity is kept, so that it can be used in a burst.
     pub burst: Duration,
 }
 
@@ -43,13 +43,13 @@ impl Default for IoLimits {
 }
 
 impl IoLimits {
-    /// Returns true if it limits anything.
+    /// Returns true if any limit is set.
     #[must_use]
     pub fn is_any(&self) -> bool {
         self.rates().iter().any(Option::is_some)
     }
 
-    /// The rates by their names.
+    /// Returns the rates with their names.
     #[must_use]
     pub fn named(&self) -> [(&'static str, Option<u64>); 6] {
         [
@@ -62,7 +62,7 @@ impl IoLimits {
         ]
     }
 
-    /// The rates, commands before bytes: of all, of reads, of writes.
+    /// Returns the rates, commands before bytes: total, read, write.
     #[must_use]
     pub fn rates(&self) -> [Option<u64>; 6] {
         [

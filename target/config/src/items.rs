@@ -1,17 +1,17 @@
-//! Items of lists by their names: what [`ObjectPath`](super::ObjectPath) calls them.
+//! List items by name, as used by [`ObjectPath`](super::ObjectPath).
 
 use serde_json::{Map, Value, json};
 
 use super::ObjectPath;
 use super::shape::Shape;
 
-/// The items of a list; none of anything else.
+/// Returns the items of a list, or an empty slice for other values.
 pub(super) fn items(value: Option<&Value>) -> &[Value] {
     value.and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// The names of the items of a list: their names if all have one and no two are alike, else their
-/// numbers.
+/// Returns the names of list items. If any item has no name or if two names are equal, we use
+/// indices instead.
 pub(super) fn names(items: &[Value]) -> Vec<String> {
     let named: Option<Vec<String>> = items.iter().map(|item| name_of(item, ':')).collect();
     let is_good = |names: &Vec<String>| {
@@ -22,8 +22,9 @@ pub(super) fn names(items: &[Value]) -> Vec<String> {
     named.filter(is_good).unwrap_or_else(numbers)
 }
 
-/// The number of an item, and whether only that was said. A portal may go without its port where no
-/// other has its protocol and address; a name may end like a port, and is meant only in full.
+/// Returns the index of an item, and whether `segment` was an index. The port of a portal can be
+/// omitted if its protocol and address are unique. A name can look like it ends with a port, so it
+/// must match in full.
 pub(super) fn find(items: &[Value], segment: &str) -> Option<(usize, bool)> {
     let names = names(items);
     let named = |n: usize| (n, names[n].parse::<usize>().is_ok());
@@ -43,17 +44,17 @@ pub(super) fn find(items: &[Value], segment: &str) -> Option<(usize, bool)> {
     (n < items.len()).then_some((n, true))
 }
 
-/// Returns true if an item is not known by a name of its own.
+/// Returns true if this item has no name.
 fn is_nameless(item: &Value) -> bool {
     item.get("name").is_none()
 }
 
-/// Returns true if the items of a list have names.
+/// Returns true if the items of this list have names.
 pub(super) fn has_names(item: Shape<'_>) -> bool {
     item.key("name").is_some() || item.key("listen").is_some()
 }
 
-/// Puts a further item of this name or number at the end of a list; its number.
+/// Appends an item with this name or index to a list, and returns its index.
 pub(super) fn push(
     items: &mut Vec<Value>,
     item: Shape<'_>,
@@ -75,7 +76,7 @@ pub(super) fn push(
     Ok(count)
 }
 
-/// The logical units of targets that are on a backend.
+/// Returns the logical units that use this backend.
 pub(super) fn users(root: &Value, backend: &str) -> Vec<ObjectPath> {
     let targets = ObjectPath::default().join("targets");
     let list = items(root.get("targets"));
@@ -92,7 +93,7 @@ pub(super) fn users(root: &Value, backend: &str) -> Vec<ObjectPath> {
     users
 }
 
-/// The entries of a mapping, which it is made if it is none.
+/// Returns the entries of a mapping. Other values are replaced with an empty mapping.
 pub(super) fn as_map(value: &mut Value) -> &mut Map<String, Value> {
     if !value.is_object() {
         *value = Value::Object(Map::new());
@@ -103,7 +104,7 @@ pub(super) fn as_map(value: &mut Value) -> &mut Map<String, Value> {
     }
 }
 
-/// The items of a list, which it is made if it is none.
+/// Returns the items of a list. Other values are replaced with an empty list.
 pub(super) fn as_list(value: &mut Value) -> &mut Vec<Value> {
     if !value.is_array() {
         *value = Value::Array(Vec::new());
@@ -114,8 +115,7 @@ pub(super) fn as_list(value: &mut Value) -> &mut Vec<Value> {
     }
 }
 
-/// The name by which an item of a list is known: its name, or protocol and address with something
-/// between.
+/// Returns the name of a list item: its name, or its protocol and address with a separator.
 pub(super) fn name_of(item: &Value, joint: char) -> Option<String> {
     let text = |wanted: &str| item.get(wanted)?.as_str();
     let portal = || Some(format!("{}{joint}{}", text("protocol")?, text("listen")?));

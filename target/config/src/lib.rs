@@ -1,35 +1,36 @@
-//! The configuration of `riserd`: YAML in, checked values out.
+//! The configuration of `riserd`: parses YAML into checked values.
 //!
-//! [`Config::parse`] is pure: text in, a [`Config`] or one [`ConfigError`] out, which names the
-//! file, the line, the column and the place in the tree. Nothing is opened, resolved or created;
-//! what a configuration asks for is tried when the server starts. So this crate knows no daemon,
-//! and who only reads or edits configurations, such as `riserd-configfs`, links none.
+//! [`Config::parse`] is a pure function: it returns a [`Config`] or a single [`ConfigError`] with
+//! the file, line, column and path. It does not open, resolve or create anything; this is done when
+//! the server starts. So this crate does not depend on the daemon, and programs that only read or
+//! edit configurations, such as `riserd-configfs`, don't need to link it.
 //!
 //! # Modules
-//! - `model`: [`Config`] and its parts, as the rest of the daemon sees them; `source`: what
-//!   backends are made of; `io_limits`: the limits of backends and initiators, which `io_check`
-//!   checks; `listen`: the addresses of portals.
-//! - `raw`: the schema as it is written, before anything is compared with anything: each key with
-//!   its description, default and limits, once; `bounded`: numbers and sizes with limits.
-//! - `parse`, `check`, `mistake`: from `raw` to `model`: ranges, references, duplicates.
-//! - `to_raw`: from `model` back to `raw`. `show`: from there to JSON and YAML, which
-//!   [`Config::to_value`] and [`Config::to_yaml`] give. `diff`: the differences of two files.
-//! - `schema`: its JSON Schema, for editors. `shape`: the same, as a question about one place.
-//! - `edit`: [`Document`]: objects of a configuration, by their paths. `object_path`:
-//!   [`ObjectPath`]. `items`: what it calls the items of lists.
-//! - `patch`: [`Patch`], a change as JSON.
-//! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
-//! - `yaml`: the one place that knows the YAML library.
+//! - `model`: [`Config`] and its parts, as used by the daemon; `source`: the sources of backends;
+//!   `io_limits`: rate limits for backends and initiators, which are checked by `io_check`;
+//!   `listen`: portal addresses.
+//! - `raw`: the schema of the file, before any checks across keys. It declares each key once with
+//!   its description, default and limits; `bounded`: numbers and sizes with limits.
+//! - `parse`, `check`, `mistake`: convert `raw` to `model`, and check ranges, references and
+//!   duplicates.
+//! - `to_raw`: converts `model` back to `raw`. `show`: converts `raw` to JSON and YAML, for
+//!   [`Config::to_value`] and [`Config::to_yaml`]. `diff`: differences between two files.
+//! - `schema`: the JSON Schema, for editors. `shape`: schema lookup for a single path.
+//! - `edit`: [`Document`]: configuration objects by path. `object_path`: [`ObjectPath`]. `items`:
+//!   names of list items.
+//! - `patch`: [`Patch`], a change in JSON format.
+//! - `value`: scalar types: sizes, GUIDs, addresses, percentages.
+//! - `yaml`: the wrapper around the YAML library.
 //! - `identity`: [`HostId`] and the names derived from it.
 //! - `error`: [`ConfigError`].
-//! - `faults`: errors and delays of a backend on purpose, which tests add to a [`Spec`]. No key
-//!   leads there.
-//! - [`mounts`]: mounts that no path of a configuration may lead to.
+//! - `faults`: injected errors and delays, which tests can add to a [`Spec`]. They cannot be
+//!   configured by key.
+//! - [`mounts`]: mounts that must not contain a configured path.
 //!
 //! # Rules
-//! - Unknown keys, duplicate keys, wrong types and values out of range are errors, everywhere.
-//! - Access is denied unless a rule allows it or `access: open` says so.
-//! - Names derived by default depend on nothing that changes between restarts.
+//! - Unknown keys, duplicate keys, invalid types and values out of range are always errors.
+//! - Access is denied unless a rule or `access: open` allows it.
+//! - Derived default names must not depend on data that can change on restart.
 
 mod bounded;
 mod check;

@@ -1,4 +1,4 @@
-//! [`Listen`]: where a portal listens.
+//! [`Listen`]: the address of a portal.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -7,26 +7,25 @@ use std::str::FromStr;
 use arrayvec::ArrayString;
 use serde::{Deserialize, Serialize};
 
-/// The longest name of a network interface, in bytes (`IFNAMSIZ` without the NUL).
+/// Maximum length of an interface name in bytes (`IFNAMSIZ` without the NUL).
 const INTERFACE_LEN: usize = 15;
 
-/// The address at which a portal listens: one address, or at each address that the host or an
-/// interface has at a time.
+/// The address of a portal: a single address, or all current addresses of the host or an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Listen {
-    /// At one address: `192.0.2.1:3260`.
+    /// A single address: `192.0.2.1:3260`.
     At(SocketAddr),
-    /// At all addresses of the host, or of its interface.
+    /// All addresses of the host or an interface.
     Wildcard(Wildcard, u16),
 }
 
-/// Addresses that come and go.
+/// A set of addresses that can change at runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Wildcard {
     /// All IPv4 addresses of the host: `0.0.0.0:3260`.
     V4,
-    /// All IPv6 addresses of the host, which are none of IPv4: `[::]:3260`.
+    /// All IPv6 addresses of the host, but not IPv4: `[::]:3260`.
     V6,
     /// All addresses of the host: `:3260`.
     All,
@@ -35,7 +34,7 @@ pub enum Wildcard {
 }
 
 impl Wildcard {
-    /// Returns true if it stands for an address of this interface.
+    /// Returns true if this includes an address of the given interface.
     #[must_use]
     pub fn covers(&self, interface: &str, address: IpAddr) -> bool {
         match self {
@@ -46,7 +45,7 @@ impl Wildcard {
         }
     }
 
-    /// Returns true if it names an interface.
+    /// Returns true if this is an interface name.
     #[must_use]
     pub const fn is_interface(&self) -> bool {
         matches!(self, Self::Interface(_))
@@ -54,7 +53,7 @@ impl Wildcard {
 }
 
 impl Listen {
-    /// Port of TCP or of the RDMA CM.
+    /// Returns the TCP or RDMA CM port.
     #[must_use]
     pub fn port(&self) -> u16 {
         match self {
@@ -63,7 +62,7 @@ impl Listen {
         }
     }
 
-    /// The address and port, where there is one.
+    /// Returns the address and port, if this is a single address.
     #[must_use]
     pub const fn at(&self) -> Option<SocketAddr> {
         match self {
@@ -72,7 +71,7 @@ impl Listen {
         }
     }
 
-    /// The address that is configured, or the unspecified one.
+    /// Returns the configured address, or the unspecified address.
     #[must_use]
     pub fn ip(&self) -> IpAddr {
         match self {
@@ -82,8 +81,8 @@ impl Listen {
         }
     }
 
-    /// Returns true if an address and port are certain to be both ones, wherever an interface has
-    /// addresses.
+    /// Returns true if both always include a common address and port, regardless of the addresses
+    /// of an interface.
     #[must_use]
     pub fn meets(&self, other: &Self) -> bool {
         use Wildcard::{All, Interface, V4, V6};
@@ -145,7 +144,7 @@ enum Host {
     Wildcard(Wildcard),
 }
 
-/// [`Listen`] as it is written, with or without a port.
+/// [`Listen`] as it is written, with an optional port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Written {
     host: Host,
@@ -153,7 +152,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// With the protocol's usual port where none is written.
+    /// Uses the protocol's default port if none is set.
     pub(super) fn with_port(self, usual: u16) -> Listen {
         let port = self.port.unwrap_or(usual);
         match self.host {
@@ -211,7 +210,7 @@ impl FromStr for Written {
     }
 }
 
-/// Host and port of an address, neither checked yet.
+/// Splits an address into host and port, without checking them.
 fn parts(text: &str) -> Option<(Host, Option<u16>)> {
     let of_address = |ip: IpAddr| match ip {
         IpAddr::V4(Ipv4Addr::UNSPECIFIED) => Host::Wildcard(Wildcard::V4),
@@ -232,7 +231,7 @@ fn parts(text: &str) -> Option<(Host, Option<u16>)> {
     if name.is_empty() {
         return port.map(|port| (Host::Wildcard(Wildcard::All), Some(port)));
     }
-    // What begins with a digit was meant as an address.
+    // If it starts with a digit, the user meant an address.
     let is_letter = name.starts_with(|c: char| c.is_ascii_alphabetic());
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | '@');
     if !is_letter || !name.chars().all(is_good) {
@@ -305,7 +304,7 @@ mod tests {
         assert!(!meets("0.0.0.0", "[::]"));
         assert!(!meets("0.0.0.0", "192.0.2.1:5556"));
         assert!(!meets("eth0", "eth1"));
-        // It may have the address or not.
+        // The interface may or may not have this address.
         assert!(!meets("eth0", "192.0.2.1"));
     }
 }

@@ -1,9 +1,9 @@
-//! [`Mistake`]: an error of a check, with its place.
+//! [`Mistake`]: an error in a check, with its position.
 
 use super::error::ConfigError;
 use super::yaml::At;
 
-/// A mistake whose file is not named yet.
+/// An error without a file name.
 #[derive(Debug)]
 pub(super) struct Mistake {
     at: At,

@@ -1,5 +1,5 @@
-//! [`Config`] and its parts: checked and complete. Choices between words are those of the file,
-//! with the descriptions of its schema; all else is free of anything YAML.
+//! [`Config`] and its parts, checked and complete. Enums are shared with the file format, with the
+//! descriptions used by its schema. Everything else is independent of YAML.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -23,40 +23,41 @@ use super::listen::Listen;
 use super::source::{Source, Spec};
 use super::value::{Guid, InitiatorId, Net, Percent};
 
-/// A whole configuration. Every reference in it resolves.
+/// A complete configuration. All references in it are valid.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Text that default names are derived from, where the file says; see [`HostId::of`].
+    /// Source text for default names, if it is configured; see [`HostId::of`].
     pub identity: Option<String>,
-    /// True if a start without all backends and portals fails.
+    /// Fail the start if any backend or portal is not available.
     pub strict: bool,
-    /// Backends, in the order of the file. Names are distinct.
+    /// Backends in file order. Names are unique.
     pub backends: Vec<Backend>,
-    /// Targets, in the order of the file. Names are distinct.
+    /// Targets in file order. Names are unique.
     pub targets: Vec<Target>,
-    /// Number and processors of the worker threads.
+    /// Number and CPUs of the worker threads.
     pub workers: Workers,
-    /// Bounds on sessions, commands and memory.
+    /// Limits on sessions, commands and memory.
     pub limits: Limits,
-    /// Provider and settings of RDMA devices.
+    /// Provider and settings for RDMA devices.
     pub transport: Transport,
-    /// Filter and format of the log.
+    /// Log filter and format.
     pub log: Log,
-    /// Credentials for the discovery of targets; with `None` all initiators may discover them.
+    /// Credentials required for discovery. If `None`, all initiators can discover targets.
     pub discovery_chap: Option<Chap>,
-    /// Socket of the admin API.
+    /// Admin API socket.
     pub admin: Location,
-    /// The directory in which applied configurations are kept.
+    /// Directory for applied configurations.
     pub state: Location,
-    /// TCP address of metrics and the status page; `None`: on the admin socket only.
+    /// TCP address for metrics and the status page. If `None`, they are only available via the
+    /// admin socket.
     pub metrics: Option<Metrics>,
-    /// Oddities that are not errors, for users: an unused backend, a target that no initiator may
-    /// use.
+    /// Warnings for users that are not errors, such as an unused backend, or a target that no
+    /// initiator can use.
     pub notes: Vec<String>,
 }
 
 impl Config {
-    /// The backend a logical unit is served from.
+    /// Returns the backend of a logical unit.
     #[must_use]
     pub fn backend(&self, lun: &Lun) -> &Backend {
         &self.backends[lun.backend]
@@ -64,8 +65,8 @@ impl Config {
 }
 
 impl HostId {
-    /// The identity that the configuration sets, else that of the machine: its machine id, else
-    /// its host name. Reads `/etc`.
+    /// Returns the configured identity, or the machine's identity: its machine ID or its host name.
+    /// Reads `/etc`.
     #[must_use]
     pub fn of(config: &Config) -> Self {
         match &config.identity {
@@ -75,46 +76,45 @@ impl HostId {
     }
 }
 
-/// A backend and what its logical units call themselves.
+/// A backend and the names of its logical units.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Backend {
-    /// Its name in the file.
+    /// Name in the file.
     pub name: String,
-    /// Source of the bytes, and how it is opened.
+    /// Data source and open options.
     pub spec: Spec,
-    /// Offer UNMAP, as far as the backend can.
+    /// Support UNMAP, if the backend supports it.
     pub thin: bool,
-    /// The share of its space, in percent, that is in use when initiators are warned; of files
-    /// only.
+    /// Space usage in percent above which we warn initiators; only for files.
     pub threshold: Option<u8>,
-    /// Let START STOP UNIT stop the unit.
+    /// Allow START STOP UNIT to stop the unit.
     pub stoppable: bool,
-    /// True if the medium turns, where the file says.
+    /// True if the medium is rotational, if configured.
     pub rotational: Option<bool>,
-    /// Names, as far as the file gives them.
+    /// Configured names.
     pub names: Names,
-    /// Rates at which all initiators together may use its unit.
+    /// Rate limits for all initiators of this unit in total.
     pub limits: IoLimits,
 }
 
-/// Names of a logical unit that the file sets; the others are derived.
+/// Configured names of a logical unit. The remaining names are derived.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Names {
     /// Unit serial number, as in VPD page 80h.
     pub serial: Option<String>,
     /// World-wide name (NAA), as in VPD page 83h.
     pub naa: Option<Naa>,
-    /// T10 vendor identification of INQUIRY data.
+    /// T10 vendor identification in INQUIRY data.
     pub vendor: Option<String>,
-    /// Product identification of INQUIRY data.
+    /// Product identification in INQUIRY data.
     pub product: Option<String>,
-    /// Product revision level of INQUIRY data.
+    /// Product revision level in INQUIRY data.
     pub revision: Option<String>,
 }
 
 impl Backend {
-    /// Text from which a stable name is derived: the backend's name and where its bytes are. Two
-    /// daemons of one host that serve different files under one name get different names this way.
+    /// Returns the source text for stable names: the backend name and its data source. This ensures
+    /// that two daemons on a host which use the same name for different files get different names.
     fn seed(&self) -> String {
         match &self.spec.source {
             Source::File { path, .. } | Source::Device { path } => {
@@ -124,8 +124,8 @@ impl Backend {
         }
     }
 
-    /// The names of a logical unit on this backend: the file's, else derived from the host's
-    /// identity, and the same after every restart.
+    /// Returns the names of a logical unit on this backend: the configured names, or names derived
+    /// from the host identity, which do not change on restart.
     #[must_use]
     pub fn identity(&self, host: &HostId) -> scsi::Identity {
         let seed = self.seed();
@@ -133,15 +133,15 @@ impl Backend {
             name.clone().unwrap_or_else(|| default.to_owned())
         };
         scsi::Identity {
-            vendor: or(&self.names.vendor, "RISER"),
-            product: or(&self.names.product, "VIRTUAL DISK"),
-            revision: or(&self.names.revision, "0001"),
+            vendor: or(&self.names.vendor, scsi::DEFAULT_VENDOR),
+            product: or(&self.names.product, scsi::DEFAULT_PRODUCT),
+            revision: or(&self.names.revision, scsi::DEFAULT_REVISION),
             serial: self
                 .names
                 .serial
                 .clone()
                 .unwrap_or_else(|| format!("{:016x}", host.derive("serial", &seed))),
-            // Locally assigned: we own no company identifier.
+            // Locally assigned, because we don't have a company identifier.
             naa: self
                 .names
                 .naa
@@ -150,45 +150,45 @@ impl Backend {
     }
 }
 
-/// A target: portals, logical units, and who may use them.
+/// A target: portals, logical units, and access rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
-    /// Name in the file, by which the log and the API refer to it.
+    /// Name in the file, used by the log and the API.
     pub name: String,
-    /// Portals, of which there is at least one.
+    /// Portals; there is at least one.
     pub portals: Vec<Portal>,
     /// Logical units by number, 0 to 16383.
     pub luns: BTreeMap<u16, Lun>,
-    /// Initiators that may use the target, and what they see.
+    /// Initiators that can use the target, and the units visible to them.
     pub access: Access,
-    /// Its iSCSI name, where it has iSCSI portals.
+    /// iSCSI name, if the target has iSCSI portals.
     pub iqn: Option<IscsiName>,
-    /// Credentials of iSCSI initiators whose rule names none; with `None` those to which `access`
-    /// is open need none.
+    /// Credentials for iSCSI initiators, unless their access rule sets them. If `None`, no
+    /// credentials are required when `access` is open.
     pub chap: Option<Chap>,
 }
 
-/// CHAP: who is let in, and how we prove who we are.
+/// CHAP settings: accepted users, and our own credentials.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chap {
-    /// Names and secrets that are accepted, at least one.
+    /// Accepted names and secrets; at least one.
     pub users: Vec<ChapUser>,
-    /// Credentials that we prove to initiators that ask.
+    /// Our credentials, if an initiator requests mutual authentication.
     pub mutual: Option<ChapUser>,
-    /// Digest algorithms that are taken, at least one; all by default.
+    /// Supported digest algorithms; at least one, and all by default.
     pub algorithms: Vec<Algorithm>,
 }
 
-/// A name and where its secret is.
+/// A name and the location of its secret.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ChapUser {
     /// User name, the value of CHAP_N.
     pub name: String,
-    /// The secret, or the place where it is read.
+    /// The secret, or its location.
     pub secret: Secret,
 }
 
-/// Shows no secret, so that none gets into a log.
+/// Hides the secret, so that it cannot appear in a log.
 impl fmt::Debug for ChapUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChapUser")
@@ -197,29 +197,30 @@ impl fmt::Debug for ChapUser {
     }
 }
 
-/// A CHAP secret, or the file that it is read from.
+/// A CHAP secret, or where to read it.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
-    /// Written in the configuration itself.
+    /// Stored in the configuration.
     Inline(String),
-    /// In a file of its own, whose trailing line end does not count.
+    /// Stored in a file. The trailing newline is ignored.
     File(PathBuf),
-    /// In a variable of the daemon's environment.
+    /// Stored in an environment variable of the daemon.
     Env(String),
-    /// In a credential that the service manager hands over: a file of this name in
+    /// A credential passed by the service manager: a file with this name in
     /// `$CREDENTIALS_DIRECTORY`.
     Credential(String),
 }
 
-/// Bytes of a secret: at least 96 bits (RFC 7143 12.1.3), and at most what a value of a login may
-/// have.
+/// Secret length in bytes: at least 96 bits (RFC 7143 12.1.3), and at most the maximum length of a
+/// login value.
 pub(super) const SECRET_LEN: RangeInclusive<usize> = 12..=255;
 
 impl ChapUser {
-    /// The name and the secret, read from where it is.
+    /// Returns the name, and reads the secret.
     ///
     /// # Errors
-    /// It is not there, cannot be read, or has not 12 to 255 bytes; with the path of its file.
+    /// Fails with the file path if the secret does not exist, cannot be read, or is not 12 to 255
+    /// bytes long.
     pub fn credentials(&self) -> io::Result<Credentials> {
         let secret = match &self.secret {
             Secret::Inline(secret) => secret.clone().into_bytes(),
@@ -237,7 +238,8 @@ impl ChapUser {
                 None => return Err(missing("$CREDENTIALS_DIRECTORY is not set".into())),
             },
         };
-        // The configuration was checked without reading files or the environment.
+        // The configuration check does not read files or the environment, so we need to check this
+        // here.
         if !SECRET_LEN.contains(&secret.len()) {
             let place = match &self.secret {
                 Secret::Inline(_) => String::new(),
@@ -255,7 +257,7 @@ impl ChapUser {
     }
 }
 
-/// Warns of a file that all users of this host can read.
+/// Warns if a file is readable by all users of this host.
 fn warn_readable(path: &Path) {
     let mode = std::fs::metadata(path).map_or(0, |file| file.mode());
     if mode & 0o004 != 0 {
@@ -263,7 +265,7 @@ fn warn_readable(path: &Path) {
     }
 }
 
-/// The bytes of a file up to its trailing line ends.
+/// Reads a file without its trailing newlines.
 fn read_line(path: &Path) -> io::Result<Vec<u8>> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     if let Some(mount) = crate::mounts::find(path) {
@@ -281,8 +283,9 @@ fn missing(message: String) -> io::Error {
 }
 
 impl Target {
-    /// The logical units that an initiator port at an address may use, by the numbers that it
-    /// sees; `None` refuses its login. The first rule that matches decides.
+    /// Returns the logical units available to an initiator port at this address, by the numbers
+    /// visible to the initiator. If `None`, the login should be rejected. The first matching rule
+    /// is used.
     #[must_use]
     pub fn allowed_luns(
         &self,
@@ -292,7 +295,7 @@ impl Target {
         self.luns_by(|rule| rule.is_match(port_id, address))
     }
 
-    /// As [`Target::allowed_luns`], for an iSCSI initiator.
+    /// Same as [`Target::allowed_luns`] for an iSCSI initiator.
     #[must_use]
     pub fn allowed_luns_of(
         &self,
@@ -302,7 +305,7 @@ impl Target {
         self.luns_by(|rule| rule.is_match_by_name(initiator, address))
     }
 
-    /// The number of the rule that decides about an iSCSI initiator, if one does.
+    /// Returns the index of the rule for an iSCSI initiator, if any rule matches.
     #[must_use]
     pub fn rule_of(&self, initiator: &IscsiName, address: IpAddr) -> Option<usize> {
         match &self.access {
@@ -314,7 +317,7 @@ impl Target {
         }
     }
 
-    /// As [`Target::rule_of`], for an SRP initiator port.
+    /// Same as [`Target::rule_of`] for an SRP initiator port.
     #[must_use]
     pub fn rule_of_port(&self, port_id: &[u8; 16], address: IpAddr) -> Option<usize> {
         match &self.access {
@@ -326,7 +329,7 @@ impl Target {
         }
     }
 
-    /// The access rule of this number.
+    /// Returns the access rule with this index.
     #[must_use]
     pub fn rule(&self, number: usize) -> Option<&Rule> {
         match &self.access {
@@ -345,7 +348,8 @@ impl Target {
         }
     }
 
-    /// The logical units that a rule with these shows, by the numbers that initiators see.
+    /// Returns the logical units visible with these rule LUNs, by the numbers visible to
+    /// initiators.
     #[must_use]
     pub fn seen_by(&self, luns: Option<&RuleLuns>) -> BTreeMap<u16, SeenLun> {
         let own = |(number, lun): (&u16, &Lun)| {
@@ -371,9 +375,9 @@ impl Target {
         }
     }
 
-    /// The LUN that a number of a rule leads to: where the target has several numbers for the
-    /// backend, the first one with the same rights. A number that is read-only for the target is
-    /// so for each rule.
+    /// Returns the LUN for a rule entry. If the target has several numbers for this backend, we use
+    /// the first number with the same rights. A LUN that is read-only in the target is also
+    /// read-only in each rule.
     fn shown(&self, wanted: &Lun) -> Option<SeenLun> {
         let same = |lun: &Lun| lun.backend == wanted.backend;
         let mut all = self.luns.iter().filter(|(_, lun)| same(lun));
@@ -387,77 +391,76 @@ impl Target {
     }
 }
 
-/// One logical unit of a target.
+/// A logical unit of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lun {
-    /// Index of its backend in [`Config::backends`].
+    /// Backend index in [`Config::backends`].
     pub backend: usize,
-    /// Refuse writes through this number, even if the backend allows them.
+    /// Reject writes via this LUN, even if the backend allows them.
     pub read_only: bool,
 }
 
-/// The LUN that a number leads to as an initiator sees it.
+/// A LUN as seen by an initiator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SeenLun {
-    /// Its number in the target.
+    /// Number in the target.
     pub number: u16,
-    /// Writes are refused, as for a write-protected disk.
+    /// Reject writes, as for a write-protected disk.
     pub read_only: bool,
 }
 
-/// Initiators that may log in to a target.
+/// Initiators that can log in to a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Access {
-    /// All initiators that can reach a portal.
+    /// All initiators that can connect to a portal.
     Open,
-    /// Those that a rule allows; no initiator where there is none.
+    /// Initiators allowed by a rule. If the list is empty, no initiator is allowed.
     Rules(Vec<Rule>),
 }
 
-/// Allows initiators that match everything it names.
+/// Allows initiators if all of the fields that are set match.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
-    /// The SRP initiator port; any where absent, unless `iqn` is there.
+    /// SRP initiator port. If `None`, matches all ports unless `iqn` is set.
     pub initiator: Option<InitiatorId>,
-    /// The iSCSI initiator's name; any where absent, unless `initiator` is there.
+    /// iSCSI initiator name. If `None`, matches all names unless `initiator` is set.
     pub iqn: Option<IscsiName>,
-    /// The source address; any where absent.
+    /// Source address. If `None`, matches all addresses.
     pub address: Option<Net>,
-    /// The units that it may use, and by which numbers; all by the target's where absent.
+    /// Available units and their numbers. If `None`, all units with the target's numbers.
     pub luns: Option<RuleLuns>,
-    /// Its credentials over iSCSI; as the target says where absent.
+    /// Credentials for iSCSI. If `None`, the target's setting is used.
     pub chap: Option<Chap>,
-    /// Rates at which each initiator may use the target.
+    /// Rate limits for each initiator of this target.
     pub limits: Option<IoLimits>,
 }
 
-/// The units of a target that an initiator may use.
+/// The units of a target that an initiator can use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RuleLuns {
-    /// Those that have these numbers at the target, by the same numbers.
+    /// A set of LUNs, with the numbers used by the target.
     Mask(BTreeSet<u16>),
-    /// By numbers of the rule's own, those on these backends; each is that of a unit of the
-    /// target.
+    /// Backends by rule-specific numbers. Each backend must be used by a unit of the target.
     Map(BTreeMap<u16, Lun>),
 }
 
-/// The initiators that a rule is about: SRP initiator port, iSCSI name, source address.
+/// The initiators matched by a rule: SRP initiator port, iSCSI name, source address.
 pub type RuleSubject = (Option<InitiatorId>, Option<IscsiName>, Option<Net>);
 
 impl Rule {
-    /// The initiators that it is about, by name and address.
+    /// Returns the initiators matched by this rule.
     #[must_use]
     pub fn subject(&self) -> RuleSubject {
         (self.initiator, self.iqn.clone(), self.address)
     }
 
-    /// Returns true if it is about initiators of a name, not about all at an address.
+    /// Returns true if this rule matches initiators by name, not only by address.
     #[must_use]
     pub fn names_initiators(&self) -> bool {
         self.initiator.is_some() || self.iqn.is_some()
     }
 
-    /// Returns true if the rule is about this initiator port at this address.
+    /// Returns true if this rule matches the initiator port at this address.
     #[must_use]
     pub fn is_match(&self, port_id: &[u8; 16], address: IpAddr) -> bool {
         let is_named = match (&self.initiator, &self.iqn) {
@@ -467,7 +470,7 @@ impl Rule {
         is_named && self.address.is_none_or(|n| n.contains(address))
     }
 
-    /// Returns true if the rule is about an iSCSI initiator at this address.
+    /// Returns true if this rule matches the iSCSI initiator at this address.
     #[must_use]
     pub fn is_match_by_name(&self, name: &IscsiName, address: IpAddr) -> bool {
         let is_named = match (&self.iqn, &self.initiator) {
@@ -493,13 +496,13 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// Returns true if initiators name targets and are named by iSCSI names.
+    /// Returns true if the protocol uses iSCSI names for initiators and targets.
     #[must_use]
     pub fn is_iscsi(self) -> bool {
         matches!(self, Self::Iscsi | Self::Iser)
     }
 
-    /// Returns true if it listens on an RDMA device.
+    /// Returns true if the protocol needs an RDMA device.
     #[must_use]
     pub fn is_rdma(self) -> bool {
         matches!(self, Self::Srp | Self::Iser)
@@ -516,49 +519,50 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// A portal of a target. Identifiers that the file leaves out are derived by
-/// [`Portal::service_guid`] and the others.
+/// A portal of a target. Identifiers that are not configured are derived by
+/// [`Portal::service_guid`] and similar methods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Portal {
-    /// The protocol spoken at this portal.
+    /// The protocol of this portal.
     pub protocol: Protocol,
-    /// Address or addresses, and RDMA CM port or TCP port.
+    /// Address or addresses, with the RDMA CM or TCP port.
     pub listen: Listen,
-    /// The file's service GUID.
+    /// Configured service GUID.
     pub set_service_guid: Option<Guid>,
-    /// The file's I/O controller GUID.
+    /// Configured I/O controller GUID.
     pub set_ioc_guid: Option<Guid>,
-    /// The file's identifier extension.
+    /// Configured identifier extension.
     pub set_id_ext: Option<Guid>,
-    /// The place to which iSCSI initiators that log in to the target here are sent instead.
+    /// If set, redirect iSCSI initiators that log in here to another address.
     pub redirect: Option<Redirect>,
 }
 
-/// Another address of a target.
+/// A redirect to another address of a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Redirect {
     /// Address and port of the other portal.
     pub to: TargetAddress,
-    /// True if initiators should remember it.
+    /// True if initiators should remember the new address.
     pub permanent: bool,
 }
 
 impl Portal {
-    /// I/O controller GUID: the file's, else one of the host and the target.
+    /// Returns the I/O controller GUID. If it is not configured, it is derived from the host and
+    /// the target.
     #[must_use]
     pub fn ioc_guid(&self, host: &HostId, target: &str) -> Guid {
         self.set_ioc_guid
             .unwrap_or_else(|| host.local_guid("ioc", target))
     }
 
-    /// Service GUID: the file's, else the I/O controller's.
+    /// Returns the service GUID. If it is not configured, this is the I/O controller GUID.
     #[must_use]
     pub fn service_guid(&self, host: &HostId, target: &str) -> Guid {
         self.set_service_guid
             .unwrap_or_else(|| self.ioc_guid(host, target))
     }
 
-    /// Identifier extension: the file's, else the I/O controller's GUID.
+    /// Returns the identifier extension. If it is not configured, this is the I/O controller GUID.
     #[must_use]
     pub fn id_ext(&self, host: &HostId, target: &str) -> Guid {
         self.set_id_ext
@@ -569,37 +573,38 @@ impl Portal {
 /// Maximum number of workers.
 pub const MAX_WORKERS: usize = 64;
 
-/// Number of worker threads, and their processors.
+/// Worker thread settings.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Workers {
-    /// Number of threads. `None` is one per CPU listed; without a list, one per core, and one for
-    /// two cores where there are fewer than four.
+    /// Number of threads. `None` means one thread per listed CPU. Without a list, we use one thread
+    /// per core, or one per two cores if there are fewer than four.
     pub count: Option<usize>,
-    /// CPUs to pin them to, in turn; empty pins none.
+    /// CPUs to pin the threads to, in order. If empty, threads are not pinned.
     pub cpus: Vec<usize>,
 }
 
 impl Workers {
-    /// The number of workers that run on a host with this many cores: what is asked for, rounded
-    /// down to a power of two, since queue-pair numbers name their worker in their low bits.
+    /// Returns the number of workers for a host with this many cores. The configured number is
+    /// rounded down to a power of two, because the low bits of a queue pair number select the
+    /// worker.
     #[must_use]
     pub fn number(&self, cores: usize) -> usize {
         1 << self.wanted(cores).clamp(1, MAX_WORKERS).ilog2()
     }
 
-    /// The number that is asked for.
+    /// Returns the configured number.
     fn wanted(&self, cores: usize) -> usize {
         match (self.count, self.cpus.len()) {
             (Some(n), _) => n,
-            // A worker that polls would take the time of the kernel's work for the network, and
-            // of initiators on the same host.
+            // A polling worker would use CPU time needed by the kernel's network stack, and by
+            // initiators on the same host.
             (None, 0) if cores < 4 => cores.div_ceil(2),
             (None, 0) => cores,
             (None, cpus) => cpus,
         }
     }
 
-    /// That fewer workers run on a host with this many cores than are asked for, if they do.
+    /// Returns a note if fewer workers than configured will run on a host with this many cores.
     #[must_use]
     pub fn note(&self, cores: usize) -> Option<String> {
         let (wanted, number) = (self.wanted(cores), self.number(cores));
@@ -611,59 +616,59 @@ impl Workers {
     }
 }
 
-/// Address of metrics and the status page.
+/// Address for metrics and the status page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metrics {
     /// Address and TCP port.
     pub listen: SocketAddr,
-    /// The file says that other hosts may reach it.
+    /// True if other hosts are allowed to connect.
     pub remote: bool,
 }
 
-/// Sessions that a configuration may allow at most: more connections than these can have do not
-/// fit into the ring of a worker.
+/// Maximum value for the number of sessions: the connections of more sessions do not fit into a
+/// worker's ring.
 pub const MAX_SESSIONS: u32 = 7500;
 
-/// Limits. Each is a number that is fixed when the thing it bounds is created.
+/// Limits. Each value is fixed when the corresponding object is created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Sessions (I_T nexuses) at once.
+    /// Maximum number of sessions (I_T nexuses).
     pub max_sessions: u32,
-    /// Sessions at once from one source address.
+    /// Maximum number of sessions per source address.
     pub sessions_per_address: u32,
-    /// Channels of one SRP session.
+    /// Maximum number of channels per SRP session.
     pub channels_per_session: u32,
-    /// Connections of one iSCSI session over TCP (RFC 7143 13.2), 1 to 8.
+    /// Maximum number of connections per iSCSI session over TCP (RFC 7143 13.2), 1 to 8.
     pub connections_per_session: u32,
     /// Error recovery level of iSCSI sessions over TCP (RFC 7143 7.1.5, 13.20), 0 to 2.
     pub error_recovery_level: u32,
-    /// Commands at once on one channel: SRP's request limit.
+    /// Maximum number of commands per channel: the SRP request limit.
     pub queue_depth: u32,
-    /// Longest information unit from an initiator, in bytes.
+    /// Maximum size of an information unit from an initiator, in bytes.
     pub max_iu_size: u32,
-    /// Longest data transfer of one command, in bytes; [`window`](Self::window) says how much of it
-    /// is in memory.
+    /// Maximum transfer size of a command, in bytes. See [`window`](Self::window) for the part kept
+    /// in memory.
     pub max_transfer: u32,
-    /// Bytes of one command's data that are in memory at a time: a longer transfer goes in pieces
-    /// of this length. A file gives the lesser of `max_transfer` and [`WINDOW`].
+    /// Maximum bytes of a command's data in memory at a time: longer transfers are split into parts
+    /// of this size. Configuration files use the smaller of `max_transfer` and [`WINDOW`].
     pub window: u32,
-    /// Work requests in the send queue of an SRP channel. A file gives four for each command, and
-    /// 64 at least.
+    /// Send queue size of an SRP channel, in work requests. Configuration files use four per
+    /// command, and at least 64.
     pub send_queue: u32,
-    /// Data buffers of one worker, in bytes.
+    /// Data buffer size of a worker, in bytes.
     pub buffer_pool: usize,
-    /// Time that an initiator may take to send data that it was asked for, in whole seconds. All
-    /// data of a long command, and its answer, have eight times as long, not counting what the
-    /// data explain that the connection moves meanwhile.
+    /// Time for an initiator to send requested data, in whole seconds. For a long command, all data
+    /// and the response can take eight times as long, not including the time that the connection
+    /// needs to transfer the data.
     pub data_out_timeout: Duration,
 }
 
-/// [`Limits::window`] where transfers are not shorter, in bytes: the largest block of a worker's
+/// [`Limits::window`] in bytes, unless transfers are shorter: the maximum block size of a worker's
 /// memory.
 pub const WINDOW: u32 = 1 << 20;
 
-/// [`Limits::data_out_timeout`] where the file says nothing: what LIO waits in all, five times
-/// three seconds.
+/// Default for [`Limits::data_out_timeout`]: the total time that LIO waits, five times three
+/// seconds.
 pub const DATA_OUT_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// RDMA devices of the portals.
@@ -683,59 +688,60 @@ pub enum Provider {
     Iwarp,
 }
 
-/// Provider and settings of RDMA devices.
+/// Provider and settings for RDMA devices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Transport {
     /// The software NIC, RDMA devices of the host, or both.
     pub provider: Provider,
-    /// Largest path MTU in bytes: 256, 512, 1024, 2048 or 4096; `None` takes what the interface
-    /// allows.
+    /// Maximum path MTU in bytes: 256, 512, 1024, 2048 or 4096. `None` uses the interface MTU.
     pub mtu: Option<u16>,
-    /// True if the software NIC takes only packets that no router has forwarded (RFC 5082).
+    /// If set, the software NIC only accepts packets that were not forwarded by a router (RFC
+    /// 5082).
     pub on_link: bool,
-    /// True if initiators on this host may share memory with the daemon, beside the portals' devices.
+    /// If set, initiators on this host can use memory shared with the daemon, in addition to the
+    /// portal devices.
     pub shm: bool,
-    /// Faults of the link on purpose, for tests.
+    /// Injected link faults, for tests.
     pub faults: Option<LinkFaults>,
 }
 
-/// Faults of the link on purpose. They strike packets that are sent.
+/// Injected link faults, which affect sent packets.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinkFaults {
-    /// Share of packets that are lost.
+    /// Percentage of packets to drop.
     pub loss: Percent,
-    /// Share of packets that are sent twice.
+    /// Percentage of packets to send twice.
     pub duplicate: Percent,
-    /// Packets held back behind later ones.
+    /// Percentage of packets to reorder.
     pub reorder: Percent,
-    /// Packets with a bit flipped.
+    /// Percentage of packets with a flipped bit.
     pub corrupt: Percent,
-    /// Number of later packets that may pass one held back.
+    /// Number of later packets that can overtake a held packet.
     pub reorder_window: u32,
-    /// Seed of the random numbers, so that a run can be repeated.
+    /// Random seed, so that a run can be repeated.
     pub seed: u64,
 }
 
-/// Path of a socket or directory of the daemon's own.
+/// Path of a socket or directory used by the daemon.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Location {
-    /// The usual place, if it can be had.
+    /// The default path, if available.
     #[default]
     Default,
-    /// At this path, or the daemon does not start.
+    /// This path. If it is not available, the daemon does not start.
     At(PathBuf),
-    /// Nowhere: the daemon does without.
+    /// Disabled.
     Off,
 }
 
-/// Filter and format of the log.
+/// Log filter and format.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Log {
-    /// Filter in the words of `tracing-subscriber`'s `EnvFilter`.
+    /// Filter in the syntax of `EnvFilter` in `tracing-subscriber`.
     pub filter: String,
-    /// Lines for people, or JSON.
+    /// Text or JSON.
     pub format: LogFormat,
-    /// True if the audit log is part of it.
+    /// True to include the audit log.
     pub audit: bool,
 }
 

@@ -1,34 +1,33 @@
-//! Mounts that the daemon must not use: FUSE file systems whose program asks the daemon for what it
-//! shows. A system call on a path there waits for that program, and the program waits for the
-//! daemon.
+//! Mounts that the daemon must not access: FUSE file systems that read their data from the daemon.
+//! A system call on such a path would wait for the FUSE program, which is waiting for the daemon.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
-/// The source of such a mount, as its program names it (`fsname` of FUSE).
+/// The mount source, as set by the FUSE program (`fsname`).
 pub const SOURCE: &str = "riserd";
 
-/// Symbolic links that are followed at most, as the kernel does (`path_resolution(7)`).
+/// Maximum number of symbolic links to follow, same as in the kernel (`path_resolution(7)`).
 const MAX_LINKS: u32 = 40;
 
-/// The mount with [`SOURCE`] that a path leads to or through, if there is one. Nothing below such a
-/// mount is touched to find out.
+/// Returns the mount with [`SOURCE`] that a path resolves to or passes through, if any. This must
+/// not access anything below such a mount.
 #[must_use]
 pub fn find(path: &Path) -> Option<PathBuf> {
     let mounts = mounts(&fs::read("/proc/self/mountinfo").ok()?);
     resolve(path, &mounts)
 }
 
-/// Text of the refusal of a path below such a mount.
+/// Returns the error message for a path below such a mount.
 #[must_use]
 pub fn why(path: &Path, mount: &Path) -> String {
     let (path, mount) = (path.display(), mount.display());
     format!("{path}: lies below {mount}, which asks this daemon: it would wait for itself")
 }
 
-/// The mount points in a `mountinfo` (`proc_pid_mountinfo(5)`) that are not to be used.
+/// Returns the mount points from `mountinfo` (`proc_pid_mountinfo(5)`) that must not be used.
 fn mounts(text: &[u8]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for line in text.split(|b| *b == b'\n') {
@@ -36,7 +35,7 @@ fn mounts(text: &[u8]) -> Vec<PathBuf> {
         let Some(point) = fields.nth(4).map(unescape) else {
             continue;
         };
-        // Of several mounts at one place the last one counts.
+        // If there are several mounts at the same path, the last one is used.
         found.retain(|known| *known != point);
         let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
         let is_fuse = rest.next().is_some_and(|kind| kind.starts_with(b"fuse"));
@@ -47,7 +46,7 @@ fn mounts(text: &[u8]) -> Vec<PathBuf> {
     found
 }
 
-/// A field without the kernel's octal escapes of blanks and backslashes.
+/// Decodes octal escapes, which the kernel uses for spaces and backslashes.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -68,7 +67,7 @@ fn unescape(field: &[u8]) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes))
 }
 
-/// The first of some mounts that a path passes, symbolic links included.
+/// Returns the first mount that a path passes through, including via symbolic links.
 fn resolve(path: &Path, mounts: &[PathBuf]) -> Option<PathBuf> {
     let path = std::path::absolute(path).ok()?;
     let mut at = PathBuf::from("/");
@@ -84,8 +83,8 @@ fn resolve(path: &Path, mounts: &[PathBuf]) -> Option<PathBuf> {
             }
             _ => at.push(name),
         }
-        // `canonicalize` would look below such a mount, and wait for a program that waits for this
-        // daemon. So each component is compared before anything is asked of the file system there.
+        // `canonicalize` would access files below such a mount, and block on a program that is
+        // waiting for this daemon. So we must check each component before accessing it.
         if mounts.contains(&at) {
             return Some(at);
         }
@@ -102,7 +101,7 @@ fn resolve(path: &Path, mounts: &[PathBuf]) -> Option<PathBuf> {
     None
 }
 
-/// Puts the components of a path on a stack, the first one on top.
+/// Pushes the components of a path on a stack, with the first component on top.
 fn push(stack: &mut Vec<OsString>, path: &Path) {
     let names = path.components().rev().map(Component::as_os_str);
     stack.extend(names.map(OsStr::to_owned));
@@ -152,7 +151,7 @@ mod tests {
         for path in ["", "mounted", "deep", "deep/nothing", "loop", "loop/x"] {
             assert!(!passed(path), "{path}");
         }
-        // Nothing follows what may wait.
+        // We must not access a mount that could block.
         assert_eq!(resolve(&mount.join("../x"), &mounts), Some(mount));
         fs::remove_dir_all(&dir).unwrap();
     }

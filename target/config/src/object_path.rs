@@ -4,20 +4,20 @@ use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 
-/// A path from the top of a configuration: a JSON Pointer (RFC 6901), in which `~1` is a slash in a
-/// name and `~0` a tilde. It has items of lists by their names where they have some (targets and
-/// users by theirs, portals as `iscsi:192.0.2.10:3260`), else by their numbers from 0.
+/// A path from the root of a configuration: a JSON Pointer (RFC 6901), where `~1` is a slash in a
+/// name and `~0` a tilde. List items use their names if they have names (targets and users by name,
+/// portals as `iscsi:192.0.2.10:3260`), or else their indices starting at 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ObjectPath(Vec<String>);
 
 impl ObjectPath {
-    /// The names along the path, without escapes.
+    /// Returns the path segments, without escapes.
     #[must_use]
     pub fn segments(&self) -> &[String] {
         &self.0
     }
 
-    /// Returns the path of a key or name below this one.
+    /// Returns the path for a key or name below this path.
     #[must_use]
     pub fn join(&self, segment: &str) -> Self {
         let mut segments = self.0.clone();
@@ -25,7 +25,7 @@ impl ObjectPath {
         Self(segments)
     }
 
-    /// The path above and the name from there; `None` at the top.
+    /// Returns the parent path and the last segment, or `None` for the root.
     #[must_use]
     pub fn split_last(&self) -> Option<(Self, &str)> {
         let (last, rest) = self.0.split_last()?;
@@ -33,16 +33,16 @@ impl ObjectPath {
     }
 }
 
-/// A name as it stands in a path (RFC 6901 3).
+/// Escapes a name for use in a path (RFC 6901 3).
 pub(super) fn escaped(name: &str) -> Cow<'_, str> {
     match name.contains(['~', '/']) {
-        // Tildes come first: those of the other escape stay.
+        // Tildes must be replaced first, because the other escape contains a tilde.
         true => name.replace('~', "~0").replace('/', "~1").into(),
         false => name.into(),
     }
 }
 
-/// The name that stands so in a path; `None` where a `~` begins no escape (RFC 6901 4).
+/// Decodes an escaped segment. Returns `None` if a `~` is not a valid escape (RFC 6901 4).
 fn unescaped(segment: &str) -> Option<String> {
     let mut parts = segment.split('~');
     let mut name = parts.next().unwrap_or_default().to_owned();
@@ -61,7 +61,7 @@ fn unescaped(segment: &str) -> Option<String> {
 impl FromStr for ObjectPath {
     type Err = String;
 
-    /// Takes `/a/b`, with or without the first or a last slash.
+    /// Parses `/a/b`; the leading slash and a trailing slash are optional.
     fn from_str(text: &str) -> Result<Self, String> {
         let inner = text.strip_prefix('/').unwrap_or(text);
         let inner = inner.strip_suffix('/').unwrap_or(inner);

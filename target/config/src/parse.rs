@@ -1,14 +1,14 @@
-//! Reading a configuration: [`Config::parse`].
+//! Configuration parser: [`Config::parse`].
 
 use super::error::ConfigError;
 use super::model::Config;
 use super::{check, raw, yaml};
 
 impl Config {
-    /// Reads and checks a configuration. `file` only names it in errors.
+    /// Parses and checks a configuration. `file` is only used in errors.
     ///
     /// # Errors
-    /// The first mistake, with its place.
+    /// Returns the first error with its position.
     pub fn parse(text: &str, file: &str) -> Result<Self, ConfigError> {
         let root: raw::Root = yaml::read(text, file)?;
         check::check(root).map_err(|e| e.in_file(file))

@@ -1,4 +1,4 @@
-//! [`Patch`]: a change of a configuration as JSON.
+//! [`Patch`]: a configuration change in JSON format.
 
 use json_patch::PatchOperation;
 use serde_json::{Map, Value};
@@ -6,35 +6,37 @@ use serde_json::{Map, Value};
 use super::edit::{Document, EditError};
 use super::{Config, ObjectPath};
 
-/// Levels of a document that operations make, at most. A configuration has fewer, and what reads
-/// and frees a document calls itself for every level.
+/// Maximum depth of a document created by operations. Valid configurations are less deep. We need
+/// this limit because the code to read and free a document is recursive.
 const MAX_DEPTH: usize = 128;
 
-/// Bytes that the operations of a patch copy together, at most: each could double the document.
+/// Maximum number of bytes that the operations of a patch can copy in total: each of them could
+/// double the document size.
 const MAX_COPIED: usize = 16 << 20;
 
-/// A change of a configuration, which goes by the JSON that [`Config::to_value`] gives.
+/// A configuration change, which applies to the JSON returned by [`Config::to_value`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Patch {
-    /// Values that take the place of those there are, where null takes one away (JSON Merge Patch,
-    /// RFC 7396). Lists are replaced whole.
+    /// Values to replace existing values, where null removes a value (JSON Merge Patch, RFC 7396).
+    /// Lists are replaced as a whole.
     Merge(Value),
-    /// Operations at JSON Pointers, one after the other, all or none (JSON Patch, RFC 6902). Items
-    /// of lists stand by their numbers; `test` makes sure of what is there.
+    /// A sequence of operations on JSON Pointers, which is atomic (JSON Patch, RFC 6902). List
+    /// items are addressed by index, so use `test` to verify the existing value.
     Operations(json_patch::Patch),
 }
 
 impl Patch {
-    /// Media type of [`Patch::Merge`].
+    /// Media type for [`Patch::Merge`].
     pub const MERGE: &str = "application/merge-patch+json";
 
-    /// Media type of [`Patch::Operations`].
+    /// Media type for [`Patch::Operations`].
     pub const OPERATIONS: &str = "application/json-patch+json";
 
-    /// Reads a patch of a media type, whose parameters do not count; `None` for another one.
+    /// Parses a patch with this media type, ignoring its parameters. Returns `None` if the type is
+    /// not supported.
     ///
     /// # Errors
-    /// The text is not such a patch.
+    /// Fails if the text is not a valid patch.
     pub fn parse(media_type: &str, text: &str) -> Option<Result<Self, serde_json::Error>> {
         let name = media_type.split(';').next().unwrap_or_default().trim();
         match name.to_ascii_lowercase().as_str() {
@@ -44,10 +46,10 @@ impl Patch {
         }
     }
 
-    /// The configuration that a change makes of another one.
+    /// Applies this patch to a configuration.
     ///
     /// # Errors
-    /// An operation is not possible, or the result is no configuration.
+    /// Fails if an operation is not possible, or if the result is not a valid configuration.
     pub fn apply(&self, config: &Config) -> Result<Config, EditError> {
         let top = ObjectPath::default();
         let wrong = |message: String| EditError::new(&top, message);
@@ -63,8 +65,8 @@ impl Patch {
     }
 }
 
-/// JSON as YAML, which it is but for characters that YAML has only as escapes. They stand in
-/// strings only.
+/// Converts JSON to YAML. The formats are the same, except for characters that YAML only supports
+/// as escapes. These only appear in strings.
 fn yaml_of(json: &Value) -> String {
     let is_printable = |c: char| !matches!(c, '\u{7f}'..='\u{9f}' | '\u{fffe}' | '\u{ffff}');
     let mut yaml = String::new();
@@ -77,8 +79,8 @@ fn yaml_of(json: &Value) -> String {
     yaml
 }
 
-/// Carries out operations. After an error the document is of no use: nothing is undone, since not
-/// every operation can be.
+/// Applies operations. After an error, the document must not be used: we don't undo anything,
+/// because not all operations can be undone.
 fn operate(json: &mut Value, operations: &[PatchOperation]) -> Result<(), String> {
     let mut copied = 0;
     for (n, operation) in operations.iter().enumerate() {
@@ -101,8 +103,7 @@ fn operate(json: &mut Value, operations: &[PatchOperation]) -> Result<(), String
     Ok(())
 }
 
-/// The depth to which the value of an operation reaches, and the bytes of the document that it
-/// copies.
+/// Returns the depth of an operation's value, and the number of bytes that it copies.
 fn growth(json: &Value, operation: &PatchOperation) -> Option<(usize, usize)> {
     let (path, value) = match operation {
         PatchOperation::Add(op) => (&op.path, &op.value),
@@ -117,7 +118,7 @@ fn growth(json: &Value, operation: &PatchOperation) -> Option<(usize, usize)> {
     Some((above + depth, if is_copy { size } else { 0 }))
 }
 
-/// The levels of a value, and about the bytes that it occupies.
+/// Returns the depth of a value, and its approximate size in bytes.
 fn extent(value: &Value) -> (usize, usize) {
     let join = |(depth, size): (usize, usize), (inner, more): (usize, usize)| {
         (depth.max(inner + 1), size + more)
@@ -137,8 +138,8 @@ fn extent(value: &Value) -> (usize, usize) {
     }
 }
 
-/// Puts keys that were there before back into their order. The library moves the last key of an
-/// object to the place of one that it takes away, and backends have the order of the file.
+/// Restores the order of existing keys. When the library removes a key from an object, it moves the
+/// last key into its place, but backends should keep their file order.
 fn restore_order(before: &Value, after: &mut Value) {
     let (Value::Object(before), Value::Object(after)) = (before, after) else {
         return;
@@ -244,7 +245,7 @@ limits: { queue_depth: 7 }
         }
     }
 
-    /// What a patch has moved to the top cannot be moved back from there.
+    /// A value that a patch has moved to the root cannot be moved back from there.
     #[test]
     fn operations_that_fail_after_others_have_replaced_the_top_are_refused() {
         let text = r#"[
@@ -255,7 +256,7 @@ limits: { queue_depth: 7 }
         assert!(error.contains("operation"), "{error}");
     }
 
-    /// Every operation makes the configuration twice as large.
+    /// Each operation doubles the size of the configuration.
     #[test]
     fn a_short_patch_makes_no_large_configuration() {
         let double = |n: usize| format!(r#"{{ "op": "copy", "from": "", "path": "/a{n}" }}"#);
@@ -266,7 +267,7 @@ limits: { queue_depth: 7 }
         assert!(error.ends_with("too large"), "{error}");
     }
 
-    /// A stack has a bound, too.
+    /// The stack size is limited, too.
     #[test]
     fn a_patch_makes_no_deep_configuration() {
         let mut operations = vec![r#"{"op":"add","path":"/a","value":{}}"#.to_owned()];
@@ -280,7 +281,7 @@ limits: { queue_depth: 7 }
         assert!(error.ends_with("too deep"), "{error}");
     }
 
-    /// What a file may say, a change of something else keeps.
+    /// Characters allowed in a file must be preserved when a different key changes.
     #[test]
     fn every_character_outlives_a_patch() {
         for c in ('\u{1}'..'\u{100}').chain(['\u{2028}', '\u{feff}', '\u{fffe}', '\u{1f512}']) {

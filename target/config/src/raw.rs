@@ -24,7 +24,7 @@ use super::source::Direct;
 use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
-/// Whether a key has its default, which a file leaves out.
+/// Returns true if a key has its default, which is omitted from files.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
@@ -35,9 +35,10 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 pub(super) struct Root {
     /// Text from which serial numbers, world-wide names and GUIDs that are not set are derived.
     ///
-    /// By default the machine's id (/etc/machine-id), else its host name. Set it where several
-    /// machines serve the same disks, or where a machine's disks move to another one and keep
-    /// their names.
+    /// By default the machine's id (/etc/machine-id), else its host name with a random part that the
+    /// state directory keeps from the first start on. Set it where several machines serve the same
+    /// disks, where a machine's disks move to another one and keep their names, or where machines
+    /// are clones with one id.
     pub(super) identity: Option<Located<String>>,
     /// Start with everything or not at all.
     ///
@@ -151,6 +152,10 @@ pub(super) struct Backend {
     #[schemars(extend("default" = "auto"))]
     pub(super) direct: Option<Located<Direct>>,
     /// Volatile write cache: `off` makes every write durable before it completes.
+    ///
+    /// Initiators can change it by MODE SELECT. A cache that one has disabled stays disabled over
+    /// resets and upgrades; a restart restores this setting, so pages cannot be saved (SP) and
+    /// `off` is the way to disable a cache for good.
     #[schemars(extend("default" = "on"))]
     pub(super) write_cache: Option<OnOff>,
     /// Refuse writes.
@@ -286,7 +291,7 @@ pub(super) struct ChapUser {
     pub(super) secret_credential: Option<String>,
 }
 
-/// Without the secret.
+/// Hides the secret.
 impl fmt::Debug for ChapUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ChapUser")
@@ -350,7 +355,7 @@ pub(super) struct LunMapping {
     read_only: bool,
 }
 
-/// The name of a backend alone, where that says it all.
+/// Only writes the backend name if there are no other settings.
 impl Serialize for Lun {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if !self.read_only {
@@ -409,10 +414,10 @@ impl Default for Access {
 }
 
 impl Access {
-    /// The word in the place of rules.
+    /// The keyword used instead of rules.
     const OPEN: &str = "open";
 
-    /// Whether there is no rule, which is the default.
+    /// Returns true if there are no rules, which is the default.
     fn is_none(&self) -> bool {
         matches!(self, Self::Rules(rules) if rules.is_empty())
     }
@@ -538,7 +543,7 @@ pub(super) struct Limits {
     /// Sessions at once.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) max_sessions: Number<1, { MAX_SESSIONS as u64 }, 256>,
-    /// Sessions at once from one address; at most `max_sessions`.
+    /// Sessions at once from one IPv4 address or one IPv6 network (/64); at most `max_sessions`.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) sessions_per_address: Option<Located<SessionsPerAddress>>,
     /// Channels of one SRP session.
@@ -551,6 +556,8 @@ pub(super) struct Limits {
     #[serde(skip_serializing_if = "is_default")]
     pub(super) error_recovery_level: Number<0, 2, 0>,
     /// Commands at once on one channel or session.
+    ///
+    /// iSCSI and iSER sessions have 1024 at most.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) queue_depth: Number<1, 4096, 128>,
     /// Longest information unit of SRP.

@@ -1,6 +1,6 @@
-//! The JSON Schema of a configuration file, for editors, for the reference of all keys, and for
-//! what the daemon's commands say of a key: what `raw` takes, key by key. What keys have to do
-//! with each other is `check`'s affair, and not in it.
+//! The JSON Schema for a configuration file, used by editors, the reference, and the daemon's
+//! commands. It describes the keys in `raw`. Rules across keys are handled by `check` and are not
+//! included.
 
 use std::borrow::Cow;
 
@@ -13,25 +13,25 @@ use super::raw;
 use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
-/// The schema of a configuration file, as JSON (draft 7).
+/// Returns the schema for a configuration file in JSON format (draft 7).
 ///
-/// Each key has a `description`, whose first line is a summary of it; after an empty line there
-/// may be paragraphs that say more. `default` is the value of a key that is not given, as it is
-/// written in a file; where there is none, the description says what holds. Two keywords are ours,
-/// and readers of schemas skip them: `x-unit` is the unit of a value (`bytes`, `MiB`, `seconds`,
-/// `percent`, `time`, `commands a second`, `bytes a second`), and `x-limits` says in words which
-/// values are accepted, where `minimum`, `maximum` and `enum` cannot.
+/// Each key has a `description`. The first line is a summary, and more paragraphs can follow after
+/// an empty line. `default` is the value of a key that is not set, in file syntax; if there is no
+/// `default`, the description contains it. We use two additional keywords, which are ignored by
+/// other readers: `x-unit` is the unit of a value (`bytes`, `MiB`, `seconds`, `percent`, `time`,
+/// `commands a second`, `bytes a second`), and `x-limits` describes valid values if `minimum`,
+/// `maximum` and `enum` cannot.
 #[must_use]
 pub fn schema() -> serde_json::Value {
     let generator = SchemaSettings::draft07().into_generator();
     let mut schema = generator.into_root_schema_for::<raw::Root>().to_value();
     unwrap_lines(&mut schema);
-    // Readers look keys up by their names.
+    // Sort keys so that readers can find them by name.
     schema.sort_all_objects();
     schema
 }
 
-/// Descriptions with a line for each paragraph, in place of the lines of the sources.
+/// Joins the source lines of each paragraph in descriptions.
 fn unwrap_lines(node: &mut Value) {
     match node {
         Value::Array(items) => items.iter_mut().for_each(unwrap_lines),
@@ -113,7 +113,7 @@ impl JsonSchema for raw::RuleLuns {
     }
 }
 
-/// Scalars that YAML readers take for text or numbers, or for a choice of theirs.
+/// Implements scalars that YAML parses as text, as numbers, or as one of several types.
 macro_rules! scalars {
     ($($name:ident: $schema:tt,)*) => {$(
         impl JsonSchema for $name {

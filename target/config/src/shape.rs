@@ -1,45 +1,44 @@
-//! [`Shape`]: what may stand at a place of a configuration, as the [schema](super::schema()) has
-//! it.
+//! [`Shape`]: the [schema](super::schema()) for a path in a configuration.
 
 use serde_json::{Map, Value};
 
-/// The part of the schema that is about a place of a configuration.
+/// The schema for a path in a configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape<'s> {
-    /// The whole schema, in which references are looked up.
+    /// The whole schema, used to resolve references.
     root: &'s Value,
-    /// The schema of this place.
+    /// The schema for this path.
     node: &'s Value,
 }
 
-/// The kinds of values.
+/// Value kinds.
 #[derive(Clone, Copy, Debug)]
 pub enum Kind<'s> {
     /// An object with these keys.
     Object(&'s Map<String, Value>),
-    /// Objects by names of the file's own.
+    /// Objects by user-defined names.
     Map(Shape<'s>),
-    /// A list of objects, in an order that matters.
+    /// An ordered list of objects.
     List(Shape<'s>),
-    /// A list of scalars, in an order that matters.
+    /// An ordered list of scalars.
     Values(Scalar),
-    /// A single scalar, such as a number or a text.
+    /// A single scalar, such as a number or a string.
     Scalar(Scalar),
 }
 
-/// The kinds of scalars.
+/// Scalar kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scalar {
-    /// A truth value: `true` or `false`.
+    /// A boolean: `true` or `false`.
     Bool,
-    /// A whole number that is not negative.
+    /// A non-negative integer.
     Number,
-    /// Any other value; its meaning is checked with the configuration.
+    /// Any other value. Its syntax is checked with the whole configuration.
     Text,
 }
 
 impl Kind<'_> {
-    /// Returns true if these are objects, or hold some.
+    /// Returns true if this is an object or can contain objects.
     #[must_use]
     pub fn is_structured(self) -> bool {
         matches!(self, Self::Object(_) | Self::Map(_) | Self::List(_))
@@ -47,7 +46,7 @@ impl Kind<'_> {
 }
 
 impl<'s> Shape<'s> {
-    /// That of a whole configuration.
+    /// Returns the shape for a whole configuration.
     #[must_use]
     pub fn root(schema: &'s Value) -> Self {
         Self {
@@ -60,7 +59,7 @@ impl<'s> Shape<'s> {
         Self { node, ..self }
     }
 
-    /// The kind of value that may stand here.
+    /// Returns the expected kind.
     #[must_use]
     pub fn kind(self) -> Kind<'s> {
         let ways = self.ways();
@@ -82,7 +81,8 @@ impl<'s> Shape<'s> {
         Kind::Scalar(scalar(&ways))
     }
 
-    /// The kind of this value here: some places take scalars in order, or objects by names.
+    /// Returns the kind for the given value: some places support a list of scalars as well as
+    /// objects by name.
     #[must_use]
     pub fn kind_of(self, value: Option<&Value>) -> Kind<'s> {
         let kind = self.kind();
@@ -95,7 +95,7 @@ impl<'s> Shape<'s> {
         inner.map_or(kind, |inner| Kind::Map(self.of(inner)))
     }
 
-    /// The object's key of this name.
+    /// Returns the shape for an object key.
     #[must_use]
     pub fn key(self, name: &str) -> Option<Self> {
         match self.kind() {
@@ -104,21 +104,20 @@ impl<'s> Shape<'s> {
         }
     }
 
-    /// Returns true if objects stand here, or beneath.
+    /// Returns true if this is an object or can contain objects.
     #[must_use]
     pub fn is_structured(self) -> bool {
         self.kind().is_structured()
     }
 
-    /// Returns true if nothing here is something else than an empty object or list.
+    /// Returns true if an unset value is different from an empty object or list.
     #[must_use]
     pub fn is_optional(self) -> bool {
         let is_null = |way: &&Value| types(way).any(|name| name == "null");
         self.alternatives().iter().any(is_null)
     }
 
-    /// The key of an object that a scalar in the object's place stands for, if one may stand
-    /// there.
+    /// Returns the key set by a scalar that is used instead of an object, if this is supported.
     #[must_use]
     pub fn short_for(self) -> Option<&'s str> {
         let ways = self.ways();
@@ -132,7 +131,7 @@ impl<'s> Shape<'s> {
         ways.iter().any(is_scalar).then_some(key)
     }
 
-    /// Summary of what it is.
+    /// Returns the summary of this key.
     #[must_use]
     pub fn description(self) -> Option<&'s str> {
         let own = self.node["description"].as_str();
@@ -144,7 +143,7 @@ impl<'s> Shape<'s> {
         text?.lines().next()
     }
 
-    /// The schemas of which one applies, without that of nothing.
+    /// Returns the alternative schemas, except for null.
     fn ways(self) -> Vec<&'s Value> {
         let mut ways = self.alternatives();
         ways.retain(|way| way["type"] != "null");
@@ -168,14 +167,14 @@ impl<'s> Shape<'s> {
     }
 }
 
-/// The types that a schema names.
+/// Returns the types in a schema.
 fn types(way: &Value) -> impl Iterator<Item = &str> {
     let one = way["type"].as_str();
     let many = way["type"].as_array().into_iter().flatten();
     one.into_iter().chain(many.filter_map(Value::as_str))
 }
 
-/// The scalar that all of these are.
+/// Returns the scalar kind shared by all of these schemas.
 fn scalar(ways: &[&Value]) -> Scalar {
     let is = |wanted: &str| {
         let mut ways = ways.iter();

@@ -1,5 +1,5 @@
-//! A configuration as a file has it, in order: as values of JSON, and as YAML with or without its
-//! secrets.
+//! Conversion of a configuration to file format, in order: as JSON values, or as YAML with or
+//! without secrets.
 
 use std::fmt::Write;
 
@@ -7,11 +7,11 @@ use serde_json::{Map, Value};
 
 use super::{Config, raw};
 
-/// Text in the place of a secret.
+/// Replacement text for secrets.
 const MASK: &str = "(secret)";
 
 impl Config {
-    /// The configuration in a file's words, its secrets included.
+    /// Converts this configuration to file format, including secrets.
     #[must_use]
     pub fn to_value(&self) -> Value {
         let root = raw::Root::from(self);
@@ -20,14 +20,14 @@ impl Config {
         value
     }
 
-    /// As a file that reads back equal, secrets included.
+    /// Converts this configuration to a file that can be parsed again, including secrets.
     #[must_use]
     pub fn to_yaml(&self) -> String {
         to_yaml(&self.to_value())
     }
 }
 
-/// Takes away the keys that have no value, which a file leaves out.
+/// Removes keys without a value, which are omitted from files.
 fn remove_nulls(value: &mut Value) {
     match value {
         Value::Array(items) => items.iter_mut().for_each(remove_nulls),
@@ -39,7 +39,7 @@ fn remove_nulls(value: &mut Value) {
     }
 }
 
-/// The value of a key with [`MASK`] in the place of its secrets.
+/// Returns the value for a key, with secrets replaced by [`MASK`].
 #[must_use]
 pub fn masked(value: &Value, key: &str) -> Value {
     match value {
@@ -57,7 +57,7 @@ pub fn masked(value: &Value, key: &str) -> Value {
     }
 }
 
-/// As YAML in block style, which ends with a line end.
+/// Converts a value to block-style YAML, with a trailing newline.
 #[must_use]
 pub fn to_yaml(value: &Value) -> String {
     let mut out = String::new();
@@ -73,7 +73,7 @@ pub fn to_yaml(value: &Value) -> String {
 
 fn put_map(entries: &Map<String, Value>, indent: usize, out: &mut String) {
     for (n, (key, value)) in entries.iter().enumerate() {
-        // The first entry of a list's item stands after its dash.
+        // The first entry of a list item follows the dash on the same line.
         if n > 0 || !out.ends_with("- ") {
             out.extend(std::iter::repeat_n(' ', indent));
         }
@@ -117,7 +117,7 @@ fn put_inline(value: &Value, out: &mut String) {
         Value::Number(number) if number.is_u64() => {
             let _ = write!(out, "{number}");
         }
-        // No key takes other numbers, so a reader may take them for text.
+        // Other numbers are not used by any key, so they could be parsed as text.
         Value::Number(_) | Value::Null => put_text(&value.to_string(), out),
         Value::String(text) => put_text(text, out),
         Value::Array(items) => {
@@ -141,7 +141,7 @@ fn put_inline(value: &Value, out: &mut String) {
     }
 }
 
-/// A key is text, or a small number.
+/// Keys are strings or small numbers.
 fn put_key(key: &str, out: &mut String) {
     match key.parse::<u16>() {
         Ok(number) if number.to_string() == key => out.push_str(key),
@@ -149,7 +149,7 @@ fn put_key(key: &str, out: &mut String) {
     }
 }
 
-/// Plain where no reader could take it for anything but text, else in double quotes.
+/// Uses plain style if the value can only be parsed as a string, or double quotes otherwise.
 fn put_text(text: &str, out: &mut String) {
     if is_plain(text) {
         out.push_str(text);

@@ -1,4 +1,4 @@
-//! [`Spec`]: what a backend is made of, and how it is opened.
+//! [`Spec`]: the data source of a backend, and how to open it.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,37 +21,37 @@ pub enum Direct {
     Off,
 }
 
-/// The source of a backend's bytes.
+/// The data source of a backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// A regular file, perhaps one that is made at the start.
+    /// A regular file, which can be created at startup.
     File {
-        /// Path of the file.
+        /// File path.
         path: PathBuf,
-        /// Its size in bytes; by default, what it has.
+        /// File size in bytes. If `None`, the current size is used.
         size: Option<u64>,
-        /// Create it, or extend it to `size`, sparsely.
+        /// Create the file or extend it to `size`, as a sparse file.
         create: bool,
     },
-    /// A block device, whole.
+    /// A whole block device.
     Device {
-        /// Path of the device.
+        /// Device path.
         path: PathBuf,
     },
-    /// Memory of this process, allocated as it is written.
+    /// Memory of this process, allocated on write.
     Ram {
-        /// Size of the disk in bytes.
+        /// Disk size in bytes.
         size: u64,
     },
-    /// Nothing: takes every write, reads zeroes.
+    /// No data: ignores writes and reads zeros.
     Null {
-        /// Size of the disk in bytes.
+        /// Disk size in bytes.
         size: u64,
     },
 }
 
 impl Source {
-    /// Its kind, as the configuration calls it.
+    /// Returns the kind, as used in the configuration.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -62,7 +62,7 @@ impl Source {
         }
     }
 
-    /// The path of a file or device.
+    /// Returns the path of a file or device.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
         match self {
@@ -72,19 +72,21 @@ impl Source {
     }
 }
 
-/// Everything that opening a backend depends on.
+/// Everything needed to open a backend.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
-    /// The source of its bytes.
+    /// Backend name, for the log.
+    pub name: String,
+    /// The data source.
     pub source: Source,
     /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_size: u32,
-    /// Way past the page cache: always, never, or where it works.
+    /// Page cache bypass: always, never, or if supported.
     pub direct: Direct,
-    /// True if completed writes may be volatile until a flush.
+    /// True if completed writes can be volatile until the next flush.
     pub write_cache: bool,
-    /// Refuse writes, and let others read the file too.
+    /// Reject writes, and allow other processes to read the file.
     pub read_only: bool,
-    /// Errors and delays on purpose.
+    /// Injected errors and delays.
     pub faults: Option<Arc<Faults>>,
 }

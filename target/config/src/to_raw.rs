@@ -1,5 +1,5 @@
-//! From a checked [`Config`] back to `raw`, which says how a file has it: the way of `check` in the
-//! other direction. Keys that have their defaults are `None`, so a file is as short as it can be.
+//! Converts a checked [`Config`] back to `raw`, the opposite of `check`. Keys with default values
+//! are set to `None` to keep files as short as possible.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -48,7 +48,7 @@ fn located<T>(value: Option<T>) -> Option<Located<T>> {
     value.map(Located::from)
 }
 
-/// A value that is not the default.
+/// Returns the value unless it is the default.
 fn unless<T: PartialEq>(value: T, default: T) -> Option<T> {
     (value != default).then_some(value)
 }
@@ -241,7 +241,7 @@ fn transport(transport: &Transport) -> raw::Transport {
     }
 }
 
-/// Faults are written in full, defaults included.
+/// Faults are written in full, including defaults.
 fn faults(faults: &LinkFaults) -> raw::Faults {
     raw::Faults {
         loss: Some(faults.loss),

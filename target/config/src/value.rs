@@ -1,4 +1,4 @@
-//! Scalars with a meaning. Each is written as text and says what it expected.
+//! Scalar types. Each is written as text, and its error contains the expected syntax.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -10,7 +10,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::listen::Written as Listen;
 
-/// Makes types readable from a YAML scalar through their `FromStr`, whose error is the message.
+/// Implements deserialization from a YAML scalar using `FromStr`, and uses its error as the
+/// message.
 macro_rules! from_text {
     ($($name:ident),*) => {$(
         impl<'de> Deserialize<'de> for $name {
@@ -22,7 +23,7 @@ macro_rules! from_text {
     )*};
 }
 
-/// The same for types that are written as text, through their `Display`.
+/// The same for types that are also serialized to text, using `Display`.
 macro_rules! text {
     ($($name:ident),*) => {
         from_text!($($name),*);
@@ -48,11 +49,11 @@ text!(
 );
 from_text!(Size, Count);
 
-/// A number of bytes: `1048576`, `512KiB`, `1.5 GiB`, `2TB`.
+/// A size in bytes: `1048576`, `512KiB`, `1.5 GiB`, `2TB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size(pub(super) u64);
 
-/// With a unit where there is one, else a number.
+/// Uses a unit if possible, or else a number.
 impl Serialize for Size {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self.0 != 0 && self.0.is_multiple_of(1 << 10) {
@@ -73,7 +74,7 @@ impl FromStr for Size {
     }
 }
 
-/// A time: `500ms`, `2s`, `1m`; a number alone is seconds.
+/// A duration: `500ms`, `2s`, `1m`. A number without a unit is in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Span(pub(super) Duration);
 
@@ -91,7 +92,7 @@ impl FromStr for Span {
     }
 }
 
-/// `on` or `off`; `true` and `false` will do.
+/// `on` or `off`; `true` and `false` are also supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct OnOff(pub(super) bool);
 
@@ -113,7 +114,7 @@ impl FromStr for OnOff {
     }
 }
 
-/// Hexadecimal digits without `0x` and without the `:` or `-` that may group them.
+/// Returns hexadecimal digits without `0x`, and without `:` or `-` separators.
 fn hex_digits(text: &str) -> Option<String> {
     let digits: String = text
         .trim_start_matches("0x")
@@ -145,17 +146,17 @@ impl FromStr for Guid {
     }
 }
 
-/// The name of an initiator port in an access rule (SRP 4.2: identifier extension, then GUID).
+/// Initiator port name in an access rule (SRP 4.2: identifier extension, then GUID).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum InitiatorId {
     /// All 16 bytes of the initiator port identifier.
     Port([u8; 16]),
-    /// Its low 8 bytes, with any extension.
+    /// The low 8 bytes, with any extension.
     Guid(Guid),
 }
 
 impl InitiatorId {
-    /// Returns true if an initiator port with this identifier is meant.
+    /// Returns true if this matches the given initiator port identifier.
     #[must_use]
     pub fn is_match(&self, port_id: &[u8; 16]) -> bool {
         match self {
@@ -195,7 +196,7 @@ impl FromStr for InitiatorId {
     }
 }
 
-/// An address, or all addresses that share its first bits: `10.0.0.7`, `10.0.0.0/8`, `fd00::/64`.
+/// An address, or a network prefix: `10.0.0.7`, `10.0.0.0/8`, `fd00::/64`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Net {
     address: IpAddr,
@@ -203,14 +204,14 @@ pub struct Net {
 }
 
 impl Net {
-    /// The address, where it is but one.
+    /// Returns the address if this is a single address.
     #[must_use]
     pub fn single(&self) -> Option<IpAddr> {
         let all = if self.address.is_ipv4() { 32 } else { 128 };
         (self.prefix == all).then_some(self.address)
     }
 
-    /// Returns true if the address lies within; an IPv4 address in its IPv6 form counts as itself.
+    /// Returns true if this contains the address. An IPv4-mapped IPv6 address is treated as IPv4.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
         match (self.address, address.to_canonical()) {
@@ -256,21 +257,21 @@ impl FromStr for Net {
     }
 }
 
-/// A share of a hundred: `2`, `0.5`, `2%`.
+/// A percentage: `2`, `0.5`, `2%`.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
 pub struct Percent(f64);
 
 impl Percent {
-    /// Nothing is lost, sent twice or held back.
+    /// Zero percent.
     pub const ZERO: Self = Self(0.0);
 
-    /// As a whole number, if it is one.
+    /// Returns this value as an integer, if possible.
     #[must_use]
     pub fn whole(self) -> Option<u8> {
         (self.0.fract() == 0.0).then_some(self.0 as u8)
     }
 
-    /// As a probability, 0 to 1.
+    /// Returns this value as a probability, 0 to 1.
     #[must_use]
     pub fn probability(self) -> f64 {
         self.0 / 100.0
@@ -329,7 +330,7 @@ impl FromStr for Count {
     }
 }
 
-/// A NAA designator: 16 digits that begin with 3, or 32 that begin with 6 (SPC-4 7.8.6.6).
+/// A NAA designator: 16 digits starting with 3, or 32 starting with 6 (SPC-4 7.8.6.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NaaText(pub(super) riser_scsi::data::designator::Naa);
 

@@ -1,4 +1,5 @@
-//! The one place that knows the YAML library: reading with positions, and its errors in our words.
+//! Wrapper around the YAML library, which reads values with their positions and converts its
+//! errors.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -7,21 +8,21 @@ use serde_saphyr::{Error, MessageFormatter, Options};
 
 use super::error::{ConfigError, nearest};
 
-/// Line and column, from 1.
+/// Line and column, starting at 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct At {
     pub(super) line: u64,
     pub(super) column: u64,
 }
 
-/// A value and where it stands, of which only the value is written.
+/// A value with its position. Only the value is written.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Located<T> {
     pub(super) value: T,
     pub(super) at: At,
 }
 
-/// A value that is to be written and stands nowhere yet.
+/// Creates a new value without a position.
 impl<T> From<T> for Located<T> {
     fn from(value: T) -> Self {
         let at = At::default();
@@ -48,7 +49,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Located<T> {
     }
 }
 
-/// A mapping in the order written. Its keys are distinct: the library refuses duplicates.
+/// A mapping in file order. Keys are unique, because the library rejects duplicates.
 #[derive(Debug, Clone)]
 pub(super) struct Entries<K, V>(pub(super) Vec<(K, V)>);
 
@@ -94,12 +95,12 @@ impl<'de, K: Deserialize<'de>, V: Deserialize<'de>> Deserialize<'de> for Entries
     }
 }
 
-/// Reads a document, whose errors have their place in it.
+/// Parses a document. Errors contain the position.
 pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, ConfigError> {
     let mut options = Options::default();
     options.with_snippet = false;
-    // YAML 1.1 reads `no` and `off` as false, so a name such as `no` would silently become a truth
-    // value.
+    // YAML 1.1 reads `no` and `off` as false, so a name such as `no` would silently become a
+    // boolean.
     options.strict_booleans = true;
     let mut path = String::new();
     let result = serde_saphyr::with_deserializer_from_str_with_options(text, options, |d| {
@@ -110,7 +111,7 @@ pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, Con
     });
     result.map_err(|error| {
         let at = error.location().map_or(At { line: 1, column: 1 }, |l| At {
-            // An error at the end of an empty file has no line of its own.
+            // An error at the end of an empty file does not have a line.
             line: l.line().max(1),
             column: l.column().max(1),
         });
@@ -126,13 +127,13 @@ pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, Con
     })
 }
 
-/// The path as the file has it: without the layers that carry positions.
+/// Returns the path as seen in the file, without the wrappers used for positions.
 fn written_path(path: &serde_path_to_error::Path) -> String {
     let mut out = String::new();
     for segment in path {
         match segment {
-            // The library's wrapper shows as a struct with this one field; no key of ours has the
-            // name.
+            // The library's wrapper shows up as a struct with this field. We don't use this name
+            // for a key.
             Segment::Map { key } if key == "value" => {}
             Segment::Map { key } | Segment::Enum { variant: key } => {
                 if !out.is_empty() {
@@ -150,7 +151,7 @@ fn written_path(path: &serde_path_to_error::Path) -> String {
 fn in_our_words(error: &Error) -> (String, Option<String>) {
     let list = |words: &[&str]| words.join(", ");
     match error {
-        // The library names types of Rust and parts of its parser, which mean nothing to users.
+        // The library uses names of Rust types and parser internals, which are not useful to users.
         Error::SerdeUnknownField {
             field, expected, ..
         } => (

@@ -147,12 +147,13 @@ fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
     }
 }
 
-/// An operation of a store has succeeded.
-fn note_success(store: &Store, now: Instant, op: &BlockOp) {
-    if store.note_success(now, matches!(op, BlockOp::Write { .. })) {
-        // At most once in ten seconds for each backend, however often it fails meanwhile.
-        tracing::info!(backend = store.label(), "a backend works again");
-    }
+/// Time between two lines about failures of one backend. A command of several operations, such as a
+/// write to a full file system, would otherwise have a line for each.
+const COMPLAINT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Notes that an operation of a store has succeeded; returns true if the store had failed.
+fn note_success(store: &Store, now: Instant, op: &BlockOp) -> bool {
+    store.note_success(now, matches!(op, BlockOp::Write { .. }))
 }
 
 /// Zeroes kept at hand for media that cannot zero by themselves.
@@ -167,6 +168,11 @@ const AT_ONCE: u64 = 1 << 20;
 
 /// Length of the longest such read or write, in bytes.
 const LONGEST_AT_ONCE: u64 = 128 << 10;
+
+/// Bytes that one ring operation fills with zeroes.
+fn fill_piece(config: &DriverConfig) -> u64 {
+    (ZEROES * config.pieces.min(16)).min(MAX_OPERATION) as u64
+}
 
 /// Bytes of memory that one request zeroes or frees before others are served.
 const RAM_PIECE: u64 = 4 << 20;
@@ -228,6 +234,13 @@ impl Driver {
         // than this one is, which may still have an old error to report.
         let clears = store.flush_clears();
         let (sync, is_sync_shared) = open_sync(&store.medium);
+        let lacks = match store.medium {
+            Medium::File { can_zero, .. } => Lacks {
+                punch: !can_zero,
+                zero: !can_zero,
+            },
+            Medium::Ram(_) | Medium::Null | Medium::Absent => Lacks::default(),
+        };
         StoreId(self.stores.insert(Attached {
             store,
             handle,
@@ -237,10 +250,10 @@ impl Driver {
             renewals: 0,
             flushing: Vec::new(),
             to_flush: Vec::new(),
-            lacks: Lacks::default(),
+            lacks,
             requests: 0,
             bounce: OwnBounce::None,
-            complaints: RateLimit::default(),
+            complaints: RateLimit::new(1, COMPLAINT_INTERVAL),
             helper: None,
         }))
     }
@@ -273,6 +286,11 @@ impl Driver {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.requests.len() + self.done.len()
+    }
+
+    /// Returns the store of each request in flight, and the time of its submission or its last progress.
+    pub fn progress(&self) -> impl Iterator<Item = (StoreId, Instant)> + '_ {
+        self.requests.iter().map(|(_, r)| (r.store, r.since))
     }
 
     /// Returns true if a completion's token is one of this driver's.
@@ -346,6 +364,7 @@ impl Driver {
         let index = self.requests.insert(BlockCommand {
             user,
             store,
+            since: self.now,
             op,
             data: kept,
             stage: plan::first_stage(&op, attached.lacks),
@@ -397,8 +416,8 @@ impl Driver {
         op: &BlockOp,
         data: &[MemSlice],
     ) -> Result<(), Option<Turn>> {
-        let attached = &self.stores[store.0];
-        let store = &attached.store;
+        let id = store;
+        let store = &self.stores[id.0].store;
         let Medium::File {
             file,
             align,
@@ -436,7 +455,9 @@ impl Driver {
         }
         drop(turn);
         self.at_once -= len;
-        note_success(store, self.now, op);
+        if note_success(store, self.now, op) {
+            self.report_recovery(id);
+        }
         Ok(())
     }
 
@@ -664,15 +685,31 @@ impl Driver {
         }
         let changes = !matches!(request.op, BlockOp::Read { .. });
         let turns = &store.turns;
-        let (offset, len) = plan::range(&request.op);
-        let join = || turns.join(offset..offset + len, changes, || ring.waker());
+        let bytes = match request.stage {
+            Stage::Fill => plan::fill_piece(&request.op, request.done, fill_piece(&self.config)),
+            _ => {
+                let (offset, len) = plan::range(&request.op);
+                offset..offset + len
+            }
+        };
+        let join = || turns.join(bytes, changes, || ring.waker());
         request.turn.get_or_insert_with(join).has_come()
+    }
+
+    /// Ends the turn of a piece that is filled with zeroes. Reads of the others are older than the next
+    /// one.
+    fn leave_filled_piece(&mut self, index: usize) {
+        let request = &mut self.requests[index];
+        if request.stage == Stage::Fill && request.done.is_multiple_of(fill_piece(&self.config)) {
+            request.turn = None;
+        }
     }
 
     /// Puts a long operation in memory aside after a piece of it, for other commands to be served.
     fn yield_to_others(&mut self, index: usize, done: u64) {
         let request = &mut self.requests[index];
         request.done = done;
+        request.since = self.now;
         request.state = State::Delayed {
             until: self.now,
             error: None,
@@ -736,6 +773,7 @@ impl Driver {
 
     /// Puts the next ring operation of a request into the ring, or the request aside.
     fn issue(&mut self, ring: &mut Ring, index: usize) {
+        self.leave_unsupported_stage(index);
         let moves = matches!(
             self.requests[index].stage,
             Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
@@ -754,6 +792,7 @@ impl Driver {
             unit,
             in_memory,
             mapped,
+            ..
         } = &attached.store.medium
         else {
             unreachable!("only files reach the ring");
@@ -762,8 +801,10 @@ impl Driver {
         let (offset, len) = plan::range(&request.op);
         let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
         // A range inside one of the device's blocks has nothing to punch or zero, and an operation
-        // of length zero is an error to fallocate(2).
-        if left == 0 && moves {
+        // of length zero is an error to fallocate(2). Nor is a hole requested that the medium is
+        // known to refuse: a discard leaves its blocks as they are then.
+        let is_refused = request.stage == Stage::Punch && attached.lacks.punch;
+        if (left == 0 && moves) || is_refused {
             return self.after_stage(ring, index);
         }
         let durable = match plan::is_durable(&request.op, attached.store.geometry().write_cache) {
@@ -787,8 +828,12 @@ impl Driver {
                 // The same zeroes stand several times in one list, so that a long range takes
                 // fewer operations. Not durable each: the flush behind the stage makes all of them
                 // so at once.
-                let most = (ZEROES * self.config.pieces.min(16)).min(MAX_OPERATION) as u64;
-                fill_window(&self.zeroes, left.min(most), &mut request.window);
+                let most = fill_piece(&self.config);
+                let left = match request.stage {
+                    Stage::Fill => plan::fill_piece(&request.op, request.done, most).end - at,
+                    _ => left.min(most),
+                };
+                fill_window(&self.zeroes, left, &mut request.window);
                 ring.submit_write(handle, at, &request.window, Durability::Cached, token)
             }
             Stage::Transfer => {
@@ -863,6 +908,19 @@ impl Driver {
         }
     }
 
+    /// The medium may have refused an operation of another request since this one was accepted.
+    fn leave_unsupported_stage(&mut self, index: usize) {
+        let request = &mut self.requests[index];
+        if !matches!(request.stage, Stage::Punch | Stage::Zero) {
+            return;
+        }
+        let lacks = self.stores[request.store.0].lacks;
+        let stage = plan::first_stage(&request.op, lacks);
+        if std::mem::replace(&mut request.stage, stage) != stage {
+            request.turn = None;
+        }
+    }
+
     fn on_result(&mut self, ring: &mut Ring, index: usize, result: Result<usize, i32>) {
         let is_suspect = result.is_err_and(|errno| self.may_report_a_loss(index, errno));
         let request = &mut self.requests[index];
@@ -901,6 +959,8 @@ impl Driver {
                 }
                 self.settle_bounce(index, moved);
                 self.requests[index].done += moved as u64;
+                self.leave_filled_piece(index);
+                self.requests[index].since = self.now;
                 if self.requests[index].cancelled {
                     self.finish(index, StepResult::Failed(BackendError::Aborted));
                 } else {
@@ -916,16 +976,10 @@ impl Driver {
                 // For this attachment: asking again with each command would cost a system call
                 // that is known to fail.
                 attached.lacks.punch = true;
-                request.stage = if attached.lacks.zero {
-                    Stage::Fill
-                } else {
-                    Stage::Zero
-                };
                 self.issue(ring, index);
             }
             (Stage::Zero, Err(libc::EOPNOTSUPP)) => {
                 attached.lacks.zero = true;
-                request.stage = Stage::Fill;
                 self.issue(ring, index);
             }
             (Stage::Transfer, Err(errno)) if is_suspect => {
@@ -1159,18 +1213,31 @@ impl Driver {
         let attached = &mut self.stores[request.store.0];
         if attached.store.count_error(self.now, error, why) {
             let (offset, len) = plan::range(&request.op);
-            let (backend, op) = (attached.store.label(), plan::name(&request.op));
+            let (backend, op) = (attached.store.name(), plan::name(&request.op));
             let now = self.now;
             warn_limited!(attached.complaints, now, backend, op, offset, len, %why, "a backend fails");
         }
         self.finish(index, StepResult::Failed(error));
     }
 
+    /// Logs that a store works again, at most once in ten seconds, with the number of its failures
+    /// that were not logged.
+    fn report_recovery(&mut self, id: StoreId) {
+        let attached = &mut self.stores[id.0];
+        let suppressed = attached.complaints.take_suppressed();
+        let suppressed = (suppressed > 0).then_some(suppressed);
+        let backend = attached.store.name();
+        tracing::info!(backend, suppressed, "a backend works again");
+    }
+
     fn finish(&mut self, index: usize, result: StepResult) {
         self.free_bounce(index);
         let request = self.requests.remove(index);
         if !matches!(result, StepResult::Failed(_)) {
-            note_success(&self.stores[request.store.0].store, self.now, &request.op);
+            let store = &self.stores[request.store.0].store;
+            if note_success(store, self.now, &request.op) {
+                self.report_recovery(request.store);
+            }
         }
         for mut list in [request.data, request.window] {
             // Drops the references to the command's memory here, not when the list is used again,

@@ -24,14 +24,16 @@ pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
         // The file was opened for what the unit allows, so a refusal now means that its file
         // system was remounted read-only, as ext4 may do after an error.
         libc::EROFS | libc::EPERM | libc::EACCES | libc::EBADF => BackendError::ReadOnly,
-        // A device that was pulled, or a network file system that has lost its server: the data
-        // may come back.
+        // A device that was pulled, or a network file system, or one in user space, that has lost
+        // its server: the data may come back.
         libc::ENODEV
         | libc::ENXIO
         | libc::ENOMEDIUM
         | libc::ESHUTDOWN
         | libc::ENOLINK
         | libc::ESTALE
+        | libc::ENOTCONN
+        | libc::ECONNABORTED
         | libc::ETIMEDOUT => BackendError::NotReady,
         libc::ECANCELED | libc::EINTR | libc::EAGAIN | libc::ENOMEM | libc::EBUSY => {
             BackendError::Aborted
@@ -53,6 +55,8 @@ mod tests {
             (28, BackendError::NoSpace),
             (30, BackendError::ReadOnly),
             (19, BackendError::NotReady),
+            (103, BackendError::NotReady),
+            (107, BackendError::NotReady),
             (125, BackendError::Aborted),
             (14, BackendError::Internal),
         ] {

@@ -7,22 +7,25 @@ use std::time::{Duration, Instant, SystemTime};
 
 use riser_scsi::step::BackendError;
 
-/// A kind of failure, as a label.
-const KINDS: [&str; 5] = ["medium", "no_space", "read_only", "not_ready", "internal"];
+use super::cause::Cause;
 
-const MEDIUM: usize = 0;
-const NO_SPACE: usize = 1;
-const READ_ONLY: usize = 2;
-const NOT_READY: usize = 3;
+/// Causes of failed operations, which are counted in this order.
+const KINDS: [Cause; 5] = [
+    Cause::Medium,
+    Cause::NoSpace,
+    Cause::ReadOnly,
+    Cause::NotReady,
+    Cause::Internal,
+];
 
-/// The label's number; none for what the initiator asked for itself.
-fn kind_of(error: BackendError) -> Option<usize> {
+/// The cause of a failed operation; `None` for failures that the initiator caused itself.
+fn cause_of(error: BackendError) -> Option<Cause> {
     match error {
-        BackendError::Medium { .. } => Some(MEDIUM),
-        BackendError::NoSpace => Some(NO_SPACE),
-        BackendError::ReadOnly => Some(READ_ONLY),
-        BackendError::NotReady => Some(NOT_READY),
-        BackendError::Internal => Some(4),
+        BackendError::Medium { .. } => Some(Cause::Medium),
+        BackendError::NoSpace => Some(Cause::NoSpace),
+        BackendError::ReadOnly => Some(Cause::ReadOnly),
+        BackendError::NotReady => Some(Cause::NotReady),
+        BackendError::Internal => Some(Cause::Internal),
         // An initiator that aborts its commands, or a connection that is lost, must not make a
         // backend look broken.
         BackendError::Aborted | BackendError::Transfer(_) => None,
@@ -64,10 +67,10 @@ impl Clears {
     /// There is nothing to end.
     const NEVER: u64 = 0;
 
-    fn new(kind: usize, since_start: Duration) -> Self {
-        let at = since_start + time_of(kind);
+    fn new(cause: Cause, since_start: Duration) -> Self {
+        let at = since_start + time_of(cause);
         // Reads succeed on a full or read-only file system as well, so they prove nothing.
-        let takes_write = matches!(kind, NO_SPACE | READ_ONLY);
+        let takes_write = matches!(cause, Cause::NoSpace | Cause::ReadOnly);
         // One word, so that every successful operation asks with one load. It is never `NEVER`,
         // since `at` is at least the quiet time after the start.
         Self((at.as_millis() as u64) << 1 | u64::from(takes_write))
@@ -84,21 +87,22 @@ impl Clears {
     }
 }
 
-/// A backend that is open and fails operations.
+/// A backend that is open and fails operations, or whose medium is at fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failing {
     /// Date of the first failure of this series.
     pub since: SystemTime,
     /// The last failure, for people.
     pub why: String,
-    kind: usize,
+    /// Cause of the last failure.
+    pub cause: Cause,
 }
 
 impl Failing {
     /// Returns true if the device is gone: it may be there again as another one.
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        self.kind == NOT_READY
+        self.cause == Cause::NotReady
     }
 
     /// A failure of this moment.
@@ -107,7 +111,7 @@ impl Failing {
         Self {
             since: SystemTime::now(),
             why: format!("{error:?}"),
-            kind: kind_of(error).expect("a failure"),
+            cause: cause_of(error).expect("a failure"),
         }
     }
 }
@@ -119,7 +123,7 @@ struct Failure {
     /// The date of that, from the first report on: it stays, though the date is set in between.
     date: Option<SystemTime>,
     why: String,
-    kind: usize,
+    cause: Cause,
     last: Instant,
 }
 
@@ -132,9 +136,9 @@ const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 const QUIET: Duration = Duration::from_secs(10);
 
 /// Returns the time for which a failure of a kind counts at least.
-const fn time_of(kind: usize) -> Duration {
-    match kind {
-        MEDIUM => MEDIUM_ERROR,
+const fn time_of(cause: Cause) -> Duration {
+    match cause {
+        Cause::Medium => MEDIUM_ERROR,
         _ => QUIET,
     }
 }
@@ -142,10 +146,10 @@ const fn time_of(kind: usize) -> Duration {
 impl Errors {
     /// An operation failed; whether that is a failure of the medium.
     pub(super) fn count(&self, now: Instant, error: BackendError, why: &dyn Display) -> bool {
-        let Some(kind) = kind_of(error) else {
+        let Some(cause) = cause_of(error) else {
             return false;
         };
-        self.counts[kind].fetch_add(1, Ordering::Relaxed);
+        self.counts[cause as usize].fetch_add(1, Ordering::Relaxed);
         let mut failing = self.lock();
         self.start.get_or_init(|| now);
         // A series of failures keeps its beginning, and the date that was first reported for it.
@@ -156,7 +160,7 @@ impl Errors {
             since,
             date,
             why: why.to_string(),
-            kind,
+            cause,
             last: now,
         });
         self.worked.store(false, Ordering::Relaxed);
@@ -186,7 +190,7 @@ impl Errors {
     }
 
     fn clears_of(&self, failing: &Failure) -> Clears {
-        Clears::new(failing.kind, self.since_start(failing.last))
+        Clears::new(failing.cause, self.since_start(failing.last))
     }
 
     /// Time between the first failure and `at`.
@@ -215,7 +219,7 @@ impl Errors {
         Some(Failing {
             since,
             why: failure.why.clone(),
-            kind: failure.kind,
+            cause: failure.cause,
         })
     }
 
@@ -224,15 +228,15 @@ impl Errors {
     fn lasts(&self, failing: &Failure, now: Instant) -> bool {
         // A bad block need not be touched again, so its error ends with time. A file system that
         // is full or gone stays so until it was seen to work.
-        let ends = failing.kind == MEDIUM || self.worked.load(Ordering::Relaxed);
-        !ends || now.saturating_duration_since(failing.last) < time_of(failing.kind)
+        let ends = failing.cause == Cause::Medium || self.worked.load(Ordering::Relaxed);
+        !ends || now.saturating_duration_since(failing.last) < time_of(failing.cause)
     }
 
-    /// Counts by kind, of those kinds that have occurred.
+    /// Counts by kind, including kinds that have not occurred.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = self.counts.iter();
         let counts = counts.map(|count| count.load(Ordering::Relaxed));
-        KINDS.into_iter().zip(counts).filter(|(_, n)| *n > 0)
+        KINDS.map(Cause::label).into_iter().zip(counts)
     }
 
     /// Every change is whole, so poison is ignored.
@@ -307,7 +311,7 @@ mod tests {
             !errors.count(now, BackendError::Aborted, &"why"),
             "the initiator asked for it"
         );
-        let counts: Vec<_> = errors.counts().collect();
+        let counts: Vec<_> = errors.counts().filter(|(_, n)| *n > 0).collect();
         assert_eq!(counts, [("medium", 1), ("no_space", 2)]);
     }
 

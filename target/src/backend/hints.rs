@@ -81,6 +81,7 @@ mod tests {
     #[test]
     fn a_file_that_can_only_be_read_may_be_served_so() {
         let mut spec = Spec {
+            name: "disk".into(),
             source: Source::Null { size: 512 },
             block_size: 512,
             direct: Direct::Auto,

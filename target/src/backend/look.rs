@@ -143,22 +143,51 @@ impl Store {
         }
     }
 
-    /// Measures its room. What was measured before is forgotten if that is not possible now.
+    /// Measures its room, and inspects its medium. A previous measurement that cannot be repeated is
+    /// forgotten; faults of the medium remain then.
     ///
     /// # Errors
     /// Those of the file system; of kind `TimedOut` if it does not answer.
-    pub fn measure_space(self: &Arc<Self>) -> io::Result<()> {
-        if !matches!(self.medium, Medium::File { device: false, .. }) {
+    pub fn examine(self: &Arc<Self>) -> io::Result<()> {
+        if !matches!(self.medium, Medium::File { .. }) {
             return Ok(());
         }
-        let measure = |store: &Self| match &store.medium {
-            Medium::File { file, .. } => sys::space(file).map(|space| store.space.set(space)),
-            _ => Ok(()),
+        let examine = |store: &Self| {
+            let measured = store.measure_space();
+            measured.and(store.inspect())
         };
-        let measured = Look::start(self, Purpose::Room, measure, |_| ())
-            .and_then(|look| look.finish(until()))
-            .flatten();
-        measured.inspect_err(|_| self.space.forget())
+        let look = Look::start(self, Purpose::Room, examine, |_| ());
+        let answer = look.and_then(|look| look.finish(until()));
+        let is_silent = matches!(&answer, Err(error) if error.kind() == io::ErrorKind::TimedOut);
+        let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
+        *silent = is_silent.then(|| silent.unwrap_or_else(Instant::now));
+        drop(silent);
+        answer.inspect_err(|_| self.space.forget()).flatten()
+    }
+
+    /// Returns the time since which its file system does not answer [`Store::examine`].
+    #[must_use]
+    pub fn silent_since(&self) -> Option<Instant> {
+        *self.silent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Measures the room of a file, or forgets it.
+    pub(super) fn measure_space(&self) -> io::Result<()> {
+        match &self.medium {
+            Medium::File {
+                file,
+                device: false,
+                ..
+            } => sys::space(file)
+                .map(|space| self.space.set(space))
+                .inspect_err(|_| self.space.forget()),
+            _ => Ok(()),
+        }
+    }
+
+    /// As [`Store::inspect_after_rescan`], on a separate thread.
+    pub(crate) fn look_inspect(self: &Arc<Self>) -> io::Result<Look<io::Result<()>>> {
+        Look::start(self, Purpose::Control, Self::inspect_after_rescan, |_| ())
     }
 
     /// As [`Store::measure`], on a thread of its own.
@@ -238,6 +267,7 @@ mod tests {
 
     fn spec(path: PathBuf, size: u64) -> Spec {
         Spec {
+            name: "disk".into(),
             source: Source::File {
                 path,
                 size: Some(size),
@@ -290,13 +320,13 @@ mod tests {
     fn room_that_cannot_be_measured_is_not_known() {
         let path = std::env::temp_dir().join(format!("riserd-room-{}", std::process::id()));
         let store = Store::open(&spec(path.clone(), 1 << 20)).unwrap();
-        store.measure_space().unwrap();
+        store.examine().unwrap();
         assert!(store.space().is_some());
         let release = hang(&store);
-        assert!(store.measure_space().is_err());
+        assert!(store.examine().is_err());
         assert_eq!(store.space(), None);
         drop(release);
-        eventually_ok("the room is measured", PATIENCE, || store.measure_space());
+        eventually_ok("the room is measured", PATIENCE, || store.examine());
         assert!(store.space().is_some());
         store.undo();
     }

@@ -56,6 +56,9 @@ pub(super) enum Medium {
         device: bool,
         /// Least that it zeroes and frees, in bytes.
         unit: u64,
+        /// A device frees and zeroes ranges by itself. Otherwise the kernel would write the zeroes of
+        /// a range of gigabytes in one call, which cannot be cancelled. A file is asked.
+        can_zero: bool,
         /// Its file system keeps it in memory.
         in_memory: bool,
         /// By which it is read where that needs no system call.
@@ -248,10 +251,6 @@ fn to_size(
         Some(wanted) if wanted > actual && may_extend => {
             let extended = handle(&file).and_then(|file| sys::extend(&file, wanted));
             extended.map_err(io_error(path, "extend it"))?;
-            if actual > 0 {
-                let path = path.display();
-                tracing::info!(%path, actual, wanted, "a file was shorter than its `size`, and is extended with zeroes");
-            }
             if made.is_none() {
                 *made = Some(Made {
                     path: path.to_owned(),
@@ -294,7 +293,7 @@ pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
         direct: align.is_some(),
         ..plain(spec, metadata.len())
     };
-    Ok((medium(file, align, None), geometry))
+    Ok((medium(file, align, None, true), geometry))
 }
 
 pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
@@ -325,8 +324,10 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
     let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
     let queue = Queue::of(metadata.rdev());
     let align = direct(spec, path, &file)?;
-    // The kernel gives 0 for devices that cannot discard.
-    let unmap = !spec.read_only && queue.number("discard_max_bytes") > 0;
+    // The kernel gives 0 for devices that cannot. A hole needs both: a discard after which the blocks
+    // are zero.
+    let can_zero = queue.number("write_zeroes_max_bytes") > 0;
+    let unmap = !spec.read_only && can_zero && queue.number("discard_max_bytes") > 0;
     let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
     let geometry = Geometry {
         physical_block: physical.clamp(spec.block_size, 1 << 20),
@@ -336,7 +337,7 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
         ..plain(spec, size)
     };
     let logical = sys::device_logical_block(file.as_fd()).unwrap_or(4096);
-    Ok((medium(file, align, Some(logical)), geometry))
+    Ok((medium(file, align, Some(logical), can_zero), geometry))
 }
 
 /// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by
@@ -389,6 +390,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         align,
         device,
         unit: if device { SECTOR } else { 1 },
+        can_zero: true,
         // A simulation decides when its operations end.
         in_memory: false,
         mapped: None,
@@ -397,7 +399,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
 }
 
 /// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
-fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
+fn medium(file: File, align: Option<Align>, logical_block: Option<u32>, can_zero: bool) -> Medium {
     let device = logical_block.is_some();
     // The special file of a device may lie on a file system in memory.
     let in_memory = !device && sys::is_in_memory(file.as_fd());
@@ -408,6 +410,7 @@ fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Mediu
         align,
         device,
         unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),
+        can_zero,
     }
 }
 
@@ -496,6 +499,7 @@ mod tests {
 
     fn spec(path: PathBuf) -> Spec {
         Spec {
+            name: "disk".into(),
             source: Source::File {
                 path,
                 size: Some(1 << 20),

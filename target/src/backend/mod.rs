@@ -13,7 +13,8 @@
 //! - `turns`: keeps reads and changes of the same blocks apart.
 //! - `ram`: the sparse memory of a RAM disk.
 //! - `file_id`: names of files that outlive a rename.
-//! - `health`: counts failures, and measures room.
+//! - `health`: counts failures, and measures room. `inspection`: checks the medium of an open
+//!   backend. `cause`: causes for which a backend needs an operator.
 //! - `hints`: what may help where a file cannot be opened, and notes about one that can.
 //! - `medium`: opens, locks and measures files and devices. `made`: takes back what that has
 //!   changed on disk.
@@ -49,18 +50,22 @@
 //! # Discard
 //! Always by punching holes, on block devices too: that is the discard after which the kernel
 //! promises zeroes, which the logical unit has promised the initiator. The device's bare
-//! `BLKDISCARD` promises nothing. A device with larger logical blocks than the unit frees whole
+//! `BLKDISCARD` promises nothing. A medium without holes keeps the blocks of an UNMAP as they are, and
+//! a unit on a device without them does not offer UNMAP. A device with larger logical blocks than the unit frees whole
 //! ones of its own and leaves the rest as it was; where zeroes are asked for, the rest is written.
 
+mod cause;
 mod driver;
 mod errno;
 mod file_id;
 mod flush;
 mod health;
 mod hints;
+mod inspection;
 pub(crate) mod look;
 mod made;
 mod medium;
+mod medium_faults;
 mod open_error;
 mod opening;
 mod plan;
@@ -72,6 +77,7 @@ mod turns;
 mod unit;
 mod waiting;
 
+pub use cause::Cause;
 pub use driver::{Done, Driver, DriverFull};
 pub use file_id::FileId;
 pub use flush::{FlushFailure, FlushKeeper};

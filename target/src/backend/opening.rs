@@ -398,6 +398,7 @@ mod tests {
         let name = format!("riserd-opening-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let spec = Spec {
+            name: "disk".into(),
             source: Source::File {
                 path: path.clone(),
                 size: Some(1 << 20),
@@ -459,6 +460,7 @@ mod tests {
         let wish = |what: &str| Wish {
             backend: what.into(),
             spec: Spec {
+                name: "disk".into(),
                 source: Source::File {
                     path: path(what),
                     size: Some(1 << 20),

@@ -1,5 +1,7 @@
 //! The steps of a request in the ring. Pure: no I/O, no clock.
 
+use std::ops::Range;
+
 use riser_memory::MemSlice;
 use riser_scsi::step::BlockOp;
 
@@ -42,13 +44,17 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 /// Read   ─→ Transfer ─(fua, cache)→ SyncLast ─→ done
 /// Write  ─→ Transfer ─→ done
 /// Flush  ─→ SyncLast ─→ done
-/// Discard ─→ Punch ─(unsupported)→ Zero ─(unsupported)→ Fill ─→ SyncLast → done
-/// WriteZeroes ─(unmap)→ Punch, else Zero … ─(not whole units)→ Edges ─→ SyncLast → done
+/// Discard ─→ Punch ─→ SyncLast → done
+/// WriteZeroes ─(unmap)→ Punch ─(unsupported)→ Zero ─(unsupported)→ Fill ─→ SyncLast → done
+///               └─ else Zero …    └──────────────┴─(not whole units)→ Edges ─┘
 /// Status ─→ Extent → done
 /// ```
 /// A device frees and zeroes whole logical blocks of its own, which may be larger than the unit's:
 /// of a range that is no multiple of them, `Punch` and `Zero` take the whole ones inside. What is
 /// left at the edges is written if it must be zero, and stays as it is if it was only to be freed.
+///
+/// A discard writes nothing: where no hole can be punched, the blocks stay mapped (SBC-3 5.28), since
+/// an UNMAP of a few bytes would otherwise write gigabytes that no limit of the unit has counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Moves data between buffer and medium.
@@ -67,7 +73,7 @@ pub(super) enum Stage {
     Extent,
 }
 
-/// Operations that the medium has refused.
+/// Operations that the medium does not support.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Lacks {
     pub(super) punch: bool,
@@ -79,13 +85,12 @@ pub(super) fn first_stage(op: &BlockOp, lacks: Lacks) -> Stage {
     match op {
         BlockOp::Read { .. } | BlockOp::Write { .. } => Stage::Transfer,
         BlockOp::Flush { .. } => Stage::SyncLast,
+        BlockOp::Discard { .. } => Stage::Punch,
         // UNMAP is permission to free blocks, and frees the space that a thin file would otherwise
         // keep.
-        BlockOp::Discard { .. } | BlockOp::WriteZeroes { unmap: true, .. } if !lacks.punch => {
-            Stage::Punch
-        }
-        BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
-        BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => Stage::Fill,
+        BlockOp::WriteZeroes { unmap: true, .. } if !lacks.punch => Stage::Punch,
+        BlockOp::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
+        BlockOp::WriteZeroes { .. } => Stage::Fill,
         BlockOp::Status { .. } => Stage::Extent,
         BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
     }
@@ -106,6 +111,14 @@ pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u
         }
         _ => (start + done, len - done),
     }
+}
+
+/// The piece of a range to fill with zeroes that the next byte is in. Pieces of `most` bytes take
+/// turns with reads, which must not wait for a range of gigabytes.
+pub(super) fn fill_piece(op: &BlockOp, done: u64, most: u64) -> Range<u64> {
+    let (start, len) = range(op);
+    let begin = start + done - done % most;
+    begin..(begin + most).min(start + len)
 }
 
 /// The part of a range that is whole units; empty at its end where there is none.
@@ -306,6 +319,11 @@ mod tests {
             zero: true,
         };
         assert_eq!(first_stage(&zero(true, false), nothing), Stage::Fill);
+        let no_holes = Lacks {
+            punch: true,
+            zero: false,
+        };
+        assert_eq!(first_stage(&zero(true, false), no_holes), Stage::Zero);
         let edges = next_stage(&zero(true, false), Stage::Punch, true);
         assert_eq!(edges, Some(Stage::Edges));
         assert_eq!(next_stage(&zero(true, false), Stage::Edges, true), None);

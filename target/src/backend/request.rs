@@ -56,6 +56,8 @@ impl StoreId {
 pub(super) struct BlockCommand {
     pub(super) user: u64,
     pub(super) store: StoreId,
+    /// Time of its submission, or its last progress.
+    pub(super) since: Instant,
     pub(super) op: BlockOp,
     pub(super) data: Vec<MemSlice>,
     pub(super) stage: Stage,

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +13,9 @@ use riser_reactor::Handle;
 use riser_reactor::simulated::Disk;
 use riser_scsi::config::Identity;
 use riser_scsi::step::BackendError;
+use rustix::fs::{FileType, Stat, fstat, stat};
 
+use super::cause::Cause;
 use super::file_id::FileId;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Failing, Measured, Space};
@@ -23,6 +24,7 @@ use super::made::Made;
 use super::medium::{
     Geometry, Medium, check_mount, measure_file, open_device, open_file, plain, simulated,
 };
+use super::medium_faults::{MediumFaults, too_small};
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
@@ -49,7 +51,11 @@ pub struct Store {
     flush: FlushState,
     geometry: Geometry,
     /// Description of the source, for people.
+    /// Name in the configuration, for the log.
+    name: String,
     label: String,
+    /// Path of the file or device.
+    path: Option<PathBuf>,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
     /// Requests that read or change a file through the page cache.
@@ -58,9 +64,12 @@ pub struct Store {
     /// gives back gigabytes in one.
     pub(super) changing: AtomicUsize,
     errors: Errors,
+    pub(super) medium_faults: MediumFaults,
     pub(super) space: Measured,
     /// Threads that wait for its file system.
     pub(super) waiting: Waiting,
+    /// Time of the first question to its file system that was not answered, until one is.
+    pub(super) silent: Mutex<Option<Instant>>,
     /// Its file when it was opened, if it is one.
     file: Option<FileId>,
     notes: Vec<String>,
@@ -116,9 +125,13 @@ impl Store {
         })?;
         let store = Self::of(spec, medium, geometry, made, host);
         for note in &notes {
-            tracing::warn!(backend = store.label, "{note}");
+            tracing::warn!(backend = store.name, "{note}");
         }
         let file = store.file_id();
+        // Known from the start on, before it is examined regularly.
+        if let Err(error) = store.measure_space() {
+            tracing::debug!(backend = store.name, %error, "cannot measure the room of a file system");
+        }
         Ok(Arc::new(Self {
             notes,
             file,
@@ -156,17 +169,21 @@ impl Store {
             flush: FlushState::default(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
+            name: spec.name.clone(),
             label: match &spec.source {
                 Source::File { path, .. } | Source::Device { path } => path.display().to_string(),
                 Source::Ram { .. } => "RAM".into(),
                 Source::Null { .. } => "nothing".into(),
             },
+            path: spec.source.path().map(Path::to_owned),
             made: Mutex::new(made),
             turns: Arc::default(),
             changing: AtomicUsize::new(0),
             errors: Errors::default(),
+            medium_faults: MediumFaults::default(),
             space: Measured::default(),
             waiting: Waiting::default(),
+            silent: Mutex::default(),
             file: None,
             notes: Vec::new(),
         }
@@ -296,28 +313,20 @@ impl Store {
             return Ok(());
         };
         check_mount(&spec.source)?;
-        let file = File::from(
-            fd.try_clone_to_owned()
-                .map_err(io_error(path, "examine it"))?,
-        );
-        let open = file.metadata().map_err(io_error(path, "examine it"))?;
-        let there = std::fs::metadata(path).map_err(io_error(path, "find it again"))?;
-        let is_same = if *device {
-            there.file_type().is_block_device() && there.rdev() == open.rdev()
-        } else {
-            (there.dev(), there.ino()) == (open.dev(), open.ino())
-        };
-        if !is_same {
+        let open = fstat(fd).map_err(|errno| io_error(path, "examine it")(errno.into()))?;
+        let found = stat(path).map_err(|errno| io_error(path, "find it again")(errno.into()))?;
+        if !is_same(&open, &found, *device) {
             return Err(OpenError::Moved { path: path.clone() });
         }
+        let actual = sys::file_size(file).map_err(io_error(path, "examine it"))?;
         match spec.source {
             Source::File {
                 size: Some(wanted),
                 create,
                 ..
-            } if wanted > open.len() && !create => Err(OpenError::Size {
+            } if wanted > actual && !create => Err(OpenError::Size {
                 path: path.clone(),
-                actual: open.len(),
+                actual,
                 wanted,
             }),
             _ => Ok(()),
@@ -409,6 +418,16 @@ impl Store {
         FileId::of(&file).ok()
     }
 
+    /// The path of a file or device.
+    pub(super) fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// The backend's name in the configuration.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The path of a file or device, or `RAM` or `nothing`.
     pub(crate) fn label(&self) -> &str {
         &self.label
@@ -429,6 +448,41 @@ impl Store {
         self.errors.clear(now, is_write)
     }
 
+    /// Returns everything for which the backend needs an operator at `now`, whose date is `date`, the
+    /// most serious first. `wanted` is the size in the configuration.
+    #[must_use]
+    pub fn problems(&self, wanted: Option<u64>, now: Instant, date: SystemTime) -> Vec<Failing> {
+        let failing = self.failing(now, date);
+        let (gone, failing) = failing.into_iter().partition(Failing::is_gone);
+        let mut all: Vec<Failing> = gone;
+        all.extend(self.medium_faults());
+        all.extend(self.smaller_than(wanted, date));
+        all.extend(self.flush_failure().map(|failure| Failing {
+            since: failure.at,
+            why: format!(
+                "a flush failed ({}): acknowledged writes may be lost, and flushes fail until `riserd \
+                 clear-flush-failure`",
+                io::Error::from_raw_os_error(failure.errno)
+            ),
+            cause: Cause::FlushFailed,
+        }));
+        all.extend::<Vec<_>>(failing);
+        all
+    }
+
+    /// Returns the fault of a file that has been served smaller than the configuration says since
+    /// a rescan.
+    fn smaller_than(&self, wanted: Option<u64>, date: SystemTime) -> Option<Failing> {
+        let (wanted, served) = (wanted?, self.capacity());
+        let is_smaller = served < wanted - wanted % u64::from(self.geometry.block_size);
+        let path = self.path().filter(|_| is_smaller && !self.is_absent())?;
+        Some(Failing {
+            since: date,
+            why: too_small(path, served, wanted),
+            cause: Cause::Truncated,
+        })
+    }
+
     /// Returns the error with which operations fail at `now`, whose date is `date`, if they do.
     #[must_use]
     pub fn failing(&self, now: Instant, date: SystemTime) -> Option<Failing> {
@@ -436,7 +490,7 @@ impl Store {
     }
 
     /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`,
-    /// `read_only`, `not_ready`, `internal`.
+    /// `read_only`, `not_ready`, `internal`. Each kind has an entry.
     pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.errors.counts()
     }
@@ -465,7 +519,7 @@ impl Store {
         if let Some(failure) = self.flush.keep(keeper, unit, self.host.date(now)) {
             let error = io::Error::from_raw_os_error(failure.errno);
             tracing::error!(
-                backend = self.label,
+                backend = self.name,
                 %error,
                 "a flush had failed before the start: flushes fail until an administrator clears it \
                  (riserd clear-flush-failure)"
@@ -489,7 +543,7 @@ impl Store {
         if self.flush.fail(errno, host.date(now), host.threads()) {
             let error = io::Error::from_raw_os_error(errno);
             tracing::error!(
-                backend = self.label,
+                backend = self.name,
                 %error,
                 "a flush failed: writes that were acknowledged may be lost; flushes fail until an \
                  administrator clears it (riserd clear-flush-failure)"
@@ -500,6 +554,12 @@ impl Store {
     /// Keeps what opening or growing has changed on disk.
     pub fn keep(&self) {
         *self.made() = None;
+    }
+
+    /// The length that its file had before opening or growing extended it, in bytes.
+    #[must_use]
+    pub fn extended_from(&self) -> Option<u64> {
+        self.made().as_ref().and_then(|made| made.before)
     }
 
     /// The file that opening or growing has changed, if that may not stay.
@@ -532,13 +592,17 @@ impl Store {
         let Medium::File { file, device, .. } = &self.medium else {
             return Ok(None);
         };
+        let (from, to) = (self.capacity(), self.size(file, *device)?);
+        Ok((from != to).then_some(Resized { from, to }))
+    }
+
+    /// Measures its file or device, in whole blocks.
+    pub(super) fn size(&self, file: &Handle, is_device: bool) -> io::Result<u64> {
         let size = match file.fd() {
-            Some(fd) if *device => sys::device_size(fd)?,
+            Some(fd) if is_device => sys::device_size(fd)?,
             _ => sys::file_size(file)?,
         };
-        let to = size - size % u64::from(self.geometry.block_size);
-        let from = self.capacity();
-        Ok((from != to).then_some(Resized { from, to }))
+        Ok(size - size % u64::from(self.geometry.block_size))
     }
 }
 
@@ -558,4 +622,15 @@ fn whole_blocks(
         });
     }
     Ok((medium, geometry, hints::notes(spec, size)))
+}
+
+/// Returns whether the file found at a path is the open file or device.
+pub(super) fn is_same(open: &Stat, found: &Stat, is_device: bool) -> bool {
+    match is_device {
+        true => {
+            FileType::from_raw_mode(found.st_mode) == FileType::BlockDevice
+                && found.st_rdev == open.st_rdev
+        }
+        false => (found.st_dev, found.st_ino) == (open.st_dev, open.st_ino),
+    }
 }

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,7 @@ fn places() -> Vec<PathBuf> {
 
 fn spec(source: Source) -> Spec {
     Spec {
+        name: "disk".into(),
         source,
         block_size: 512,
         direct: Direct::Auto,
@@ -301,7 +303,10 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                     rig.run(BlockOp::Discard { offset, len }, &[]),
                     StepResult::Done
                 );
-                model[range].fill(0);
+                // A medium without holes keeps the data.
+                if g.unmap_granularity.is_some() {
+                    model[range].fill(0);
+                }
             }
             Action::Zero { unmap, fua } => {
                 let op = BlockOp::WriteZeroes {
@@ -703,6 +708,173 @@ fn reads_of_holes_take_no_memory() {
     assert_eq!(rig.run(discard, &[]), StepResult::Done);
     read_all(&mut rig);
     assert_eq!(blocks(), 0);
+}
+
+/// A file on a ramfs, which has no fallocate(2) at all; unmounted with the test.
+struct WithoutHoles(PathBuf);
+
+impl WithoutHoles {
+    fn mount(name: &str) -> Option<Self> {
+        let name = format!("riser-ramfs-{}-{name}", std::process::id());
+        let at = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&at).unwrap();
+        let mut mount = Command::new("mount");
+        let mount = mount.args(["-t", "ramfs", "none"]).arg(&at).output();
+        if !mount.is_ok_and(|output| output.status.success()) {
+            std::fs::remove_dir(&at).unwrap();
+            skip("a file system without holes", "nothing may be mounted");
+            return None;
+        }
+        Some(Self(at))
+    }
+}
+
+impl Drop for WithoutHoles {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").args(["-l"]).arg(&self.0).output();
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// An UNMAP of 24 bytes could otherwise write gigabytes, which no limit has counted.
+#[test]
+fn discard_without_holes_writes_nothing() {
+    let Some(mount) = WithoutHoles::mount("discard") else {
+        return;
+    };
+    let store = Store::open(&spec(file(mount.0.join("disk"), 1 << 20))).unwrap();
+    assert_eq!(
+        store.geometry().unmap_granularity,
+        None,
+        "UNMAP is not offered"
+    );
+    let mut rig = Rig::new(store);
+    let memory = Memory::new(8 << 10).unwrap();
+    let (data, found) = (memory.slice(0..4096), memory.slice(4096..8192));
+    let (data, found) = (data.unwrap(), found.unwrap());
+    data.fill(0, 4096, 7);
+    let read_back = |rig: &mut Rig| {
+        assert_eq!(
+            rig.run(read(4096, 4096), std::slice::from_ref(&found)),
+            StepResult::Done
+        );
+        let mut bytes = [1; 4096];
+        found.read(0, &mut bytes);
+        bytes
+    };
+    assert_eq!(rig.run(write(4096, 4096), &[data]), StepResult::Done);
+    let discard = BlockOp::Discard {
+        offset: 0,
+        len: 1 << 20,
+    };
+    // The first one is refused by the file system, and the second one is known to be.
+    for _ in 0..2 {
+        assert_eq!(rig.run(discard, &[]), StepResult::Done);
+        assert_eq!(read_back(&mut rig), [7; 4096]);
+    }
+    let zeroes = BlockOp::WriteZeroes {
+        offset: 0,
+        len: 1 << 20,
+        unmap: true,
+        fua: false,
+    };
+    assert_eq!(rig.run(zeroes, &[]), StepResult::Done);
+    assert_eq!(read_back(&mut rig), [0; 4096]);
+}
+
+/// WRITE SAME must not report zeroes that nobody has written.
+#[test]
+fn refused_hole_is_filled_by_waiting_requests() {
+    let Some(mount) = WithoutHoles::mount("waiting") else {
+        return;
+    };
+    let faults = Arc::new(Faults::default());
+    let store = Store::open(&Spec {
+        faults: Some(faults.clone()),
+        ..spec(file(mount.0.join("disk"), 1 << 20))
+    });
+    let mut rig = Rig::new(store.unwrap());
+    let memory = Memory::new(4096).unwrap();
+    memory.whole().fill(0, 4096, 7);
+    let zeroes = |offset| BlockOp::WriteZeroes {
+        offset,
+        len: 4096,
+        unmap: true,
+        fua: false,
+    };
+    assert_eq!(rig.run(write(0, 4096), &[memory.whole()]), StepResult::Done);
+    faults.hold(FaultOn::Write, 0, 4096);
+    rig.submit(zeroes(0), &[], 1);
+    assert_eq!(rig.run(zeroes(8192), &[]), StepResult::Done);
+    faults.release();
+    assert_eq!(rig.wait(1)[0].result, StepResult::Done);
+    assert_eq!(rig.run(read(0, 4096), &[memory.whole()]), StepResult::Done);
+    assert!(memory.whole().to_vec() == [0; 4096]);
+}
+
+/// One host could otherwise keep others from reading gigabytes for as long as they are written.
+#[test]
+fn long_fill_delays_no_read() {
+    const SIZE: u64 = 64 << 20;
+    let Some(mount) = WithoutHoles::mount("fill") else {
+        return;
+    };
+    let store = Store::open(&spec(file(mount.0.join("disk"), SIZE))).unwrap();
+    let mut rig = Rig::new(store);
+    let zeroes = BlockOp::WriteZeroes {
+        offset: 0,
+        len: SIZE,
+        unmap: false,
+        fua: false,
+    };
+    let memory = Memory::new(4096).unwrap();
+    for round in 0..3 {
+        rig.submit(zeroes, &[], 1);
+        rig.submit(read(SIZE / 2, 4096), &[memory.whole()], 2);
+        let first = rig.wait(1).remove(0);
+        assert_eq!((first.user, first.result), (2, StepResult::Done), "{round}");
+        assert_eq!(rig.wait(1)[0].result, StepResult::Done);
+    }
+}
+
+/// A disk that is filled for minutes responds all the time.
+#[test]
+fn long_fill_is_not_reported_as_hanging() {
+    const SIZE: u64 = 8 << 20;
+    let Some(mount) = WithoutHoles::mount("progress") else {
+        return;
+    };
+    let store = Store::open(&spec(file(mount.0.join("disk"), SIZE))).unwrap();
+    let mut rig = Rig::new(store);
+    let mut now = Instant::now();
+    rig.driver.begin_round(now);
+    let zeroes = BlockOp::WriteZeroes {
+        offset: 0,
+        len: SIZE,
+        unmap: false,
+        fua: false,
+    };
+    rig.driver
+        .submit(&mut rig.ring, rig.id, zeroes, &[], 1)
+        .unwrap();
+    loop {
+        rig.driver.begin_round(now);
+        if let Some(done) = rig.driver.poll_done(&mut rig.ring) {
+            assert_eq!(done.result, StepResult::Done);
+            break;
+        }
+        rig.ring.park(Some(Duration::from_millis(5))).unwrap();
+        rig.ring.reap(&mut rig.completions).unwrap();
+        if !rig.completions.is_empty() {
+            now += Duration::from_secs(10);
+        }
+        rig.driver.begin_round(now);
+        for c in rig.completions.drain(..) {
+            rig.driver.handle_completion(&mut rig.ring, &c);
+        }
+        let oldest = rig.driver.progress().map(|(_, since)| now - since).max();
+        assert!(oldest.is_none_or(|age| age < Duration::from_secs(20)));
+    }
 }
 
 #[test]

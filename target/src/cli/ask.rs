@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::ValueEnum;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use hyper::Method;
 use riser_admin_api::client::{self, ClientError, Question};
 use serde::Serialize;
@@ -23,7 +24,8 @@ const GENERATIONS: u32 = 9;
 #[derive(Debug, clap::Args)]
 pub(super) struct Ask {
     /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
-    #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
+    // An empty value in the environment means the default, as if it was not set.
+    #[arg(long, value_name = "PATH", env = "RISERD_SOCKET", value_parser = OsStringValueParser::new().map(PathBuf::from))]
     pub(super) socket: Option<PathBuf>,
     /// Format of the answer.
     #[arg(long, short, value_enum, default_value_t)]
@@ -43,7 +45,9 @@ pub(super) enum Output {
 impl Ask {
     /// Path of the daemon's admin socket: the given one, or the default.
     pub(super) fn socket(&self) -> Result<PathBuf, Failure> {
-        let socket = self.socket.clone().or_else(socket::default_path);
+        let named = self.socket.clone();
+        let named = named.filter(|path| !path.as_os_str().is_empty());
+        let socket = named.or_else(socket::default_path);
         socket.ok_or_else(|| ClientError::Nowhere.into())
     }
 }

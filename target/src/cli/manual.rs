@@ -2,14 +2,15 @@
 //! configuration's schema.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 
-use clap::{CommandFactory, ValueEnum};
+use clap::{Command, ValueEnum};
+use clap_mangen::Man;
 use roff::{Inline, Roff, bold, italic, roman};
 
-use super::Cli;
 use super::reference::{Key, Object, objects};
+use super::{EXIT_CODES, EXIT_STATUS, command, examples};
 use crate::config::schema;
 
 /// Where every key has its default: the example of the page.
@@ -30,7 +31,7 @@ pub(super) enum Page {
 pub(super) fn render(page: Page) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     match page {
-        Page::Riserd => clap_mangen::Man::new(Cli::command()).render(&mut text)?,
+        Page::Riserd => write_page(&built(), &mut text)?,
         Page::Configuration => configuration().to_writer(&mut text)?,
     }
     Ok(text)
@@ -38,8 +39,74 @@ pub(super) fn render(page: Page) -> io::Result<Vec<u8>> {
 
 /// Writes all pages into a directory.
 pub(super) fn write_all(dir: &Path) -> io::Result<()> {
-    clap_mangen::generate_to(Cli::command(), dir)?;
+    write_pages(&built(), dir)?;
     fs::write(dir.join("riserd.yaml.5"), render(Page::Configuration)?)
+}
+
+/// The command line, in which verbs have their whole names.
+fn built() -> Command {
+    let mut command = command().disable_help_subcommand(true);
+    command.build();
+    command
+}
+
+fn page_name(command: &Command) -> &str {
+    command.get_display_name().unwrap_or(command.get_name())
+}
+
+/// Writes the page of a command and those of its verbs.
+fn write_pages(command: &Command, dir: &Path) -> io::Result<()> {
+    let mut text = Vec::new();
+    write_page(command, &mut text)?;
+    fs::write(dir.join(format!("{}.1", page_name(command))), text)?;
+    let verbs = command.get_subcommands();
+    let mut shown = verbs.filter(|verb| !verb.is_hide_set());
+    shown.try_for_each(|verb| write_pages(verb, dir))
+}
+
+/// Writes a page: the sections that the command line describes, and then notes, examples, exit status
+/// and related pages.
+fn write_page(command: &Command, out: &mut dyn Write) -> io::Result<()> {
+    let page = Man::new(command.clone());
+    page.render_title(out)?;
+    page.render_name_section(out)?;
+    page.render_synopsis_section(out)?;
+    page.render_description_section(out)?;
+    page.render_options_section(out)?;
+    if command.has_subcommands() {
+        page.render_subcommands_section(out)?;
+    }
+    let help = command.get_after_help().map(ToString::to_string);
+    let help = help.filter(|text| text != EXIT_CODES).unwrap_or_default();
+    let (notes, examples) = help.split_once(examples::HEAD).unwrap_or((&help, ""));
+    let mut rest = Roff::new();
+    if !notes.trim().is_empty() {
+        rest.control("SH", ["NOTES"]);
+        rest.text([roman(notes.trim())]);
+    }
+    if !examples.is_empty() {
+        rest.control("SH", ["EXAMPLES"]);
+        rest.control("nf", []);
+        for line in examples.trim_start_matches('\n').lines() {
+            rest.text([roman(line)]);
+        }
+        rest.control("fi", []);
+    }
+    rest.control("SH", ["EXIT STATUS"]);
+    for (code, meaning) in EXIT_STATUS {
+        rest.control("TP", []);
+        rest.text([bold(code)]);
+        rest.text([roman(meaning)]);
+    }
+    rest.control("SH", ["SEE ALSO"]);
+    let related = match page_name(command) {
+        "riserd" => "riserd-apply(1), riserd-status(1), riserd.yaml(5), riser(1)",
+        "riserd-trace" | "riserd-top" => "riserd(1), riserd-sessions(1), riserd-targets(1)",
+        "riserd-disconnect" | "riserd-unblock" => "riserd(1), riserd-sessions(1), riserd-status(1)",
+        _ => "riserd(1), riserd.yaml(5)",
+    };
+    rest.text([roman(related)]);
+    rest.to_writer(out)
 }
 
 /// The page riserd.yaml(5).
@@ -185,6 +252,15 @@ mod tests {
             let text = fs::read_to_string(dir.join(page)).unwrap();
             assert!(text.contains(".TH"), "{page}");
         }
+        let page = fs::read_to_string(dir.join("riserd-set.1")).unwrap();
+        for head in ["NOTES", "EXAMPLES", "\"EXIT STATUS\"", "\"SEE ALSO\""] {
+            let head = format!(".SH {head}\n");
+            assert_eq!(page.matches(&head).count(), 1, "{head}{page}");
+        }
+        assert!(
+            page.contains("riserd set /backends/disk0 size=2TiB"),
+            "{page}"
+        );
         fs::remove_dir_all(&dir).unwrap();
     }
 }

@@ -12,15 +12,17 @@
 //! # Modules
 //! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
 //!   `trace`: its commands.
-//! - `manual`: manual pages. [`mod@reference`]: the keys of a configuration file, for one of them
+//! - `completion`: scripts of shells. `manual`: manual pages. [`mod@reference`]: the keys of a configuration file, for one of them
 //!   and for the book.
 //! - `check`: configuration files. `probe`: whether what they name can be opened. `devices`: what a
-//!   portal can use. `log`: where the log goes.
+//!   portal can use.
 
 mod ask;
 mod check;
+mod completion;
 mod devices;
-mod log;
+mod examples;
+mod image;
 mod manual;
 mod probe;
 pub mod reference;
@@ -31,12 +33,13 @@ use std::error::Error;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use hyper::Method;
 use riser_admin_api::client::{self, Question};
-use riser_admin_api::view::{Changes, HistoryView};
+use riser_admin_api::view::{BlockedView, Changes, HistoryView, SessionView};
 use serde_json::json;
 
 use self::ask::{Ask, Output, asked, interval, show};
@@ -69,6 +72,14 @@ struct Cli {
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad usage or a mistake \
                           in the configuration, 3 `diff` found differences.";
+
+/// The same for manual pages.
+const EXIT_STATUS: [(&str, &str); 4] = [
+    ("0", "Success."),
+    ("1", "Failure at run time."),
+    ("2", "Bad usage, or a mistake in the configuration."),
+    ("3", "`diff` found differences."),
+];
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -111,6 +122,10 @@ enum Command {
     Apply {
         /// Path of the configuration file.
         file: PathBuf,
+        /// Serve it without backends, portals and an address of metrics that are not available.
+        /// `riserd status` shows these as NOT SERVED, and they are tried again.
+        #[arg(long)]
+        allow_unavailable: bool,
         #[command(flatten)]
         ask: Ask,
     },
@@ -135,6 +150,10 @@ enum Command {
         /// Number of configurations to go back.
         #[arg(default_value_t = 1)]
         back: usize,
+        /// Serve it without backends, portals and an address of metrics that are not available.
+        /// `riserd status` shows these as NOT SERVED, and they are tried again.
+        #[arg(long)]
+        allow_unavailable: bool,
         #[command(flatten)]
         ask: Ask,
     },
@@ -158,6 +177,30 @@ enum Command {
     ClearFlushFailure {
         /// The unit's serial number; by default, all units.
         serial: Option<String>,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Disconnect an initiator from a running daemon. It may log in again at once, unless it is
+    /// blocked.
+    Disconnect {
+        /// The initiator: an iSCSI name, or an initiator port as `riserd sessions` shows it. Or the
+        /// number of a session: `nexus` of `riserd sessions -o json` and of the audit log.
+        #[arg(value_name = "INITIATOR|SESSION")]
+        session: String,
+        /// Keep the initiator from logging in, by any of its ports and at any target, until it is
+        /// unblocked.
+        #[arg(long)]
+        block: bool,
+        /// End the block after this time, such as 10m or 2h.
+        #[arg(long = "for", value_name = "TIME", requires = "block", value_parser = block_time)]
+        duration: Option<Duration>,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Let a blocked initiator log in to a running daemon again.
+    Unblock {
+        /// The initiator, as `riserd status` shows it.
+        initiator: String,
         #[command(flatten)]
         ask: Ask,
     },
@@ -208,12 +251,13 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// Returns the command line, by which documents are checked.
 #[must_use]
 pub fn command() -> clap::Command {
-    Cli::command()
+    examples::add(Cli::command())
 }
 
 /// Parses the process's arguments and does what they say; `run` serves a configuration.
 pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
-    let cli = Cli::parse();
+    let matches = command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let output = cli.output;
     match dispatch(cli.command, run, &mut io::stdout().lock()) {
         Ok(code) => ExitCode::from(code),
@@ -295,17 +339,45 @@ fn dispatch(
             let question = post("/v1/clear-flush-failure").with(serial.unwrap_or_default());
             asked(out, &ask, question, report::targets)
         }
+        Command::Disconnect {
+            session,
+            block,
+            duration,
+            ask,
+        } => {
+            let seconds = duration.map(|time| format!("&seconds={}", time.as_secs()));
+            let seconds = seconds.unwrap_or_default();
+            let path = format!("/v1/disconnect?block={block}{seconds}");
+            let question = Question::new(Method::POST, path).with(session);
+            let describe =
+                |sessions: &Vec<SessionView>| report::disconnected(sessions, block, duration);
+            asked(out, &ask, question, describe)
+        }
+        Command::Unblock { initiator, ask } => {
+            let question = post("/v1/unblock").with(initiator);
+            let describe = |list: &Vec<BlockedView>| report::blocklist(list);
+            asked(out, &ask, question, describe)
+        }
         Command::Rescan(ask) => asked(out, &ask, post("/v1/rescan"), report::targets),
         Command::History(ask) => {
             let describe = |entries: &Vec<HistoryView>| report::history(entries);
             asked(out, &ask, get("/v1/history"), describe)
         }
-        Command::Apply { file, ask } => {
-            let put = Question::new(Method::PUT, "/v1/config").with(checked(&file)?);
+        Command::Apply {
+            file,
+            allow_unavailable,
+            ask,
+        } => {
+            let put = verbs::put("apply", allow_unavailable).with(checked(&file)?);
             asked(out, &ask, put, report::changes)
         }
-        Command::Rollback { back, ask } => {
-            let question = post("/v1/rollback").with(back.to_string());
+        Command::Rollback {
+            back,
+            allow_unavailable,
+            ask,
+        } => {
+            let target = format!("/v1/rollback?allow_unavailable={allow_unavailable}");
+            let question = Question::new(Method::POST, target).with(back.to_string());
             asked(out, &ask, question, report::changes)
         }
         Command::Upgrade { binary, ask } => ask::upgrade(out, binary.as_deref(), &ask),
@@ -345,6 +417,26 @@ fn dispatch(
     done.map(|()| 0)
 }
 
+/// Parses the time of a block: whole seconds, minutes, hours or days.
+fn block_time(text: &str) -> Result<Duration, String> {
+    let end = text
+        .trim_end_matches(|c: char| c.is_ascii_alphabetic())
+        .len();
+    let (number, unit) = text.split_at(end);
+    let unit = match unit {
+        "" | "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err("write a number with s, m, h or d".to_owned()),
+    };
+    let number: u64 = number.parse().map_err(|_| "not a number".to_owned())?;
+    match number.checked_mul(unit) {
+        Some(0) | None => Err("out of range".to_owned()),
+        Some(seconds) => Ok(Duration::from_secs(seconds)),
+    }
+}
+
 /// Serves the configuration of a file, or that of the program before.
 fn serve(
     file: PathBuf,
@@ -359,7 +451,7 @@ fn serve(
         Some(config) => config.clone(),
         None => load(&file)?,
     };
-    log::start(&config.log);
+    crate::control::logging::start(&config.log);
     if let Some(why) = handover.broken() {
         tracing::error!(
             why,
@@ -378,9 +470,7 @@ fn serve(
 }
 
 fn print_completions(out: &mut dyn Write, shell: Shell) -> Result<(), Failure> {
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "riserd", &mut script);
-    write(out, &script)
+    write(out, &completion::script(shell, &mut Cli::command()))
 }
 
 fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {
@@ -554,16 +644,18 @@ mod tests {
         std::fs::create_dir_all(&dir).unwrap();
         let file = |name: &str| dir.join(name).display().to_string();
         std::fs::write(file("odd.img"), [0; 1000]).unwrap();
+        std::fs::write(file("vm.qcow2"), b"QFI\xfb\0\0\0\x03".repeat(512)).unwrap();
         let text = format!(
             "backends:\n  new: {{ kind: file, path: {}, size: 1MiB, create: true }}\n  \
-             odd: {{ kind: file, path: {} }}\n  lost: {{ kind: file, path: {}, size: 1MiB, create: true }}\n\
-             targets:\n  - name: t\n    iqn: iqn.2026-01.a:t\n    portals:\n      \
+             odd: {{ kind: file, path: {} }}\n  lost: {{ kind: file, path: {}, size: 1MiB, create: true }}\n  \
+             vm: {{ kind: file, path: {} }}\ntargets:\n  - name: t\n    iqn: iqn.2026-01.a:t\n    portals:\n      \
              - {{ protocol: iscsi, listen: 127.0.0.1:39261 }}\n      \
              - {{ protocol: iscsi, listen: 192.0.2.77 }}\n    luns: {{ 0: new, 1: odd, 2: lost }}\n    \
              access: open\nstate: {{ directory: none }}\n",
             file("new.img"),
             file("odd.img"),
             file("missing/lost.img"),
+            file("vm.qcow2"),
         );
         let (code, said) = riserd(&text, &["check", "FILE"]);
         assert_eq!(code, 0, "{said}");
@@ -573,6 +665,7 @@ mod tests {
             "backend new: 1.0 MiB",
             "backend odd: 512 B",
             "note: backend odd: 1000 bytes are not",
+            "note: backend vm: a disk image (QCOW), which is served byte by byte",
             "NOT SERVED: backend lost: ",
             "mkdir -p",
             "NOT SERVED: portal 192.0.2.77:3260: Cannot assign requested address",

@@ -7,7 +7,8 @@ use riser_scsi::iscsi::login::Auth;
 use riser_transport::shm::ShmListener;
 use serde::Serialize;
 
-use crate::backend::open_in_time;
+use super::image;
+use crate::backend::{Source, open_in_time};
 use crate::config::{Access, Backend, Chap, ChapUser, Config, Protocol, Provider};
 use crate::server::addresses::Expansion;
 use crate::server::build::check_own;
@@ -50,7 +51,12 @@ impl Probe {
                     // As it was found: a file that was created or extended would be so by the
                     // daemon.
                     store.undo();
-                    let (size, notes) = (store.capacity(), store.notes().to_vec());
+                    let (size, mut notes) = (store.capacity(), store.notes().to_vec());
+                    if let Source::File { path, .. } | Source::Device { path } =
+                        &backend.spec.source
+                    {
+                        notes.extend(image::note(path));
+                    }
                     probe.opened.push(Opened { name, size, notes });
                 }
                 Err(error) => probe.fail("backend", name, &error),

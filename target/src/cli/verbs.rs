@@ -85,6 +85,15 @@ pub(super) enum Verb {
         #[command(flatten)]
         change: Change,
     },
+    /// List the objects of a running daemon whose paths begin with a text, for shells that complete
+    /// it.
+    #[command(hide = true)]
+    Complete {
+        /// Beginning of a path.
+        text: String,
+        #[command(flatten)]
+        ask: Ask,
+    },
     /// Take an object of a running daemon away, or what a key is set to.
     #[command(after_help = PATHS)]
     Delete {
@@ -101,8 +110,18 @@ pub(super) struct Change {
     /// Show what would change, and change nothing.
     #[arg(long)]
     dry_run: bool,
+    /// Serve the configuration without backends, portals and an address of metrics that are not
+    /// available. `riserd status` shows these as NOT SERVED, and they are tried again.
+    #[arg(long)]
+    allow_unavailable: bool,
     #[command(flatten)]
     ask: Ask,
+}
+
+/// A request to serve a configuration.
+pub(super) fn put(how: &str, allow_unavailable: bool) -> Question {
+    let target = format!("/v1/config?how={how}&allow_unavailable={allow_unavailable}");
+    Question::new(Method::PUT, target)
 }
 
 /// Does what a verb says.
@@ -134,10 +153,35 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
             let info = objects::info(&facts, &place, found);
             show(out, ask.output, &info, objects::info_text)
         }
-        Verb::Set { path, keys, change } => change.apply(out, |d| d.set(&path, &keys)),
-        Verb::Create { path, keys, change } => change.apply(out, |d| d.create(&path, &keys)),
-        Verb::Delete { path, change } => change.apply(out, |d| d.delete(&path)),
+        Verb::Complete { text, ask } => {
+            let document = Document::new(&configuration(&ask)?.0);
+            let paths = completions(&document, &text);
+            paths.iter().try_for_each(|path| print(out, path))
+        }
+        Verb::Set { path, keys, change } => change.apply(out, "set", |d| d.set(&path, &keys)),
+        Verb::Create { path, keys, change } => {
+            change.apply(out, "create", |d| d.create(&path, &keys))
+        }
+        Verb::Delete { path, change } => change.apply(out, "delete", |d| d.delete(&path)),
     }
+}
+
+/// Paths of objects that begin with `text`, one level below its last complete part. A path to further
+/// objects ends with a slash.
+fn completions(document: &Document, text: &str) -> Vec<String> {
+    let parent = text.rsplit_once('/').map_or("", |(parent, _)| parent);
+    let Ok(parent) = parent.parse() else {
+        return Vec::new();
+    };
+    let Ok((place, found)) = document.find(&parent) else {
+        return Vec::new();
+    };
+    let children = found.children().into_iter();
+    let paths = children.map(|(name, child)| {
+        let end = if child.children().is_empty() { "" } else { "/" };
+        format!("{}{end}", place.join(&name))
+    });
+    paths.filter(|path| path.starts_with(text)).collect()
 }
 
 /// Parses `KEY=VALUE`, with an empty value for `KEY=`.
@@ -193,10 +237,11 @@ fn facts(ask: &Ask) -> Result<Facts, Failure> {
 }
 
 impl Change {
-    /// Makes a change, and shows what it changed.
+    /// Makes a change with the verb `how`, and shows what it changed.
     fn apply(
         &self,
         out: &mut dyn Write,
+        how: &str,
         edit: impl Fn(&mut Document) -> Result<(), EditError>,
     ) -> Result<(), Failure> {
         let socket = self.ask.socket()?;
@@ -206,7 +251,7 @@ impl Change {
             edit(&mut document)?;
             let by_number = document.is_by_number();
             let (_, yaml) = document.finish()?;
-            match self.send(&socket, yaml, revision) {
+            match self.send(&socket, how, yaml, revision) {
                 // An edit by name means the same object in a newer configuration, so it is tried
                 // again there; a number in a list may mean another one.
                 Err(ClientError::Outdated(_)) if !by_number => {}
@@ -233,6 +278,7 @@ impl Change {
     fn send(
         &self,
         socket: &Path,
+        how: &str,
         yaml: String,
         revision: Option<String>,
     ) -> Result<Changes, ClientError> {
@@ -241,7 +287,7 @@ impl Change {
         } else {
             Question {
                 replaces: revision,
-                ..Question::new(Method::PUT, "/v1/config")
+                ..put(how, self.allow_unavailable)
             }
         };
         client::call(socket, question.with(yaml))
@@ -251,5 +297,34 @@ impl Change {
 impl From<EditError> for Failure {
     fn from(error: EditError) -> Self {
         Self::mistake(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_completed_level_by_level() {
+        let config = Config::parse(
+            "backends:\n  disk0: { kind: ram, size: 1MiB }\n  disk1: { kind: ram, size: 1MiB }\n\
+             targets:\n- name: t\n  iqn: iqn.2026-01.a:t\n  \
+             portals: [{ protocol: iscsi, listen: 192.0.2.10 }]\n  luns: { 0: disk0, 7: disk1 }\n",
+            "test",
+        );
+        let document = Document::new(&config.unwrap());
+        let complete = |text: &str| completions(&document, text);
+        assert!(complete("/").contains(&"/targets/".to_owned()));
+        assert_eq!(complete("/tar"), ["/targets/"]);
+        let disks = complete("/backends/d");
+        assert_eq!(disks.len(), 2, "{disks:?}");
+        assert!(disks[0].starts_with("/backends/disk0"), "{disks:?}");
+        let luns = complete("/targets/t/luns/7");
+        assert_eq!(luns, ["/targets/t/luns/7"]);
+        let portals = complete("/targets/t/portals/");
+        assert_eq!(portals, ["/targets/t/portals/iscsi:192.0.2.10:3260"]);
+        for text in ["", "/no/such/", "/~", "//"] {
+            assert!(complete(text).iter().all(|path| path.starts_with(text)));
+        }
     }
 }

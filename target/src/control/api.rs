@@ -1,7 +1,8 @@
-//! Requests to the daemon and their answers: between the routes, whose clients ask, and the thread
-//! that owns the server.
+//! Requests and responses of the daemon, exchanged between the HTTP routes and the thread that owns
+//! the server.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::connect_info::Connected;
@@ -18,97 +19,164 @@ use super::bounded::{Bounded, TableEntry};
 use super::timeline::Since;
 use super::trace::Wanted;
 
-/// Question or order to the daemon, without its origin.
+/// Time to block an initiator.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Block {
+    /// Until an administrator unblocks the initiator.
+    Unlimited,
+    /// For the given time.
+    For(Duration),
+}
+
+impl Block {
+    /// Returns the duration, if limited.
+    #[must_use]
+    pub fn duration(self) -> Option<Duration> {
+        match self {
+            Self::Unlimited => None,
+            Self::For(duration) => Some(duration),
+        }
+    }
+}
+
+/// A request to the daemon, without its origin.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ask {
     /// Show the state of the daemon.
     Status,
-    /// Show the sessions that are logged in.
+    /// Show the current sessions.
     Sessions,
-    /// Show the targets that are served.
+    /// Show the active targets.
     Targets,
-    /// Read the configuration file again.
+    /// Reload the configuration file.
     Reload,
-    /// Measure the backends again.
+    /// Check the backends again.
     Rescan,
-    /// Let flushes succeed again on the backend of the unit with this serial number, or on all.
+    /// Clear a failed flush for the backend of the unit with this serial number, or for all
+    /// backends.
     ClearFlushFailure(Option<String>),
-    /// Hand over to a program, by default to the one at the daemon's own path.
-    Upgrade(Option<PathBuf>),
-    /// Return the configuration: [`Kept`].
-    Config,
-    /// Serve another configuration from now on.
-    Apply {
-        /// The configuration, or a change of the present one.
-        proposal: Proposal,
-        /// The revision in whose place; any where absent.
-        replaces: Option<String>,
+    /// Log out the sessions of an initiator, or the session with a number.
+    Disconnect {
+        /// Initiator name or session number.
+        name: String,
+        /// Also block the initiator.
+        block: Option<Block>,
     },
-    /// Show the changes that taking this configuration would make.
+    /// Unblock an initiator.
+    Unblock(String),
+    /// Upgrade to a program, by default to the program at the daemon's path.
+    Upgrade(Option<PathBuf>),
+    /// Return the current configuration: [`Kept`].
+    Config,
+    /// Apply a new configuration.
+    Apply {
+        /// The new configuration, or a change to the current configuration.
+        proposal: Proposal,
+        /// Only replace this revision, if set.
+        replaces: Option<String>,
+        /// Command used by the client.
+        how: How,
+        /// Allow backends, portals and metrics addresses that are not available.
+        allow_unavailable: bool,
+    },
+    /// Show the changes between the current configuration and this proposal.
     Diff(Proposal),
-    /// Go back by this number of configurations.
-    Rollback(usize),
-    /// List the configurations that were served.
+    /// Return to a previous configuration.
+    Rollback {
+        /// Number of configurations to go back.
+        back: usize,
+        /// Same as in [`Ask::Apply`].
+        allow_unavailable: bool,
+    },
+    /// List previous configurations.
     History,
-    /// Begin to trace commands.
+    /// Start a trace.
     Trace(Wanted),
-    /// Return whether enough commands were traced.
+    /// Check if the trace is complete.
     TraceLook,
-    /// End a trace and return its result: [`Traced`](riser_admin_api::trace::Traced).
+    /// Stop the trace and return its result: [`Traced`](riser_admin_api::trace::Traced).
     TraceEnd,
-    /// Return the metrics for Prometheus.
+    /// Return the metrics in Prometheus format.
     Metrics,
-    /// Return the counters of the status page.
+    /// Return the counters for the status page.
     Live,
     /// Return the samples and events of the last minutes.
     Recent(Since),
-    /// Return whether the daemon works.
+    /// Check if the daemon is alive.
     Health,
-    /// Return whether the daemon serves all that it should.
+    /// Check if all configured objects are available.
     Ready,
 }
 
-/// A configuration that a client asks for.
+/// Command used to change the configuration, for the history and the audit log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum How {
+    /// Apply a whole configuration, or a patch.
+    #[default]
+    Apply,
+    /// Set keys of an object.
+    Set,
+    /// Create an object.
+    Create,
+    /// Delete an object or a key.
+    Delete,
+}
+
+impl How {
+    /// Returns the name of the command.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Apply => "apply",
+            Self::Set => "set",
+            Self::Create => "create",
+            Self::Delete => "delete",
+        }
+    }
+}
+
+/// A new configuration requested by a client.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Proposal {
-    /// Text of a whole configuration, YAML or JSON.
+    /// A whole configuration in YAML or JSON format.
     Whole(String),
-    /// Change of the present configuration.
+    /// A change to the current configuration.
     Patch(Patch),
 }
 
-/// A configuration in both forms.
+/// A configuration in both formats.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Kept {
-    /// Hash that names its content.
+    /// Hash of the content.
     pub revision: String,
-    /// As a file that reads back equal.
+    /// The configuration as a file, which can be parsed again.
     pub yaml: String,
-    /// The same as JSON.
+    /// The same configuration in JSON format.
     pub json: Value,
 }
 
-/// Reason why a request was not fulfilled.
+/// Reason why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// The configuration has a mistake; nothing has changed.
+    /// The configuration is not valid; nothing was changed.
     #[error("{0}")]
     Mistake(String),
-    /// It is not possible as things are; nothing has changed.
+    /// The request is not possible in the current state; nothing was changed.
     #[error("{why}")]
     Refused {
-        /// Reason for the refusal, for people.
+        /// Human-readable reason.
         why: String,
-        /// Error number of the operating system, if one is the cause.
+        /// The `errno` value, if this was caused by a system error.
         errno: Option<i32>,
     },
-    /// The configuration is not the revision that was to be replaced; nothing has changed.
+    /// The current configuration is not the revision to replace; nothing was changed.
     #[error("the configuration has changed meanwhile")]
     Outdated,
-    /// An attempt failed, with this reason.
+    /// The operation failed with this error.
     #[error("{0}")]
     Failed(String),
-    /// The daemon has no time for it now.
+    /// The daemon is currently busy.
     #[error("the daemon is busy or ends; try again")]
     Busy,
 }
@@ -116,14 +184,14 @@ pub enum Failure {
 /// Result of a request.
 pub type Answer = Result<Value, Failure>;
 
-/// A request on its way to the thread that owns the server.
+/// A request sent to the thread that owns the server.
 #[derive(Debug)]
 pub struct AdminRequest {
-    /// Question or order.
+    /// The request.
     pub ask: Ask,
-    /// User or process that asks, for the log.
+    /// Client user or process, for the log.
     pub who: String,
-    /// Channel that takes the answer.
+    /// Channel for the response.
     pub reply: oneshot::Sender<Answer>,
 }
 
@@ -131,14 +199,15 @@ pub struct AdminRequest {
 #[derive(Clone, Debug)]
 pub struct Peer {
     name: String,
-    /// As which user it runs.
+    /// User ID of the process.
     uid: Option<u32>,
     pub(super) entry: TableEntry,
 }
 
 impl Peer {
-    /// Returns whether the peer may let the daemon run any program: root, and users that could run
-    /// it as this user anyway. Others who may use the socket may change only what is served.
+    /// Returns true if the peer is allowed to choose the program for an upgrade. This is the case
+    /// for root and for users who could run programs as this user anyway. Other users of the socket
+    /// can only change the configuration.
     pub(super) fn may_name_programs(&self) -> bool {
         let own = rustix::process::geteuid().as_raw();
         self.uid.is_some_and(|uid| uid == 0 || uid == own)
@@ -148,7 +217,7 @@ impl Peer {
 impl Connected<IncomingStream<'_, Bounded<UnixListener>>> for Peer {
     fn connect_info(stream: IncomingStream<'_, Bounded<UnixListener>>) -> Self {
         let entry = stream.io().entry().clone();
-        // Without credentials there is no user, and so no right that depends on one.
+        // If there are no credentials, we don't know the user and cannot grant any rights.
         let Ok(peer) = stream.io().stream().peer_cred() else {
             return Self {
                 name: "the admin socket".to_owned(),
@@ -168,7 +237,7 @@ impl Connected<IncomingStream<'_, Bounded<UnixListener>>> for Peer {
     }
 }
 
-/// A client that can only look.
+/// A read-only client.
 impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Peer {
     fn connect_info(stream: IncomingStream<'_, Bounded<TcpListener>>) -> Self {
         Self {
@@ -179,7 +248,7 @@ impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Peer {
     }
 }
 
-/// Queue of requests to the thread that owns the server.
+/// Request queue of the thread that owns the server.
 pub type Requests = mpsc::Sender<AdminRequest>;
 
 pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {

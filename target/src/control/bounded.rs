@@ -1,9 +1,9 @@
-//! A listener for HTTP whose clients cannot keep each other out, however slow they are.
+//! HTTP listener that protects its clients from each other, even if some of them are slow.
 //!
-//! Each connection has a limited time for its request, for reading its answer, and between two
-//! requests. Where the table is full, a new connection displaces another one: of the origin that
-//! has the most, the one whose last answer is the oldest. A connection whose request is being
-//! worked on comes last.
+//! Each connection has a timeout to send its request, to read the response, and between two
+//! requests. When the table is full, a new connection replaces an existing connection: we select
+//! the origin with most connections, and then the connection with the oldest response. Connections
+//! with a pending request are selected last.
 //!
 //! ```text
 //! accepted ─→ Request ─first byte written─→ Answer ─all written─→ Idle ─first byte read─→ Request
@@ -24,37 +24,37 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream, unix};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::time::{Instant, Sleep, sleep};
 
-/// Limits of the connections to one listener.
+/// Connection limits of a listener.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Number of connections at once.
+    /// Maximum number of connections.
     pub(super) connections: usize,
-    /// Time for a whole request. The time that the answer takes here does not count.
+    /// Timeout for a whole request. This does not include the time to process it.
     pub(super) request: Duration,
-    /// Time in which the client has to read a whole answer.
+    /// Timeout for the client to read a whole response.
     pub(super) answer: Duration,
-    /// Time between two requests.
+    /// Idle timeout between two requests.
     pub(super) idle: Duration,
 }
 
-/// Origin of connections that may be one client's.
+/// Origin of connections from the same client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Origin {
-    /// A host, by its address.
+    /// A remote host by address.
     Address(IpAddr),
-    /// A user of this host, where the kernel says which.
+    /// A local user, if known by the kernel.
     User(Option<u32>),
 }
 
-/// A listener that knows where its connections come from.
+/// A listener that can return the origin of its connections.
 pub(super) trait Source: Listener {
-    /// The origin of a connection.
+    /// Returns the origin of a connection.
     fn origin(io: &Self::Io, addr: &Self::Addr) -> Origin;
 }
 
 impl Source for TcpListener {
     fn origin(_: &TcpStream, addr: &SocketAddr) -> Origin {
-        // An IPv4 client is one origin, also where it comes by an IPv6 socket.
+        // Treat an IPv4 client as the same origin, even if it uses an IPv6 socket.
         Origin::Address(addr.ip().to_canonical())
     }
 }
@@ -65,15 +65,15 @@ impl Source for UnixListener {
     }
 }
 
-/// A connection as others see it.
+/// A connection in the table.
 #[derive(Debug)]
 struct Entry {
     origin: Origin,
-    /// Time at which it was accepted or its last answer was written.
+    /// Time when it was accepted, or when the last response was sent.
     since: Instant,
-    /// Requests that are being worked on.
+    /// Number of requests being processed.
     working: usize,
-    /// Ends it; taken once it has been displaced.
+    /// Closes the connection. `None` if the connection has been replaced.
     displace: Option<oneshot::Sender<()>>,
 }
 
@@ -84,7 +84,7 @@ struct Table {
 }
 
 impl Table {
-    /// The connection that has to go for a new one.
+    /// Returns the connection that should be replaced by a new connection.
     fn victim(&mut self) -> Option<&mut Entry> {
         let mut counts = BTreeMap::<Origin, usize>::new();
         for entry in self.entries.values() {
@@ -99,7 +99,7 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A connection's entry in the table of connections.
+/// Reference to a connection in the table.
 #[derive(Clone, Debug)]
 pub(super) struct TableEntry {
     table: Arc<Mutex<Table>>,
@@ -107,7 +107,7 @@ pub(super) struct TableEntry {
 }
 
 impl TableEntry {
-    /// A request of this connection is complete and is worked on until the result is dropped.
+    /// Marks a complete request of this connection as being processed until the result is dropped.
     pub(super) fn work(&self) -> Working {
         self.with(|entry| entry.working += 1);
         Working(self.clone())
@@ -118,7 +118,7 @@ impl TableEntry {
         table.entries.get(&self.id).is_some_and(|e| e.working > 0)
     }
 
-    /// The entry may have been removed already.
+    /// Note that the entry may have been removed already.
     fn with(&self, change: impl FnOnce(&mut Entry)) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
             change(entry);
@@ -126,7 +126,7 @@ impl TableEntry {
     }
 }
 
-/// A request that is being worked on.
+/// A request being processed.
 #[derive(Debug)]
 pub(super) struct Working(TableEntry);
 
@@ -136,7 +136,7 @@ impl Drop for Working {
     }
 }
 
-/// Accepts a limited number of connections at once.
+/// Listener with a limited number of connections.
 pub(super) struct Bounded<L> {
     listener: L,
     limits: Limits,
@@ -145,7 +145,7 @@ pub(super) struct Bounded<L> {
 }
 
 impl<L> Bounded<L> {
-    /// Accepts what comes to a listener.
+    /// Creates a listener with these limits.
     pub(super) fn new(listener: L, limits: Limits) -> Self {
         Self {
             listener,
@@ -156,14 +156,14 @@ impl<L> Bounded<L> {
     }
 }
 
-/// A permit, for which another connection ends where there is no other.
+/// Returns a permit. If none is available, we close another connection.
 async fn permit(free: Arc<Semaphore>, table: &Mutex<Table>) -> OwnedSemaphorePermit {
-    // The new connection wins: a client that opens connections and keeps them idle loses its own
-    // first, and keeps no other client out.
+    // The new connection wins. So a client with many idle connections will lose its own connections
+    // first, and cannot lock out other clients.
     if free.available_permits() == 0 {
         let victim = lock(table).victim().and_then(|e| e.displace.take());
         if let Some(displace) = victim {
-            // It may be ending already.
+            // The connection may be closing already.
             let _ = displace.send(());
         }
     }
@@ -176,8 +176,8 @@ impl<L: Source> Listener for Bounded<L> {
 
     async fn accept(&mut self) -> (Connection<L::Io>, L::Addr) {
         let (stream, addr) = self.listener.accept().await;
-        // Waited for before the next connection is accepted, so that descriptors are bounded like
-        // entries of the table.
+        // We must wait for this before the next accept, so that the number of descriptors is
+        // limited as well.
         let permit = permit(Arc::clone(&self.free), &self.table).await;
         let (displace, displaced) = oneshot::channel();
         let mut table = lock(&self.table);
@@ -190,7 +190,7 @@ impl<L: Source> Listener for Bounded<L> {
             displace: Some(displace),
         };
         table.entries.insert(id, entry);
-        // Before `Connection` is made, whose `Drop` takes the same lock.
+        // Unlock before creating the `Connection`, because its `Drop` needs the same lock.
         drop(table);
         let table = Arc::clone(&self.table);
         let connection = Connection {
@@ -210,43 +210,43 @@ impl<L: Source> Listener for Bounded<L> {
     }
 }
 
-/// Stage of a connection, which says which time limit applies.
+/// Connection phase, which selects the timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Its request is incomplete, or being worked on.
+    /// The request is incomplete, or is being processed.
     Request,
-    /// Its answer is being written.
+    /// The response is being sent.
     Answer,
-    /// All that it asked for has been written.
+    /// All responses have been sent.
     Idle,
 }
 
-/// A connection with its time limits.
+/// A connection with timeouts.
 pub(super) struct Connection<S> {
     stream: S,
     limits: Limits,
     phase: Phase,
     timer: Pin<Box<Sleep>>,
-    /// `None` once it has been displaced.
+    /// `None` if the connection has been replaced.
     displaced: Option<oneshot::Receiver<()>>,
     entry: TableEntry,
     _permit: OwnedSemaphorePermit,
 }
 
 impl<S> Connection<S> {
-    /// Stream of this connection.
+    /// Returns the underlying stream.
     pub(super) fn stream(&self) -> &S {
         &self.stream
     }
 
-    /// Its entry in the table of connections.
+    /// Returns the table entry of this connection.
     pub(super) fn entry(&self) -> &TableEntry {
         &self.entry
     }
 
     fn enter(&mut self, phase: Phase) {
-        // The limit is for the whole phase: a client that reads a byte at a time must not extend
-        // it.
+        // The timeout is for the whole phase, so a client must not be able to extend it by reading
+        // one byte at a time.
         if std::mem::replace(&mut self.phase, phase) == phase {
             return;
         }
@@ -262,16 +262,18 @@ impl<S> Connection<S> {
         self.timer.as_mut().reset(now + time);
     }
 
-    /// Fails once the connection has to end. Otherwise wakes up the task when it has to.
+    /// Fails if the connection should be closed. Otherwise, the task will be woken up when the
+    /// timeout expires.
     fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         let displaced = self.displaced.as_mut();
-        // Also ready where the sender is gone, with the entry in the table.
+        // This is also ready if the sender was dropped together with the table entry.
         if displaced.is_none_or(|displaced| Pin::new(displaced).poll(cx).is_ready()) {
             self.displaced = None;
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
         while self.timer.as_mut().poll(cx).is_ready() {
-            // A request that is being worked on waits for us, not we for its client.
+            // While a request is being processed, the client is waiting for us, so we don't need a
+            // timeout.
             if self.phase == Phase::Answer || !self.entry.is_working() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -298,8 +300,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
         this.check(cx)?;
         let before = buf.filled().len();
         ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
-        // In the phase of the answer, bytes of a next request must not lengthen the time for
-        // reading this answer.
+        // While we send a response, receiving the next request must not extend the timeout to read
+        // this response.
         if this.phase == Phase::Idle && buf.filled().len() > before {
             this.enter(Phase::Request);
         }
@@ -323,7 +325,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         let this = self.get_mut();
         this.check(cx)?;
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
-        // Only a flush that is complete: before, bytes of the answer still wait for the client.
+        // We can only change the phase after a complete flush, because some bytes of the response
+        // may still be buffered.
         if this.phase == Phase::Answer {
             this.enter(Phase::Idle);
         }
@@ -355,7 +358,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(3600);
     const SHORT: Duration = Duration::from_millis(200);
-    /// Far above what anything here takes.
+    /// Much longer than any step in these tests.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     const LIMITS: Limits = Limits {
@@ -365,7 +368,7 @@ mod tests {
         idle: LONG,
     };
 
-    /// More than sockets buffer.
+    /// More data than sockets can buffer.
     const MUCH: usize = 64 << 20;
 
     #[derive(Clone)]
@@ -377,7 +380,7 @@ mod tests {
         }
     }
 
-    /// Runs a test with a server, whose `/work` is worked on until it is notified.
+    /// Runs a test with a server, where `/work` is processed until it is notified.
     fn test<T: Future<Output = ()>>(
         limits: Limits,
         test: impl FnOnce(SocketAddr, Arc<Notify>) -> T,
@@ -416,7 +419,7 @@ mod tests {
         stream.write_all(request.as_bytes()).await.unwrap();
     }
 
-    /// Reads an answer that ends with these words.
+    /// Reads a response until these words are received.
     async fn hear(stream: &mut TcpStream, words: &str) {
         let mut heard = String::new();
         while !heard.ends_with(words) {
@@ -427,7 +430,7 @@ mod tests {
         }
     }
 
-    /// Waits until the server has ended a connection, and drops what it sends before.
+    /// Waits until the server has closed a connection, and discards any received data.
     async fn ended(mut stream: TcpStream) {
         let mut bytes = vec![0; 1 << 16];
         while stream.read(&mut bytes).await.is_ok_and(|n| n > 0) {}
@@ -445,7 +448,7 @@ mod tests {
             let mut other = TcpStream::connect(addr).await.unwrap();
             ask(&mut other, "/").await;
             hear(&mut other, "here").await;
-            // The oldest one had to go.
+            // The oldest connection should have been closed.
             ended(slow.remove(0)).await;
             slow[0]
                 .write_all(b"TP/1.1\r\nHost: x\r\n\r\n")
@@ -462,7 +465,7 @@ mod tests {
             for _ in 0..LIMITS.connections {
                 let mut stream = TcpStream::connect(addr).await.unwrap();
                 ask(&mut stream, "/much").await;
-                // The answer has begun.
+                // The response has started.
                 stream.read_exact(&mut [0; 4]).await.unwrap();
                 unread.push(stream);
             }
@@ -526,7 +529,7 @@ mod tests {
             let mut slow = TcpStream::connect(addr).await.unwrap();
             ask(&mut slow, "/").await;
             hear(&mut slow, "here").await;
-            // The second request of the connection, too.
+            // Send the second request of this connection as well.
             while slow.write_all(b"G").await.is_ok() {
                 tokio::time::sleep(SHORT / 10).await;
             }
@@ -548,7 +551,7 @@ mod tests {
                 read += n;
                 tokio::time::sleep(SHORT / 10).await;
                 if read > 100 * bytes.len() {
-                    // What sockets have buffered is left.
+                    // Only data buffered by sockets is left.
                     return ended(slow).await;
                 }
             }

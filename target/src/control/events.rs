@@ -1,10 +1,10 @@
-//! The last things that happened, as the status page shows them: the audit log, what is not served
-//! and is served again, and warnings.
+//! Recent events for the status page: the audit log, objects that become available or unavailable,
+//! and warnings.
 //!
-//! A layer of the log collects them, so that everything that is worth a line in the log of an
-//! operator is an event without being reported twice. The log belongs to the process, and so do its
-//! events. They are shown without a login, so without the audit log where the log does not have
-//! that either.
+//! A layer of the log collects all events, so that everything an operator would see in the log is
+//! also an event, and does not need to be reported twice. Like the log, the events are global to
+//! the process. Note that events are visible without a login, so we don't include the audit log if
+//! it is disabled in the log.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -21,15 +21,16 @@ use tracing_subscriber::layer::{Context, Filter, Layer};
 use crate::audit;
 use crate::server::problems;
 
-/// Events that are kept of the audit log, which initiators can fill, and of all others.
+/// Number of audit log events to keep, and number of other events to keep. These are separate,
+/// because initiators can fill up the audit log.
 pub const KEPT: usize = 200;
 
-/// Bytes of an event's text that are kept; peers choose some of its words.
+/// Maximum event text length in bytes, because some of the text is controlled by peers.
 pub const LONGEST: usize = 400;
 
 static EVENTS: Mutex<Events> = Mutex::new(Events::new());
 
-/// Events that are kept.
+/// Stored events.
 #[derive(Debug)]
 struct Events {
     routine: VecDeque<Event>,
@@ -71,13 +72,13 @@ fn lock() -> MutexGuard<'static, Events> {
     EVENTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The events after the one with this number, oldest first.
+/// Returns all events after the given number, oldest first.
 #[must_use]
 pub fn after(number: u64) -> Vec<Event> {
     lock().after(number)
 }
 
-/// Layer of the log that collects events.
+/// Log layer that collects events.
 #[derive(Debug)]
 pub struct Collector;
 
@@ -87,20 +88,21 @@ impl<S: Subscriber> Layer<S> for Collector {
         event.record(&mut text);
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let metadata = event.metadata();
+        let can_flood = text.names_peer || !is_important(metadata);
         lock().push(Event {
             number: 0,
             time: now.unwrap_or_default().as_secs_f64(),
             level: metadata.level().as_str().to_ascii_lowercase(),
             text: text.finish(),
-            routine: metadata.target() == audit::TARGET && !is_important(metadata),
+            routine: metadata.target() == audit::TARGET && can_flood,
         });
     }
 }
 
-/// Filter of the events that are collected, apart from what the log shows.
+/// Filter for collected events, which is independent of the log filter.
 #[derive(Debug)]
 pub struct Noteworthy {
-    /// The audit log is collected, too.
+    /// Include the audit log.
     pub audit: bool,
 }
 
@@ -124,7 +126,7 @@ impl<S> Filter<S> for Noteworthy {
         self.has(metadata)
     }
 
-    /// Only the place of an event in the code counts, so none is asked about twice.
+    /// The result only depends on the callsite, so it can be cached.
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
         match self.has(metadata) {
             true => Interest::always(),
@@ -137,19 +139,25 @@ impl<S> Filter<S> for Noteworthy {
     }
 }
 
-/// The text of an event: its message, then its fields.
+/// Event text: the message followed by its fields.
 #[derive(Debug, Default)]
 struct Text {
     message: String,
     fields: String,
+    /// True if it contains a peer name, which means that it was caused by the peer.
+    names_peer: bool,
 }
 
 impl Text {
     fn add(&mut self, field: &Field, value: fmt::Arguments<'_>) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = match field.name() {
             "message" => write!(self.message, "{value}"),
             "event" => Ok(()),
+            "peer" => {
+                self.names_peer = true;
+                write!(self.fields, " peer={value}")
+            }
             name => write!(self.fields, " {name}={value}"),
         };
     }
@@ -193,7 +201,7 @@ mod tests {
             tracing::warn!(errno = 28, "a write failed");
             tracing::warn!("{}", "é".repeat(LONGEST));
             let events = after(before);
-            // Other tests may log as well, but not here.
+            // Other tests can log as well, but not in this scope.
             let texts = events.into_iter().map(|event| (event.level, event.text));
             texts.collect::<Vec<_>>()
         });
@@ -229,6 +237,7 @@ mod tests {
             tracing::warn!(target: audit::TARGET, "configuration not applied");
             for _ in 0..2 * KEPT {
                 tracing::info!(target: audit::TARGET, "logged in");
+                tracing::warn!(target: audit::TARGET, peer = "a", "login denied");
             }
             (before, after(before))
         });

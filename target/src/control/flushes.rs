@@ -1,5 +1,5 @@
-//! Failures of flushes that no administrator has cleared, in the state directory: a file for each
-//! logical unit that has one, named after the unit's world-wide name.
+//! Failed flushes in the state directory which have not been cleared by an administrator. There is
+//! one file per affected logical unit, with the unit's world-wide name in its file name.
 
 use std::io;
 use std::sync::Arc;
@@ -11,28 +11,28 @@ use serde::{Deserialize, Serialize};
 use super::state::{self, StateDir};
 use crate::backend::{FlushFailure, FlushKeeper};
 
-/// The version of the files' form.
+/// Version of the file format.
 const VERSION: u32 = 1;
 
-/// Keeps failures of flushes in a state directory.
+/// Stores failed flushes in a state directory.
 #[derive(Debug)]
 pub struct FlushFiles {
     dir: Arc<StateDir>,
 }
 
-/// Content of a file.
+/// Contents of a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    /// The unit's serial number. With another one it is another unit, even if the world-wide name
-    /// is the same.
+    /// Unit serial number. If it is different, then this is a different unit, even with the same
+    /// world-wide name.
     serial: String,
     errno: i32,
-    /// Time of the failure, in milliseconds since 1970.
+    /// Time of the failure in milliseconds since 1970.
     at: u64,
 }
 
 impl FlushFiles {
-    /// Keeps them in `dir`.
+    /// Creates a store in `dir`.
     #[must_use]
     pub fn new(dir: Arc<StateDir>) -> Self {
         Self { dir }

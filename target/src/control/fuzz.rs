@@ -1,5 +1,5 @@
-//! Fuzz target: the admin API, from the bytes of a client to what the daemon is asked, with a daemon
-//! that only keeps a configuration.
+//! Fuzz target for the admin API, from client bytes to daemon requests. The daemon in this test
+//! only stores a configuration.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -25,8 +25,8 @@ targets:
     access: [{ initiator: 0002:c903:00a1:b2c3, luns: [0] }]
 ";
 
-/// Methods and paths. A trace is not among them: it takes its time.
-const ROUTES: [(&str, &str); 12] = [
+/// Methods and paths. We don't include traces, because they would take too long.
+const ROUTES: [(&str, &str); 14] = [
     ("PUT", "/v1/config"),
     ("PATCH", "/v1/config"),
     ("POST", "/v1/diff"),
@@ -34,6 +34,8 @@ const ROUTES: [(&str, &str); 12] = [
     ("GET", "/v1/config"),
     ("POST", "/v1/upgrade"),
     ("POST", "/v1/clear-flush-failure"),
+    ("POST", "/v1/disconnect"),
+    ("POST", "/v1/unblock"),
     ("GET", "/v1/recent?sample=1&event=2"),
     ("GET", "/metrics"),
     ("POST", "/v1/reload"),
@@ -41,13 +43,13 @@ const ROUTES: [(&str, &str); 12] = [
     ("GET", "/v1/nothing"),
 ];
 
-/// What ends a part of the input, each of which is a request.
+/// Separator between parts of the input. Each part is a request.
 const END: u8 = 0xff;
 
-/// The last request of a connection, which the server closes then.
+/// Last request of a connection, after which the server closes the connection.
 const LAST: &[u8] = b"GET /v1/config HTTP/1.1\r\nHost: riserd\r\nConnection: close\r\n\r\n";
 
-/// A daemon that serves nothing.
+/// A daemon without any objects.
 struct Daemon {
     config: Config,
 }
@@ -58,8 +60,8 @@ impl Daemon {
         Self { config }
     }
 
-    /// The configuration that a client asks for, which reads back as it is written, and which its
-    /// own JSON does not change.
+    /// Returns the proposed configuration. We verify that it can be written and parsed again, and
+    /// that its JSON does not change it.
     fn proposed(&self, proposal: &Proposal) -> Result<Config, Failure> {
         let config = match proposal {
             Proposal::Whole(text) => {
@@ -87,7 +89,9 @@ impl Daemon {
                 };
                 Ok(serde_json::to_value(kept).unwrap())
             }
-            Ask::Apply { proposal, replaces } => {
+            Ask::Apply {
+                proposal, replaces, ..
+            } => {
                 if replaces.is_some_and(|wanted| wanted != revision(&yaml)) {
                     return Err(Failure::Outdated);
                 }
@@ -106,7 +110,7 @@ impl Daemon {
     }
 }
 
-/// The request of a part: its route, its headers, its body.
+/// Returns the request for this part: route, headers and body.
 fn request(part: &[u8]) -> Vec<u8> {
     let [route, headers, body @ ..] = part else {
         return part.to_vec();
@@ -148,7 +152,7 @@ fn request(part: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A server, and the requests that reach its daemon.
+/// A server with its request queue.
 struct Rig {
     runtime: tokio::runtime::Runtime,
     address: SocketAddr,
@@ -179,9 +183,9 @@ impl Rig {
         }
     }
 
-    /// What the server answers to these bytes, while the daemon answers what it is asked. A server
-    /// may wait for more of bytes that are no whole requests: such a client has no more to say,
-    /// whereupon the server may close the connection without an answer.
+    /// Sends these bytes to the server and returns the response, while the daemon handles requests.
+    /// If the input is incomplete, the server may wait for more data. In this case, the client
+    /// closes its side, and the server may close the connection without a response.
     fn exchange(&mut self, bytes: &[u8], is_whole: bool, daemon: &mut Daemon) -> Vec<u8> {
         let stream = UnixStream::connect_addr(&self.address).unwrap();
         stream.set_nonblocking(true).unwrap();
@@ -191,7 +195,7 @@ impl Rig {
                 .unwrap()
                 .into_split();
             let client = async {
-                // A server that has heard enough closes the connection.
+                // The server can close the connection before it has received all data.
                 let _ = to.write_all(bytes).await;
                 if !is_whole {
                     let _ = to.shutdown().await;
@@ -213,8 +217,8 @@ impl Rig {
     }
 }
 
-/// Any requests: the server answers in HTTP, never fails by itself, and then shows the configuration
-/// that was taken last.
+/// Handles arbitrary requests. The server must return valid HTTP and no internal errors, and then
+/// return the last accepted configuration.
 fn check(rig: &mut Rig, bytes: &[u8]) {
     if let Ok(wanted) = serde_json::from_slice::<Wanted>(bytes) {
         let _ = wanted.check();
@@ -249,7 +253,7 @@ fn admin_api() {
     });
 }
 
-/// The target gets as far as the configuration.
+/// Verifies that the fuzz target can reach the configuration.
 #[test]
 fn requests_of_the_fuzz_target_change_the_configuration() {
     let (mut rig, mut daemon) = (Rig::new(), Daemon::new());

@@ -1,4 +1,4 @@
-//! Health of the daemon: that it works, and that it serves all that it should.
+//! Health checks: the daemon is alive, and all configured objects are available.
 
 use std::net::SocketAddr;
 
@@ -7,10 +7,13 @@ use crate::server::Server;
 use crate::server::problems::Subject;
 use crate::worker::mail::Snapshot;
 
-/// Returns whether every worker answers, every portal is listened on and every backend is open.
+/// Checks that all workers respond, all portals are listening, all backends are open, and that the
+/// next start would use the same data. We ignore backends that fail some commands, such as writes
+/// on a full file system: other backends still work, so it does not help to take the daemon out of
+/// service. This is reported by `riserd status`, the status page and alerts instead.
 ///
 /// # Errors
-/// What is missing, a line each.
+/// Returns the missing objects, one per line.
 pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     let mut missing = Vec::new();
     let (answering, workers) = (snapshots.len(), server.workers());
@@ -18,10 +21,9 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
         missing.push(format!("{answering} of {workers} workers answer"));
     }
     let problems = server.problems();
-    // Known problems come first, with their reasons; what the workers report is added only where
-    // there is no reason yet.
-    let required = problems.not_served();
-    for (subject, problem) in required.filter(|(subject, _)| !subject.is_optional()) {
+    // Add known problems with their errors first. After that, worker reports are only added if we
+    // don't have an error yet.
+    for (subject, problem) in problems.unready() {
         missing.push(format!(
             "{} {}: {}",
             subject.kind(),
@@ -59,7 +61,7 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     }
 }
 
-/// Returns true if a worker listens on a portal.
+/// Returns true if a worker is listening on this portal.
 pub(super) fn is_listening(protocol: Protocol, at: SocketAddr, snapshots: &[Snapshot]) -> bool {
     let mut listening = snapshots.iter().flat_map(|s| match protocol {
         Protocol::Srp | Protocol::Iser => &s.rdma_listeners,

@@ -1,8 +1,8 @@
-//! The configurations that were applied: the present one and some before it, kept in the state
-//! directory where there is one.
+//! Previous configurations: the current configuration and some older ones, stored in the state
+//! directory if available.
 //!
-//! What one process applies step by step, such as a session of `targetcli`, is one change: its
-//! last step takes the place of those before it.
+//! Changes made step by step by the same process, such as a `targetcli` session, are treated as a
+//! single change: the last step replaces the previous steps.
 
 use std::io;
 use std::path::Path;
@@ -11,38 +11,39 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use super::blocked::BlockFile;
 use super::flushes::FlushFiles;
 use super::identities::IdentityFile;
 use super::ports::PortFile;
 use super::reservations::ReservationFiles;
-use super::state::{self, StateDir};
+use super::state::{self, Generation, StateDir};
 use crate::config::Location;
 use crate::server::Keepers;
 
-/// Configurations before the present one that are kept.
+/// Number of older configurations to keep.
 pub const KEPT: usize = 10;
 
-/// Seconds between two steps of one change at most.
+/// Maximum time in seconds between two steps of the same change.
 const STEP: u64 = 60;
 
-/// The file in the state directory.
+/// File name in the state directory.
 const FILE: &str = "configurations.json";
 
 /// A configuration that was applied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Seconds since 1970, by the host's clock.
+    /// Seconds since 1970, using the host's clock.
     pub time: u64,
-    /// The user and process that asked for it.
+    /// User and process that requested it.
     pub who: String,
-    /// `start`, `upgrade`, `apply`, `reload`, `rollback 1`: the request that led to it.
+    /// Type of request: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
     pub how: String,
-    /// The configuration, secrets included.
+    /// The configuration, including secrets.
     pub yaml: String,
 }
 
 impl Entry {
-    /// One that is applied now.
+    /// Creates an entry with the current time.
     #[must_use]
     pub fn now(who: &str, how: &str, yaml: String) -> Self {
         let time = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -56,51 +57,54 @@ impl Entry {
 }
 
 impl Entry {
-    /// Returns true if it is a further step of the change that another one was a step of.
+    /// Returns true if this is the next step of the same change as `before`.
     fn continues(&self, before: &Self) -> bool {
         let is_step = |entry: &Self| entry.how == "apply";
-        // A clock that was set back makes this zero, so a change may be taken for a step of one in
-        // the future.
+        // If the clock was set back, this is zero, so the change can be treated as a step of a
+        // future change.
         let is_soon = self.time.saturating_sub(before.time) <= STEP;
         is_step(self) && is_step(before) && self.who == before.who && is_soon
     }
 }
 
-/// The content of the file.
+/// Contents of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
-    /// Applied configurations, the newest first.
+    /// Applied configurations, newest first.
     configurations: Vec<Entry>,
-    /// The configuration file at its last reading, as `Config::to_yaml` writes it.
+    /// The configuration file when it was last read, as written by `Config::to_yaml`.
     #[serde(default)]
     file: Option<String>,
 }
 
-/// The version of the file's form.
+/// Version of the file format.
 const VERSION: u32 = 1;
 
 /// Result of moving the file away.
 const WITHOUT: &str = "then the configuration file is served, and there is nothing to roll back to";
 
-/// Applied configurations, the newest first.
+/// Applied configurations, newest first.
 #[derive(Debug, Default)]
 pub struct History {
     entries: Vec<Entry>,
     file: Option<String>,
     dir: Option<Arc<StateDir>>,
+    /// The file was damaged, so the last entry could be missing.
+    was_damaged: bool,
 }
 
 impl History {
-    /// Opens the history that was kept at a location. A default location that cannot be had is no
-    /// reason not to serve; one that cannot be read is, since reservations may be kept there.
+    /// Opens the history at a location. If the default location does not exist, we continue without
+    /// a history, but an unreadable directory is an error because it could contain reservations. If
+    /// the file is damaged, we use its previous generation, or an empty history.
     ///
     /// # Errors
-    /// The location's directory cannot be had, or its file is not one of ours.
+    /// Fails if the directory is not available, or if the file version is not supported.
     pub fn open(location: &Location) -> io::Result<Self> {
         match location {
             Location::Off => Ok(Self::default()),
             Location::At(path) => Self::open_at(path, false),
-            // No configuration asks for this directory, so its absence is no failure.
+            // This directory was not configured explicitly, so it is not an error if it is missing.
             Location::Default => {
                 let path = state::default_path();
                 path.map_or_else(|| Ok(Self::default()), |path| Self::open_at(&path, true))
@@ -121,7 +125,7 @@ impl History {
         }
     }
 
-    /// The daemon is ending: the next one waits for it.
+    /// Notes that the daemon is terminating, so that the next daemon waits for it.
     pub fn note_ending(&self) {
         if let Some(dir) = &self.dir
             && let Err(error) = dir.note_ending()
@@ -131,30 +135,50 @@ impl History {
     }
 
     fn load(dir: StateDir) -> io::Result<Self> {
-        let kept = dir.load(FILE, VERSION);
-        let kept: Option<Kept> = kept.map_err(|error| state::advise(error, WITHOUT))?;
+        let (kept, was_damaged) = match dir.load_generation::<Kept>(FILE, VERSION) {
+            Ok(Generation::Current(kept)) => (kept, false),
+            Ok(Generation::Previous(kept)) => (Some(kept), true),
+            // The history is only needed for rollbacks.
+            Err(error) if state::is_damaged(&error) => {
+                tracing::error!(%error, "the history of configurations is lost");
+                dir.set_aside(FILE);
+                (None, true)
+            }
+            Err(error) => return Err(state::advise(error, WITHOUT)),
+        };
         let (entries, file) =
             kept.map_or_else(Default::default, |kept| (kept.configurations, kept.file));
         let dir = Some(Arc::new(dir));
-        Ok(Self { entries, file, dir })
+        Ok(Self {
+            entries,
+            file,
+            dir,
+            was_damaged,
+        })
     }
 
-    /// Returns true if a restart finds them.
+    /// Returns true if the file was damaged when it was read. In this case, the configuration that
+    /// was applied last may be missing.
+    #[must_use]
+    pub fn was_damaged(&self) -> bool {
+        self.was_damaged
+    }
+
+    /// Returns true if the history is available after a restart.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.dir.is_some()
     }
 
-    /// Goes on with what the program before had, where nothing is kept in a directory.
+    /// Uses the entries of the previous program, unless there is a state directory.
     pub fn adopt(&mut self, entries: Vec<Entry>) {
-        // Otherwise the directory has them, as the program before has written them.
+        // If there is a directory, the previous program has stored its entries there.
         if self.dir.is_none() {
             self.entries = entries;
         }
     }
 
-    /// Returns the keepers of reservations and failed flushes of logical units, and the numbers of
-    /// ports, in the same directory.
+    /// Returns the stores for reservations, failed flushes and port numbers in the same directory.
     #[must_use]
     pub fn keepers(&self) -> Keepers {
         let Some(dir) = &self.dir else {
@@ -165,41 +189,43 @@ impl History {
             ports: Some(Arc::new(PortFile::new(Arc::clone(dir)))),
             flushes: Some(Arc::new(FlushFiles::new(Arc::clone(dir)))),
             identities: Some(Arc::new(IdentityFile::new(Arc::clone(dir)))),
+            blocklist: Some(Arc::new(BlockFile::new(Arc::clone(dir)))),
         }
     }
 
-    /// All that are kept, the newest first.
+    /// Returns all entries, newest first.
     #[must_use]
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Enters a configuration as the newest one, durably where there is a directory.
+    /// Adds a configuration as the newest entry. If there is a directory, the entry is written
+    /// durably.
     ///
     /// # Errors
-    /// It cannot be kept; it is not entered.
+    /// Fails if the entry cannot be stored. In this case, it is not added.
     pub fn record(&mut self, entry: Entry) -> io::Result<()> {
         let last = self.entries.first();
         let replaced = usize::from(last.is_some_and(|last| entry.continues(last)));
         let mut entries = vec![entry];
-        // One more than `KEPT` in all: the new one is the present configuration, to which none
-        // rolls back.
+        // We store `KEPT` + 1 entries, because the new entry is the current configuration, which is
+        // not used for a rollback.
         entries.extend(self.entries.iter().skip(replaced).take(KEPT).cloned());
         self.keep(entries, self.file.clone())
     }
 
-    /// The configuration file at its last reading; `None` where that is not known.
+    /// Returns the configuration file as it was last read, if known.
     #[must_use]
     pub fn file(&self) -> Option<&str> {
         self.file.as_deref()
     }
 
-    /// The configuration file was read, and says this.
+    /// Updates the contents of the configuration file after it has been read.
     ///
     /// # Errors
-    /// It cannot be kept.
+    /// Fails if it cannot be stored.
     pub fn see_file(&mut self, yaml: String) -> io::Result<()> {
-        // A write is durable and takes its time, and most reloads find the file unchanged.
+        // A durable write takes time, and the file is usually unchanged on reload.
         if self.file.as_ref() == Some(&yaml) {
             return Ok(());
         }
@@ -212,8 +238,9 @@ impl History {
             file,
         };
         if let Some(dir) = &self.dir {
-            // Before memory: what a restart would not find must not be shown as kept.
-            dir.save(FILE, VERSION, &kept)?;
+            // This must be done before updating memory, because we should not show an entry that
+            // would be lost on restart.
+            dir.save_generation(FILE, VERSION, &kept)?;
         }
         (self.entries, self.file) = (kept.configurations, kept.file);
         Ok(())
@@ -245,16 +272,19 @@ mod tests {
         assert!(History::open(&location).is_err(), "one has it");
         drop(history);
         assert_eq!(History::open(&location).unwrap().entries(), before);
+        // A damaged file is replaced by the previous generation, or else by an empty history.
         std::fs::write(path.join(FILE), "{").unwrap();
-        let error = History::open(&location).unwrap_err().to_string();
-        for part in [
-            FILE,
-            "is damaged",
-            "backup",
-            "the configuration file is served",
-        ] {
-            assert!(error.contains(part), "{error}");
+        let history = History::open(&location).unwrap();
+        assert_eq!(history.entries()[..KEPT], before[1..]);
+        assert!(history.was_damaged());
+        drop(history);
+        assert!(!History::open(&location).unwrap().was_damaged(), "repaired");
+        for name in [FILE.to_owned(), format!("{FILE}~")] {
+            std::fs::write(path.join(name), "{").unwrap();
         }
+        let history = History::open(&location).unwrap();
+        assert!(history.was_damaged() && history.entries().is_empty());
+        drop(history);
         std::fs::write(path.join(FILE), r#"{ "version": 7 }"#).unwrap();
         let error = History::open(&location).unwrap_err().to_string();
         assert!(

@@ -1,17 +1,22 @@
-//! Metrics, health and the status page over HTTP, read-only. All of it is on the admin socket as
-//! well; on a TCP address only if the configuration says so.
+//! Read-only HTTP access to metrics, health and the status page. It is always available via the
+//! admin socket, and via TCP if an address is configured.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{ConnectInfo, Query, Request, State};
-use axum::http::StatusCode;
-use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST};
+use axum::http::header::{
+    ACCEPT_ENCODING, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST,
+    VARY,
+};
+use axum::http::{HeaderMap, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use serde_json::Value;
 
 use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
@@ -20,11 +25,11 @@ use super::metrics;
 use super::serving::Serving;
 use super::timeline::Since;
 
-/// The status page: one file that needs no other.
+/// The status page, which is a single file.
 const PAGE: &str = include_str!("page.html");
 
-/// Limits of the connections to an address. Prometheus is idle for less between two scrapes, as a
-/// rule.
+/// Connection limits for a TCP address. The idle timeout should be longer than the usual Prometheus
+/// scrape interval.
 const LIMITS: Limits = Limits {
     connections: 64,
     request: Duration::from_secs(10),
@@ -32,12 +37,12 @@ const LIMITS: Limits = Limits {
     idle: Duration::from_secs(60),
 };
 
-/// Content policy of the page, which has everything in it and loads only data of ours.
+/// Content security policy. The page is self-contained, and only loads our own data.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
                       connect-src 'self'; base-uri 'none'; form-action 'none'; \
                       frame-ancestors 'none'";
 
-/// Routes of the server for Prometheus and the status page.
+/// Creates the routes for Prometheus and the status page.
 pub fn router() -> Router<Requests> {
     Router::new()
         .route("/", on(MethodFilter::GET, page))
@@ -48,11 +53,12 @@ pub fn router() -> Router<Requests> {
         .route("/v1/recent", on(MethodFilter::GET, recent))
 }
 
-/// Returns true if a `Host` header names this host and no other: by an address, as `localhost`, or
-/// by the host's own name. A page of another site that a browser here shows may have its own name
-/// lead to this address (DNS rebinding); what it asks for then names that site.
+/// Returns true if a `Host` header refers to this host: by address, as `localhost`, or with the
+/// host name. A page from another site in a local browser could resolve its own name to this
+/// address (DNS rebinding), but its requests will contain the name of that site.
 fn is_own(host: &str, own: &str) -> bool {
-    // The last colon only if digits follow, since an IPv6 address has colons of its own.
+    // Only split at the last colon if it is followed by digits, because IPv6 addresses contain
+    // colons too.
     let name = match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
         _ => host,
@@ -60,20 +66,21 @@ fn is_own(host: &str, own: &str) -> bool {
     let bare = name
         .strip_prefix('[')
         .and_then(|rest| rest.strip_suffix(']'));
-    // An attacker's name cannot be an address: rebinding needs a name that he has resolved.
+    // An attacker cannot use an address, because rebinding requires a name that was resolved by the
+    // attacker.
     let is_address = bare.unwrap_or(name).parse::<IpAddr>().is_ok();
     is_address || name.eq_ignore_ascii_case("localhost") || name.eq_ignore_ascii_case(own)
 }
 
-/// Rejects requests whose `Host` is not this host.
+/// Rejects requests if the `Host` is not this host.
 async fn check_host(request: Request, next: Next) -> Response {
     let uname = rustix::system::uname();
     let own = uname.nodename().to_str().unwrap_or("localhost");
-    // Two headers are refused: a proxy and we could each believe another one.
+    // We reject duplicate headers, because a proxy could use a different one than we do.
     let mut hosts = request.headers().get_all(HOST).iter();
     let is_meant = match (hosts.next(), hosts.next()) {
         (Some(host), None) => host.to_str().is_ok_and(|host| is_own(host, own)),
-        // A browser always says it.
+        // Browsers always send this header.
         (None, _) => true,
         _ => false,
     };
@@ -88,7 +95,7 @@ async fn page() -> Response {
     let headers = [
         (CONTENT_TYPE, "text/html; charset=utf-8"),
         (CONTENT_SECURITY_POLICY, POLICY),
-        // The page of one version must not talk to the API of the next one.
+        // A page from an old version must not use the API of a new version.
         (CACHE_CONTROL, "no-store"),
     ];
     (headers, PAGE).into_response()
@@ -113,14 +120,55 @@ pub(super) async fn not_found() -> Response {
 async fn scrape(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
+    headers: HeaderMap,
 ) -> Response {
-    match forward(&requests, Ask::Metrics, peer).await {
-        Ok(Value::String(text)) => ([(CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
-        answer => said(answer),
+    let text = match forward(&requests, Ask::Metrics, peer).await {
+        Ok(Value::String(text)) => text,
+        answer => return said(answer),
+    };
+    let common = [
+        (CONTENT_TYPE, metrics::CONTENT_TYPE),
+        (VARY, ACCEPT_ENCODING.as_str()),
+    ];
+    if !accepts_gzip(&headers) {
+        return (common, text).into_response();
+    }
+    match gzip(&text).await {
+        Ok(bytes) => (common, [(CONTENT_ENCODING, "gzip")], bytes).into_response(),
+        Err(error) => said(Err(Failure::Failed(error.to_string()))),
     }
 }
 
-/// The control plane answers, so no worker has failed: the daemon would be ending.
+/// Returns true if the client accepts gzip content encoding (RFC 9110 12.5.3).
+fn accepts_gzip(headers: &HeaderMap) -> bool {
+    let values = headers.get_all(ACCEPT_ENCODING).iter();
+    let codings = values.filter_map(|value| value.to_str().ok());
+    let mut codings = codings.flat_map(|value| value.split(','));
+    codings.any(|coding| {
+        let mut parts = coding.split(';').map(str::trim);
+        let is_gzip = parts
+            .next()
+            .is_some_and(|name| name.eq_ignore_ascii_case("gzip"));
+        let mut weights = parts.filter_map(|part| part.strip_prefix("q=")?.parse::<f32>().ok());
+        is_gzip && weights.all(|weight| weight > 0.0)
+    })
+}
+
+/// Number of bytes to compress before yielding to other tasks of the control plane.
+const COMPRESSED_AT_ONCE: usize = 64 << 10;
+
+/// Compresses a text. We use a fast level because metrics are very repetitive.
+async fn gzip(text: &str) -> io::Result<Vec<u8>> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+    for chunk in text.as_bytes().chunks(COMPRESSED_AT_ONCE) {
+        encoder.write_all(chunk)?;
+        tokio::task::yield_now().await;
+    }
+    encoder.finish()
+}
+
+/// If the control plane responds, no worker has failed, because then the daemon would be
+/// terminating.
 async fn healthz(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
@@ -145,7 +193,7 @@ fn word(answer: Answer) -> Response {
     }
 }
 
-/// A listener; it ends when it is dropped.
+/// A listener, which is closed on drop.
 #[derive(Debug)]
 pub struct Listening {
     addr: SocketAddr,
@@ -154,25 +202,25 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Listens at an address. Must be called on the control plane's runtime.
+    /// Listens on an address. This must be called on the control plane's runtime.
     ///
     /// # Errors
-    /// Those of `bind(2)`.
+    /// Same as `bind(2)`.
     pub fn open(addr: SocketAddr, requests: Requests) -> io::Result<Self> {
         Self::on(TcpListener::bind(addr)?, requests)
     }
 
-    /// Answers at a socket that listens. Must be called on the control plane's runtime.
+    /// Handles requests on a listening socket. This must be called on the control plane's runtime.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// Fails if the socket cannot be registered.
     pub fn on(listener: TcpListener, requests: Requests) -> io::Result<Self> {
         let addr = listener.local_addr()?;
         listener.set_nonblocking(true)?;
         let socket = tokio::net::TcpListener::from_std(listener.try_clone()?)?;
         let mut router = router().fallback(not_found).with_state(requests);
-        // What other hosts may reach is no secret to their browsers' pages either, and has names
-        // that are not known here.
+        // If other hosts can access this address, then a browser there could access it anyway, and
+        // the host may have names that we don't know.
         if addr.ip().is_loopback() {
             router = router.layer(from_fn(check_host));
         }
@@ -188,13 +236,13 @@ impl Listening {
         })
     }
 
-    /// Ends it but not the socket: who connects waits.
+    /// Stops the server but keeps the socket open, so new connections have to wait.
     pub async fn end(self) -> TcpListener {
         self.serving.end().await;
         self.listener
     }
 
-    /// Address that it is bound to.
+    /// Returns the local address.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.addr
@@ -203,7 +251,24 @@ impl Listening {
 
 #[cfg(test)]
 mod tests {
+    use axum::http::HeaderValue;
+
     use super::*;
+
+    #[test]
+    fn gzip_requires_acceptance_of_client() {
+        let accepts = |value: &'static str| {
+            let value = HeaderValue::from_static(value);
+            accepts_gzip(&HeaderMap::from_iter([(ACCEPT_ENCODING, value)]))
+        };
+        for value in ["gzip", "deflate, gzip;q=0.5", "br , GZIP ; q=1"] {
+            assert!(accepts(value), "{value}");
+        }
+        for value in ["", "identity", "gzip;q=0", "gzip; q=0.000, br", "x-gzipped"] {
+            assert!(!accepts(value), "{value}");
+        }
+        assert!(!accepts_gzip(&HeaderMap::new()));
+    }
 
     #[test]
     fn names_of_other_sites_are_not_ours() {

@@ -1,4 +1,4 @@
-//! The names of logical units, in the state directory.
+//! The names of logical units in the state directory.
 
 use std::io;
 use std::sync::Arc;
@@ -7,31 +7,31 @@ use super::state::{self, StateDir};
 use crate::config::Location;
 use crate::server::identities::{Identities, IdentityKeeper};
 
-/// The file in the state directory.
+/// File name in the state directory.
 const FILE: &str = "identities.json";
 
-/// The version of the file's form.
+/// Version of the file format.
 const VERSION: u32 = 1;
 
-/// Keeps names in a state directory.
+/// Stores names in a state directory.
 #[derive(Debug)]
 pub struct IdentityFile {
     dir: Arc<StateDir>,
 }
 
 impl IdentityFile {
-    /// Keeps them in `dir`.
+    /// Creates a store in `dir`.
     #[must_use]
     pub fn new(dir: Arc<StateDir>) -> Self {
         Self { dir }
     }
 }
 
-/// The names that are kept where a configuration says; none if nothing is kept there. The daemon
-/// may be running.
+/// Returns the stored names for the configured location, or an empty list if there is no file. This
+/// can be used while the daemon is running.
 ///
 /// # Errors
-/// Those of the file system; or the file is not one of ours. All name the file.
+/// Fails on file system errors, or if the file is not valid. All errors contain the file name.
 pub fn kept(location: &Location) -> io::Result<Identities> {
     let directory = match location {
         Location::Off => None,

@@ -1,4 +1,4 @@
-//! The data of the status page and of `riserd top`: [`Live`], filled.
+//! Data for the status page and `riserd top`: creates [`Live`].
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,14 +15,14 @@ use riser_scsi::reservation::Registration;
 use super::{health, view};
 use crate::config::Backend;
 use crate::server::Server;
-use crate::server::problems::Subject;
+use crate::server::problems::{Problems, Subject};
 use crate::sessions::catalog::TargetDef;
 use crate::stats::{
     BUCKETS, CLASSES, Fault, InitiatorStats, LunStats, Tally, Times, bound, class_name,
 };
 use crate::worker::mail::Snapshot;
 
-/// Totals of its units, without asking workers for anything.
+/// Returns the totals of all units, without sending requests to workers.
 #[must_use]
 pub fn sums(server: &Server, uptime: Duration) -> Live {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -46,10 +46,12 @@ pub fn sums(server: &Server, uptime: Duration) -> Live {
     }
 }
 
-/// All totals of the daemon at this moment.
+/// Returns all current counters of the daemon. `unsaved` should be true if the configuration file
+/// is different from the current configuration.
 #[must_use]
-pub fn live(server: &Server, uptime: Duration) -> Live {
+pub fn live(server: &Server, uptime: Duration, unsaved: bool) -> Live {
     let snapshots = server.snapshot();
+    let problems = server.problems();
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let uname = rustix::system::uname();
     Live {
@@ -58,12 +60,14 @@ pub fn live(server: &Server, uptime: Duration) -> Live {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         host: uname.nodename().to_string_lossy().into_owned(),
         missing: health::ready(server, &snapshots).err(),
+        problems: problems.iter().map(view::problem).collect(),
+        unsaved,
         bounds: (0..BUCKETS).filter_map(bound).map(seconds).collect(),
-        portals: portals(server, &snapshots),
-        backends: backends(server),
+        portals: portals(server, &problems, &snapshots),
+        backends: backends(server, &problems),
         workers: snapshots.iter().map(worker).collect(),
         targets: targets(server),
-        luns: luns(server, &snapshots),
+        luns: luns(server, &problems, &snapshots),
         sessions: sessions(server, &snapshots),
         network: network(&snapshots),
     }
@@ -113,20 +117,25 @@ fn targets(server: &Server) -> Vec<LiveTarget> {
     catalog.targets.iter().map(live).collect()
 }
 
-fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
+fn luns(server: &Server, problems: &Problems, snapshots: &[Snapshot]) -> Vec<LiveLun> {
     let catalog = server.shared().registry.catalog();
     let mut luns = Vec::new();
     for target in &catalog.targets {
         for ((number, unit), stats) in target.units.iter().zip(&target.stats) {
             let management = unit.management();
             let faults = stats.faults();
+            let backend = view::backend_of(server, target, *number);
+            let problem = problems.of(&Subject::Backend(backend.to_owned()));
             luns.push(LiveLun {
                 target: target.config.name.clone(),
                 lun: *number,
-                size: unit.lu.capacity_bytes(),
+                backend: backend.to_owned(),
+                state: problem.map(|problem| problem.state().to_owned()),
+                size: view::size_of(unit, &catalog),
                 read_only: target.is_read_only(*number),
                 queue_depth: stats.queue_depth(),
                 errors: errors(&faults),
+                throttled: throttled(&faults),
                 attentions: attentions(&faults),
                 faults: by_kind(&faults),
                 ops: ops(stats),
@@ -141,10 +150,9 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
     luns
 }
 
-/// All portals, each once.
-fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
+/// Returns all portals without duplicates.
+fn portals(server: &Server, problems: &Problems, snapshots: &[Snapshot]) -> Vec<LivePortal> {
     let catalog = server.shared().registry.catalog();
-    let problems = server.problems();
     let mut portals: BTreeMap<(String, SocketAddr), LivePortal> = BTreeMap::new();
     for target in &catalog.targets {
         for (protocol, at) in &target.listens {
@@ -154,7 +162,8 @@ fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
                     protocol: protocol.to_string(),
                     listen: at.to_string(),
                     targets: Vec::new(),
-                    is_listening: health::is_listening(*protocol, *at, snapshots),
+                    is_listening: problem.is_none()
+                        && health::is_listening(*protocol, *at, snapshots),
                     error: problem.map(|problem| problem.why.clone()),
                 }
             };
@@ -164,7 +173,7 @@ fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
             live.targets.push(target.config.name.clone());
         }
     }
-    // What is not at an address yet, by how it is configured.
+    // If there is no current address, use the configured address.
     let targets = &server.config().targets;
     let all = targets
         .iter()
@@ -182,16 +191,15 @@ fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
     portals.into_values().chain(lacking).collect()
 }
 
-/// Backends of units, and others that are open, in the order of the configuration.
-fn backends(server: &Server) -> Vec<LiveBackend> {
+/// Returns the backends of all units and other open backends, in configuration order.
+fn backends(server: &Server, problems: &Problems) -> Vec<LiveBackend> {
     let open: BTreeMap<_, _> = server.backends().collect();
-    let problems = server.problems();
     let configured = server.config().backends.iter();
     let live = |backend: &Backend| {
         let name = backend.name.as_str();
         let store = open.get(name);
         let problem = problems.of(&Subject::Backend(name.to_owned()));
-        // One that no target uses is neither.
+        // This backend is not used by any target.
         if store.is_none() && problem.is_none() {
             return None;
         }
@@ -199,6 +207,7 @@ fn backends(server: &Server) -> Vec<LiveBackend> {
         let space = store.and_then(|store| store.space());
         let unit = server.unit_on(name);
         let errors = store.into_iter().flat_map(|store| store.errors());
+        let errors = errors.filter(|(_, n)| *n > 0);
         Some(LiveBackend {
             name: name.to_owned(),
             kind: backend.spec.source.kind().to_owned(),
@@ -209,6 +218,7 @@ fn backends(server: &Server) -> Vec<LiveBackend> {
             is_filling: unit.is_some_and(|unit| unit.lu.is_filling()),
             errors: errors.map(|(kind, n)| (kind.to_owned(), n)).collect(),
             error: problem.map(|problem| problem.why.clone()),
+            state: problem.map(|problem| problem.state().to_owned()),
         })
     };
     configured.filter_map(live).collect()
@@ -217,6 +227,11 @@ fn backends(server: &Server) -> Vec<LiveBackend> {
 fn errors(faults: &Tally<Fault>) -> u64 {
     let errors = faults.iter().filter(|(fault, _)| fault.is_error());
     errors.map(|(_, n)| n).sum()
+}
+
+fn throttled(faults: &Tally<Fault>) -> u64 {
+    let turned_away = faults.iter().filter(|(fault, _)| fault.throttle.is_some());
+    turned_away.map(|(_, n)| n).sum()
 }
 
 fn attentions(faults: &Tally<Fault>) -> u64 {
@@ -253,12 +268,12 @@ fn reservations(lu: &LogicalUnit) -> LiveReservations {
     }
 }
 
-/// Totals of initiators at a unit, of sessions now and before.
+/// Returns the totals of all initiators of a unit, for current and closed sessions.
 fn initiators(stats: &Arc<LunStats>, snapshots: &[Snapshot]) -> BTreeMap<String, LiveShare> {
     let mut shares = stats.kept();
     for entry in snapshots.iter().flat_map(|snapshot| &snapshot.accounts) {
         if Arc::ptr_eq(entry.account.lun(), stats) {
-            // Of a port of iSCSI the name without the session's identifier.
+            // For an iSCSI port, use the name without the session identifier.
             let name = entry.initiator.split(',').next().unwrap_or_default();
             *shares.entry(name.to_owned()).or_default() += entry.account.share();
         }
@@ -290,8 +305,9 @@ fn ops(stats: &LunStats) -> BTreeMap<String, LiveOp> {
 
 fn sessions(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveSession> {
     let catalog = server.shared().registry.catalog();
-    // By worker as well: an initiator that has channels at several workers has an account at each,
-    // and a view of each channel, so the sum of all would count with every one of them.
+    // We need the worker in the key as well: an initiator with channels on several workers has a
+    // separate account on each of them, but every channel reports the whole account, so a plain sum
+    // would count it several times.
     let mut done: BTreeMap<(u16, &str, &str), InitiatorStats> = BTreeMap::new();
     for snapshot in snapshots {
         for entry in &snapshot.accounts {
@@ -329,7 +345,7 @@ fn sessions(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveSession> {
 
 fn network(snapshots: &[Snapshot]) -> LiveNetwork {
     let mut sum = LiveNetwork::default();
-    // Shared memory is no network.
+    // Shared memory is not a network.
     let devices = snapshots.iter().flat_map(|s| &s.devices);
     let devices = devices.filter(|device| device.provider != riser_transport::shm::PROVIDER);
     for nic in devices.filter_map(|device| device.nic) {

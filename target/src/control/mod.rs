@@ -7,31 +7,34 @@
 //!   (tokio, axum: `api`)                    └──→ workers, through their mailboxes
 //! ```
 //!
-//! Workers know nothing of tokio. What people and tools ask for waits in a queue of [`WAITING`]
-//! requests for the thread that owns the [`Server`]; a request that finds it full is refused.
+//! Workers don't use tokio. Requests from users and tools are sent to the thread that owns the
+//! [`Server`] via a queue for [`WAITING`] requests. When the queue is full, requests are rejected.
 //!
 //! # Modules
-//! - [`run`]: what `riserd run` does: start, notify the service manager, serve, shut down.
-//! - [`routes`]: the paths of the admin API. [`api`]: what they ask the daemon. [`view`]: fills
-//!   what they say, whose types are those of `riser-admin-api`.
-//! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status
-//!   page, which shows what [`live`] says; [`top`] shows its rates in a terminal. [`timeline`]:
-//!   what the page shows of the last minutes; [`events`]: what happened.
-//! - [`trace`]: the ways of single commands.
-//! - [`socket`]: place and access of the API.
-//! - [`history`]: the configurations that were applied. [`state`]: the directory where they are
-//!   kept, with [`reservations`] and [`identities`] of logical units, failed [`flushes`] and the
-//!   numbers of [`ports`].
-//! - `room`: measures the room of backends.
-//! - [`upgrade`]: another program takes over.
-//! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
-//! - `bounded`: their listener, whose clients cannot keep each other out.
-//! - `watchdog`: reports to the service manager that all workers make progress, on a separate
-//!   thread.
-//! - [`report`]: what `riserd sessions` and its like print, whose client is that of
-//!   `riser-admin-api`; [`objects`]: the configuration's objects with the daemon's data about them.
+//! - [`run`]: implements `riserd run`: starts up, notifies the service manager, serves and shuts
+//!   down.
+//! - [`routes`]: paths of the admin API. [`api`]: requests to the daemon. [`view`]: creates the
+//!   responses, using the types from `riser-admin-api`.
+//! - [`http`]: routes that are also available via TCP: [`metrics`], [`health`], and the status page
+//!   with the data from [`live`]; [`top`] shows its rates in a terminal. [`timeline`]: history for
+//!   the last minutes on this page; [`events`]: recent events.
+//! - [`trace`]: command traces.
+//! - [`socket`]: path and permissions of the API socket.
+//! - [`history`]: previous configurations. [`state`]: the state directory, also used for
+//!   [`reservations`] and [`identities`] of logical units, failed [`flushes`] and [`ports`]
+//!   numbers.
+//! - `room`: measures the free space of backends.
+//! - [`upgrade`]: upgrades to a new program.
+//! - `open`: opens sockets and the server at startup. `serving`: HTTP servers with graceful
+//!   shutdown.
+//! - `bounded`: HTTP listener which protects its clients from each other.
+//! - `watchdog`: a separate thread that notifies the service manager while all workers make
+//!   progress.
+//! - [`report`]: output of `riserd sessions` and similar commands, which use the client in
+//!   `riser-admin-api`; [`objects`]: configuration objects with the corresponding daemon data.
 
 pub mod api;
+mod blocked;
 mod bounded;
 pub mod events;
 pub mod flushes;
@@ -42,10 +45,12 @@ pub mod history;
 pub mod http;
 pub mod identities;
 pub mod live;
+pub mod logging;
 pub mod metrics;
 pub mod objects;
 mod open;
 pub mod ports;
+mod renumbering;
 pub mod report;
 pub mod reservations;
 mod room;
@@ -71,12 +76,14 @@ use sd_notify::NotifyState;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
-use self::api::{AdminRequest, Ask, Failure, Kept, Proposal};
+use self::api::{AdminRequest, Ask, Block, Failure, Kept, Proposal};
 use self::history::{Entry, History};
 use self::http::Listening;
+use self::metrics::{ConfigState, Reload};
 use self::open::{
     PREDECESSOR, admin_at, admin_or_problem, is_edited, open_metrics, restored, start,
 };
+use self::renumbering::Renumbered;
 use self::room::Room;
 use self::signals::Signals;
 use self::socket::Admin;
@@ -92,32 +99,35 @@ use crate::server::handover::ServerState;
 use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
 use crate::server::{Server, ServerError};
+use crate::sessions::blocklist::Initiator;
 
-// Clients of the admin API still wait when file systems have had their time to answer.
+// Admin API clients must still be waiting when a file system check times out.
 const _: () = assert!(look::LONGEST.as_secs() < riser_admin_api::client::PATIENCE.as_secs());
 
-/// Requests that wait at most.
+/// Maximum number of queued requests.
 pub const WAITING: usize = 16;
 
-/// Origin of a daemon's configuration.
+/// Origin of the daemon's configuration.
 pub struct Source<'a> {
-    /// Configuration that the file has.
+    /// Configuration from the file.
     pub config: Config,
-    /// Path of the file.
+    /// File path.
     pub file: PathBuf,
     /// Reads the file again.
     pub reread: &'a dyn Fn() -> Result<Config, String>,
-    /// The configuration that was applied last comes before the file's.
+    /// If set, use the configuration that was last applied instead of the file.
     pub restore: bool,
-    /// Handover state of the program before. A configuration among it comes before all others.
+    /// Handover state of the previous program. If it contains a configuration, this is always used.
     pub handover: Handover,
 }
 
-/// Serves a configuration until SIGTERM or SIGINT, or until another program takes over. At SIGHUP,
-/// and when the admin API asks for it, takes another one, as far as [`Server::change`] allows.
+/// Serves a configuration until SIGTERM or SIGINT is received, or until another program takes over.
+/// The configuration can be replaced on SIGHUP or via the admin API, if [`Server::change`] supports
+/// the change.
 ///
 /// # Errors
-/// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
+/// Returns a [`ServerError`] if the start failed, if a worker failed, or if data could not be made
+/// durable.
 pub fn run(source: Source<'_>) -> Result<(), ServerError> {
     let runtime = runtime().map_err(ServerError::ControlPlane)?;
     let Handover {
@@ -126,14 +136,15 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         admin: listener,
         ..
     } = source.handover;
-    // Looked up now: an upgrade replaces the file, after which the kernel calls it deleted.
+    // We need to get the path now, because an upgrade replaces the file, and then the kernel will
+    // report it as deleted.
     let program = upgrade::own_program().map_err(ServerError::Program)?;
     runtime.block_on(async {
-        // Before anything is opened: until then a signal would end the process at once, with files
-        // half made.
+        // This must be done before we open anything. Otherwise, a signal would terminate the
+        // process immediately, and could leave incomplete files behind.
         let mut signals = Signals::new().map_err(ServerError::Signal)?;
-        // Before the server, which keeps reservations there: the directory's lock lets one daemon
-        // use them at a time.
+        // Open this before the server, because it stores reservations there. The directory lock
+        // ensures that only one daemon can use it at a time.
         let mut history = History::open(&source.config.state).map_err(ServerError::State)?;
         let (upgrade_record, how) = match predecessor {
             Some(predecessor) => {
@@ -142,19 +153,21 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             }
             None => (UpgradeRecord::default(), "start"),
         };
-        // After an upgrade the configuration that was handed over counts, not the file.
+        // After an upgrade, the configuration in the handover state is used instead of the file.
         let file = (how == "start").then(|| source.config.to_yaml());
         let config = match source.restore && file.is_some() {
             true => restored(source.config, &history)?,
             false => source.config,
         };
+        // The log was started with the filter from the file.
+        logging::set_filter(&config.log);
         let mut server = start(|| {
             let keepers = history.keepers();
             Server::start_patiently(&config, &server_state, keepers, PREDECESSOR)
         })?;
         let yaml = config.to_yaml();
-        // A start that serves what was served last is no change, and would push older ones out of
-        // the history.
+        // A start with the last configuration is not a change, so it should not displace older
+        // entries from the history.
         if history
             .entries()
             .first()
@@ -167,8 +180,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        // After the server: an address that metrics cannot have must not delay what initiators
-        // need.
+        // This is done after starting the server, so that an unavailable metrics address does not
+        // delay initiators.
         let metrics = match start(|| open_metrics(&config, &server_state, &requests)) {
             Err(error) if !config.strict => {
                 let wanted = config.metrics.as_ref();
@@ -178,7 +191,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             metrics => metrics?,
         };
         let admin = admin_or_problem(&config, listener, &requests, &mut server)?;
-        // Clients that connect to sockets that were not adopted would wait for ever.
+        // Drop sockets that were not adopted, or else clients that connect to them would wait
+        // forever.
         drop(server_state);
         if let Some(from) = &upgrade_record.upgraded_from {
             tracing::info!(%from, to = env!("CARGO_PKG_VERSION"), "took over");
@@ -193,6 +207,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
                 last: RefCell::default(),
             },
             history,
+            reloads: Reload::at_start(),
             restores: source.restore,
             since: Instant::now(),
             requests,
@@ -209,22 +224,22 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
     })
 }
 
-/// Makes the runtime of the control plane.
+/// Creates the runtime for the control plane.
 ///
 /// # Errors
-/// A thread, or a descriptor, cannot be had.
+/// Fails if a thread or a descriptor cannot be created.
 fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     let build = || {
-        // A thread of its own for HTTP: the control plane blocks in files and devices while it
-        // answers a request, and clients must be able to connect and to give up meanwhile.
+        // We use a separate thread for HTTP: the control plane can block on files and devices while
+        // it handles a request, and clients should still be able to connect and to time out.
         tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("riser-control")
             .enable_all()
             .build()
     };
-    // Tokio panics where the system refuses it a thread or the sockets that its signals take, which
-    // is no defect of this program, and is not to look like one.
+    // Tokio panics if the system cannot create a thread or the sockets used for signals. This is
+    // not a bug in this program, so it should not look like one.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let built = std::panic::catch_unwind(build);
@@ -238,7 +253,7 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     })
 }
 
-/// Logs an error of the history, which is fatal only in strict mode.
+/// Logs a history error, which is only fatal in strict mode.
 fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerError> {
     match kept {
         Err(error) if !config.strict => {
@@ -249,43 +264,44 @@ fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerErro
     }
 }
 
-/// A server with the signals and requests that control it.
+/// A server with the signals and requests to control it.
 struct Control<'a> {
     server: Server,
     file: ConfigFile<'a>,
     history: History,
-    /// A restart serves what was applied last.
+    reloads: Reload,
+    /// If set, a restart uses the configuration that was applied last.
     restores: bool,
     since: Instant,
     requests: mpsc::Sender<AdminRequest>,
     metrics: Option<Listening>,
     timeline: Timeline,
-    /// Search for commands that is under way.
+    /// The active command trace.
     search: Option<Search>,
-    /// Reason why the last retry failed, so that it is logged once.
+    /// Error of the last failed retry, so that it is only logged once.
     retry_failed: Option<String>,
     admin: Option<Admin>,
-    /// Path of this program at the start.
+    /// Path of this program at startup.
     program: PathBuf,
     upgrade_record: UpgradeRecord,
-    /// An upgrade that is to be done next.
+    /// The upgrade to be performed next.
     handing: Option<PreparedUpgrade>,
 }
 
-/// Configuration file, with its last comparison.
+/// The configuration file, with the result of the last comparison.
 struct ConfigFile<'a> {
     path: PathBuf,
     reread: &'a dyn Fn() -> Result<Config, String>,
-    /// Version of the file at the last comparison, and its configuration if that was valid.
+    /// File version at the last comparison, and its configuration if it was valid.
     last: RefCell<Option<(Version, Option<String>)>>,
 }
 
-/// The device, inode, length and times of the last change of a file.
+/// File version: device, inode, length, and the modification and change times.
 type Version = (u64, u64, u64, (i64, i64), (i64, i64));
 
 impl ConfigFile<'_> {
-    /// Configuration of the file now, as [`Config::to_yaml`] writes it; `None` if it cannot be
-    /// served. A file that did not change since is not read again.
+    /// Returns the current configuration in the file, as written by [`Config::to_yaml`], or `None`
+    /// if it is not valid. The file is only read again if it has changed.
     fn yaml(&self) -> Option<String> {
         let file = std::fs::metadata(&self.path).ok()?;
         let changed = (file.mtime(), file.mtime_nsec());
@@ -293,7 +309,7 @@ impl ConfigFile<'_> {
         let version = (file.dev(), file.ino(), file.len(), changed, moved);
         let mut last = self.last.borrow_mut();
         match &*last {
-            // Each request for the status asks, and reading and checking the file takes time.
+            // This is called for each status request, and it takes time to read and check the file.
             Some((seen, yaml)) if *seen == version => yaml.clone(),
             _ => {
                 let yaml = (self.reread)().ok().map(|config| config.to_yaml());
@@ -304,15 +320,26 @@ impl ConfigFile<'_> {
     }
 }
 
-/// Interval of retries for what cannot be served.
+/// Interval to retry unavailable objects.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Reason for which the daemon stops serving as it did.
+/// Reason to stop serving.
 enum Turn {
-    /// It is to end.
+    /// The daemon should terminate.
     End(&'static str),
     /// Another program takes over.
     HandOver(PreparedUpgrade),
+}
+
+/// Change of the metrics address.
+#[derive(Debug)]
+enum MetricsChange {
+    /// Same address, which is active or will be retried.
+    Kept,
+    /// A different address, or no address.
+    Opened(Option<Listening>),
+    /// The address is not available, but the change allows this.
+    Unavailable(ServerError),
 }
 
 /// Reason why a configuration was not applied.
@@ -320,6 +347,8 @@ enum Turn {
 enum ApplyError {
     #[error(transparent)]
     Change(#[from] ChangeError),
+    #[error("{0}; nothing was applied")]
+    Renumbered(#[from] Renumbered),
     #[error("{0}; nothing was applied")]
     Metrics(#[source] ServerError),
     #[error("it cannot be kept: {0}; nothing was applied")]
@@ -335,8 +364,8 @@ impl Control<'_> {
         loop {
             self.announce();
             self.server.warn_of_other_servers();
-            // Also after a hand-over that has failed: the service manager waits for the end of the
-            // reload.
+            // This is also required after a failed handover, because the service manager is waiting
+            // for the reload to complete.
             notify(&[NotifyState::Ready]);
             match self.attend(signals, &mut queue).await {
                 Turn::End(why) => {
@@ -344,8 +373,8 @@ impl Control<'_> {
                     return self.shut_down(why);
                 }
                 Turn::HandOver(handing) => {
-                    // For the service manager a hand-over is a reload: the process stays, and is
-                    // not ready until one of the two programs serves again.
+                    // For the service manager, a handover is a reload: the process continues to
+                    // exist, and is not ready until one of the programs is serving again.
                     notify_reloading();
                     self.notify_sessions();
                     match self
@@ -364,24 +393,23 @@ impl Control<'_> {
         }
     }
 
-    /// Does what signals and requests ask for, one after another.
+    /// Handles signals and requests one after another.
     async fn attend(
         &mut self,
         signals: &mut Signals,
         queue: &mut mpsc::Receiver<AdminRequest>,
     ) -> Turn {
-        // All of these are of the present server: after a hand-over that has failed there is
-        // another one.
+        // These belong to the current server, because a failed handover creates a new server.
         let failure = self.server.failure();
         let _watchdog = Watchdog::start(self.server.pinger());
         let _room = Room::start(self.server.measurer());
         let mut sample = interval(timeline::EVERY);
-        // A request that took seconds must not be followed by a burst of samples of the same
-        // moment.
+        // After a long request, we don't want a burst of samples for the same time.
         sample.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // From the threads that open what is missing: each ends after some seconds.
+        // Channel from the threads that open missing objects. Each thread terminates after a few
+        // seconds.
         let (opened, mut openings) = mpsc::channel(1);
         loop {
             tokio::select! {
@@ -398,20 +426,21 @@ impl Control<'_> {
                 () = failure.notified() => return Turn::End("a worker failed"),
                 Some(request) = queue.recv() => self.answer(request),
             }
-            // Only here, with the answer to the client on its way: what follows ends the server of
-            // HTTP.
+            // We do this here because the response to the client is already being sent, and the
+            // next step stops the HTTP server.
             if let Some(handing) = self.handing.take() {
                 return Turn::HandOver(handing);
             }
         }
     }
 
-    /// Standing of the configuration: what a restart would serve.
+    /// Returns the difference between the current configuration and the configuration after a
+    /// restart.
     fn standing(&self) -> Standing {
         let Some(file) = self.file.yaml() else {
             return Standing::Unsaved;
         };
-        // Compared as configurations are written by us, so comments and order in the file do not
+        // We compare the text in our own format, so comments and the order in the file don't
         // matter.
         if file == self.server.config().to_yaml() {
             return Standing::Saved;
@@ -423,10 +452,15 @@ impl Control<'_> {
         }
     }
 
-    /// Opens what could not be opened, on a thread of its own: a file system may not answer.
+    /// Returns true if the configuration file is different from the current configuration.
+    fn is_unsaved(&self) -> bool {
+        self.standing() != Standing::Saved
+    }
+
+    /// Opens missing objects on a separate thread, because a file system might not respond.
     fn open_missing(&self, opened: mpsc::Sender<OpenedStores>) {
         let wishes = self.server.wishes();
-        // Without a receiver they are undone.
+        // If the receiver was dropped, we undo the changes.
         let open = move || open_each(wishes, |stores| drop(opened.blocking_send(stores)));
         let thread = std::thread::Builder::new().name("retry".into()).spawn(open);
         if let Err(error) = thread {
@@ -434,11 +468,11 @@ impl Control<'_> {
         }
     }
 
-    /// Tries again to serve what could not be served, also at addresses that the host has only now.
+    /// Retries objects that were not available, including addresses that were added to the host.
     fn retry(&mut self, opened: OpenedStores) {
-        // It is tried every few seconds.
+        // This is retried every few seconds.
         let failed = self.server.retry(opened).err();
-        // The same text again is the same obstacle, which needs no line every five seconds.
+        // The same text means the same error, which should not be logged every five seconds.
         let failed = failed.map(|error| error.to_string());
         if let Some(error) = failed.as_ref().filter(|_| failed != self.retry_failed) {
             tracing::warn!(error, "what is not served cannot be tried again");
@@ -460,7 +494,7 @@ impl Control<'_> {
         }
     }
 
-    /// Says what is served.
+    /// Logs the active objects.
     fn announce(&self) {
         let problems = self.server.problems();
         for target in view::targets(&self.server) {
@@ -491,29 +525,51 @@ impl Control<'_> {
             Ask::Sessions => to_json(&view::sessions(&self.server)),
             Ask::Targets => to_json(&view::targets(&self.server)),
             Ask::History => to_json(&view::history(self.history.entries())),
-            Ask::Metrics => match metrics::text(&self.server, self.since.elapsed()) {
-                Ok(text) => to_json(&text),
-                Err(error) => Err(Failure::Failed(error.to_string())),
-            },
-            Ask::Live => to_json(&live::live(&self.server, self.since.elapsed())),
+            Ask::Metrics => {
+                let config = ConfigState {
+                    is_unsaved: self.is_unsaved(),
+                    reload: self.reloads,
+                };
+                match metrics::text(&self.server, config, self.since.elapsed()) {
+                    Ok(text) => to_json(&text),
+                    Err(error) => Err(Failure::Failed(error.to_string())),
+                }
+            }
+            Ask::Live => {
+                let uptime = self.since.elapsed();
+                to_json(&live::live(&self.server, uptime, self.is_unsaved()))
+            }
             Ask::Recent(since) => to_json(&self.timeline.recent(since)),
             Ask::Health => Ok(serde_json::Value::Null),
             Ask::Ready => health::ready(&self.server, &self.server.snapshot())
                 .map(|()| serde_json::Value::Null)
                 .map_err(|why| Failure::Refused { why, errno: None }),
             Ask::Config => self.kept().and_then(|kept| to_json(&kept)),
-            Ask::Apply { proposal, replaces } => {
-                let how = "apply";
+            Ask::Apply {
+                proposal,
+                replaces,
+                how,
+                allow_unavailable,
+            } => {
+                let how = how.name();
                 let config = self
                     .check_revision(replaces.as_deref())
                     .and_then(|()| self.proposed(&proposal))
                     .inspect_err(|failure| self.reject(Asked { who, how }, failure));
-                config.and_then(|config| to_json(&self.apply(config, Asked { who, how })?))
+                config.and_then(|config| {
+                    to_json(&self.apply(config, Asked { who, how }, allow_unavailable)?)
+                })
             }
             Ask::Diff(proposal) => self
                 .proposed(&proposal)
                 .and_then(|config| to_json(&self.changes(&config))),
-            Ask::Rollback(back) => self.roll_back(back, who).and_then(|done| to_json(&done)),
+            Ask::Rollback {
+                back,
+                allow_unavailable,
+            } => {
+                let done = self.roll_back(back, who, allow_unavailable);
+                done.and_then(|done| to_json(&done))
+            }
             Ask::Reload => self.reload(who).and_then(|changes| to_json(&changes)),
             Ask::Trace(wanted) => self.trace(wanted).map(|()| serde_json::Value::Null),
             Ask::TraceLook => match &mut self.search {
@@ -535,6 +591,8 @@ impl Control<'_> {
                         to_json(&upgrade)
                     })
             }
+            Ask::Disconnect { name, block } => self.disconnect(who, &name, block),
+            Ask::Unblock(name) => self.unblock(who, &name),
             Ask::ClearFlushFailure(serial) => self.clear_flush_failure(serial.as_deref()),
             Ask::Rescan => self
                 .server
@@ -544,6 +602,67 @@ impl Control<'_> {
         };
         // The client may have disconnected.
         let _ = request.reply.send(answer);
+    }
+
+    /// Requests a logout for all sessions of an initiator, or for the session with a number. If
+    /// `block` is set, the initiator cannot log in again.
+    fn disconnect(
+        &self,
+        who: &str,
+        name: &str,
+        block: Option<Block>,
+    ) -> Result<serde_json::Value, Failure> {
+        let refused = |why| Err(Failure::Refused { why, errno: None });
+        let (channels, sessions) = view::sessions_named(&self.server, name);
+        if let Some(block) = block {
+            let of_sessions = sessions.iter().map(|view| &*view.initiator);
+            let names = of_sessions.chain(sessions.is_empty().then_some(name));
+            let initiators: Option<Vec<_>> = names.map(Initiator::parse).collect();
+            let Some(mut initiators) = initiators else {
+                let why = format!(
+                    "`{name}` is neither a session nor an initiator: write an iSCSI name, or the GUID \
+                     or port identifier of an SRP initiator"
+                );
+                return refused(why);
+            };
+            initiators.dedup();
+            let blocklist = self.server.blocklist();
+            if let Err(error) = blocklist.block(&initiators, block.duration(), who) {
+                return refused(format!("cannot block `{name}`: {error}"));
+            }
+            for initiator in &initiators {
+                audit::blocked(who, initiator, block.duration());
+            }
+            self.server.log_out_blocked();
+        } else if channels.is_empty() {
+            return refused(format!(
+                "no session of `{name}`: `riserd sessions` lists initiators and numbers"
+            ));
+        }
+        if !channels.is_empty() {
+            audit::disconnecting(who, name, channels.len());
+            self.server.log_out(channels);
+        }
+        to_json(&sessions)
+    }
+
+    /// Allows a blocked initiator to log in again.
+    fn unblock(&self, who: &str, name: &str) -> Result<serde_json::Value, Failure> {
+        let refused = |why| Err(Failure::Refused { why, errno: None });
+        let blocklist = self.server.blocklist();
+        let Some(initiator) = Initiator::parse(name) else {
+            return refused(format!("`{name}` is not an initiator"));
+        };
+        match blocklist.unblock(&initiator) {
+            Ok(true) => audit::unblocked(who, &initiator),
+            Ok(false) => {
+                return refused(format!(
+                    "`{name}` is not blocked: `riserd status` lists blocked initiators"
+                ));
+            }
+            Err(error) => return refused(format!("cannot unblock `{name}`: {error}")),
+        }
+        to_json(&blocklist.list())
     }
 
     fn clear_flush_failure(&self, serial: Option<&str>) -> Result<serde_json::Value, Failure> {
@@ -563,23 +682,23 @@ impl Control<'_> {
         to_json(&view::targets(&self.server))
     }
 
-    /// Begins to look for commands.
+    /// Starts a command trace.
     fn trace(&mut self, wanted: Wanted) -> Result<(), Failure> {
         wanted.check().map_err(Failure::Mistake)?;
-        // A client that was killed does not end its search, so one that is not looked at gives
-        // way.
+        // A client that was killed does not stop its trace, so we replace the trace if it was not
+        // polled recently.
         if self.search.as_ref().is_some_and(|s| !s.is_forgotten()) {
             let why = "another client is tracing commands".to_owned();
             return Err(Failure::Refused { why, errno: None });
         }
-        // The old server has to release the units first.
+        // The old tracer must release the units first.
         self.search = None;
         let refused = |why| Failure::Refused { why, errno: None };
         self.search = Some(Search::begin(&self.server, wanted).map_err(refused)?);
         Ok(())
     }
 
-    /// The configuration that is served, in both forms.
+    /// Returns the current configuration in both formats.
     fn kept(&self) -> Result<Kept, Failure> {
         let config = self.server.config();
         let yaml = config.to_yaml();
@@ -590,7 +709,7 @@ impl Control<'_> {
         })
     }
 
-    /// Returns an error unless this is the configuration's revision.
+    /// Checks the revision of the current configuration.
     fn check_revision(&self, wanted: Option<&str>) -> Result<(), Failure> {
         match wanted {
             Some(wanted) if wanted != revision(&self.server.config().to_yaml()) => {
@@ -600,7 +719,7 @@ impl Control<'_> {
         }
     }
 
-    /// Returns the configuration that a client asks for.
+    /// Returns the configuration proposed by a client.
     fn proposed(&self, proposal: &Proposal) -> Result<Config, Failure> {
         match proposal {
             Proposal::Whole(text) => parse(text),
@@ -611,77 +730,81 @@ impl Control<'_> {
         }
     }
 
-    /// Changes that another configuration would make.
+    /// Returns the changes made by a new configuration.
     fn changes(&self, config: &Config) -> Changes {
-        let refused = self.server.check(config);
+        let refused = self.server.check(config).map_err(ApplyError::from);
+        let refused = refused.and_then(|()| self.check_numbers(config));
         Changes {
             changes: diff(self.server.config(), config),
             refused: refused.err().map(|error| error.to_string()),
+            warnings: view::warnings(&self.server, self.server.config(), config),
             written: view::written(view::drift(&self.server, config), None),
         }
     }
 
-    /// Applies a configuration and keeps it, or does neither; says in the log what came of it.
-    fn apply(&mut self, config: Config, asked: Asked<'_>) -> Result<Changes, Failure> {
+    /// Applies a configuration and stores it, or does neither of them, and logs the result.
+    fn apply(
+        &mut self,
+        config: Config,
+        asked: Asked<'_>,
+        allow_unavailable: bool,
+    ) -> Result<Changes, Failure> {
         let Asked { who, how } = asked;
-        let changes = diff(self.server.config(), &config);
+        let old = self.server.config().clone();
+        let changes = diff(&old, &config);
         let before = self.standing();
         if before == Standing::Saved {
-            // Such as after `save`: that the file was written is no edit, which would be served
-            // after a restart.
+            // For example, after `save`: writing the file should not be treated as an edit that is
+            // used after a restart.
             let file = self.server.config().to_yaml();
             if let Err(error) = self.history.see_file(file) {
                 tracing::warn!(%error, "cannot record that the file was read");
             }
         }
-        let stays = |listening: &Listening| {
-            let wanted = config.metrics.as_ref();
-            wanted.is_some_and(|wanted| wanted.listen == listening.addr())
-        };
-        // An address that cannot be had is tried again elsewhere.
-        let is_missing = |listen| {
-            let problems = self.server.problems();
-            problems.has(&Subject::Metrics(listen))
-        };
-        let keeps_metrics = self.metrics.as_ref().is_some_and(stays)
-            || config
-                .metrics
-                .as_ref()
-                .is_some_and(|wanted| is_missing(wanted.listen));
-        let opened = if keeps_metrics {
-            Ok(None)
-        } else {
-            let none = ServerState::default();
-            open_metrics(&config, &none, &self.requests).map_err(ApplyError::Metrics)
-        };
+        // With a strict configuration, the next start would fail without these objects.
+        let is_lenient = allow_unavailable && !config.strict;
+        let opened = self
+            .check_numbers(&config)
+            .and_then(|()| self.open_other_metrics(&config, is_lenient));
         let history = &mut self.history;
-        // Files that it names may say something else now, so it is applied even if it is the same.
+        // The contents of referenced files may have changed, so we apply the configuration even if
+        // it is the same.
         let entry = (!changes.is_empty()).then(|| Entry::now(who, how, config.to_yaml()));
         let applied = opened.and_then(|metrics| {
-            self.server.change_if(config, || {
+            let agree = || {
                 entry
                     .map_or(Ok(()), |entry| history.record(entry))
                     .map_err(ApplyError::Keep)
-            })?;
+            };
+            match is_lenient {
+                true => self.server.change_without_unavailable(config, agree)?,
+                false => self.server.change_if(config, agree)?,
+            }
             Ok(metrics)
         });
         match applied {
             Ok(metrics) => {
-                if !keeps_metrics {
-                    self.metrics = metrics;
-                    self.server.set_metrics_problem(None);
+                self.change_metrics(metrics);
+                let log = &self.server.config().log;
+                if old.log != *log {
+                    logging::set_filter(log);
                 }
                 let revision = revision(&self.server.config().to_yaml());
                 audit::changed(asked, &revision, &changes);
                 for change in &changes {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
                 }
+                let warnings = view::warnings(&self.server, &old, self.server.config());
+                for warning in &warnings {
+                    tracing::warn!("{warning}");
+                }
                 let drift = view::drift(&self.server, self.server.config());
-                // Once, not with every change.
+                // Only show this once, not for each change.
                 let standing = Some(self.standing()).filter(|standing| *standing != before);
                 Ok(Changes {
                     changes,
                     refused: None,
+                    warnings,
                     written: view::written(drift, standing),
                 })
             }
@@ -693,8 +816,59 @@ impl Control<'_> {
         }
     }
 
-    /// Applies the configuration that was served `back` configurations before the present one.
-    fn roll_back(&mut self, back: usize, who: &str) -> Result<Changes, Failure> {
+    /// Returns an error if disks would exchange numbers while they are in use.
+    fn check_numbers(&self, config: &Config) -> Result<(), ApplyError> {
+        let is_used = |target: &str| {
+            let sessions = view::sessions(&self.server);
+            sessions.iter().any(|session| session.target == target)
+        };
+        match renumbering::find(self.server.config(), config, is_used) {
+            Some(renumbered) => Err(renumbered.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Opens the metrics address of a new configuration.
+    fn open_other_metrics(
+        &self,
+        config: &Config,
+        is_lenient: bool,
+    ) -> Result<MetricsChange, ApplyError> {
+        if let Some(wanted) = &config.metrics {
+            let listening = self.metrics.as_ref().map(Listening::addr);
+            // A missing address is retried separately.
+            let is_missing = Subject::Metrics(wanted.listen);
+            if listening == Some(wanted.listen) || self.server.problems().has(&is_missing) {
+                return Ok(MetricsChange::Kept);
+            }
+        }
+        match open_metrics(config, &ServerState::default(), &self.requests) {
+            Ok(opened) => Ok(MetricsChange::Opened(opened)),
+            Err(error) if is_lenient => Ok(MetricsChange::Unavailable(error)),
+            Err(error) => Err(ApplyError::Metrics(error)),
+        }
+    }
+
+    /// Updates the metrics listener for the configuration that was just applied.
+    fn change_metrics(&mut self, change: MetricsChange) {
+        let (opened, error) = match change {
+            MetricsChange::Kept => return,
+            MetricsChange::Opened(opened) => (opened, None),
+            MetricsChange::Unavailable(error) => (None, Some(error)),
+        };
+        self.metrics = opened;
+        let wanted = self.server.config().metrics.as_ref();
+        let listen = wanted.map(|wanted| wanted.listen);
+        self.server.set_metrics_problem(listen.zip(error.as_ref()));
+    }
+
+    /// Applies the configuration from `back` changes ago.
+    fn roll_back(
+        &mut self,
+        back: usize,
+        who: &str,
+        allow_unavailable: bool,
+    ) -> Result<Changes, Failure> {
         let how = format!("rollback {back}");
         let Some(entry) = self.history.entries().get(back) else {
             let kept = self.history.entries().len();
@@ -703,10 +877,10 @@ impl Control<'_> {
             return Err(Failure::Refused { why, errno: None });
         };
         let config = parse(&entry.yaml)?;
-        self.apply(config, Asked { who, how: &how })
+        self.apply(config, Asked { who, how: &how }, allow_unavailable)
     }
 
-    /// Changes that were made to what the file said when it was read last.
+    /// Returns changes since the file was last read.
     fn unsaved(&self) -> Vec<Difference> {
         let Some(seen) = self.history.file() else {
             return Vec::new();
@@ -715,7 +889,7 @@ impl Control<'_> {
         seen.map_or_else(|_| Vec::new(), |seen| diff(&seen, self.server.config()))
     }
 
-    /// Reads the configuration file again and applies it.
+    /// Reloads the configuration file and applies it.
     fn reload(&mut self, who: &str) -> Result<Changes, Failure> {
         let how = "reload";
         let asked = Asked { who, how };
@@ -723,16 +897,17 @@ impl Control<'_> {
         let applied = match (self.file.reread)() {
             Ok(config) => {
                 let file = config.to_yaml();
-                // Before it is applied: then nothing is unsaved any more.
+                // We must get this before applying the file, because after that nothing is unsaved.
                 let unsaved = self.unsaved();
-                self.apply(config, asked).inspect(|applied| {
+                self.apply(config, asked, false).inspect(|applied| {
                     for change in taken_back(&applied.changes, &unsaved) {
                         tracing::warn!(
                             path = %change.path, old = %change.old, new = %change.new,
                             "a change that was not saved is taken back"
                         );
                     }
-                    // It would be served again as an edited file, which comes to the same.
+                    // The file will be treated as edited and applied again, which has the same
+                    // result.
                     if let Err(error) = self.history.see_file(file) {
                         tracing::warn!(%error, "cannot record that the file was read");
                     }
@@ -745,10 +920,11 @@ impl Control<'_> {
             }
         };
         notify(&[NotifyState::Ready]);
+        self.reloads.record(applied.is_ok());
         applied
     }
 
-    /// Says in the audit log that a configuration is not served.
+    /// Writes an audit log event for a rejected configuration.
     fn reject(&self, asked: Asked<'_>, reason: &dyn std::fmt::Display) {
         let stays = revision(&self.server.config().to_yaml());
         audit::rejected(asked, &stays, reason);
@@ -763,7 +939,7 @@ impl Control<'_> {
         Ok(())
     }
 
-    /// Says whose sessions end.
+    /// Logs the sessions that will be closed.
     fn notify_sessions(&self) {
         tracing::info!(sessions = self.server.sessions(), "sessions end");
         for session in view::sessions(&self.server) {
@@ -775,12 +951,12 @@ impl Control<'_> {
     }
 }
 
-/// Changes of a reload that concern what was changed and not saved.
+/// Returns the reload changes that affect unsaved changes.
 fn taken_back<'a>(
     changes: &'a [Difference],
     unsaved: &'a [Difference],
 ) -> impl Iterator<Item = &'a Difference> {
-    // An object that was created may be changed or replaced by the file's of that name.
+    // A created object could be changed or replaced by an object with the same name in the file.
     let is_in = |inner: &str, outer: &str| {
         let rest = inner.strip_prefix(outer);
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -791,19 +967,19 @@ fn taken_back<'a>(
     })
 }
 
-/// Reads a configuration that came by the socket.
+/// Parses a configuration received via the socket.
 fn parse(text: &str) -> Result<Config, Failure> {
     Config::parse(text, "configuration").map_err(|error| Failure::Mistake(error.to_string()))
 }
 
-/// A name for a configuration's content.
+/// Returns the revision for the contents of a configuration.
 fn revision(yaml: &str) -> String {
     let mut hasher = DefaultHasher::new();
     yaml.hash(&mut hasher);
     format!("{:016x}", hasher.finish())
 }
 
-/// Error number of the operating system, if it is the cause of an error.
+/// Returns the `errno` value if this was caused by a system error.
 fn errno(error: &ApplyError) -> Option<i32> {
     if let ApplyError::Change(ChangeError::InUse(_) | ChangeError::Threshold(_)) = error {
         return Some(rustix::io::Errno::BUSY.raw_os_error());
@@ -826,7 +1002,7 @@ fn to_json(view: &impl serde::Serialize) -> api::Answer {
     serde_json::to_value(view).map_err(|e| Failure::Failed(e.to_string()))
 }
 
-/// Notifies the service manager that the daemon is busy with itself, until it is ready again.
+/// Notifies the service manager that the daemon is reloading until it is ready again.
 fn notify_reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => notify(&[NotifyState::Reloading, now]),
@@ -834,7 +1010,7 @@ fn notify_reloading() {
     }
 }
 
-/// Notifies the service manager, if there is one.
+/// Notifies the service manager, if any.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::debug!(%error, "the service manager was not notified");

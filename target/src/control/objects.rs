@@ -1,58 +1,58 @@
-//! The data of `riserd ls` and `riserd info`: the objects of a configuration with what a running
-//! daemon says about them.
+//! Data for `riserd ls` and `riserd info`: configuration objects with the state of a running
+//! daemon.
 
 use riser_admin_api::live::{Live, LiveLun, LiveReservations};
-use riser_admin_api::view::{LunView, SessionView, Status, TargetView};
+use riser_admin_api::view::{LunView, PortalView, ProblemView, SessionView, Status, TargetView};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::config::{Access, Config, Found, Kind, ObjectPath, Target, masked, to_yaml};
 use crate::units::bytes;
 
-/// A running daemon: what it is configured to, and how it goes.
+/// The configuration and state of a running daemon.
 #[derive(Debug)]
 pub struct Facts {
-    /// The configuration that is served.
+    /// Current configuration.
     pub config: Config,
-    /// Status of the daemon.
+    /// Daemon status.
     pub status: Status,
-    /// Targets that are served, with their LUNs.
+    /// Active targets with their LUNs.
     pub targets: Vec<TargetView>,
-    /// Connections of initiators at present.
+    /// Current connections.
     pub sessions: Vec<SessionView>,
-    /// Counters of the daemon since its start.
+    /// Counters since the start.
     pub live: Live,
 }
 
-/// An object, and those in it.
+/// An object with its children.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Node {
     /// Path from the root.
     pub path: String,
-    /// Last part of the path.
+    /// Last segment of the path.
     pub name: String,
-    /// A few words about it.
+    /// Short summary.
     pub summary: String,
-    /// The objects in it.
+    /// Child objects.
     pub children: Vec<Node>,
 }
 
-/// An object in full.
+/// Full description of an object.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Info {
     /// Path from the root.
     pub path: String,
-    /// Description of such objects, from the schema.
+    /// Description from the schema.
     pub description: Option<String>,
-    /// Keys that are set, with secrets masked.
+    /// Keys that are set, with masked secrets.
     pub config: Value,
-    /// The daemon's data about it; null if there are none.
+    /// Daemon data for this object, or null if there is none.
     pub live: Value,
-    /// Keys that are not set, and what they are.
+    /// Keys that are not set, with their descriptions.
     pub unset: Vec<(String, String)>,
 }
 
-/// The object at a path with those beneath it, `depth` levels deep.
+/// Returns the object at a path with `depth` levels of children.
 #[must_use]
 pub fn list(facts: &Facts, place: &ObjectPath, found: Found<'_>, depth: usize) -> Node {
     let segments = place.segments();
@@ -64,7 +64,7 @@ pub fn list(facts: &Facts, place: &ObjectPath, found: Found<'_>, depth: usize) -
     let child =
         |(name, found): (String, Found<'_>)| list(facts, &place.join(&name), found, depth - 1);
     let path = place.to_string();
-    // With its escapes, so that a path can be put together from the tree.
+    // Keep the escapes, so that a path can be built from the tree.
     let name = path.rsplit('/').next().filter(|name| !name.is_empty());
     Node {
         name: name.unwrap_or("/").to_owned(),
@@ -74,7 +74,7 @@ pub fn list(facts: &Facts, place: &ObjectPath, found: Found<'_>, depth: usize) -
     }
 }
 
-/// The object at a path.
+/// Returns the object at a path.
 #[must_use]
 pub fn info(facts: &Facts, place: &ObjectPath, found: Found<'_>) -> Info {
     let last = place.segments().last().map_or("", String::as_str);
@@ -99,7 +99,7 @@ impl Facts {
         sessions.filter(|s| s.target == target).collect()
     }
 
-    /// A logical unit, and what was counted of it.
+    /// Returns a logical unit with its counters.
     fn lun(&self, target: &str, number: &str) -> Option<(&LunView, Option<&LiveLun>)> {
         let number: u16 = number.parse().ok()?;
         let view = self.targets.iter().find(|t| t.name == target)?;
@@ -108,7 +108,7 @@ impl Facts {
         Some((view.luns.get(&number)?, live))
     }
 
-    /// The logical units on a backend, as target and number.
+    /// Returns the logical units on a backend as target name and number.
     fn users(&self, backend: &str) -> Vec<(&str, u16)> {
         let targets = self.config.targets.iter();
         let luns = targets.flat_map(|t| t.luns.iter().map(|(n, lun)| (t.name.as_str(), *n, lun)));
@@ -116,7 +116,7 @@ impl Facts {
         uses.map(|(target, number, _)| (target, number)).collect()
     }
 
-    /// A few words about the object at a path.
+    /// Returns a short summary for the object at a path.
     fn summary(&self, segments: &[String], found: Found<'_>) -> String {
         let segments: Vec<&str> = segments.iter().map(String::as_str).collect();
         match segments[..] {
@@ -129,10 +129,12 @@ impl Facts {
                 )
             }
             ["backends", name] => {
-                // By the configuration, not by the targets that are served: a backend that cannot
-                // be opened has LUNs as well.
+                // We must use the configuration here instead of active targets, because a backend
+                // that cannot be opened can be used by LUNs, too.
                 let users = self.users(name).len();
-                format!("{}, {}", scalars(found), count(users, "LUN"))
+                let state = self.problem("backend", name);
+                let state = state.map_or_else(String::new, |p| format!(", {}", p.state));
+                format!("{}, {}{state}", scalars(found), count(users, "LUN"))
             }
             ["targets", name] => {
                 let iqn = self.target(name).and_then(|t| t.iqn.as_ref());
@@ -149,12 +151,23 @@ impl Facts {
                 let mut words = scalars(found);
                 if let Some((lun, live)) = self.lun(name, number) {
                     let read_only = if lun.read_only { ", read-only" } else { "" };
-                    words = format!("{words}, {}{read_only}", bytes(lun.size));
+                    let size = lun
+                        .size
+                        .map_or_else(String::new, |n| format!(", {}", bytes(n)));
+                    let state = lun.problem.as_ref();
+                    let state = state.map_or_else(String::new, |p| format!(", {}", p.state));
+                    words = format!("{words}{size}{read_only}{state}");
                     if let Some(live) = live.filter(|live| live.queue_depth > 0) {
                         words = format!("{words}, {} under way", live.queue_depth);
                     }
                 }
                 words
+            }
+            ["targets", name, "portals", portal] => {
+                let view = self.portal_view(name, portal);
+                let problem = view.and_then(|view| view.problem.as_ref());
+                let state = problem.map_or_else(String::new, |p| format!(", {}", p.state));
+                format!("{}{state}", scalars(found))
             }
             [.., "chap"] | ["discovery_chap"] => {
                 let of = |key| found.children().into_iter().find(|(name, _)| name == key);
@@ -174,7 +187,7 @@ impl Facts {
         }
     }
 
-    /// The daemon's data about the object at a path; null where there are none.
+    /// Returns the daemon data for the object at a path, or null if there is none.
     fn live(&self, segments: &[String]) -> Value {
         let segments: Vec<&str> = segments.iter().map(String::as_str).collect();
         match segments[..] {
@@ -184,9 +197,17 @@ impl Facts {
                 let used = users.map(|(target, number)| {
                     let mut used = json!({ "target": target, "lun": number });
                     merge(&mut used, self.lun_facts(target, &number.to_string()));
+                    // This is the limit of the backend, which is only shown once.
+                    if let Value::Object(used) = &mut used {
+                        used.remove("problem");
+                    }
                     used
                 });
-                json!({ "used_by": used.collect::<Vec<_>>() })
+                let mut live = json!({ "used_by": used.collect::<Vec<_>>() });
+                if let Some(problem) = self.problem("backend", name) {
+                    merge(&mut live, json!({ "problem": problem }));
+                }
+                live
             }
             ["targets", name] => {
                 let connections = self.sessions_of(name).into_iter();
@@ -204,12 +225,30 @@ impl Facts {
         }
     }
 
-    /// The names of an SRP portal, of which those that are not set are derived.
-    fn portal(&self, target: &str, portal: &str) -> Value {
+    /// Returns an active portal by the last segment of its path.
+    fn portal_view(&self, target: &str, portal: &str) -> Option<&PortalView> {
         let view = self.targets.iter().find(|t| t.name == target);
         let mut portals = view.into_iter().flat_map(|t| &t.portals);
-        let found = portals.find(|p| format!("{}:{}", p.protocol, p.listen) == portal);
-        json!(found.and_then(|found| found.names.as_ref()))
+        portals.find(|p| format!("{}:{}", p.protocol, p.listen) == portal)
+    }
+
+    /// Returns the configured or derived names of an SRP portal, and its problem.
+    fn portal(&self, target: &str, portal: &str) -> Value {
+        let found = self.portal_view(target, portal);
+        let mut live = json!(found.and_then(|found| found.names.as_ref()));
+        if let Some(problem) = found.and_then(|found| found.problem.as_ref()) {
+            if live.is_null() {
+                live = json!({});
+            }
+            merge(&mut live, json!({ "problem": problem }));
+        }
+        live
+    }
+
+    /// Returns the problem of a backend or another object.
+    fn problem(&self, kind: &str, name: &str) -> Option<&ProblemView> {
+        let mut problems = self.status.problems.iter();
+        problems.find(|problem| problem.kind == kind && problem.name == name)
     }
 
     fn lun_facts(&self, target: &str, number: &str) -> Value {
@@ -236,7 +275,7 @@ impl Facts {
     }
 }
 
-/// Adds the keys of another object.
+/// Adds all keys of another object.
 fn merge(object: &mut Value, more: Value) {
     if let (Value::Object(object), Value::Object(more)) = (object, more) {
         object.extend(more);
@@ -248,7 +287,7 @@ fn count(number: usize, of: &str) -> String {
     format!("{number} {of}{plural}")
 }
 
-/// The set ones of an object's own keys, on one line. Secrets are masked.
+/// Formats the scalar keys of an object that are set on a single line. Secrets are masked.
 fn scalars(found: Found<'_>) -> String {
     let Some(Value::Object(entries)) = found.value else {
         return String::new();
@@ -269,7 +308,7 @@ fn scalars(found: Found<'_>) -> String {
         .join(" ")
 }
 
-/// A tree of objects, a line each.
+/// Formats a tree of objects, one per line.
 #[must_use]
 pub fn tree_text(node: &Node) -> String {
     let mut lines = Vec::new();
@@ -283,7 +322,7 @@ pub fn tree_text(node: &Node) -> String {
     lines.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Names and summaries, with what stands before a name in the tree, and before those beneath it.
+/// Collects names and summaries, with the tree prefix for this node and for its children.
 fn collect<'a>(node: &'a Node, before: &str, beneath: &str, lines: &mut Vec<(String, &'a str)>) {
     lines.push((format!("{before}o- {}", node.name), &node.summary));
     let last = node.children.len().saturating_sub(1);
@@ -293,7 +332,7 @@ fn collect<'a>(node: &'a Node, before: &str, beneath: &str, lines: &mut Vec<(Str
     }
 }
 
-/// An object in full, in lines.
+/// Formats the full description of an object.
 #[must_use]
 pub fn info_text(info: &Info) -> String {
     let mut text = info.path.clone();

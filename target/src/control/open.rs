@@ -1,5 +1,4 @@
-//! Opens what the control plane needs at its start: the server, the admin socket, the socket of
-//! metrics.
+//! Opens the server, the admin socket and the metrics socket at startup.
 
 use std::io::{self, ErrorKind};
 use std::os::unix::net::UnixListener;
@@ -16,15 +15,15 @@ use crate::config::{Config, Location};
 use crate::server::handover::ServerState;
 use crate::server::{Server, ServerError, while_in_use};
 
-/// Longest time that a killed predecessor may take to be gone.
+/// Maximum time to wait until a killed predecessor has exited.
 pub(super) const PREDECESSOR: Duration = Duration::from_secs(5);
 
-/// Starts, and waits until a predecessor has released its files and sockets.
+/// Runs the start function, and retries until a predecessor has released its files and sockets.
 pub(super) fn start<S>(attempt: impl FnMut() -> Result<S, ServerError>) -> Result<S, ServerError> {
     while_in_use(PREDECESSOR, attempt)
 }
 
-/// Listens for those who want metrics, if the configuration says so.
+/// Opens the metrics listener, if configured.
 pub(super) fn open_metrics(
     config: &Config,
     server_state: &ServerState,
@@ -46,16 +45,23 @@ pub(super) fn open_metrics(
     opened.map(Some)
 }
 
-/// Configuration to serve after a restart: the one that was applied last, unless the file has been
-/// edited since it was read last, or nothing was applied. It is the file's meaning that counts: a
-/// comment is no edit.
+/// Returns the configuration to use after a restart: the configuration that was last applied, or
+/// the file if it has been edited since it was last read, or if nothing was applied. We compare the
+/// contents, so changing a comment is not an edit.
 pub(super) fn restored(file: Config, history: &History) -> Result<Config, ServerError> {
-    // Nothing was applied yet, as far as this host remembers.
+    if history.was_damaged() {
+        tracing::error!(
+            "the history is damaged, so the configuration file is served; changes that were not saved \
+             there may be missing"
+        );
+        return Ok(file);
+    }
+    // As far as we know, no configuration has been applied on this host yet.
     let Some(last) = history.entries().first() else {
         return Ok(file);
     };
     let now = file.to_yaml();
-    // The file is the administrator's last word only if he has changed it since.
+    // The file only takes precedence if it has been changed since then.
     if is_edited(&now, history)? {
         tracing::warn!(
             "the configuration file has changed since it was read last, so it is served; \
@@ -70,17 +76,17 @@ pub(super) fn restored(file: Config, history: &History) -> Result<Config, Server
     Ok(last)
 }
 
-/// Returns true if the configuration file, which says this, has been edited since it was read
-/// last.
+/// Returns true if the configuration file has been edited since it was last read.
 ///
 /// # Errors
-/// [`ServerError::State`]: it is not known what it said then.
+/// Returns [`ServerError::State`] if the previous contents are not known.
 pub(super) fn is_edited(file: &str, history: &History) -> Result<bool, ServerError> {
     let Some(seen) = history.file() else {
-        // A history of an older version: what was applied is then the better guess.
+        // The history was written by an older version. In this case, the applied configuration is
+        // more likely to be correct.
         return Ok(false);
     };
-    // Another version of this program may write the same configuration in another way.
+    // Another version of this program may write the same configuration in a different way.
     let seen = parse(seen, "the configuration file as it was read last")?;
     Ok(seen.to_yaml() != file)
 }
@@ -90,8 +96,8 @@ fn parse(yaml: &str, name: &str) -> Result<Config, ServerError> {
     parsed.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
 }
 
-/// Opens the admin API where the configuration wants it, or goes on without it: what cannot be had
-/// is a problem, and tried again, unless a daemon that runs has it.
+/// Opens the admin API if configured. If it is not available, this is recorded as a problem and
+/// will be retried, unless it is in use by another daemon.
 pub(super) fn admin_or_problem(
     config: &Config,
     left: Option<UnixListener>,
@@ -101,8 +107,8 @@ pub(super) fn admin_or_problem(
     let opened = admin(&config.admin, left, requests);
     match &opened {
         Err(error @ ServerError::Admin { path, source })
-            // In use means that another daemon has it, which is no fault that goes by: this one
-            // must not run beside it.
+            // If it is in use, another daemon is running, which is not a temporary problem. We must
+            // not run at the same time.
             if !config.strict && source.kind() != ErrorKind::AddrInUse =>
         {
             server.set_admin_problem(Some((path, error)));
@@ -112,7 +118,7 @@ pub(super) fn admin_or_problem(
     }
 }
 
-/// Opens the admin API at a path.
+/// Opens the admin API on this path.
 pub(super) fn admin_at(path: &Path, requests: &mpsc::Sender<AdminRequest>) -> io::Result<Admin> {
     let (listener, bound) = socket::bind(path)?;
     let admin = Admin::open(listener, Some(bound), requests.clone())?;
@@ -120,9 +126,8 @@ pub(super) fn admin_at(path: &Path, requests: &mpsc::Sender<AdminRequest>) -> io
     Ok(admin)
 }
 
-/// Opens the admin API where the configuration wants it, by a socket that was left to us or that
-/// the service manager has, if it is there. A default place that cannot be had is no reason not to
-/// serve.
+/// Opens the admin API if configured. We use the socket from the previous program or from the
+/// service manager, if there is one. It is not an error if the default path is not available.
 fn admin(
     wanted: &Location,
     left: Option<UnixListener>,
@@ -144,8 +149,8 @@ fn admin(
     if let Some(listener) = inherited.map_err(ServerError::Inherited)? {
         let place = SocketOrigin::of(&listener, path.as_deref()).map_err(ServerError::Inherited)?;
         match place {
-            // A path in the configuration counts more than the service manager's socket; a default
-            // does not, since the administrator has chosen the socket's place by the unit.
+            // A configured path overrides the service manager's socket, but the default path does
+            // not, because the administrator has set the socket path in the unit file.
             SocketOrigin::Elsewhere if !is_default => {}
             SocketOrigin::Ours(bound) => {
                 tracing::info!(socket = ?path, "admin API, on the socket that was there");

@@ -1,4 +1,4 @@
-//! The numbers of target ports, in the state directory.
+//! The numbers of target ports in the state directory.
 
 use std::io;
 use std::sync::Arc;
@@ -8,30 +8,30 @@ use serde::{Deserialize, Serialize};
 use super::state::{self, StateDir};
 use crate::server::ports::{PortKeeper, WrittenPort};
 
-/// The file in the state directory.
+/// File name in the state directory.
 const FILE: &str = "ports.json";
 
-/// The version of the file's form.
+/// Version of the file format.
 const VERSION: u32 = 1;
 
 /// Result of moving the file away.
 const WITHOUT: &str = "then target ports may get other numbers, and hosts with several paths may take them for new \
                        ports until they log in again";
 
-/// Keeps the numbers of ports in a state directory.
+/// Stores port numbers in a state directory.
 #[derive(Debug)]
 pub struct PortFile {
     dir: Arc<StateDir>,
 }
 
-/// Content of the file.
+/// Contents of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
     ports: Vec<WrittenPort>,
 }
 
 impl PortFile {
-    /// Keeps them in `dir`.
+    /// Creates a store in `dir`.
     #[must_use]
     pub fn new(dir: Arc<StateDir>) -> Self {
         Self { dir }
@@ -40,14 +40,15 @@ impl PortFile {
 
 impl PortKeeper for PortFile {
     fn load(&self) -> io::Result<Vec<WrittenPort>> {
-        let saved = self.dir.load(FILE, VERSION);
-        let saved: Option<Saved> = saved.map_err(|error| state::advise(error, WITHOUT))?;
+        let saved = self.dir.load_generation(FILE, VERSION);
+        let saved = saved.map_err(|error| state::advise(error, WITHOUT))?;
+        let saved: Option<Saved> = saved.into_content();
         Ok(saved.map_or_else(Vec::new, |saved| saved.ports))
     }
 
     fn save(&self, ports: &[WrittenPort]) -> io::Result<()> {
         let ports = ports.to_vec();
-        self.dir.save(FILE, VERSION, &Saved { ports })
+        self.dir.save_generation(FILE, VERSION, &Saved { ports })
     }
 }
 
@@ -56,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_damaged_file_is_an_error_and_none_is_nothing() {
+    fn damaged_file_is_replaced_or_reported() {
         let name = format!("riserd-ports-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&path);
@@ -71,8 +72,12 @@ mod tests {
         assert_eq!(ports.len(), 2);
         file.save(&ports).unwrap();
         assert_eq!(file.load().unwrap(), ports);
+        dir.replace(FILE, b"{").unwrap();
+        assert_eq!(file.load().unwrap(), ports);
         for damaged in ["{", &text.replace("\"version\": 1", "\"version\": 2")] {
-            dir.replace(FILE, damaged.as_bytes()).unwrap();
+            for name in [FILE.to_owned(), format!("{FILE}~")] {
+                dir.replace(&name, damaged.as_bytes()).unwrap();
+            }
             let error = file.load().unwrap_err().to_string();
             assert!(error.contains(FILE) && error.contains("backup"), "{error}");
         }

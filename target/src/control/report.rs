@@ -1,23 +1,25 @@
-//! Answers of the admin API, in lines for people.
+//! Formats admin API responses for users.
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
+use std::time::Duration;
+
 use nix::unistd::{Uid, User};
 use riser_admin_api::client::Upgraded;
 use riser_admin_api::trace::Traced;
 use riser_admin_api::view::{
-    Changes, DriftView, HistoryView, LimitsView, ProblemView, SessionView, Status, TargetView,
-    Written,
+    BlockedView, Changes, DriftView, HistoryView, LimitsView, ProblemView, SessionView, Status,
+    TargetView, Written,
 };
 use serde_json::Value;
 
 use crate::config::Difference;
 use crate::units::bytes;
 
-/// Changes that are shown of each configuration of the history.
+/// Maximum number of changes to show per history entry.
 const SHOWN: usize = 16;
 
-/// Connections, a line each, and beneath it what was agreed on.
+/// Formats connections, one per line, followed by their login parameters.
 #[must_use]
 pub fn sessions(sessions: &Vec<SessionView>) -> String {
     if sessions.is_empty() {
@@ -25,8 +27,8 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
     }
     let mut lines = Vec::new();
     for s in sessions {
-        // A discovery session has no target (RFC 7143 4.3). An empty name would leave the protocol
-        // as the first word of its line, where others have a target.
+        // A discovery session has no target (RFC 7143 4.3). With an empty name, the protocol would
+        // be the first word on this line, where other lines have the target.
         let target = if s.target.is_empty() {
             "(discovery)"
         } else {
@@ -55,7 +57,24 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
     lines.join("\n")
 }
 
-/// What a connection goes over, where the address and protocol do not say.
+/// Formats sessions that were requested to log out.
+#[must_use]
+pub fn disconnected(sessions: &[SessionView], is_blocked: bool, time: Option<Duration>) -> String {
+    let line = |s: &SessionView| {
+        let (protocol, initiator, peer) = (&s.protocol, &s.initiator, &s.peer);
+        format!("{protocol}  {initiator} from {peer} was requested to log out")
+    };
+    let mut lines: Vec<_> = sessions.iter().map(line).collect();
+    if is_blocked {
+        let time = time.map_or_else(String::new, |time| format!(" for {} s", time.as_secs()));
+        lines.push(format!(
+            "blocked{time}: `riserd status` lists blocked initiators, `riserd unblock` ends a block"
+        ));
+    }
+    lines.join("\n")
+}
+
+/// Returns the underlying transport, if it is not clear from the address and protocol.
 fn over(provider: Option<&str>) -> &'static str {
     match provider {
         Some(riser_transport::shm::PROVIDER) => " over shared memory",
@@ -63,7 +82,7 @@ fn over(provider: Option<&str>) -> &'static str {
     }
 }
 
-/// Targets with their portals and logical units.
+/// Formats targets with their portals and logical units.
 #[must_use]
 pub fn targets(targets: &Vec<TargetView>) -> String {
     let mut lines = Vec::new();
@@ -73,22 +92,28 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
             .as_ref()
             .map_or_else(String::new, |iqn| format!("  {iqn}"));
         lines.push(format!("{}{iqn}", t.name));
-        lines.extend(
-            t.portals
-                .iter()
-                .map(|p| format!("  {} {}", p.protocol, p.listen)),
-        );
+        lines.extend(t.portals.iter().map(|p| {
+            let problem = p.problem.as_ref().map_or_else(String::new, |problem| {
+                format!(", {}: {}", problem.state, problem.error)
+            });
+            format!("  {} {}{problem}", p.protocol, p.listen)
+        }));
         lines.extend(t.luns.iter().flat_map(|(number, lun)| {
             let read_only = if lun.read_only { ", read-only" } else { "" };
-            // In the line of the unit, and loud: an operator who looks for anything else has to see
-            // that data may be gone.
+            // This is shown on the same line as the unit so that operators cannot miss it, because
+            // data may be lost.
             let failed = lun.flush_failure.as_ref().map_or_else(String::new, |f| {
                 format!(", A FLUSH FAILED ({}): writes may be lost", f.error)
             });
+            let state = lun.problem.as_ref().map_or_else(String::new, |problem| {
+                format!("{} (backend {}), ", problem.state, lun.backend)
+            });
+            let size = lun.size.map_or_else(
+                || "size unknown".to_owned(),
+                |size| format!("{} in blocks of {} bytes", bytes(size), lun.block_size),
+            );
             let line = format!(
-                "  lun {number}: {} in blocks of {} bytes, serial {}{read_only}{failed}",
-                bytes(lun.size),
-                lun.block_size,
+                "  lun {number}: {state}{size}, serial {}{read_only}{failed}",
                 lun.serial
             );
             let own = lun.limits.as_ref().map(limits);
@@ -100,7 +125,7 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
     lines.join("\n")
 }
 
-/// Limits, and what has waited for them.
+/// Formats limits and the commands delayed by them.
 fn limits(limits: &LimitsView) -> String {
     let rates = limits
         .rates
@@ -115,16 +140,17 @@ fn limits(limits: &LimitsView) -> String {
     )
 }
 
-/// The daemon and its workers.
+/// Formats the daemon and its workers.
 #[must_use]
 pub fn status(status: &Status) -> String {
     let mut lines = vec![format!(
         "riserd {} (process {}), up {} s, {} session(s)",
         status.version, status.pid, status.uptime, status.sessions
     )];
-    // What needs an operator comes before the workers, of which there may be more lines than a
-    // screen has.
+    // Show problems before workers, because there may be more workers than lines on the screen.
     lines.extend(status.problems.iter().map(problem));
+    let zone = TimeZone::system();
+    lines.extend(status.blocked.iter().map(|b| blocked(b, &zone)));
     lines.extend(status.written.drift.iter().map(drift));
     lines.extend(standing(&status.written));
     let upgrade_record = &status.upgrade_record;
@@ -152,18 +178,39 @@ pub fn status(status: &Status) -> String {
     lines.join("\n")
 }
 
-/// A line about what is not served, or served in part.
-fn problem(problem: &ProblemView) -> String {
-    let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
-    let state = if problem.failing {
-        "FAILING"
-    } else {
-        "NOT SERVED"
-    };
-    format!("{state}: {kind} {name}: {error}")
+/// Formats the initiators that are still blocked.
+#[must_use]
+pub fn blocklist(list: &[BlockedView]) -> String {
+    let zone = TimeZone::system();
+    match list {
+        [] => "no initiator is blocked".to_owned(),
+        list => {
+            let lines = list.iter().map(|b| blocked(b, &zone));
+            lines.collect::<Vec<_>>().join("\n")
+        }
+    }
 }
 
-/// An upgrade that is done.
+/// Formats a blocked initiator.
+fn blocked(blocked: &BlockedView, zone: &TimeZone) -> String {
+    let until = match blocked.until {
+        Some(until) => format!("until {}", time(until, zone)),
+        None => "until `riserd unblock`".to_owned(),
+    };
+    let (since, who) = (time(blocked.since, zone), named(&blocked.who));
+    format!(
+        "BLOCKED: initiator {} {until}, since {since} by {who}",
+        blocked.initiator
+    )
+}
+
+/// Formats a problem.
+fn problem(problem: &ProblemView) -> String {
+    let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
+    format!("{}: {kind} {name}: {error}", problem.state)
+}
+
+/// Formats a completed upgrade.
 #[must_use]
 pub fn upgraded(upgraded: &Upgraded) -> String {
     let upgrade = &upgraded.upgrade;
@@ -176,7 +223,7 @@ pub fn upgraded(upgraded: &Upgraded) -> String {
     )
 }
 
-/// Differences, a line each.
+/// Formats differences, one per line.
 #[must_use]
 pub fn changes(changes: &Changes) -> String {
     let mut lines: Vec<String> = changes.changes.iter().map(difference).collect();
@@ -184,6 +231,7 @@ pub fn changes(changes: &Changes) -> String {
     if lines.is_empty() {
         lines.push("no difference".to_owned());
     }
+    lines.extend(changes.warnings.iter().map(|w| format!("warning: {w}")));
     lines.extend(standing(&changes.written));
     if let Some(refused) = &changes.refused {
         lines.push(format!("cannot be applied: {refused}"));
@@ -199,7 +247,7 @@ fn difference(change: &Difference) -> String {
     }
 }
 
-/// The warning where the configuration file does not have what is served.
+/// Returns a warning if the configuration file is different from the current configuration.
 fn standing(written: &Written) -> Option<String> {
     let said = match (written.unsaved, written.restored) {
         (true, _) => UNSAVED,
@@ -209,29 +257,29 @@ fn standing(written: &Written) -> Option<String> {
     Some(said.to_owned())
 }
 
-/// A restart would undo changes.
+/// Changes would be lost on restart.
 const UNSAVED: &str = "the configuration file does not have these changes, and `riserd reload` or a \
                        restart undoes them: `riserd save FILE` writes them down, and \
                        `riserd run --restore` serves them again unless the file is edited";
 
-/// A restart would not.
+/// Changes would be restored on restart.
 const RESTORED: &str = "the configuration file does not have these changes; a restart keeps them, but \
                         `riserd reload` serves the file without them, as a restart does once it is \
                         edited: `riserd save FILE` writes them down";
 
-/// A backend that is larger than its configuration says.
+/// Formats a backend that is larger than its configured size.
 fn drift(drift: &DriftView) -> String {
     let (path, configured, served) = (&drift.path, bytes(drift.configured), bytes(drift.served));
     format!("! {path}: configured {configured}, served {served}; it stays as large")
 }
 
-/// Commands, a line each, and beneath it when they reached which stage.
+/// Formats commands, one per line, followed by the timestamps of their stages.
 #[must_use]
 pub fn traced(traced: &Traced) -> String {
     let mut lines = Vec::new();
     let zone = TimeZone::system();
     for command in &traced.commands {
-        // A command that was refused may have an operation code that no table names.
+        // A rejected command may have an unknown operation code.
         let name = command.name.clone();
         let name = name.unwrap_or_else(|| format!("opcode {:#04x}", command.opcode));
         let blocks = match (command.lba, command.blocks) {
@@ -265,7 +313,7 @@ pub fn traced(traced: &Traced) -> String {
     lines.join("\n")
 }
 
-/// Configurations that were applied, a line each, and beneath it what changed with it.
+/// Formats previous configurations, one per line, followed by their changes.
 #[must_use]
 pub fn history(entries: &[HistoryView]) -> String {
     let zone = TimeZone::system();
@@ -285,7 +333,7 @@ pub fn history(entries: &[HistoryView]) -> String {
     lines.join("\n")
 }
 
-/// The origin of a change, with the name of the user.
+/// Formats the origin of a change using the user name.
 fn named(who: &str) -> String {
     let uid = who.strip_prefix("uid ");
     let uid = uid.and_then(|rest| rest.split(' ').next()?.parse().ok());
@@ -293,7 +341,7 @@ fn named(who: &str) -> String {
     user.map_or_else(|| who.to_owned(), |user| format!("{}, {who}", user.name))
 }
 
-/// A time in seconds since 1970 as the clocks of a time zone show it, with its distance from UTC.
+/// Formats a time in seconds since 1970 for a time zone, including the UTC offset.
 fn time(seconds: u64, zone: &TimeZone) -> String {
     let time = i64::try_from(seconds).ok();
     let time = time.and_then(|seconds| Timestamp::from_second(seconds).ok());
@@ -328,18 +376,18 @@ mod tests {
 
     #[test]
     fn a_backend_that_fails_some_commands_is_not_called_not_served() {
-        let line = |failing| {
+        let line = |state: &str| {
             problem(&ProblemView {
                 kind: "backend".to_owned(),
                 name: "disk0".to_owned(),
                 error: "No space left on device".to_owned(),
-                since: 0,
-                failing,
+                state: state.to_owned(),
+                ..ProblemView::default()
             })
         };
         let said = "backend disk0: No space left on device";
-        assert_eq!(line(true), format!("FAILING: {said}"));
-        assert_eq!(line(false), format!("NOT SERVED: {said}"));
+        assert_eq!(line("FAILING"), format!("FAILING: {said}"));
+        assert_eq!(line("NOT SERVED"), format!("NOT SERVED: {said}"));
     }
 
     #[test]

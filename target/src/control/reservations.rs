@@ -1,5 +1,5 @@
-//! Reservations that persist through power loss, in the state directory: a file for each logical
-//! unit that has had some, named after the unit's world-wide name.
+//! Reservations that persist through power loss, in the state directory. There is one file per
+//! logical unit with reservations, with the unit's world-wide name in its file name.
 
 use std::io;
 use std::sync::Arc;
@@ -10,37 +10,37 @@ use serde::{Deserialize, Serialize};
 
 use super::state::{self, StateDir};
 
-/// The version of the files' form.
+/// Version of the file format.
 const VERSION: u32 = 1;
 
 /// Result of moving a file away.
 const WITHOUT: &str =
     "then the unit has no reservation, and hosts that it kept out can write until others register";
 
-/// Keeps reservations in a state directory.
+/// Stores reservations in a state directory.
 #[derive(Debug)]
 pub struct ReservationFiles {
     dir: Arc<StateDir>,
 }
 
-/// Content of a file.
+/// Contents of a file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    /// The unit's serial number. With another one it is another unit, even if the world-wide name
-    /// is the same.
+    /// Unit serial number. If it is different, then this is a different unit, even with the same
+    /// world-wide name.
     serial: String,
     reservations: SavedReservations,
 }
 
 impl ReservationFiles {
-    /// Keeps them in `dir`.
+    /// Creates a store in `dir`.
     #[must_use]
     pub fn new(dir: Arc<StateDir>) -> Self {
         Self { dir }
     }
 }
 
-/// The name of a unit's file.
+/// Returns the file name for a unit.
 fn file_of(unit: &Identity) -> String {
     state::file_of_unit("reservations", unit)
 }

@@ -1,20 +1,19 @@
-//! The room that backends have, measured by a thread of its own: a file system that hangs must not
-//! stop those who ask for metrics.
+//! Measures the free space of backends on a separate thread, so that a hung file system does not
+//! block metrics.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-/// Interval of the measurements.
+/// Interval between measurements.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Goes on measuring until it is dropped. The thread then ends by itself, as soon as no file system
-/// holds it up.
+/// Runs until it is dropped. After that, the thread exits once it is not blocked by a file system.
 #[derive(Debug)]
 pub(super) struct Room(#[expect(dead_code, reason = "its end is the message")] Sender<()>);
 
 impl Room {
-    /// `measure` measures everything once; `false` ends it.
+    /// `measure` should measure all backends once, and return false to stop.
     pub(super) fn start(measure: impl Fn() -> bool + Send + 'static) -> Option<Self> {
         let (stop, stopped) = channel();
         let run = move || {

@@ -1,61 +1,67 @@
 //! The admin API, version 1: HTTP/1.1 and JSON on a Unix socket.
 //!
-//! | request | answer |
+//! | request | response |
 //! | --- | --- |
 //! | `GET /v1/status` | [`Status`](riser_admin_api::view::Status) |
 //! | `GET /v1/sessions` | a list of [`SessionView`](riser_admin_api::view::SessionView) |
 //! | `GET /v1/targets` | a list of [`TargetView`](riser_admin_api::view::TargetView) |
-//! | `GET /v1/config` | the configuration as YAML that reads back equal, secrets included; as JSON for `Accept: application/json`; `ETag` is its revision |
-//! | `PUT /v1/config` | takes the YAML in the body as the configuration, with `If-Match` only in place of that revision; [`Changes`](riser_admin_api::view::Changes) |
-//! | `PATCH /v1/config` | the same for a [`Patch`] of the JSON, by its media type: `application/merge-patch+json` (RFC 7396) or `application/json-patch+json` (RFC 6902); likewise |
-//! | `POST /v1/diff` | what `PUT` or, by the media type, `PATCH` would change, without doing it; likewise |
-//! | `POST /v1/rollback` | takes again the configuration N before, N in the body or 1; likewise |
+//! | `GET /v1/config` | the configuration as YAML which can be parsed again, including secrets; as JSON with `Accept: application/json`; `ETag` is the revision |
+//! | `PUT /v1/config` | applies the YAML configuration in the body, with `If-Match` only if this is the current revision; [`Changes`](riser_admin_api::view::Changes) |
+//! | `PUT /v1/config?how=VERB` | same, with `set`, `create` or `delete` in the history instead of `apply`; `allow_unavailable=true` allows backends, portals and a metrics address that are not available |
+//! | `PATCH /v1/config` | same for a [`Patch`] of the JSON, according to its media type: `application/merge-patch+json` (RFC 7396) or `application/json-patch+json` (RFC 6902) |
+//! | `POST /v1/diff` | shows the changes of `PUT`, or of `PATCH` depending on the media type, without applying them; [`Changes`](riser_admin_api::view::Changes) |
+//! | `POST /v1/rollback` | returns to the configuration from N changes ago, where N is in the body or 1; same response, with `allow_unavailable` as above |
 //! | `GET /v1/history` | a list of [`HistoryView`](riser_admin_api::view::HistoryView) |
-//! | `POST /v1/upgrade` | hands over to another program, whose path is in the body, or to the one at this one's place: see [`upgrade`](super::upgrade); [`Upgrade`](riser_admin_api::upgrade::Upgrade), as it begins |
-//! | `POST /v1/reload` | reads the configuration file again and applies it; the changes |
-//! | `POST /v1/rescan` | measures every backend again; the targets after it |
-//! | `POST /v1/clear-flush-failure` | lets flushes succeed again on the backends of units with the serial number in the body, or of all; the targets after it |
-//! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](riser_admin_api::trace::Traced) |
+//! | `POST /v1/upgrade` | upgrades to the program in the body, or by default to the program at the current path: see [`upgrade`](super::upgrade); returns [`Upgrade`](riser_admin_api::upgrade::Upgrade) when it starts |
+//! | `POST /v1/reload` | reloads the configuration file and applies it; returns the changes |
+//! | `POST /v1/rescan` | checks all backends again; returns the updated targets |
+//! | `POST /v1/clear-flush-failure` | clears failed flushes for the units with the serial number in the body, or for all units; returns the updated targets |
+//! | `POST /v1/disconnect` | requests a logout for the initiator name or session number in the body; a list of [`SessionView`](riser_admin_api::view::SessionView) with the affected sessions |
+//! | `POST /v1/disconnect?block=true&seconds=N` | same, and also blocks the initiator for this time, or until it is unblocked |
+//! | `POST /v1/unblock` | unblocks the initiator name in the body; a list of [`BlockedView`](riser_admin_api::view::BlockedView) with the remaining blocked initiators |
+//! | `POST /v1/trace` | traces commands that match the body ([`Wanted`]) until there are enough, or until the timeout; [`Traced`](riser_admin_api::trace::Traced) |
 //! | `GET /v1/live` | [`Live`](riser_admin_api::live::Live) |
-//! | `GET /v1/recent?sample=N&event=N` | what is newer than these: [`Recent`](riser_admin_api::recent::Recent) |
+//! | `GET /v1/recent?sample=N&event=N` | data after these numbers: [`Recent`](riser_admin_api::recent::Recent) |
 //! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
 //!
-//! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not
-//! here, 405 for a method, 409 for a configuration that was not applied, 412 for one in place of
-//! another revision than the present one, 415 for a patch of another media type, 500 for what
-//! failed, 503 while too much waits or the daemon ends. Where the operating system said no,
-//! `"errno"` is its number.
+//! Errors are returned as `{"error": TEXT}`: 400 for an invalid configuration, 404 for an unknown
+//! path, 405 for an invalid method, 409 for a configuration that was not applied, 412 if the
+//! revision to replace is not the current revision, 415 for an unsupported patch media type, 500
+//! for internal failures, 503 if the queue is full or if the daemon is terminating. For system
+//! errors, `"errno"` is set.
 //!
 //! ```text
 //! curl --unix-socket /run/riserd/admin.sock http://riserd/v1/sessions
 //! ```
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use axum::Json;
 use axum::Router;
-use axum::extract::{ConnectInfo, DefaultBodyLimit, State};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, Query, State};
 use axum::http::header::{ACCEPT, CONTENT_TYPE, ETAG, IF_MATCH};
 use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, MethodRouter, on};
 use riser_config::Patch;
+use serde::Deserialize;
 use serde_json::Value;
 use tokio::sync::oneshot;
 
 use super::api::{
-    AdminRequest, Ask, Failure, Kept, Peer, Proposal, Requests, error, forward, said,
+    AdminRequest, Ask, Block, Failure, How, Kept, Peer, Proposal, Requests, error, forward, said,
 };
 use super::http;
 use super::trace::{EVERY, Wanted};
 
-/// The longest configuration that is taken, in bytes.
+/// Maximum configuration size in bytes.
 const MAX_BODY: usize = 16 << 20;
 
-/// Media types of patches that a server accepts (RFC 5789 3.1).
+/// Supported patch media types (RFC 5789 3.1).
 const ACCEPT_PATCH: HeaderName = HeaderName::from_static("accept-patch");
 
-/// The routes. Requests go to `requests`.
+/// Creates the routes, which send requests to `requests`.
 pub fn router(requests: Requests) -> Router {
     Router::new()
         .route("/v1/status", get(Ask::Status))
@@ -78,8 +84,10 @@ pub fn router(requests: Requests) -> Router {
             "/v1/clear-flush-failure",
             on(MethodFilter::POST, clear_flush_failure),
         )
-        // Health, metrics and the status page are here, too, since the address for them is off by
-        // default.
+        .route("/v1/disconnect", on(MethodFilter::POST, disconnect))
+        .route("/v1/unblock", on(MethodFilter::POST, unblock))
+        // Health, metrics and the status page are also included here, because their TCP address is
+        // disabled by default.
         .merge(http::router())
         .fallback(http::not_found)
         .method_not_allowed_fallback(async || {
@@ -100,7 +108,7 @@ fn post(ask: Ask) -> MethodRouter<Requests> {
     asking(MethodFilter::POST, ask)
 }
 
-/// A handler that asks this.
+/// Returns a handler for this request.
 fn asking(method: MethodFilter, ask: Ask) -> MethodRouter<Requests> {
     on(
         method,
@@ -137,27 +145,41 @@ fn text_of<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// The revision of the configuration that a request is to replace; `None` for any. What is no text
-/// is a condition, too, and no revision meets it.
+/// Returns the configuration revision to replace, or `None` for any revision. If the header is not
+/// valid text, it is a condition that no revision can match.
 fn replaced(headers: &HeaderMap) -> Option<String> {
     let tag = headers.get(&IF_MATCH)?.to_str().unwrap_or_default();
     (tag != "*").then(|| tag.trim_matches('"').to_owned())
 }
 
+/// Parameters for configuration changes.
+#[derive(Debug, Deserialize)]
+struct Origin {
+    /// Command used by the client.
+    #[serde(default)]
+    how: How,
+    /// Allow objects that are not available.
+    #[serde(default)]
+    allow_unavailable: bool,
+}
+
 async fn apply(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(origin): Query<Origin>,
     headers: HeaderMap,
     text: String,
 ) -> Response {
     let apply = Ask::Apply {
         proposal: Proposal::Whole(text),
         replaces: replaced(&headers),
+        how: origin.how,
+        allow_unavailable: origin.allow_unavailable,
     };
     said(forward(&requests, apply, peer).await)
 }
 
-/// A patch, if the media type is that of one.
+/// Parses a patch, if the media type is a patch type.
 fn patch_of(headers: &HeaderMap, text: &str) -> Option<Result<Proposal, Failure>> {
     let media_type = text_of(headers, &CONTENT_TYPE).unwrap_or_default();
     let patch = Patch::parse(media_type, text)?.map(Proposal::Patch);
@@ -167,13 +189,14 @@ fn patch_of(headers: &HeaderMap, text: &str) -> Option<Result<Proposal, Failure>
 async fn patch(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(origin): Query<Origin>,
     headers: HeaderMap,
     text: String,
 ) -> Response {
     let proposal = match patch_of(&headers, &text) {
         Some(Ok(proposal)) => proposal,
         Some(Err(mistake)) => return said(Err(mistake)),
-        // RFC 5789 2.2: the answer names what would be accepted.
+        // RFC 5789 2.2: the response should list the supported types.
         None => {
             let accepted = [Patch::MERGE, Patch::OPERATIONS].join(", ");
             let why = format!(
@@ -184,8 +207,13 @@ async fn patch(
             return ([(ACCEPT_PATCH, accepted)], refused).into_response();
         }
     };
-    let replaces = replaced(&headers);
-    said(forward(&requests, Ask::Apply { proposal, replaces }, peer).await)
+    let apply = Ask::Apply {
+        proposal,
+        replaces: replaced(&headers),
+        how: origin.how,
+        allow_unavailable: origin.allow_unavailable,
+    };
+    said(forward(&requests, apply, peer).await)
 }
 
 async fn diff(
@@ -209,9 +237,60 @@ async fn clear_flush_failure(
     said(forward(&requests, Ask::ClearFlushFailure(serial), peer).await)
 }
 
+/// Parameters for a disconnect.
+#[derive(Debug, Deserialize)]
+struct Blocking {
+    /// Block the initiator.
+    #[serde(default)]
+    block: bool,
+    /// Blocking time in seconds; not set if there is no limit.
+    seconds: Option<u64>,
+}
+
+async fn disconnect(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(blocking): Query<Blocking>,
+    text: String,
+) -> Response {
+    let block = match (blocking.block, blocking.seconds) {
+        (false, None) => None,
+        (true, None) => Some(Block::Unlimited),
+        (true, Some(seconds)) => Some(Block::For(Duration::from_secs(seconds))),
+        (false, Some(_)) => return error(StatusCode::BAD_REQUEST, "seconds without block=true"),
+    };
+    match text.trim() {
+        "" => error(
+            StatusCode::BAD_REQUEST,
+            "missing initiator or number of a session",
+        ),
+        name => {
+            let name = name.to_owned();
+            said(forward(&requests, Ask::Disconnect { name, block }, peer).await)
+        }
+    }
+}
+
+async fn unblock(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    said(forward(&requests, Ask::Unblock(text.trim().to_owned()), peer).await)
+}
+
+/// Parameters for a rollback.
+#[derive(Debug, Deserialize)]
+struct Availability {
+    /// Same as in [`Origin`].
+    #[serde(default)]
+    allow_unavailable: bool,
+}
+
 async fn rollback(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(availability): Query<Availability>,
     text: String,
 ) -> Response {
     let back = match text.trim() {
@@ -219,12 +298,18 @@ async fn rollback(
         number => number.parse(),
     };
     match back {
-        Ok(back) => said(forward(&requests, Ask::Rollback(back), peer).await),
+        Ok(back) => {
+            let rollback = Ask::Rollback {
+                back,
+                allow_unavailable: availability.allow_unavailable,
+            };
+            said(forward(&requests, rollback, peer).await)
+        }
         Err(_) => error(StatusCode::BAD_REQUEST, "how many back is a number"),
     }
 }
 
-/// Looks for commands. A client that disconnects ends it.
+/// Traces commands until the client disconnects or the trace is complete.
 async fn trace(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
@@ -244,7 +329,7 @@ async fn trace(
     let ending = EndTrace(Some(requests.clone()));
     while tokio::time::Instant::now() < until {
         tokio::time::sleep_until(until.min(tokio::time::Instant::now() + EVERY)).await;
-        // One that the daemon has no time for is made up for by the next.
+        // If the daemon is too busy, we just try again in the next iteration.
         let looked = forward(&requests, Ask::TraceLook, peer.clone()).await;
         if looked.is_ok_and(|enough| enough == Value::Bool(true)) {
             break;
@@ -254,11 +339,11 @@ async fn trace(
     said(forward(&requests, Ask::TraceEnd, peer).await)
 }
 
-/// Ends the search for commands of a client that has disconnected.
+/// Stops the trace if the client disconnects.
 struct EndTrace(Option<Requests>);
 
 impl EndTrace {
-    /// It is ended otherwise.
+    /// Call this if the trace is stopped in a different way.
     fn defuse(mut self) {
         self.0 = None;
     }
@@ -269,7 +354,8 @@ impl Drop for EndTrace {
         if let Some(requests) = self.0.take() {
             let (reply, _) = oneshot::channel();
             let (ask, who) = (Ask::TraceEnd, String::new());
-            // A daemon that is too busy for this finds out that it was forgotten.
+            // If the daemon is too busy for this, it will detect that the trace is no longer
+            // polled.
             let _ = requests.try_send(AdminRequest { ask, who, reply });
         }
     }

@@ -7,14 +7,14 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Longest time for which answers may still be written at the end.
+/// Maximum time to send responses during shutdown.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
-/// Resolves when a server is to end.
+/// Resolves when a server should shut down.
 pub(super) type End = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// An HTTP server. Once this is dropped it accepts no connection, and answers the requests that it
-/// has.
+/// An HTTP server. When this is dropped, the server stops accepting connections, and completes the
+/// pending requests.
 #[derive(Debug)]
 pub(super) struct Serving {
     end: oneshot::Sender<()>,
@@ -22,7 +22,7 @@ pub(super) struct Serving {
 }
 
 impl Serving {
-    /// Runs a server. Must be called on the control plane's runtime.
+    /// Spawns a server. This must be called on the control plane's runtime.
     pub(super) fn spawn<S>(serve: impl FnOnce(End) -> S) -> Self
     where
         S: IntoFuture,
@@ -30,7 +30,7 @@ impl Serving {
     {
         let (end, ended) = oneshot::channel::<()>();
         let ended: End = Box::pin(async {
-            // Nothing is ever sent: the other end goes.
+            // The sender never sends anything, so this waits until it is dropped.
             let _ = ended.await;
         });
         let service = serve(ended).into_future();
@@ -40,7 +40,8 @@ impl Serving {
         Self { end, task }
     }
 
-    /// Ends it, and waits until every client has its answer, or has had time for it.
+    /// Shuts down the server, and waits until all clients have received their responses or have
+    /// timed out.
     pub(super) async fn end(self) {
         let Self { end, mut task } = self;
         drop(end);

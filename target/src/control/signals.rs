@@ -1,4 +1,4 @@
-//! The signals that the daemon looks at.
+//! Signals handled by the daemon.
 
 use std::io;
 use std::sync::Arc;
@@ -8,14 +8,14 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::interval;
 
-/// Signals, each with what it asks for.
+/// All handled signals.
 #[derive(Debug)]
 pub(super) struct Signals {
     pub(super) hangup: Caught,
     pub(super) end: EndSignals,
 }
 
-/// Signals that end the daemon.
+/// Signals to terminate the daemon.
 #[derive(Debug)]
 pub(super) struct EndSignals {
     terminate: Caught,
@@ -34,20 +34,20 @@ impl Signals {
     }
 }
 
-/// A signal, and a flag that its handler sets.
+/// A signal, and a flag that is set by its handler.
 #[derive(Debug)]
 pub(super) struct Caught {
     signal: Signal,
     flag: Arc<AtomicBool>,
 }
 
-/// Interval at which flags of signals are looked at.
+/// Interval to check the flags.
 const LOOK: Duration = Duration::from_secs(1);
 
 impl Caught {
     fn new(kind: SignalKind) -> io::Result<Self> {
         let flag = Arc::default();
-        // First, so that the flag is set before the runtime wakes.
+        // Register this first, so that the flag is set before the runtime is woken up.
         signal_hook::flag::register(kind.as_raw_value(), Arc::clone(&flag))?;
         let signal = signal(kind)?;
         Ok(Self { signal, flag })
@@ -57,8 +57,9 @@ impl Caught {
         self.flag.load(Ordering::Acquire)
     }
 
-    /// Returns once the signal has come. The runtime wakes by a byte that the handler sends, and the
-    /// kernel may have no memory for it; a daemon that missed its end for that would not end.
+    /// Waits until this signal has been received. The handler wakes up the runtime by sending a
+    /// byte, which can fail if the kernel is out of memory. So we also need to poll the flag, or
+    /// else the daemon might never terminate.
     pub(super) async fn recv(&mut self) {
         let mut look = interval(LOOK);
         while !self.flag.swap(false, Ordering::AcqRel) {
@@ -71,7 +72,7 @@ impl Caught {
 }
 
 impl EndSignals {
-    /// Returns which of them has come, once one has.
+    /// Waits for one of these signals, and returns its name.
     pub(super) async fn next(&mut self) -> &'static str {
         tokio::select! {
             () = self.terminate.recv() => "SIGTERM",
@@ -79,7 +80,8 @@ impl EndSignals {
         }
     }
 
-    /// Whether one of them has come that [`next`](Self::next) has not returned.
+    /// Returns true if one of these signals was received, but has not been returned by
+    /// [`next`](Self::next) yet.
     pub(super) fn has_come(&self) -> bool {
         [&self.terminate, &self.interrupt].map(Caught::has_come) != [false; 2]
     }
@@ -95,7 +97,7 @@ mod tests {
         signal_hook::low_level::raise(signal_hook::consts::SIGUSR2).unwrap();
         caught.recv().await;
         assert!(!caught.flag.load(Ordering::Acquire));
-        // As a handler leaves it whose byte was lost.
+        // This simulates a handler whose byte was lost.
         caught.flag.store(true, Ordering::Release);
         caught.recv().await;
         let again = tokio::time::timeout(2 * LOOK, caught.recv()).await;

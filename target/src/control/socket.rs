@@ -1,5 +1,5 @@
-//! The socket of the admin API: a Unix socket that only its owner may use (mode 0600), or one that
-//! the service manager has made.
+//! The admin API socket: a Unix socket that can only be used by its owner (mode 0600), or a socket
+//! from the service manager.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -15,7 +15,7 @@ use super::bounded::{Bounded, Limits};
 use super::routes;
 use super::serving::Serving;
 
-/// Limits of connections. Configurations are long, and people may read answers as they come.
+/// Connection limits. Configurations can be long, and users may read responses interactively.
 const LIMITS: Limits = Limits {
     connections: 128,
     request: Duration::from_secs(60),
@@ -23,18 +23,18 @@ const LIMITS: Limits = Limits {
     idle: Duration::from_secs(60),
 };
 
-/// A socket that is removed when it is dropped.
+/// A socket path that is removed on drop.
 #[derive(Debug)]
 pub struct Bound(PathBuf);
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        // Gone already is as good.
+        // It is not an error if the file does not exist.
         let _ = std::fs::remove_file(&self.0);
     }
 }
 
-/// A server at the admin socket. Once it is dropped it answers no further request.
+/// A server on the admin socket. When this is dropped, no more requests are handled.
 #[derive(Debug)]
 pub struct Admin {
     listener: UnixListener,
@@ -43,10 +43,10 @@ pub struct Admin {
 }
 
 impl Admin {
-    /// Answers what comes by a socket, which goes with this if it is ours.
+    /// Handles requests on a socket. If we own the socket, it is removed on drop.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// Fails if the socket cannot be registered.
     pub fn open(
         listener: UnixListener,
         bound: Option<Bound>,
@@ -66,71 +66,71 @@ impl Admin {
         })
     }
 
-    /// Ends it but not the socket: who connects waits.
+    /// Stops the server but keeps the socket open, so new connections have to wait.
     pub async fn end(self) -> (UnixListener, Option<Bound>) {
         self.serving.end().await;
         (self.listener, self.bound)
     }
 }
 
-/// The socket that a service manager listens at for us, if it does: the first that it has handed
-/// over. It stays over restarts, and who may use it is the manager's to say.
+/// Returns the socket from the service manager, if any. This is the first socket that was passed.
+/// It is not closed on restart, and its permissions are controlled by the service manager.
 ///
 /// # Errors
-/// What was handed over is no listening Unix socket.
+/// Fails if the descriptor is not a listening Unix socket.
 pub fn inherited() -> io::Result<Option<UnixListener>> {
     ListenFd::from_env().take_unix_listener(0)
 }
 
-/// Origin of a socket that this process did not bind.
+/// Origin of a socket that was not bound by this process.
 #[derive(Debug)]
 pub enum SocketOrigin {
-    /// At its path, bound by the program that was in this process before: it is ours to remove.
+    /// Bound to the expected path by the previous program in this process, so we should remove it.
     Ours(Bound),
-    /// At its path, bound by the service manager.
+    /// Bound to the expected path by the service manager.
     Given,
-    /// At another path, or at none.
+    /// Bound to a different path, or without a path.
     Elsewhere,
 }
 
 impl SocketOrigin {
-    /// Returns the origin of a socket that should be at a path.
+    /// Returns the origin of a socket that should be bound to a path.
     ///
     /// # Errors
-    /// It has no address.
+    /// Fails if it has no address.
     pub fn of(listener: &UnixListener, path: Option<&Path>) -> io::Result<Self> {
         let at = listener.local_addr()?;
         Ok(match (at.as_pathname(), path) {
             (Some(at), Some(path)) if at == path => Self::Given,
-            // The kernel keeps the name that it was bound by, and the rename does not change that.
+            // The kernel reports the path from the bind call, even if the file was renamed.
             (Some(at), Some(path)) if at == hidden(path) => Self::Ours(Bound(path.to_owned())),
             _ => Self::Elsewhere,
         })
     }
 }
 
-/// Listens at a path, whose directory it makes if need be. A socket that no process listens at is
-/// replaced.
+/// Listens on a path, and creates its directory if needed. If there is a socket without a listening
+/// process, it is replaced.
 ///
 /// # Errors
-/// `AddrInUse` if another daemon listens there, `AlreadyExists` if the path is no socket; any error
-/// of the file system.
+/// Returns `AddrInUse` if another daemon is listening, `AlreadyExists` if the path is not a socket,
+/// or any file system error.
 pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;
     }
-    // By connecting, since the file alone does not say whether a daemon listens at it.
+    // We need to connect to find out if a daemon is listening.
     match std::os::unix::net::UnixStream::connect(path) {
         Ok(_) => {
             let why = "another daemon listens there";
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        // A socket of a daemon that has ended.
+        // This is the socket of a daemon that has exited.
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
             use std::os::unix::fs::FileTypeExt;
-            // A connection to a regular file is refused in the same way, and that may be one by a
-            // mistyped path.
+            // Connecting to a regular file returns the same error, and the path could have been
+            // mistyped.
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
                 let why = "there is a file of another kind";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
@@ -139,7 +139,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
         Err(e) => return Err(e),
     }
     let hidden = hidden(path);
-    // A daemon with this process id may have been killed between the next two steps.
+    // A daemon with the same process ID could have been killed between the next two steps.
     let _ = std::fs::remove_file(&hidden);
     let listener = UnixListener::bind(&hidden)?;
     let ready = std::fs::set_permissions(&hidden, std::fs::Permissions::from_mode(0o600))
@@ -151,7 +151,8 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     Ok((listener, Bound(path.to_owned())))
 }
 
-/// Hidden path at which a socket is bound, so that it gets its name only with its mode.
+/// Returns a hidden path for the bind call, so that the socket only becomes visible once its mode
+/// is set.
 fn hidden(path: &Path) -> PathBuf {
     let mut hidden = path.as_os_str().to_owned();
     hidden.push(format!(".{}", std::process::id()));

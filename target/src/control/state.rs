@@ -1,14 +1,18 @@
-//! The state directory: files that are replaced as a whole, also if the process is killed
-//! meanwhile.
+//! The state directory: files are replaced atomically, even if the process is killed.
 //!
 //! ```text
 //! hidden file written → made durable → takes the name → the directory made durable
 //!                                                              └─ not: the old file is put back
 //! ```
-//! If the process is killed at any of these steps, the name refers to the complete old file or the
-//! complete new one. After a replacement that fails it refers to the old one, so the caller and the
-//! next start agree. Hidden files have fixed names, so leftovers are overwritten by the next
-//! replacement.
+//! If the process is killed at any of these steps, the name refers to either the complete old file
+//! or the complete new file. If a replacement fails, the name refers to the old file, so the caller
+//! and the next start have the same state. The names of hidden files are fixed, so leftover files
+//! are overwritten by the next replacement.
+//!
+//! # Previous generations
+//! For files that are required to serve disks, or that are otherwise important
+//! ([`StateDir::save_generation`]), the previous generation is kept as `NAME~`. If the file is
+//! damaged at startup, we use the previous generation, and move the damaged file to `NAME.damaged`.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
@@ -25,27 +29,27 @@ use serde::{Deserialize, Serialize};
 use crate::holder;
 use crate::patience::until_free;
 
-/// The file that says that the daemon which has the directory is ending.
+/// File which indicates that the daemon using this directory is terminating.
 const ENDING: &str = "ending";
 
-/// Longest time for which a daemon may end: its sessions, then the last flush.
+/// Maximum time for a daemon to terminate: its sessions, followed by the last flush.
 const LAST_FLUSH: Duration = Duration::from_secs(90);
 
-/// A directory of ours alone: no other daemon uses it as long as this value lives.
+/// A locked directory: it cannot be used by another daemon as long as this value exists.
 #[derive(Debug)]
 pub struct StateDir {
     path: PathBuf,
-    /// Keeps the lock held.
+    /// Holds the lock.
     _lock: File,
 }
 
-/// Field that a file of any version has.
+/// The version field, which is included in all files.
 #[derive(Deserialize)]
 struct Version {
     version: u32,
 }
 
-/// A file as it is written.
+/// The contents of a file with its version.
 #[derive(Serialize)]
 struct Versioned<'a, T> {
     version: u32,
@@ -53,8 +57,8 @@ struct Versioned<'a, T> {
     content: &'a T,
 }
 
-/// Default directory: `$STATE_DIRECTORY`, which a service manager sets; for root
-/// `/var/lib/riserd`; none for others.
+/// Returns the default directory: `$STATE_DIRECTORY`, which is set by a service manager;
+/// `/var/lib/riserd` for root; or `None` for other users.
 #[must_use]
 pub fn default_path() -> Option<PathBuf> {
     if let Some(dirs) = std::env::var_os("STATE_DIRECTORY").filter(|v| !v.is_empty()) {
@@ -65,15 +69,15 @@ pub fn default_path() -> Option<PathBuf> {
 }
 
 impl StateDir {
-    /// Takes a directory, which is made if need be.
+    /// Locks a directory, which is created if needed.
     ///
     /// # Errors
-    /// `AddrInUse` if another daemon has it, and does not end within seconds; those of the file
-    /// system.
+    /// Returns `AddrInUse` if the directory is in use by another daemon which does not exit within
+    /// a few seconds, or any file system error.
     pub fn take(path: &Path) -> io::Result<Self> {
         make_durable(path, &mut sync_dir)?;
-        // The directory itself is locked, so that no lock file is left behind or removed under a
-        // lock.
+        // We lock the directory itself, so that a lock file cannot be left behind or removed while
+        // locked.
         let lock = File::open(path)?;
         let attempt = || match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(())),
@@ -81,15 +85,15 @@ impl StateDir {
             Err(error) => Err(io::Error::from(error)),
         };
         let ending = path.join(ENDING);
-        // A bound even though the file says so: a daemon that was killed while it ended leaves the
-        // file behind.
+        // We need a limit even if the file exists, because a daemon could have been killed while it
+        // was terminating.
         let until = Instant::now() + LAST_FLUSH;
         let mut locked = until_free(attempt)?;
         if locked.is_none() && ending.exists() {
             let directory = path.display();
             tracing::info!(%directory, "waiting for the daemon before, which is ending");
         }
-        // It flushes its backends first.
+        // It has to flush its backends first.
         while locked.is_none() && ending.exists() && Instant::now() < until {
             locked = until_free(attempt)?;
         }
@@ -99,10 +103,11 @@ impl StateDir {
             let why = format!("{holder} uses it");
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
-        // With the lock held: the file is of a daemon that is gone, and the next one must not wait
-        // for us by it.
+        // We hold the lock, so this file belongs to a daemon that has exited. Remove it, because
+        // the next daemon should not wait for us.
         match remove_if_there(&ending) {
-            // Even if there is none. What is kept there can be read all the same.
+            // This is returned even if the file does not exist. A read-only directory can still be
+            // used to read the state.
             Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
                 let directory = path.display();
                 tracing::warn!(%directory, %error, "nothing can be kept");
@@ -115,49 +120,140 @@ impl StateDir {
         })
     }
 
-    /// The daemon is ending: the next one waits for that, instead of refusing to start.
+    /// Notes that the daemon is terminating, so that the next daemon waits instead of failing to
+    /// start.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Fails on file system errors.
     pub fn note_ending(&self) -> io::Result<()> {
         File::create(self.path.join(ENDING)).map(drop)
     }
 
-    /// Path of the directory.
+    /// Returns the directory path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The bytes of a file; `None` where there is none.
+    /// Returns the contents of a file, or `None` if it does not exist.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Fails on file system errors.
     pub fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         read(&self.path.join(name))
     }
 
-    /// Content of a file in this version of its form; `None` where there is none.
+    /// Parses a file with this format version, or returns `None` if it does not exist.
     ///
     /// # Errors
-    /// Those of the file system; or it is damaged, or of another version. All name the file.
+    /// Fails on file system errors, or if the file is damaged or has a different version. All
+    /// errors contain the file name.
     pub fn load<T: DeserializeOwned>(&self, name: &str, version: u32) -> io::Result<Option<T>> {
         load(&self.path.join(name), version)
     }
 
-    /// Replaces a file by this version of its form.
+    /// Replaces a file, using this format version.
     ///
     /// # Errors
-    /// As [`StateDir::replace`].
+    /// Same as [`StateDir::replace`].
     pub fn save<T: Serialize>(&self, name: &str, version: u32, content: &T) -> io::Result<()> {
         let file = Versioned { version, content };
         self.replace(name, &serde_json::to_vec_pretty(&file)?)
     }
 
-    /// Removes a file, if it is there.
+    /// Same as [`StateDir::save`], but keeps the previous generation of the file.
     ///
     /// # Errors
-    /// Those of the file system. The file may or may not exist afterwards.
+    /// Same as [`StateDir::replace`].
+    pub fn save_generation<T: Serialize>(
+        &self,
+        name: &str,
+        version: u32,
+        content: &T,
+    ) -> io::Result<()> {
+        let new = serde_json::to_vec_pretty(&Versioned { version, content })?;
+        let is_sound = |bytes: &Vec<u8>| serde_json::from_slice::<Version>(bytes).is_ok();
+        match self.read(name)? {
+            Some(old) if is_sound(&old) => self.replace(&previous(name), &old)?,
+            // A damaged file must not replace the previous generation.
+            Some(_) => {}
+            None => self.replace(&previous(name), &new)?,
+        }
+        self.replace(name, &new)
+    }
+
+    /// Same as [`StateDir::load`] for a file with a previous generation, which is used if the file
+    /// is damaged.
+    ///
+    /// # Errors
+    /// Same as [`StateDir::load`], if there is no valid generation.
+    pub fn load_generation<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        version: u32,
+    ) -> io::Result<Generation<T>> {
+        let damage = match self.load(name, version) {
+            Ok(content) => {
+                if content.is_some() {
+                    self.make_previous(name);
+                }
+                return Ok(Generation::Current(content));
+            }
+            Err(error) if is_damaged(&error) => error,
+            Err(error) => return Err(error),
+        };
+        let (path, spare) = (self.path.join(name), previous(name));
+        let content = match self.load(&spare, version) {
+            Ok(content) => content,
+            Err(error) => {
+                tracing::error!(%error, "cannot use the previous generation of a state file");
+                None
+            }
+        };
+        let Some(content) = content else {
+            return Err(damage);
+        };
+        tracing::error!(
+            %damage,
+            "a state file is damaged; its previous generation is used, and the last change may be missing"
+        );
+        self.set_aside(name);
+        // Restore the file for the next start.
+        let repaired = fs::read(self.path.join(&spare)).and_then(|bytes| replace(&path, &bytes));
+        if let Err(error) = repaired {
+            tracing::warn!(path = %path.display(), %error, "cannot repair a state file");
+        }
+        Ok(Generation::Previous(content))
+    }
+
+    /// Moves a damaged file away, so that it can be analyzed.
+    pub fn set_aside(&self, name: &str) {
+        let path = self.path.join(name);
+        let aside = self.path.join(format!("{name}.damaged"));
+        match fs::rename(&path, &aside) {
+            Ok(()) => tracing::warn!(path = %aside.display(), "moved a damaged state file here"),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "cannot move a damaged state file");
+            }
+        }
+    }
+
+    /// Creates the previous generation for a file written by an older version without generations.
+    fn make_previous(&self, name: &str) {
+        let spare = previous(name);
+        if matches!(self.path.join(&spare).try_exists(), Ok(true)) {
+            return;
+        }
+        let made = fs::read(self.path.join(name)).and_then(|bytes| self.replace(&spare, &bytes));
+        if let Err(error) = made {
+            tracing::debug!(%error, "cannot make the previous generation of a state file");
+        }
+    }
+
+    /// Removes a file, if it exists.
+    ///
+    /// # Errors
+    /// Fails on file system errors. The file may or may not exist after this.
     pub fn remove(&self, name: &str) -> io::Result<()> {
         remove_if_there(&self.path.join(name))?;
         sync_dir(&self.path)
@@ -166,13 +262,49 @@ impl StateDir {
     /// Replaces a file.
     ///
     /// # Errors
-    /// Those of the file system. The file is the old one then, as far as the file system can still
-    /// be changed at all.
+    /// Fails on file system errors. In this case, the old file is kept, if the file system can
+    /// still be modified.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let path = self.path.join(name);
         let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         replace(&path, bytes).map_err(named)
     }
+}
+
+/// Contents of a file with a previous generation.
+#[derive(Debug)]
+pub enum Generation<T> {
+    /// The file is valid, or does not exist.
+    Current(Option<T>),
+    /// The file is damaged, so this is its previous generation.
+    Previous(T),
+}
+
+impl<T> Generation<T> {
+    /// Returns the contents of either generation.
+    #[must_use]
+    pub fn into_content(self) -> Option<T> {
+        match self {
+            Self::Current(content) => content,
+            Self::Previous(content) => Some(content),
+        }
+    }
+}
+
+/// Returns the file name of the previous generation.
+fn previous(name: &str) -> String {
+    format!("{name}~")
+}
+
+/// Error for a damaged file, including its name.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Damaged(String);
+
+/// Returns true if this is a [`load`] error for a damaged file, but not for a different version.
+#[must_use]
+pub fn is_damaged(error: &io::Error) -> bool {
+    matches!(error.get_ref(), Some(inner) if inner.is::<Damaged>())
 }
 
 fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
@@ -183,11 +315,11 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Content of a file of a state directory in this version of its form, also while another process
-/// has the directory; `None` where there is none.
+/// Parses a file in a state directory with this format version, even if the directory is in use by
+/// another process. Returns `None` if the file does not exist.
 ///
 /// # Errors
-/// As [`StateDir::load`].
+/// Same as [`StateDir::load`].
 pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option<T>> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     let Some(bytes) = read(path).map_err(named)? else {
@@ -197,8 +329,11 @@ pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option
         let why = format!("{}: {why}", path.display());
         io::Error::new(io::ErrorKind::InvalidData, why)
     };
-    let damaged = |e: serde_json::Error| error(format!("the file is damaged ({e})"));
-    // The version alone first: the fields of another version need not parse as ours.
+    let damaged = |e: serde_json::Error| {
+        let why = format!("{}: the file is damaged ({e})", path.display());
+        io::Error::new(io::ErrorKind::InvalidData, Damaged(why))
+    };
+    // Check the version first, because we may not be able to parse the fields of another version.
     let found: Version = serde_json::from_slice(&bytes).map_err(damaged)?;
     if found.version != version {
         let found = found.version;
@@ -210,11 +345,11 @@ pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option
     Ok(Some(content))
 }
 
-/// Adds to the error of [`load`] what can be done about a file that is damaged or of another
-/// version, and what is so without the file.
+/// Adds a hint to [`load`] errors on how to handle a damaged file or a file with a different
+/// version, and the effect of removing the file.
 #[must_use]
 pub fn advise(error: io::Error, without: &str) -> io::Error {
-    // What the file system refuses says itself what is wrong, and the file may be sound.
+    // File system errors don't need a hint, and the file may be valid.
     if error.kind() != io::ErrorKind::InvalidData {
         return error;
     }
@@ -224,7 +359,7 @@ pub fn advise(error: io::Error, without: &str) -> io::Error {
     io::Error::new(error.kind(), advice)
 }
 
-/// The name of the file for something of a logical unit, by its world-wide name.
+/// Returns the file name for data of a logical unit, which includes its world-wide name.
 #[must_use]
 pub fn file_of_unit(what: &str, unit: &Identity) -> String {
     let naa = unit.naa.bytes();
@@ -232,27 +367,27 @@ pub fn file_of_unit(what: &str, unit: &Identity) -> String {
     format!("{what}-{naa}.json")
 }
 
-/// Replaces a file, which only its owner may read.
+/// Replaces a file that should only be readable by its owner.
 ///
 /// # Errors
-/// As [`StateDir::replace`].
+/// Same as [`StateDir::replace`].
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replace_by_steps(path, bytes, None, &mut |_| Ok(()), &mut sync_dir)
 }
 
-/// Users that may use a file.
+/// File owner and permissions.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
-    /// User id and group id.
+    /// User ID and group ID.
     pub owner: (u32, u32),
     /// Permission bits of the file.
     pub mode: u32,
 }
 
-/// Replaces a file, for those who are named here.
+/// Replaces a file, with this owner and permissions.
 ///
 /// # Errors
-/// As [`StateDir::replace`]; this process may not give files to that owner.
+/// Same as [`StateDir::replace`]; also fails if this process is not allowed to change the owner.
 pub fn replace_as(path: &Path, bytes: &[u8], access: &Access) -> io::Result<()> {
     let access = Some(access);
     replace_by_steps(path, bytes, access, &mut |_| Ok(()), &mut sync_dir)
@@ -262,9 +397,10 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
-/// Makes a directory, and those above it that are missing. With a name that is lost with the
-/// machine's power, all that was made durable below it would be lost as well. So the names of this
-/// file system are synced even if they were there: the start that made them may have failed before.
+/// Creates a directory including missing parents. If the name of a directory was lost on power
+/// failure, all durable data below it would be lost as well. So we sync all names on this file
+/// system even if they already existed, because the start that created them could have failed
+/// before that.
 fn make_durable(path: &Path, sync: &mut dyn FnMut(&Path) -> io::Result<()>) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)?;
     let device = fs::metadata(path)?.dev();
@@ -278,7 +414,7 @@ fn make_durable(path: &Path, sync: &mut dyn FnMut(&Path) -> io::Result<()>) -> i
             break;
         }
         match sync(parent) {
-            // One that may be written to and not read: nothing can be done there.
+            // The directory can be written but not read, so there is nothing we can do.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
             synced => synced?,
         }
@@ -286,7 +422,7 @@ fn make_durable(path: &Path, sync: &mut dyn FnMut(&Path) -> io::Result<()>) -> i
     Ok(())
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 fn remove_if_there(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -294,7 +430,7 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Stage of a replacement.
+/// Stages of a replacement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Created,
@@ -304,7 +440,7 @@ enum Step {
     Renamed,
 }
 
-/// `at` is called after every step; an error that it returns ends the replacement there.
+/// `at` is called after each step. If it returns an error, the replacement stops there.
 fn replace_by_steps(
     path: &Path,
     bytes: &[u8],
@@ -322,7 +458,7 @@ fn replace_by_steps(
         parent.join(hidden)
     };
     let (hidden, old) = (beside(".new"), beside(".old"));
-    // A mode is given to new files only.
+    // The mode is only used when a file is created.
     remove_if_there(&hidden)?;
     let mut file = OpenOptions::new()
         .write(true)
@@ -342,7 +478,7 @@ fn replace_by_steps(
     at(Step::Written)?;
     file.sync_all()?;
     at(Step::Synced)?;
-    // A second name of the old file, if there is one, and where the file system has such.
+    // Create a second link to the old file if it exists, and if the file system supports links.
     remove_if_there(&old)?;
     let is_kept = match fs::hard_link(path, &old) {
         Ok(()) => true,
@@ -360,7 +496,7 @@ fn replace_by_steps(
         }
         return Err(error);
     }
-    // It does no harm there.
+    // The link can be left behind without any problems.
     let _ = remove_if_there(&old);
     Ok(())
 }
@@ -400,7 +536,7 @@ mod tests {
                 _ => b"the old one",
             };
             assert_eq!(state.read("f").unwrap().unwrap(), expected, "{step:?}");
-            // What the killed one has left is in the way of no other.
+            // Files left behind by a killed process must not block the next replacement.
             state.replace("f", b"short").unwrap();
             assert_eq!(state.read("f").unwrap().unwrap(), b"short");
         }
@@ -411,7 +547,7 @@ mod tests {
         fs::remove_dir_all(&path).unwrap();
     }
 
-    /// What is reported as failed has not happened, for the next start either.
+    /// If a replacement reports an error, the next start must see the old file.
     #[test]
     fn a_directory_that_cannot_be_made_durable_keeps_the_old_file() {
         let path = dir("undone");
@@ -432,7 +568,7 @@ mod tests {
         fs::remove_dir_all(&path).unwrap();
     }
 
-    /// Else the second start would build on a name that the machine's power can take away.
+    /// Otherwise, the second start would use a directory whose name could be lost on power failure.
     #[test]
     fn the_name_of_a_directory_is_synced_by_the_start_after_one_that_could_not() {
         let path = dir("names").join("inner");
@@ -451,13 +587,61 @@ mod tests {
     }
 
     #[test]
+    fn previous_generation_replaces_damaged_file() {
+        let path = dir("generations");
+        let state = StateDir::take(&path).unwrap();
+        let load = || state.load_generation::<Numbers>("f", 1);
+        let save = |n: u32| state.save_generation("f", 1, &Numbers { n }).unwrap();
+        let content = |loaded: Generation<Numbers>| match loaded {
+            Generation::Current(content) => (true, content.map(|numbers| numbers.n)),
+            Generation::Previous(content) => (false, Some(content.n)),
+        };
+        assert_eq!(content(load().unwrap()), (true, None));
+        save(1);
+        for damage in [&b"{"[..], b"", &[0xfe; 40]] {
+            // The first generation is its own previous generation.
+            fs::write(path.join("f"), damage).unwrap();
+            assert_eq!(content(load().unwrap()), (false, Some(1)));
+            assert_eq!(fs::read(path.join("f.damaged")).unwrap(), damage);
+            assert_eq!(content(load().unwrap()), (true, Some(1)), "repaired");
+        }
+        save(2);
+        save(3);
+        fs::write(path.join("f"), "{").unwrap();
+        // A save before the next start should keep the valid generation.
+        save(4);
+        fs::write(path.join("f"), "{").unwrap();
+        assert_eq!(content(load().unwrap()), (false, Some(2)));
+        for name in ["f", "f~"] {
+            fs::write(path.join(name), "{").unwrap();
+        }
+        assert!(is_damaged(&load().unwrap_err()));
+        // A file with a different version is valid.
+        fs::write(path.join("f~"), r#"{ "version": 1, "n": 5 }"#).unwrap();
+        fs::write(path.join("f"), r#"{ "version": 2, "n": 6 }"#).unwrap();
+        assert!(!is_damaged(&load().unwrap_err()));
+        // If the file was written by an older version without generations, we create one.
+        fs::remove_file(path.join("f~")).unwrap();
+        fs::write(path.join("f"), r#"{ "version": 1, "n": 7 }"#).unwrap();
+        load().unwrap();
+        fs::write(path.join("f"), "").unwrap();
+        assert_eq!(content(load().unwrap()), (false, Some(7)));
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[derive(Debug, Serialize, Deserialize)]
+    struct Numbers {
+        n: u32,
+    }
+
+    #[test]
     fn one_daemon_has_a_directory() {
         let path = dir("lock");
         let state = StateDir::take(&path).unwrap();
         let second = StateDir::take(&path).unwrap_err();
         assert_eq!(second.kind(), io::ErrorKind::AddrInUse);
         assert_eq!(state.read("nothing").unwrap(), None);
-        // One that was killed may hold it for a while.
+        // A process that was killed can hold the lock for some time.
         thread::scope(|scope| {
             scope.spawn(|| {
                 thread::sleep(Duration::from_millis(200));
@@ -475,7 +659,7 @@ mod tests {
         state.note_ending().unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
-                // Longer than one that is not ending is waited for.
+                // Longer than the timeout for a daemon that is not terminating.
                 thread::sleep(Duration::from_secs(4));
                 drop(state);
             });

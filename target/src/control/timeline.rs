@@ -1,7 +1,7 @@
-//! The last minutes of the daemon: a sample each second, for the charts of the status page, which
-//! have their history after a reload too.
+//! The last minutes of the daemon: one sample per second for the charts on the status page, so that
+//! they have a history after a page reload.
 //!
-//! Bounded: [`KEPT`] samples of all units together, and the last rates of each unit.
+//! The size is bounded: [`KEPT`] samples of all units in total, and the last rates of each unit.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,10 +12,10 @@ pub use riser_admin_api::recent::{Recent, Sample, Since};
 
 use super::events;
 
-/// Time from one sample to the next.
+/// Sample interval.
 pub const EVERY: Duration = Duration::from_secs(1);
 
-/// Samples that are kept: ten minutes of them.
+/// Number of samples to keep, which is ten minutes.
 pub const KEPT: usize = 600;
 
 /// Samples of the last minutes.
@@ -24,14 +24,14 @@ pub struct Timeline {
     last: Option<Live>,
     rates: Rates,
     samples: VecDeque<Sample>,
-    /// Samples that were taken.
+    /// Number of samples taken.
     count: u64,
 }
 
 impl Timeline {
-    /// Takes the sums at a moment.
+    /// Adds a sample from these counters.
     pub fn take(&mut self, live: Live) {
-        // Rates need two moments: the first sums after the start give no sample.
+        // We need two sets of counters to compute rates, so the first set does not create a sample.
         if let Some(last) = &self.last {
             self.rates = rates(last, &live);
             if self.samples.len() == KEPT {
@@ -53,8 +53,8 @@ impl Timeline {
         let new = self
             .samples
             .iter()
-            // By number and not by time: the clock may be set, and a page would get samples twice
-            // or never.
+            // We must use the number instead of the time: if the clock is adjusted, a page would
+            // get samples twice or not at all.
             .filter(|sample| sample.number > since.sample);
         Recent {
             rates: self.rates.clone(),
@@ -80,7 +80,7 @@ fn sample(rates: &Rates) -> Sample {
         uptime: rates.uptime,
         reads,
         writes,
-        // Differences of floating-point sums may be just below zero.
+        // Due to rounding, the difference can be slightly below zero.
         others: (rates.total.commands - reads - writes).max(0.0),
         read_bytes,
         write_bytes,

@@ -1,4 +1,4 @@
-//! Activity of the daemon, in a terminal: `riserd top`.
+//! Shows the daemon's activity in a terminal: `riserd top`.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -9,34 +9,35 @@ use riser_admin_api::client::{self, ClientError, Question};
 use riser_admin_api::live::Live;
 use riser_admin_api::rates::{OpRate, Rates, rates};
 
-/// Options of the display.
+/// Display options.
 #[derive(Clone, Copy, Debug)]
 pub struct Top {
-    /// Time from one look to the next.
+    /// Refresh interval.
     pub every: Duration,
-    /// Show one interval and end.
+    /// Show one interval and exit.
     pub once: bool,
-    /// JSON, a document a line.
+    /// Use JSON, with one document per line.
     pub json: bool,
-    /// Columns and rows of the terminal; `None` where it is none: no control sequences then.
+    /// Number of columns and rows of the terminal. `None` if the output is not a terminal, in which
+    /// case we don't use control sequences.
     pub terminal: Option<(usize, usize)>,
 }
 
-/// Reason why the display ended.
+/// Reason why the display stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum TopError {
-    /// The daemon says nothing.
+    /// The daemon is not available.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// It cannot be shown.
+    /// The output failed.
     #[error(transparent)]
     Output(#[from] io::Error),
 }
 
-/// Asks the daemon at a socket again and again, and shows what it does, until it does not answer.
+/// Polls the daemon on this socket, and shows its activity until it does not respond.
 ///
 /// # Errors
-/// [`TopError`].
+/// See [`TopError`].
 pub fn run(socket: &Path, top: &Top, out: &mut dyn Write) -> Result<(), TopError> {
     let look = || client::call::<Live>(socket, Question::new(Method::GET, "/v1/live"));
     let mut old = look()?;
@@ -61,7 +62,7 @@ pub fn run(socket: &Path, top: &Top, out: &mut dyn Write) -> Result<(), TopError
     }
 }
 
-/// Draws over what was there, so that nothing flickers.
+/// Overwrites the previous output to avoid flickering.
 fn draw(out: &mut dyn Write, lines: &[String], top: &Top) -> io::Result<()> {
     let Some((columns, rows)) = top.terminal.filter(|_| !top.once) else {
         return writeln!(out, "{}", lines.join("\n"));
@@ -88,8 +89,8 @@ fn screen(rates: &Rates) -> Vec<String> {
         ),
         format!("total  {}", op(&rates.total)),
     ];
-    // Names come from initiators and from the configuration: control characters in them must not
-    // reach the terminal.
+    // Names come from initiators and from the configuration, so we must remove control characters
+    // before writing them to a terminal.
     if let Some(missing) = &rates.missing {
         lines.extend(
             missing
@@ -157,12 +158,12 @@ fn op(op: &OpRate) -> String {
     )
 }
 
-/// A name without what a terminal would obey.
+/// Removes terminal control characters from a name.
 fn clean(name: &str) -> String {
     name.replace(char::is_control, "?")
 }
 
-/// A number with a decimal prefix, of at most seven characters.
+/// Formats a number with a decimal prefix, using at most seven characters.
 fn amount(n: f64) -> String {
     let units = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")];
     match units.iter().find(|(unit, _)| n >= *unit) {

@@ -1,4 +1,4 @@
-//! The ways of single commands, for `riserd trace`: who asked for them, and what was found.
+//! Command traces for `riserd trace`: the request and its result.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -10,31 +10,31 @@ use super::view;
 use crate::server::Server;
 use crate::stats::{Record, Tracer};
 
-/// Interval at which the number of commands is compared with the wanted one.
+/// Interval to check if the trace is complete.
 pub const EVERY: Duration = Duration::from_millis(100);
 
-/// Commands that are kept from one look to the next.
+/// Number of commands to keep between two polls.
 const KEPT: usize = 10_000;
 
-/// Time after which a search that no client asks after gives way to another.
+/// Time after which a trace that is not polled can be replaced.
 const FORGOTTEN: Duration = Duration::from_secs(5);
 
-/// A search under way. It ends when it is dropped.
+/// An active trace, which is stopped on drop.
 #[derive(Debug)]
 pub(super) struct Search {
     wanted: Wanted,
     tracer: Arc<Tracer>,
     units: Vec<Arc<crate::stats::LunStats>>,
     found: Traced,
-    /// Time at which a client last asked after it.
+    /// Time when the client last polled the trace.
     asked: Instant,
 }
 
 impl Search {
-    /// Begins to look at the commands that are served.
+    /// Starts a trace.
     ///
     /// # Errors
-    /// There is no such target or unit.
+    /// Fails if the target or unit does not exist.
     pub(super) fn begin(server: &Server, wanted: Wanted) -> Result<Self, String> {
         let catalog = server.shared().registry.catalog();
         let units: Vec<_> = catalog
@@ -45,7 +45,8 @@ impl Search {
             .filter(|stats| wanted.lun.is_none_or(|lun| lun == stats.lun()))
             .cloned()
             .collect();
-        // Nothing would ever be found, and the client would wait for its whole time.
+        // Without this check, the client would wait for the whole duration even though there cannot
+        // be any matches.
         if units.is_empty() {
             return Err("no such logical unit is served".to_owned());
         }
@@ -63,18 +64,18 @@ impl Search {
         })
     }
 
-    /// Returns whether its client has stopped asking.
+    /// Returns true if the client has stopped polling.
     pub(super) fn is_forgotten(&self) -> bool {
         self.asked.elapsed() > FORGOTTEN
     }
 
-    /// Takes what was found since the last look; whether it is enough.
+    /// Collects new commands since the last poll. Returns true if the trace is complete.
     pub(super) fn look(&mut self, server: &Server) -> bool {
         self.asked = Instant::now();
         let records = self.tracer.take();
         if !records.is_empty() {
-            // Asked now, not at the end: sessions come and go, and a record has only the number of
-            // the nexus.
+            // We must do this now, because sessions can be closed before the trace is complete, and
+            // a record only contains the nexus number.
             let sessions = view::sessions(server);
             let now = (Instant::now(), SystemTime::now());
             for record in records {
@@ -97,11 +98,11 @@ impl Search {
         name.is_some_and(|name| name.starts_with(wanted.as_str()))
     }
 
-    /// Ends the search; returns what it has found.
+    /// Stops the trace and returns the result.
     pub(super) fn end(mut self, server: &Server) -> Traced {
         self.look(server);
         let mut found = std::mem::take(&mut self.found);
-        // After the last look, which may have found more than could be kept.
+        // This must be read after the last poll, which may have dropped commands.
         found.missed = self.tracer.missed();
         found
     }
@@ -119,8 +120,8 @@ fn command(
     record: Record,
     session: Option<&view::SessionView>,
     (now, time): (Instant, SystemTime),
-    // Workers measure by the monotonic clock only. The time of day is derived here from one pair of
-    // both clocks, so that a step of the wall clock does not reorder commands.
+    // Workers only use the monotonic clock. We compute the time of day from a single pair of both
+    // clocks, so that a clock adjustment does not reorder commands.
 ) -> TracedCommand {
     let ago = now.saturating_duration_since(record.begun);
     let begun = time.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -150,7 +151,7 @@ fn command(
     }
 }
 
-/// LBA and number of the blocks that a command is about.
+/// Returns the LBA and number of blocks of a command.
 fn blocks(opcode: &Opcode, cdb: &[u8]) -> Option<(u64, u32)> {
     let blocks = opcode.blocks(cdb)?;
     Some((blocks.first, u32::try_from(blocks.end - blocks.first).ok()?))

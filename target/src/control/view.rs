@@ -1,4 +1,4 @@
-//! The daemon in the admin API: the views of [`riser_admin_api`], filled.
+//! Admin API views of the daemon: creates the types in [`riser_admin_api`].
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,29 +14,30 @@ use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use super::history::Entry;
 use crate::backend::{FlushFailure, Source};
 use crate::config::{Backend, Config, Guid, ObjectPath, Protocol, diff};
-use crate::fabric::Unit;
+use crate::fabric::{ConnRef, Unit};
 use crate::iscsi::Phase;
 use crate::qos::{IoLimits, Waits};
 use crate::server::Server;
-use crate::server::problems::{Problem, Subject};
+use crate::server::problems::{Problem, Problems, Subject};
 use crate::sessions::catalog::{Catalog, PortalDef, TargetDef};
 use crate::srp::ChannelParams;
+use crate::units::bytes;
 use crate::worker::SessionInfo;
 use crate::worker::mail::{IscsiSession, Snapshot};
 
-/// Relation of what is served to what a restart would serve.
+/// Difference between the current configuration and the configuration after a restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// The configuration file has it.
+    /// The configuration file contains the current configuration.
     Saved,
-    /// The file does not have it, but was not edited since it was read last: a restart serves what
-    /// was applied last.
+    /// The file is different but was not edited since it was last read, so a restart will use the
+    /// configuration that was applied last.
     Restored,
-    /// A restart serves something else, or nothing.
+    /// A restart will use a different configuration, or none.
     Unsaved,
 }
 
-/// The view of what is not written down; `standing` is `None` where it is no news.
+/// Returns the view of unsaved changes; `standing` should be `None` if it has not changed.
 #[must_use]
 pub fn written(drift: Vec<DriftView>, standing: Option<Standing>) -> Written {
     Written {
@@ -46,7 +47,7 @@ pub fn written(drift: Vec<DriftView>, standing: Option<Standing>) -> Written {
     }
 }
 
-/// The backends of a configuration that are served with more than it says.
+/// Returns the backends that are currently larger than configured.
 #[must_use]
 pub fn drift(server: &Server, config: &Config) -> Vec<DriftView> {
     let view = |backend: &Backend| {
@@ -67,10 +68,40 @@ pub fn drift(server: &Server, config: &Config) -> Vec<DriftView> {
     config.backends.iter().filter_map(view).collect()
 }
 
-/// The configurations that the daemon has had, the newest first.
+/// Returns warnings for backends that will be larger than the free space on their file system. This
+/// is possible with sparse files, but writes will fail once the file system is full.
+#[must_use]
+pub fn warnings(server: &Server, old: &Config, new: &Config) -> Vec<String> {
+    let size = |backend: &Backend| match backend.spec.source {
+        Source::File { size, .. } => size,
+        Source::Device { .. } | Source::Ram { .. } | Source::Null { .. } => None,
+    };
+    let warning = |backend: &Backend| {
+        let before = old.backends.iter().find(|b| b.name == backend.name);
+        let wanted = size(backend).filter(|_| before.and_then(size) != size(backend))?;
+        let (_, store) = server.backends().find(|(name, _)| *name == backend.name)?;
+        let space = store.space()?;
+        let room = space.allocated.saturating_add(space.free);
+        (wanted > room).then(|| {
+            format!(
+                "backend {}: its size is {}, but its file system has room for {} only; writes fail when it is full",
+                backend.name,
+                bytes(wanted),
+                bytes(room)
+            )
+        })
+    };
+    let mut warnings: Vec<_> = new.backends.iter().filter_map(warning).collect();
+    if old.log.filter != new.log.filter && super::logging::is_filter_overridden() {
+        warnings.push("log.filter has no effect while RUST_LOG is in the environment".to_owned());
+    }
+    warnings
+}
+
+/// Returns the previous configurations, newest first.
 #[must_use]
 pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
-    // One of an older daemon may not be accepted any longer.
+    // A configuration from an older daemon may not be valid in this version.
     let configs = entries
         .iter()
         .map(|entry| Config::parse(&entry.yaml, "history").ok());
@@ -90,7 +121,7 @@ pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
     entries.map(view).collect()
 }
 
-/// The daemon at present.
+/// Returns the current status.
 #[must_use]
 pub fn status(
     server: &Server,
@@ -106,20 +137,33 @@ pub fn status(
         sessions: server.sessions(),
         workers: snapshots.iter().map(worker).collect(),
         problems: problems(server),
+        blocked: server.blocklist().list(),
         written: written(drift(server, server.config()), Some(standing)),
         upgrade_record: upgrade_record.clone(),
     }
 }
 
 fn problems(server: &Server) -> Vec<ProblemView> {
-    let view = |(subject, problem): (&Subject, &Problem)| ProblemView {
+    let problems = server.problems();
+    problems.iter().map(problem).collect()
+}
+
+/// Returns the view of a problem.
+pub(super) fn problem((subject, problem): (&Subject, &Problem)) -> ProblemView {
+    ProblemView {
         kind: subject.kind().to_owned(),
         name: subject.name(),
         error: problem.why.clone(),
         since: seconds(problem.since),
-        failing: problem.is_failing,
-    };
-    server.problems().iter().map(view).collect()
+        failing: problem.is_failing(),
+        cause: problem.cause.map(|cause| cause.label().to_owned()),
+        state: problem.state().to_owned(),
+    }
+}
+
+/// Returns the view of a subject's problem.
+fn problem_of(problems: &Problems, subject: &Subject) -> Option<ProblemView> {
+    problems.of(subject).map(|found| problem((subject, found)))
 }
 
 fn seconds(time: SystemTime) -> u64 {
@@ -139,14 +183,42 @@ fn worker(snapshot: &Snapshot) -> WorkerView {
     }
 }
 
-/// The sessions at present, ordered by target, initiator and nexus.
+/// Returns the current sessions, ordered by target, initiator and nexus.
 #[must_use]
 pub fn sessions(server: &Server) -> Vec<SessionView> {
     let catalog = server.shared().registry.catalog();
     sessions_of(&server.snapshot(), &catalog)
 }
 
-/// Likewise, of what workers have reported.
+/// Returns the connections of an initiator or a session number, with their views. `name` can be an
+/// initiator port as returned by [`sessions`], an iSCSI name without the ISID, or the number of an
+/// I_T nexus.
+#[must_use]
+pub fn sessions_named(server: &Server, name: &str) -> (Vec<ConnRef>, Vec<SessionView>) {
+    let catalog = server.shared().registry.catalog();
+    let is_named = |view: &SessionView| {
+        let initiator = view.initiator.split_once(',');
+        let initiator = initiator.map_or(&*view.initiator, |(name, _)| name);
+        let nexus = view.nexus.map(|nexus| nexus.to_string());
+        view.initiator == name || initiator == name || nexus.as_deref() == Some(name)
+    };
+    let mut found = Vec::new();
+    for snapshot in server.snapshot() {
+        let worker = snapshot.worker;
+        let srp_sessions = snapshot.sessions.iter();
+        found.extend(srp_sessions.map(|s| (s.serial, srp(s, &catalog))));
+        let iscsi_sessions = snapshot.iscsi_sessions.iter();
+        found.extend(iscsi_sessions.map(|s| (s.serial, iscsi_view(worker, s, &catalog))));
+    }
+    found.retain(|(_, view)| is_named(view));
+    let channel = |(serial, view): (u64, SessionView)| {
+        let worker = view.worker;
+        (ConnRef { worker, serial }, view)
+    };
+    found.into_iter().map(channel).unzip()
+}
+
+/// Same, based on worker snapshots.
 pub(super) fn sessions_of(snapshots: &[Snapshot], catalog: &Catalog) -> Vec<SessionView> {
     let mut views: Vec<SessionView> = snapshots
         .iter()
@@ -232,10 +304,10 @@ fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// The keys of RFC 7143 chapter 13, and of RFC 7145 chapter 6, with their values.
+/// Returns the login keys of RFC 7143 chapter 13 and RFC 7145 chapter 6 with their values.
 fn iscsi_terms(session: &SessionParams, connection: &ConnectionParams) -> BTreeMap<String, String> {
-    // iSER has keys of its own for the two directions. Without it one key is declared by each
-    // side, so the side is part of the name here.
+    // iSER has a separate key for each direction. Without iSER, each side declares the same key, so
+    // we need to add the side to the name.
     let (to_initiator, to_target) = if session.rdma_extensions && !session.discovery {
         (
             "InitiatorRecvDataSegmentLength",
@@ -289,10 +361,11 @@ fn named<const N: usize>(terms: [(&str, String); N]) -> BTreeMap<String, String>
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// The targets that are served at present.
+/// Returns the active targets.
 #[must_use]
 pub fn targets(server: &Server) -> Vec<TargetView> {
     let catalog = server.shared().registry.catalog();
+    let problems = server.problems();
     let view = |t: &TargetDef| TargetView {
         name: t.config.name.clone(),
         iqn: t.config.iqn.as_ref().map(ToString::to_string),
@@ -306,15 +379,36 @@ pub fn targets(server: &Server) -> Vec<TargetView> {
                     .then(|| t.portals.iter().find(|def| def.listen == *listen))
                     .flatten()
                     .map(port_names),
+                problem: problem_of(&problems, &Subject::portal(*protocol, *listen)),
             })
             .collect(),
         luns: t
             .units
             .iter()
-            .map(|(number, unit)| (*number, lun(unit, t.is_read_only(*number), &catalog)))
+            .map(|(number, unit)| {
+                let backend = backend_of(server, t, *number);
+                let view = LunView {
+                    backend: backend.to_owned(),
+                    problem: problem_of(&problems, &Subject::Backend(backend.to_owned())),
+                    ..lun(unit, t.is_read_only(*number), &catalog)
+                };
+                (*number, view)
+            })
             .collect(),
     };
     catalog.targets.iter().map(view).collect()
+}
+
+/// Returns the backend name for a target's logical unit.
+pub(super) fn backend_of<'a>(server: &'a Server, target: &TargetDef, number: u16) -> &'a str {
+    let lun = target.config.luns.get(&number);
+    lun.map_or("", |lun| &server.config().backend(lun).name)
+}
+
+/// Returns the capacity of a logical unit in bytes, or `None` if its backend is not open.
+pub(super) fn size_of(unit: &Unit, catalog: &Catalog) -> Option<u64> {
+    let is_open = catalog.store_of(unit).is_some_and(|s| !s.is_absent());
+    is_open.then(|| unit.lu.capacity_bytes())
 }
 
 fn port_names(def: &PortalDef) -> PortNames {
@@ -333,8 +427,10 @@ fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
         .and_then(|store| store.flush_failure());
     let block_size = config.block_size.bytes();
     LunView {
+        backend: String::new(),
+        problem: None,
         serial: config.identity.serial.clone(),
-        size: lu.capacity_bytes(),
+        size: size_of(unit, catalog),
         block_size,
         read_only,
         flush_failure: failure.map(flush_failure_view),
@@ -345,7 +441,7 @@ fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
     }
 }
 
-/// Limits with what has waited for them.
+/// Returns the view of rate limits with their wait times.
 fn limits_view((limits, waits): (IoLimits, Waits)) -> LimitsView {
     let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     let rates = limits.named().into_iter();
@@ -358,7 +454,7 @@ fn limits_view((limits, waits): (IoLimits, Waits)) -> LimitsView {
     }
 }
 
-/// A flush that failed, with its error in words.
+/// Returns the view of a failed flush.
 fn flush_failure_view(failure: FlushFailure) -> FlushFailureView {
     FlushFailureView {
         error: io::Error::from_raw_os_error(failure.errno).to_string(),

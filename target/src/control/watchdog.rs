@@ -1,8 +1,8 @@
-//! The service manager's watchdog: it hears of the daemon as long as every worker gets round to its
-//! mailbox. If one does not, the manager restarts the daemon.
+//! Service manager watchdog: notifies the service manager as long as all workers process their
+//! mailboxes. If a worker hangs, the service manager will restart the daemon.
 //!
-//! It has a thread of its own. The control plane opens and measures files, and may wait as long as
-//! a file system hangs; what is served meanwhile must not be ended for that.
+//! We use a separate thread for this, because the control plane accesses files and can block on a
+//! hung file system. In this case, we don't want to stop active sessions.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use sd_notify::NotifyState;
 
-/// A running watchdog; dropping it ends it.
+/// A running watchdog, which is stopped on drop.
 #[derive(Debug)]
 pub(super) struct Watchdog(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl Watchdog {
-    /// Looks as often as the service manager wants: at half of `$WATCHDOG_USEC`, as
-    /// sd_watchdog_enabled(3) recommends. `ping` asks every worker to answer; a receiver without a
-    /// sender is of one that could not be asked.
+    /// Starts the watchdog with the interval requested by the service manager: half of
+    /// `$WATCHDOG_USEC`, as recommended by sd_watchdog_enabled(3). `ping` should send a request to
+    /// all workers. If a request cannot be sent, it should return a receiver without a sender.
     pub(super) fn start(ping: impl FnMut() -> Vec<Receiver<()>> + Send + 'static) -> Self {
         let every = sd_notify::watchdog_enabled().map(|limit| limit / 2);
         let alive = || super::notify(&[NotifyState::Watchdog]);
@@ -62,19 +62,20 @@ fn run(
     }
 }
 
-/// Answers to the last question that the workers were asked.
+/// Pending responses from workers.
 #[derive(Debug, Default)]
 struct Asked(Vec<Receiver<()>>);
 
 impl Asked {
-    /// Returns whether all workers have answered since the last look; asks them once more if so.
+    /// Returns true if all workers have responded since the last check, and then sends a new
+    /// request to them.
     fn check(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
         let mut was_full = false;
         self.0.retain(|answer| match answer.try_recv() {
             Ok(()) => false,
             Err(TryRecvError::Empty) => true,
-            // Its mailbox was full when it was asked: that may be load, so it is asked once more,
-            // but not counted as life.
+            // The mailbox was full when we sent the request. This can be caused by high load, so we
+            // try again, but we don't treat it as a response.
             Err(TryRecvError::Disconnected) => {
                 was_full = true;
                 false
@@ -83,8 +84,8 @@ impl Asked {
         if !self.0.is_empty() || was_full {
             tracing::warn!("not all workers answer");
         }
-        // All must have answered before they are asked again: mailboxes would fill with questions
-        // to a worker that hangs.
+        // All workers must have responded before we send the next request, because otherwise the
+        // mailbox of a hung worker would fill up.
         if self.0.is_empty() {
             self.0 = ping();
             return !was_full;
@@ -127,12 +128,12 @@ mod tests {
         let running = run(Duration::from_millis(1), Vec::new, move || {
             let _ = seen.send(());
         });
-        // This thread does nothing but wait, as the control plane does in a system call.
+        // This thread only waits, like the control plane in a blocking system call.
         for _ in 0..3 {
             alive.recv().unwrap();
         }
         drop(Watchdog(running));
-        // Nothing comes after its end.
+        // Nothing should be sent after it was stopped.
         while alive.recv().is_ok() {}
     }
 }

@@ -35,10 +35,10 @@ use riser_scsi::step::{
 };
 use riser_scsi::task::{NewTask, TaskKey};
 
-use super::{AddressedUnit, StaleLun, TaskRef, TaskSetFull, Toll, Unit};
-use crate::pool::{Buffer, Owner, Pool};
+use super::{AddressedUnit, StaleLun, TaskRef, TaskRefused, Toll, Unit, UnitIdx};
+use crate::pool::{Buffer, Claim, Owner, Pool};
 use crate::qos::{Cost, Limiter};
-use crate::stats::{CDB_TRACED, CommandTimer, Stage, TraceKey};
+use crate::stats::{CDB_TRACED, CommandTimer, Stage, Throttle, TraceKey};
 
 /// Maximum time for the data of one command, in data timeouts, as long as data of others come. All
 /// pieces after the first have that together, since others may wait for the command.
@@ -57,8 +57,8 @@ pub enum Entry {
     Now,
     /// After others, which name it when they leave.
     Later,
-    /// Never: the task set is full, and the answer TASK SET FULL.
-    Full,
+    /// Never: the command completes with this status.
+    Refused(Status),
     /// After its data or descriptors: [`Execution::data_arrived`] returns when.
     Gather,
     /// As [`Entry::Gather`], after [`Execution::pass_limits`].
@@ -204,6 +204,8 @@ impl Execution {
         now: Instant,
     ) {
         self.opcode = Opcode::of(&self.cdb);
+        // Before anything can refuse the command: its context has the kind of the previous one.
+        self.timer.classify(self.opcode.kind);
         self.names_unit = false;
         let Some(addressed) = addressed else {
             self.lun = LunId::ZERO;
@@ -278,7 +280,6 @@ impl Execution {
         pool: &Pool,
         now: Instant,
     ) -> Entry {
-        self.timer.classify(self.opcode.kind);
         self.timer.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
             if descriptors.external {
@@ -324,7 +325,17 @@ impl Execution {
                     }
                 }
             }
-            Err(TaskSetFull) => Entry::Full,
+            Err(TaskRefused::Full(reason)) => {
+                if reason == Throttle::Limit {
+                    self.timer.limit();
+                }
+                Entry::Refused(Status::TaskSetFull)
+            }
+            // INQUIRY and the like touch no medium, and find the unit.
+            Err(TaskRefused::Busy) if self.opcode.is_free_of_attention() && !new.awaits_data => {
+                Entry::Now
+            }
+            Err(TaskRefused::Busy) => Entry::Refused(Status::Busy),
         }
     }
 
@@ -332,6 +343,16 @@ impl Execution {
     #[must_use]
     pub fn is_gathering(&self) -> bool {
         matches!(self.early, Early::Awaited(_))
+    }
+
+    /// Whether commands of other initiators wait in the order of its unit for this command, which has
+    /// its place there.
+    #[must_use]
+    pub fn holds_others(&self) -> bool {
+        match (self.key, &self.unit) {
+            (Some(key), Some(unit)) => unit.holds_others(key),
+            _ => false,
+        }
     }
 
     /// Returns the length of the Data-Out that comes before it takes its place in the order, in
@@ -446,11 +467,26 @@ impl Execution {
         }
     }
 
+    /// Returns the unit that its memory is charged to.
+    #[must_use]
+    pub fn charged_unit(&self) -> Option<UnitIdx> {
+        self.unit.as_ref().map(|unit| unit.index)
+    }
+
+    fn claim(&self, owner: Owner) -> Claim {
+        let unit = self.charged_unit().map(|unit| unit.0);
+        Claim { owner, unit }
+    }
+
     /// Gets the command's data buffer, if it needs one; `false` without room in the pool.
     pub fn has_buffer(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         let len = self.buffer_len();
         if self.buffer.is_none() && len > 0 {
-            self.buffer = pool.grant(owner, len);
+            let claim = self.claim(owner);
+            self.buffer = match self.is_gathering() {
+                true => pool.grant_to_gather(claim, len),
+                false => pool.grant(claim, len),
+            };
         }
         self.buffer.is_some() || len == 0
     }
@@ -459,19 +495,20 @@ impl Execution {
     /// The step that needs it is in `step`.
     pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
         self.timer.enter(Stage::Memory, now);
+        let claim = self.claim(owner);
         if self.is_held_up() {
-            pool.wait_started(owner, self.buffer_len());
+            pool.wait_started(claim, self.buffer_len());
         } else {
-            pool.wait(owner);
+            pool.wait(claim);
         }
     }
 
-    /// Takes the pool's reserve, if the command has started and waits for memory: others may wait
-    /// for its end and hold memory meanwhile. `false` if not, or while another command has the
-    /// reserve.
+    /// Takes a part of the pool's reserve, if the command has started and waits for memory: others
+    /// may wait for its end and hold memory meanwhile. `false` if not, or while another command of
+    /// the unit has one.
     pub fn take_reserve(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         if self.is_held_up() {
-            self.buffer = pool.grant_reserve(owner, self.buffer_len());
+            self.buffer = pool.grant_reserve(self.claim(owner), self.buffer_len());
             return self.buffer.is_some();
         }
         false
@@ -503,7 +540,7 @@ impl Execution {
                 if let Some(short) = self.buffer.take() {
                     pool.release(short);
                 }
-                self.buffer = pool.grant(owner, len);
+                self.buffer = pool.grant(self.claim(owner), len);
             }
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }

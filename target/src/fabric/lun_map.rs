@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-use riser_scsi::config::Identity;
+use riser_scsi::config::{BlockSize, Identity};
 use riser_scsi::lun::LunId;
 use riser_scsi::lun::WireLun;
 use riser_sync::atomic::{AtomicBool, Ordering};
@@ -49,11 +49,19 @@ impl StaleLun {
     }
 }
 
-/// The units that an initiator takes its LUNs for. A unit is known by its names: one that was
-/// without a medium is made again when its disk is there.
+/// A unit as initiators know it. One that was without a medium is made again when its disk is
+/// there, so the unit itself does not matter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct KnownUnit {
+    names: Identity,
+    /// An initiator counts in these blocks until it reads the capacity again.
+    block_size: BlockSize,
+}
+
+/// The units that an initiator takes its LUNs for.
 #[derive(Clone, Debug, Default)]
 pub struct KnownUnits {
-    units: BTreeMap<LunId, Identity>,
+    units: BTreeMap<LunId, KnownUnit>,
     /// Some were dropped at the limit. A LUN that is not among `units` may be taken for any unit.
     is_partial: bool,
 }
@@ -118,7 +126,7 @@ impl LunMap {
         for (place, lun) in self.luns.iter().enumerate() {
             if let Ok(before) = old.luns.binary_search(lun)
                 && self.is_stale_at(place)
-                && self.identity(place) == old.identity(before)
+                && self.known_unit(place) == old.known_unit(before)
             {
                 self.stale[place] = old.stale[before].clone();
             }
@@ -154,11 +162,11 @@ impl LunMap {
     pub fn set_known_units(&mut self, mut known: KnownUnits) {
         for (place, lun) in self.luns.iter().enumerate() {
             let taken_for = known.units.get(lun);
-            let Some(identity) = self.identity(place) else {
+            let Some(unit) = self.known_unit(place) else {
                 // It may be the unit that the initiator takes it for, and nothing gets there yet.
                 continue;
             };
-            let is_other = taken_for.map_or(known.is_partial, |other| other != identity);
+            let is_other = taken_for.map_or(known.is_partial, |other| *other != unit);
             if !is_other {
                 known.units.remove(lun);
             }
@@ -179,19 +187,20 @@ impl LunMap {
         let mut known = self.known.clone();
         for (place, lun) in self.luns.iter().enumerate() {
             if !self.is_stale_at(place) {
-                let identity = self.identity(place).cloned();
-                known
-                    .units
-                    .extend(identity.map(|identity| (*lun, identity)));
+                let unit = self.known_unit(place);
+                known.units.extend(unit.map(|unit| (*lun, unit)));
             }
         }
         known
     }
 
-    /// Returns the names of the unit at a place, unless they are not known yet.
-    fn identity(&self, place: usize) -> Option<&Identity> {
+    /// Returns the unit at a place as initiators know it, unless its names are not known yet.
+    fn known_unit(&self, place: usize) -> Option<KnownUnit> {
         let lu = &self.mappings[place].unit.lu;
-        lu.has_names().then(|| &lu.config().identity)
+        lu.has_names().then(|| KnownUnit {
+            names: lu.config().identity.clone(),
+            block_size: lu.config().block_size,
+        })
     }
 
     /// Returns the units that may have commands for a LUN: the one that it leads to, then those
@@ -414,5 +423,25 @@ mod tests {
         third.follow(&second);
         assert!(found(&third, &other.unit));
         assert!(!found(&third, &one.unit), "it is idle still");
+    }
+
+    /// Its initiator counts in the previous blocks, so it would write to other places.
+    #[test]
+    fn unit_with_other_block_size_is_stale() {
+        let with_blocks = |block_size| {
+            let mut config = unit_config(2048);
+            config.block_size = block_size;
+            let lu = Arc::new(LogicalUnit::new(config).unwrap());
+            Mapping {
+                unit: Arc::new(Unit::new(UnitIdx(1), lu, 3)),
+                ..mapping(1)
+            }
+        };
+        use riser_scsi::config::BlockSize;
+        let mut none = LunMap::default();
+        none.follow(&map([5], &with_blocks(BlockSize::B512)));
+        let mut back = map([5], &with_blocks(BlockSize::B4096));
+        back.follow(&none);
+        assert!(back.stale[0].is_set());
     }
 }

@@ -43,14 +43,14 @@ pub use action::TaskAction;
 pub use command::{Descriptors, Entry, Execution, MAX_CDB, MAX_DATA_TIMEOUTS};
 pub(crate) use contexts::Contexts;
 pub use contexts::Spare;
-pub(crate) use flow::{Backlog, CommandFlow, End, Hold, Lent};
+pub(crate) use flow::{Backlog, CommandFlow, End, Hold, Lent, MAX_STAGED};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::{ConnectionMemory, INITIATOR_DEPTH, RESPONDER_RESOURCES};
-pub use pace::{Pace, SLOWEST, Wait};
+pub use pace::{OWED, Pace, SLOWEST, SLOWEST_AWAITED, Wait};
 pub use riser_config::MAX_WAIT;
 pub use task::{ConnRef, TaskIdx, TaskRef};
 pub use throttle::{Passage, Throttle, Toll};
 pub use transfer::{
     Direction, MAX_SGE, PortionLimits, RdmaRequest, RemoteMemory, RemoteRange, Requests, Transfer,
 };
-pub use unit::{TaskSetFull, TmfCounts, TmfOutcome, Unit, UnitIdx};
+pub use unit::{TaskRefused, TmfCounts, TmfOutcome, Unit, UnitIdx};

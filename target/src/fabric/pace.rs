@@ -16,6 +16,13 @@ use crate::pool::MAX_BLOCK;
 /// bytes a second.
 pub const SLOWEST: u64 = 4 << 20;
 
+/// The same rate while other initiators wait for the memory that it holds, or for its command.
+pub const SLOWEST_AWAITED: u64 = 512 << 10;
+
+/// Silence after which an initiator no longer has memory, or a place in the order, that other
+/// initiators wait for. A lost segment of TCP is sent again several times in it.
+pub const OWED: Duration = Duration::from_secs(5);
+
 /// Data that a connection has moved.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
@@ -32,6 +39,17 @@ pub struct Wait {
     pub since: Instant,
     /// Bytes that the connection had moved by then.
     moved: u64,
+}
+
+impl Wait {
+    /// Returns the one of two waits that began later.
+    #[must_use]
+    pub fn later(self, other: Self) -> Self {
+        match other.since > self.since {
+            true => other,
+            false => self,
+        }
+    }
 }
 
 impl Pace {
@@ -78,10 +96,21 @@ impl Pace {
         wait.since + left + self.explained(wait)
     }
 
+    /// As [`Pace::due`], for a wait that delays other initiators: [`SLOWEST_AWAITED`] is enough, but
+    /// `left` is short.
+    #[must_use]
+    pub fn due_awaited(&self, wait: Wait, left: Duration) -> Instant {
+        wait.since + left + self.explained_at(wait, SLOWEST_AWAITED)
+    }
+
     /// Returns the part of a wait that the data explain that were moved meanwhile.
     fn explained(&self, wait: Wait) -> Duration {
+        self.explained_at(wait, SLOWEST)
+    }
+
+    fn explained_at(&self, wait: Wait, rate: u64) -> Duration {
         let moved = (self.moved - wait.moved).min(self.most);
-        Duration::from_micros(moved * 1_000_000 / SLOWEST)
+        Duration::from_micros(moved * 1_000_000 / rate)
     }
 }
 
@@ -139,5 +168,26 @@ mod tests {
         assert_eq!(pace.waited(wait, start + SECOND), SECOND);
         pace.on_moved(2 << 20);
         assert_eq!(pace.waited(wait, start + SECOND), SECOND / 2);
+    }
+
+    /// A deep queue for whose memory other initiators wait is not too slow as long as it moves at the
+    /// rate.
+    #[test]
+    fn awaited_queue_survives_at_its_rate() {
+        let cut_after = |rate: u64| {
+            let start = Instant::now();
+            let mut pace = Pace::new(COMMANDS);
+            let wait = pace.begin(start);
+            let times = (1..=u32::MAX).map(|n| SECOND * n);
+            let due = times.take(200).find(|elapsed| {
+                pace.on_moved(rate as u32);
+                pace.due_awaited(wait, OWED) <= start + *elapsed
+            });
+            due.map(|elapsed| elapsed.as_secs())
+        };
+        assert_eq!(cut_after(0), Some(5));
+        assert_eq!(cut_after(SLOWEST_AWAITED / 64), Some(6));
+        assert_eq!(cut_after(SLOWEST_AWAITED / 2), Some(10));
+        assert_eq!(cut_after(SLOWEST_AWAITED), None);
     }
 }

@@ -12,6 +12,7 @@ use riser_sync::{Mutex, MutexGuard};
 
 use super::TaskRef;
 use crate::qos::Limiter;
+use crate::stats::Throttle;
 
 /// Number of a logical unit within the server: the same for every worker, portal and initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -49,6 +50,17 @@ struct Tasks {
     limited: Vec<LimitQueue>,
     /// Nexuses that no longer see the unit, and have tasks in the set.
     leaving: Vec<NexusId>,
+    /// Nexuses that newer ones have replaced, until their sessions end.
+    successions: Vec<Succession>,
+    /// Replaced nexuses with tasks in the set: RESERVE ends with the last one.
+    reserving: Vec<NexusId>,
+}
+
+/// A nexus that another one of the same ports has replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Succession {
+    old: NexusId,
+    new: NexusId,
 }
 
 /// Tasks of one connection that wait for limits, and either read or write.
@@ -83,10 +95,17 @@ pub struct TmfCounts {
     pub vain_aborts: u64,
 }
 
-/// A unit's task set has no room.
+/// Reason for which a task does not enter the set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the task set is full")]
-pub struct TaskSetFull;
+pub enum TaskRefused {
+    /// The set has no room, for this reason: TASK SET FULL.
+    #[error("the task set is full")]
+    Full(Throttle),
+    /// The nexus that this one has replaced still has tasks at the unit, which could change the
+    /// medium after this one; or the nexus has been replaced itself: BUSY.
+    #[error("the unit has tasks of the nexus that was replaced")]
+    Busy,
+}
 
 /// Outcome of a task-management function.
 #[derive(Debug)]
@@ -113,6 +132,8 @@ impl Unit {
                 left: Vec::new(),
                 limited: Vec::new(),
                 leaving: Vec::new(),
+                successions: Vec::new(),
+                reserving: Vec::new(),
             }),
             limits: Arc::default(),
             resets: AtomicU64::new(0),
@@ -136,11 +157,35 @@ impl Unit {
         // Under the lock of the set, as `admit` and `remove`: a nexus that is admitted again is
         // not forgotten for a task that ends at the same moment.
         let mut tasks = self.lock();
+        tasks.successions.retain(|s| s.new != nexus);
         if !tasks.set.has_tasks_of(nexus) {
             self.lu.remove_nexus(nexus);
         } else if !tasks.leaving.contains(&nexus) {
             tasks.leaving.push(nexus);
         }
+    }
+
+    /// A nexus replaces another one of the same ports. The old one starts no further tasks here. As
+    /// long as it has tasks in the set, a disk that hangs may still execute them: tasks of the new
+    /// nexus are refused, and RESERVE of the old one keeps other initiators out.
+    pub fn succeed(&self, old: NexusId, new: NexusId) {
+        let succession = Succession { old, new };
+        let mut tasks = self.lock();
+        if !tasks.successions.contains(&succession) {
+            tasks.successions.push(succession);
+        }
+        if !tasks.set.has_tasks_of(old) {
+            self.lu.release_unit(old);
+        } else if !tasks.reserving.contains(&old) {
+            tasks.reserving.push(old);
+        }
+    }
+
+    /// The session of a nexus ends, which has no tasks any more.
+    pub fn end_nexus(&self, nexus: NexusId) {
+        let is_of = |s: &Succession| s.old == nexus || s.new == nexus;
+        self.lock().successions.retain(|s| !is_of(s));
+        self.lu.remove_nexus(nexus);
     }
 
     /// Resets the unit itself; its tasks are aborted apart from that.
@@ -176,6 +221,12 @@ impl Unit {
         self.lock().set.len()
     }
 
+    /// Whether a nexus has tasks in the set.
+    #[must_use]
+    pub fn has_tasks_of(&self, nexus: NexusId) -> bool {
+        self.lock().set.has_tasks_of(nexus)
+    }
+
     /// Returns the number of entries of each kind that it has for sessions.
     #[must_use]
     pub fn entries(&self) -> [(&'static str, usize); 5] {
@@ -197,7 +248,7 @@ impl Unit {
     /// behind that one for the same limits is not.
     ///
     /// # Errors
-    /// The set is full: TASK SET FULL.
+    /// [`TaskRefused`].
     ///
     /// # Panics
     /// If a task of this name is in the set.
@@ -208,21 +259,24 @@ impl Unit {
         (task, lun): (TaskRef, LunId),
         keeps_memory: bool,
         limited: Option<bool>,
-    ) -> Result<(TaskKey, bool), TaskSetFull> {
+    ) -> Result<(TaskKey, bool), TaskRefused> {
         // One lock for all of it: between the look at those that wait for limits and its own entry,
         // no other worker may add one.
         let mut tasks = self.lock();
+        if !tasks.successions.is_empty() && tasks.is_succession_pending(nexus) {
+            return Err(TaskRefused::Busy);
+        }
         let own = limited.map(|is_write| (task.worker, task.channel, is_write));
         let others = |other: &LimitQueue| other.nexus == nexus && Some(other.line) != own;
         if keeps_memory
             && tasks.limited.iter().any(others)
             && tasks.set.would_hold(nexus, new.attribute)
         {
-            return Err(TaskSetFull);
+            return Err(TaskRefused::Full(Throttle::Limit));
         }
         let (key, started) = match tasks.set.register_and_start(nexus, task.tag(), new) {
             Ok(registered) => registered,
-            Err(RegisterError::Full) => return Err(TaskSetFull),
+            Err(RegisterError::Full) => return Err(TaskRefused::Full(Throttle::Queue)),
             Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
         };
         if tasks.refs.len() <= key.slot() {
@@ -288,6 +342,12 @@ impl Unit {
         (is_started, others)
     }
 
+    /// Whether tasks of other nexuses wait for the end of a task that has started.
+    #[must_use]
+    pub fn holds_others(&self, key: TaskKey) -> bool {
+        self.lock().set.holds_others(key)
+    }
+
     /// Removes a task; returns whether another nexus had ended it, and which tasks may start now.
     ///
     /// # Panics
@@ -295,7 +355,11 @@ impl Unit {
     pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks {
-            set, refs, leaving, ..
+            set,
+            refs,
+            leaving,
+            reserving,
+            ..
         } = &mut *tasks;
         // Before the slot is free, and perhaps another task's.
         let was_cleared = set.is_cleared(key);
@@ -307,6 +371,15 @@ impl Unit {
                 let has_tasks = set.has_tasks_of(nexus);
                 if !has_tasks {
                     self.lu.remove_nexus(nexus);
+                }
+                has_tasks
+            });
+        }
+        if !reserving.is_empty() {
+            reserving.retain(|&nexus| {
+                let has_tasks = set.has_tasks_of(nexus);
+                if !has_tasks {
+                    self.lu.release_unit(nexus);
                 }
                 has_tasks
             });
@@ -462,10 +535,21 @@ impl Unit {
     }
 }
 
+impl Tasks {
+    /// Whether a nexus may start no task, because it has been replaced, or because the nexus that
+    /// it replaces still has tasks here.
+    fn is_succession_pending(&self, nexus: NexusId) -> bool {
+        let mut all = self.successions.iter();
+        all.any(|s| s.old == nexus || (s.new == nexus && self.set.has_tasks_of(s.old)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use riser_scsi::device_server::Request;
     use riser_scsi::nexus::{PortName, TargetPort};
-    use riser_scsi::step::TaskAttribute;
+    use riser_scsi::opcode::Opcode;
+    use riser_scsi::step::{Expected, Status, Step, TaskAttribute};
 
     use super::super::TaskIdx;
     use super::*;
@@ -495,7 +579,86 @@ mod tests {
         assert_eq!(register(0, 1), Ok(true));
         assert_eq!(register(1, 1), Ok(true));
         assert_eq!(register(0, 1 + (1 << 16)), Ok(true));
-        assert_eq!(register(2, 1), Err(TaskSetFull));
+        assert_eq!(register(2, 1), Err(TaskRefused::Full(Throttle::Queue)));
+    }
+
+    #[test]
+    fn replaced_nexus_holds_its_successor_up() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 8);
+        let mut generation = 0;
+        let mut register = |nexus| {
+            let new = NewTask::default();
+            let task = TaskRef {
+                worker: 0,
+                channel: 0,
+                index: TaskIdx(0),
+                generation,
+            };
+            generation += 1;
+            let entered = unit.register(NexusId(nexus), new, (task, LunId::ZERO), false, None);
+            entered.map(|(key, _)| key)
+        };
+        let held = register(1).unwrap();
+        unit.succeed(NexusId(1), NexusId(2));
+        assert_eq!(register(1), Err(TaskRefused::Busy), "it starts no more");
+        assert_eq!(register(2), Err(TaskRefused::Busy));
+        register(3).unwrap();
+        let _ = unit.remove(held);
+        register(2).unwrap();
+        assert_eq!(register(1), Err(TaskRefused::Busy));
+        unit.end_nexus(NexusId(1));
+        assert!(unit.lock().successions.is_empty());
+    }
+
+    /// A write of the replaced nexus may still reach the disk, after one of another initiator.
+    #[test]
+    fn reserve_outlives_tasks_of_replaced_nexus() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 8);
+        for nexus in 1..=3 {
+            let ports = Nexus {
+                initiator: PortName::Srp([nexus as u8; 16]),
+                target: TargetPort {
+                    name: PortName::Srp([9; 16]),
+                    relative_id: 1,
+                    group: 1,
+                },
+            };
+            unit.lu.add_nexus(NexusId(nexus), ports);
+        }
+        let run = |nexus, cdb: [u8; 6]| {
+            let request = Request {
+                nexus: NexusId(nexus),
+                cdb: &cdb,
+                opcode: Opcode::of(&cdb),
+                expected: Expected::default(),
+                attribute: TaskAttribute::Simple,
+                luns: &[],
+                read_only: false,
+            };
+            match unit.lu.start(&request).1 {
+                Step::Respond(response) => response.status,
+                step => panic!("{step:?}"),
+            }
+        };
+        const TEST_UNIT_READY: [u8; 6] = [0; 6];
+        const RESERVE: [u8; 6] = [0x16, 0, 0, 0, 0, 0];
+        for nexus in 1..=3 {
+            let _attention = run(nexus, TEST_UNIT_READY);
+        }
+        assert_eq!(run(1, RESERVE), Status::Good);
+        let mut generation = 0;
+        let (held, _) = register_next(&unit, &mut generation, NexusId(1), 0);
+        unit.succeed(NexusId(1), NexusId(2));
+        assert_eq!(run(3, TEST_UNIT_READY), Status::ReservationConflict);
+        let _ = unit.remove(held);
+        assert_eq!(run(3, TEST_UNIT_READY), Status::Good);
+        assert!(unit.lock().reserving.is_empty());
+        // Without tasks it ends at once.
+        assert_eq!(run(2, RESERVE), Status::Good);
+        unit.succeed(NexusId(2), NexusId(4));
+        assert_eq!(run(3, TEST_UNIT_READY), Status::Good);
     }
 
     /// Registers a task of the next generation that was sent to a LUN.
@@ -603,15 +766,13 @@ mod tests {
         register(8, 1, ordered, None).unwrap();
         register(7, 1, TaskAttribute::HeadOfQueue, None).unwrap();
         // Behind the ORDERED one, elsewhere.
-        assert_eq!(register(7, 0, simple, None).unwrap_err(), TaskSetFull);
-        assert_eq!(register(7, 1, simple, Some(true)).unwrap_err(), TaskSetFull);
-        assert_eq!(
-            register(7, 0, simple, Some(false)).unwrap_err(),
-            TaskSetFull
-        );
+        let full = TaskRefused::Full(Throttle::Limit);
+        assert_eq!(register(7, 0, simple, None).unwrap_err(), full);
+        assert_eq!(register(7, 1, simple, Some(true)).unwrap_err(), full);
+        assert_eq!(register(7, 0, simple, Some(false)).unwrap_err(), full);
         unit.end_limited(NexusId(7), first, true);
         let _ = unit.remove(key);
-        assert_eq!(register(7, 1, simple, None).unwrap_err(), TaskSetFull);
+        assert_eq!(register(7, 1, simple, None).unwrap_err(), full);
         unit.end_limited(NexusId(7), first, true);
         register(7, 1, simple, None).unwrap();
         assert!(unit.lock().limited.is_empty());

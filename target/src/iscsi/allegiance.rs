@@ -1,27 +1,28 @@
-//! Commands that go from a connection that is lost to another one of its session: error recovery
-//! level 2 (RFC 7143 7.2.2, 7.6, 11.5, 11.14).
+//! Connection allegiance reassignment: moves commands from a failed connection to another
+//! connection of the same session at error recovery level 2 (RFC 7143 7.2.2, 7.6, 11.5, 11.14).
 //!
-//! A connection that is lost stays as a channel without a socket. What it had under way goes on
-//! there as far as it can without the initiator: until it wants data, or is answered. Once the
-//! connection is logged out for recovery, by a LOGOUT or by a login that takes its place, TASK
-//! REASSIGN on another connection claims a command by its tag, and the lost one hands it over:
+//! When a connection is lost, its channel is kept without a socket. Commands in flight continue to
+//! execute until they require data from the initiator or are ready to send a response. If the
+//! connection is then logged out for recovery, either with a LOGOUT or because it's reinstated by a
+//! new login, a TASK REASSIGN on another connection can claim a command by its tag and the lost
+//! connection hands it over:
 //!
 //! ```text
-//! TASK REASSIGN ─→ claim_tag ─→ ReassignRequest ─→ lost connection: waits for data, or answered?
-//!                                                     │ yes, or as soon as it is
-//! data, R2Ts, answer ←─ handle_reassigned ←─ ReassignedTask
+//! TASK REASSIGN ─→ claim_tag ─→ ReassignRequest ─→ lost connection: needs data, or complete?
+//!                                                     │ yes, now or later
+//! data, R2Ts, response ←─ handle_reassigned ←─ ReassignedTask
 //! ```
 //!
-//! A reassigned task carries the bytes of the data: the connections may belong to workers with a
-//! pool each.
+//! A reassigned task contains a copy of the data, because the two connections can belong to workers
+//! with different pools.
 //!
-//! # Bounds
-//! Nothing is kept beyond Time2Wait and Time2Retain, of which Time2Wait counts for [`TIME2WAIT`] at
-//! most: it is the larger value of both sides, so an initiator alone could ask for an hour. Nor is
-//! anything kept when others wait for the pool memory that it occupies. What is kept takes its
-//! places of the command window, so a session has no more contexts in use than without recovery.
-//! What was handed over is known by its old name for [`LINGER`] longer, for mail that is on its
-//! way.
+//! # Limits
+//! Commands are kept for Time2Wait plus Time2Retain at most. We limit Time2Wait to [`TIME2WAIT`]:
+//! the negotiated value is the larger of the two offers, so an initiator could otherwise request an
+//! hour. Commands are also aborted if other initiators are waiting for the pool memory they use.
+//! Each command still occupies a slot in the command window, so recovery doesn't increase the
+//! number of contexts for a session. After a command is handed over, its previous name is valid for
+//! another [`LINGER`], for mail that is still in flight.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,25 +43,25 @@ use crate::fabric::task_mgmt::FunctionAnswer;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, TaskRef};
 use crate::pool::Buffer;
 
-/// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
+/// DefaultTime2Retain that we offer, in seconds (RFC 7143 13.16).
 pub const TIME2RETAIN: u32 = 20;
 
-/// Seconds of DefaultTime2Wait that are waited at most: the value of an initiator that names none
-/// (RFC 7143 13.15).
+/// Maximum DefaultTime2Wait in seconds, which is also the default if the initiator doesn't send
+/// this key (RFC 7143 13.15).
 const TIME2WAIT: u32 = 2;
 
-/// Time for which a channel that has handed everything over still knows the new names.
+/// Time to keep the new names after all commands have been handed over.
 const LINGER: Duration = Duration::from_secs(1);
 
 impl<D: Datamover> Channel<D> {
-    /// Error recovery level of the session; zero before there is one.
+    /// Returns the error recovery level of the session, or zero before login.
     fn recovery_level(&self) -> u8 {
         let session = self.session.as_ref();
         let session = session.filter(|s| D::RECOVERS && !s.params.discovery);
         session.map_or(0, |s| s.params.error_recovery_level)
     }
 
-    /// Returns the time for which commands outlive their connection.
+    /// Returns how long commands are kept after the connection is lost.
     fn retention(&self) -> Option<Duration> {
         let params = self.session.as_ref()?.params;
         let seconds = u32::from(params.time2wait).min(TIME2WAIT) + u32::from(params.time2retain);
@@ -68,7 +69,7 @@ impl<D: Datamover> Channel<D> {
         retains.then(|| Duration::from_secs(seconds.into()))
     }
 
-    /// Gives the connection up. At level 2 its commands are kept.
+    /// Handles the loss of the connection. At level 2, its commands are kept.
     pub(super) fn lose_connection(&mut self, now: Instant) {
         let retains = match self.phase {
             Phase::CleanupWait | Phase::Retaining | Phase::Closed => return,
@@ -88,7 +89,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Another connection has logged this one out for recovery, or takes its place.
+    /// Called when this connection was logged out for recovery, or is being reinstated.
     pub fn handle_detach(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
         let can = match self.phase {
@@ -109,7 +110,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Notifies the initiator that another connection of the session is lost (RFC 7143 11.9.1).
+    /// Notifies the initiator that another connection of the session was lost (RFC 7143 11.9.1).
     pub fn handle_lost(&mut self, cx: &mut Cx<'_>, cid: Cid) {
         if let (Phase::FullFeature, Some(session)) = (self.phase, &self.session) {
             let params = session.params;
@@ -123,19 +124,19 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// LOGOUT that removes a connection for recovery.
+    /// Handles a LOGOUT which removes a connection for recovery.
     pub(super) fn on_logout_for_recovery(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
         let itt = request.itt;
         if self.recovery_level() < 2 {
             return self.answer_logout(itt, LogoutStatus::RecoveryNotSupported);
         }
         if request.cid == self.cid {
-            // Nothing but the answer is sent any more.
+            // Only the response will be sent.
             self.mover.clear();
             self.allegiance.silent = true;
             self.allegiance.detached = true;
             self.allegiance.by_itself = true;
-            // It does not learn any more how these end.
+            // This connection will no longer be notified when those logouts complete.
             self.answer_logouts_of_others(LogoutStatus::CleanupFailed);
             self.answer_logout(itt, LogoutStatus::Closed);
             return self.close(cx.now);
@@ -143,28 +144,32 @@ impl<D: Datamover> Channel<D> {
         self.log_out_other(cx, request, Ending::Detach);
     }
 
-    /// The time of the phase is over.
+    /// Handles a timeout of the current phase.
     pub(super) fn on_time_over(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
             Phase::CleanupWait | Phase::Retaining => {
                 self.allegiance.by_itself = false;
-                // However far they have come: what is claimed may wait for them in the order of a
-                // unit, and is still handed over.
+                // Abort these regardless of their state: a claimed command may be waiting for them
+                // in the order of a unit, and must still be handed over.
                 self.end_unclaimed(cx);
                 if self.allegiance.claims.is_empty() {
                     self.drop_connection();
                 } else {
-                    // What is at a device now may be answered for another nexus, and stay.
+                    // A command that is currently at a device can be aborted by another nexus, and
+                    // would then stay.
                     self.phase_deadline = Some(cx.now + LINGER);
                 }
             }
             Phase::Closing => self.lose_connection(cx.now),
+            Phase::Joining if self.entering.as_ref().is_some_and(|login| login.is_leading) => {
+                self.start_early(cx);
+            }
             _ => self.drop_connection(),
         }
     }
 
-    /// Others wait for pool memory: what is kept here, and occupies some, is given up; what waits
-    /// for the initiator, and has more than its share, has less time.
+    /// Other initiators are waiting for pool memory. Aborts kept commands that use memory, and
+    /// shortens the timeout for commands that wait for the initiator and use more than their share.
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
             Phase::CleanupWait | Phase::Retaining if self.is_quiet() => {
@@ -176,7 +181,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Ends what has memory, waits for nothing but another connection, and was not claimed.
+    /// Aborts unclaimed commands that use memory and are only waiting for another connection.
     fn give_up_memory(&mut self, cx: &mut Cx<'_>) {
         for idx in self.tasks.numbers() {
             let task = self.tasks.get(idx);
@@ -188,12 +193,12 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Nothing is on its way from or to the initiator any more.
+    /// Returns true if nothing is being sent to or received from the initiator.
     fn is_quiet(&self) -> bool {
         !self.is_connected && self.is_flushed
     }
 
-    /// Ends what was not claimed, and cannot be any more.
+    /// Aborts commands that were not claimed, because they can't be claimed any more.
     fn end_unclaimed(&mut self, cx: &mut Cx<'_>) {
         let window = Arc::clone(self.window());
         for idx in self.tasks.numbers() {
@@ -203,14 +208,14 @@ impl<D: Datamover> Channel<D> {
             let name = self.task_ref(idx);
             let may_end = task.state != TaskState::Sent || self.is_flushed;
             if may_end && !self.allegiance.is_claimed(name) {
-                // Now, as one at a device ends later.
+                // Do this now, because a command at a device will complete later.
                 window.remove_tag(task.itt, name);
                 self.cut_short(cx, idx, End::TornDown);
             }
         }
     }
 
-    /// Whether a command has come as far as it can without the initiator.
+    /// Returns true if a command can't make progress without the initiator.
     fn is_at_rest(&self, idx: TaskIdx) -> bool {
         use TaskState::{AwaitUnsolicited, Receive, Send, Sent};
 
@@ -218,7 +223,7 @@ impl<D: Datamover> Channel<D> {
         task.is_some_and(|task| matches!(task.state, Receive | Send | AwaitUnsolicited | Sent))
     }
 
-    /// Ends every input while the connection is lost.
+    /// Called after each input while the connection is lost.
     pub(super) fn retain(&mut self, cx: &mut Cx<'_>) {
         if !self.is_quiet() {
             return;
@@ -228,7 +233,7 @@ impl<D: Datamover> Channel<D> {
             is_answered || task.state == TaskState::Mgmt
         };
         for idx in self.tasks.numbers() {
-            // Functions are not reassigned.
+            // Task-management functions can't be reassigned.
             if self.tasks.get(idx).is_some_and(is_function) {
                 self.finish(cx, idx, End::TornDown);
             }
@@ -236,12 +241,13 @@ impl<D: Datamover> Channel<D> {
         if self.phase == Phase::CleanupWait && self.allegiance.detached {
             become_state(&mut self.phase, Phase::Retaining);
             self.phase_deadline = self.retention().map(|time| cx.now + time);
-            // Not before: a command may be claimed only once nothing of this connection can reach
-            // the initiator any longer.
+            // This must not be done earlier: a command can only be claimed if nothing from this
+            // connection can reach the initiator.
             self.window().free_tags(self.conn_ref());
             self.actions.push_back(Action::Detached);
         }
-        // A command at a device cannot be handed over: its buffer is one of this worker's pool.
+        // A command at a device can't be handed over, because its buffer belongs to the pool of
+        // this worker.
         let claims = std::mem::take(&mut self.allegiance.claims);
         for claim in claims {
             if self.is_at_rest(claim.task.index) {
@@ -260,7 +266,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// TASK REASSIGN. The answer goes before everything that follows from it.
+    /// Handles TASK REASSIGN. The response must be sent before any data or status of the reassigned
+    /// command.
     pub(super) fn on_task_reassign(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, request: &TmfRequest) {
         match self.claim(cx, idx, request) {
             Ok(reassign) => {
@@ -286,7 +293,7 @@ impl<D: Datamover> Channel<D> {
         if !tag.is_free {
             return Err(FunctionAnswer::StillAllegiant);
         }
-        // Another function may have taken the tag here meanwhile, though it should not.
+        // Another function might be using the tag here, even if this is not allowed.
         let found = self.find(request.referenced);
         if found.is_some_and(|found| found != function) {
             return Err(FunctionAnswer::Rejected);
@@ -295,7 +302,7 @@ impl<D: Datamover> Channel<D> {
         let idx = self.take_context(cx, itt, immediate, TaskState::Expected);
         let idx = idx.ok_or(FunctionAnswer::Rejected)?;
         let to = self.task_ref(idx);
-        // Another connection may have claimed it since the look at the tag.
+        // Another connection may have claimed it since we checked the tag.
         if !window.claim_tag(request.referenced, tag.task, to) {
             let context = self.take_back(idx);
             cx.spare.0.put(context);
@@ -310,7 +317,7 @@ impl<D: Datamover> Channel<D> {
         })
     }
 
-    /// Another connection claims a command of this one.
+    /// Handles a claim by another connection for one of our commands.
     pub fn handle_reassign(&mut self, cx: &mut Cx<'_>, reassign: ReassignRequest) {
         let idx = reassign.task.index;
         let is_idle = self.tasks.get(idx).is_none();
@@ -322,7 +329,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Answers a claim to a task that has ended: there is nothing to reassign.
+    /// Responds to a claim for a task that has completed, so there is nothing to reassign.
     pub(super) fn drop_claim(&mut self, idx: TaskIdx) {
         let name = self.task_ref(idx);
         let mut claims = self.allegiance.claims.iter();
@@ -337,11 +344,11 @@ impl<D: Datamover> Channel<D> {
         self.actions.push_back(Action::DeliverTask);
     }
 
-    /// A command for another connection, or nothing where it has ended: one for each
-    /// [`Action::DeliverTask`].
+    /// Returns a command for another connection, or `None` if it has completed. Must be called once
+    /// for each [`Action::DeliverTask`].
     ///
     /// # Panics
-    /// If there is none.
+    /// Panics if there is no such command.
     pub fn take_reassigned(&mut self) -> (TaskRef, Option<Box<ReassignedTask>>) {
         let moved = self.allegiance.reassigned.pop_front();
         moved.expect("an action for each command")
@@ -357,8 +364,8 @@ impl<D: Datamover> Channel<D> {
         let exp = claim.exp_data_sn;
         let mut r2ts = std::mem::take(&mut task.r2ts);
         let start = std::mem::take(&mut task.data_start);
-        // What the initiator has is said by ExpDataSN of the TASK REASSIGN (RFC 7143 11.5.6):
-        // Data-In PDUs, or R2Ts. It decides where the other connection begins.
+        // ExpDataSN in the TASK REASSIGN (RFC 7143 11.5.6) indicates which Data-In PDUs or R2Ts the
+        // initiator has received. We use this to find where the other connection should start.
         let point = if let Some(mut response) = task.response.take() {
             let len = response.data_in.len().min(exec.expected.data_in);
             let end = response.data_in.from() + len;
@@ -406,8 +413,8 @@ impl<D: Datamover> Channel<D> {
         if let Some(buffer) = exec.buffer.take() {
             cx.pool.release(buffer);
         }
-        // Mail goes to the new connection from here on. What is on its way here finds the name in
-        // `moved`.
+        // New mail will be sent to the new connection. For mail that is already in flight, we keep
+        // the name in `moved`.
         exec.rename(claim.to);
         exec.timer.leave();
         let (counted, lingers) = (
@@ -431,10 +438,10 @@ impl<D: Datamover> Channel<D> {
         self.deliver(claim.to, Some(Box::new(moved)));
     }
 
-    /// A command comes from another connection, or has ended there.
+    /// Handles a command that was handed over by another connection, or that has completed there.
     ///
     /// # Panics
-    /// If none is expected.
+    /// Panics if no command is expected.
     pub fn handle_reassigned(
         &mut self,
         cx: &mut Cx<'_>,
@@ -459,8 +466,8 @@ impl<D: Datamover> Channel<D> {
 
     fn resume_reassigned(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, moved: ReassignedTask) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        // Functions may have named the context while the command was on its way: what they wait for
-        // goes on here, and an abort counts for what has come.
+        // Functions may have used this context's name while the command was being handed over. We
+        // must keep their list of watchers, and apply an abort to the new command.
         let before = std::mem::replace(&mut task.exec, moved.exec);
         task.exec.watchers.extend(before.watchers);
         let addressed = self.session.as_ref().and_then(|session| {
@@ -513,15 +520,15 @@ impl<D: Datamover> Channel<D> {
     }
 }
 
-/// Where the data begin that the initiator does not have, of those up to `end`, if it has said that
-/// it has all Data-In PDUs before `exp`. Zero says that nothing is new; what it cannot be is passed
-/// over.
+/// Returns the offset of the first byte that the initiator hasn't received, up to `end`, given that
+/// it has acknowledged all Data-In PDUs before `exp`. Zero means that nothing was acknowledged.
+/// Invalid values are ignored.
 fn acknowledged(mover: &impl Datamover, start: Start, end: u32, exp: u32) -> Start {
     let found = mover.start_of(start, end, exp).filter(|_| exp > 0);
     found.unwrap_or(start)
 }
 
-/// The first bytes of a command's buffer.
+/// Returns the first `len` bytes of a command's buffer.
 fn bytes_of(buffer: Option<&Buffer>, len: u32) -> Vec<u8> {
     let slices = buffer.into_iter().flat_map(|buffer| buffer.slices(0..len));
     slices.flat_map(|slice| slice.to_vec()).collect()

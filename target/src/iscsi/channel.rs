@@ -1,13 +1,13 @@
-//! The channel: one connection, and the session on it.
+//! Channel: state of a connection and its session.
 //!
-//! # Calling order
-//! 1. [`Channel::new`] when the connection exists.
-//! 2. Inputs, in any order: [`Channel::handle_frame`], [`Channel::handle_done`],
+//! # Usage
+//! 1. Call [`Channel::new`] when the connection is established.
+//! 2. Pass inputs in any order: [`Channel::handle_frame`], [`Channel::handle_done`],
 //!    [`Channel::handle_block_done`], [`Channel::handle_pool`], [`Channel::handle_timeout`],
-//!    [`Channel::handle_disconnected`], and what other channels say:
+//!    [`Channel::handle_disconnected`], and messages from other channels:
 //!    [`Channel::handle_task_start`], [`Channel::handle_abort`], [`Channel::handle_task_gone`].
-//! 3. After every input, [`Channel::poll_action`] until it has none.
-//! 4. After [`Action::Release`] the channel holds nothing, and may be dropped.
+//! 3. After each input, call [`Channel::poll_action`] until it returns `None`.
+//! 4. After [`Action::Release`], the channel holds no resources and can be dropped.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -15,7 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{
-    CompletedLogin, ConnectionParams, Identity, Refusal, SessionParams, TargetLogin, Terms,
+    CompletedLogin, ConnectionParams, Identity, LoginFault, Refusal, SessionParams, TargetLogin,
+    Terms,
 };
 use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
@@ -34,101 +35,111 @@ use super::window::{WINDOWS, Window};
 use crate::audit::Parting;
 use crate::fabric::{
     Accounts, Backlog, CommandFlow, ConnRef, Contexts, Lent, LunMap, Pace, TaskAction, TaskIdx,
-    TaskRef,
+    TaskRef, Wait,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
 use crate::stats::{Functions, SessionEvent};
 use crate::warn_limited;
 
-/// PDUs and transfers that may wait to be sent before nothing more is read.
+/// Maximum number of PDUs and transfers in the send queue before we stop reading.
 pub const MAX_QUEUED: usize = 512;
 
-/// Bytes of control-type PDUs' data that may wait to be sent before nothing more is read. Data of
-/// commands do not count: they lie in buffers of the pool.
+/// Maximum size of control-type PDU data in the send queue before we stop reading, in bytes.
+/// Command data isn't included because it's already stored in pool buffers.
 pub const MAX_QUEUED_BYTES: usize = 256 << 10;
 
-/// Contexts beyond the command window, for immediate commands and functions.
+/// Number of contexts in addition to the command window, used for immediate commands and functions.
 pub(super) const IMMEDIATE_TASKS: u16 = 16;
 
-/// Bytes of unsolicited data of a connection's commands that wait for limits.
-pub(super) const MAX_STAGED: usize = 256 << 10;
-
-/// Time limit of a login.
+/// Login timeout.
 const LOGIN_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Silence after which an initiator is pinged.
+/// Idle time before we send a ping to the initiator.
 const PING_AFTER: Duration = Duration::from_secs(15);
 
-/// Time limit for the answer to a ping.
+/// Timeout for a ping response.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum silence of an initiator, which acknowledges nothing meanwhile.
+/// Maximum time without input from an initiator. Nothing is acknowledged during this time.
 pub(super) const SILENCE: Duration = PING_AFTER.saturating_add(PING_TIMEOUT);
 
-/// Maximum silence of a discovery session: one that has found its targets sends nothing else.
+/// Idle timeout for a discovery session, because most initiators send nothing after SendTargets.
 const DISCOVERY_IDLE: Duration = Duration::from_secs(15);
 
 /// Maximum duration of a discovery session.
 pub(super) const DISCOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Decisions of the target about logins and discovery.
+/// Decisions about login and discovery, implemented by the target.
 pub trait Gate {
-    /// Terms of a login.
+    /// Returns the authentication terms for a login.
     ///
     /// # Errors
-    /// The refusal.
+    /// Returns the reason if the login is refused.
     fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal>;
 
-    /// Enters a session whose first command will have the number `first`, or a connection into its
+    /// Creates a session with `first` as the first CmdSN, or adds a connection to an existing
     /// session.
     ///
     /// # Errors
-    /// The status that refuses it.
+    /// Returns the login status if this is refused.
     fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus>;
 
-    /// A login has failed, with this status. Whose it was, if it came so far.
-    fn refused(&mut self, status: LoginStatus, identity: Option<&Identity>);
+    /// Called when a login fails with this status. Includes the identity if it's already known, and
+    /// the CHAP user name that was used.
+    fn refused(
+        &mut self,
+        status: LoginStatus,
+        identity: Option<&Identity>,
+        fault: Option<&LoginFault>,
+        user: Option<&str>,
+    );
 
-    /// Something has happened that the session's target counts.
+    /// Counts an event for the target of this session.
     fn count(&mut self, event: SessionEvent);
 
-    /// Another connection of the session is logged out; whether there is such a one. When it holds
-    /// nothing any more, or others may have its commands, [`Channel::handle_others_gone`] follows.
+    /// Starts the logout of another connection, and returns false if there is no such connection.
+    /// When that connection is closed, or its commands can be reassigned,
+    /// [`Channel::handle_others_gone`] is called.
     fn end_other(&mut self, cid: Cid, ending: Ending) -> bool;
 
-    /// Fills with random bytes that cannot be predicted.
+    /// The channel no longer waits for the sessions that are being replaced.
+    fn stop_waiting(&mut self);
+
+    /// Fills `out` with cryptographically secure random bytes.
     fn random(&mut self, out: &mut [u8]);
 
-    /// The targets that an initiator may see: all, or the one with a name.
+    /// Returns the targets visible to an initiator. If `wanted` is set, only this target is
+    /// returned.
     fn targets(&mut self, initiator: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found>;
 }
 
-/// A session that was entered.
+/// Result of joining a session.
 #[derive(Clone, Debug)]
 pub struct LoginGrant {
-    /// Target session identifying handle, never 0.
+    /// Target session identifying handle, must not be 0.
     pub tsih: Tsih,
-    /// The I_T nexus and its units; none of a discovery session.
+    /// I_T nexus and LUN map, or `None` for a discovery session.
     pub nexus: Option<(NexusId, Arc<LunMap>)>,
-    /// Parameters of the session's first login.
+    /// Parameters from the leading login of the session.
     pub params: SessionParams,
-    /// Command numbers, which all connections of the session share.
+    /// Command window, shared by all connections of the session.
     pub window: Arc<Window>,
-    /// It replaces sessions whose commands must leave the devices first:
-    /// [`Channel::handle_others_gone`] follows.
+    /// Set if the new session replaces sessions which may still have commands at a device.
+    /// [`Channel::handle_others_gone`] is called when these have completed. If this takes too long,
+    /// the affected units will refuse new commands until then.
     pub waits: bool,
 }
 
-/// The worker's part of a call.
+/// Worker context for a call.
 pub struct Cx<'a> {
-    /// Time of the worker's present round.
+    /// Current time of the worker loop.
     pub now: Instant,
-    /// The worker's data buffers.
+    /// Data buffers for this worker.
     pub pool: &'a mut Pool,
-    /// The worker's contexts that no request has.
+    /// Unused contexts of this worker.
     pub spare: &'a mut SpareTasks,
-    /// Decides about logins and discovery.
+    /// Used for login and discovery.
     pub gate: &'a mut dyn Gate,
 }
 
@@ -142,42 +153,43 @@ impl Lent for Cx<'_> {
     }
 }
 
-/// A request of a channel to its worker.
+/// Request from a channel to its worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// A request for a command or a function.
+    /// Request for a command or function.
     Task(TaskAction),
-    /// Notify a connection of the session that it may have the command that is next.
+    /// Notify another connection of the session that it might have the next command.
     TakeTurn(ConnRef),
-    /// End the other connections of the session, then call [`Channel::handle_others_gone`].
+    /// Terminate all other connections of the session, then call [`Channel::handle_others_gone`].
     EndOthers,
-    /// The connection is lost, and what it had under way is kept: another connection of the session
-    /// is to be notified, by [`Channel::handle_lost`].
+    /// The connection was lost and its commands are kept. Another connection of this session should
+    /// be notified by calling [`Channel::handle_lost`].
     Lost,
-    /// Other connections may claim what this one had under way: the one that has logged it out is
-    /// to be notified.
+    /// The commands of this connection can now be claimed. The connection that requested the logout
+    /// must be notified.
     Detached,
-    /// Notify the channel of a command that TASK REASSIGN claims it: [`Channel::handle_reassign`].
+    /// Notify the channel owning a command that it's claimed by a TASK REASSIGN: call
+    /// [`Channel::handle_reassign`].
     Reassign(ReassignRequest),
-    /// Deliver the command that [`Channel::take_reassigned`] gives: [`Channel::handle_reassigned`].
+    /// Pass the result of [`Channel::take_reassigned`] to [`Channel::handle_reassigned`].
     DeliverTask,
-    /// Close the connection; then call [`Channel::handle_disconnected`].
+    /// Close the connection, then call [`Channel::handle_disconnected`].
     Disconnect,
-    /// The channel holds nothing any more.
+    /// The channel has released all resources.
     Release,
 }
 
-/// Ways in which a connection is ended by others.
+/// How a connection is terminated by another connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// With all its commands.
+    /// Abort all commands.
     Terminate,
-    /// Its commands are kept for other connections.
+    /// Keep the commands so that other connections can claim them.
     Detach,
 }
 
 impl Ending {
-    /// Returns how a connection ends that a login replaces (RFC 7143 6.3.4).
+    /// Returns how to terminate a connection when it's reinstated (RFC 7143 6.3.4).
     pub fn of_reinstatement(params: &SessionParams) -> Self {
         if params.error_recovery_level > 1 {
             Self::Detach
@@ -187,41 +199,41 @@ impl Ending {
     }
 }
 
-/// Phase of a connection.
+/// Connection phase.
 ///
 /// ```text
 ///  Login ──→ (Joining) ──→ FullFeature ──→ LoggingOut ──→ Closing ──→ Closed
 ///    └───────────┴─────────────┴──── error ───────────────────┘
 /// ```
 ///
-/// A login that fails is answered in Closing, too.
+/// If the login fails, the response is sent in the Closing phase.
 ///
-/// At error recovery level 2 a connection that is lost in full-feature phase does not end at once
-/// (RFC 7143 8.2):
+/// At error recovery level 2, a connection that is lost during full-feature phase isn't closed
+/// immediately (RFC 7143 8.2):
 ///
 /// ```text
 ///  FullFeature ──lost──→ CleanupWait ──logged out for recovery──→ Retaining ──→ Closed
-///    │                      ↑ └─────────── time is over ────────────────────────┘
+///    │                      ↑ └────────────── timeout ──────────────────────────┘
 ///    └── logs itself out for recovery ──→ Closing
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Exchanges login PDUs; any other PDU ends the connection.
+    /// Exchanging login PDUs. If we receive any other PDU, the connection is closed.
     Login,
-    /// Login succeeded; waits until the commands of the sessions that it replaces have left the
-    /// devices.
+    /// Login succeeded. Wait until the commands of replaced sessions are no longer at a device, but
+    /// at most [`REINSTATEMENT`](super::login::REINSTATEMENT).
     Joining,
-    /// Takes commands, or text requests in a discovery session.
+    /// Processing commands, or text requests in a discovery session.
     FullFeature,
-    /// Commands end, then the logout with this tag is answered.
+    /// Waiting for commands to complete before responding to the logout with this tag.
     LoggingOut(Itt),
-    /// Sends what is still to be sent, then closes.
+    /// Sending the remaining PDUs before closing the connection.
     Closing,
-    /// The connection is lost, and its commands wait until it is logged out.
+    /// The connection was lost. Commands are kept until it's logged out.
     CleanupWait,
-    /// It is logged out, and its commands wait for TASK REASSIGN on another connection.
+    /// The connection is logged out. Commands are kept for a TASK REASSIGN on another connection.
     Retaining,
-    /// The connection is gone; devices may still use buffers.
+    /// The connection is closed, but devices might still be using buffers.
     Closed,
 }
 
@@ -243,20 +255,20 @@ impl State for Phase {
     }
 }
 
-/// Parameters of a new channel.
+/// Configuration for a new channel.
 #[derive(Clone, Copy, Debug)]
 pub struct ChannelConfig {
-    /// Number of the connection's worker.
+    /// Worker index.
     pub worker: u16,
-    /// The channel's number at that worker, never used twice.
+    /// Channel number, unique for this worker.
     pub serial: u64,
-    /// Commands at once: the window.
+    /// Command window size.
     pub commands: u16,
-    /// Time limit for data that the initiator was asked for.
+    /// Timeout for data requested from the initiator.
     pub data_out_timeout: Duration,
 }
 
-/// A session, once there is one.
+/// Session state, available after login.
 #[derive(Debug)]
 pub(super) struct SessionContext {
     pub(super) identity: Identity,
@@ -268,7 +280,7 @@ pub(super) struct SessionContext {
     pub(super) window: Arc<Window>,
 }
 
-/// One connection with one initiator.
+/// Connection with an initiator.
 #[derive(Debug)]
 pub struct Channel<D> {
     pub(super) config: ChannelConfig,
@@ -278,53 +290,57 @@ pub struct Channel<D> {
     pub(super) mover: D,
     pub(super) new_params: Option<ConnectionParams>,
     pub(super) tasks: Contexts<Task>,
-    /// The requests that are not answered, by their tags: at most one for each context, with the
-    /// room for that. The tags are the initiator's; bad ones are found slowly, and there are no more of
-    /// them than contexts.
+    /// Pending requests by tag. There is at most one for each context, and the capacity is
+    /// allocated for this. The tags are chosen by the initiator, which could cause hash collisions,
+    /// but lookups are still limited by the number of contexts.
     pub(super) unanswered: FxHashMap<Itt, TaskIdx>,
-    /// Memory for data that come with a command, while none has it; FirstBurstLength at most.
+    /// Memory for immediate data when not in use by a command. FirstBurstLength at most.
     pub(super) staging: Vec<u8>,
-    /// The request that is being carried out has taken a place of the command window, and no
-    /// context.
+    /// The request currently being processed has a slot in the command window but no context.
     pub(super) has_place: bool,
-    /// Tasks that take a place of the command window.
+    /// Number of tasks that use a slot in the command window.
     pub(super) counted: u16,
-    /// Tasks that took one and are answered, but whose answer is not yet sent.
+    /// Number of completed tasks that used a slot, but the response hasn't been sent yet.
     pub(super) lingering: u16,
-    /// Tasks that are to come from another connection, which took one there.
+    /// Number of tasks that will be handed over by another connection, and use a slot there.
     pub(super) expected: u16,
     pub(super) allegiance: Allegiance,
-    /// Logouts of other connections, to be answered when these hold nothing any more.
+    /// Logouts for other connections. We send the response when those connections have released
+    /// their resources.
     pub(super) logouts: Vec<Itt>,
-    /// The number that the login says comes first.
+    /// First CmdSN, as set by the login request.
     pub(super) first_cmd_sn: CmdSn,
-    /// Requests whose turn has not come.
+    /// Requests received out of order.
     pub(super) waiting: Vec<QueuedRequest>,
-    /// The answer to the login, while it waits for others to go.
+    /// Final login response, while waiting for replaced sessions.
     pub(super) entering: Option<Box<LoginResult>>,
-    /// Others of the session are on their way out, and the logout waits for them.
+    /// The logout is waiting for other connections of the session to close.
     pub(super) awaits_others: bool,
-    /// The session ends with the logout that is under way.
+    /// The current logout closes the session.
     pub(super) ends_session: bool,
-    /// An I_T NEXUS RESET is answered, with which the session ends.
+    /// An I_T NEXUS RESET was received and the session will be closed.
     pub(super) is_reset: bool,
-    /// The initiator has logged out, and was answered.
+    /// The logout response was sent.
     pub(super) logged_out: bool,
-    /// Reason of the connection's end, once there is one.
+    /// Reason for closing the connection, if known.
     pub(super) ended: Option<Parting>,
-    /// Commands that wait for memory or limits.
+    /// Commands waiting for memory or for rate limits.
     pub(super) backlog: Backlog,
     pub(super) text: TextState,
     pub(super) cid: Cid,
     pub(super) last_input: Instant,
-    /// Time of the last data that were asked for, or that came with a command.
+    /// Time when solicited or immediate data was last received.
     pub(super) last_data: Instant,
-    /// Unsolicited data that commands have announced and that have not come, in bytes.
+    /// Number of bytes of unsolicited data that were announced by commands but not received yet.
     pub(super) unasked: u64,
-    /// Time at which the initiator last took data.
+    /// Time when the initiator last received data from us.
     pub(super) last_taken: Instant,
     pub(super) pace: Pace,
-    /// Time of the next check for overdue data.
+    /// Set while other initiators are waiting for memory and this one is using more than its share.
+    pub(super) owed: Option<Wait>,
+    /// Set while other initiators are waiting for our commands in the order of a unit.
+    pub(super) held: Option<Wait>,
+    /// Time of the next check for data timeouts.
     pub(super) data_deadline: Option<Instant>,
     pub(super) ping: Option<Instant>,
     pub(super) next_ping: u32,
@@ -334,37 +350,37 @@ pub struct Channel<D> {
     pub(super) released: bool,
     pub(super) actions: VecDeque<Action>,
     pub(super) counters: Counters,
-    /// Functions answered, and how.
+    /// Number of functions by response.
     pub(super) functions: Functions,
-    /// Statistics of its commands, by unit.
+    /// Command statistics for each unit.
     pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
 }
 
 impl ChannelConfig {
-    /// Contexts of commands and functions.
+    /// Returns the number of contexts for commands and functions.
     #[must_use]
     pub fn contexts(&self) -> u16 {
         WINDOWS * self.commands + IMMEDIATE_TASKS
     }
 
-    /// Memory of the contexts, in bytes, once there are any: from full-feature phase of a normal
-    /// session on.
+    /// Returns the memory used by contexts in bytes. They are allocated at the start of
+    /// full-feature phase in a normal session.
     #[must_use]
     pub fn memory(&self) -> usize {
         let contexts = usize::from(self.contexts());
-        // The index by tags is half empty at most.
+        // The tag index is at least half full.
         let index = 2 * size_of::<(Itt, TaskIdx)>();
         Contexts::<Task>::memory(contexts) + contexts * index
     }
 }
 
-/// The contexts' buffers, for the datamover.
+/// Buffers of all contexts, used by the datamover.
 #[derive(Clone, Copy)]
 pub struct TaskBuffers<'a>(&'a Contexts<Task>);
 
 impl<'a> TaskBuffers<'a> {
-    /// The buffer of a task that has data under way.
+    /// Returns the buffer of a task with a data transfer in progress.
     pub fn buffer(&self, task: TaskIdx) -> &'a Buffer {
         let buffer = self.0[usize::from(task.0)].exec.buffer.as_ref();
         buffer.expect("data lie in a buffer")
@@ -372,7 +388,7 @@ impl<'a> TaskBuffers<'a> {
 }
 
 impl<D: Datamover> Channel<D> {
-    /// A channel that waits for a login.
+    /// Creates a channel in login phase.
     #[must_use]
     pub fn new(config: ChannelConfig, mover: D, now: Instant) -> Self {
         Self {
@@ -381,7 +397,8 @@ impl<D: Datamover> Channel<D> {
             session: None,
             mover,
             new_params: None,
-            // Contexts come with full-feature phase: a stranger who never logs in costs no memory.
+            // Contexts are allocated in full-feature phase, so that an unauthenticated peer can't
+            // use memory.
             tasks: Contexts::default(),
             unanswered: FxHashMap::default(),
             staging: Vec::new(),
@@ -407,6 +424,8 @@ impl<D: Datamover> Channel<D> {
             unasked: 0,
             last_taken: now,
             pace: Pace::new(config.commands.into()),
+            owed: None,
+            held: None,
             data_deadline: None,
             ping: None,
             next_ping: 0,
@@ -423,23 +442,21 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// From here on requests may have contexts. Connections before login and discovery sessions
-    /// have none.
+    /// Allocates contexts for requests. They are not needed before login or in a discovery session.
     pub(super) fn make_contexts(&mut self) {
         let tasks = self.config.contexts();
         self.tasks = Contexts::new(tasks);
         self.unanswered.reserve(usize::from(tasks));
     }
 
-    /// Whether commands may come, or might have come: not before full-feature phase, and not in a
-    /// discovery session.
+    /// Returns true if this connection can receive commands, which means that a normal session has
+    /// reached full-feature phase.
     #[must_use]
     pub fn takes_commands(&self) -> bool {
         self.tasks.bound() > 0
     }
 
-    /// Returns the memory of its contexts and of unsolicited data that have no buffer yet, in
-    /// bytes.
+    /// Returns the memory in bytes used by contexts and by unsolicited data without a buffer.
     #[must_use]
     pub fn memory(&self) -> usize {
         match self.takes_commands() && self.session.is_some() {
@@ -448,8 +465,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Returns the memory of unsolicited data that have no buffer yet, in bytes. A command has no
-    /// more than FirstBurstLength of these, in a list that may have doubled.
+    /// Returns the memory in bytes used by unsolicited data without a buffer. Each command can have
+    /// up to FirstBurstLength, in a vector whose capacity might have doubled.
     #[must_use]
     pub fn staged_memory(&self) -> usize {
         let Some(session) = &self.session else {
@@ -461,49 +478,55 @@ impl<D: Datamover> Channel<D> {
         lists.map(|list| list.capacity().min(most)).sum()
     }
 
-    /// Returns the phase of the connection.
+    /// Returns the current phase.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// Returns the parameters that it was made with.
+    /// Returns the channel configuration.
     #[must_use]
     pub fn config(&self) -> &ChannelConfig {
         &self.config
     }
 
-    /// Returns a copy of its counters.
+    /// Returns a copy of the counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Task-management functions that it has answered, and how.
+    /// Returns the number of task-management functions by response.
     #[must_use]
     pub fn functions(&self) -> &Functions {
         &self.functions
     }
 
-    /// Returns its statistics of each unit.
+    /// Returns the statistics for each unit.
     #[must_use]
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
     }
 
-    /// Returns the number of requests that hold a context.
+    /// Returns the number of requests with a context.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.tasks.len()
     }
 
-    /// Whether commands wait for pool memory.
+    /// Returns the total number of waits for pool memory, counted for each unit.
     #[must_use]
-    pub fn waits_for_pool(&self) -> bool {
-        self.backlog.waits_for_memory()
+    pub fn pool_waits_begun(&self) -> u64 {
+        self.backlog.waits_begun()
     }
 
-    /// Whether it looks at what arrives at all.
+    /// Returns the number of units with commands waiting for pool memory.
+    #[must_use]
+    pub fn pool_waits(&self) -> usize {
+        self.backlog.memory_waits()
+    }
+
+    /// Returns true if received data will be processed.
     #[must_use]
     pub fn is_receiving(&self) -> bool {
         matches!(
@@ -512,19 +535,20 @@ impl<D: Datamover> Channel<D> {
         )
     }
 
-    /// Whether more should be read from the connection: what is to be sent does not pile up.
+    /// Returns true if we should read from the connection. This is false when the send queue is
+    /// full.
     #[must_use]
     pub fn wants_input(&self) -> bool {
         self.is_receiving() && self.has_room()
     }
 
-    /// Whether more may be said to the initiator: what waits to be sent is not too much.
+    /// Returns true if the send queue isn't full.
     #[must_use]
     pub fn has_room(&self) -> bool {
         self.mover.queued() < MAX_QUEUED && self.mover.queued_bytes() < MAX_QUEUED_BYTES
     }
 
-    /// Returns the time at which [`Channel::handle_timeout`] is due.
+    /// Returns when to call [`Channel::handle_timeout`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let ping = match (self.phase, self.ping) {
@@ -547,52 +571,52 @@ impl<D: Datamover> Channel<D> {
         .min()
     }
 
-    /// Returns the next action, in order.
+    /// Returns the next action.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// Returns the data buffer of a task, for its block operation, if that needs one.
+    /// Returns the data buffer of a task for its block operation, if it's required.
     #[must_use]
     pub fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
         self.tasks[usize::from(task.0)].exec.buffer.as_ref()
     }
 
-    /// Returns the connection's parameters after its login, once.
+    /// Returns the negotiated connection parameters after login. They are returned only once.
     pub fn take_new_params(&mut self) -> Option<ConnectionParams> {
         self.new_params.take()
     }
 
-    /// Returns the datamover that carries it.
+    /// Returns the datamover.
     #[must_use]
     pub fn mover(&self) -> &D {
         &self.mover
     }
 
-    /// Returns the pace at which it moves data.
+    /// Returns the data transfer pace.
     #[must_use]
     pub fn pace(&self) -> &Pace {
         &self.pace
     }
 
-    /// Returns the number of PDUs and transfers that wait to be sent.
+    /// Returns the number of PDUs and transfers in the send queue.
     #[must_use]
     pub fn queued(&self) -> usize {
         self.mover.queued()
     }
 
-    /// Returns the bytes of data segments of control-type PDUs that wait to be sent.
+    /// Returns the total data segment size of control-type PDUs in the send queue, in bytes.
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
         self.mover.queued_bytes()
     }
 
-    /// Returns the datamover, for inputs of its connection.
+    /// Returns the datamover for connection events.
     pub fn mover_mut(&mut self) -> &mut D {
         &mut self.mover
     }
 
-    /// The stream cannot be followed further; this counts as `event`.
+    /// Handles an error in the stream, which we can't parse any further. Counted as `event`.
     pub fn handle_broken(&mut self, cx: &mut Cx<'_>, event: SessionEvent, error: impl Display) {
         cx.gate.count(event);
         warn_limited!(self.complaints, cx.now, %error, "the connection is broken");
@@ -601,8 +625,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// What was handed to the datamover with this task as its end is on its way, or a piece of its
-    /// data is.
+    /// Called when the last PDU for this task was sent, or a piece of its data.
     pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx) {
         self.last_taken = cx.now;
         if self.tasks[usize::from(task.0)].state == TaskState::Send {
@@ -612,7 +635,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The batch that was being sent is sent, or never will be.
+    /// Called when the current batch was sent, or can't be sent if `ok` is false.
     pub fn handle_flushed(&mut self, cx: &mut Cx<'_>, ok: bool) {
         self.is_flushed = true;
         if !ok {
@@ -621,19 +644,19 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// A block operation ended.
+    /// Handles a completed block operation.
     pub fn handle_block_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx, result: StepResult) {
         self.on_block_done(cx, task, result);
         self.settle(cx);
     }
 
-    /// The pool has more room than before.
+    /// Called when memory was released to the pool.
     pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
         self.poll_memory(cx);
         self.settle(cx);
     }
 
-    /// A deadline may have passed.
+    /// Called when a deadline might have expired.
     pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
         if self.phase_deadline.is_some_and(|at| at <= cx.now) {
             self.phase_deadline = None;
@@ -643,8 +666,8 @@ impl<D: Datamover> Channel<D> {
         if self.data_deadline.is_some_and(|at| at <= cx.now) {
             self.check_data(cx);
         }
-        // The other deadlines were dealt with above: one that is still due is that of the
-        // initiator's silence.
+        // The other deadlines were already handled above, so this can only be the idle timeout for
+        // the initiator.
         if self.phase == Phase::FullFeature && self.deadline().is_some_and(|at| at <= cx.now) {
             if self.is_discovery() {
                 self.ended.get_or_insert(Parting::Silent);
@@ -661,30 +684,31 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// The connection is gone: nothing is sent or received any more.
+    /// Called when the connection is closed and no more data can be sent or received.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.is_connected = false;
         self.lose_connection(cx.now);
         self.settle(cx);
     }
 
-    /// The initiator has closed the connection; [`Channel::handle_disconnected`] follows.
+    /// Called when the initiator closes the connection. [`Channel::handle_disconnected`] is called
+    /// next.
     pub fn note_closed(&mut self) {
         self.ended.get_or_insert(Parting::Closed);
     }
 
-    /// Whether its session is one of discovery.
+    /// Returns true for a discovery session.
     pub(super) fn is_discovery(&self) -> bool {
         self.session.as_ref().is_some_and(|s| s.params.discovery)
     }
 
-    /// Returns the reason of the connection's end.
+    /// Returns the reason for closing the connection.
     #[must_use]
     pub fn end(&self) -> Parting {
         self.ended.unwrap_or(Parting::Lost)
     }
 
-    /// The initiator may use other units from now on. Commands under way go on.
+    /// Updates the LUN map for the initiator. Commands in flight aren't affected.
     pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
         if let Some(session) = &mut self.session {
             self.accounts.follow(&luns);
@@ -692,7 +716,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The limits of units or of the initiator may be others from now on.
+    /// Called when the rate limits for units or for the initiator have changed.
     pub fn handle_limits(&mut self, cx: &mut Cx<'_>) {
         let luns = self.session.as_ref().map(|session| &session.luns);
         let limiter = luns.and_then(|luns| luns.limiter());
@@ -701,13 +725,13 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Whether the initiator has logged out before the connection went.
+    /// Returns true if the initiator has logged out before the connection was closed.
     #[must_use]
     pub fn has_logged_out(&self) -> bool {
         self.logged_out
     }
 
-    /// The connection's number in its session.
+    /// Returns the connection ID.
     #[must_use]
     pub fn cid(&self) -> Cid {
         self.cid
@@ -720,7 +744,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The session's command numbers.
+    /// Returns the command window of the session.
     pub(super) fn window(&self) -> &Arc<Window> {
         let session = self.session.as_ref().expect("full-feature phase");
         &session.window
@@ -741,7 +765,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The name of a context's present use, for other channels.
+    /// Returns the name of the task in a context, which other channels can use.
     pub(super) fn task_ref(&self, idx: TaskIdx) -> TaskRef {
         TaskRef {
             worker: self.config.worker,
@@ -751,7 +775,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Lets the datamover put something on its way; whether it did.
+    /// Lets the datamover send data. Returns true if there was something to send.
     pub fn poll_mover(
         &mut self,
         poll: impl FnOnce(&mut D, Numbers, TaskBuffers<'_>) -> bool,

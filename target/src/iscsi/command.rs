@@ -1,4 +1,4 @@
-//! SCSI commands: taken in, and what iSCSI provides for their way through the connection.
+//! SCSI commands: receiving a command, and the callbacks used by the command executor.
 
 use std::time::Instant;
 
@@ -10,11 +10,13 @@ use riser_scsi::step::{
 };
 use riser_state::become_state;
 
-use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase};
+use super::channel::{Action, Channel, Cx, Phase};
 use super::datamover::{Control, Datamover, PutData};
 use super::task::{Incoming, Piece, TaskState};
 use super::tcp::good;
-use crate::fabric::{Backlog, CommandFlow, Descriptors, Execution, Hold, TaskAction, TaskIdx};
+use crate::fabric::{
+    Backlog, CommandFlow, Descriptors, Execution, Hold, MAX_STAGED, TaskAction, TaskIdx,
+};
 use crate::stats::Stage;
 
 impl<D: Datamover> Channel<D> {
@@ -30,7 +32,7 @@ impl<D: Datamover> Channel<D> {
             }
             return self.refuse_command(command);
         };
-        // Only here it is known which context the PDU's RDMA buffers are for.
+        // The datamover couldn't know until now which context the RDMA buffers of this PDU are for.
         self.mover.begin(idx);
         self.counters.commands += 1;
         self.counters.bytes_out += frame.data.len() as u64;
@@ -40,8 +42,8 @@ impl<D: Datamover> Channel<D> {
         let addressed = self.accounts.addressed(luns, command.lun, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
-        // A copy, since the frame lies in a receive buffer that the next bytes overwrite, and the
-        // command has no buffer of the pool yet.
+        // Copy the data, because the receive buffer will be overwritten and we don't have a pool
+        // buffer yet.
         let staged = self.stage(frame.data);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
@@ -68,8 +70,8 @@ impl<D: Datamover> Channel<D> {
             .take_in(addressed, nexus, command.itt.0.into(), cx.now);
         task.incoming = Incoming {
             got: frame.data.len() as u32,
-            // Where the immediate data are all that may come unsolicited, nothing follows, with or
-            // without the F bit.
+            // If immediate data already reaches the limit for unsolicited data, nothing will
+            // follow, regardless of the F bit.
             open: command.writes && !command.is_final && (frame.data.len() as u32) < first_burst,
             staged,
             ..Incoming::default()
@@ -85,7 +87,8 @@ impl<D: Datamover> Channel<D> {
         self.enter_task_set(cx, name, nexus, Descriptors::default());
     }
 
-    /// There is no context for a command, which the window should have seen to.
+    /// Refuses a command because there is no context, which should have been prevented by the
+    /// command window.
     fn refuse_command(&mut self, command: &ScsiCommand) {
         let pdu = ScsiResponse {
             itt: command.itt,
@@ -111,8 +114,8 @@ impl<D: Datamover> Channel<D> {
         if command.itt == Itt::NONE {
             return Err((RejectReason::InvalidPduField, "the reserved tag"));
         }
-        // Tags are unique in the session: another connection may name one, to abort or to claim
-        // it.
+        // A tag must be unique for the whole session, because another connection can use it to
+        // abort or claim the command.
         if self.find(command.itt).is_some() || self.window().tagged(command.itt).is_some() {
             return Err((RejectReason::TaskInProgress, "the tag is in use"));
         }
@@ -120,28 +123,30 @@ impl<D: Datamover> Channel<D> {
         if immediate > 0 && (!params.immediate_data || !command.writes || immediate > may) {
             return Err((RejectReason::InvalidPduField, "immediate data"));
         }
-        // With InitialR2T nothing may come unsolicited but immediate data.
+        // With InitialR2T, only immediate data can be unsolicited.
         if command.writes && !command.is_final && params.initial_r2t {
             return Err((RejectReason::ProtocolError, "unsolicited data"));
         }
         Ok(())
     }
 
-    /// Whether a command would wait for limits with unsolicited data beyond [`MAX_STAGED`] of those
-    /// that do. The only one never does.
+    /// Returns true if the unsolicited data of commands waiting for rate limits would exceed
+    /// [`MAX_STAGED`]. A single command is always accepted.
     fn is_staging_full(&self, idx: TaskIdx) -> bool {
-        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
-        let most = |idx: TaskIdx| {
-            let task = &self.tasks[usize::from(idx.0)];
-            match task.incoming.open {
-                true => first_burst.min(task.exec.expected.data_out) as usize,
-                false => task.incoming.staged.len(),
-            }
-        };
         let others = self.backlog.limits.waiting().filter(|other| *other != idx);
-        let others: usize = others.map(most).sum();
-        let own = most(idx);
+        let others: usize = others.map(|other| self.most_staged(other)).sum();
+        let own = self.most_staged(idx);
         own > 0 && others > 0 && others + own > MAX_STAGED
+    }
+
+    /// Returns the maximum number of bytes of unsolicited data without a buffer for a command.
+    fn most_staged(&self, idx: TaskIdx) -> usize {
+        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
+        let task = &self.tasks[usize::from(idx.0)];
+        match task.incoming.open {
+            true => first_burst.min(task.exec.expected.data_out) as usize,
+            false => task.incoming.staged.len(),
+        }
     }
 
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
@@ -157,7 +162,8 @@ impl<D: Datamover> Channel<D> {
         self.go_on(cx, idx, result);
     }
 
-    /// The answer waits: functions are to find the command once it has left the task set.
+    /// The response is delayed. Functions should find that the command is no longer in the task
+    /// set.
     fn note_left(&mut self, idx: TaskIdx) {
         let name = self.task_ref(idx);
         let nexus = self.session.as_ref().expect("full-feature phase").nexus;
@@ -165,7 +171,7 @@ impl<D: Datamover> Channel<D> {
         exec.note_left(nexus, name);
     }
 
-    /// Hands data and status to the datamover; the task ends when they are sent.
+    /// Passes data and status to the datamover. The task completes when they were sent.
     fn send_response(&mut self, now: Instant, idx: TaskIdx, response: Response, len: u32) {
         let itt = self.tasks[usize::from(idx.0)].itt;
         self.window().answer_tag(itt, self.task_ref(idx));
@@ -175,20 +181,20 @@ impl<D: Datamover> Channel<D> {
         task.wait = self.pace.begin(now);
         let response = task.response.insert(response);
         let base = match response.data_in {
-            // It may be a last piece that comes from another connection.
+            // This could be the last piece of a command that was reassigned.
             DataIn::Inline(_) => task.piece.from,
             DataIn::Buffer { from, .. } => from,
             DataIn::None => 0,
         };
-        // The bytes are in the buffer.
+        // The data is in the buffer.
         response.data_in = DataIn::Buffer { from: base, len };
-        // The context keeps the answer until another connection claims the command.
+        // The response is kept in the context until another connection claims the command.
         if self.allegiance.is_silent() {
             return;
         }
         self.counters.bytes_in += u64::from(len);
         let (residual, bidi_residual) = residuals(task.exec.expected, response);
-        // A Data-In PDU has room for a status and one residual, but not for sense data.
+        // A Data-In PDU contains a status and a single residual count, but no sense data.
         let is_plain = response.status == Status::Good
             && response.sense.is_empty()
             && bidi_residual == Residual::None
@@ -253,7 +259,12 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             Hold::Memory => TaskState::AwaitBuffer,
             Hold::Backend => TaskState::Block,
         };
-        become_state(&mut self.tasks[usize::from(idx.0)].state, next);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        become_state(&mut task.state, next);
+        // The memory of longer data of an earlier command is counted nowhere.
+        if matches!(hold, Hold::Limits | Hold::Memory) {
+            task.incoming.staged.shrink_to_fit();
+        }
         self.counters.buffer_waits += u64::from(hold == Hold::Memory);
     }
 
@@ -263,7 +274,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         exec.start(session.nexus, session.luns.luns(), cx.pool, cx.now)
     }
 
-    /// Takes what came unsolicited, and asks for the rest.
+    /// Copies unsolicited data to the buffer and requests the remaining data.
     fn receive_data(
         &mut self,
         cx: &mut Cx<'_>,
@@ -275,7 +286,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         task.exec.timer.enter(Stage::FabricIn, cx.now);
         task.exec.timer.carry(len);
         let staged = &mut task.incoming.staged;
-        // What lies beyond this piece is for the next ones.
+        // The remaining data belongs to the next pieces.
         let useful = staged.len().min(len as usize);
         if let Some(buffer) = &task.exec.buffer
             && useful > 0
@@ -292,7 +303,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         task.incoming.wanted = Some(from + len);
         become_state(&mut task.state, TaskState::Receive);
         if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
-            // The initiator is logging out, and sends no further data.
+            // The initiator is logging out and will not send any more data.
             self.abort(cx, idx, None);
             return None;
         }
@@ -309,7 +320,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         self.watch_data(cx.now);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.exec.timer.enter(Stage::FabricOut, cx.now);
-        // An initiator may send data with a command that takes none.
+        // An initiator might send data with a command that doesn't transfer any.
         let staged = std::mem::take(&mut task.incoming.staged);
         if let Some(buffer) = &task.exec.buffer
             && std::mem::take(&mut task.incoming.is_moved)
@@ -318,6 +329,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         }
         become_state(&mut task.state, TaskState::Send);
         task.wait = self.pace.begin(cx.now);
+        task.ordered.get_or_insert(task.wait);
         let end = from + len;
         task.piece = Piece {
             from,
@@ -325,7 +337,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             next_sn: task.data_start.data_sn,
         };
         if task.data_start.offset >= end {
-            // The initiator had it all from the connection that was lost.
+            // The initiator received all data on the connection that was lost.
             self.last_taken = cx.now;
             task.pass_piece();
             return Some(StepResult::Done);
@@ -361,8 +373,8 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
         let task = &mut self.tasks[usize::from(idx.0)];
-        // No response before the F bit of unsolicited data (RFC 7143 11.4.2): what still comes
-        // could be taken for data of the next command with this tag.
+        // We must not respond before the F bit is received (RFC 7143 11.4.2), because data that
+        // arrives later could be used for the next command with the same tag.
         if task.incoming.open {
             self.note_left(idx);
             self.leave_task_set(idx);
@@ -385,7 +397,12 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         self.send_response(cx.now, idx, response, len);
     }
 
-    /// Unsolicited data of commands that wait for limits are bounded: they lie in no buffer.
+    fn staged(&mut self, idx: TaskIdx) -> usize {
+        self.most_staged(idx)
+    }
+
+    /// Limits the unsolicited data for commands waiting for rate limits, because it's not in a pool
+    /// buffer.
     fn check_held(&mut self, _: &mut Cx<'_>, idx: TaskIdx, _: Descriptors) -> Result<(), Status> {
         match self.is_staging_full(idx) {
             true => Err(Status::TaskSetFull),
@@ -394,14 +411,15 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     }
 }
 
-/// The residual of a response, and that of the read of a bidirectional command (RFC 7143 11.4.5).
+/// Returns the residual count of a response, and the read residual count of a bidirectional command
+/// (RFC 7143 11.4.5).
 fn residuals(expected: Expected, response: &Response) -> (Residual, Residual) {
     let (read, write) = (response.residual_in, response.residual_out);
     match (expected.data_in > 0, expected.data_out > 0) {
         (true, true) => (write, read),
         (true, false) => (read, Residual::None),
         (false, true) => (write, Residual::None),
-        // A command that moves data which are not expected: what it would have moved has overflown.
+        // The command transfers data even if none is expected, so this is an overflow.
         (false, false) if read != Residual::None => (read, Residual::None),
         (false, false) => (write, Residual::None),
     }

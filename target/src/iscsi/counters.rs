@@ -1,27 +1,27 @@
-//! Counters of a channel, and their sums.
+//! Channel counters and their totals.
 
-/// Counters of a channel.
+/// Channel counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// SCSI commands that got a context.
+    /// SCSI commands with a context.
     pub commands: u64,
-    /// Task-management functions that got a context.
+    /// Task-management functions with a context.
     pub task_management: u64,
-    /// Requests whose answer was handed to the datamover.
+    /// Responses passed to the datamover.
     pub answered: u64,
-    /// Commands ended by task management.
+    /// Commands aborted by task management.
     pub aborted: u64,
-    /// Requests that ended with the channel.
+    /// Requests aborted because the channel was closed.
     pub torn_down: u64,
     /// Bytes sent to the initiator.
     pub bytes_in: u64,
-    /// Bytes taken from the initiator.
+    /// Bytes received from the initiator.
     pub bytes_out: u64,
-    /// PDUs answered with a Reject PDU.
+    /// Reject PDUs sent.
     pub rejected: u64,
-    /// PDUs whose digest was wrong.
+    /// PDUs with an invalid digest.
     pub digest_errors: u64,
-    /// Times a command waited for a buffer.
+    /// Number of times a command had to wait for a buffer.
     pub buffer_waits: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Data of commands: unsolicited, asked for and sent, and the time that they may take.
+//! Command data: unsolicited and solicited data, Data-In, and data timeouts.
 
 use std::time::{Duration, Instant};
 
@@ -11,15 +11,12 @@ use super::channel::{Channel, Cx, Phase, SILENCE};
 use super::datamover::{Datamover, GetData, SolicitedData};
 use super::task::{Task, TaskState};
 use crate::audit::Parting;
-use crate::fabric::{CommandFlow as _, End, MAX_DATA_TIMEOUTS, TaskIdx};
+use crate::fabric::{CommandFlow as _, End, MAX_DATA_TIMEOUTS, OWED, TaskIdx, Wait};
 use crate::stats::SessionEvent;
 use crate::warn_limited;
 
-/// Silence after which an initiator has the memory of others no longer.
-const OWED: Duration = Duration::from_secs(5);
-
 impl<D: Datamover> Channel<D> {
-    /// A copy of data that come with a command.
+    /// Returns a copy of immediate data.
     pub(super) fn stage(&mut self, data: &[u8]) -> Vec<u8> {
         if data.is_empty() {
             return Vec::new();
@@ -30,9 +27,8 @@ impl<D: Datamover> Channel<D> {
         staged
     }
 
-    /// Keeps the memory of data that were taken, for the next command's: most commands start at
-    /// once, so one such piece of memory is all that they need. What a burst cannot fill is given
-    /// back.
+    /// Keeps a buffer for the next command with immediate data. A single buffer is usually enough
+    /// because most commands start immediately. We release memory that exceeds the first burst.
     pub(super) fn keep_staging(&mut self, mut list: Vec<u8>) {
         let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
         list.clear();
@@ -41,7 +37,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// A piece has left the buffer for the initiator, or will not be sent.
+    /// Called when a piece of Data-In was sent, or can't be sent.
     pub(super) fn on_piece_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.last_taken = cx.now;
         let task = &mut self.tasks[usize::from(idx.0)];
@@ -60,9 +56,8 @@ impl<D: Datamover> Channel<D> {
         self.go_on(cx, idx, StepResult::Done);
     }
 
-    /// The initiator asks for PDUs once more. Where it does not get data of a command that is not
-    /// answered yet, the command fails (RFC 7143 7.8): it must not succeed while the initiator
-    /// waits for them.
+    /// Handles a SNACK. If we can't retransmit the data of a command before sending the status, the
+    /// command must fail (RFC 7143 7.8), because the initiator is waiting for this data.
     pub(super) fn on_snack(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, snack: &Snack) {
         let Err(reason) = self.mover.resend(snack) else {
             return;
@@ -73,7 +68,8 @@ impl<D: Datamover> Channel<D> {
             return;
         };
         let task = &mut self.tasks[usize::from(idx.0)];
-        // A SNACK for what the initiator has acknowledged is its own mistake: it lacks nothing.
+        // A SNACK for data that was already acknowledged is an initiator error, but it isn't
+        // missing any data.
         if task.state != TaskState::Send
             || task.exec.aborted
             || !self.mover.recovers()
@@ -82,13 +78,13 @@ impl<D: Datamover> Channel<D> {
             return;
         }
         task.is_lacking = true;
-        // Otherwise the socket has the buffer, and the task comes back when it is sent.
+        // Otherwise the socket is using the buffer, and we'll be called when it was sent.
         if !self.mover.forget(idx) {
             self.on_piece_sent(cx, idx);
         }
     }
 
-    /// The initiator acknowledges data.
+    /// Handles a DataACK.
     pub(super) fn on_data_ack(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, snack: &Snack) {
         match self.mover.acknowledge_data(snack) {
             Ok(Some(task)) => self.on_piece_sent(cx, task),
@@ -97,16 +93,19 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Returns the result of a command's wait for data if they are here. Asks for what is missing
-    /// when nothing else comes by itself.
+    /// Returns the result if a command has received all its data. If no more data is in flight,
+    /// this requests the missing data.
     pub(super) fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
         self.watch_data(now);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.wait = self.pace.begin(now);
+        if !task.exec.is_gathering() {
+            task.ordered.get_or_insert(task.wait);
+        }
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
-        // What is missing is known when unsolicited data have ended; an error, too, is answered
-        // only then (RFC 7143 11.4.2).
+        // We don't know which data is missing until the end of unsolicited data. An error response
+        // must be delayed until then as well (RFC 7143 11.4.2).
         if incoming.open {
             return None;
         }
@@ -149,7 +148,7 @@ impl<D: Datamover> Channel<D> {
             self.last_data = cx.now;
         }
         match taken {
-            // Of a command that has ended meanwhile.
+            // The command has already completed.
             SolicitedData::Stale { .. } => {}
             SolicitedData::Data {
                 task,
@@ -177,7 +176,7 @@ impl<D: Datamover> Channel<D> {
     fn on_unsolicited(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
         let len = frame.data.len() as u32;
         let idx = self.find(pdu.itt);
-        // Of a command that ended meanwhile it is not known how much was still to come.
+        // If the command has completed, we don't know how much data is left.
         let announced = match idx.map(|idx| &self.tasks[usize::from(idx.0)].incoming) {
             Some(incoming) if incoming.open => incoming.announced.into(),
             _ => self.unasked,
@@ -187,7 +186,8 @@ impl<D: Datamover> Channel<D> {
             self.last_data = cx.now;
         }
         self.unasked = self.unasked.saturating_sub(counted);
-        // Data may follow a command that was refused or aborted meanwhile, so this is no error.
+        // This isn't an error, because the initiator can send data for a command that was refused
+        // or aborted.
         let Some(idx) = idx else {
             return;
         };
@@ -204,10 +204,10 @@ impl<D: Datamover> Channel<D> {
             .checked_add(len)
             .is_some_and(|got| got <= limit);
         let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
-        // What is missing is asked for when nothing else comes by itself.
+        // Missing data is requested when no more data is in flight.
         let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
         incoming.lost |= is_lost && self.mover.recovers();
-        // Only noted: the command is answered when the F bit has come.
+        // Only record the error. The response is sent after the F bit is received.
         if !incoming.lost && incoming.fault.is_none() {
             incoming.fault = match () {
                 () if !frame.is_intact || pdu.data_sn > incoming.next_sn => {
@@ -221,18 +221,18 @@ impl<D: Datamover> Channel<D> {
         if incoming.fault.is_none() && !incoming.lost {
             self.counters.bytes_out += u64::from(len);
             match (incoming.wanted, &task.exec.buffer) {
-                // All of them come before the first piece is complete.
+                // This is complete before the first piece starts.
                 (Some(wanted), Some(buffer)) => {
                     let useful = wanted.saturating_sub(incoming.got).min(len) as usize;
                     buffer.write(pdu.offset.min(wanted), &frame.data[..useful]);
                     incoming.staged.extend_from_slice(&frame.data[useful..]);
                 }
-                // The answer is known, and the data are not wanted any more.
+                // The response is already known, so we don't need the data.
                 _ if task.state == TaskState::AwaitUnsolicited => {}
                 _ => incoming.staged.extend_from_slice(frame.data),
             }
             incoming.got += len;
-            // A peer may send any number of PDUs without data.
+            // A peer can send any number of PDUs without data.
             incoming.next_sn = incoming.next_sn.wrapping_add(1);
         }
         if pdu.is_final {
@@ -254,11 +254,10 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The datamover has no data of a task under way any more: all that it was asked for have come,
-    /// or they will not.
+    /// Called when the datamover has completed or canceled the data transfer for a task.
     ///
     /// # Panics
-    /// If it was not asked for any.
+    /// Panics if there is no transfer.
     pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         let task = &self.tasks[usize::from(idx.0)];
         let is_sent = task.state == TaskState::Send;
@@ -266,7 +265,7 @@ impl<D: Datamover> Channel<D> {
             is_sent || task.state == TaskState::Receive,
             "data come for {idx:?}"
         );
-        // Data that the initiator has taken are noted by `on_piece_sent`.
+        // If the initiator has received data, `on_piece_sent` handles this.
         if !is_sent {
             self.last_data = cx.now;
         }
@@ -288,47 +287,75 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Requests for data of some tasks have been sent: the initiator's time to answer begins.
+    /// Called when data requests were sent for some tasks. This starts the data timeout for the
+    /// initiator.
     pub(crate) fn note_asked(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
         for task in tasks(&self.mover) {
-            // It may have ended since.
+            // It may have completed in the meantime.
             if let Some(task) = self.tasks.get_mut(*task) {
                 task.asked = now;
+                // The timeout for each piece starts with its first request.
+                if task.first_asked.since <= task.wait.since {
+                    task.first_asked = self.pace.begin(now);
+                }
             }
         }
     }
 
-    /// Makes sure that the time is limited in which data come: the first look is early enough for
-    /// an initiator that has more memory than its share by then.
+    /// Schedules the next check for data timeouts. The first check must be early enough to handle
+    /// an initiator that is using more than its share of memory by then.
     pub(super) fn watch_data(&mut self, now: Instant) {
         let look = now + self.config.data_out_timeout.min(OWED);
         let deadline = self.data_deadline.get_or_insert(look);
         *deadline = look.min(*deadline);
     }
 
-    /// Data that were asked for may be overdue: none at all came for the timeout, or those of one
-    /// command have taken [`MAX_DATA_TIMEOUTS`] of them. Data of one command may well wait behind
-    /// those of others on a slow link, so as long as something comes, no command is given up early.
-    /// The same is true of data that the initiator does not take, while others follow that need the
-    /// buffer.
+    /// Returns true if other initiators are waiting for commands that wait for this initiator and
+    /// hold their place in the order. The second value is true if there are any such commands.
+    fn held_commands(&self) -> (bool, bool) {
+        let is_meant = |task: &Task| {
+            matches!(task.state, TaskState::Receive | TaskState::Send) && !task.exec.is_gathering()
+        };
+        let (mut held, mut is_in_order) = (false, false);
+        for (_, task) in self.tasks.iter().filter(|(_, task)| is_meant(task)) {
+            is_in_order = true;
+            held |= task.exec.holds_others();
+        }
+        (held, is_in_order)
+    }
+
+    /// Checks for data timeouts. A timeout occurs if we have received no data at all for this time,
+    /// or if the data for a single command takes longer than [`MAX_DATA_TIMEOUTS`]. On a slow link,
+    /// the data for a command can be queued behind other data, so we don't abort a command early if
+    /// any data is received. The same rules apply to data that the initiator doesn't read while
+    /// other commands need the buffer.
     ///
-    /// A command that goes in pieces has its place in the order from the second one on, and others
-    /// may wait for its end: all later pieces together have that time, also where it moves to
-    /// another connection. Nothing waits for an answered command, but it keeps its buffer until its
-    /// answer is sent, at error recovery level 1 until that is acknowledged: it has what is left of
-    /// that time, but always as long as an initiator may be silent. Data that were moved meanwhile
-    /// extend it: see [`Pace`](crate::fabric::Pace).
+    /// When a command is split into pieces, it holds its place in the order from the second piece,
+    /// and other commands may be waiting for it. The limit therefore applies to the total time for
+    /// all subsequent pieces, even if the command moves to another connection. When a response is
+    /// ready, other commands no longer have to wait, but the buffer is in use until the response is
+    /// sent, or acknowledged at error recovery level 1. This can take the remaining time, but never
+    /// less than the initiator's idle timeout. Time is added for data transferred since then: see
+    /// [`Pace`](crate::fabric::Pace).
     ///
-    /// An initiator that has more than its share of the memory that others wait for may be silent for
-    /// [`OWED`] only, in which a lost segment of TCP is sent again several times.
+    /// If other initiators are waiting for memory, an initiator that uses more than its share can
+    /// only be idle for [`OWED`], which allows for several retransmissions of a TCP segment. It
+    /// must not be too slow either: each command has a single data timeout plus the time required
+    /// for the data at [`SLOWEST_AWAITED`](crate::fabric::SLOWEST_AWAITED). If other initiators are
+    /// waiting for a command in the order of its unit, the limit is [`OWED`] plus this time for all
+    /// its pieces.
     ///
-    /// The commands concerned are aborted, and the connection is lost: at this point it is not
-    /// known what the initiator will still send. So no command waits without limit or keeps its
-    /// buffer.
+    /// On a timeout, we abort the command and close the connection, because we don't know which
+    /// data the initiator will send next. This ensures that a command can't wait, or keep its
+    /// buffer, without limit.
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;
         let is_owed = cx.pool.is_owed_by(self.backlog.owner());
+        let now = self.pace.begin(cx.now);
+        self.owed = is_owed.then(|| self.owed.unwrap_or(now));
+        let (held, is_in_order) = self.held_commands();
+        self.held = held.then(|| self.held.unwrap_or(now));
         let patience = match is_owed {
             true => timeout.min(OWED),
             false => timeout,
@@ -339,17 +366,33 @@ impl<D: Datamover> Channel<D> {
             let is_answered = task.state == TaskState::Sent;
             let left = if is_answered { left.max(SILENCE) } else { left };
             let due = self.pace.due(task.wait, left);
-            // Nothing waits for it but, where there is little, for its memory.
+            // No other command is waiting for this one, except for its memory if the pool is low.
             if is_answered && !(is_owed && self.mover.is_sending_data(idx)) {
                 return due;
             }
             let last = match task.state {
                 TaskState::Send | TaskState::Sent => self.last_taken,
-                // What asks for data goes behind what is queued: until then, taking that is progress.
+                // A data request is queued behind other PDUs. Until it's sent, reading those is
+                // progress.
                 _ if self.mover.is_asking(idx) => self.last_data.max(self.last_taken),
                 _ => self.last_data.max(task.asked),
             };
-            due.min(last.max(task.wait.since) + patience)
+            let due = due.min(last.max(task.wait.since) + patience);
+            let asked = match task.state {
+                TaskState::Receive => task.wait.later(task.first_asked),
+                _ => task.wait,
+            };
+            // Other initiators wait for the total time of all pieces.
+            let ordered = task.ordered.filter(|_| !is_answered).unwrap_or(asked);
+            let awaited = |begun: Wait, since: Option<Wait>, left| {
+                since.map(|since| self.pace.due_awaited(begun.later(since), left))
+            };
+            let held = self.held.filter(|_| !task.exec.is_gathering());
+            let awaited = [
+                awaited(asked, self.owed, timeout),
+                awaited(ordered, held, timeout.min(OWED)),
+            ];
+            awaited.into_iter().flatten().fold(due, Instant::min)
         };
         let waiting = self
             .tasks
@@ -363,7 +406,9 @@ impl<D: Datamover> Channel<D> {
             return;
         };
         if at > cx.now {
-            self.data_deadline = Some(at);
+            // This function isn't called when a command starts to wait in the order of a unit.
+            let look = cx.now + timeout.min(OWED);
+            self.data_deadline = Some(if is_in_order { at.min(look) } else { at });
             return;
         }
         cx.gate.count(SessionEvent::TimedOut);
@@ -374,7 +419,8 @@ impl<D: Datamover> Channel<D> {
         );
         self.ended.get_or_insert(Parting::Silent);
         for idx in self.tasks.numbers() {
-            // What is answered ends when it has left the socket or the device.
+            // After the response, the task completes when it's no longer in use by the socket or
+            // device.
             let meant = |task: &Task| task.waits_for_initiator() && task.state != TaskState::Sent;
             if self.tasks.get(idx).is_some_and(meant) {
                 self.cut_short(cx, idx, End::TornDown);

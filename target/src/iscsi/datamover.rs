@@ -1,6 +1,6 @@
-//! Interface between a channel and the layer that moves its data (RFC 5047 chapter 6).
+//! Interface between a channel and the layer that transfers its data (RFC 5047 chapter 6).
 //!
-//! | RFC 5047 | here |
+//! | RFC 5047 | this module |
 //! | --- | --- |
 //! | Send_Control | [`Datamover::send_control`] |
 //! | Put_Data | [`Datamover::put_data`] |
@@ -17,207 +17,208 @@ use riser_scsi::step::TransferError;
 
 use crate::fabric::TaskIdx;
 
-/// A control-type PDU to send.
+/// Control-type PDU to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Control {
-    /// PDU without its sequence numbers.
+    /// PDU without sequence numbers.
     pub pdu: FromTarget,
-    /// Data segment, without its padding.
+    /// Data segment without padding.
     pub data: Vec<u8>,
-    /// It takes a status sequence number.
+    /// Set if the PDU increments StatSN.
     pub counts: bool,
-    /// Task that ends once it is sent.
+    /// Task to complete when this is sent.
     pub ends: Option<TaskIdx>,
 }
 
-/// Beginning of a sequence of Data-In PDUs: later than with the first byte where the initiator has
-/// acknowledged some of them.
+/// Start of a sequence of Data-In PDUs. This isn't the first byte if the initiator has already
+/// acknowledged some of the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Start {
-    /// Number of the first PDU.
+    /// DataSN of the first PDU.
     pub data_sn: u32,
-    /// Offset in the command's data.
+    /// Offset in the command data.
     pub offset: u32,
 }
 
-/// Progress of the data of a write.
+/// Progress of the data transfer for a write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes from the first one on, without a gap.
+    /// Number of contiguous bytes received from the start.
     pub got: u32,
-    /// R2T PDUs so far.
+    /// Number of R2T PDUs sent.
     pub r2ts: u32,
 }
 
-/// Data for the initiator: the start of a task's buffer, which holds a piece of them.
+/// Data-In transfer for a piece of a command, which is stored at the start of the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutData {
-    /// Context whose buffer holds the data.
+    /// Context with the buffer.
     pub task: TaskIdx,
-    /// Initiator task tag of the command.
+    /// Initiator task tag.
     pub itt: Itt,
-    /// LUN that the command was sent to.
+    /// LUN of the command.
     pub lun: WireLun,
-    /// R2T PDUs that it had.
+    /// Number of R2T PDUs sent for this command.
     pub r2ts: u32,
-    /// Offset of the buffer in the command's data.
+    /// Offset of the buffer in the command data.
     pub base: u32,
-    /// First PDU and byte, not before the buffer.
+    /// First PDU and byte to send, which must be in the buffer.
     pub start: Start,
-    /// Offset of their end in the command's data; at least one byte after the beginning.
+    /// End offset in the command data. The size must be at least one byte.
     pub end: u32,
-    /// More pieces follow, for which the buffer is needed: when this one has left it,
-    /// [`Channel::handle_done`](super::Channel::handle_done) or
-    /// [`Channel::handle_arrived`](super::Channel::handle_arrived) says so.
+    /// Set if the buffer will be used for the next piece. When it's no longer in use, the datamover
+    /// must call [`Channel::handle_done`](super::Channel::handle_done) or
+    /// [`Channel::handle_arrived`](super::Channel::handle_arrived).
     pub more: bool,
-    /// The answer, if the last PDU is to carry it and so end the task.
+    /// Status to send in the last PDU, which completes the task.
     pub status: Option<DataInStatus>,
 }
 
-/// Data from the initiator, into a task's buffer.
+/// Data-Out transfer into the buffer of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GetData {
-    /// Context whose buffer takes the data.
+    /// Context with the buffer.
     pub task: TaskIdx,
-    /// Initiator task tag of the command.
+    /// Initiator task tag.
     pub itt: Itt,
-    /// LUN that the command was sent to.
+    /// LUN of the command.
     pub lun: WireLun,
-    /// Number of the first R2T.
+    /// R2TSN of the first R2T.
     pub r2t_sn: u32,
-    /// Offset of the buffer in the command's data.
+    /// Offset of the buffer in the command data.
     pub base: u32,
-    /// Offset in the command's data, not before the buffer.
+    /// Offset in the command data, which must be in the buffer.
     pub offset: u32,
-    /// Bytes, at least one.
+    /// Length in bytes, must not be zero.
     pub len: u32,
 }
 
-/// Use of a Data-Out PDU that answers an R2T.
+/// How to handle a solicited Data-Out PDU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SolicitedData {
-    /// Of a transfer that is over or has failed: to be dropped.
+    /// The transfer is complete or has failed, so the data must be ignored.
     Stale {
-        /// It was asked for before.
+        /// Set if this data was requested.
         was_asked: bool,
     },
-    /// For a task's buffer.
+    /// Copy the data to the buffer.
     Data {
-        /// Context whose buffer takes the data.
+        /// Context with the buffer.
         task: TaskIdx,
-        /// Offset in the command's data.
+        /// Offset in the command data.
         offset: u32,
-        /// All that was asked for is here.
+        /// Set if all requested data was received.
         complete: bool,
     },
-    /// Some of the data are missing, and were asked for once more.
+    /// Some of the data is missing and was requested again.
     Again(TaskIdx),
-    /// The transfer has failed, and nothing more comes of it.
+    /// The transfer failed. No more data will be received.
     Failed(TaskIdx, TransferError),
 }
 
-/// The layer that moves data.
+/// Data transfer layer.
 pub trait Datamover {
-    /// Whether connections on it recover from errors by more than a new login (RFC 7143 7.1.1):
-    /// without that, the error recovery level of a session is zero in spite of what was negotiated.
+    /// Set if connections support error recovery other than session recovery (RFC 7143 7.1.1). If
+    /// not, the error recovery level of a session is always zero, regardless of the negotiated
+    /// value.
     const RECOVERS: bool;
 
-    /// Full-feature phase begins with these values, once the answer to the login is on its way.
+    /// Enters full-feature phase with these parameters. Called after sending the login response.
     fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams);
 
-    /// The initiator declared another MaxRecvDataSegmentLength, in bytes: for what is sent after
-    /// everything that waits already.
+    /// Sets MaxRecvDataSegmentLength of the initiator in bytes. This must not affect PDUs already
+    /// in the send queue.
     fn set_max_send_segment(&mut self, bytes: u32);
 
-    /// Longest data segment of a control-type PDU, in bytes.
+    /// Returns the maximum data segment size for a control-type PDU, in bytes.
     fn max_send_segment(&self) -> u32;
 
-    /// The command that is being looked at was taken in as this task.
+    /// Called when a context was allocated for the current command.
     fn begin(&mut self, task: TaskIdx);
 
-    /// Sends a PDU after everything before it.
+    /// Queues a PDU for sending.
     fn send_control(&mut self, control: Control);
 
-    /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that the
-    /// command has with that, where there are such. Unless more data follow, or the status goes
-    /// with the data, the next PDU sent is the task's answer.
+    /// Queues a transfer to the initiator. Returns the total number of Data-In PDUs for this
+    /// command, if the datamover uses them. Unless more data follows or the status is sent with the
+    /// data, the next PDU must be the response for this task.
     fn put_data(&mut self, put: PutData) -> u32;
 
-    /// Whether a good status can go with the data.
+    /// Returns true if a good status can be sent with the data.
     fn carries_status(&self) -> bool;
 
-    /// Asks the initiator for data. The number of R2T PDUs that the command has with that, where
-    /// there are such.
+    /// Requests data from the initiator. Returns the total number of R2T PDUs for this command, if
+    /// the datamover uses them.
     fn get_data(&mut self, get: GetData) -> u32;
 
-    /// Looks at data that came as a PDU in answer to [`Datamover::get_data`].
+    /// Processes the header of a solicited Data-Out PDU (see [`Datamover::get_data`]).
     fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData;
 
-    /// Forgets what a task has under way, as far as it is not on its way already. Whether it is:
-    /// then [`Channel::handle_arrived`](super::Channel::handle_arrived) says when it is over.
+    /// Cancels transfers for a task if they haven't been started. Returns true if a transfer is in
+    /// progress. In this case, [`Channel::handle_arrived`](super::Channel::handle_arrived) is
+    /// called when it's complete.
     fn forget(&mut self, task: TaskIdx) -> bool;
 
-    /// The initiator has every status before `exp`; or it leaves, and wants none any more. The
-    /// tasks that end with that; they were kept to be sent once more.
+    /// The initiator has acknowledged all status numbers before `exp`, or no longer needs them
+    /// because the connection is closing. Returns the tasks that were only kept for retransmission.
     fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
         let _ = exp;
         Vec::new()
     }
 
-    /// The initiator has all Data-In PDUs of a command before one, which it was asked to say: the
-    /// task whose piece left its buffer with that, if nothing uses the buffer any more.
+    /// The initiator has acknowledged the Data-In PDUs of a command, as requested by the A bit.
+    /// Returns the task if this completes a piece and its buffer is no longer used.
     ///
     /// # Errors
-    /// Why that cannot be.
+    /// Returns the reject reason if the SNACK is invalid.
     fn acknowledge_data(&mut self, snack: &Snack) -> Result<Option<TaskIdx>, RejectReason> {
         let _ = snack;
         Err(RejectReason::InvalidDataAck)
     }
 
-    /// Sends something once more.
+    /// Retransmits PDUs.
     ///
     /// # Errors
-    /// Why not.
+    /// Returns the reject reason if this isn't possible.
     fn resend(&mut self, snack: &Snack) -> Result<(), RejectReason> {
         let _ = snack;
         Err(RejectReason::SnackReject)
     }
 
-    /// Whether what is lost within the connection is brought again: error recovery level 1.
+    /// Returns true if lost PDUs can be recovered within the connection (error recovery level 1).
     fn recovers(&self) -> bool {
         false
     }
 
-    /// Returns the progress of the data that a task has asked for.
+    /// Returns the progress of the current Data-Out transfer.
     fn progress(&self, task: TaskIdx) -> Progress {
         let _ = task;
         Progress::default()
     }
 
-    /// Returns the beginning of the PDU with a number, of data of `len` bytes; `None` if they are
-    /// fewer.
+    /// Returns the offset for a DataSN in a transfer of `len` bytes, or `None` if it's past the
+    /// end.
     fn start_of(&self, start: Start, len: u32, data_sn: u32) -> Option<Start> {
         let _ = (start, len, data_sn);
         None
     }
 
-    /// Sends nothing of what waits to be sent, and keeps nothing to be sent once more.
+    /// Clears the send queue and discards PDUs kept for retransmission.
     fn clear(&mut self) {}
 
-    /// Returns the number of PDUs and transfers that wait to be sent.
+    /// Returns the number of PDUs and transfers in the send queue.
     fn queued(&self) -> usize;
 
-    /// Whether a request for data of a task waits to be sent, or is being sent: the initiator cannot
-    /// have answered it.
+    /// Returns true if a data request for this task is queued or being sent, so the initiator can't
+    /// have responded.
     fn is_asking(&self, task: TaskIdx) -> bool;
 
-    /// Whether data of a task are being sent that the initiator has not taken yet, where it may take
-    /// its time for that.
+    /// Returns true if data for this task is being sent and the initiator might be slow to read it.
     fn is_sending_data(&self, task: TaskIdx) -> bool {
         let _ = task;
         false
     }
 
-    /// Returns the bytes of data segments of control-type PDUs that wait to be sent.
+    /// Returns the total data segment size of control-type PDUs in the send queue, in bytes.
     fn queued_bytes(&self) -> usize;
 }

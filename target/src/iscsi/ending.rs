@@ -1,4 +1,4 @@
-//! Ends of requests: answered, aborted, or torn down with their connection.
+//! Completion of requests: responses, aborts, and connection teardown.
 
 use riser_scsi::step::Status;
 
@@ -9,7 +9,7 @@ use crate::fabric::{CommandFlow as _, End, TaskAction, TaskIdx, TaskRef};
 use crate::pool::Pool;
 
 impl<D: Datamover> Channel<D> {
-    /// Other connections of the session cannot name the task any more.
+    /// Removes the tag, so that other connections of the session can't find this task.
     fn forget_tag(&self, idx: TaskIdx) {
         if let Some(session) = &self.session {
             let itt = self.tasks[usize::from(idx.0)].itt;
@@ -17,16 +17,16 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The answer to a command has gone, and the command is kept until that is acknowledged.
+    /// The response was sent, but the command must be kept until it's acknowledged.
     pub(super) fn note_answered(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
-        // It may have been acknowledged before we heard that it was sent.
+        // It may already be acknowledged before we are notified that it was sent.
         let task = self.tasks.get_mut(idx);
         if let Some(task) = task.filter(|task| task.state == TaskState::Sent) {
             task.exec.timer.arrive(cx.now);
         }
     }
 
-    /// The answer to a request has gone.
+    /// Completes a request after its response was sent.
     pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.tasks[usize::from(idx.0)].exec.arrive(cx.now);
         let answer = self.tasks[usize::from(idx.0)].response.as_ref();
@@ -35,17 +35,18 @@ impl<D: Datamover> Channel<D> {
         self.finish(cx, idx, End::Answered);
     }
 
-    /// Ends a request: releases its resources and notifies its watchers.
+    /// Completes a request: releases its resources and notifies its watchers.
     pub(super) fn finish(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
         let context = self.end_request(cx.pool, idx, end);
         cx.spare.0.put(context);
     }
 
-    /// As [`Channel::finish`]; returns the request's context, which holds nothing any more.
+    /// Same as [`Channel::finish`], but returns the context of the request, which is now unused.
     pub(super) fn end_request(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) -> Box<Task> {
         self.leave_task_set(idx);
         self.forget_tag(idx);
-        // Another connection may wait for the command, and would keep its context for ever.
+        // Another connection may be waiting for this command and would otherwise never release its
+        // context.
         self.drop_claim(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         match end {
@@ -58,11 +59,12 @@ impl<D: Datamover> Channel<D> {
         self.take_back(idx)
     }
 
-    /// Ends a command without an answer, at once or as soon as no device uses its buffer.
+    /// Aborts a command without a response, either immediately or when its buffer is no longer used
+    /// by a device.
     pub(super) fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: Option<TaskRef>) {
         let task = &mut self.tasks[usize::from(idx.0)];
         if !task.is_command() {
-            // Its answer is on its way before ours: the task is gone for the initiator.
+            // The response is sent before ours, so the task is already complete for the initiator.
             if let Some(watcher) = watcher {
                 self.ask(TaskAction::TaskGone(watcher));
             }
@@ -73,8 +75,8 @@ impl<D: Datamover> Channel<D> {
         self.cut_short(cx, idx, End::Aborted);
     }
 
-    /// Ends a command that task management has ended, here or on another channel, at once or as
-    /// soon as no device uses its buffer.
+    /// Completes a command that was aborted by task management on this or another channel, either
+    /// immediately or when its buffer is no longer used by a device.
     pub(super) fn end_managed(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let task = &mut self.tasks[usize::from(idx.0)];
         if !task.is_command() {
@@ -91,13 +93,14 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends an aborted command that no device uses any more. One that another nexus has ended is
-    /// answered with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    /// Completes an aborted command after the device has released its buffer. If it was aborted by
+    /// another nexus, we must send TASK ABORTED (SPC-4 7.5.8: TAS) because the initiator is waiting
+    /// for a response.
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let task = &self.tasks[usize::from(idx.0)];
         let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
         let is_awaited = !is_over && task.exec.is_cleared();
-        // Its own nexus may have ended it from another connection.
+        // The same nexus may have aborted it on another connection.
         if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
             return self.finish(cx, idx, End::Aborted);
         }
@@ -107,7 +110,8 @@ impl<D: Datamover> Channel<D> {
         self.answer_status(cx, idx, Status::TaskAborted);
     }
 
-    /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
+    /// Aborts a request before its response was sent, either immediately or when its buffer is no
+    /// longer used by a device.
     pub(super) fn cut_short(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
         if self.tasks[usize::from(idx.0)].exec.aborted {
             return;
@@ -119,8 +123,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Stops what a request does; whether a device or a socket still has its buffer, or it is
-    /// another connection's.
+    /// Stops processing a request. Returns true if the buffer is still used by a device or socket,
+    /// or if the request belongs to another connection.
     fn stop(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
         match self.tasks[usize::from(idx.0)].state {
             TaskState::AwaitBuffer => {
@@ -141,8 +145,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Aborts what waits for the initiator, who is logging out, or for limits, which would delay
-    /// that.
+    /// Aborts requests that wait for the initiator, because it is logging out, or for rate limits,
+    /// because this would delay the logout.
     pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
         for idx in self.tasks.numbers() {
             let Some(task) = self.tasks.get(idx) else {
@@ -150,7 +154,7 @@ impl<D: Datamover> Channel<D> {
             };
             let waits = match task.state {
                 TaskState::Receive | TaskState::AwaitUnsolicited | TaskState::AwaitLimit => true,
-                // For an acknowledgment.
+                // Waiting for an acknowledgment.
                 TaskState::Send => self.mover.recovers(),
                 _ => false,
             };
@@ -160,7 +164,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends everything that no device and no socket holds any more.
+    /// Aborts all requests with no buffer in use by a device or socket.
     pub(super) fn tear_down(&mut self, cx: &mut Cx<'_>, is_sending: bool) {
         for idx in self.tasks.numbers() {
             match self.tasks.get(idx).map(|task| task.state) {

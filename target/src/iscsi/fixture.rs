@@ -1,4 +1,4 @@
-//! A fake worker around one channel: the pool, a disk, a gate, and an initiator that speaks PDUs.
+//! Test worker for a single channel: pool, disk, gate, and an initiator that sends PDUs.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use riser_scsi::config::{Config, Limits};
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, Refusal, Terms};
+use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, LoginFault, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::{
     FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, ScsiCommand, Stage,
@@ -31,25 +31,25 @@ use riser_test_peers::pdus::{data_out, nop_out, scsi_command, tmf_request};
 pub(crate) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
 
-/// A PDU that the initiator received.
+/// PDU received by the initiator.
 pub(super) type Received = (FromTarget, Numbers, Vec<u8>);
 
 pub(crate) struct FakeGate {
     pub(crate) unit: Arc<Unit>,
-    /// What is counted of it.
+    /// Statistics.
     pub(crate) stats: Arc<LunStats>,
-    /// Logins that failed.
+    /// Failed logins.
     pub(crate) refused: Vec<LoginStatus>,
-    /// What the target would count.
+    /// Events counted by the target.
     pub(crate) events: Vec<SessionEvent>,
     pub(crate) offer: Offer,
     pub(crate) targets: usize,
     pub(crate) joined: usize,
-    /// Whether a login takes somebody's place.
+    /// Set if a login replaces another session.
     pub(crate) waits: bool,
-    /// The session that logins join, if they do.
+    /// Session to join on login, if set.
     pub(crate) window: Option<Arc<Window>>,
-    /// Connections of the session that may be detached.
+    /// Connections of the session that can be detached.
     pub(crate) others: Vec<Cid>,
 }
 
@@ -99,7 +99,13 @@ impl Gate for FakeGate {
         })
     }
 
-    fn refused(&mut self, status: LoginStatus, _: Option<&Identity>) {
+    fn refused(
+        &mut self,
+        status: LoginStatus,
+        _: Option<&Identity>,
+        _: Option<&LoginFault>,
+        _: Option<&str>,
+    ) {
         self.refused.push(status);
     }
 
@@ -109,6 +115,10 @@ impl Gate for FakeGate {
 
     fn end_other(&mut self, cid: Cid, _: Ending) -> bool {
         self.others.contains(&cid)
+    }
+
+    fn stop_waiting(&mut self) {
+        self.waits = false;
     }
 
     fn random(&mut self, out: &mut [u8]) {
@@ -133,30 +143,30 @@ pub(super) struct Rig {
     pub(super) gate: FakeGate,
     pub(super) channel: TcpChannel,
     pub(super) disk: Vec<u8>,
-    /// Block operations that have not ended.
+    /// Pending block operations.
     pub(super) blocks: Vec<(TaskIdx, BlockOp)>,
     pub(super) disconnected: bool,
     pub(super) released: bool,
-    /// Whether block operations end by themselves.
+    /// Set if block operations should complete immediately.
     pub(super) prompt: bool,
     framer: Framer,
     pub(super) digests: Digests,
     pub(super) cmd_sn: u32,
     pub(super) stalled: bool,
-    /// What the channel has not taken, since it has too much to say.
+    /// Bytes that were not read by the channel because its send queue is full.
     pub(super) unread: Vec<u8>,
-    /// What other connections of the session are concerned by.
+    /// Actions for other connections of the session.
     pub(super) elsewhere: Vec<Action>,
-    /// Commands on their way to other connections.
+    /// Commands to be handed over to other connections.
     pub(super) reassigned: Vec<(TaskRef, Option<Box<ReassignedTask>>)>,
 }
 
-/// A unit whose commands have `window` bytes of their data in memory at a time.
+/// Creates a unit whose commands can use up to `window` bytes of memory at a time.
 pub(crate) fn unit(window: u32) -> Arc<Unit> {
     unit_of(windowed_unit_config((DISK / 512) as u64, window))
 }
 
-/// A unit like this, with the nexus of the initiator.
+/// Creates a unit with this configuration and a nexus for the initiator.
 pub(super) fn unit_of(config: Config) -> Arc<Unit> {
     let lu = LogicalUnit::new(config).unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());
@@ -171,12 +181,12 @@ pub(super) fn unit_of(config: Config) -> Arc<Unit> {
 }
 
 impl Rig {
-    /// A connection on which nothing has come.
+    /// Creates a new connection.
     pub(super) fn new() -> Self {
         Self::numbered(1)
     }
 
-    /// As [`Rig::new`], with a number of the channel.
+    /// Same as [`Rig::new`], but with a channel number.
     pub(super) fn numbered(serial: u64) -> Self {
         let now = Instant::now();
         let config = ChannelConfig {
@@ -214,7 +224,7 @@ impl Rig {
         }
     }
 
-    /// A connection in full-feature phase, its unit attention taken.
+    /// Creates a connection in full-feature phase and clears its unit attention.
     pub(super) fn logged_in(keys: &str) -> Self {
         let mut rig = Self::new();
         rig.log_in(keys);
@@ -222,7 +232,7 @@ impl Rig {
         rig
     }
 
-    /// As [`Rig::logged_in`], with a unit of this window.
+    /// Same as [`Rig::logged_in`], but with a window for the unit.
     pub(super) fn with_window(window: u32, keys: &str) -> Self {
         let mut rig = Self::new();
         rig.gate.unit = unit(window);
@@ -231,7 +241,7 @@ impl Rig {
         rig
     }
 
-    /// Another connection of the session of `other`.
+    /// Adds a connection to the session of `other`.
     pub(super) fn joined(other: &Self, serial: u64, keys: &str) -> Self {
         let mut rig = Self::numbered(serial);
         rig.now = other.now;
@@ -284,7 +294,7 @@ impl Rig {
         self.bytes_of(&FromInitiator::LoginRequest(request), text)
     }
 
-    /// Gives the channel an input, carries out what it wants, and returns what it sent.
+    /// Passes an input to the channel, executes its actions, and returns the PDUs sent.
     pub(super) fn with<R>(
         &mut self,
         input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>) -> R,
@@ -293,7 +303,7 @@ impl Rig {
         self.settle()
     }
 
-    /// As [`Rig::with`], of bytes, which come again as long as the channel takes some of them.
+    /// Same as [`Rig::with`] for received bytes, repeated until the channel stops reading.
     pub(super) fn bytes(&mut self, bytes: &[u8]) -> Vec<Received> {
         self.unread.extend_from_slice(bytes);
         let mut received = Vec::new();
@@ -309,7 +319,7 @@ impl Rig {
         }
     }
 
-    /// What the channel has to send, which stays on its way.
+    /// Returns the PDUs sent by the channel, without completing the send.
     pub(super) fn poll_sent(&mut self) -> Vec<Received> {
         let mut batch = Batch::default();
         assert!(self.channel.poll_batch(&mut batch), "it has something");
@@ -402,14 +412,14 @@ impl Rig {
         }
     }
 
-    /// A block operation fails.
+    /// Completes a block operation with an error.
     pub(super) fn fail_block(&mut self, at: usize, error: BackendError) -> Vec<Received> {
         let (task, _) = self.blocks.remove(at);
         let result = StepResult::Failed(error);
         self.with(|ch, cx| ch.channel_mut().handle_block_done(cx, task, result))
     }
 
-    /// Ends a block operation as a disk would.
+    /// Completes a block operation.
     pub(super) fn finish_block(&mut self, at: usize) {
         let (task, op) = self.blocks.remove(at);
         let from = match op {
@@ -527,13 +537,13 @@ impl Rig {
         self.send(&FromInitiator::NopOut(nop), data)
     }
 
-    /// Lets time pass.
+    /// Advances the time.
     pub(super) fn wait(&mut self, time: Duration) -> Vec<Received> {
         self.now += time;
-        self.with(|ch, cx| ch.channel_mut().handle_timeout(cx))
+        self.with(TcpChannel::handle_timeout)
     }
 
-    /// Ends the connection and sees that nothing is left.
+    /// Closes the connection and verifies that all resources were released.
     pub(super) fn end(mut self) {
         self.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
         self.finish_all_blocks();

@@ -1,5 +1,5 @@
-//! Full-feature phase: PDUs are looked at and carried out, requests get contexts, and what is no
-//! command is answered.
+//! Full-feature phase: parses PDUs, allocates contexts for requests, and responds to non-SCSI
+//! requests.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use crate::stats::SessionEvent;
 use crate::warn_limited;
 
 impl<D: Datamover> Channel<D> {
-    /// A whole PDU arrived, though perhaps with a wrong data digest.
+    /// Handles a complete PDU. Its data digest may be invalid.
     pub fn handle_frame(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>) {
         self.last_input = cx.now;
-        // Any PDU shows that the initiator is there, not its answer to the ping alone.
+        // Any PDU shows that the initiator is still connected, not only a ping response.
         self.ping = None;
-        // By reference from here on: a command is large to move.
+        // Use a reference, because moving a command is expensive.
         match &FromInitiator::parse(frame) {
             Ok(FromInitiator::LoginRequest(request)) if self.phase == Phase::Login => {
                 self.on_login(cx, request, frame.data);
@@ -34,13 +34,13 @@ impl<D: Datamover> Channel<D> {
                 warn_limited!(self.complaints, cx.now, "something else than a login");
                 self.drop_connection();
             }
-            // Data-Out is left to its command: the header is sound, and says which data are
+            // Data-Out is handled by the command: the header is valid, so we know which data is
             // missing.
             Ok(pdu) if !frame.is_intact && !matches!(pdu, FromInitiator::DataOut(_)) => {
                 self.on_digest_error(cx);
                 self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
                 if !self.mover.recovers() {
-                    // There is no other way to bring the PDU again.
+                    // The PDU can't be recovered in any other way.
                     self.close(cx.now);
                 }
             }
@@ -65,7 +65,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Carries out a PDU whose turn it is.
+    /// Processes a PDU when it's next in order.
     pub(super) fn carry_out_pdu(
         &mut self,
         cx: &mut Cx<'_>,
@@ -75,8 +75,8 @@ impl<D: Datamover> Channel<D> {
         let is_discovery = self.session.as_ref().is_none_or(|s| s.params.discovery);
         match pdu {
             FromInitiator::TextRequest(request) => self.on_text(cx, frame, request),
-            // Nothing new follows a logout on its connection (RFC 7143 11.14). One that was kept
-            // until its turn may also come after the connection has begun to close.
+            // Nothing else can be received after a logout on this connection (RFC 7143 11.14). A
+            // queued PDU may also be processed after the connection has started to close.
             FromInitiator::LogoutRequest(_) if self.phase != Phase::FullFeature => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"a second logout");
             }
@@ -103,8 +103,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Carries out a request that was admitted, and so has taken a place of the window. It gives
-    /// that back unless it is kept in a context.
+    /// Processes a request that was admitted and therefore has a slot in the window. The slot is
+    /// released unless the request is stored in a context.
     pub(super) fn carry_out_admitted(
         &mut self,
         cx: &mut Cx<'_>,
@@ -120,7 +120,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Takes a request into an idle context; `None` if there is none for it.
+    /// Stores a request in an unused context. Returns `None` if there is no context.
     pub(super) fn take_in(
         &mut self,
         cx: &mut Cx<'_>,
@@ -130,7 +130,7 @@ impl<D: Datamover> Channel<D> {
     ) -> Option<TaskIdx> {
         let idx = self.take_context(cx, itt, immediate, state)?;
         if !immediate {
-            // From here on the place is the context's.
+            // The slot now belongs to the context.
             self.has_place = false;
             self.counted += 1;
         }
@@ -138,17 +138,18 @@ impl<D: Datamover> Channel<D> {
         Some(idx)
     }
 
-    /// Whether a request gets a context.
+    /// Returns true if a context is available for a request.
     pub(super) fn has_context(&self, immediate: bool) -> bool {
         let places = self.counted + self.lingering + self.expected;
         let others = self.in_flight().saturating_sub(usize::from(places));
-        // The window does not count immediate requests. Without a bound of their own, an initiator
-        // could fill with them the contexts that the window has promised.
+        // Immediate requests aren't counted in the window. Without a separate limit, an initiator
+        // could use all contexts that are reserved for the window.
         let is_bounded = !immediate || others < usize::from(IMMEDIATE_TASKS);
         is_bounded && !self.tasks.is_full()
     }
 
-    /// Takes an idle context; `None` if too many have no place in the window, or none is idle.
+    /// Allocates a context. Returns `None` if too many contexts have no slot in the window, or if
+    /// none are available.
     pub(super) fn take_context(
         &mut self,
         cx: &mut Cx<'_>,
@@ -165,13 +166,14 @@ impl<D: Datamover> Channel<D> {
         become_state(&mut task.state, state);
         task.itt = itt;
         (task.wait, task.asked) = (wait, wait.since);
+        (task.first_asked, task.ordered) = (wait, None);
         self.unanswered.insert(itt, idx);
         Some(idx)
     }
 
-    /// Takes the context of a request back; it holds nothing any more.
+    /// Releases the context of a request. All its resources must already be released.
     pub(super) fn take_back(&mut self, idx: TaskIdx) -> Box<Task> {
-        // The tag of one that was answered has been released already.
+        // If the response was sent, the tag has already been released.
         if self.tasks[usize::from(idx.0)].state != TaskState::Sent {
             self.release_tag(idx);
         }
@@ -189,7 +191,7 @@ impl<D: Datamover> Channel<D> {
         task
     }
 
-    /// The answer goes to the datamover: the window has a place again.
+    /// Called when a response is passed to the datamover, which frees a slot in the window.
     pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
         self.release_tag(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
@@ -203,7 +205,7 @@ impl<D: Datamover> Channel<D> {
         self.counters.answered += 1;
     }
 
-    /// The state of the request with this tag, if there is one.
+    /// Returns the state of the request with this tag, if it exists.
     #[must_use]
     pub fn task_state(&self, itt: Itt) -> Option<TaskState> {
         let mut tasks = self.tasks.iter();
@@ -211,15 +213,15 @@ impl<D: Datamover> Channel<D> {
         found.map(|(_, task)| task.state)
     }
 
-    /// A request with this tag that has not been answered.
+    /// Returns the pending request with this tag.
     pub(super) fn find(&self, itt: Itt) -> Option<TaskIdx> {
         self.unanswered.get(&itt).copied()
     }
 
-    /// A request is answered, or gone: the next one may have its tag.
+    /// Releases the tag of a request that is complete, so that it can be used for the next request.
     fn release_tag(&mut self, idx: TaskIdx) {
         let itt = self.tasks[usize::from(idx.0)].itt;
-        // The tag of one that was answered may be that of another one by now.
+        // After the response, the tag may already be used for another request.
         if let Some(named) = self.unanswered.remove(&itt)
             && named != idx
         {
@@ -252,7 +254,7 @@ impl<D: Datamover> Channel<D> {
         self.send(FromTarget::Reject(Reject { reason }), header, true);
     }
 
-    /// Counts a PDU whose content is not what was sent.
+    /// Counts a PDU with a digest error.
     pub(super) fn on_digest_error(&mut self, cx: &mut Cx<'_>) {
         self.counters.digest_errors += 1;
         cx.gate.count(SessionEvent::DigestError);
@@ -273,11 +275,11 @@ impl<D: Datamover> Channel<D> {
                 &"no tag, not immediate",
             );
         }
-        // It answers our ping, or only acknowledges, and gets no answer.
+        // This is a ping response or only an acknowledgment, so we must not respond.
         if nop.itt == Itt::NONE {
             return;
         }
-        // The data come back, as far as the initiator takes a segment of that length.
+        // Return as much of the ping data as the initiator can receive in a segment.
         let limit = self.mover.max_send_segment() as usize;
         let data = frame.data[..frame.data.len().min(limit)].to_vec();
         let answer = NopIn {

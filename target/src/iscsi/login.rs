@@ -1,7 +1,7 @@
-//! The login on a channel: what the gate decides, and the way into full-feature phase.
+//! Login on a channel: uses the gate, and handles the transition to full-feature phase.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{CompletedLogin, Gatekeeper, Identity, Outcome, Refusal, Terms};
 use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginStatus, LogoutStatus};
@@ -14,7 +14,11 @@ use super::datamover::Datamover;
 use super::pending::LoginResult;
 use crate::fabric::LunMap;
 
-/// Gives the login what the channel's gate says, and keeps what was entered.
+/// Maximum time that a login waits for commands of the session it replaces. The login timeout of
+/// initiators is at least 10 s.
+pub(super) const REINSTATEMENT: Duration = Duration::from_secs(2);
+
+/// Passes the gate's decisions to the login, and stores the result.
 struct Keeper<'a> {
     gate: &'a mut dyn Gate,
     first: CmdSn,
@@ -56,13 +60,16 @@ impl<D: Datamover> Channel<D> {
             Outcome::Continue => send(self, answer.text),
             Outcome::Failed => {
                 send(self, answer.text);
-                cx.gate.refused(status, self.login.identity());
+                let (identity, fault) = (self.login.identity(), self.login.fault());
+                let user = self.login.claimed_name();
+                cx.gate.refused(status, identity, fault, user);
                 self.close(cx.now);
             }
             Outcome::FullFeature(joined) => {
                 let admitted = keeper.admitted.expect("joined before");
+                let is_leading = joined.identity.tsih == Tsih(0);
                 let (nexus, luns) = admitted.nexus.unwrap_or_else(|| {
-                    // A discovery session has no nexus, and runs no command.
+                    // A discovery session has no nexus and can't execute commands.
                     (NexusId(0), Arc::new(LunMap::default()))
                 });
                 self.session = Some(SessionContext {
@@ -79,22 +86,25 @@ impl<D: Datamover> Channel<D> {
                     text: answer.text,
                     session: admitted.params,
                     connection: joined.connection,
+                    is_leading,
                 }));
-                // Without the last answer the initiator sends no command, so none can overtake
-                // those of the session that is replaced.
+                // The initiator can't send commands before it receives the final login response.
+                // This ensures that new commands are executed after those of the replaced session.
                 become_state(&mut self.phase, Phase::Joining);
                 if !admitted.waits {
                     self.enter_full_feature(cx.now);
+                } else if is_leading {
+                    self.phase_deadline = Some(cx.now + REINSTATEMENT);
                 }
             }
         }
     }
 
-    /// Sends the login's last answer.
+    /// Sends the final login response.
     fn enter_full_feature(&mut self, now: Instant) {
         let entering = self.entering.take().expect("a login has succeeded");
         let response = FromTarget::LoginResponse(entering.response);
-        // Before `enable`: the answer still goes without digests.
+        // This must be called before `enable`, because the response doesn't use digests.
         self.send(response, entering.text, true);
         self.mover.enable(&entering.session, &entering.connection);
         self.new_params = Some(entering.connection);
@@ -107,12 +117,21 @@ impl<D: Datamover> Channel<D> {
         };
     }
 
-    /// The others that this connection waits for hold nothing any more.
+    /// Completes the login while commands of the replaced session are still at a device, which
+    /// could be blocked. The initiator should be able to use its other devices, so only units with
+    /// such commands will refuse commands from this session.
+    pub(super) fn start_early(&mut self, cx: &mut Cx<'_>) {
+        cx.gate.stop_waiting();
+        self.last_input = cx.now;
+        self.enter_full_feature(cx.now);
+    }
+
+    /// Called when the connections we are waiting for have released their resources.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.awaits_others = false;
         self.answer_logouts_of_others(LogoutStatus::Closed);
         if self.phase == Phase::Joining {
-            // The initiator could not but be silent while it waited.
+            // The initiator couldn't send anything while waiting for the response.
             self.last_input = cx.now;
             self.enter_full_feature(cx.now);
         }

@@ -1,4 +1,4 @@
-//! The end of a connection: logout, shutdown, loss.
+//! Closing a connection: logout, shutdown, or connection loss.
 
 use std::time::{Duration, Instant};
 
@@ -15,21 +15,21 @@ use crate::fabric::End;
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
-/// Time limit for sending the answer to a logout, or the last PDUs of a connection that closes.
+/// Timeout for sending the logout response or the remaining PDUs before a connection is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Logouts of other connections at once, whose end is awaited.
+/// Maximum number of concurrent logouts for other connections.
 const MAX_LOGOUTS: usize = 16;
 
 impl<D: Datamover> Channel<D> {
-    /// Another login takes the session's place, or the target goes: the connection is cut.
+    /// Terminates the connection, because the session is being reinstated or the target shuts down.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
         self.drop_connection();
         self.settle(cx);
     }
 
-    /// The target goes: the initiator is asked to log out, and the connection cut at `until`.
+    /// Requests a logout because the target is shutting down, and closes the connection at `until`.
     pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
         self.ended.get_or_insert(Parting::Shutdown);
         if self.phase == Phase::FullFeature {
@@ -66,23 +66,23 @@ impl<D: Datamover> Channel<D> {
             }
             LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
-        // Their answers come first, and the session survives their end as long as it is awaited.
+        // Their responses must be sent first, and the session must not be closed before that.
         self.awaits_others |= !self.logouts.is_empty();
         self.ends_session =
             request.reason == LogoutReason::CloseSession || !self.window().is_unordered();
         self.ended.get_or_insert(Parting::Logout);
         become_state(&mut self.phase, Phase::LoggingOut(request.itt));
         self.phase_deadline = Some(cx.now + CLOSE_TIMEOUT);
-        // Commands that wait for something the initiator may never send end here.
+        // Abort commands that wait for something the initiator might never send.
         self.abort_waiting(cx);
-        // One that leaves misses no answer. Not earlier: pieces that wait for an acknowledgment are
-        // known by it.
+        // An initiator that is logging out doesn't need to receive a response again. This must not
+        // be done earlier, because it's used to find pieces waiting for an acknowledgment.
         self.on_acknowledged(cx, None);
     }
 
-    /// Another connection of the session is logged out. The answer says that this has happened (RFC
-    /// 7143 11.15): a write that the connection has at a device would else overtake what the
-    /// initiator writes after the answer.
+    /// Logs out another connection of the session. We must not respond before this is complete (RFC
+    /// 7143 11.15). Otherwise, a write from that connection which is still at a device could
+    /// overwrite data that the initiator writes after the response.
     pub(super) fn log_out_other(
         &mut self,
         cx: &mut Cx<'_>,
@@ -98,7 +98,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Answers the logouts of other connections.
+    /// Responds to logouts for other connections.
     pub(super) fn answer_logouts_of_others(&mut self, status: LogoutStatus) {
         for itt in std::mem::take(&mut self.logouts) {
             self.answer_logout(itt, status);
@@ -116,8 +116,8 @@ impl<D: Datamover> Channel<D> {
         self.send(FromTarget::LogoutResponse(answer), Vec::new(), true);
     }
 
-    /// The units forget the session. Once its end is reported, that has happened, however long the
-    /// connection takes to go.
+    /// Removes the session from all units. This must be done before its end is reported, because
+    /// closing the connection could take a long time.
     fn lose_nexus(&self) {
         if let Some(session) = &self.session {
             for (_, unit) in session.luns.iter() {
@@ -126,17 +126,17 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// I_T NEXUS RESET has been answered: all connections of the session end at once, and none of
-    /// them is kept for recovery (RFC 7144 6.3). This one sends the answer first.
+    /// Closes all connections of the session after the I_T NEXUS RESET response was queued. No
+    /// commands are kept for recovery (RFC 7144 6.3). This connection must send the response first.
     fn end_reset_session(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
         self.actions.push_back(Action::EndOthers);
-        // What the initiator has not acknowledged it cannot ask for any more.
+        // The initiator can no longer request retransmission of unacknowledged PDUs.
         self.on_acknowledged(cx, None);
         self.close(cx.now);
     }
 
-    /// Takes nothing more, and closes when everything is sent.
+    /// Stops reading, and closes the connection when everything was sent.
     pub fn close(&mut self, now: Instant) {
         if self.is_receiving() {
             become_state(&mut self.phase, Phase::Closing);
@@ -145,7 +145,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Closes without sending anything more, and keeps nothing.
+    /// Closes the connection without sending anything else, and discards queued requests.
     pub(super) fn drop_connection(&mut self) {
         if self.phase != Phase::Closed {
             self.phase_deadline = None;
@@ -153,8 +153,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Discards the requests that this connection has kept until their turn. If one was next, the
-    /// turn is another connection's.
+    /// Discards requests received out of order. If this includes the next request, another
+    /// connection must be notified.
     fn discard_kept(&mut self) {
         let me = self.conn_ref();
         let Some(session) = self.session.as_ref().filter(|_| !self.waiting.is_empty()) else {
@@ -166,7 +166,7 @@ impl<D: Datamover> Channel<D> {
         self.actions.extend(next.map(Action::TakeTurn));
     }
 
-    /// Closes the connection. Requests that it kept until their turn are discarded.
+    /// Changes the phase to close the connection, and discards requests received out of order.
     pub(super) fn leave_for(&mut self, phase: Phase) {
         let is_closing = !matches!(self.phase, Phase::CleanupWait | Phase::Retaining);
         become_state(&mut self.phase, phase);
@@ -176,7 +176,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Follows every input: carries out what it has made possible.
+    /// Called after each input to process everything that is now possible.
     pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
             Phase::FullFeature if std::mem::take(&mut self.is_reset) => {
@@ -199,7 +199,8 @@ impl<D: Datamover> Channel<D> {
         if self.phase == Phase::Closed {
             self.tear_down(cx, !self.is_flushed);
         }
-        // A socket reads buffers until the batch has ended, a device until its operation has.
+        // The socket can read buffers until the batch is complete, and a device until its operation
+        // is complete.
         let is_over = self.phase == Phase::Closed
             && !self.is_connected
             && self.is_flushed
@@ -209,8 +210,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends everything at once. No memory may be taken from the pool until devices and sockets have
-    /// released what they still use.
+    /// Aborts everything immediately. Memory must not be allocated from the pool until devices and
+    /// sockets have released all buffers.
     pub fn abandon(&mut self, pool: &mut Pool) {
         if self.phase != Phase::Closed {
             become_state(&mut self.phase, Phase::Closed);

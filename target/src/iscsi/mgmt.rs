@@ -1,7 +1,8 @@
-//! Task management over iSCSI (RFC 7143 11.5).
+//! Task management for iSCSI (RFC 7143 11.5).
 //!
-//! Functions that name a task concern the session's connections; TASK REASSIGN is in `allegiance`.
-//! All else is common to the fabrics: [`task_mgmt`].
+//! This handles functions that refer to a single task, which can be on any connection of the
+//! session. TASK REASSIGN is implemented in `allegiance`. Everything else is shared by all fabrics:
+//! see [`task_mgmt`].
 
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
-        // Tags of functions and commands are one number space (RFC 7143 11.2.1.8).
+        // Functions and commands share a single number space for tags (RFC 7143 11.2.1.8).
         if !self.is_tag_free(request.itt) {
             return self.reject(
                 cx,
@@ -43,7 +44,8 @@ impl<D: Datamover> Channel<D> {
         self.counters.task_management += 1;
         let function = function_of(request.function);
         self.tasks[usize::from(idx.0)].mgmt = Some(PendingFunction::new(function));
-        // It is answered before the command goes on, so it does not wait as others do.
+        // The response must be sent before the command continues, so this doesn't wait like other
+        // functions.
         if function == Function::TaskReassign {
             return self.on_task_reassign(cx, idx, request);
         }
@@ -57,7 +59,7 @@ impl<D: Datamover> Channel<D> {
         itt != Itt::NONE && self.find(itt).is_none()
     }
 
-    /// Begins a function; returns its answer, if it is known at once.
+    /// Starts a function. Returns the response if it's known immediately.
     fn carry_out(
         &mut self,
         cx: &mut Cx<'_>,
@@ -66,8 +68,8 @@ impl<D: Datamover> Channel<D> {
         request: &TmfRequest,
     ) -> Option<FunctionAnswer> {
         let session = self.session.as_ref().expect("full-feature phase");
-        // With those that the LUN led to before: a change of the configuration does not keep an
-        // initiator from aborting a command that it has begun at one of them.
+        // Include previous units of this LUN: after a configuration change, an initiator must still
+        // be able to abort commands sent to these units.
         let units = session.luns.with_former(request.lun);
         match function {
             Function::AbortTask
@@ -79,8 +81,9 @@ impl<D: Datamover> Channel<D> {
                 Some(FunctionAnswer::NoSuchLun)
             }
             Function::AbortTask => self.abort_named(cx, idx, request, &units),
-            // Of a session with several connections, the task may be at another one. Only the
-            // window has all of them, and a task that is there must not be reported as gone.
+            // If the session has several connections, the task may be on any of them. We must check
+            // the window, which contains all tasks, so that we don't report an active task as
+            // complete.
             Function::QueryTask => {
                 let found = self.find_command(request.referenced, &units);
                 let elsewhere = self.window().tagged(request.referenced);
@@ -89,7 +92,10 @@ impl<D: Datamover> Channel<D> {
             Function::QueryTaskSet => {
                 let mut tasks = self.tasks.iter();
                 let any = tasks.any(|(_, task)| task.is_command() && task.exec.is_of_any(&units));
-                Some(presence(any))
+                // It might be on another connection of the session.
+                let nexus = session.nexus;
+                let elsewhere = units.iter().any(|unit| unit.has_tasks_of(nexus));
+                Some(presence(any || elsewhere))
             }
             Function::QueryAsyncEvent => Some(FunctionAnswer::Complete),
             _ => {
@@ -103,7 +109,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Aborts the command that ABORT TASK names.
+    /// Aborts the command referenced by ABORT TASK.
     fn abort_named(
         &mut self,
         cx: &mut Cx<'_>,
@@ -123,8 +129,8 @@ impl<D: Datamover> Channel<D> {
         None
     }
 
-    /// ABORT TASK of a command that is none of this connection: it may be one of another, or on its
-    /// way still.
+    /// Handles ABORT TASK for a command that isn't on this connection: it may be on another
+    /// connection, or may not have been received yet.
     fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<FunctionAnswer> {
         let window = Arc::clone(self.window());
         if let Some(task) = window.abort_tag(request.referenced) {
@@ -147,7 +153,7 @@ impl<D: Datamover> Channel<D> {
         })
     }
 
-    /// Has the tasks aborted that a function ends, which waits for them.
+    /// Aborts the tasks affected by a function, which then waits for them.
     fn await_effect(&mut self, idx: TaskIdx, effect: Effect) {
         let watcher = self.task_ref(idx);
         self.mgmt_mut(idx).await_tasks(effect.tasks());
@@ -161,7 +167,7 @@ impl<D: Datamover> Channel<D> {
         task.mgmt.as_mut().expect("a function runs")
     }
 
-    /// Answers a function when the tasks that it waits for are gone.
+    /// Responds to a function if all its tasks have completed.
     fn check_mgmt(&mut self, idx: TaskIdx) {
         if self.mgmt_mut(idx).is_over() {
             self.answer_tmf(idx, FunctionAnswer::Complete);
@@ -185,10 +191,10 @@ impl<D: Datamover> Channel<D> {
         });
     }
 
-    /// A task of this channel may start: those that held it back are gone.
+    /// Called when a task can start because the tasks it was waiting for have completed.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
         let idx = name.index;
-        // The mail may be late, and the context another command's by now.
+        // The message may be old, and the context may be in use by another command.
         let task = self.tasks.of_use(idx, name.generation);
         if task.is_some_and(|task| task.state == TaskState::AwaitTask) {
             self.start(cx, idx);
@@ -196,10 +202,10 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Task management, here or on another channel, ends a task of this one.
+    /// Handles an abort of one of our tasks by task management on this or another channel.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
         let idx = name.index;
-        // It was handed over while the mail was on its way, which follows it.
+        // The task was handed over before the message was received, so forward it.
         if let Some(task) = self.allegiance.moved(name) {
             self.ask(TaskAction::AbortTask { task, watcher });
         } else if self.tasks.of_use(idx, name.generation).is_some() {
@@ -210,7 +216,7 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// A task that a function of this channel waited for is gone.
+    /// Called when a task that a function is waiting for has completed.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
         let idx = watcher.index;
         let task = self.tasks.of_use(idx, watcher.generation);

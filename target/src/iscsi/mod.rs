@@ -1,9 +1,8 @@
-//! The iSCSI target: connections as machines that do no I/O.
+//! iSCSI target: connection state machines without I/O.
 //!
-//! A [`Channel`] is one connection of a session (RFC 7143), over a [`Datamover`] (RFC 5047) that
-//! knows how data travel. Over TCP a [`TcpChannel`] puts the framing around both: it takes bytes
-//! and gives batches of bytes to send. What the channel wants done otherwise it says with
-//! [`Action`]s.
+//! A [`Channel`] is a connection of a session (RFC 7143). It uses a [`Datamover`] (RFC 5047) to
+//! transfer data. For TCP, a [`TcpChannel`] adds framing: it processes received bytes and returns
+//! batches of bytes to send. The channel uses [`Action`]s for all other requests to the worker.
 //!
 //! ```text
 //! bytes ──→ TcpChannel ── frames ──→ Channel ── Action ─→ worker: block operations, other channels
@@ -12,31 +11,33 @@
 //! ```
 //!
 //! # Modules
-//! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it
-//!   does in each phase of its life. `report`: what it reports. `counters`, `pending`,
-//!   `reassigned`: what it has.
-//! - `command`: the way of a SCSI command; `data`: its data; `ending`: its end; `task`: its context
+//! - `channel`: [`Channel`] state and inputs. `login`, `full_feature` and `logout` implement its
+//!   phases. `report`: log messages. `counters`, `pending`, `reassigned`: data structures.
+//! - `command`: SCSI commands; `data`: command data; `ending`: completion; `task`: context
 //!   ([`TaskState`]).
-//! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
-//!   has not come.
-//! - `recovery`: what is kept to be sent once more. `allegiance`: commands that go from a
-//!   connection that is lost to another one.
+//! - `window`: command window shared by all connections of a session; `order`: requests received
+//!   out of order.
+//! - `recovery`: PDUs kept for retransmission. `allegiance`: moves commands from a lost connection
+//!   to another connection.
 //! - `mgmt`: task management and aborts. `text`: text requests.
-//! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP.
-//!   [`iser`](crate::iser) has it on RDMA.
+//! - `datamover`: interface to the data transfer layer. `tcp`: implementation for TCP. See
+//!   [`iser`](crate::iser) for RDMA.
 //!
 //! # Invariants
-//! - Nothing but login is looked at before full-feature phase.
-//! - A command that was taken in is answered, aborted or torn down with its channel.
-//! - Every buffer goes back to the pool, and no earlier than devices and sockets have released it.
-//! - Memory is bounded: contexts by the command window, what waits to be sent by [`MAX_QUEUED`] and
-//!   [`MAX_QUEUED_BYTES`] (beyond them nothing more is read), unsolicited data without a buffer by
-//!   FirstBurstLength each, and by `MAX_STAGED` in all for commands that wait for limits.
-//! - A connection that has not logged in has no contexts, and takes no place of another.
+//! - Before full-feature phase, only login PDUs are processed.
+//! - Each command with a context is completed, aborted, or torn down with its channel.
+//! - Each buffer is returned to the pool, but not before devices and sockets have released it.
+//! - Memory usage is limited: contexts by the command window, the send queue by [`MAX_QUEUED`] and
+//!   [`MAX_QUEUED_BYTES`] (if exceeded, we stop reading), unsolicited data without a buffer by
+//!   FirstBurstLength for each command. For commands waiting for rate limits, this data is limited
+//!   to `MAX_STAGED` per connection. For commands waiting for pool memory, it's limited to the pool
+//!   size per worker, plus `MAX_STAGED` per connection; beyond that, commands are rejected with
+//!   TASK SET FULL.
+//! - A connection before login has no contexts and can't replace another connection.
 //!
 //! # Not implemented
-//! TARGET COLD RESET, which would end the sessions of all initiators: it is answered as not
-//! supported.
+//! TARGET COLD RESET, which would terminate the sessions of all initiators. The response is
+//! "function not supported".
 
 #![deny(unsafe_code)]
 

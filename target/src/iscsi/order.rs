@@ -1,4 +1,4 @@
-//! Requests in the order of their numbers: which is carried out at once, which is kept for later.
+//! Command ordering: requests are processed in CmdSN order and queued if received early.
 
 use std::sync::Arc;
 
@@ -11,7 +11,8 @@ use super::datamover::Datamover;
 use super::pending::{QueuedPdu, QueuedRequest};
 use super::window::Admission;
 
-/// The number of a request, and whether it is immediate; `None` of PDUs that have none.
+/// Returns the CmdSN and tag of a request and whether it's immediate, or `None` for PDUs without a
+/// CmdSN.
 fn number_of(pdu: &FromInitiator) -> Option<(CmdSn, bool, Itt)> {
     match pdu {
         FromInitiator::ScsiCommand(p) => Some((p.cmd_sn, p.immediate, p.itt)),
@@ -26,7 +27,8 @@ fn number_of(pdu: &FromInitiator) -> Option<(CmdSn, bool, Itt)> {
 }
 
 impl<D: Datamover> Channel<D> {
-    /// A PDU of full-feature phase, with its digests checked: carried out now, later, or never.
+    /// Handles a PDU in full-feature phase after checking digests. It is processed, queued, or
+    /// dropped.
     pub(super) fn on_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &FromInitiator) {
         let Some((sn, immediate, itt)) = number_of(pdu) else {
             if !self.keep_data(frame, pdu) {
@@ -60,41 +62,43 @@ impl<D: Datamover> Channel<D> {
         self.take_turns(cx);
     }
 
-    /// Looks at an immediate function. Returns the number that it waits for as well.
+    /// Checks an immediate function. Also returns the CmdSN that it must wait for.
     fn admit_function(&self, request: &TmfRequest) -> (Admission, CmdSn) {
         let (me, window, sn) = (self.conn_ref(), self.window(), request.cmd_sn);
         match request.function {
-            // It changes nothing if it cannot be carried out.
+            // This has no effect if we can't execute it.
             TmfFunction::AbortTask if !self.can_abort(request) => (Admission::AtOnce, sn),
             TmfFunction::AbortTask => {
                 let mut kept = self.waiting.iter();
                 let kept = kept.find(|one| one.itt == request.referenced && !one.immediate);
                 window.admit_abort(kept.map_or(request.ref_cmd_sn, |one| one.sn), sn, me)
             }
-            // What is reassigned has come, and numbers may be missing with the connection that is
-            // lost.
+            // The reassigned command was received, but other commands could have been lost with the
+            // connection.
             TmfFunction::TaskReassign => (Admission::AtOnce, sn),
             _ => (window.admit_function(sn, me), sn),
         }
     }
 
-    /// Whether an immediate ABORT TASK has a unit, a tag and a context.
+    /// Returns true if an immediate ABORT TASK has a valid unit and tag, and a context is
+    /// available.
     fn can_abort(&self, request: &TmfRequest) -> bool {
         let session = self.session.as_ref().expect("full-feature phase");
         let has_unit = !session.luns.with_former(request.lun).is_empty();
         has_unit && self.is_tag_free(request.itt) && self.has_context(true)
     }
 
-    /// Whether a command with this number waits here for its turn.
+    /// Returns true if a command with this CmdSN is queued on this connection.
     fn keeps(&self, sn: CmdSn) -> bool {
         self.waiting
             .iter()
             .any(|one| one.sn == sn && !one.immediate)
     }
 
-    /// Keeps unsolicited data with the command that they belong to, if that waits: spoilt ones as
-    /// well, since the last of them says that no more will come. Data beyond what
-    /// may come unsolicited are dropped, and missed when the command's turn has come.
+    /// Stores unsolicited data with the queued command it belongs to. Data with an invalid digest
+    /// must be stored as well, because the last PDU indicates that no more data follows. Data that
+    /// exceeds the limit for unsolicited data is dropped, and will be missing when the command is
+    /// processed.
     fn keep_data(&mut self, frame: &Frame<'_>, pdu: &FromInitiator) -> bool {
         let FromInitiator::DataOut(out) = pdu else {
             return false;
@@ -104,8 +108,8 @@ impl<D: Datamover> Channel<D> {
             return false;
         };
         let limit = self.session.as_ref().map_or(0, |s| s.params.first_burst) as usize;
-        // Each PDU counts for its own memory as well: an initiator could send any number without
-        // data.
+        // Include the memory used by each PDU, because an initiator could send any number of PDUs
+        // without data.
         let kept: usize = waiting
             .data
             .iter()
@@ -117,12 +121,12 @@ impl<D: Datamover> Channel<D> {
         true
     }
 
-    /// Carries out what is next, or notifies the connection that keeps it.
+    /// Processes queued requests in order, or notifies the connection that has the next request.
     fn take_turns(&mut self, cx: &mut Cx<'_>) {
         let me = self.conn_ref();
         while let Some(whose) = self.session.as_ref().and_then(|s| s.window.next_up()) {
             if whose != me {
-                // It may be another worker's, so it cannot be called from here.
+                // It may belong to another worker, so we can't call it here.
                 self.actions.push_back(Action::TakeTurn(whose));
                 return;
             }
@@ -132,7 +136,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Carries out the request of this connection that is next; whether there was one.
+    /// Processes the next request if it's on this connection. Returns false if it isn't.
     fn take_turn(&mut self, cx: &mut Cx<'_>) -> bool {
         let me = self.conn_ref();
         let window = Arc::clone(self.window());
@@ -143,7 +147,7 @@ impl<D: Datamover> Channel<D> {
                 window.admit(waiting.sn, me) == Admission::Now
             }
         };
-        // Functions first: they go before the command whose number they carry.
+        // Process functions first: they precede the command with the same CmdSN.
         let functions = (0..self.waiting.len()).filter(|at| self.waiting[*at].immediate);
         let exp = window.bounds().0;
         let commands = (0..self.waiting.len())
@@ -170,7 +174,7 @@ impl<D: Datamover> Channel<D> {
         true
     }
 
-    /// Another connection of the session says that this one may have what is next.
+    /// Called by another connection of the session when the next request might be here.
     pub fn handle_turn(&mut self, cx: &mut Cx<'_>) {
         if self.is_receiving() && self.session.is_some() {
             self.take_turns(cx);

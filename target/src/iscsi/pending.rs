@@ -1,5 +1,5 @@
-//! Exchanges that a connection has not finished: a login before its last answer, requests before
-//! their turn, a text whose parts go one by one.
+//! Pending exchanges on a connection: login before the final response, requests received out of
+//! order, and text sent in several PDUs.
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
@@ -7,22 +7,24 @@ use riser_scsi::iscsi::pdu::LoginResponse;
 use riser_scsi::iscsi::text::{Collector, Outgoing};
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Itt, Ttt};
 
-/// A login that has succeeded, before its last answer is sent.
+/// Successful login before sending the final response.
 #[derive(Debug)]
 pub(super) struct LoginResult {
     pub(super) response: LoginResponse,
     pub(super) text: Vec<u8>,
     pub(super) session: SessionParams,
     pub(super) connection: ConnectionParams,
+    /// Set for the leading connection of a session.
+    pub(super) is_leading: bool,
 }
 
-/// A PDU that is kept until its turn.
+/// Queued PDU.
 #[derive(Debug)]
 pub(super) struct QueuedPdu {
     pub(super) bhs: [u8; BHS_LEN],
     pub(super) ahs: Vec<u8>,
     pub(super) data: Vec<u8>,
-    /// As [`Frame::is_intact`].
+    /// See [`Frame::is_intact`].
     is_intact: bool,
 }
 
@@ -46,7 +48,7 @@ impl QueuedPdu {
     }
 }
 
-/// A request whose turn has not come, and the unsolicited data that followed it.
+/// Request received out of order, followed by its unsolicited data.
 #[derive(Debug)]
 pub(super) struct QueuedRequest {
     pub(super) sn: CmdSn,
@@ -56,13 +58,13 @@ pub(super) struct QueuedRequest {
     pub(super) data: Vec<QueuedPdu>,
 }
 
-/// A text exchange under way. A new one ends the old one.
+/// Current text exchange, replaced when a new one starts.
 #[derive(Debug, Default)]
 pub(super) struct TextState {
     pub(super) collector: Collector,
-    /// The part of the answer that is still to be sent.
+    /// Remaining part of the response.
     pub(super) outgoing: Outgoing,
-    /// The transfer tag that goes on with it.
+    /// Target transfer tag for the next part.
     pub(super) ttt: Option<Ttt>,
     pub(super) next_ttt: u32,
 }

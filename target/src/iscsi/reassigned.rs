@@ -1,5 +1,5 @@
-//! Commands on their way between the connections of a session, as the connections know them. The
-//! way itself is in `allegiance`.
+//! Types for commands that are moved between connections of a session. See `allegiance` for the
+//! protocol.
 
 use std::collections::VecDeque;
 
@@ -9,46 +9,48 @@ use riser_scsi::step::Response;
 use super::datamover::Start;
 use crate::fabric::{Execution, TaskRef};
 
-/// A claim of TASK REASSIGN to a command of a lost connection.
+/// Request to claim a command of a lost connection (TASK REASSIGN).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReassignRequest {
-    /// Name of the command on the connection that is lost.
+    /// Command on the lost connection.
     pub task: TaskRef,
-    /// The context that waits for it.
+    /// New context for the command.
     pub to: TaskRef,
-    /// Number of the first Data-In or R2T PDU that the initiator does not have.
+    /// Number of the first Data-In or R2T PDU that the initiator hasn't received.
     pub exp_data_sn: u32,
 }
 
-/// A command on its way from a lost connection to another one.
+/// Command being moved from a lost connection to another connection.
 #[derive(Debug)]
 pub struct ReassignedTask {
     pub(super) exec: Execution,
     pub(super) lun: WireLun,
     pub(super) counted: bool,
     pub(super) lingers: bool,
-    /// Milliseconds that it has waited for the initiator, while others may have waited for it.
+    /// Time that the command has been waiting for the initiator while others may be waiting for the
+    /// command, in milliseconds.
     pub(super) waited: u32,
     pub(super) r2ts: u32,
     pub(super) point: ResumePoint,
 }
 
-/// Point from which a reassigned command goes on.
+/// Where to resume a reassigned command.
 #[derive(Debug)]
 pub(super) enum ResumePoint {
-    /// It is answered, with data from `base` on that the initiator has up to `start`.
+    /// Send the response. Its data begins at `base`, and the initiator has received it up to
+    /// `start`.
     Respond {
         response: Response,
         base: u32,
         start: Start,
     },
-    /// It wants a piece of `len` bytes, of which `received` have arrived.
+    /// Receive a piece of `len` bytes. `received` bytes are already in the buffer.
     Receive {
         from: u32,
         len: u32,
         received: Vec<u8>,
     },
-    /// It sends a piece, which the initiator has up to here.
+    /// Send a piece, which the initiator has received up to this point.
     Send {
         from: u32,
         data: Vec<u8>,
@@ -56,29 +58,29 @@ pub(super) enum ResumePoint {
     },
 }
 
-/// Commands of a channel that come from or go to another connection.
+/// Commands being moved from or to another connection.
 #[derive(Debug, Default)]
 pub(super) struct Allegiance {
-    /// Nothing is said to the initiator any more.
+    /// Nothing is sent to the initiator.
     pub(super) silent: bool,
-    /// The connection is logged out for recovery.
+    /// The connection was logged out for recovery.
     pub(super) detached: bool,
-    /// It has logged itself out, so perhaps the session has no other.
+    /// This connection has requested the logout itself, so it may be the last one of the session.
     pub(super) by_itself: bool,
-    /// Claims of other connections to commands of this one.
+    /// Claims by other connections for our commands.
     pub(super) claims: Vec<ReassignRequest>,
-    /// Old and new names of commands that were handed over.
+    /// Previous and new names of commands that were handed over.
     pub(super) moved: Vec<(TaskRef, TaskRef)>,
     pub(super) reassigned: VecDeque<(TaskRef, Option<Box<ReassignedTask>>)>,
 }
 
 impl Allegiance {
-    /// Whether nothing is said to the initiator any more.
+    /// Returns true if nothing is sent to the initiator.
     pub(super) fn is_silent(&self) -> bool {
         self.silent
     }
 
-    /// The present name of a command that was handed over.
+    /// Returns the new name of a command that was handed over.
     pub(super) fn moved(&self, name: TaskRef) -> Option<TaskRef> {
         let found = self.moved.iter().find(|(old, _)| *old == name);
         found.map(|(_, new)| *new)

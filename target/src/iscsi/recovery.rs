@@ -1,16 +1,15 @@
-//! What a connection keeps, to send it once more when the initiator asks: error recovery level 1
-//! (RFC 7143 7.8, 7.9, 11.16).
+//! PDUs kept for retransmission at error recovery level 1 (RFC 7143 7.8, 7.9, 11.16).
 //!
-//! A status PDU is kept from when it is sent until ExpStatSN acknowledges it; so is the task whose
-//! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the
-//! numbers that they had; these follow from how the data are cut, so nothing else is kept of them.
-//! Where MaxRecvDataSegmentLength has changed since, an R-Data SNACK asks for all the data, cut
-//! again.
+//! A status PDU is kept after it's sent, until it's acknowledged with ExpStatSN. If this PDU
+//! completes a task, the task is kept with its data. A SNACK specifies StatSN values or DataSN
+//! values. Since we can calculate how the data was split into PDUs, no other state is required for
+//! Data-In. If MaxRecvDataSegmentLength has changed since the data was sent, the initiator uses an
+//! R-Data SNACK to request all data with the new PDU size.
 //!
-//! # Bounds
-//! What ends tasks is bounded by their contexts. Other PDUs count as if they waited to be sent, so
-//! a peer that never acknowledges is not read from any more, and is dropped when a ping stays
-//! unanswered.
+//! # Limits
+//! PDUs that complete a task are limited by the number of contexts. All other PDUs count towards
+//! the send queue limit. If a peer never sends an acknowledgment, we therefore stop reading and
+//! close the connection after a ping timeout.
 
 use std::collections::VecDeque;
 
@@ -20,11 +19,11 @@ use riser_scsi::iscsi::{Itt, NO_TAG, StatSn};
 use super::datamover::{Control, PutData};
 use crate::fabric::TaskIdx;
 
-/// A status PDU that was sent.
+/// Status PDU that was sent.
 #[derive(Clone, Debug)]
 enum Status {
     Control(Control),
-    /// With the last of these data.
+    /// Sent with the last PDU of this data.
     Data(PutData),
 }
 
@@ -43,12 +42,12 @@ impl SentStatus {
     }
 }
 
-/// PDUs to send once more.
+/// PDUs to retransmit.
 #[derive(Clone, Debug)]
 pub(super) enum Retransmission {
-    /// This PDU with its old number.
+    /// A control-type PDU with its previous StatSN.
     Control(Control, StatSn),
-    /// Data-In PDUs with these numbers; the last one of all with its status, if that was sent.
+    /// Data-In PDUs with these numbers. The status is included in the last one if it was sent.
     Data {
         put: PutData,
         from: u32,
@@ -57,34 +56,34 @@ pub(super) enum Retransmission {
     },
 }
 
-/// PDUs that are kept of a connection.
+/// PDUs kept for a connection.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     is_on: bool,
     kept: VecDeque<SentStatus>,
-    /// Kept PDUs that end no task.
+    /// Number of kept PDUs that don't complete a task.
     others: usize,
-    /// Data of tasks whose answer is not acknowledged.
+    /// Data of tasks with an unacknowledged response.
     data: Vec<PutData>,
 }
 
 impl Recovery {
-    /// From here on statuses are kept.
+    /// Enables recovery. Subsequent status PDUs are kept.
     pub(super) fn turn_on(&mut self) {
         self.is_on = true;
     }
 
-    /// Whether statuses are kept.
+    /// Returns true if recovery is enabled.
     pub(super) fn is_on(&self) -> bool {
         self.is_on
     }
 
-    /// Kept PDUs that end no task.
+    /// Returns the number of kept PDUs that don't complete a task.
     pub(super) fn others(&self) -> usize {
         self.others
     }
 
-    /// Bytes of the data segments of these.
+    /// Returns the total data segment size of kept PDUs that don't complete a task, in bytes.
     pub(super) fn bytes_of_others(&self) -> usize {
         let others = self.kept.iter().filter_map(|kept| match &kept.status {
             Status::Control(control) if control.ends.is_none() => Some(control.data.len()),
@@ -93,16 +92,16 @@ impl Recovery {
         others.sum()
     }
 
-    /// Data begin to be sent.
+    /// Called at the start of a data transfer.
     pub(super) fn on_data(&mut self, put: PutData) {
         if self.is_on {
-            // Of the piece before it everything is acknowledged.
+            // The previous piece has been fully acknowledged.
             self.forget(put.task);
             self.data.push(put);
         }
     }
 
-    /// A status PDU is sent; whether it is kept, and its task with it.
+    /// Called when a status PDU is sent. Returns true if it must be kept together with its task.
     pub(super) fn keep_control(&mut self, control: &Control, stat_sn: StatSn) -> bool {
         if self.is_on {
             self.others += usize::from(control.ends.is_none());
@@ -114,7 +113,7 @@ impl Recovery {
         self.is_on
     }
 
-    /// As [`Recovery::keep_control`], of a status that went with data.
+    /// Same as [`Recovery::keep_control`] if the status was sent with the data.
     pub(super) fn keep_data(&mut self, put: PutData, stat_sn: StatSn) -> bool {
         if self.is_on {
             self.kept.push_back(SentStatus {
@@ -125,10 +124,11 @@ impl Recovery {
         self.is_on
     }
 
-    /// The initiator has every status before this one, or `None`: it leaves, and nothing is kept
-    /// any more. The tasks that end with that.
+    /// Handles an acknowledgment for all status numbers before `exp`. If this is `None`, the
+    /// initiator is logging out and we discard everything. Returns the tasks that are now complete.
     pub(super) fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
-        // An initiator that leaves asks for nothing once more, so what follows is not kept either.
+        // After a logout request, the initiator can't request retransmission, so we don't keep any
+        // new PDUs.
         self.is_on &= exp.is_some();
         let mut ended = Vec::new();
         while let Some(kept) = self.kept.front()
@@ -144,17 +144,17 @@ impl Recovery {
         ended
     }
 
-    /// Forgets a task that has ended.
+    /// Removes a task that has completed.
     pub(super) fn forget(&mut self, task: TaskIdx) {
         self.data.retain(|put| put.task != task);
     }
 
-    /// Returns what a SNACK asks for.
+    /// Returns the PDUs requested by a SNACK.
     ///
     /// # Errors
-    /// The reason to reject it: what is not there was acknowledged or never sent, which is a
-    /// protocol error of the initiator (RFC 7143 11.16); without recovery, or where it cannot be
-    /// cut again, [`RejectReason::SnackReject`].
+    /// Returns the reject reason. A request for PDUs that were acknowledged or never sent is a
+    /// protocol error (RFC 7143 11.16). If recovery isn't enabled, or the data can't be split
+    /// again, this returns [`RejectReason::SnackReject`].
     pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Retransmission>, RejectReason> {
         match snack.kind {
             _ if !self.is_on => Err(RejectReason::SnackReject),
@@ -166,12 +166,12 @@ impl Recovery {
         }
     }
 
-    /// The data that an R-Data SNACK asks for: all that are not acknowledged (RFC 7143 11.16.3).
-    /// Their status does not go with them any more. Of data that go in pieces they are not all
-    /// here.
+    /// Returns the data for an R-Data SNACK, which requests all unacknowledged data (RFC 7143
+    /// 11.16.3). The status is removed because it's sent separately. If a command is split into
+    /// pieces, only some of its data is available.
     pub(super) fn find_all_data(&mut self, snack: &Snack) -> Result<PutData, RejectReason> {
-        // All data are meant, so a range is an error. The tag comes back in the answer, which zero
-        // could not do: that is the tag of an answer to no SNACK.
+        // An R-Data SNACK always requests all data, so it must not have a range. The tag will be
+        // sent in the response and must not be zero, which means that there is no SNACK.
         let is_legal = snack.begin == 0 && snack.run == 0 && ![0, NO_TAG].contains(&snack.ttt.0);
         let is_whole = |put: &PutData| put.base == 0 && !put.more;
         let mut data = self.data.iter_mut();
@@ -189,8 +189,7 @@ impl Recovery {
         ))
     }
 
-    /// The response of a task is another one from now on, with the number that it had, if it was
-    /// sent.
+    /// Replaces the response of a task. If the previous response was sent, this returns its StatSN.
     pub(super) fn replace(&mut self, task: TaskIdx, control: &Control) -> Option<StatSn> {
         let kept = self
             .kept
@@ -200,7 +199,7 @@ impl Recovery {
         Some(kept.stat_sn)
     }
 
-    /// The response of a task that was sent without data.
+    /// Returns the response of a task if it was sent without data.
     pub(super) fn response_of(&self, task: TaskIdx) -> Option<Control> {
         self.kept.iter().find_map(|kept| match &kept.status {
             Status::Control(control) if control.ends == Some(task) => Some(control.clone()),
@@ -210,7 +209,7 @@ impl Recovery {
 
     fn find_status(&self, begin: StatSn, run: u32) -> Result<Vec<Retransmission>, RejectReason> {
         if begin.0 == 0 && run == 0 {
-            // All that are not acknowledged.
+            // Return everything that isn't acknowledged.
             return Ok(self.kept.iter().map(again_of).collect());
         }
         let first = self.kept.front().map(|kept| kept.stat_sn);
@@ -262,7 +261,7 @@ fn again_of(kept: &SentStatus) -> Retransmission {
         Status::Control(control) => Retransmission::Control(control.clone(), kept.stat_sn),
         Status::Data(put) => Retransmission::Data {
             put: *put,
-            // Cut to the last one where their number is known.
+            // Limited to the last PDU when the number of PDUs is known.
             from: u32::MAX,
             until: u32::MAX,
             stat_sn: Some(kept.stat_sn),

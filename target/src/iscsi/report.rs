@@ -1,4 +1,4 @@
-//! State of a channel, for status pages.
+//! Channel state for status reports.
 
 use riser_scsi::iscsi::Tsih;
 use riser_scsi::iscsi::login::{ConnectionParams, Identity, SessionParams};
@@ -8,42 +8,42 @@ use super::channel::{Channel, Phase};
 use super::datamover::Datamover;
 use crate::qos::{IoLimits, Waits};
 
-/// State of a session, for status pages.
+/// Session state for status reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
-    /// Names that the initiator has logged in with.
+    /// Initiator and target names used for login.
     pub identity: Identity,
-    /// Target session identifying handle, never 0.
+    /// Target session identifying handle, must not be 0.
     pub tsih: Tsih,
-    /// Number of its I_T nexus; 0 in a discovery session.
+    /// I_T nexus, or 0 for a discovery session.
     pub nexus: NexusId,
-    /// Phase of the connection.
+    /// Current connection phase.
     pub phase: Phase,
-    /// Parameters of the session.
+    /// Session parameters.
     pub params: SessionParams,
-    /// Parameters of the connection.
+    /// Connection parameters.
     pub connection: ConnectionParams,
-    /// Commands and functions that hold a context.
+    /// Number of commands and functions with a context.
     pub in_flight: usize,
-    /// Logical units that it sees.
+    /// Number of visible logical units.
     pub luns: usize,
-    /// The initiator's limits, and what has waited for them.
+    /// Rate limits for the initiator, and the current wait times.
     pub limits: Option<(IoLimits, Waits)>,
-    /// Commands that it may have under way.
+    /// Maximum number of commands in flight.
     pub commands: u16,
-    /// PDUs of the connection whose digest was wrong.
+    /// Number of PDUs with a digest error on this connection.
     pub digest_errors: u64,
 }
 
 impl<D: Datamover> Channel<D> {
-    /// The initiator port: its name with the ISID.
+    /// Returns the initiator port (name and ISID).
     #[must_use]
     pub fn initiator(&self) -> Option<String> {
         let identity = &self.session.as_ref()?.identity;
         Some(format!("{},{}", identity.initiator, identity.isid))
     }
 
-    /// Its session, for people.
+    /// Returns the session state for display.
     #[must_use]
     pub fn session_info(&self) -> Option<SessionInfo> {
         let session = self.session.as_ref()?;

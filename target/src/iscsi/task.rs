@@ -1,4 +1,4 @@
-//! The contexts of a channel: one per command or function under way.
+//! Contexts of a channel, used for commands and functions.
 
 use std::time::Instant;
 
@@ -11,57 +11,58 @@ use super::datamover::Start;
 use crate::fabric::task_mgmt::{Function, PendingFunction};
 use crate::fabric::{Execution, Pace, Spare, Wait};
 
-/// State of a context.
+/// Context state.
 ///
 /// ```text
 ///  Idle → New → AwaitLimit → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block
-///    │           (each only where it is needed)                    │ ↑  │ (once per operation)
+///    │           (each only if it is required)                     │ ↑  │ (once per operation)
 ///    │                                                             │ └──┴→ Receive, Send (pieces)
 ///    │                                                             v
 ///    │                                        AwaitUnsolicited ──→ Sent → Idle
 ///    ├──→ Mgmt ─────────────────────────────────────────→ Sent
-///    └──→ Expected ──→ AwaitBuffer, Receive, Send, Sent: where the other connection has left it
+///    └──→ Expected ──→ AwaitBuffer, Receive, Send, Sent: depends on the state before reassignment
 /// ```
 ///
-/// A command may be answered early in every state (it is refused, or another nexus ends it: TASK
-/// ABORTED), and ends without an answer where its own nexus or the end of the connection takes it.
-/// A state that follows itself is the next block operation, or another wait.
+/// In any state, a command can complete early with a response (if it fails or is aborted by another
+/// nexus: TASK ABORTED), or without a response if it's aborted by its own nexus or the connection
+/// is closed. A transition to the same state is the next block operation, or another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
-    /// No request has the context.
+    /// Not used by a request.
     Idle,
-    /// Taken in, being looked at.
+    /// Initial state when a request is received.
     New,
-    /// Waits for the limits of its unit or initiator.
+    /// Waiting for the rate limit of the unit or initiator.
     AwaitLimit,
-    /// Waits in the unit's task set for older tasks.
+    /// Waiting for older tasks in the task set of the unit.
     AwaitTask,
-    /// Waits for a data buffer of the pool.
+    /// Waiting for a data buffer from the pool.
     AwaitBuffer,
-    /// Data of the initiator are on their way.
+    /// Receiving data from the initiator.
     Receive,
-    /// A piece of the data is on its way to the initiator, and more will follow.
+    /// Sending a piece of data to the initiator, with more to follow.
     Send,
-    /// A block operation runs.
+    /// Executing a block operation.
     Block,
-    /// The answer is known, and waits for the end of unsolicited data that are not wanted.
+    /// The response is ready, but we must wait for the end of unsolicited data, which is ignored.
     AwaitUnsolicited,
-    /// A task management function runs.
+    /// Executing a task-management function.
     Mgmt,
-    /// The answer was handed to the datamover.
+    /// The response was passed to the datamover.
     Sent,
-    /// A command that another connection had under way, which is to hand it over.
+    /// Waiting for another connection to hand over a command.
     Expected,
 }
 
 impl State for TaskState {
     fn may_become(&self, next: &Self) -> bool {
-        // What every command that is not answered yet may come to. The answer waits for the end of
+        // Possible for each command without a response. The response must wait for the end of
         // unsolicited data.
         let is_end = matches!(next, Self::AwaitUnsolicited | Self::Sent | Self::Idle);
         match self {
             Self::Idle => matches!(next, Self::New | Self::Mgmt | Self::Expected),
-            // It is looked at in one go, so nothing ends it before it is answered or waits.
+            // Processing isn't interrupted, so it can't be aborted before it completes or starts
+            // waiting.
             Self::New => matches!(
                 next,
                 Self::AwaitLimit
@@ -75,12 +76,12 @@ impl State for TaskState {
             Self::AwaitLimit => {
                 is_end || matches!(next, Self::AwaitTask | Self::AwaitBuffer | Self::Receive)
             }
-            // Data come before the order, but for a command that could take none when it came: the
-            // unit has grown since.
+            // Data is received before entering the task set, unless the command initially didn't
+            // transfer any data because the unit was smaller at that time.
             Self::AwaitTask => {
                 is_end || matches!(next, Self::AwaitBuffer | Self::Receive | Self::Block)
             }
-            // A piece to send waits for memory only on the connection that takes the command over.
+            // A piece to be sent only waits for memory after the command was reassigned.
             Self::AwaitBuffer => {
                 let goes_on = matches!(
                     next,
@@ -90,7 +91,7 @@ impl State for TaskState {
             }
             Self::Receive => is_end || matches!(next, Self::AwaitTask | Self::Block),
             Self::Send => is_end || matches!(next, Self::Block),
-            // Parameter data that an operation has found may lack a buffer.
+            // There may be no buffer for parameter data returned by an operation.
             Self::Block => {
                 let goes_on = matches!(
                     next,
@@ -101,7 +102,7 @@ impl State for TaskState {
             Self::AwaitUnsolicited => is_end || matches!(next, Self::AwaitBuffer),
             Self::Mgmt => matches!(next, Self::Sent | Self::Idle),
             Self::Sent => matches!(next, Self::Idle),
-            // What was open at the other connection is lost with it.
+            // Unsolicited data not yet received was lost with the other connection.
             Self::Expected => matches!(
                 next,
                 Self::AwaitBuffer | Self::Receive | Self::Send | Self::Sent | Self::Idle
@@ -110,86 +111,91 @@ impl State for TaskState {
     }
 }
 
-/// Data that come from the initiator.
+/// Data received from the initiator.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
-    /// Bytes of immediate and unsolicited data so far.
+    /// Number of bytes of immediate and unsolicited data received.
     pub(super) got: u32,
-    /// More unsolicited data follow.
+    /// Set if more unsolicited data will follow.
     pub(super) open: bool,
-    /// Bytes of unsolicited data not received yet; those that arrive damaged or out of order count
-    /// as received.
+    /// Number of bytes of unsolicited data not received yet. Data that is damaged or out of order
+    /// is considered received.
     pub(super) announced: u32,
-    /// DataSN that comes next.
+    /// Next DataSN.
     pub(super) next_sn: u32,
-    /// The first thing that was wrong with them.
+    /// First error in the data.
     pub(super) fault: Option<TransferError>,
-    /// Some of them were lost, and those that follow are ignored.
+    /// Some data was lost, so the data after it is ignored.
     pub(super) lost: bool,
-    /// Data that came before there was a buffer, or are for a later piece; at most
-    /// FirstBurstLength, or a piece that comes from another connection.
+    /// Data received before a buffer was available, or for a later piece. The size is limited to
+    /// FirstBurstLength, or a single piece from another connection.
     pub(super) staged: Vec<u8>,
-    /// These are a piece to send, from another connection.
+    /// This is a piece to be sent, from another connection.
     pub(super) is_moved: bool,
-    /// Offset of the piece that the command wants, and of its buffer.
+    /// Offset of the requested piece and its buffer.
     pub(super) from: u32,
-    /// Offset of the end of that piece, once it is known.
+    /// End offset of this piece, if known.
     pub(super) wanted: Option<u32>,
-    /// The datamover has been asked for the rest.
+    /// The remaining data was requested from the datamover.
     pub(super) solicited: bool,
 }
 
-/// A piece of a command's data that is on its way to the initiator.
+/// Piece of data being sent to the initiator.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Piece {
-    /// Offset in the data.
+    /// Offset in the command data.
     pub(super) from: u32,
-    /// Length of the piece in bytes.
+    /// Size in bytes.
     pub(super) len: u32,
-    /// Number of the Data-In PDU after it.
+    /// DataSN of the PDU after this piece.
     pub(super) next_sn: u32,
 }
 
-/// One command or function under way, and everything that it holds.
+/// Pending command or function, and its resources.
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) state: TaskState,
     pub(super) itt: Itt,
-    /// It takes a place of the command window.
+    /// Uses a slot in the command window.
     pub(super) counted: bool,
-    /// It took one, and is answered.
+    /// Used a slot in the command window, and is complete.
     pub(super) lingers: bool,
-    /// It took one on another connection, which it is to come from.
+    /// Uses a slot on another connection that will hand it over.
     pub(super) expected: bool,
     pub(super) lun: WireLun,
     pub(super) exec: Execution,
     pub(super) incoming: Incoming,
-    /// Since when it waits for the initiator, in [`TaskState::Receive`], [`TaskState::Send`],
-    /// [`TaskState::AwaitUnsolicited`], and in [`TaskState::Sent`] where it is a command.
+    /// Time waiting for the initiator in the states [`TaskState::Receive`], [`TaskState::Send`] and
+    /// [`TaskState::AwaitUnsolicited`], and for commands in [`TaskState::Sent`].
     pub(super) wait: Wait,
-    /// Time at which the last request for data of a command in this context was sent.
+    /// Time when the last data request was sent for a command in this context.
     pub(super) asked: Instant,
-    /// Milliseconds that its waits for earlier pieces count, while others may have waited for it.
+    /// Time when the first data request was sent for the current piece.
+    pub(super) first_asked: Wait,
+    /// Time of the first wait that holds a place in the order of the unit.
+    pub(super) ordered: Option<Wait>,
+    /// Total wait time for previous pieces during which others could be waiting for this command,
+    /// in milliseconds.
     pub(super) waited: u32,
-    /// The answer, while it waits for unsolicited data, and once it is sent.
+    /// Response, while waiting for unsolicited data and after it was sent.
     pub(super) response: Option<Response>,
-    /// First of its data that the initiator does not have.
+    /// First data that the initiator hasn't received.
     pub(super) data_start: Start,
-    /// The piece that is being sent, in [`TaskState::Send`].
+    /// Piece being sent, in [`TaskState::Send`].
     pub(super) piece: Piece,
-    /// The initiator lacks some of that piece, which cannot be sent once more.
+    /// The initiator didn't receive all of this piece, and it can't be retransmitted.
     pub(super) is_lacking: bool,
-    /// R2T PDUs that it had.
+    /// Number of R2T PDUs sent.
     pub(super) r2ts: u32,
     pub(super) mgmt: Option<PendingFunction<Function>>,
 }
 
-/// Contexts of one worker that no request has.
+/// Unused contexts of a worker.
 #[derive(Debug, Default)]
 pub struct SpareTasks(pub(super) Spare<Task>);
 
 impl SpareTasks {
-    /// Returns the memory of the contexts in bytes.
+    /// Returns the memory used by the contexts in bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         self.0.memory()
@@ -201,6 +207,8 @@ impl Task {
         Self {
             wait,
             asked: wait.since,
+            first_asked: wait,
+            ordered: None,
             waited: 0,
             state: TaskState::Idle,
             itt: Itt::NONE,
@@ -219,7 +227,8 @@ impl Task {
         }
     }
 
-    /// Releases what is left of a command that has ended, or that another connection carries on.
+    /// Releases all resources of a command that has completed or was handed over to another
+    /// connection.
     pub(super) fn clear(&mut self) {
         self.lun = [0; 8];
         self.incoming = Incoming::default();
@@ -232,7 +241,8 @@ impl Task {
         self.is_lacking = false;
     }
 
-    /// Milliseconds that its waits for pieces count by now, while others may have waited for it.
+    /// Returns the total wait time for pieces, during which others could be waiting for this
+    /// command, in milliseconds.
     pub(super) fn waited_by(&self, now: Instant, pace: &Pace) -> u32 {
         let is_waiting = matches!(self.state, TaskState::Receive | TaskState::Send);
         if !is_waiting || self.exec.is_gathering() {
@@ -243,7 +253,7 @@ impl Task {
         self.waited.saturating_add(millis)
     }
 
-    /// The piece that was sent is over: the initiator's data begin behind it.
+    /// Called when the current piece was sent. The initiator has received all data before its end.
     pub(super) fn pass_piece(&mut self) {
         self.data_start = Start {
             data_sn: self.piece.next_sn,
@@ -251,9 +261,9 @@ impl Task {
         };
     }
 
-    /// Whether it waits for the initiator to send data, or to take them. One that was aborted, and
-    /// which a socket or a device still has, counts: others may wait for its end. So does one that
-    /// is answered, which keeps its buffer.
+    /// Returns true if this task is waiting for the initiator to send or receive data. This
+    /// includes an aborted task with a buffer still used by a socket or device, because others may
+    /// be waiting for it, and a completed task, because it still has a buffer.
     pub(super) fn waits_for_initiator(&self) -> bool {
         match self.state {
             TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited => true,
@@ -262,7 +272,7 @@ impl Task {
         }
     }
 
-    /// Whether it is a command that has not been answered.
+    /// Returns true for a command without a response.
     pub(super) fn is_command(&self) -> bool {
         !matches!(
             self.state,

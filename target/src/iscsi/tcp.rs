@@ -1,5 +1,5 @@
-//! The datamover on TCP: Data-In PDUs, R2Ts and the data that answer them, digests; and the channel
-//! with framing around it.
+//! TCP datamover: Data-In and R2T PDUs, solicited data, and digests. Also contains the channel with
+//! framing.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -22,32 +22,32 @@ use crate::fabric::TaskIdx;
 use crate::pool::Buffer;
 use crate::stats::SessionEvent;
 
-/// A batch takes no further PDU once it has this many bytes.
+/// Maximum batch size in bytes before adding the last PDU.
 const BATCH_BYTES: usize = 512 << 10;
 
-/// A batch takes no further PDU once it has this many chunks; one more PDU adds a few.
+/// Maximum number of chunks in a batch before adding the last PDU, which needs a few more.
 const BATCH_CHUNKS: usize = 96;
 
-/// Data segments during login (RFC 7143 13.12: the default).
+/// Maximum data segment size during login (default value from RFC 7143 13.12).
 const LOGIN_SEGMENT: u32 = 8192;
 
-/// A piece of a batch.
+/// Part of a batch.
 #[derive(Clone, Debug)]
 pub enum Chunk {
-    /// These bytes of [`Batch::heads`].
+    /// Range in [`Batch::heads`].
     Head(Range<usize>),
-    /// Bytes of a pool buffer.
+    /// Part of a pool buffer.
     Data(MemSlice),
 }
 
-/// Whole PDUs to send in one go.
+/// PDUs to be sent at once.
 #[derive(Debug, Default)]
 pub struct Batch {
-    /// Headers, digests, padding, and the data of control PDUs.
+    /// Headers, digests, padding, and data of control-type PDUs.
     pub heads: Vec<u8>,
-    /// Pieces to send, in order.
+    /// Chunks in the order to be sent.
     pub chunks: Vec<Chunk>,
-    /// Length of all chunks together, in bytes.
+    /// Total size of all chunks in bytes.
     pub len: usize,
 }
 
@@ -62,7 +62,7 @@ impl Batch {
         self.len >= BATCH_BYTES || self.chunks.len() >= BATCH_CHUNKS
     }
 
-    /// Appends what was written to the heads from `start` on.
+    /// Appends a chunk for everything written to `heads` since `start`.
     fn push_head(&mut self, start: usize) {
         let end = self.heads.len();
         self.len += end - start;
@@ -73,7 +73,7 @@ impl Batch {
         }
     }
 
-    /// All bytes in order: for tests, and for senders that copy.
+    /// Returns all bytes in a single vector, for tests and for senders that copy the data.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.len);
@@ -87,31 +87,31 @@ impl Batch {
     }
 }
 
-/// An entry of the send queue.
+/// Send queue entry.
 #[derive(Debug)]
 enum Item {
     Control(Control),
     Data(Outgoing),
-    /// From here on with these digests: the answer to the login goes without.
+    /// Changes the digests. The login response must be sent without digests.
     Digests(Digests),
-    /// The length of data segments from here on, in bytes: what was queued before was counted in
-    /// PDUs of another length, which the initiator relies on.
+    /// Changes the maximum data segment size in bytes. Previously queued data keeps its PDU size,
+    /// because the initiator depends on the number of PDUs.
     Segment(u32),
-    /// Something that was sent before.
+    /// Retransmission.
     Retransmission(Retransmission),
 }
 
-/// Data on their way to the initiator.
+/// Data-In transfer being sent.
 #[derive(Debug)]
 struct Outgoing {
     put: PutData,
-    /// Offset of the next PDU in the command's data.
+    /// Offset of the next PDU in the command data.
     sent: u32,
     data_sn: u32,
 }
 
 impl Outgoing {
-    /// Data of which no PDU has been sent.
+    /// Creates a transfer with no PDUs sent.
     fn new(put: PutData) -> Self {
         Self {
             put,
@@ -121,7 +121,7 @@ impl Outgoing {
     }
 }
 
-/// An R2T that is not fully answered.
+/// Outstanding R2T.
 #[derive(Debug)]
 struct Open {
     ttt: Ttt,
@@ -133,12 +133,12 @@ struct Open {
     len: u32,
     got: u32,
     next_sn: u32,
-    /// The R2T was put into a batch.
+    /// The R2T was added to a batch.
     is_sent: bool,
 }
 
 impl Open {
-    /// The R2T that asks for it.
+    /// Returns the R2T PDU for this request.
     fn request(&self) -> Item {
         Item::Control(Control {
             pdu: FromTarget::R2t(R2t {
@@ -156,32 +156,31 @@ impl Open {
     }
 }
 
-/// A piece of data that the initiator is to acknowledge before its buffer is used again (RFC 7143
-/// 11.7.2: the A bit).
+/// Piece of data that must be acknowledged before we can reuse its buffer (RFC 7143 11.7.2: A bit).
 #[derive(Debug)]
 struct Unacknowledged {
     ttt: Ttt,
     task: TaskIdx,
-    /// Number of the PDU after it.
+    /// DataSN of the PDU after this piece.
     next_sn: u32,
 }
 
-/// Data that a task still has to ask for; it stays until everything has come.
+/// Data still to be requested for a task. This is kept until all data was received.
 #[derive(Debug)]
 struct DataRequest {
     get: GetData,
     r2t_sn: u32,
-    /// The first thing that was wrong with what came. Nothing more is asked for then.
+    /// First error in the received data. If set, we don't request more data.
     fault: Option<TransferError>,
 }
 
-/// The datamover on TCP.
+/// TCP datamover.
 #[derive(Debug)]
 pub struct Tcp {
     digests: Digests,
-    /// Longest data segment of what is being sent, in bytes.
+    /// Maximum data segment size for PDUs currently being sent, in bytes.
     segment_in_use: u32,
-    /// The same of what is queued from now on.
+    /// Maximum data segment size for new PDUs, in bytes.
     max_send_segment: u32,
     max_burst: u32,
     max_outstanding_r2t: usize,
@@ -191,15 +190,15 @@ pub struct Tcp {
     wanted: Vec<DataRequest>,
     unacknowledged: Vec<Unacknowledged>,
     next_ttt: u32,
-    /// Tasks with data in the batch that is being sent.
+    /// Tasks with data in the current batch.
     in_batch: Vec<TaskIdx>,
-    /// Tasks that ask for data by that batch.
+    /// Tasks with an R2T in the current batch.
     asking: Vec<TaskIdx>,
-    /// Bytes that were asked for by tasks which have ended since, and may still come.
+    /// Number of requested bytes that may still be received for completed tasks.
     late: u64,
-    /// Tasks that end with that batch.
+    /// Tasks that complete with the current batch.
     ends: Vec<TaskIdx>,
-    /// Tasks whose answer is in the batch, and which are kept until it is acknowledged.
+    /// Tasks with a response in the current batch, which are kept until it's acknowledged.
     answered: Vec<TaskIdx>,
     is_sending: bool,
     recovery: Recovery,
@@ -229,13 +228,13 @@ impl Tcp {
         }
     }
 
-    /// Sends R2Ts as far as MaxOutstandingR2T allows.
+    /// Sends R2Ts up to the limit set by MaxOutstandingR2T.
     fn solicit(&mut self, task: TaskIdx) {
         let Some(at) = self.wanted.iter().position(|w| w.get.task == task) else {
             return;
         };
         let mut open = self.open.iter().filter(|o| o.task == task).count();
-        // Each R2T asks for one burst at most, of MaxBurstLength.
+        // Each R2T requests up to MaxBurstLength bytes.
         while open < self.max_outstanding_r2t && self.wanted[at].get.len > 0 {
             let wanted = &mut self.wanted[at];
             let part = GetData {
@@ -250,12 +249,12 @@ impl Tcp {
     }
 
     fn new_ttt(&mut self) -> Ttt {
-        // Never the reserved value.
+        // This must never be the reserved value.
         self.next_ttt = (self.next_ttt + 1) & 0x7fff_ffff;
         Ttt(self.next_ttt)
     }
 
-    /// Asks for a part of what the task at a place of the list wants.
+    /// Requests part of the data for the task with index `at`.
     fn send_r2t(&mut self, at: usize, part: GetData) {
         let ttt = self.new_ttt();
         let r2t_sn = self.wanted[at].r2t_sn;
@@ -276,7 +275,7 @@ impl Tcp {
         self.open.push(open);
     }
 
-    /// An R2T is put into a batch, perhaps once more because the initiator wants that.
+    /// Called when an R2T is added to a batch. This might be a retransmission.
     fn note_r2t(&mut self, pdu: &FromTarget) {
         if let FromTarget::R2t(r2t) = pdu
             && let Some(open) = self.open.iter_mut().find(|open| open.ttt == r2t.ttt)
@@ -287,12 +286,12 @@ impl Tcp {
         }
     }
 
-    /// A PDU of what was asked for is missing: asks for the rest once more.
+    /// Requests the remaining data again because a PDU is missing.
     fn ask_again(&mut self, at: usize) -> SolicitedData {
-        // The old transfer tag is void from here on, so that what still comes with it is not taken
-        // twice.
+        // The previous transfer tag is no longer valid, so that data received with this tag isn't
+        // processed twice.
         let open = self.open.swap_remove(at);
-        // The rest of its data may be on the way.
+        // The remaining data might still be in flight.
         self.late += u64::from(open.len - open.got);
         let wanted = self.wanted.iter().position(|w| w.get.task == open.task);
         let part = GetData {
@@ -308,10 +307,10 @@ impl Tcp {
         SolicitedData::Again(open.task)
     }
 
-    /// Whether nothing uses the buffer of a task. Otherwise it is among those that end with the
-    /// batch that is being sent.
+    /// Returns true if the buffer of a task isn't in use. Otherwise the task will complete with the
+    /// current batch.
     fn let_go(&mut self, task: TaskIdx) -> bool {
-        // The socket reads the buffer until the batch is sent.
+        // The socket uses the buffer until the batch was sent.
         let is_busy = self.is_sending && self.in_batch.contains(&task);
         if is_busy && !self.ends.contains(&task) {
             self.ends.push(task);
@@ -319,9 +318,9 @@ impl Tcp {
         !is_busy
     }
 
-    /// PDUs of the data between two offsets, if they are queued now.
+    /// Returns the number of PDUs for data between two offsets, if queued now.
     fn pieces(&self, from: u32, to: u32) -> u32 {
-        // Most data are one PDU.
+        // Most data fits in a single PDU.
         if from == 0 && to <= self.max_burst.min(self.max_send_segment) {
             return u32::from(to > 0);
         }
@@ -331,14 +330,14 @@ impl Tcp {
         of(first) + rest / self.max_burst * of(self.max_burst) + of(rest % self.max_burst)
     }
 
-    /// Bytes of the next PDU of data.
+    /// Returns the data size for the next PDU, in bytes.
     fn piece(&self, item: &Outgoing) -> u32 {
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let left = item.put.end - item.sent;
         left.min(in_burst).min(self.segment_in_use)
     }
 
-    /// Writes the next PDU of those that are sent once more; whether it was the last.
+    /// Adds the next PDU of a retransmission. Returns true if it's the last one.
     fn put_again(
         &self,
         again: &mut Retransmission,
@@ -365,7 +364,7 @@ impl Tcp {
         } else {
             item.put.status = None;
         }
-        // Up to the first one wanted; the last one of all where that is none.
+        // Skip to the first requested PDU, or to the last PDU if it's past the end.
         let mut len = self.piece(&item);
         while item.data_sn < *from && item.sent + len < put.end {
             item.sent += len;
@@ -377,11 +376,12 @@ impl Tcp {
         is_last || *from >= *until
     }
 
-    /// Sends all data of a task once more, in PDUs of the present size, then its answer with the
-    /// tag of the SNACK that asks for that.
+    /// Retransmits all data of a task using the current PDU size, and then the response with the
+    /// tag from the SNACK.
     fn resend_cut_anew(&mut self, snack: &Snack) -> Result<(), RejectReason> {
-        // The answer comes after the data once more, with the tag of the SNACK (RFC 7143 11.16.3),
-        // so one that still waits to be sent is taken back, as are data in PDUs of the former size.
+        // The response is sent after the data, with the tag from the SNACK (RFC 7143 11.16.3). If
+        // the previous response is still queued, it must be removed, including data with the
+        // previous PDU size.
         let put = self.recovery.find_all_data(snack)?;
         let task = put.task;
         let mut response = self.recovery.response_of(task);
@@ -420,7 +420,7 @@ impl Tcp {
         batch.push_head(start);
     }
 
-    /// Writes the next PDU of data; whether it was the last.
+    /// Adds the next data PDU. Returns true if it's the last one.
     fn put_data_in(
         &self,
         item: &mut Outgoing,
@@ -428,8 +428,8 @@ impl Tcp {
         buffer: &Buffer,
         batch: &mut Batch,
     ) -> bool {
-        // A sequence ends at MaxBurstLength with the F bit (RFC 7143 13.13, 11.7.1), and no PDU
-        // crosses that.
+        // The F bit must be set at the end of each sequence of MaxBurstLength bytes (RFC 7143
+        // 13.13, 11.7.1), and a PDU must not cross this limit.
         let put = item.put;
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let len = self.piece(item);
@@ -475,7 +475,8 @@ impl Tcp {
         is_last
     }
 
-    /// Fills a batch; `false` when there is nothing to send, or a batch is still being sent.
+    /// Fills a batch. Returns false if there is nothing to send, or if the previous batch is still
+    /// being sent.
     pub(super) fn poll_batch(
         &mut self,
         mut numbers: Numbers,
@@ -517,14 +518,15 @@ impl Tcp {
                 Item::Segment(bytes) => self.segment_in_use = bytes,
                 Item::Data(mut item) => {
                     let task = item.put.task;
-                    // PDUs of a task come in a row, so this is enough to keep the list short.
+                    // PDUs for the same task are consecutive, so this is sufficient to keep the
+                    // list short.
                     if self.in_batch.last() != Some(&task) {
                         self.in_batch.push(task);
                     }
                     if !self.put_data_in(&mut item, numbers, held.buffer(task), batch) {
                         self.queue.push_front(Item::Data(item));
                     } else if item.put.more {
-                        // Otherwise the task goes on when the piece is acknowledged.
+                        // Otherwise the task continues when this piece is acknowledged.
                         if !self.recovery.is_on() {
                             self.ends.push(task);
                         }
@@ -539,13 +541,13 @@ impl Tcp {
                 }
             }
         }
-        // Digests and lengths may be all that was queued; these send nothing.
+        // The queue may only contain changes of digests or sizes, which don't send anything.
         self.is_sending = batch.len > 0;
         self.is_sending
     }
 
-    /// The batch was sent, or never will be. Swaps two empty lists for those of the tasks that end
-    /// with it, and of those whose answers went with it and which are kept.
+    /// Called when the batch was sent, or can't be sent. Swaps the two empty lists with the tasks
+    /// completed by this batch and the tasks that are kept until their response is acknowledged.
     fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, answered: &mut Vec<TaskIdx>) {
         self.is_sending = false;
         self.in_batch.clear();
@@ -563,7 +565,7 @@ impl Datamover for Tcp {
         self.max_send_segment = connection.max_send_segment;
         self.max_burst = session.max_burst;
         self.max_outstanding_r2t = usize::from(session.max_outstanding_r2t);
-        // Behind the answer to the login, which is in the queue already.
+        // This is added after the login response, which is already in the queue.
         self.queue.push_back(Item::Digests(connection.digests));
         if session.error_recovery_level > 0 {
             self.recovery.turn_on();
@@ -620,7 +622,7 @@ impl Datamover for Tcp {
             .open
             .iter()
             .position(|open| open.ttt == pdu.ttt && open.itt == pdu.itt);
-        // Data may follow the end of their command, whose R2T is forgotten then.
+        // Data can be received after its command has completed and the R2T was removed.
         let Some(at) = at else {
             let was_asked = self.late > 0;
             self.late = self.late.saturating_sub(len.into());
@@ -629,14 +631,14 @@ impl Datamover for Tcp {
         let open = &mut self.open[at];
         let task = open.task;
         let fits = open.got.checked_add(len).is_some_and(|got| got <= open.len);
-        // DataSN begins with zero for each R2T (RFC 7143 11.7.5), and DataPDUInOrder is always Yes.
+        // DataSN starts at zero for each R2T (RFC 7143 11.7.5), and DataPDUInOrder is always Yes.
         let in_order = pdu.data_sn == open.next_sn && pdu.offset == open.offset + open.got;
         let ends = fits && open.got + len == open.len;
         let is_lost = !is_intact || (fits && pdu.data_sn > open.next_sn);
         if is_lost && self.recovery.is_on() {
             return self.ask_again(at);
         }
-        // Data that do not belong to this R2T, or some that cannot be asked for once more.
+        // The data doesn't match this R2T, or can't be requested again.
         let fault = match () {
             () if !is_intact || pdu.data_sn > open.next_sn => Some(TransferError::Crc),
             () if !fits || ends != pdu.is_final => Some(TransferError::Amount),
@@ -653,9 +655,9 @@ impl Datamover for Tcp {
         let wanted = wanted.expect("what is open is wanted");
         wanted.fault = wanted.fault.or(fault);
         if wanted.fault.is_some() {
-            // Nothing more is asked for, and another connection that takes the command over has to
-            // ask for this again. Data behind an earlier fault are dropped, so they have not come
-            // either, though they count for their R2T.
+            // No more data is requested. If the command is reassigned, the other connection must
+            // request this data again. Data after a previous error was dropped, so it must be
+            // requested as well, even if it was counted for its R2T.
             wanted.get.offset = wanted.get.offset.min(from);
             wanted.get.len = 0;
         }
@@ -667,8 +669,8 @@ impl Datamover for Tcp {
             }
         }
         let is_last = pdu.is_final && !self.open.iter().any(|open| open.task == task);
-        // The command is answered when the F bit of each R2T has come (RFC 7143 7.8): until then
-        // the initiator sends data, which could be taken for those of the next command with this
+        // We must not respond before receiving the F bit for each R2T (RFC 7143 7.8): the initiator
+        // continues to send data until then, which could be used for the next command with the same
         // tag.
         if let Some(error) = failed {
             if !is_last {
@@ -690,23 +692,24 @@ impl Datamover for Tcp {
     fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
         let mut ended = self.recovery.acknowledge(exp);
         if exp.is_none() {
-            // From here on a task ends with the batch that its answer is in, and data requested
-            // again may be behind that.
+            // A completed task ends when the batch with its response was sent. The queue may
+            // contain retransmitted data after this response.
             self.queue
                 .retain(|item| !matches!(item, Item::Retransmission(Retransmission::Data { .. })));
         }
         if ended.is_empty() {
             return ended;
         }
-        // Data requested again, in the same PDUs or in others: acknowledged, so not needed any more.
+        // This data is requested again, with the same or a different PDU size. It's acknowledged,
+        // so we don't have to send it.
         self.queue.retain(|item| match item {
             Item::Data(Outgoing { put, .. })
             | Item::Retransmission(Retransmission::Data { put, .. }) => !ended.contains(&put.task),
             _ => true,
         });
-        // Its number may be another command's when the batch that its answer is in has been sent.
+        // The context may be used by another command when the batch with this response was sent.
         self.answered.retain(|task| !ended.contains(task));
-        // The buffer of one whose data are being sent once more is in use until they are sent.
+        // If data is being retransmitted, the buffer can't be released until it was sent.
         ended.retain(|task| self.let_go(*task));
         ended
     }
@@ -714,7 +717,7 @@ impl Datamover for Tcp {
     fn acknowledge_data(&mut self, snack: &Snack) -> Result<Option<TaskIdx>, RejectReason> {
         let named = |of: &Unacknowledged| of.ttt == snack.ttt;
         let Some(at) = self.unacknowledged.iter().position(named) else {
-            // It was acknowledged before, or its task is over.
+            // It was already acknowledged, or its task has completed.
             let was_asked = (1..=self.next_ttt).contains(&snack.ttt.0);
             return was_asked
                 .then_some(None)
@@ -728,11 +731,11 @@ impl Datamover for Tcp {
             _ => false,
         };
         if self.queue.iter().any(is_queued) {
-            // It cannot have what was not sent.
+            // We never sent this data.
             return Err(RejectReason::InvalidDataAck);
         }
         let task = self.unacknowledged.swap_remove(at).task;
-        // The buffer is for the next piece, or for another command.
+        // The buffer can be used for the next piece or by another command.
         self.recovery.forget(task);
         self.queue.retain(
             |item| !matches!(item, Item::Retransmission(Retransmission::Data { put, .. }) if put.task == task),
@@ -848,22 +851,22 @@ impl Datamover for Tcp {
     }
 }
 
-/// The digest of data that are about to be sent, and of their padding.
+/// Updates the digest for data that is about to be sent, including its padding.
 #[allow(
     unsafe_code,
     reason = "a copy for the digest would be one of three that the data see"
 )]
 fn digest_of(buffer: &Buffer, data: Range<u32>, pad: &[u8]) -> [u8; 4] {
     let mut digest = DataDigest::new();
-    // SAFETY: data are put out when the operations that fill that part of the buffer have ended,
-    // and the command starts no other before they are sent. The pool is the devices', too, but on
-    // TCP no request to one names this buffer.
+    // SAFETY: data is only sent after all operations that write to this part of the buffer have
+    // completed, and the command doesn't start another operation until it was sent. The pool is
+    // also accessible to devices, but for TCP there are no device requests that use this buffer.
     unsafe { buffer.for_each_piece(data, |piece| digest.update(piece)) };
     digest.update(pad);
     digest.finish()
 }
 
-/// The answer that went, or was to go, with the last of the data.
+/// Returns the response that was or would be sent with the last data PDU.
 fn with_data(put: &PutData) -> Control {
     let status = put
         .status
@@ -889,17 +892,17 @@ fn is_r2t_of(pdu: &FromTarget, open: &Open) -> bool {
     matches!(pdu, FromTarget::R2t(r2t) if r2t.ttt == open.ttt)
 }
 
-/// A channel on a TCP connection.
+/// Channel using a TCP connection.
 #[derive(Debug)]
 pub struct TcpChannel {
     channel: Channel<Tcp>,
     framer: Framer,
-    /// Empty lists with their memory, for tasks whose batch was sent.
+    /// Empty lists for tasks of the next batch, used to avoid allocations.
     spare: (Vec<TaskIdx>, Vec<TaskIdx>),
 }
 
 impl TcpChannel {
-    /// A connection on which nothing has come yet.
+    /// Creates a channel for a new connection.
     #[must_use]
     pub fn new(config: ChannelConfig, now: Instant) -> Self {
         Self {
@@ -909,19 +912,19 @@ impl TcpChannel {
         }
     }
 
-    /// Returns the channel, for looks at its state.
+    /// Returns the channel to read its state.
     #[must_use]
     pub fn channel(&self) -> &Channel<Tcp> {
         &self.channel
     }
 
-    /// The channel, for inputs that are not bytes.
+    /// Returns the channel for inputs other than received bytes.
     pub fn channel_mut(&mut self) -> &mut Channel<Tcp> {
         &mut self.channel
     }
 
-    /// Bytes arrived: how many of them were taken. The rest is to come again when
-    /// [`Channel::wants_input`] says so.
+    /// Handles received bytes. Returns the number of bytes processed. The remaining bytes must be
+    /// passed again when [`Channel::wants_input`] returns true.
     pub fn handle_bytes(&mut self, cx: &mut Cx<'_>, bytes: &[u8]) -> usize {
         let mut rest = bytes;
         while self.channel.wants_input() {
@@ -931,8 +934,8 @@ impl TcpChannel {
                     rest = &rest[used..];
                 }
                 Ok((_, None)) => return bytes.len(),
-                // The length of the PDU is not known, nor where the next one begins: the stream is
-                // of no further use.
+                // We don't know the PDU size or where the next PDU starts, so we can't continue to
+                // use this stream.
                 Err(error) => {
                     let event = match error {
                         FrameError::HeaderDigest => SessionEvent::DigestError,
@@ -948,8 +951,8 @@ impl TcpChannel {
             return bytes.len() - rest.len();
         }
         if !rest.is_empty() && self.channel.phase() == Phase::Joining {
-            // An initiator that logs in sends nothing before the answer, on which the meaning of it
-            // depends.
+            // During login, an initiator must not send anything before it receives the response,
+            // because this may change how the next PDU is parsed.
             let event = SessionEvent::FormatError;
             self.channel
                 .handle_broken(cx, event, "data before the login is answered");
@@ -963,20 +966,26 @@ impl TcpChannel {
         }
     }
 
-    /// As [`Channel::handle_others_gone`]; PDUs that follow may have digests.
+    /// Same as [`Channel::handle_others_gone`]. After this, PDUs can have digests.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_others_gone(cx);
         self.follow_params();
     }
 
-    /// Fills the next batch; `false` when there is nothing to send, or the last one is not yet
-    /// sent.
+    /// Same as [`Channel::handle_timeout`], which may complete a login.
+    pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
+        self.channel.handle_timeout(cx);
+        self.follow_params();
+    }
+
+    /// Fills the next batch. Returns false if there is nothing to send, or if the previous batch is
+    /// still being sent.
     pub fn poll_batch(&mut self, batch: &mut Batch) -> bool {
         self.channel
             .poll_mover(|mover, numbers, held| mover.poll_batch(numbers, held, batch))
     }
 
-    /// The batch was sent, or failed to be.
+    /// Called when the batch was sent, or has failed.
     pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
         if ok && !self.channel.mover().in_batch.is_empty() {
             self.channel.last_taken = cx.now;
@@ -996,14 +1005,14 @@ impl TcpChannel {
         self.channel.handle_flushed(cx, ok);
     }
 
-    /// Bytes kept of a PDU that is not whole.
+    /// Returns the buffer size for a partial PDU, in bytes.
     #[must_use]
     pub fn held(&self) -> usize {
         self.framer.held()
     }
 }
 
-/// The status that may go with data: a good one.
+/// Returns a good status to be sent with the data.
 pub(super) fn good(residual: Residual) -> DataInStatus {
     DataInStatus {
         status: 0,

@@ -1,4 +1,4 @@
-//! Connection recovery: two connections of a session, of which the first is lost.
+//! Tests for connection recovery: a session with two connections, where the first one is lost.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ use riser_test_peers::pdus::tmf_request;
 pub(super) const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
 
-/// DefaultTime2Wait and DefaultTime2Retain, which nobody has named.
+/// Default values of DefaultTime2Wait and DefaultTime2Retain, because the keys aren't sent.
 pub(super) const RETENTION: Duration = Duration::from_secs(22);
 
 pub(super) struct Duo {
@@ -55,7 +55,7 @@ impl Duo {
         Self { first, second }
     }
 
-    /// The first connection is lost, and logged out for recovery.
+    /// Drops the first connection and logs it out for recovery.
     pub(super) fn cut(&mut self) {
         self.lose();
         self.detach();
@@ -73,7 +73,7 @@ impl Duo {
         assert!(self.first.elsewhere.contains(&Action::Detached));
     }
 
-    /// Lets the connections hear of each other; what the second one sends.
+    /// Delivers messages between the connections. Returns the PDUs sent by the second one.
     fn route(&mut self) -> Vec<Received> {
         let mut received = Vec::new();
         loop {
@@ -136,8 +136,8 @@ impl Duo {
         received
     }
 
-    /// Answers the R2Ts of task 1 on the second connection until there are no more. Returns them,
-    /// and what came last.
+    /// Responds to the R2Ts for task 1 on the second connection until there are no more. Returns
+    /// the R2Ts and the last PDUs received.
     fn send_what_is_asked_for(
         &mut self,
         mut received: Vec<Received>,
@@ -162,7 +162,7 @@ impl Duo {
         }
     }
 
-    /// As [`Duo::reassign`], of a command that is there: what follows the answer.
+    /// Same as [`Duo::reassign`] for an existing command. Returns the PDUs after the response.
     pub(super) fn reassigned(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
         let mut received = self.reassign(tag, exp_data_sn);
         let answer = received.remove(0);
@@ -170,7 +170,7 @@ impl Duo {
         received
     }
 
-    /// Another nexus ends all commands of the unit, with CLEAR TASK SET.
+    /// Aborts all commands of the unit with CLEAR TASK SET from another nexus.
     fn clear_by_another(&mut self) {
         let unit = Arc::clone(&self.first.gate.unit);
         let ended = unit.manage(NexusId(8), TaskManagement::ClearTaskSet);
@@ -211,14 +211,14 @@ impl Duo {
     }
 }
 
-/// RFC 7143 7.2.2: data and status that were not acknowledged are sent once more, after the answer
-/// to the function.
+/// RFC 7143 7.2.2: unacknowledged data and status must be sent again, after the response to the
+/// function.
 #[test]
 fn a_read_is_sent_again_on_the_new_connection() {
     for (exp, expected) in [
         (0, vec![0, 1, 2, 3, 4]),
         (3, vec![3, 4]),
-        // More than there are is passed over (RFC 7143 11.5.6).
+        // If the value is too large, it must be ignored (RFC 7143 11.5.6).
         (6, vec![0, 1, 2, 3, 4]),
     ] {
         let mut duo = Duo::new();
@@ -232,7 +232,7 @@ fn a_read_is_sent_again_on_the_new_connection() {
         assert_eq!(left, 1, "what was before it");
         duo.end();
     }
-    // All data are acknowledged: the status alone is sent.
+    // If all data is acknowledged, only the status is sent.
     let mut duo = Duo::new();
     duo.first.read(1, 0, 5);
     duo.cut();
@@ -244,7 +244,8 @@ fn a_read_is_sent_again_on_the_new_connection() {
     duo.end();
 }
 
-/// RFC 7143 7.2.2: a connection that takes other PDUs gets such, from the byte on that comes next.
+/// RFC 7143 7.2.2: if the new connection has a different PDU size, it's used starting with the next
+/// byte.
 #[test]
 fn a_read_goes_on_with_another_pdu_size() {
     let mut duo = Duo::new();
@@ -263,7 +264,8 @@ fn a_read_goes_on_with_another_pdu_size() {
     duo.end();
 }
 
-/// RFC 7143 7.2.2: new R2Ts ask for what is missing, numbered from what the initiator expects.
+/// RFC 7143 7.2.2: missing data is requested with new R2Ts, starting at the number expected by the
+/// initiator.
 #[test]
 fn a_write_goes_on_with_what_is_missing() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
@@ -275,7 +277,7 @@ fn a_write_goes_on_with_what_is_missing() {
             .map(|one| r2t(std::slice::from_ref(one)))
             .collect();
         assert_eq!(asked.len(), 2);
-        // Half of the first is there; all of the second is there, behind a gap.
+        // Half of the first R2T was received, and all of the second one after a gap.
         let part = |from: u32, len: u32| &data[from as usize..(from + len) as usize];
         let (a, b) = (asked[0], asked[1]);
         duo.first
@@ -297,7 +299,7 @@ fn a_write_goes_on_with_what_is_missing() {
     }
 }
 
-/// Data behind a fault are dropped, though their R2T is answered: the buffer has none of them.
+/// Data after an error is dropped even if the R2T is complete, so it isn't in the buffer.
 #[test]
 fn data_that_were_dropped_behind_a_fault_are_asked_for_again() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
@@ -320,11 +322,12 @@ fn data_that_were_dropped_behind_a_fault_are_asked_for_again() {
     }
 }
 
-/// A piece of a long read that was not acknowledged is sent again; the rest follows, and what is
-/// lost with the last piece is sent again as well.
+/// If a piece of a long read isn't acknowledged, it must be sent again before the remaining data.
+/// The same applies if the connection is lost again with the last piece.
 #[test]
 fn a_read_in_pieces_goes_on_with_what_is_missing() {
-    // What the initiator has, and what it gets: all of the piece before it says that it has it.
+    // ExpDataSN and the expected PDUs. Acknowledging the previous piece means that all of it was
+    // received.
     for (exp, piece) in [(0, vec![4, 5, 6, 7]), (6, vec![6, 7]), (8, vec![])] {
         let mut duo = Duo::of_window(2048, LEVEL_2);
         let first = duo.first.read(1, 0, 9);
@@ -343,7 +346,7 @@ fn a_read_in_pieces_goes_on_with_what_is_missing() {
         assert_eq!(status(&received).0, 0);
         duo.end();
     }
-    // The last piece and its status.
+    // Last piece and its status.
     let mut duo = Duo::of_window(2048, LEVEL_2);
     let first = duo.first.read(1, 0, 6);
     let last = duo.first.send(&ack(&first, 4), &[]);
@@ -355,7 +358,7 @@ fn a_read_in_pieces_goes_on_with_what_is_missing() {
     duo.end();
 }
 
-/// Acknowledges the Data-In PDUs before one, as the last of them asks for it.
+/// Acknowledges the Data-In PDUs before `begin`, as requested by the last one.
 fn ack(received: &[Received], begin: u32) -> FromInitiator {
     let Some((FromTarget::DataIn(pdu), ..)) = received.last() else {
         panic!("{received:?}");
@@ -377,7 +380,7 @@ fn a_write_in_pieces_goes_on_with_what_is_missing() {
     write_in_pieces(false);
 }
 
-/// Its place in the order has moved with it, and what holds the memory there may wait for it.
+/// The command keeps its place in the order, so commands that use the memory may be waiting for it.
 #[test]
 fn a_write_in_pieces_goes_on_where_others_hold_the_memory() {
     write_in_pieces(true);
@@ -388,7 +391,7 @@ fn write_in_pieces(starved: bool) {
     let part = |from: u32, len: u32| &data[from as usize..(from + len) as usize];
     let mut duo = Duo::of_window(2048, LEVEL_2);
     let mut received = duo.first.write(1, 9, &data[..512], true);
-    // The first piece, and half a burst of the second one.
+    // The first piece, and half a burst of the second piece.
     for expected in [512, 1536] {
         let asked = r2t(&received);
         assert_eq!(asked.offset, expected);
@@ -434,8 +437,8 @@ fn write_in_pieces(starved: bool) {
     duo.end();
 }
 
-/// Others may wait for a command that goes in pieces: the time that it has waited goes with it, and
-/// so does that without a connection.
+/// Other initiators may be waiting for a command that is split into pieces. When it's reassigned,
+/// we must keep the time it has already used, including the time without a connection.
 #[test]
 fn a_command_that_moves_has_no_more_time() {
     let step = Duration::from_secs(10);
@@ -453,8 +456,8 @@ fn a_command_that_moves_has_no_more_time() {
     let mut duo = Duo::of_window(2048, LEVEL_2);
     let asked = duo.first.write(1, 255, &[], true);
     let mut asked = give(&mut duo.first, &asked);
-    // 120 seconds are all that there are from the second piece on: sixty pass here, forty
-    // meanwhile.
+    // The limit is 120 seconds starting with the second piece. We use 60 here, and 40 before it's
+    // reassigned.
     for _ in 0..6 {
         duo.first.wait(step);
         asked = give(&mut duo.first, &asked);
@@ -468,13 +471,13 @@ fn a_command_that_moves_has_no_more_time() {
     duo.second.wait(step);
     asked = give(&mut duo.second, &asked);
     assert!(!asked.is_empty() && !duo.second.disconnected);
-    // What was moved explains some milliseconds.
+    // The transferred data adds a few milliseconds.
     duo.second.wait(step + Duration::from_secs(1));
     assert!(duo.second.disconnected);
     duo.end();
 }
 
-/// Unsolicited data that did not come are asked for.
+/// Unsolicited data that wasn't received must be requested.
 #[test]
 fn a_write_asks_for_unsolicited_data_that_are_lost() {
     let mut duo = Duo::new();
@@ -489,7 +492,7 @@ fn a_write_asks_for_unsolicited_data_that_are_lost() {
     duo.end();
 }
 
-/// A sense is not lost with its connection, and is not made twice.
+/// Sense data must not be lost with the connection, and must not be created again.
 #[test]
 fn a_status_without_data_is_sent_again() {
     let mut duo = Duo::new();
@@ -500,7 +503,7 @@ fn a_status_without_data_is_sent_again() {
     duo.end();
 }
 
-/// What the devices still work on goes on, and is handed over at its end.
+/// A command at a device continues, and is handed over when it's complete.
 #[test]
 fn a_command_that_runs_is_handed_over_at_its_end() {
     let mut duo = Duo::new();
@@ -543,10 +546,10 @@ fn refusals_say_why() {
     duo.end();
 }
 
-/// RFC 7143 7.6: a command that is not reassigned ends with Time2Retain.
+/// RFC 7143 7.6: if a command isn't reassigned, it's aborted after Time2Retain.
 #[test]
 fn commands_end_with_the_time_that_they_are_kept() {
-    // Without a logout from the loss on, after one from that on.
+    // The time starts when the connection is lost, or with the logout if there is one.
     for logs_out in [false, true] {
         let mut duo = Duo::new();
         duo.first.write(1, 4, &[], true);
@@ -564,7 +567,7 @@ fn commands_end_with_the_time_that_they_are_kept() {
         assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
         duo.end();
     }
-    // What was claimed in time is handed over.
+    // A command that was claimed in time must be handed over.
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.first.read(1, 0, 1);
@@ -578,7 +581,7 @@ fn commands_end_with_the_time_that_they_are_kept() {
     duo.end();
 }
 
-/// DefaultTime2Retain=0 keeps nothing.
+/// With DefaultTime2Retain=0, no commands are kept.
 #[test]
 fn nothing_is_kept_where_that_was_agreed_on() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0DefaultTime2Retain=0\0");
@@ -588,7 +591,7 @@ fn nothing_is_kept_where_that_was_agreed_on() {
     rig.end();
 }
 
-/// Kept commands do not delay those that wait for pool memory.
+/// Kept commands must not delay commands that are waiting for pool memory.
 #[test]
 fn kept_commands_give_way_to_those_that_wait_for_memory() {
     let mut duo = Duo::new();
@@ -602,12 +605,13 @@ fn kept_commands_give_way_to_those_that_wait_for_memory() {
     assert_eq!(duo.first.pool.free(), duo.first.pool.size());
     assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
     assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
-    // What occupies none stays.
+    // Commands without memory are kept.
     assert_eq!(status(&duo.reassigned(3, 0)).0, 0);
     duo.end();
 }
 
-/// A connection that closes keeps a function whose turn it is: what comes after it goes on.
+/// If a connection closes while it has the next function in its queue, the requests after it must
+/// continue.
 #[test]
 fn a_turn_of_a_connection_that_closes_is_the_next_ones() {
     type End = fn(&mut Rig);
@@ -627,7 +631,7 @@ fn a_turn_of_a_connection_that_closes_is_the_next_ones() {
         assert!(kept.is_empty());
         duo.second.read(1, 0, 1);
         assert!(duo.second.read(2, 0, 1).is_empty(), "behind the function");
-        // The first connection does not hear of its turn before it ends.
+        // The first connection is closed before it is notified.
         duo.second.elsewhere.clear();
         end(&mut duo.first);
         let received = duo.route();
@@ -636,7 +640,7 @@ fn a_turn_of_a_connection_that_closes_is_the_next_ones() {
     }
 }
 
-/// A function finds a command wherever it is: kept, on its way, or arrived.
+/// A function must find a command while it's kept, while it's being handed over, and after that.
 #[test]
 fn functions_reach_commands_that_move() {
     let abort = |duo: &mut Duo, tag| {
@@ -649,7 +653,7 @@ fn functions_reach_commands_that_move() {
     duo.cut();
     assert_eq!(tmf_status(&abort(&mut duo, 1)), TmfStatus::Complete);
     assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
-    // On its way: the answer waits for it.
+    // While it's being handed over, the response must wait.
     duo.first.prompt = false;
     duo.end();
     let mut duo = Duo::new();
@@ -661,7 +665,7 @@ fn functions_reach_commands_that_move() {
     duo.first.finish_all_blocks();
     assert_eq!(tmf_status(&duo.route()), TmfStatus::Complete);
     duo.end();
-    // By its old name, which somebody has learnt before it moved.
+    // Using its previous name, if this was read before the command moved.
     let mut duo = Duo::new();
     duo.first.write(1, 4, &[], true);
     duo.cut();
@@ -676,7 +680,7 @@ fn functions_reach_commands_that_move() {
         [Action::Task(TaskAction::AbortTask { task, .. })] if task.channel == 2
     ));
     duo.end();
-    // By its unit.
+    // Using its unit.
     let mut duo = Duo::new();
     duo.first.write(1, 4, &[], true);
     duo.cut();
@@ -688,8 +692,8 @@ fn functions_reach_commands_that_move() {
     duo.end();
 }
 
-/// The initiator ends a command over another connection that another nexus has ended: no answer
-/// follows.
+/// If a command was aborted by another nexus, and the initiator then aborts it on another
+/// connection, we must not send a response.
 #[test]
 fn no_answer_follows_an_abort_over_another_connection() {
     for is_first in [true, false] {
@@ -723,7 +727,20 @@ fn no_answer_follows_an_abort_over_another_connection() {
     }
 }
 
-/// A function of the same nexus may come over another connection, where the answer waits for
+#[test]
+fn query_task_set_includes_other_connections() {
+    let mut duo = Duo::new();
+    let query = |duo: &mut Duo| {
+        let received = duo.second.tmf(50, TmfFunction::QueryTaskSet, 0);
+        tmf_status(&received)
+    };
+    assert_eq!(query(&mut duo), TmfStatus::Complete);
+    assert!(duo.first.write(1, 4, &[7; 512], false).is_empty());
+    assert_eq!(query(&mut duo), TmfStatus::Succeeded);
+    duo.end();
+}
+
+/// Same for a function of this nexus on another connection, while the response is waiting for
 /// unsolicited data.
 #[test]
 fn no_answer_follows_a_function_over_another_connection() {
@@ -761,7 +778,8 @@ fn no_answer_follows_a_function_over_another_connection() {
     }
 }
 
-/// What another nexus ends while the connection is lost is answered on the one that takes it over.
+/// If another nexus aborts a command while the connection is lost, the response is sent after the
+/// command is reassigned.
 #[test]
 fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
     for is_claimed in [false, true] {
@@ -770,7 +788,7 @@ fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
         duo.first.read(1, 0, 1);
         duo.first.write(2, 4, &[], true);
         duo.cut();
-        // The first one runs on, and is handed over as soon as it has ended.
+        // The first command is still executing, and is handed over when it's complete.
         let tag = if is_claimed { 1 } else { 2 };
         if is_claimed {
             assert!(duo.reassigned(tag, 0).is_empty());
@@ -790,8 +808,8 @@ fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
     }
 }
 
-/// A command that is still at a device when the retention time expires may be answered with TASK
-/// ABORTED, and that answer is not claimed.
+/// A command that is still at a device when the retention time expires may complete with TASK
+/// ABORTED, and this response isn't claimed.
 #[test]
 fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
     let mut duo = Duo::new();
@@ -813,7 +831,7 @@ fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
     duo.end();
 }
 
-/// A connection that has taken commands over may be lost in its turn.
+/// The second connection can be lost as well.
 #[test]
 fn a_command_may_move_twice() {
     let mut duo = Duo::new();
@@ -829,7 +847,8 @@ fn a_command_may_move_twice() {
         first: second,
         second: third,
     };
-    // Numbers of channels name them: the second one is told what is said to it by hand.
+    // Names contain the channel number, so we must forward messages for the second channel
+    // manually.
     duo.first
         .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
     duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
@@ -867,7 +886,7 @@ fn a_logout_for_recovery_is_answered_when_others_may_have_the_commands() {
     assert_eq!(answer.status, LogoutStatus::Closed);
     assert_eq!((answer.time2wait, answer.time2retain), (2, 20));
     duo.end();
-    // Below level 2 there is no such thing.
+    // This isn't supported below level 2.
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     let received = rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
     let refused = logout_response(&received).status;
@@ -875,7 +894,8 @@ fn a_logout_for_recovery_is_answered_when_others_may_have_the_commands() {
     rig.end();
 }
 
-/// RFC 7143 11.14: a connection that logs itself out for recovery says nothing more.
+/// RFC 7143 11.14: after a connection has logged itself out for recovery, it must not send
+/// anything.
 #[test]
 fn a_connection_may_log_itself_out_for_recovery() {
     let mut duo = Duo::new();
@@ -892,7 +912,7 @@ fn a_connection_may_log_itself_out_for_recovery() {
     assert_eq!(data_in(&duo.reassigned(1, 0)).0, [0]);
     let again = r2t(&duo.reassigned(2, 1));
     assert_eq!((again.offset, again.len), (asked.offset, asked.len));
-    // The session may have no other connection, so it waits for one.
+    // This may be the last connection of the session, so we wait for a new one.
     assert!(!duo.first.released);
     duo.first.wait(RETENTION);
     assert!(duo.first.released);
@@ -915,7 +935,7 @@ fn the_initiator_is_told_of_a_connection_that_is_lost() {
     duo.end();
 }
 
-/// Who uses a tag again has the answer of the command that had it.
+/// If an initiator reuses a tag, it must have received the response for the previous command.
 #[test]
 fn a_tag_that_is_used_again_names_the_new_command() {
     let mut duo = Duo::new();
@@ -927,7 +947,7 @@ fn a_tag_that_is_used_again_names_the_new_command() {
     duo.end();
 }
 
-/// What two connections and an initiator of chance do.
+/// Random action of an initiator with two connections.
 #[derive(Clone, Debug)]
 enum Act {
     Read(bool, u8, u8),
@@ -964,14 +984,14 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// However a connection is lost, and whatever is reassigned when: nothing panics, nothing is carried
-/// on twice, and in the end everything is given back.
+/// Verifies that for any connection loss and any reassignment, there is no panic, no command is
+/// executed twice, and all resources are released at the end.
 fn run(acts: Vec<Act>) {
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.second.prompt = false;
     for act in acts {
-        // Numbers go through the session, whichever connection brings them.
+        // CmdSN is shared by all connections of the session.
         let (exp, _) = duo.second.gate.window.as_ref().unwrap().bounds();
         duo.first.cmd_sn = exp.0;
         duo.second.cmd_sn = exp.0;
@@ -1062,8 +1082,8 @@ fn exp_cmd(duo: &Duo) -> CmdSn {
     CmdSn(duo.second.cmd_sn)
 }
 
-/// DefaultTime2Wait is the larger value of both sides, and so the initiator's to choose; how long
-/// commands of a lost connection are kept is not.
+/// DefaultTime2Wait is the larger value of both sides, so the initiator could choose any value.
+/// This must not determine how long we keep commands of a lost connection.
 #[test]
 fn an_initiator_cannot_have_commands_kept_for_an_hour() {
     let keys = "ErrorRecoveryLevel=2\0DefaultTime2Wait=3600\0DefaultTime2Retain=20\0";

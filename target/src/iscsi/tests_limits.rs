@@ -1,4 +1,4 @@
-//! Commands that wait for the limits of their unit or initiator.
+//! Tests for commands waiting for the rate limits of a unit or initiator.
 
 use std::time::Duration;
 
@@ -11,7 +11,8 @@ use crate::qos::IoLimits;
 
 const TENTH: Duration = Duration::from_millis(100);
 
-/// A connection whose unit takes ten commands a second, of which the first has gone.
+/// Creates a connection with a unit limited to ten commands per second. The first one is already
+/// used.
 fn limited() -> Rig {
     let mut rig = Rig::logged_in("");
     rig.gate.unit.limits.set(&IoLimits {
@@ -43,7 +44,7 @@ fn unsolicited_data_come_while_their_command_waits() {
     rig.data_out(2, Ttt::NONE, 0, 512, &data[512..], true);
     assert_eq!(state(&rig, 2), Some(TaskState::AwaitLimit));
     assert_eq!(rig.pool.free(), rig.pool.size());
-    // What is not about blocks does not wait.
+    // Commands that don't access blocks must not wait.
     assert_eq!(rig.command(3, &[0; 6], false, 0, &[], true).len(), 1);
     assert!(rig.wait(TENTH - Duration::from_nanos(1)).is_empty());
     assert_eq!(rig.disk[..1024], [0; 1024]);
@@ -92,7 +93,7 @@ fn functions_end_what_waits_and_it_is_never_carried_out() {
         let expected = if is_one { 3 } else { 0 };
         assert_eq!(rig.disk[..512], [expected; 512], "{function:?}");
         if function == Function::NexusReset {
-            // The session has ended with its nexus.
+            // The session was closed with its nexus.
             rig.end();
             continue;
         }
@@ -129,7 +130,7 @@ fn what_waits_goes_with_its_connection_and_delays_no_logout() {
     assert_eq!(rig.gate.unit.tasks(), 0);
 }
 
-/// At error recovery level 2 a command outlives its connection, and waits on.
+/// At error recovery level 2, a command continues to wait after its connection is lost.
 #[test]
 fn what_waits_goes_on_after_its_connection_is_lost() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0");
@@ -166,7 +167,8 @@ fn other_limits_count_for_what_waits() {
     rig.end();
 }
 
-/// Unsolicited data have no memory of the pool: few commands may wait with theirs.
+/// Unsolicited data isn't stored in the pool, so only a few commands can wait while holding such
+/// data.
 #[test]
 fn unsolicited_data_of_waiting_commands_are_bounded() {
     let mut rig = limited();
@@ -177,8 +179,8 @@ fn unsolicited_data_of_waiting_commands_are_bounded() {
         assert!(rig.write(tag, blocks, &[9; 512], false).is_empty());
         assert_eq!(state(&rig, tag), Some(TaskState::AwaitLimit));
     }
-    // What is still to come is counted.
-    // VERIFY (10), which does not wait in the line of writes.
+    // Data that hasn't been received yet must be included. We use VERIFY (10) because it doesn't
+    // wait for other writes.
     let verify = [0x2f, 2, 0, 0, 0, 0, 0, 0, blocks, 0];
     let verified = rig.command(6, &verify, true, burst as u32, &[9; 512], false);
     assert!(verified.is_empty());

@@ -1,4 +1,4 @@
-//! The tables of a connection's phases and of its contexts' states, and every transition of them.
+//! Tests for the state tables of connections and contexts, covering all transitions.
 
 use std::time::Duration;
 
@@ -47,13 +47,13 @@ const STATES: [TaskState; 12] = [
     TaskState::Expected,
 ];
 
-/// Bytes of a command's data that are in memory at a time.
+/// Maximum number of bytes in memory for a command.
 const WINDOW: u32 = 1024;
 
-/// The unit takes ten commands a second.
+/// Interval between commands with a limit of ten commands per second.
 const TENTH: Duration = Duration::from_millis(100);
 
-/// The command that a script is about.
+/// Tag of the command used in a script.
 const TAG: u32 = 1;
 
 fn phase(rig: &Rig) -> Phase {
@@ -78,7 +78,7 @@ fn the_table_of_phases_is_the_diagram() {
     assert_eq!(table(&PHASES), expected);
 }
 
-/// Logins that fail, that are cut, and that wait for the session whose place they take.
+/// Logins that fail, that are disconnected, and that wait for a replaced session.
 fn logins() {
     let mut rig = Rig::new();
     rig.login("TargetName=iqn.2026-01.a:t0\0");
@@ -92,7 +92,7 @@ fn logins() {
     rig.end();
 }
 
-/// Logouts that are answered, and one that waits for a command when the connection ends.
+/// Successful logouts, and a logout waiting for a command when the connection is closed.
 fn logouts() {
     let close = logout(LogoutReason::CloseSession, 0);
     let mut rig = Rig::logged_in("");
@@ -107,7 +107,7 @@ fn logouts() {
     rig.end();
 }
 
-/// Connections of error recovery level 2 that are lost, and one that logs itself out for recovery.
+/// Connection loss at error recovery level 2, and a connection that logs itself out for recovery.
 fn losses() {
     let lost = || {
         let mut rig = Rig::logged_in(LEVEL_2);
@@ -138,8 +138,8 @@ fn every_transition_of_phases_is_taken() {
     });
 }
 
-/// RFC 7143 11.14: nothing new follows a logout on its connection. The second one would otherwise
-/// be answered in the place of the first.
+/// RFC 7143 11.14: nothing else can be received after a logout on its connection. The second logout
+/// would otherwise replace the first one.
 #[test]
 fn a_second_logout_is_rejected() {
     let mut rig = Rig::logged_in("");
@@ -170,7 +170,7 @@ fn a_second_logout_is_rejected() {
     rig.end();
 }
 
-/// A connection, and what else of the pool is in use.
+/// Connection and allocated pool buffers.
 struct Bench {
     rig: Rig,
     hog: Option<Buffer>,
@@ -180,7 +180,7 @@ impl Bench {
     fn new() -> Self {
         let mut rig = Rig::new();
         let mut config = windowed_unit_config((DISK / 512) as u64, WINDOW);
-        // GET LBA STATUS is for thin units.
+        // GET LBA STATUS requires a thin-provisioned unit.
         config.provisioning = Provisioning::Thin { granularity: 1 };
         rig.gate.unit = unit_of(config);
         rig.log_in("FirstBurstLength=1024\0");
@@ -208,7 +208,7 @@ impl Bench {
         self.rig.send(&FromInitiator::ScsiCommand(command), data)
     }
 
-    /// Sends a command behind one of its nexus that is under way.
+    /// Sends a command that must wait for another command of the same nexus.
     fn send_behind(&mut self, command: ScsiCommand) {
         self.rig.command(7, &[0x35], false, 0, &[], true);
         let attribute = TaskAttr::Ordered;
@@ -243,7 +243,7 @@ impl Bench {
         self.offer_memory();
     }
 
-    /// The unit has taken a command, and takes the next in a tenth of a second.
+    /// Uses the rate limit, so that the next command must wait for 100 ms.
     fn limit(&mut self) {
         self.rig.gate.unit.limits.set(&IoLimits {
             iops: Some(10),
@@ -255,7 +255,7 @@ impl Bench {
         self.rig.prompt = false;
     }
 
-    /// Another nexus clears the task set; the names of the tasks that its worker is to end.
+    /// Clears the task set from another nexus. Returns the tasks that the worker must abort.
     fn clear_set(&mut self) -> Vec<TaskRef> {
         let unit = &self.rig.gate.unit;
         unit.manage(NexusId(8), TaskManagement::ClearTaskSet)
@@ -278,7 +278,7 @@ impl Bench {
         self.abort(tasks);
     }
 
-    /// Ends the connection with the command in its state.
+    /// Closes the connection while the command is in its current state.
     fn end(mut self) {
         self.rig
             .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
@@ -288,7 +288,7 @@ impl Bench {
         self.rig.end();
     }
 
-    /// Lets the command go on to its end.
+    /// Completes the command.
     fn finish(mut self) {
         self.give_memory();
         self.rig.stalled = false;
@@ -299,24 +299,24 @@ impl Bench {
     }
 }
 
-/// READ (10) from the first block on.
+/// READ (10) from the first block.
 fn read(blocks: u8) -> ScsiCommand {
     let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, blocks, 0];
     scsi_command(TAG, 0, &cdb, false, u32::from(blocks) * 512)
 }
 
-/// WRITE (10) from the first block on.
+/// WRITE (10) to the first block.
 fn write(blocks: u8) -> ScsiCommand {
     let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, blocks, 0];
     scsi_command(TAG, 0, &cdb, true, u32::from(blocks) * 512)
 }
 
-/// A command without data.
+/// Command without data.
 fn plain() -> ScsiCommand {
     scsi_command(TAG, 0, &[0; 6], false, 0)
 }
 
-/// The same with unsolicited data to follow, whether it wants them or not.
+/// Returns the same command followed by unsolicited data, even if it doesn't transfer any data.
 fn open(command: ScsiCommand) -> ScsiCommand {
     let reads = command.expected_length;
     ScsiCommand {
@@ -333,7 +333,7 @@ fn capacity() -> ScsiCommand {
     scsi_command(TAG, 0, &[0x25], false, 8)
 }
 
-/// A command in a state in which its unsolicited data may be open, if `is_open` they are.
+/// Creates a command in a state, with more unsolicited data to be sent if `is_open` is set.
 fn reach(state: TaskState, is_open: bool) -> Bench {
     let mut bench = Bench::new();
     let shape = |command| if is_open { open(command) } else { command };
@@ -364,13 +364,13 @@ fn reach(state: TaskState, is_open: bool) -> Bench {
     bench
 }
 
-/// The end of unsolicited data.
+/// Sends the last PDU of unsolicited data.
 fn close(bench: &mut Bench) {
     bench.rig.data_out(TAG, Ttt::NONE, 0, 0, &[3; 512], true);
 }
 
-/// Commands end in every state in which they wait: with their connection, or by another nexus, with
-/// unsolicited data to come and without.
+/// Aborts commands in each waiting state, either by closing the connection or from another nexus,
+/// with and without pending unsolicited data.
 fn commands_end_everywhere() {
     for state in [
         TaskState::AwaitLimit,
@@ -392,8 +392,8 @@ fn commands_end_everywhere() {
     }
 }
 
-/// Answers that wait for the end of unsolicited data: it comes, or the connection ends, or another
-/// nexus has ended the command, or there is no memory then.
+/// Responses waiting for the end of unsolicited data: it's received, the connection is closed,
+/// another nexus has aborted the command, or no memory is available.
 fn answers_wait_for_data() {
     let waiting = || {
         let mut bench = Bench::new();
@@ -421,7 +421,7 @@ fn answers_wait_for_data() {
     bench.finish();
 }
 
-/// Commands of every kind, and those that wait for memory, limits or their turn.
+/// All types of commands, and commands waiting for memory, rate limits, or older tasks.
 fn commands_go_on() {
     let mut bench = Bench::new();
     bench.send(plain(), &[]);
@@ -440,12 +440,12 @@ fn commands_go_on() {
     let mut bench = Bench::new();
     bench.send(read(4), &[]);
     bench.finish();
-    // WRITE AND VERIFY (10): two operations.
+    // WRITE AND VERIFY (10) needs two operations.
     let mut bench = Bench::new();
     let cdb = [0x2e, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     bench.send(scsi_command(TAG, 0, &cdb, true, 512), &[5; 512]);
     bench.finish();
-    // GET LBA STATUS, without memory for what it finds.
+    // GET LBA STATUS without memory for the result.
     let mut bench = Bench::new();
     let mut cdb = [0; 16];
     (cdb[0], cdb[1], cdb[13]) = (0x9e, 0x12, 24);
@@ -487,7 +487,7 @@ fn commands_go_on() {
     bench.complete_block();
     bench.expect(TaskState::AwaitBuffer);
     bench.finish();
-    // A write for blocks that there are only by the time that its turn comes.
+    // Write to blocks that are only added while the command is waiting.
     let mut bench = Bench::new();
     let blocks = (DISK / 512) as u32;
     let [a, b, c, d] = blocks.to_be_bytes();
@@ -495,7 +495,7 @@ fn commands_go_on() {
     bench.send_behind(scsi_command(TAG, 0, &cdb, true, 512));
     let unit = std::sync::Arc::clone(&bench.rig.gate.unit);
     unit.lu.set_capacity(u64::from(2 * blocks)).unwrap();
-    // It takes the unit attention.
+    // This reports the unit attention.
     let attribute = TaskAttr::HeadOfQueue;
     let other = scsi_command(6, 0, &[0; 6], false, 0);
     bench.send(ScsiCommand { attribute, ..other }, &[]);
@@ -504,7 +504,7 @@ fn commands_go_on() {
     bench.end();
 }
 
-/// Functions that are answered, and one whose connection ends first.
+/// Functions that complete, and a function whose connection is closed first.
 fn functions_end() {
     let mut bench = reach(TaskState::Block, false);
     bench.rig.tmf(5, TmfFunction::AbortTask, TAG);
@@ -520,8 +520,8 @@ fn functions_end() {
     duo.end();
 }
 
-/// Commands that another connection takes over: answered, in the middle of their data, without
-/// memory for those, or ended before.
+/// Commands that are reassigned: complete, in the middle of a data transfer, without available
+/// memory, or aborted before that.
 fn commands_move() {
     let state = |duo: &Duo| duo.second.channel.channel().task_state(Itt(TAG));
     let mut duo = Duo::new();

@@ -1,4 +1,4 @@
-//! Text requests in full-feature phase: SendTargets, and a new MaxRecvDataSegmentLength.
+//! Text requests in full-feature phase: SendTargets and MaxRecvDataSegmentLength.
 
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
@@ -11,7 +11,7 @@ use super::channel::{Channel, Cx};
 use super::datamover::Datamover;
 use super::pending::TextState;
 
-/// Longest part of an answer in one PDU, in bytes, however much the initiator takes.
+/// Maximum size of a response PDU in bytes, even if the initiator supports larger PDUs.
 const MAX_PART: u32 = 8192;
 
 impl<D: Datamover> Channel<D> {
@@ -26,8 +26,8 @@ impl<D: Datamover> Channel<D> {
                 &"no such text exchange",
             );
         }
-        // A request without a transfer tag begins a new exchange; the rest of an older one is
-        // dropped (RFC 7143 11.10.4).
+        // A request without a transfer tag starts a new exchange and discards the remaining part of
+        // a previous one (RFC 7143 11.10.4).
         if !goes_on {
             self.text.collector = Collector::default();
             self.text.outgoing = Outgoing::default();
@@ -48,7 +48,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// The answer to a whole text; `None` for one that is not legal.
+    /// Returns the response for a complete text request, or `None` if it's invalid.
     fn answer_text(&mut self, cx: &mut Cx<'_>, text: &[u8]) -> Option<Vec<u8>> {
         let session = self.session.as_ref()?;
         let context = KeyContext {
@@ -63,8 +63,8 @@ impl<D: Datamover> Channel<D> {
         for pair in text::pairs(text) {
             let (key, value) = pair.ok()?;
             match keys.answer(key, value, context, &mut out).ok()? {
-                // One key of it makes a request (RFC 7143 Appendix C): an answer names a target
-                // once.
+                // Only one such key is allowed per request (RFC 7143 Appendix C), so a target can
+                // only be returned once.
                 Some(Key::SendTargets) if std::mem::replace(&mut is_sought, true) => return None,
                 Some(Key::SendTargets) => {
                     let own = session.identity.target.as_ref();
@@ -72,8 +72,8 @@ impl<D: Datamover> Channel<D> {
                     let wanted = match value {
                         "All" if session.params.discovery => None,
                         "" => Some(own?),
-                        // Which targets there are is asked in discovery sessions only: `All` is not
-                        // supported in others (RFC 7143 Appendix C).
+                        // Listing all targets is only supported in a discovery session, so `All` is
+                        // rejected in a normal session (RFC 7143 Appendix C).
                         _ if session.params.discovery || named.as_ref() == own => {
                             Some(named.as_ref()?)
                         }

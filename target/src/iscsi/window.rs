@@ -1,29 +1,29 @@
-//! A session's command numbers (RFC 7143 4.2.2.1), which all its connections share.
+//! Command window of a session (RFC 7143 4.2.2.1), shared by all its connections.
 //!
-//! Commands of one session may come on several connections, on several workers. They are carried
-//! out in the order of their numbers: the connection that has the next one takes it; one that has a
-//! later one keeps it and enters that here, and is notified when its turn has come.
+//! Commands for a session can be received on several connections, and by several workers. They must
+//! be executed in CmdSN order: a connection executes the next command immediately. If it receives a
+//! later command, it keeps this in a queue and adds an entry here, to be notified when it's next.
 //!
 //! ```text
-//!                  next number → Now
-//!   admit(number) ─┤ later, inside the window → Later: kept by its connection, entered here
-//!                  └ anything else → Never: passed over in silence
-//!   next_up() → the connection that keeps what is next
+//!                  next CmdSN → Now
+//!   admit(number) ─┤ later, inside the window → Later: queued by its connection, entry added here
+//!                  └ anything else → Never: ignored
+//!   next_up() → connection with the next request
 //! ```
 //!
-//! The next number is not served before the command that was admitted has entered its unit's task
-//! set ([`Window::on_carried_out`]): another connection, on another worker, would get its command
-//! in first.
+//! We don't admit the next command until the previous one is in the task set of its unit
+//! ([`Window::on_carried_out`]). Otherwise, a command on another connection and worker could be
+//! added first.
 //!
-//! A session of one connection over a lossless stream never enters anything: a number that is not
-//! the next one is an old one then.
+//! With a single connection and a lossless stream there are no entries, because a CmdSN can then
+//! only be the next one or an old one.
 //!
-//! Commands are named by their tags here too, where another connection may name them: to abort one,
-//! or to take it over from a connection that is lost ([`Tag`]).
+//! This also contains an index of commands by tag, if other connections can refer to them to abort
+//! a command or to claim a command from a lost connection ([`Tag`]).
 //!
-//! # Bounds
-//! What is entered is bounded by the command window and [`MAX_AHEAD`]; tags by the contexts of the
-//! session's connections.
+//! # Limits
+//! The number of entries is limited by the command window plus [`MAX_AHEAD`], and the number of
+//! tags by the contexts of all connections of the session.
 
 use std::collections::HashMap;
 use std::sync::PoisonError;
@@ -34,37 +34,37 @@ use riser_sync::{Mutex, MutexGuard};
 
 use crate::fabric::{ConnRef, TaskRef};
 
-/// Windows of contexts per connection: one for commands that run, one for those whose answers are
-/// being sent, and one for those whose answers wait behind these. An answer opens the window before
-/// it is sent, and the initiator learns of that no earlier than it arrives, so there are never
-/// more.
+/// Number of context sets per connection, each with the size of the window: for active commands,
+/// for responses being sent, and for queued responses. A response opens the window before it's
+/// sent, but the initiator can't use the new slot before receiving the response, so this is
+/// sufficient.
 pub(super) const WINDOWS: u16 = 3;
 
-/// Immediate functions that wait for earlier commands, and numbers that were given up.
+/// Maximum number of immediate functions waiting for earlier commands, plus abandoned CmdSN values.
 const MAX_AHEAD: usize = 64;
 
-/// Decision about a request.
+/// Admission result for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// Its turn has come: others wait until [`Window::on_carried_out`].
+    /// This is the next request. All other requests must wait until [`Window::on_carried_out`].
     Now,
-    /// It waits for no turn, and takes none.
+    /// Process it without waiting and without affecting the order.
     AtOnce,
-    /// Keep it until its turn has come.
+    /// Queue the request until it's next.
     Later,
-    /// Outside the window, known already, or beyond a bound: it is passed over.
+    /// Ignore the request, because it's outside the window, a duplicate, or exceeds a limit.
     Never,
 }
 
-/// A number that came before its turn.
+/// Entry for a request received out of order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ahead {
     sn: CmdSn,
-    /// The connection that keeps the request; none where the initiator has given it up.
+    /// Connection with the request, or `None` if it was abandoned by the initiator.
     whose: Option<ConnRef>,
-    /// An immediate request, which takes no number: it waits for those before it.
+    /// Immediate request. It doesn't use a CmdSN, but must wait for all previous commands.
     immediate: bool,
-    /// It is ABORT TASK of the command before its number, and waits for nothing else.
+    /// ABORT TASK for the previous CmdSN. It doesn't have to wait for other commands.
     aborts: bool,
 }
 
@@ -87,35 +87,35 @@ impl Ahead {
         }
     }
 
-    /// Whether it waits for nothing but its turn, where `exp` is the next number.
+    /// Returns true if this is next when `exp` is the next CmdSN.
     fn is_due(&self, exp: CmdSn) -> bool {
         self.sn == exp || (self.immediate && self.sn.is_before(exp))
     }
 }
 
-/// A command, by its tag.
+/// Command with a tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tag {
-    /// Its context, on the connection that it is allegiant to.
+    /// Context on the connection with the allegiance.
     pub(super) task: TaskRef,
-    /// Its answer was sent, though perhaps not received.
+    /// The response was sent, but might not have been received.
     pub(super) answered: bool,
-    /// The initiator has ended it from another connection: it is not answered any more.
+    /// Aborted by the initiator on another connection, so there will be no response.
     is_aborted: bool,
-    /// Its connection has been logged out for recovery: another one may have it.
+    /// The connection was logged out for recovery, so another connection can claim this command.
     pub(super) is_free: bool,
-    /// It takes no place of the window.
+    /// Doesn't use a slot in the window.
     pub(super) immediate: bool,
 }
 
-/// The numbers of a session.
+/// Command window for a session.
 #[derive(Debug)]
 pub struct Window {
     commands: u16,
-    /// Numbers may come out of order at all.
+    /// Requests can be received out of order.
     unordered: bool,
-    /// Commands outlive their connection: answered ones are known until they are
-    /// acknowledged, then.
+    /// Commands can be reassigned. In this case, completed commands are kept until they are
+    /// acknowledged.
     reassigns: bool,
     numbering: Mutex<Numbering>,
 }
@@ -123,22 +123,22 @@ pub struct Window {
 #[derive(Debug)]
 struct Numbering {
     exp: CmdSn,
-    /// A request that was admitted is being carried out: those after it wait, on whichever
+    /// An admitted request is being processed. All later requests must wait, regardless of their
     /// connection.
     is_taken: bool,
-    /// Requests that take a place of the window.
+    /// Number of requests using a slot in the window.
     counted: u16,
-    /// Requests that took one and are answered, but whose answer is not yet sent.
+    /// Number of completed requests that used a slot, with a response that wasn't sent yet.
     lingering: u16,
     ahead: Vec<Ahead>,
-    /// Commands under way by their tags, where other connections may name them.
+    /// Active commands by tag, if other connections can refer to them.
     tags: HashMap<Itt, Tag>,
 }
 
 impl Window {
-    /// Of a session of `commands` at once, whose first one has the number `first`. With
-    /// `unordered`, numbers may come out of order: the session may have several connections, or
-    /// lose PDUs.
+    /// Creates a window with `commands` slots. The first CmdSN is `first`. If `unordered` is set,
+    /// requests can be received out of order, because the session may have several connections or
+    /// PDUs may be lost.
     #[must_use]
     pub fn new(commands: u16, first: CmdSn, unordered: bool) -> Self {
         Self {
@@ -156,7 +156,7 @@ impl Window {
         }
     }
 
-    /// Of a session of `commands` at once that has agreed on these.
+    /// Creates a window with `commands` slots, based on the negotiated parameters.
     #[must_use]
     pub fn of(params: &SessionParams, commands: u16, first: CmdSn) -> Self {
         let level = params.error_recovery_level;
@@ -166,18 +166,18 @@ impl Window {
         }
     }
 
-    /// Commands at once, over all connections.
+    /// Returns the maximum number of commands in flight for all connections.
     #[must_use]
     pub fn commands(&self) -> u16 {
         self.commands
     }
 
-    /// Whether numbers may come out of order.
+    /// Returns true if requests can be received out of order.
     pub(super) fn is_unordered(&self) -> bool {
         self.unordered
     }
 
-    /// ExpCmdSN and MaxCmdSN at present.
+    /// Returns the current ExpCmdSN and MaxCmdSN.
     pub(super) fn bounds(&self) -> (CmdSn, CmdSn) {
         let numbering = self.lock();
         let room = self.room(&numbering);
@@ -185,37 +185,37 @@ impl Window {
         (numbering.exp, CmdSn(max.wrapping_sub(1)))
     }
 
-    /// Places that are free.
+    /// Returns the number of free slots.
     fn room(&self, numbering: &Numbering) -> u16 {
         let used = numbering.counted.saturating_add(numbering.lingering);
-        // An answer that the initiator does not take keeps its context. With many of these the
-        // window closes, so that commands never lack one.
+        // If the initiator doesn't read a response, its context stays in use. We close the window
+        // if there are many of these, so that there is always a context for a command.
         let contexts = WINDOWS.saturating_mul(self.commands).saturating_sub(used);
         contexts.min(self.commands.saturating_sub(numbering.counted))
     }
 
-    /// Looks at a request that takes a number. With [`Admission::Now`] it has taken a place of the
-    /// window, in the same step: connections of one session may belong to different workers. The
-    /// place is free again with [`Window::on_answered`] or [`Window::on_gone`]; the turn is the
-    /// next one's with [`Window::on_carried_out`]. A function that concerns the commands before it
-    /// goes first.
+    /// Checks a request with a CmdSN. If this returns [`Admission::Now`], the request also has a
+    /// slot in the window. This must be a single step, because the connections of a session may
+    /// belong to different workers. The slot is released with [`Window::on_answered`] or
+    /// [`Window::on_gone`], and the next request is admitted after [`Window::on_carried_out`]. A
+    /// function that refers to previous commands has priority.
     pub(super) fn admit(&self, sn: CmdSn, who: ConnRef) -> Admission {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
         let steps = sn.since(numbering.exp);
-        // Numbers wrap: an old one is far ahead of the next one, and outside as well.
+        // CmdSN can wrap, so an old value is far ahead of the next one and also outside the window.
         if steps >= room {
             return Admission::Never;
         }
         let is_known = |ahead: &&Ahead| ahead.sn == sn && !ahead.immediate;
         let known = numbering.ahead.iter().find(is_known).copied();
-        // Its turn may have come, and have been given to nobody yet.
+        // It could be next while no connection was notified yet.
         if known.is_some_and(|known| known.whose != Some(who)) {
             return Admission::Never;
         }
         if steps == 0 && !numbering.is_taken && !numbering.has_function_due() {
             numbering.exp = sn.next();
-            // With one connection in order nothing can come in between.
+            // This isn't required with a single connection in order.
             numbering.is_taken = self.unordered;
             numbering.counted += 1;
             numbering
@@ -229,16 +229,16 @@ impl Window {
         numbering.enter(Ahead::of_command(sn, Some(who)))
     }
 
-    /// The command that was admitted last is in its unit's task set, or answered: it is the next
-    /// one's turn.
+    /// Called when the last admitted command has a response or is in the task set of its unit, so
+    /// the next request can be admitted.
     pub(super) fn on_carried_out(&self) {
         if self.unordered {
             self.lock().is_taken = false;
         }
     }
 
-    /// Looks at an immediate function: it concerns the commands before its number, so these must
-    /// have come.
+    /// Checks an immediate function. It refers to all commands before its CmdSN, so these must be
+    /// received first.
     pub(super) fn admit_function(&self, sn: CmdSn, who: ConnRef) -> Admission {
         self.admit_immediate(Ahead::of_function(sn, who, false))
     }
@@ -257,10 +257,10 @@ impl Window {
         numbering.enter(function)
     }
 
-    /// Looks at an immediate ABORT TASK, with the number of its command. It concerns no other, so it
-    /// waits for no other. A command that has not come is given up here, in the same step: it may be
-    /// lost, and nothing after it is carried out before its number is used (RFC 7143 11.5.1).
-    /// Returns the number that it waits for as well.
+    /// Checks an immediate ABORT TASK for the command with CmdSN `of`. It only refers to this
+    /// command and doesn't wait for any other. If this command was not received, its CmdSN is
+    /// abandoned in the same step: the command may be lost, and nothing after it can be executed
+    /// until its CmdSN is used (RFC 7143 11.5.1). Also returns the CmdSN that it must wait for.
     pub(super) fn admit_abort(&self, of: CmdSn, sn: CmdSn, who: ConnRef) -> (Admission, CmdSn) {
         if !of.is_before(sn) {
             return (self.admit_function(sn, who), sn);
@@ -272,7 +272,7 @@ impl Window {
         (self.admit_immediate(abort), abort.sn)
     }
 
-    /// The connection that keeps what is to be carried out next.
+    /// Returns the connection with the next request.
     pub(super) fn next_up(&self) -> Option<ConnRef> {
         if !self.unordered {
             return None;
@@ -283,7 +283,7 @@ impl Window {
                 return None;
             }
             let exp = numbering.exp;
-            // A function goes before the command that has the number it carries.
+            // A function precedes the command with the same CmdSN.
             let due = numbering.ahead.iter().filter(|ahead| ahead.is_due(exp));
             let first = *due.max_by_key(|ahead| ahead.immediate)?;
             if first.whose.is_some() {
@@ -294,14 +294,14 @@ impl Window {
         }
     }
 
-    /// Whether a kept immediate request may be carried out; it is entered no longer then, and others
-    /// wait until [`Window::on_carried_out`].
+    /// Returns true if a queued immediate request is next. In this case, its entry is removed and
+    /// other requests must wait until [`Window::on_carried_out`].
     pub(super) fn is_due(&self, sn: CmdSn, who: ConnRef) -> bool {
         let mut numbering = self.lock();
         if numbering.is_taken || numbering.exp.is_before(sn) {
             return false;
         }
-        // One of them: several functions may carry the same number, and each has a turn.
+        // There can be several functions with the same CmdSN, and we only remove one of them.
         let is_it = |a: &Ahead| a.immediate && a.sn == sn && a.whose == Some(who);
         if let Some(at) = numbering.ahead.iter().position(is_it) {
             numbering.ahead.remove(at);
@@ -310,9 +310,9 @@ impl Window {
         true
     }
 
-    /// The initiator gives a command up that has not come: its number counts as received, if it is
-    /// inside the window and before `before` (RFC 7143 11.6.1). Returns whether it was given up, now
-    /// or before.
+    /// Abandons a command that wasn't received. Its CmdSN is considered received if it's inside the
+    /// window and before `before` (RFC 7143 11.6.1). Returns true if it was abandoned now or
+    /// earlier.
     pub(super) fn forgo(&self, sn: CmdSn, before: CmdSn) -> bool {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
@@ -328,8 +328,8 @@ impl Window {
         numbering.enter(Ahead::of_command(sn, None)) == Admission::Later
     }
 
-    /// A connection is gone, and what it kept with it. A command that another one aborts is given
-    /// up: it does not come once more, and the abort waits for its number.
+    /// Removes a connection and its queued requests. If one of them is referenced by an abort, its
+    /// CmdSN is abandoned, because it won't be sent again and the abort is waiting for it.
     pub(super) fn forget(&self, who: ConnRef) {
         if !self.unordered {
             return;
@@ -348,14 +348,15 @@ impl Window {
         numbering.ahead = others;
     }
 
-    /// A request that took a place is answered: its place is free, its context not yet.
+    /// Called for the response to a request with a slot. The slot is released, but the context is
+    /// still in use.
     pub(super) fn on_answered(&self) {
         let mut numbering = self.lock();
         numbering.counted = numbering.counted.saturating_sub(1);
         numbering.lingering += 1;
     }
 
-    /// A request that took a place holds no context any more: one that was answered, or was not.
+    /// Called when a request with a slot releases its context, either with or without a response.
     pub(super) fn on_gone(&self, was_answered: bool) {
         let mut numbering = self.lock();
         let count = if was_answered {
@@ -366,8 +367,8 @@ impl Window {
         *count = count.saturating_sub(1);
     }
 
-    /// Enters a command's tag. An answered command with the same tag is forgotten: an initiator
-    /// that uses the tag again has its answer.
+    /// Adds the tag of a command. This removes a completed command with the same tag, because an
+    /// initiator that reuses the tag must have received the response.
     pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef, immediate: bool) {
         if self.unordered {
             let tag = Tag {
@@ -381,14 +382,14 @@ impl Window {
         }
     }
 
-    /// The unanswered command with a tag, on whichever connection.
+    /// Returns the active command with this tag on any connection.
     pub(super) fn tagged(&self, itt: Itt) -> Option<TaskRef> {
         let tag = self.tag(itt)?;
         (!tag.answered).then_some(tag.task)
     }
 
-    /// Ends the unanswered command with a tag, on whichever connection, whose channel has yet to be
-    /// notified.
+    /// Aborts the active command with this tag on any connection. The caller must notify its
+    /// channel.
     pub(super) fn abort_tag(&self, itt: Itt) -> Option<TaskRef> {
         if !self.unordered {
             return None;
@@ -399,13 +400,13 @@ impl Window {
         Some(tag.task)
     }
 
-    /// Whether [`Window::abort_tag`] has ended a command.
+    /// Returns true if a command was aborted with [`Window::abort_tag`].
     pub(super) fn is_aborted(&self, itt: Itt, task: TaskRef) -> bool {
         let tag = self.tag(itt).filter(|tag| tag.task == task);
         tag.is_some_and(|tag| tag.is_aborted)
     }
 
-    /// The command with a tag, on whichever connection.
+    /// Returns the command with this tag on any connection.
     pub(super) fn tag(&self, itt: Itt) -> Option<Tag> {
         if !self.unordered {
             return None;
@@ -413,7 +414,7 @@ impl Window {
         self.lock().tags.get(&itt).copied()
     }
 
-    /// A command is answered.
+    /// Called when the response for a command is queued.
     pub(super) fn answer_tag(&self, itt: Itt, task: TaskRef) {
         if !self.reassigns {
             return self.remove_tag(itt, task);
@@ -424,7 +425,7 @@ impl Window {
         }
     }
 
-    /// A command is over.
+    /// Removes a command.
     pub(super) fn remove_tag(&self, itt: Itt, task: TaskRef) {
         if self.unordered {
             let mut numbering = self.lock();
@@ -434,7 +435,8 @@ impl Window {
         }
     }
 
-    /// A connection is logged out for recovery: other connections may have its commands.
+    /// Called when a connection was logged out for recovery, so other connections can claim its
+    /// commands.
     pub(super) fn free_tags(&self, of: ConnRef) {
         let mut numbering = self.lock();
         let tags = numbering.tags.values_mut();
@@ -442,8 +444,8 @@ impl Window {
             .for_each(|tag| tag.is_free = true);
     }
 
-    /// A command that is free becomes that of another connection, in the context `to`; whether it
-    /// still was free, and that of `from`.
+    /// Claims a command for another connection, using the context `to`. Returns false if it's no
+    /// longer available or not in the context `from`.
     pub(super) fn claim_tag(&self, itt: Itt, from: TaskRef, to: TaskRef) -> bool {
         let mut numbering = self.lock();
         let tag = numbering.tags.get_mut(&itt);
@@ -454,7 +456,7 @@ impl Window {
         true
     }
 
-    /// A panic elsewhere cannot have left the numbers half changed, so poison is ignored.
+    /// Ignore poisoning, because a panic elsewhere can't leave the state inconsistent.
     fn lock(&self) -> MutexGuard<'_, Numbering> {
         self.numbering
             .lock()
@@ -463,7 +465,7 @@ impl Window {
 }
 
 impl Numbering {
-    /// Whether an immediate request waits for nothing but its turn.
+    /// Returns true if an immediate request is next.
     fn has_function_due(&self) -> bool {
         let is_due = |a: &Ahead| a.immediate && a.is_due(self.exp);
         self.ahead.iter().any(is_due)
@@ -474,7 +476,7 @@ impl Numbering {
             .ahead
             .iter()
             .filter(|a| a.immediate || a.whose.is_none());
-        // The window itself bounds the commands that are kept.
+        // Queued commands are already limited by the window.
         let is_bounded = !ahead.immediate && ahead.whose.is_some();
         if !is_bounded && others.count() >= MAX_AHEAD {
             return Admission::Never;
@@ -506,7 +508,7 @@ mod tests {
         serial: 1,
     };
 
-    /// A request is carried out at once, where it may be.
+    /// Admits a request, and processes it immediately if this is allowed.
     fn admit(window: &Window, sn: CmdSn, who: ConnRef) -> Admission {
         let admission = window.admit(sn, who);
         if admission == Admission::Now {
@@ -515,7 +517,7 @@ mod tests {
         admission
     }
 
-    /// Likewise a function that is kept.
+    /// Same for a queued function.
     fn is_due(window: &Window, sn: CmdSn, who: ConnRef) -> bool {
         let is_due = window.is_due(sn, who);
         if is_due {
@@ -537,15 +539,15 @@ mod tests {
         assert_eq!(window.next_up(), Some(B));
         assert!(is_due(&window, CmdSn(2), B));
         assert_eq!(window.admit(CmdSn(2), B), Admission::Now);
-        // Numbers of one connection come in their order.
+        // Requests on a single connection are in order.
         let window = Window::new(8, CmdSn(1), false);
         for sn in 1..4 {
             assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
         }
     }
 
-    /// Another worker may receive the command before the one that has carried out the number before
-    /// it looks at what is next.
+    /// Another worker could receive the command before the worker that has executed the previous
+    /// one checks for the next request.
     #[test]
     fn a_number_that_was_given_up_is_not_taken_any_more() {
         let window = Window::new(8, CmdSn(1), true);
@@ -556,7 +558,7 @@ mod tests {
         assert_eq!(window.admit(CmdSn(2), B), Admission::Never, "it is aborted");
         assert_eq!(window.next_up(), None);
         assert_eq!(window.bounds().0, CmdSn(3));
-        // Nor one that another connection keeps.
+        // Same if another connection has it queued.
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit(CmdSn(2), B), Admission::Later);
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
@@ -565,7 +567,7 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Now);
     }
 
-    /// It would have been given up, had the abort come a moment later.
+    /// If the abort was received a bit later, it would have abandoned the command.
     #[test]
     fn an_abort_does_not_wait_for_a_command_that_was_discarded() {
         let window = Window::new(8, CmdSn(1), true);
@@ -574,12 +576,12 @@ mod tests {
         assert_eq!(abort, (Admission::Later, CmdSn(3)));
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
         assert_eq!(window.next_up(), Some(B));
-        // It ends before it hears of its turn.
+        // The connection is closed before it was notified.
         window.forget(B);
         assert_eq!(window.next_up(), Some(A));
         assert!(is_due(&window, CmdSn(3), A));
         assert_eq!(window.bounds().0, CmdSn(3));
-        // A function for more than one command waits for the number to come again.
+        // A function that affects several commands must wait until the CmdSN is received again.
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
         assert_eq!(window.admit_function(CmdSn(3), A), Admission::Later);
@@ -628,7 +630,8 @@ mod tests {
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(2)));
     }
 
-    /// Both are on workers of their own, so one may be admitted before the other has a context.
+    /// The connections are on different workers, so a request can be admitted before the previous
+    /// one has a context.
     #[test]
     fn two_connections_do_not_take_one_place() {
         let window = Window::new(2, CmdSn(1), true);
@@ -639,7 +642,7 @@ mod tests {
         assert_eq!(window.bounds(), (CmdSn(3), CmdSn(2)), "closed");
     }
 
-    /// Places that are given back twice would be a mistake of ours, which must not open the window.
+    /// Releasing a slot twice would be a bug, but it must not make the window larger.
     #[test]
     fn the_window_is_never_wider_than_its_commands() {
         let window = Window::new(2, CmdSn(1), true);
@@ -675,7 +678,7 @@ mod tests {
         assert_eq!(window.next_up(), None);
     }
 
-    /// A command that came after the function would be ended by it, and never answered.
+    /// Otherwise, a command received after the function would be aborted by it without a response.
     #[test]
     fn no_command_overtakes_a_function_that_is_due() {
         let window = Window::new(8, CmdSn(1), true);
@@ -719,10 +722,10 @@ mod tests {
     fn an_abort_waits_for_its_command_alone() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
-        // One that is kept is carried out first.
+        // A queued command is executed first.
         let (admission, sn) = window.admit_abort(CmdSn(2), CmdSn(4), A);
         assert_eq!((admission, sn), (Admission::Later, CmdSn(3)));
-        // One that has not come is given up, and is passed over when it comes.
+        // A missing command is abandoned, and is ignored if it's received later.
         let (admission, _) = window.admit_abort(CmdSn(1), CmdSn(4), A);
         assert_eq!(admission, Admission::AtOnce);
         assert!(window.forgo(CmdSn(1), CmdSn(4)));
@@ -731,7 +734,7 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
         assert!(is_due(&window, CmdSn(3), A));
-        // One that runs, beside one that is lost.
+        // A running request and a lost request.
         assert_eq!(window.admit_abort(CmdSn(2), CmdSn(5), A).0, Admission::Now);
         window.on_carried_out();
         assert_eq!(
@@ -741,8 +744,8 @@ mod tests {
     }
 
     proptest! {
-        /// However two connections bring the commands of a session, they are carried out once each
-        /// and in order.
+        /// Commands must be executed once and in order, regardless of which of the two connections
+        /// receives them.
         #[test]
         fn every_command_has_its_turn(
             keys in proptest::collection::vec((any::<u16>(), any::<bool>()), 1..40),
@@ -775,34 +778,34 @@ mod tests {
         }
     }
 
-    /// Commands of the window that two workers share.
+    /// Size of the window shared by two workers.
     const PLACES: u32 = 2;
 
-    /// What both workers have done, beside the window.
+    /// State shared by both workers, in addition to the window.
     #[derive(Default)]
     struct Done {
         carried_out: Mutex<Vec<CmdSn>>,
-        /// Commands that have a place. One that has just been admitted may be missing.
+        /// Number of commands with a slot. May not include a command that was just admitted.
         taken: AtomicU32,
-        /// Answered commands. One that is about to be answered may be among them.
+        /// Number of completed commands. May include a command that is about to complete.
         answered: AtomicU32,
     }
 
-    /// A connection on a worker of its own, as `order` makes it use the window.
+    /// Connection on its own worker, using the window in the same way as `order`.
     struct Worker {
         me: ConnRef,
         window: Arc<Window>,
         done: Arc<Done>,
-        /// Wakes A, and B.
+        /// Wakers for A and B.
         wakes: [mpsc::Sender<()>; 2],
-        /// Commands that the initiator sends, without a look at the window.
+        /// Commands that the initiator sends without checking the window.
         coming: VecDeque<CmdSn>,
         kept: Vec<CmdSn>,
         running: usize,
     }
 
     impl Worker {
-        /// Receives its commands, carries all out when it is their turn, and answers them.
+        /// Receives commands, executes them in order, and sends the responses.
         fn run(mut self, woken: &mpsc::Receiver<()>) {
             while !self.coming.is_empty() || !self.kept.is_empty() || self.running > 0 {
                 let has_received = self.receive();
@@ -814,8 +817,8 @@ mod tests {
             }
         }
 
-        /// Receives the next command; false if there is none. One that is passed over is sent again
-        /// later: it is outside the window until something is answered.
+        /// Receives the next command. Returns false if there are no more. If a command is ignored,
+        /// it's sent again later because it's outside the window until another command completes.
         fn receive(&mut self) -> bool {
             let Some(sn) = self.coming.front().copied() else {
                 return false;
@@ -855,7 +858,7 @@ mod tests {
             }
         }
 
-        /// Answers a command; false if none runs.
+        /// Completes a command. Returns false if no command is active.
         fn answer(&mut self) -> bool {
             if self.running == 0 {
                 return false;
@@ -864,7 +867,8 @@ mod tests {
             self.done.taken.fetch_sub(1, Ordering::SeqCst);
             self.done.answered.fetch_add(1, Ordering::SeqCst);
             self.window.on_answered();
-            // The answer carries MaxCmdSN, and may have the other connection's next command sent.
+            // The response contains MaxCmdSN, so the other connection can now send its next
+            // command.
             let (_, max) = self.window.bounds();
             self.assert_fits(max);
             self.window.on_gone(true);
@@ -872,14 +876,14 @@ mod tests {
             true
         }
 
-        /// Checks that a number is inside the window: a place for each command before it that is
-        /// not answered, and one for it.
+        /// Checks that a CmdSN is inside the window: one slot for each active command before it,
+        /// and one for the command.
         fn assert_fits(&self, sn: CmdSn) {
             let last = PLACES + self.done.answered.load(Ordering::SeqCst);
             assert!(sn.0 <= last, "{sn:?} in a window to {last}");
         }
 
-        /// Wakes a worker. One whose connection has ended has nothing to do.
+        /// Wakes a worker. There is nothing to do if its connection is closed.
         fn wake(&self, whose: ConnRef) {
             let _ = self.wakes[usize::from(whose.worker)].send(());
         }
@@ -892,8 +896,8 @@ mod tests {
             let done = Arc::<Done>::default();
             let (to_a, of_a) = mpsc::channel();
             let (to_b, of_b) = mpsc::channel();
-            // Two of one connection are followed by one of the other, which may come before a place
-            // is free.
+            // Two commands on one connection are followed by a command on the other, which may be
+            // received before a slot is available.
             let commands = [[1, 2, 5], [3, 4, 6]].map(|numbers| numbers.map(CmdSn));
             let workers: Vec<_> = [(A, of_a), (B, of_b)]
                 .into_iter()

@@ -344,6 +344,15 @@ impl IserChannel {
         self.settle(cx);
     }
 
+    /// As [`Channel::handle_timeout`], with which a login may end.
+    pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
+        self.channel.handle_timeout(cx);
+        if self.state == ConnState::Bound {
+            self.note_login();
+        }
+        self.settle(cx);
+    }
+
     /// As [`Channel::handle_luns`], which asks for no action.
     pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
         self.channel.handle_luns(luns);

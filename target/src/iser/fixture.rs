@@ -19,7 +19,7 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
 use crate::fabric::{Direction, RdmaRequest, TaskAction, TaskIdx};
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
-use crate::iscsi::{Action, Channel, Cx, SpareTasks};
+use crate::iscsi::{Action, Cx, SpareTasks};
 use crate::pool::Pool;
 use riser_test_peers::pdus::{data_out, nop_out, scsi_command, tmf_request};
 
@@ -505,7 +505,7 @@ impl Rig {
     /// Lets time pass.
     pub(super) fn wait(&mut self, time: Duration) -> Vec<Got> {
         self.now += time;
-        self.with(|conn, cx| conn.input(cx, Channel::handle_timeout))
+        self.with(IserChannel::handle_timeout)
     }
 
     /// A receive that is taken from the queue.

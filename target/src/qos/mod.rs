@@ -35,8 +35,9 @@
 //!
 //! # What counts
 //! Commands that read, write, compare, verify or unmap blocks. A read and WRITE SAME count the
-//! blocks that they name (but a block if those are unmapped without data), everything else the data
-//! that it takes: UNMAP its descriptors. All others pass, and so does what is going to be refused,
+//! blocks that they name, everything else the data that it takes: UNMAP its descriptors, since it
+//! writes nothing, even on media that cannot free blocks. WRITE SAME must leave zeroes, which those
+//! media write. All others pass, and so does what is going to be refused,
 //! by a reservation, by write protection or as it is out of range. A command that costs more than
 //! there is passes when the one before it is paid for, and those behind it wait until it is, too.
 

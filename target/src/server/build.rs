@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use riser_scsi::lu::LogicalUnit;
+use riser_scsi::lu::{LogicalUnit, UnitState};
 
 pub(crate) use self::secrets::check_own;
 use self::secrets::{Secrets, check_secrets};
@@ -30,6 +30,7 @@ use crate::backend::{
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::fabric::{Unit, UnitIdx};
 use crate::qos::{Initiators, IoLimits};
+use crate::sessions::blocklist::Blocklist;
 use crate::sessions::budget::SessionLimits;
 use crate::sessions::catalog::{Catalog, IscsiDef, PortalDef, TargetDef};
 use crate::srp::LoginLimits;
@@ -140,6 +141,7 @@ pub(super) struct Builder {
     ports: AllPortIds,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
+    blocklist: Arc<Blocklist>,
     /// Limiters of initiators, by the names of targets.
     initiators: BTreeMap<String, Arc<Initiators>>,
     /// Of units, by their numbers.
@@ -161,6 +163,8 @@ pub(super) struct Builder {
     /// True if the catalog before did not have all of these.
     has_new_wildcards: bool,
     identities: Identities,
+    /// States of units without a LUN, by the names of their backends, until these have one again.
+    removed: BTreeMap<String, UnitState>,
     /// Error with which the names that are kept cannot be read.
     unread: Option<String>,
     /// SRP portals that have no names for that reason.
@@ -180,7 +184,7 @@ impl Builder {
     /// One that has made nothing yet, and goes on where another one has ended.
     ///
     /// # Errors
-    /// [`ServerError::Ports`].
+    /// [`ServerError::Ports`], [`ServerError::Blocklist`].
     pub(super) fn after(server_state: &ServerState, keepers: Keepers) -> Result<Self, ServerError> {
         let saved = keepers.ports.as_ref().map(|keeper| keeper.load());
         let saved = saved.transpose().map_err(ServerError::Ports)?;
@@ -188,8 +192,11 @@ impl Builder {
         // Those handed over count more than the saved ones: they are the ports that initiators
         // have just used.
         ports.extend(server_state.ports.clone());
+        let blocklist = Blocklist::open(keepers.blocklist.clone());
+        let blocklist = blocklist.map_err(ServerError::Blocklist)?;
         let mut builder = Self {
             keepers,
+            blocklist: Arc::new(blocklist),
             ports,
             rams: server_state.rams.clone(),
             ..Self::default()
@@ -217,6 +224,11 @@ impl Builder {
             || subject.is_optional()
             || self.problems.has(subject)
             || self.is_of_known_wildcard(subject)
+    }
+
+    /// Returns the initiators that may not log in.
+    pub(super) fn blocklist(&self) -> &Blocklist {
+        &self.blocklist
     }
 
     /// Returns what is not served, and why.
@@ -346,12 +358,41 @@ impl Builder {
     /// The first catalog was made: gives its units what is left to them.
     pub(super) fn settle(&mut self, server_state: &ServerState) {
         for (backend, state) in &server_state.units {
-            if let Some(unit) = self.units.get(backend) {
-                unit.lu.import_state(state);
+            match self.units.get(backend) {
+                Some(unit) => unit.lu.import_state(state),
+                None => _ = self.removed.insert(backend.clone(), state.clone()),
             }
         }
         // Those without names are opened later.
         self.rams.retain(|name, _| self.absent.contains_key(name));
+    }
+
+    /// Takes over the states of the units that another builder has. A unit that is made once more for
+    /// its backend is another object, and so is one whose LUN was removed and is added again:
+    /// registrations and modes belong to the backend as long as the configuration has it.
+    pub(super) fn keep_unit_states(&mut self, before: &Self, config: &Config) {
+        self.removed = before.removed.clone();
+        for (name, unit) in &before.units {
+            match self.units.get(name) {
+                Some(new) if Arc::ptr_eq(new, unit) => {}
+                Some(new) => new.lu.import_state(&unit.lu.retire()),
+                None => _ = self.removed.insert(name.clone(), unit.lu.retire()),
+            }
+        }
+        let has = |name: &str| config.backends.iter().any(|b| b.name == name);
+        self.removed.retain(|name, _| has(name));
+        let units = &self.units;
+        let back = self
+            .removed
+            .extract_if(.., |name, _| units.contains_key(name));
+        for (name, state) in back {
+            units[&name].lu.import_state(&state);
+        }
+    }
+
+    /// The states that the next server imports, once this one has shut down.
+    pub(super) fn removed_states(&self) -> &BTreeMap<String, UnitState> {
+        &self.removed
     }
 
     /// The numbers of ports, by target.
@@ -479,6 +520,7 @@ impl Builder {
                 initiators: Arc::clone(self.initiators.entry(target.name.clone()).or_default()),
                 iscsi: iscsi(target, listens, &ids, &mut self.secrets)?,
                 listens: listens.iter().map(|p| (p.protocol, p.at)).collect(),
+                blocklist: Arc::clone(&self.blocklist),
             });
         }
         self.expansion = expansion;
@@ -769,6 +811,13 @@ impl Builder {
             backend = %backend.name, bytes = geometry.capacity, block = geometry.block_size,
             direct = geometry.direct, read_only = geometry.read_only, "opened"
         );
+        if let Some(from) = store.extended_from().filter(|from| *from > 0) {
+            let to = geometry.capacity;
+            tracing::warn!(
+                backend = %backend.name, from, to,
+                "file was shorter than `size`, and was extended with zeroes"
+            );
+        }
         Ok(self.put(name, store))
     }
 

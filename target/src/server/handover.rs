@@ -207,6 +207,8 @@ impl ServerState {
 pub struct Handover {
     ports: AllPortIds,
     units: BTreeMap<String, Arc<Unit>>,
+    /// States of units without a LUN.
+    removed: BTreeMap<String, UnitState>,
     rams: BTreeMap<String, Arc<Ram>>,
 }
 
@@ -214,12 +216,11 @@ impl Handover {
     /// The state for the next server, once this one has shut down.
     #[must_use]
     pub fn after_shutdown(self, sockets: Vec<TcpListener>) -> ServerState {
-        let states = self.units.iter();
+        let served = self.units.iter();
+        let served = served.map(|(key, unit)| (key.clone(), unit.lu.export_state()));
         ServerState {
             ports: self.ports,
-            units: states
-                .map(|(key, unit)| (key.clone(), unit.lu.export_state()))
-                .collect(),
+            units: self.removed.into_iter().chain(served).collect(),
             rams: self.rams,
             sockets,
         }
@@ -244,6 +245,7 @@ impl Server {
         Handover {
             ports: self.builder.ports().clone(),
             units: self.builder.units().clone(),
+            removed: self.builder.removed_states().clone(),
             rams: self.builder.open_rams(),
         }
     }
@@ -295,6 +297,13 @@ impl Server {
         }
         // execve(2) waits for the thread that closes them, and nothing would be served meanwhile.
         shm::check_closed(Duration::ZERO).map_err(ServerError::Unclosed)?;
+        // The next program could not open a device at an address that the host does not have.
+        let mut lost = self.observation.problems().not_served();
+        if let (true, Some((subject, problem))) = (self.config.strict, lost.next()) {
+            let (kind, name) = (subject.kind(), subject.name());
+            let why = format!("{kind} {name}: {}", problem.why);
+            return Err(ServerError::Strict(why));
+        }
         self.builder.check_successor(&self.config)
     }
 }

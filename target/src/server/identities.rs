@@ -40,6 +40,9 @@ pub struct Identities {
     /// Text that names are derived from on this host, unless the configuration says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     host: Option<String>,
+    /// Random number for the first start, which becomes part of `host`.
+    #[serde(skip)]
+    random: Option<u64>,
     /// By the names of backends.
     backends: BTreeMap<String, Names>,
 }
@@ -78,7 +81,24 @@ struct Names {
     is_missing: bool,
 }
 
+/// Text that the names of a new installation are derived from.
+fn first_host(machine: &HostId, random: Option<u64>) -> String {
+    match random {
+        Some(random) => format!("{}-{random:016x}", machine.text()),
+        None => machine.text().to_owned(),
+    }
+}
+
 impl Identities {
+    /// Names of a new installation, which keeps them. Containers and golden images have no machine
+    /// id, and often one host name, so their names are derived from a random number as well.
+    pub(super) fn of_new_host(random: u64) -> Self {
+        Self {
+            random: Some(random),
+            ..Self::default()
+        }
+    }
+
     /// Text that names are derived from: what the configuration says, else what it was at the
     /// first start.
     pub fn host(&mut self, config: &Config) -> HostId {
@@ -87,9 +107,11 @@ impl Identities {
             None => {
                 // Kept from the first start on: a host whose own names change must not give its
                 // disks others.
-                let host = self
-                    .host
-                    .get_or_insert_with(|| HostId::of(config).text().to_owned());
+                let random = self.random;
+                let host = self.host.get_or_insert_with(|| {
+                    let random = random.filter(|_| !HostId::has_machine_id());
+                    first_host(&HostId::of(config), random)
+                });
                 HostId::new(host)
             }
         }
@@ -458,6 +480,20 @@ mod tests {
         let new = keep(&mut all, &config(&[("d", ""), ("e", &mine)]), file(1));
         assert_ne!(new.serial, first.serial);
         assert_ne!(new.naa, first.naa);
+    }
+
+    /// Clones of a host without a machine id derive different names.
+    #[test]
+    fn random_part_distinguishes_new_hosts() {
+        let host = HostId::new("localhost");
+        assert_eq!(first_host(&host, None), "localhost");
+        assert_ne!(first_host(&host, Some(1)), first_host(&host, Some(2)));
+        let config = config(&[("d", "")]);
+        let mut all = Identities::of_new_host(1);
+        let first = all.host(&config);
+        let kept = serde_json::to_string(&all).unwrap();
+        let mut kept: Identities = serde_json::from_str(&kept).unwrap();
+        assert_eq!(kept.host(&config), first);
     }
 
     #[test]

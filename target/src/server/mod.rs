@@ -27,8 +27,11 @@ mod acquire;
 pub(crate) mod addresses;
 mod both_ways;
 pub(crate) mod build;
+pub mod drain;
 pub mod handover;
+pub mod hanging;
 pub mod identities;
+mod observation;
 pub mod ports;
 pub mod problems;
 pub mod reload;
@@ -54,10 +57,13 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError, OpenedStores, Space, Store, look, open_all};
+use crate::backend::{
+    Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, look, open_all,
+};
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
 use crate::holder::HeldBy;
+use crate::sessions::blocklist::{BlockKeeper, Blocklist};
 use crate::sessions::catalog::Catalog;
 use crate::sessions::iscsi::IscsiSessions;
 use crate::sessions::nexus::Registry;
@@ -67,6 +73,7 @@ use crate::worker::portals::Unserved;
 use crate::worker::{Report, Shared, System, Worker, WorkerConfig, ring_capacity};
 use handover::ServerState;
 use identities::IdentityKeeper;
+use observation::{Observation, wanted_size};
 use ports::PortKeeper;
 use problems::{Problems, Subject};
 use rollout::RolloutDriver;
@@ -77,6 +84,9 @@ pub use crate::worker::PATIENCE;
 
 /// Time that the last block operations, and the flush, get after that.
 const LAST_IO: Duration = Duration::from_secs(60);
+
+/// Time that threads get to exit after a shutdown that failed.
+const LAST_EXIT: Duration = Duration::from_secs(5);
 
 /// An error at the start, in a change or at the end of a server.
 #[derive(Debug, thiserror::Error)]
@@ -192,6 +202,16 @@ pub enum ServerError {
     /// Written data could not be made durable.
     #[error("the last flush failed: {0}")]
     Flush(String),
+    /// Block operations hold up a hand-over or a shutdown.
+    #[error(
+        "block operations of backend {backend} have been in flight for {seconds} s: the disk does not respond"
+    )]
+    Hanging {
+        /// Label of the backend.
+        backend: String,
+        /// Age of the oldest operation.
+        seconds: u64,
+    },
     /// Something took longer than it may.
     #[error("{0} did not end in time")]
     Timeout(&'static str),
@@ -226,6 +246,9 @@ pub enum ServerError {
     /// The numbers of ports cannot be kept, or read.
     #[error("the numbers of target ports: {0}")]
     Ports(#[source] io::Error),
+    /// The list of blocked initiators cannot be read.
+    #[error("the list of blocked initiators: {0}")]
+    Blocklist(#[source] io::Error),
     /// The names of logical units cannot be kept, or read.
     #[error("the names of logical units: {0}")]
     Identities(#[source] io::Error),
@@ -313,6 +336,8 @@ pub struct Keepers {
     pub flushes: Option<Arc<dyn FlushKeeper>>,
     /// The names of logical units.
     pub identities: Option<Arc<dyn IdentityKeeper>>,
+    /// Keeper of the list of blocked initiators.
+    pub blocklist: Option<Arc<dyn BlockKeeper>>,
 }
 
 /// A server with its workers; dropping it cuts all connections.
@@ -322,6 +347,7 @@ pub struct Server {
     /// Entries of each worker's ring, as the number of sessions at the start wanted it.
     ring: u32,
     builder: build::Builder,
+    observation: Observation,
     shared: Arc<Shared>,
     /// The network, if it is not the host's.
     network: Option<Arc<dyn SimulatedNetwork>>,
@@ -330,6 +356,8 @@ pub struct Server {
     reports: Receiver<Report>,
     /// Workers that have ended by themselves.
     gone: usize,
+    /// Number of flushes that the server has requested.
+    flushes: u64,
     /// Error of the first of them.
     failed: Option<ServerError>,
     /// Notified when a worker fails.
@@ -538,9 +566,10 @@ impl Server {
         drop(reports_tx);
         let started = started.and_then(|unserved| server.do_without(unserved));
         if let Err(error) = started {
-            server.abandon();
+            server.abandon(None);
             return Err(error);
         }
+        server.observe();
         Ok(server)
     }
 
@@ -554,12 +583,14 @@ impl Server {
             config: config.clone(),
             ring: ring_capacity(config.limits.max_sessions),
             builder,
+            observation: Observation::default(),
             shared,
             network: None,
             senders: Vec::new(),
             threads: Vec::new(),
             reports,
             gone: 0,
+            flushes: 0,
             failed: None,
             failure: Arc::default(),
         };
@@ -691,14 +722,17 @@ impl Server {
         }
     }
 
-    /// Ends what was started, after a failure.
-    fn abandon(&mut self) {
+    /// Ends the workers, and waits for their threads, if need be only until a time: the kernel lets no
+    /// thread exit while block operations of its ring are in flight.
+    fn abandon(&mut self, until: Option<Instant>) {
         for sender in &self.senders {
             let _ = sender.send_blocking(Mail::Exit);
         }
         self.senders.clear();
         for thread in self.threads.drain(..).flatten() {
-            let _ = thread.join();
+            if until.is_none_or(|until| ends_in_time(&thread, until)) {
+                let _ = thread.join();
+            }
         }
     }
 
@@ -733,6 +767,7 @@ impl Server {
     /// Whether it is time for [`Server::retry`]: something could not be served, a device is gone,
     /// or portals with a wildcard are to be at other addresses.
     pub fn look(&mut self) -> bool {
+        self.observe();
         let builder = &mut self.builder;
         builder.look(&self.config);
         builder.is_elsewhere(&self.config)
@@ -740,17 +775,40 @@ impl Server {
             || builder.has_gone()
     }
 
-    /// Backends and portals that should be served and are not, and backends that fail operations.
+    /// Looks for faults that have appeared since the last look.
+    fn observe(&mut self) {
+        let has_network = self.network.is_none();
+        let senders = &self.senders;
+        self.observation
+            .update(&self.config, &self.builder, has_network, || {
+                ask(senders, Mail::OldestRequests)
+            });
+    }
+
+    /// Backends and portals that should be served and are not, and backends that need an operator.
     #[must_use]
     pub fn problems(&self) -> Problems {
         let mut all = self.builder.problems().clone();
-        let (now, date) = (Instant::now(), SystemTime::now());
         for (name, store) in self.builder.open() {
-            if let Some(failing) = store.failing(now, date) {
+            for failing in self.causes(name, store) {
                 all.add_failing(Subject::Backend(name.clone()), failing);
             }
         }
+        all.add_missing(self.observation.problems());
+        all.keep_dates(self.observation.problems());
         all
+    }
+
+    /// Everything for which an open backend needs an operator, the most serious first.
+    #[must_use]
+    pub fn causes(&self, backend: &str, store: &Store) -> Vec<Failing> {
+        let wanted = wanted_size(&self.config, backend);
+        let mut causes = store.problems(wanted, Instant::now(), SystemTime::now());
+        // A device that is gone comes first, because it is opened again.
+        let first = causes.iter().take_while(|cause| cause.is_gone()).count();
+        let hanging = self.observation.hanging(backend, store);
+        causes.splice(first..first, hanging);
+        causes
     }
 
     /// The units that are served, by the names of their backends.
@@ -772,9 +830,9 @@ impl Server {
         self.builder.units().get(backend)
     }
 
-    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. A
-    /// file system that does not answer is waited for once, for some seconds. `false` when the
-    /// server is gone.
+    /// Measures the room of all backends and inspects their media, from any thread, and notifies
+    /// initiators of thresholds. A file system that does not respond delays this once, for some
+    /// seconds. `false` when the server is gone.
     pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
         let shared = Arc::downgrade(&self.shared);
         move || {
@@ -791,9 +849,8 @@ impl Server {
                 let Some(store) = store.upgrade() else {
                     continue;
                 };
-                if let Err(error) = store.measure_space() {
-                    tracing::debug!(%error, "the room of a backend cannot be measured");
-                    continue;
+                if let Err(error) = store.examine() {
+                    tracing::debug!(%error, "cannot examine a backend");
                 }
                 let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
                     return false;
@@ -866,33 +923,37 @@ impl Server {
         ask(&self.senders, mail)
     }
 
-    /// Measures all backends again; initiators are notified of units whose capacity changed.
+    /// Measures all backends again and inspects their media; initiators are notified of units whose
+    /// capacity changed.
     ///
     /// # Errors
     /// The first backend that cannot be measured; the others are measured all the same.
-    pub fn rescan(&self) -> io::Result<()> {
+    pub fn rescan(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         let catalog = self.shared.registry.catalog();
         let until = look::until();
-        let stores = catalog.stores.iter().enumerate();
-        let stores = stores.filter_map(|(place, store)| Some((place, store.as_ref()?)));
-        // All looks begin before the first is waited for: media that hang share one deadline.
-        let looks: Vec<_> = stores
-            .map(|(place, store)| (place, store, store.look_measure()))
+        let stores: Vec<_> = self
+            .builder
+            .open()
+            .filter_map(|(name, store)| Some((name, self.builder.place_of(name)?, store)))
             .collect();
-        for (place, store, look) in looks {
-            match look.and_then(|look| look.finish(until)).flatten() {
+        // All looks begin before the first is waited for: media that hang share one deadline.
+        let measured: Vec<_> = stores
+            .iter()
+            .map(|(.., store)| store.look_measure())
+            .collect();
+        let mut answering = Vec::new();
+        for ((name, place, store), look) in stores.into_iter().zip(measured) {
+            let measured = look.and_then(|look| look.finish(until)).flatten();
+            match measured {
                 Ok(Some(resized)) => {
-                    tracing::info!(
-                        from = resized.from,
-                        to = resized.to,
-                        "a backend changed its size"
-                    );
+                    log_resized(name, resized);
                     if self.on_resized(&catalog, place, resized.to) {
                         store.set_capacity(resized.to);
                     }
+                    answering.push((name, store.look_inspect()));
                 }
-                Ok(None) => {}
+                Ok(None) => answering.push((name, store.look_inspect())),
                 Err(error) if result.is_ok() => {
                     let text = format!("{}: {error}", store.label());
                     result = Err(io::Error::new(error.kind(), text));
@@ -900,7 +961,21 @@ impl Server {
                 Err(_) => {}
             }
         }
+        let until = look::until();
+        for (name, look) in answering {
+            let inspected = look.and_then(|look| look.finish(until)).flatten();
+            if let Err(error) = inspected {
+                tracing::warn!(backend = %name, %error, "cannot inspect a backend");
+            }
+        }
+        self.observe();
         result
+    }
+
+    /// Returns the initiators that may not log in.
+    #[must_use]
+    pub fn blocklist(&self) -> &Blocklist {
+        self.builder.blocklist()
     }
 
     /// Lets flushes succeed again on the backends of units with this serial number, or of all,
@@ -965,8 +1040,16 @@ impl Server {
 impl Drop for Server {
     /// A server that is merely dropped ends without ceremony: connections are cut.
     fn drop(&mut self) {
-        self.abandon();
+        self.abandon(None);
     }
+}
+
+/// Waits for the end of a thread until then; returns whether it has ended.
+fn ends_in_time(thread: &JoinHandle<()>, until: Instant) -> bool {
+    while !thread.is_finished() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    thread.is_finished()
 }
 
 fn ended(index: u16, message: Option<String>) -> ServerError {
@@ -1056,12 +1139,21 @@ fn pin(cpu: usize) -> io::Result<()> {
     Ok(sched_setaffinity(None, &set)?)
 }
 
+/// Logs another size of a backend. Data behind the new end are lost.
+fn log_resized(backend: &str, Resized { from, to }: Resized) {
+    if to < from {
+        tracing::error!(backend, from, to, "backend has become smaller");
+    } else {
+        tracing::info!(backend, from, to, "backend has grown");
+    }
+}
+
 /// Reports the use of a backend's space to its units, and logs when it reaches their threshold or
 /// recedes.
 fn note_space(catalog: &Catalog, place: usize, store: &Store, space: Space) {
     let (used, all) = space.of(store.capacity());
     for unit in catalog.units_on(place) {
-        let (backend, threshold) = (store.label(), unit.lu.threshold().unwrap_or_default());
+        let (backend, threshold) = (store.name(), unit.lu.threshold().unwrap_or_default());
         match unit.lu.note_space(used, all) {
             Some(true) => tracing::warn!(
                 backend,

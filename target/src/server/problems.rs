@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::time::SystemTime;
 
 use super::ServerError;
-use crate::backend::Failing;
+use crate::backend::{Cause, Failing};
 use crate::config::{Listen, Protocol};
 use crate::worker::portals::Unserved;
 
@@ -101,9 +101,22 @@ pub struct Problem {
     pub why: String,
     /// Time since which it is not served.
     pub since: SystemTime,
-    /// A backend that is open and serves some commands, such as reads while its file system is
-    /// full.
-    pub is_failing: bool,
+    /// Cause for which a backend that is open needs an operator, such as a file system that is full.
+    pub cause: Option<Cause>,
+}
+
+impl Problem {
+    /// Returns true if some commands are still executed.
+    #[must_use]
+    pub fn is_failing(&self) -> bool {
+        self.cause.is_some_and(Cause::is_served)
+    }
+
+    /// State of its subject, as text for people.
+    #[must_use]
+    pub fn state(&self) -> &'static str {
+        self.cause.map_or("NOT SERVED", Cause::state)
+    }
 }
 
 /// Problems by subject, backends first.
@@ -133,7 +146,14 @@ impl Problems {
     /// Those because of which something is not served at all: without backends that fail some
     /// commands.
     pub fn not_served(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
-        self.iter().filter(|(_, problem)| !problem.is_failing)
+        self.iter().filter(|(_, problem)| !problem.is_failing())
+    }
+
+    /// Those because of which the daemon is not ready: see [`Cause::is_ready`].
+    pub fn unready(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
+        let is_ready = |problem: &Problem| problem.cause.is_some_and(Cause::is_ready);
+        self.iter()
+            .filter(move |(subject, problem)| !subject.is_optional() && !is_ready(problem))
     }
 
     /// Returns true if something is not served.
@@ -174,21 +194,37 @@ impl Problems {
         let new = || Problem {
             why: String::new(),
             since: SystemTime::now(),
-            is_failing: false,
+            cause: None,
         };
         self.0.entry(subject).or_insert_with(new).why = why.to_string();
     }
 
-    /// A backend is open and fails operations.
+    /// A backend is open and needs an operator. The first cause that is added counts.
     pub(super) fn add_failing(&mut self, subject: Subject, failing: Failing) {
-        // A device that is gone serves nothing, although it is open.
-        let is_failing = !failing.is_gone();
-        let Failing { since, why, .. } = failing;
+        let Failing { since, why, cause } = failing;
         self.0.entry(subject).or_insert(Problem {
             why,
             since,
-            is_failing,
+            cause: Some(cause),
         });
+    }
+
+    /// Adds the problems of another set. Existing problems take precedence.
+    pub(super) fn add_missing(&mut self, other: &Self) {
+        for (subject, problem) in &other.0 {
+            let new = || problem.clone();
+            self.0.entry(subject.clone()).or_insert_with(new);
+        }
+    }
+
+    /// Takes the dates of problems that persist from the previous set.
+    pub(super) fn keep_dates(&mut self, before: &Self) {
+        for (subject, problem) in &mut self.0 {
+            let same = before.0.get(subject);
+            if let Some(same) = same.filter(|same| same.cause == problem.cause) {
+                problem.since = same.since;
+            }
+        }
     }
 
     /// The portals that could not be listened on, in the place of those before: for want of a
@@ -234,13 +270,30 @@ impl Problems {
     pub(super) fn log_since(&self, before: &Self) {
         for (subject, problem) in &self.0 {
             let (kind, name, why) = (subject.kind(), subject.name(), &problem.why);
-            if before.0.get(subject).is_none_or(|old| old.why != *why) {
-                tracing::error!(target: TARGET, kind, name, why, "not served; it is tried again");
+            if before.0.get(subject).is_some_and(|old| old.why == *why) {
+                continue;
+            }
+            match problem.cause {
+                None => {
+                    tracing::error!(target: TARGET, kind, name, why, "not served; it is tried again");
+                }
+                Some(cause) => {
+                    let cause = cause.label();
+                    tracing::error!(target: TARGET, kind, name, cause, why, "backend needs attention");
+                }
             }
         }
-        for subject in before.0.keys().filter(|subject| !self.has(subject)) {
+        for (subject, problem) in before.0.iter().filter(|(subject, _)| !self.has(subject)) {
             let (kind, name) = (subject.kind(), subject.name());
-            tracing::info!(target: TARGET, kind, name, "served again, or no longer configured");
+            match problem.cause {
+                None => {
+                    tracing::info!(target: TARGET, kind, name, "served again, or no longer configured");
+                }
+                Some(cause) => {
+                    let cause = cause.label();
+                    tracing::info!(target: TARGET, kind, name, cause, "backend no longer needs attention");
+                }
+            }
         }
     }
 }
@@ -266,5 +319,7 @@ mod tests {
         assert_eq!(problems.iter().count(), 4);
         let not_served: Vec<_> = problems.not_served().map(|(s, _)| s.name()).collect();
         assert_eq!(not_served, ["absent", "gone"]);
+        let unready: Vec<_> = problems.unready().map(|(s, _)| s.name()).collect();
+        assert_eq!(unready, ["absent", "gone"]);
     }
 }

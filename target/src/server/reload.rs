@@ -1,7 +1,7 @@
 //! Another configuration for a running server.
 //!
 //! Everything may change but what workers, devices that stay and the daemon itself were made with:
-//! identity, workers, transport, log, admin socket, state, the buffer pool, the longest transfer,
+//! identity, workers, transport, form of the log, admin socket, state, the buffer pool, the longest transfer,
 //! and more sessions than the workers' rings have room for. A configuration that changes one of
 //! these is refused whole and says which, as is one that makes another disk of a backend under the
 //! feet of those who use it; a backend may grow.
@@ -35,6 +35,7 @@ use super::rollout::{Refusal, RolloutDriver, RolloutState};
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{OpenedStores, Source, Spec, Store, Wish, look, open_all};
 use crate::config::{Backend, Config, Protocol};
+use crate::fabric::ConnRef;
 use crate::qos::IoLimits;
 use crate::sessions::catalog::Catalog;
 use crate::worker::mail::Mail;
@@ -101,7 +102,8 @@ pub fn check(
             ring_capacity(is.max_sessions) <= ring,
         ),
         ("/transport", old.transport == new.transport),
-        ("/log", old.log == new.log),
+        ("/log/format", old.log.format == new.log.format),
+        ("/log/audit", old.log.audit == new.log.audit),
         ("/admin", old.admin == new.admin),
         ("/state", old.state == new.state),
     ];
@@ -278,6 +280,23 @@ impl Server {
         self.change_with(config, self.builder.clone(), opened, agree)
     }
 
+    /// As [`Server::change_if`], but backends and portals that are not available are problems, as at
+    /// a start, and are tried again.
+    ///
+    /// # Errors
+    /// As [`Server::change_if`].
+    pub fn change_without_unavailable<E: From<ChangeError>>(
+        &mut self,
+        config: Config,
+        agree: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.check(&config)?;
+        let mut builder = self.builder.clone();
+        builder.set_lenient(true);
+        let opened = open_all(builder.wishes(&config));
+        self.change_with(config, builder, opened, agree)
+    }
+
     fn change_with<E: From<ChangeError>>(
         &mut self,
         config: Config,
@@ -348,6 +367,7 @@ impl Server {
             }
             RolloutState::Applied => {
                 self.finish_change(change);
+                self.observe();
                 ChangeStep::Applied
             }
             RolloutState::Undone => match self.stage_again(change, now) {
@@ -557,7 +577,7 @@ impl Server {
     /// # Panics
     /// Unless it is staged.
     pub fn commit_change(&mut self, change: &mut Change, now: Instant) {
-        let builder = &change.builder;
+        let builder = &mut change.builder;
         builder
             // From here on the files are what initiators use, and nothing may cut or remove them
             // again.
@@ -569,14 +589,7 @@ impl Server {
         builder.problems().log_since(self.builder.problems());
         builder.log_addresses_since(&self.builder);
         // What initiators have done to units without a medium while all this was acquired.
-        for (name, unit) in builder.units() {
-            // A unit that is made once more for the same backend is another object, and takes the
-            // registrations and modes of the one that it replaces.
-            let before = self.builder.units().get(name);
-            if let Some(before) = before.filter(|before| !Arc::ptr_eq(before, unit)) {
-                unit.lu.import_state(&before.lu.retire());
-            }
-        }
+        builder.keep_unit_states(&self.builder, &change.config);
         self.builder = builder.clone();
         self.builder.settle_absent();
         self.config = change.config.clone();
@@ -617,15 +630,30 @@ impl Server {
             grown.store.set_capacity(grown.to);
             self.on_resized(catalog, grown.place, grown.to);
         }
-        // Initiators that do not answer the request to log out are cut off then.
-        let until = now + PATIENCE;
-        for channel in ended.into_iter().chain(of_iscsi) {
-            if let Some(sender) = self.senders.get(usize::from(channel.worker)) {
-                let serial = channel.serial;
+        self.log_out_until(ended.into_iter().chain(of_iscsi), now + PATIENCE);
+        rollout.commit(now);
+    }
+
+    /// Logs out the sessions of blocked initiators.
+    pub fn log_out_blocked(&self) {
+        let catalog = self.shared.registry.catalog();
+        // Without settling: workers lead commands to their units until the sessions end.
+        let ended = self.shared.registry.change(Arc::clone(&catalog));
+        let of_iscsi = self.shared.iscsi.change(&catalog);
+        self.log_out(ended.into_iter().chain(of_iscsi));
+    }
+
+    /// Requests initiators to log out, and terminates the connections that remain after a time.
+    pub fn log_out(&self, channels: impl IntoIterator<Item = ConnRef>) {
+        self.log_out_until(channels, Instant::now() + PATIENCE);
+    }
+
+    fn log_out_until(&self, channels: impl IntoIterator<Item = ConnRef>, until: Instant) {
+        for ConnRef { worker, serial } in channels {
+            if let Some(sender) = self.senders.get(usize::from(worker)) {
                 let _ = sender.send_blocking(Mail::LogOut { serial, until });
             }
         }
-        rollout.commit(now);
     }
 
     /// Lets sessions leave the units that they no longer see: after workers have followed, since

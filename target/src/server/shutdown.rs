@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
-use super::{LAST_IO, PATIENCE, Server, ServerError};
+use super::{LAST_EXIT, LAST_IO, PATIENCE, Server, ServerError};
 use crate::worker::Report;
 use crate::worker::mail::Mail;
 
@@ -20,8 +20,8 @@ pub struct Shutdown {
 enum Phase {
     /// Sessions finish and log out; these workers have none any more, and run.
     Stopping(BTreeSet<u16>),
-    /// A worker makes durable what was written.
-    Flushing,
+    /// A worker makes durable what was written, in the flush with this number.
+    Flushing(u64),
     /// Nothing is waited for.
     Over(Result<(), ServerError>),
 }
@@ -79,7 +79,10 @@ impl Server {
                     continue;
                 }
                 Err(TryRecvError::Empty) if now < shutdown.until => return false,
-                Err(TryRecvError::Empty) => ServerError::Timeout("the shutdown"),
+                Err(TryRecvError::Empty) => match self.check_block_operations() {
+                    Err(error @ ServerError::Hanging { .. }) => error,
+                    _ => ServerError::Timeout("the shutdown"),
+                },
                 Err(TryRecvError::Disconnected) => ServerError::Timeout("a worker"),
             };
             shutdown.phase = Phase::Over(Err(error));
@@ -93,11 +96,11 @@ impl Server {
             (Phase::Stopping(quiet), Report::Quiet(worker)) => _ = quiet.insert(*worker),
             // It counts among those that are gone.
             (Phase::Stopping(quiet), Report::Ended(worker, _)) => _ = quiet.remove(worker),
-            (Phase::Flushing, Report::Flushed(result)) => {
+            (Phase::Flushing(number), Report::Flushed(of, result)) if of == number => {
                 let result = result.clone().map_err(ServerError::Flush);
                 shutdown.phase = Phase::Over(result);
             }
-            (Phase::Flushing, Report::Ended(..)) if is_last => {
+            (Phase::Flushing(_), Report::Ended(..)) if is_last => {
                 shutdown.phase = Phase::Over(Err(nobody_flushes()));
             }
             _ => {}
@@ -114,13 +117,20 @@ impl Server {
             return;
         }
         // Any worker can flush for all: the backends are shared.
+        let number = self.next_flush();
         let mut senders = self.senders.iter();
-        let flusher = senders.find(|sender| sender.send_blocking(Mail::Flush).is_ok());
+        let flusher = senders.find(|sender| sender.send_blocking(Mail::Flush(number)).is_ok());
         shutdown.until = now + LAST_IO;
         shutdown.phase = match flusher {
-            Some(_) => Phase::Flushing,
+            Some(_) => Phase::Flushing(number),
             None => Phase::Over(Err(nobody_flushes())),
         };
+    }
+
+    /// Returns the number of the next flush, which its report carries.
+    pub(super) fn next_flush(&mut self) -> u64 {
+        self.flushes += 1;
+        self.flushes
     }
 
     /// Ends the workers. A server whose workers the caller drives has sent them the order to exit.
@@ -134,7 +144,8 @@ impl Server {
         let Phase::Over(result) = shutdown.phase else {
             panic!("a shutdown is polled to its end");
         };
-        self.abandon();
+        let until = result.is_err().then(|| Instant::now() + LAST_EXIT);
+        self.abandon(until);
         let catalog = self.shared.registry.catalog();
         // The thread that saves a failure would end with the process, and the next start would
         // trust the disk.

@@ -1,7 +1,10 @@
 //! Bounds on the number of sessions, in all and from one address.
+//!
+//! A host with SLAAC chooses the lower half of its IPv6 addresses, so they count by their network of
+//! 64 bits.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, PoisonError};
 
 use riser_sync::{Mutex, MutexGuard};
@@ -30,6 +33,15 @@ impl SessionLimits {
     }
 }
 
+/// Returns the address by which the bounds count: that of the /64 network for IPv6.
+#[must_use]
+pub fn counted_address(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from(u128::from(address) >> 64 << 64).into(),
+        address @ IpAddr::V4(_) => address,
+    }
+}
+
 /// Sessions that a budget admits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
@@ -49,6 +61,22 @@ struct Counts {
     addresses: HashMap<IpAddr, u32>,
 }
 
+/// A bound that leaves no room for another session, as the configuration names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReachedBound {
+    /// The bound on all sessions.
+    #[error("limits.max_sessions ({0}) is reached")]
+    Sessions(u32),
+    /// The bound on sessions from one address.
+    #[error("limits.sessions_per_address ({bound}) is reached for {address}")]
+    PerAddress {
+        /// The bound.
+        bound: u32,
+        /// Address by which it counts.
+        address: IpAddr,
+    },
+}
+
 /// One session of a budget, which has it back when this is dropped.
 #[derive(Debug)]
 pub struct Permit {
@@ -59,6 +87,7 @@ pub struct Permit {
 impl Counts {
     fn has_room(&self, bounds: Bounds, address: IpAddr, replaced: Option<IpAddr>) -> bool {
         let less = |is_less: bool| u32::from(is_less);
+        let (address, replaced) = (counted_address(address), replaced.map(counted_address));
         let there = self.addresses.get(&address).copied().unwrap_or(0);
         // The replaced session may have ended on another worker since it was looked up.
         self.total.saturating_sub(less(replaced.is_some())) < bounds.sessions
@@ -80,6 +109,7 @@ impl Budget {
         if !counts.has_room(bounds, address, replaced) {
             return None;
         }
+        let address = counted_address(address);
         counts.total += 1;
         *counts.addresses.entry(address).or_default() += 1;
         let budget = self.clone();
@@ -90,6 +120,25 @@ impl Budget {
     #[must_use]
     pub fn has_room(&self, bounds: Bounds, address: IpAddr, replaced: Option<IpAddr>) -> bool {
         self.lock().has_room(bounds, address, replaced)
+    }
+
+    /// Returns the bound that leaves no room for a session from an address; `None` if there is room.
+    #[must_use]
+    pub fn reached(&self, bounds: Bounds, address: IpAddr) -> Option<ReachedBound> {
+        let counts = self.lock();
+        let address = counted_address(address);
+        let there = counts.addresses.get(&address).copied().unwrap_or(0);
+        if there >= bounds.per_address {
+            let bound = bounds.per_address;
+            return Some(ReachedBound::PerAddress { bound, address });
+        }
+        (counts.total >= bounds.sessions).then_some(ReachedBound::Sessions(bounds.sessions))
+    }
+
+    /// Returns the largest number of sessions from one address.
+    #[must_use]
+    pub fn most_per_address(&self) -> u32 {
+        self.lock().addresses.values().copied().max().unwrap_or(0)
     }
 
     /// Returns the number of sessions at present.
@@ -137,9 +186,17 @@ mod tests {
         let (one, two) = (acquire(1), acquire(1));
         assert!(one.is_some() && two.is_some());
         assert!(acquire(1).is_none(), "the bound of an address");
+        let reached = |host| Some(budget.reached(BOUNDS, address(host))?.to_string());
+        let text = "limits.sessions_per_address (2) is reached for 10.0.0.1";
+        assert_eq!(reached(1).as_deref(), Some(text));
+        assert_eq!((reached(2), budget.most_per_address()), (None, 2));
         let three = acquire(2);
         assert!(three.is_some());
         assert!(acquire(3).is_none(), "the bound of all");
+        assert_eq!(
+            reached(3).as_deref(),
+            Some("limits.max_sessions (3) is reached")
+        );
         drop(one);
         assert_eq!(budget.sessions(), 2);
         assert!(acquire(3).is_some());
@@ -171,5 +228,16 @@ mod tests {
         let permit = budget.acquire(BOUNDS, address(1), Some(address(1)));
         assert!(permit.is_some());
         assert!(budget.has_room(BOUNDS, address(2), Some(address(2))));
+    }
+
+    #[test]
+    fn ipv6_addresses_count_by_network() {
+        let budget = Budget::default();
+        let of = |host: u16| IpAddr::from([0x2001, 0xdb8, 0, 1, 0, 0, 0, host]);
+        let held: Vec<_> = (0..BOUNDS.per_address as u16)
+            .map(|host| budget.acquire(BOUNDS, of(host), None).unwrap())
+            .collect();
+        assert!(budget.acquire(BOUNDS, of(99), None).is_none());
+        drop(held);
     }
 }

@@ -8,11 +8,13 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use riser_scsi::iscsi::chap::Credentials;
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
+use super::blocklist::Blocklist;
 use super::budget::SessionLimits;
 use crate::backend::Store;
 use crate::config::{self, Protocol};
@@ -149,6 +151,13 @@ impl Catalog {
         self.units.get(index.0 as usize)?.upgrade()
     }
 
+    /// Returns the number of units that are served, or still have commands.
+    #[must_use]
+    pub fn live_units(&self) -> usize {
+        let live = self.units.iter().filter(|unit| unit.strong_count() > 0);
+        live.count()
+    }
+
     /// The backend of a unit.
     #[must_use]
     pub fn store_of(&self, unit: &Unit) -> Option<&Arc<Store>> {
@@ -229,6 +238,8 @@ pub struct TargetDef {
     pub initiators: Arc<Initiators>,
     /// Names and portals for iSCSI initiators, if it has any.
     pub iscsi: Option<IscsiDef>,
+    /// Initiators that may not log in, whatever the configuration says.
+    pub blocklist: Arc<Blocklist>,
 }
 
 /// A target for iSCSI initiators.
@@ -275,11 +286,12 @@ impl IscsiDef {
     }
 }
 
-/// Whether an initiator that has proved a name, or nothing, could log in where this is asked for.
+/// Whether an initiator that has proved these credentials, or nothing, could log in where this
+/// authentication is required.
 #[must_use]
-pub fn is_proof(auth: &Auth, proved: Option<&str>) -> bool {
+pub fn is_proof(auth: &Auth, proved: Option<&Credentials>) -> bool {
     match (auth, proved) {
-        (Auth::Chap { accepted, .. }, Some(name)) => accepted.iter().any(|own| own.name == name),
+        (Auth::Chap { accepted, .. }, Some(proved)) => accepted.contains(proved),
         (Auth::None, None) => true,
         _ => false,
     }
@@ -289,6 +301,9 @@ impl TargetDef {
     /// The units that an initiator at an address may see; `None` if it may not log in.
     #[must_use]
     pub fn luns_of(&self, initiator: &InitiatorPortId, address: IpAddr) -> Option<Arc<LunMap>> {
+        if self.blocklist.has_port(&initiator.0) {
+            return None;
+        }
         let allowed = self.config.allowed_luns(&initiator.0, address)?;
         let rule = self.config.rule_of_port(&initiator.0, address);
         // The identifier's extension is another one for each of an initiator's paths.
@@ -302,6 +317,9 @@ impl TargetDef {
     /// As [`TargetDef::luns_of`], for an iSCSI initiator.
     #[must_use]
     pub fn luns_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<Arc<LunMap>> {
+        if self.blocklist.has_name(initiator) {
+            return None;
+        }
         let allowed = self.config.allowed_luns_of(initiator, address)?;
         let rule = self.config.rule_of(initiator, address);
         let limiter = self.limiter(rule, address, || initiator.to_string());
@@ -347,17 +365,30 @@ impl TargetDef {
         Some(own.unwrap_or(&iscsi.auth))
     }
 
-    /// Whether an iSCSI initiator at an address could log in at present with what it has proved:
-    /// the name that its secret belongs to, or nothing.
+    /// Whether an iSCSI initiator at an address could log in now with the credentials that it has
+    /// proved.
     #[must_use]
     pub fn is_accepted(
         &self,
         initiator: &IscsiName,
         address: IpAddr,
-        proved: Option<&str>,
+        proved: Option<&Credentials>,
     ) -> bool {
         let auth = self.auth_of_name(initiator, address);
         auth.is_some_and(|auth| is_proof(auth, proved))
+    }
+
+    /// Whether a session of an iSCSI initiator may continue: its credentials are accepted now, or no
+    /// credentials are required.
+    #[must_use]
+    pub fn keeps_session(
+        &self,
+        initiator: &IscsiName,
+        address: IpAddr,
+        proved: Option<&Credentials>,
+    ) -> bool {
+        let auth = self.auth_of_name(initiator, address);
+        auth.is_some_and(|auth| *auth == Auth::None || is_proof(auth, proved))
     }
 
     fn map_of(

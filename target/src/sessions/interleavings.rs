@@ -79,7 +79,7 @@ impl Shared {
         let entered = self.registry.login(&req, ends, channel, now);
         let (grant, guard) = entered.expect("there is room");
         self.notify(grant.displaced, || Note::Terminate);
-        let established = self.registry.establish(key, channel, now);
+        let established = self.registry.establish(key, channel);
         self.notify(established.terminate, || Note::Terminate);
         self.notify(established.start, || Note::Start);
         let may_start = established.may_start || {

@@ -11,16 +11,18 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use riser_scsi::iscsi::chap::Credentials;
 use riser_scsi::iscsi::login::{Identity, SessionParams};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, Isid, Tsih};
 use riser_scsi::nexus::{Nexus, NexusId};
 
-use super::budget::{Bounds, Budget, Permit};
+use super::budget::{Bounds, Budget, Permit, counted_address};
 use super::catalog::Catalog;
 use super::guard::{self, Departure, Left, SessionGuard};
 use super::recent::Recent;
+use super::unconfirmed::{Unconfirmed, displaceable};
 use super::units::UnitEntries;
 use super::waits::Waits;
 use crate::fabric::{ConnRef, KnownUnits, LunMap};
@@ -30,7 +32,8 @@ use crate::iscsi::{Ending, Window};
 const MAX_KEPT: usize = 8;
 
 /// Discovery sessions at once. They are no I_T nexuses and have a budget of their own: a host that
-/// only lists targets, perhaps without authentication, keeps no other from its disks.
+/// only lists targets, perhaps without authentication, keeps no other from its disks. At the bound
+/// a new session replaces the oldest one of the address with most of them.
 const DISCOVERIES: Bounds = Bounds {
     sessions: 64,
     per_address: 16,
@@ -69,6 +72,8 @@ pub struct Membership {
     pub initiator: IscsiName,
     /// Initiator part of the session's identifier.
     pub isid: Isid,
+    /// CHAP user that it has proved to be.
+    pub user: Option<String>,
     /// None in a discovery session.
     pub target: Option<IscsiName>,
     /// The handle of the session.
@@ -97,8 +102,8 @@ pub struct Session {
     pub key: SessionKey,
     /// The address of its first connection. Others have the same rights at theirs.
     pub address: IpAddr,
-    /// The name under which the initiator has proved its identity, if it had to.
-    pub chap_name: Option<String>,
+    /// The name and the secret by which the initiator has proved its identity, if it had to.
+    pub credentials: Option<Credentials>,
     /// Ports of the nexus; none of a discovery session, which has no units either.
     pub ports: Option<Nexus>,
     /// Parameters that hold for all its connections.
@@ -172,8 +177,10 @@ struct Entry {
     session: Session,
     units: UnitEntries,
     connections: Vec<Connection>,
-    /// Given back with the entry.
-    _permit: Permit,
+    /// Number of the login, by which older sessions are known.
+    number: u64,
+    /// Released with the entry. `None` for a discovery session that another one replaces.
+    permit: Option<Permit>,
 }
 
 impl Entry {
@@ -217,6 +224,8 @@ struct Table {
     current: HashMap<SessionKey, Tsih>,
     waits: Waits,
     discoveries: Budget,
+    /// Number of the last login of a session.
+    logins: u64,
     /// Sessions that have ended without a logout of the initiator's own.
     recent: Recent<Owner>,
 }
@@ -290,8 +299,8 @@ impl IscsiSessions {
         table.recent.find(&owner, now)
     }
 
-    /// Enters a session, if `check` finds nothing against its replacing the one that is there (RFC
-    /// 7143 6.3.5). The handle is `random`, or the next one that is free: a number that can be
+    /// Enters a session, if `check` finds nothing against it and against its replacing the one that is
+    /// there (RFC 7143 6.3.5). The handle is `random`, or the next one that is free: a number that can be
     /// guessed would help to join another initiator's session.
     ///
     /// # Errors
@@ -302,7 +311,7 @@ impl IscsiSessions {
         new: NewSession,
         first: &Candidate,
         random: u16,
-        check: impl FnOnce(&Session) -> Result<(), LoginStatus>,
+        check: impl FnOnce(Option<&Session>) -> Result<(), LoginStatus>,
     ) -> Result<(SessionGrant, SessionGuard), LoginStatus> {
         let NewSession {
             nexus,
@@ -310,40 +319,46 @@ impl IscsiSessions {
             session,
         } = new;
         let mut table = self.lock();
-        // Under the lock, so that the session that was checked is the one that is replaced.
-        if let Some(there) = table.current.get(&session.key) {
-            check(&table.entries[there].session)?;
-        }
+        // Under the lock, so that the session that was checked is the one that is replaced, and
+        // `change` logs the new one out if its initiator loses its rights after the check.
+        let there = table.current.get(&session.key);
+        check(there.map(|tsih| &table.entries[tsih].session))?;
         let tsih = table
             .free_handle(random)
             .ok_or(LoginStatus::OUT_OF_RESOURCES)?;
-        let discovery = || {
-            let permit = table
-                .discoveries
-                .acquire(DISCOVERIES, session.address, None);
-            permit.map(|permit| (NexusId(0), permit))
+        let (nexus, permit, displaced) = match nexus {
+            Some((nexus, permit)) => (nexus, permit, Vec::new()),
+            None => {
+                let admitted = table.admit_discovery(session.address);
+                let (permit, displaced) = admitted.ok_or(LoginStatus::OUT_OF_RESOURCES)?;
+                (NexusId(0), permit, displaced)
+            }
         };
-        let (nexus, permit) = nexus
-            .or_else(discovery)
-            .ok_or(LoginStatus::OUT_OF_RESOURCES)?;
         // Nothing fails from here on.
         let old = table.current.insert(session.key.clone(), tsih);
         let old = old.and_then(|tsih| table.entries.get(&tsih));
-        let replaced: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
+        let mut replaced: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
+        replaced.extend(displaced);
         // Sessions that were replaced before may still have commands at a device, while the one
         // that waited for them has gone: its initiator has given up, and now logs in again.
         let sessions = table.entries.values();
         let sessions = sessions.filter(|entry| entry.session.key == session.key);
-        let others: Vec<_> = sessions.flat_map(Entry::channels).collect();
+        let (predecessors, others): (Vec<_>, Vec<_>) = sessions
+            .map(|entry| (entry.units.nexus(), entry.channels().collect::<Vec<_>>()))
+            .unzip();
+        let others = others.concat();
         table.waits.wait_for(&others, first.channel);
         let waits = !others.is_empty();
         let ports = session.ports.as_ref();
-        let units = UnitEntries::enter(nexus, ports, luns, waits);
+        let mut units = UnitEntries::enter(nexus, ports, luns, waits);
+        units.succeed(predecessors);
+        table.logins += 1;
         let entry = Entry {
             session,
             units,
             connections: vec![Connection::new(first)],
-            _permit: permit,
+            number: table.logins,
+            permit: Some(permit),
         };
         let grant = entry.grant(tsih, replaced, waits);
         table.entries.insert(tsih, entry);
@@ -417,6 +432,12 @@ impl IscsiSessions {
         found
     }
 
+    /// A connection no longer waits for replaced sessions. Units refuse commands of its session
+    /// as long as they have commands of those.
+    pub fn stop_waiting(&self, channel: ConnRef) {
+        self.lock().waits.forgo(&[channel]);
+    }
+
     /// Whether a connection waits for others.
     pub fn is_waiting(&self, channel: ConnRef) -> bool {
         self.lock().waits.is_waiting(channel)
@@ -485,7 +506,7 @@ impl IscsiSessions {
                 let owner = (
                     session.key.clone(),
                     session.address,
-                    session.chap_name.clone(),
+                    session.chap_name().map(str::to_owned),
                 );
                 match again {
                     Some(now) => {
@@ -520,10 +541,15 @@ impl IscsiSessions {
             let target = name.and_then(|name| catalog.target_named(name));
             let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
             let rule_at = |address| target.and_then(|t| t.rule_of(&key.initiator, address));
+            let proved = entry.session.credentials.as_ref();
+            // The credentials may have been revoked, or the secret changed.
+            let is_proved =
+                target.is_some_and(|t| t.keeps_session(&key.initiator, address, proved));
             // As at its login, a connection needs the rights that hold at the address of the first
             // one.
-            let may_stay =
-                |c: &&Connection| luns.is_some() && rule_at(c.address) == rule_at(address);
+            let may_stay = |c: &&Connection| {
+                is_proved && luns.is_some() && rule_at(c.address) == rule_at(address)
+            };
             let others = entry.connections.iter().filter(|c| !may_stay(c));
             ended.extend(others.map(|c| c.channel));
             entry.units.change(luns.unwrap_or_default(), ports);
@@ -550,6 +576,12 @@ impl IscsiSessions {
 }
 
 impl Session {
+    /// The name under which the initiator has proved its identity.
+    #[must_use]
+    pub fn chap_name(&self) -> Option<&str> {
+        self.credentials.as_ref().map(|proved| proved.name.as_str())
+    }
+
     fn is_discovery(&self) -> bool {
         self.params.discovery
     }
@@ -562,6 +594,38 @@ impl Table {
             Ending::Terminate => self.waits.wait_for(others, who),
             Ending::Detach => self.waits.wait_until_free(others, who),
         }
+    }
+
+    /// Returns a permit for a discovery session, and the channels of the session that it replaces, if
+    /// any.
+    fn admit_discovery(&mut self, address: IpAddr) -> Option<(Permit, Vec<ConnRef>)> {
+        let acquire = |table: &Self| table.discoveries.acquire(DISCOVERIES, address, None);
+        if let Some(permit) = acquire(self) {
+            return Some((permit, Vec::new()));
+        }
+        let entries = self.entries.iter();
+        let mut all: Vec<_> = entries
+            .filter(|(_, entry)| entry.session.is_discovery() && entry.permit.is_some())
+            .map(|(tsih, entry)| {
+                let (what, address) = (*tsih, entry.session.address);
+                (entry.number, Unconfirmed { address, what })
+            })
+            .collect();
+        all.sort_by_key(|(number, _)| *number);
+        let mut all: Vec<_> = all.into_iter().map(|(_, session)| session).collect();
+        let is_from_there = |session: &Unconfirmed<Tsih>| {
+            counted_address(session.address) == counted_address(address)
+        };
+        // An address with too many sessions replaces one of them.
+        let there = all.iter().filter(|session| is_from_there(session)).count();
+        if there >= DISCOVERIES.per_address as usize {
+            all.retain(is_from_there);
+        }
+        let oldest = displaceable(&all)?;
+        let entry = self.entries.get_mut(&oldest).expect("one of the table");
+        entry.permit = None;
+        let channels = entry.channels().collect();
+        Some((acquire(self)?, channels))
     }
 
     fn entry_of(&self, key: &SessionKey, tsih: Tsih) -> Result<&Entry, LoginStatus> {
@@ -632,7 +696,7 @@ mod tests {
         }
     }
 
-    fn fits(_: &Session) -> Result<(), LoginStatus> {
+    fn fits(_: Option<&Session>) -> Result<(), LoginStatus> {
         Ok(())
     }
 
@@ -757,7 +821,7 @@ mod tests {
                 address: None,
             },
             address: HERE,
-            chap_name: None,
+            credentials: None,
             ports: None,
             params: params(2),
             window: Arc::new(Window::new(4, CmdSn(1), true)),
@@ -807,18 +871,23 @@ mod tests {
     fn a_session_that_may_not_take_another_s_place_leaves_it_alone() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let (first, _guard, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
-        let refuse = |_: &Session| Err(LoginStatus::AUTHORIZATION_FAILURE);
+        let refuse = |there: Option<&Session>| match there {
+            Some(_) => Err(LoginStatus::AUTHORIZATION_FAILURE),
+            None => Ok(()),
+        };
         let refused = sessions.enter(counted(&budget, 1), &new(0, 2), 7, refuse);
         assert_eq!(refused.unwrap_err(), LoginStatus::AUTHORIZATION_FAILURE);
         assert_eq!(budget.sessions(), 1, "its permit is given back");
         let key = bare(1).key;
         assert_eq!(sessions.check_join(&key, first, Cid(1), 4), Ok(()));
-        // Without one to replace nothing is asked.
+        // Another port may log in.
         drop(sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap());
     }
 
+    /// Hosts without a login cannot keep other hosts from discovery: the oldest session of the address
+    /// with most of them ends.
     #[test]
-    fn discovery_sessions_are_bounded_by_address_and_in_all() {
+    fn oldest_discovery_session_gives_way() {
         let sessions = IscsiSessions::default();
         let mut serial = 0;
         let mut enter = |host: u8| {
@@ -832,24 +901,33 @@ mod tests {
                 luns: Arc::default(),
                 session,
             };
-            let entered = sessions.enter(new_session, &new(0, serial), 7, fits);
-            entered.ok().map(|(_, guard)| guard)
+            let (_, guard, replaced) =
+                entered(sessions.enter(new_session, &new(0, serial), 7, fits));
+            (guard, replaced)
         };
-        let first = enter(1).unwrap();
-        let mut others = Vec::new();
-        for _ in 1..DISCOVERIES.per_address {
-            others.push(enter(1).unwrap());
+        let mut held = Vec::new();
+        for _ in 0..DISCOVERIES.per_address {
+            let (guard, replaced) = enter(1);
+            assert_eq!(replaced, []);
+            held.push(guard);
         }
-        assert!(enter(1).is_none());
+        let (guard, replaced) = enter(1);
+        assert_eq!(replaced, [channel(1)], "the oldest of this address");
+        held.push(guard);
         for host in 2..=(DISCOVERIES.sessions / DISCOVERIES.per_address) as u8 {
             for _ in 0..DISCOVERIES.per_address {
-                others.push(enter(host).unwrap());
+                held.push(enter(host).0);
             }
         }
-        assert!(enter(99).is_none());
-        let left = log_out(first);
+        let (guard, replaced) = enter(99);
+        assert_eq!(replaced, [channel(2)], "the oldest of all");
+        // A replaced session ends no other one.
+        let left = lose(held.remove(0));
         assert!(left.notify.is_empty() && left.terminate.is_empty());
-        assert!(enter(99).is_some());
+        let left = log_out(guard);
+        assert!(left.notify.is_empty() && left.terminate.is_empty());
+        let (_guard, replaced) = enter(99);
+        assert_eq!(replaced, [], "room of the one that logged out");
     }
 
     #[test]

@@ -10,12 +10,14 @@
 //! - [`catalog`]: what is served, to whom.
 //! - [`nexus`]: SRP's sessions, and the numbers of all I_T nexuses.
 //! - [`iscsi`]: sessions of iSCSI, over TCP and RDMA.
+//! - [`blocklist`]: initiators that an administrator keeps out.
 //! - [`guard`]: a connection's part in its session, over every fabric.
 //! - [`budget`]: how many sessions there may be. `units`: where a nexus is entered at its units.
 //! - `waits`: channels that wait until others have ended.
 //! - [`unconfirmed`]: which connection gives way to a newer one before it has proved anything.
 //! - `recent`: units that the initiators of sessions which have just ended take their LUNs for.
 
+pub mod blocklist;
 pub mod budget;
 pub mod catalog;
 pub mod guard;

@@ -21,7 +21,7 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId};
 use riser_sync::{Mutex, MutexGuard};
 
-use super::budget::{Budget, Permit};
+use super::budget::{Budget, Permit, ReachedBound};
 use super::catalog::{Catalog, Entrance, TargetDef};
 use super::guard::{Departure, Left, Session, SessionGuard};
 use super::recent::Recent;
@@ -29,7 +29,7 @@ use super::unconfirmed::{self, Unconfirmed};
 use super::units::UnitEntries;
 use super::waits::Waits;
 use crate::fabric::{ConnRef, LunMap};
-use crate::srp::{Admission, JOIN_TIMEOUT, LoginOutcome, LoginRefused, LoginView, plan_login};
+use crate::srp::{Admission, LoginOutcome, LoginRefused, LoginView, plan_login};
 
 /// Replaced sessions of one pair of ports at most, while their commands are still at a device.
 const MAX_REPLACED: usize = 4;
@@ -53,8 +53,8 @@ enum Stage {
     Requested,
     /// It is the session of its I_T nexus.
     Current,
-    /// A newer one has replaced it at that time. Its channels are being torn down.
-    Replaced(Instant),
+    /// A newer one has replaced it. Its channels are being torn down.
+    Replaced,
     /// It was never established and will not be. Its channels are being torn down.
     Displaced,
 }
@@ -178,13 +178,7 @@ impl Table {
 
     /// The state of the table as far as a login depends on it; `gives_way` if a channel of the
     /// session that it joins makes room for it.
-    fn view(
-        &self,
-        asked: &Request,
-        met: Option<usize>,
-        gives_way: bool,
-        now: Instant,
-    ) -> LoginView {
+    fn view(&self, asked: &Request, met: Option<usize>, gives_way: bool) -> LoginView {
         let known = self.entries(&asked.key);
         let has_room = || {
             let replaced = met.map(|at| known[at].address);
@@ -196,7 +190,7 @@ impl Table {
             channels: met.map_or(0, |at| {
                 known[at].channels.len() as u32 - u32::from(gives_way)
             }),
-            exhausted: is_new && (is_held_up(known, now) || !has_room()),
+            exhausted: is_new && (is_held_up(known) || !has_room()),
             stopping: self.stopping,
         }
     }
@@ -400,10 +394,29 @@ impl Registry {
         self.lock().stopping = true;
     }
 
+    /// Accepts logins again.
+    pub fn resume(&self) {
+        self.lock().stopping = false;
+    }
+
     /// Sessions at present that are or were established.
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.lock().budget.sessions() as usize
+    }
+
+    /// Returns the bound that keeps another session from an address out, for the log.
+    #[must_use]
+    pub fn reached_bound(&self, address: IpAddr) -> Option<ReachedBound> {
+        let table = self.lock();
+        let bounds = table.catalog.limits.bounds();
+        table.budget.reached(bounds, address)
+    }
+
+    /// Returns the largest number of sessions from one address.
+    #[must_use]
+    pub fn most_per_address(&self) -> u32 {
+        self.lock().budget.most_per_address()
     }
 
     /// Channels at present whose connections are not established.
@@ -439,7 +452,7 @@ impl Registry {
         let admission = table.admission(&asked, ends, met, now);
         let joined = met.filter(|_| asked.joins);
         let crowded = joined.and_then(|at| table.crowded(&asked.key, at));
-        let view = table.view(&asked, met, crowded.is_some(), now);
+        let view = table.view(&asked, met, crowded.is_some());
         let planned = plan_login(req, &table.catalog.limits.login, &admission, view);
         let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
         // From here on the login is granted, and the table changes.
@@ -470,7 +483,7 @@ impl Registry {
 
     /// A channel's connection is established: if the channel has asked for a session, that is the
     /// session of its nexus from now on, unless others have taken the last place meanwhile.
-    pub fn establish(&self, key: NexusKey, channel: ConnRef, now: Instant) -> Established {
+    pub fn establish(&self, key: NexusKey, channel: ConnRef) -> Established {
         let mut table = self.lock();
         let limits = table.catalog.limits;
         table.forget_unconfirmed(&[channel]);
@@ -505,18 +518,38 @@ impl Registry {
             entry.stage = Stage::Current;
             // Requests that are older go with the sessions: their initiator has come by this one.
             done.terminate = older.iter().flat_map(Entry::refs).collect();
-            older.iter_mut().for_each(|e| e.give_way(now));
+            older.iter_mut().for_each(Entry::give_way);
             // They may have waited for this one, and for requests that are newer.
             waits.forgo(&done.terminate);
             for own in entry.refs() {
                 waits.wait_for(&done.terminate, own);
             }
+            let older = older.iter().filter(|e| e.has_been_current());
+            entry.units.succeed(older.map(|e| e.units.nexus()));
             let is_ready = |own: &ConnRef| *own != channel && !waits.is_waiting(*own);
             done.start = entry.refs().filter(is_ready).collect();
         }
         done.may_start = entry.stage == Stage::Current && !waits.is_waiting(channel);
         table.forget_unconfirmed(&done.terminate);
         done
+    }
+
+    /// Starts a channel although channels that it waits for still have commands at a device, if all of
+    /// these belong to sessions that its session has replaced: units with such commands refuse
+    /// commands of this channel. Returns false if it has to wait for other channels.
+    pub fn start_early(&self, key: NexusKey, channel: ConnRef) -> bool {
+        let mut table = self.lock();
+        let is_replaced = |on: ConnRef| {
+            let mut entries = table.entries(&key).iter();
+            entries.any(|e| e.has(on) && matches!(e.stage, Stage::Replaced | Stage::Displaced))
+        };
+        let mut entries = table.entries(&key).iter();
+        let is_current = entries.any(|e| e.has(channel) && e.stage == Stage::Current);
+        let may_start = is_current && table.waits.of(channel).all(is_replaced);
+        if may_start {
+            table.waits.forgo(&[channel]);
+        }
+        may_start
     }
 
     /// Numbers an I_T nexus of another protocol, within the same bounds; `None` where they are
@@ -609,21 +642,16 @@ fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     let rank = |(at, entry): (usize, &Entry)| match entry.stage {
         Stage::Current => Some((true, true, at)),
         Stage::Requested => Some((false, entry.address == address, at)),
-        Stage::Replaced(_) | Stage::Displaced => None,
+        Stage::Replaced | Stage::Displaced => None,
     };
     let best = entries.iter().enumerate().filter_map(rank).max();
     best.map(|(.., at)| at)
 }
 
-/// Whether replaced sessions are still there that should have ended long since, or too many of
-/// them: a device holds their commands, and another login would only wait for it as well.
-fn is_held_up(entries: &[Entry], now: Instant) -> bool {
-    let replaced = entries.iter().filter_map(|e| match e.stage {
-        Stage::Replaced(since) => Some(since),
-        _ => None,
-    });
-    let is_late = |since: Instant| now.saturating_duration_since(since) >= JOIN_TIMEOUT;
-    replaced.clone().count() >= MAX_REPLACED || replaced.into_iter().any(is_late)
+/// Whether too many replaced sessions are still there, because devices hold their commands.
+fn is_held_up(entries: &[Entry]) -> bool {
+    let replaced = entries.iter().filter(|e| e.stage == Stage::Replaced);
+    replaced.count() >= MAX_REPLACED
 }
 
 impl Entry {
@@ -642,11 +670,10 @@ impl Entry {
     }
 
     /// A newer session is established.
-    fn give_way(&mut self, now: Instant) {
+    fn give_way(&mut self) {
         self.stage = match self.stage {
             Stage::Requested | Stage::Displaced => Stage::Displaced,
-            Stage::Current => Stage::Replaced(now),
-            Stage::Replaced(since) => Stage::Replaced(since),
+            Stage::Current | Stage::Replaced => Stage::Replaced,
         };
     }
 }
@@ -745,7 +772,7 @@ mod tests {
         }
 
         fn establish(&self, serial: u64) -> Established {
-            self.registry.establish(self.key, channel(serial), self.now)
+            self.registry.establish(self.key, channel(serial))
         }
 
         fn log_in(&self, serial: u64) -> NexusId {
@@ -961,7 +988,28 @@ mod tests {
     }
 
     #[test]
-    fn replaced_sessions_that_stay_are_bounded_and_hold_logins_up() {
+    fn channel_starts_early_beside_replaced_session() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.single(1).unwrap();
+        assert!(host.establish(1).may_start);
+        host.single(2).unwrap();
+        assert!(
+            !host.establish(2).may_start,
+            "the first one may have commands"
+        );
+        assert!(registry.start_early(host.key, channel(2)));
+        let left = host.leave(1);
+        assert!(left.notify.is_empty(), "it does not wait any more");
+        // A channel that waits for a requested session may belong to that one.
+        host.single(3).unwrap();
+        host.request(A, MultiChannelAction::Multi, 4).unwrap();
+        host.establish(4);
+        assert!(!registry.start_early(host.key, channel(4)));
+    }
+
+    #[test]
+    fn replaced_sessions_count_until_they_end() {
         let registry = open();
         let mut host = Host::new(&registry, 1);
         for serial in 1..=3 {
@@ -971,11 +1019,10 @@ mod tests {
         assert_eq!(host.single(4).err(), full, "they count as sessions");
         host.leave(2);
         host.leave(3);
-        host.now += JOIN_TIMEOUT - Duration::from_secs(1);
-        host.single(4).unwrap();
+        // A device holds the commands of the first one, however long.
+        host.now += Duration::from_secs(1000);
+        host.log_in(4);
         host.leave(4);
-        host.now += Duration::from_secs(1);
-        assert_eq!(host.single(5).err(), full, "a device holds the first one");
         host.leave(1);
         host.log_in(6);
         assert_eq!(registry.sessions(), 1);

@@ -7,6 +7,8 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 
+use super::budget::counted_address;
+
 /// A connection that is not established.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unconfirmed<T> {
@@ -21,13 +23,15 @@ pub struct Unconfirmed<T> {
 pub fn displaceable<T: Copy>(all: &[Unconfirmed<T>]) -> Option<T> {
     let mut counts: HashMap<IpAddr, usize> = HashMap::new();
     for one in all {
-        *counts.entry(one.address).or_default() += 1;
+        *counts.entry(counted_address(one.address)).or_default() += 1;
     }
     // A sender of forged requests from one address displaces its own. One that forges many
     // addresses has to send as many requests as there are places before it displaces another
     // host's.
     let most = counts.values().max()?;
-    let victim = all.iter().find(|one| counts[&one.address] == *most);
+    let victim = all
+        .iter()
+        .find(|one| counts[&counted_address(one.address)] == *most);
     victim.map(|one| one.what)
 }
 

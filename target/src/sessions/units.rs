@@ -12,6 +12,8 @@ use crate::fabric::{LunMap, Unit};
 pub(super) struct UnitEntries {
     nexus: NexusId,
     luns: Arc<LunMap>,
+    /// Nexuses that this one has replaced.
+    predecessors: Vec<NexusId>,
     /// Units that the nexus no longer sees, and where it is entered still, for the commands that it
     /// has there.
     former: Vec<Weak<Unit>>,
@@ -42,7 +44,19 @@ impl UnitEntries {
         Self {
             nexus,
             luns,
+            predecessors: Vec::new(),
             former: Vec::new(),
+        }
+    }
+
+    /// The nexus replaces older ones of the same ports, whose tasks may still be at a device. Units with
+    /// such tasks refuse tasks of this nexus.
+    pub(super) fn succeed(&mut self, predecessors: impl IntoIterator<Item = NexusId>) {
+        self.predecessors.extend(predecessors);
+        for (_, unit) in self.luns.iter() {
+            for old in &self.predecessors {
+                unit.succeed(*old, self.nexus);
+            }
         }
     }
 
@@ -82,6 +96,9 @@ impl UnitEntries {
         self.former.retain(is_gone);
         for (_, unit) in luns.iter() {
             unit.admit(self.nexus, ports);
+            for old in &self.predecessors {
+                unit.succeed(*old, self.nexus);
+            }
             let scope = AttentionScope::One(self.nexus);
             unit.lu.raise(Attention::LunsChanged, scope);
         }
@@ -100,7 +117,7 @@ impl UnitEntries {
 impl Drop for UnitEntries {
     fn drop(&mut self) {
         for (_, unit) in self.luns.iter() {
-            unit.lu.remove_nexus(self.nexus);
+            unit.end_nexus(self.nexus);
         }
         // A session that was logged out may be over before all workers have followed.
         self.settle();

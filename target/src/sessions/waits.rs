@@ -96,7 +96,8 @@ impl Waits {
         over.filter(|who| !self.is_waiting(*who)).collect()
     }
 
-    fn of(&self, who: ConnRef) -> impl Iterator<Item = ConnRef> + '_ {
+    /// The channels that a channel waits for.
+    pub(super) fn of(&self, who: ConnRef) -> impl Iterator<Item = ConnRef> + '_ {
         let own = self.0.iter().filter(move |wait| wait.who == who);
         own.map(|wait| wait.on)
     }

@@ -30,6 +30,9 @@ pub enum Action {
     },
     /// Notify the CM that data came before the message that establishes the connection.
     NotifyEstablished,
+    /// Call [`Channel::handle_others_gone`](super::Channel::handle_others_gone) if the channel waits
+    /// for replaced sessions only.
+    StartEarly,
     /// See whether the initiator is there: post a signaled write of no bytes, which its device
     /// answers without looking at the key. When it completes, call
     /// [`Channel::handle_probed`](super::Channel::handle_probed).

@@ -30,8 +30,8 @@ use super::login::{ChannelParams, OWN_MESSAGES};
 use super::own::OwnMessages;
 use crate::audit::Parting;
 use crate::fabric::{
-    Accounts, Backlog, CommandFlow, Contexts, Lent, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits,
-    RdmaRequest, Spare, TaskIdx, TaskRef,
+    Accounts, Backlog, CommandFlow, Contexts, Lent, LunMap, MAX_DATA_TIMEOUTS, OWED, Pace,
+    PortionLimits, RdmaRequest, Spare, TaskIdx, TaskRef, Wait,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool, Ranges};
@@ -44,6 +44,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time limit for the end of the commands of the session that an established channel replaces.
 /// A device that holds them longer is broken: the initiator is logged out, and may log in again.
 pub const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Time after which such a channel starts early, if the commands that it waits for are at a device
+/// that may hang: units with such commands then refuse commands of the channel.
+pub(super) const REINSTATEMENT: Duration = Duration::from_secs(2);
 
 /// Silence after which the target checks that the initiator is there. A reliable connection
 /// without traffic does not notice that its peer is gone, and its session would stay for ever.
@@ -170,12 +174,20 @@ pub struct Channel {
     pieces_deadline: Option<Instant>,
     /// That time.
     pieces_timeout: Duration,
+    /// Since when other initiators wait for memory of which it has more than its share.
+    owed: Option<Wait>,
+    /// Since when other initiators wait for its commands in the order of their unit.
+    held: Option<Wait>,
+    /// Time of the next check of both.
+    awaited_deadline: Option<Instant>,
     pub(super) pace: Pace,
     notified: bool,
     pub(super) drained: bool,
     /// Its requests end without being carried out.
     pub(super) torn_down: bool,
     pub(super) deadline: Option<Instant>,
+    /// Time at which a channel that still waits for replaced sessions is logged out.
+    join_until: Instant,
     /// Time at which the initiator was last heard.
     heard: Instant,
     /// Time of the next check that it is still there.
@@ -225,11 +237,15 @@ impl Channel {
             data_deadline: None,
             pieces_deadline: None,
             pieces_timeout: config.data_out_timeout * MAX_DATA_TIMEOUTS,
+            owed: None,
+            held: None,
+            awaited_deadline: None,
             pace: Pace::new(params.req_lim),
             notified: false,
             drained: false,
             torn_down: false,
             deadline: Some(now + CONNECT_TIMEOUT),
+            join_until: now,
             heard: now,
             probe_at: None,
             probing: false,
@@ -314,10 +330,16 @@ impl Channel {
         self.ioctx.get(idx).map_or(IoctxState::Done, |io| io.state)
     }
 
-    /// Whether commands wait for pool memory.
+    /// Number of waits for pool memory for one unit that have begun.
     #[must_use]
-    pub fn waits_for_pool(&self) -> bool {
-        self.backlog.waits_for_memory()
+    pub fn pool_waits_begun(&self) -> u64 {
+        self.backlog.waits_begun()
+    }
+
+    /// Number of units for which commands wait for pool memory.
+    #[must_use]
+    pub fn pool_waits(&self) -> usize {
+        self.backlog.memory_waits()
     }
 
     /// Returns the time at which [`Channel::handle_timeout`] is due.
@@ -329,6 +351,7 @@ impl Channel {
             live(self.probe_at),
             live(self.data_deadline),
             live(self.pieces_deadline),
+            live(self.awaited_deadline),
             self.backlog.limits.deadline(),
         ];
         all.into_iter().flatten().min()
@@ -467,7 +490,8 @@ impl Channel {
     pub fn handle_established(&mut self, cx: &mut Cx<'_>, may_start: bool) {
         if self.state == ChState::Connecting {
             become_state(&mut self.state, ChState::Joining);
-            self.deadline = Some(cx.now + JOIN_TIMEOUT);
+            self.join_until = cx.now + JOIN_TIMEOUT;
+            self.deadline = Some(cx.now + REINSTATEMENT);
             self.heard = cx.now;
             self.probe_at = Some(cx.now + KEEPALIVE);
             if may_start {
@@ -485,6 +509,15 @@ impl Channel {
         self.settle_round(cx);
     }
 
+    /// The channel has waited for replaced sessions longer than their commands usually take.
+    pub(super) fn on_join_late(&mut self, cx: &mut Cx<'_>) {
+        if cx.now >= self.join_until {
+            return self.logout(cx, TLogoutReason::NoReason);
+        }
+        self.actions.push_back(Action::StartEarly);
+        self.deadline = Some(self.join_until.min(cx.now + REINSTATEMENT));
+    }
+
     fn start_serving(&mut self) {
         become_state(&mut self.state, ChState::Live);
         self.deadline = None;
@@ -498,14 +531,11 @@ impl Channel {
         }
         self.poll_limits(cx);
         if self.state == ChState::Live && self.is_overdue(cx.now) {
-            warn_limited!(
-                self.complaints,
-                cx.now,
-                nexus = self.config.nexus.0,
-                "the initiator does not give its data"
-            );
-            self.ended.get_or_insert(Parting::Silent);
-            self.on_queue_pair_error(cx);
+            self.end_silent(cx);
+        }
+        let is_due = self.awaited_deadline.is_some_and(|at| at <= cx.now);
+        if self.state == ChState::Live && is_due {
+            self.check_awaited(cx);
         }
         if self.state == ChState::Live && self.probe_at.is_some_and(|at| at <= cx.now) {
             // Messages do not touch the timer, which is cheaper: what has been heard meanwhile is
@@ -593,10 +623,12 @@ impl Channel {
     /// it. Data that are moved meanwhile extend it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
+        io.began = Some(self.pace.begin(now));
         if io.exec.is_gathering() {
             return;
         }
-        io.wait = Some(self.pace.begin(now));
+        io.wait = io.began;
+        io.ordered = io.ordered.or(io.began);
         // The first wait of a command has all of the time, and most commands wait once.
         let due = match io.waited.is_zero() {
             true => Some(now + self.pieces_timeout),
@@ -620,6 +652,66 @@ impl Channel {
             self.pieces_deadline = dues.min();
         }
         is_over(self.data_deadline) || is_over(self.pieces_deadline)
+    }
+
+    /// Other initiators wait for memory, of which this channel may have more than its share.
+    pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
+        if self.state == ChState::Live {
+            self.check_awaited(cx);
+        }
+        self.settle_round(cx);
+    }
+
+    /// A command waits for the initiator with its place in the order. Nothing tells the channel that
+    /// others begin to wait for it there.
+    pub(super) fn watch_order(&mut self, now: Instant) {
+        let look = now + OWED;
+        self.awaited_deadline = Some(self.awaited_deadline.map_or(look, |at| at.min(look)));
+    }
+
+    /// Closes the channel if other initiators wait too long for its memory or its commands, as
+    /// [`iscsi::Channel`](crate::iscsi::Channel) does in `check_data`.
+    fn check_awaited(&mut self, cx: &mut Cx<'_>) {
+        let timeout = self.config.data_out_timeout;
+        let now = self.pace.begin(cx.now);
+        let is_owed = cx.pool.is_owed_by(self.backlog.owner());
+        self.owed = is_owed.then(|| self.owed.unwrap_or(now));
+        let is_in_order = |io: &SendIoctx| io.began.is_some() && !io.exec.is_gathering();
+        let is_held = |io: &SendIoctx| is_in_order(io) && io.exec.holds_others();
+        let held = self.ioctx.iter().any(|(_, io)| is_held(io));
+        self.held = held.then(|| self.held.unwrap_or(now));
+        if is_owed && let Some(at) = &mut self.data_deadline {
+            *at = (*at).min(cx.now + OWED);
+        }
+        let (owed, held, pace) = (self.owed, self.held, &self.pace);
+        let due = |io: &SendIoctx| {
+            let began = io.began?;
+            let owed = owed.map(|since| pace.due_awaited(began.later(since), timeout));
+            let held = held.filter(|_| is_in_order(io));
+            // Other initiators wait for all of its pieces together.
+            let ordered = io.ordered.unwrap_or(began);
+            let held = held.map(|since| pace.due_awaited(ordered.later(since), OWED));
+            owed.into_iter().chain(held).min()
+        };
+        let due = self.ioctx.iter().filter_map(|(_, io)| due(io)).min();
+        let is_watched = is_owed || self.ioctx.iter().any(|(_, io)| is_in_order(io));
+        let look = is_watched.then_some(cx.now + OWED);
+        self.awaited_deadline = look.into_iter().chain(due).min();
+        if due.is_some_and(|at| at <= cx.now) {
+            self.end_silent(cx);
+        }
+    }
+
+    /// Closes the channel of an initiator that moves no data, or too little.
+    fn end_silent(&mut self, cx: &mut Cx<'_>) {
+        warn_limited!(
+            self.complaints,
+            cx.now,
+            nexus = self.config.nexus.0,
+            "timed out waiting for the initiator to move its data"
+        );
+        self.ended.get_or_insert(Parting::Silent);
+        self.on_queue_pair_error(cx);
     }
 
     fn retry_deferred(&mut self, cx: &mut Cx<'_>) {

@@ -229,6 +229,7 @@ impl Channel {
         let watchers = io.exec.finish(pool);
         io.transfer = None;
         io.wait = None;
+        (io.began, io.ordered) = (None, None);
         io.waited = Duration::ZERO;
         io.response = None;
         io.code = None;
@@ -322,6 +323,9 @@ impl CommandFlow for Channel {
             return Some(StepResult::Done);
         }
         self.begin_piece(cx.now, task);
+        if from > 0 {
+            self.watch_order(cx.now);
+        }
         let io = &mut self.ioctx[usize::from(task.0)];
         io.transfer = Some(Transfer::of_piece(Direction::FromInitiator, from, len));
         self.try_post(task, ChainKind::NeedData);
@@ -340,6 +344,7 @@ impl CommandFlow for Channel {
         io.exec.timer.enter(Stage::FabricOut, cx.now);
         io.exec.timer.carry(len);
         self.begin_piece(cx.now, task);
+        self.watch_order(cx.now);
         let io = &mut self.ioctx[usize::from(task.0)];
         io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
         self.try_post(task, ChainKind::SendData);
@@ -348,6 +353,7 @@ impl CommandFlow for Channel {
 
     fn end_wait(&mut self, now: Instant, task: TaskIdx) {
         let io = &mut self.ioctx[usize::from(task.0)];
+        io.began = None;
         if let Some(wait) = io.wait.take() {
             io.waited += self.pace.waited(wait, now);
         }

@@ -293,6 +293,10 @@ pub struct SendIoctx {
     /// Since when a command that has started waits for the initiator to give or take a piece of its
     /// data, or its answer.
     pub wait: Option<Wait>,
+    /// The same, also of a command that gathers its data.
+    pub began: Option<Wait>,
+    /// The first wait with a place in the order of its unit.
+    pub ordered: Option<Wait>,
     /// Time that its waits for earlier pieces count.
     pub waited: Duration,
     /// The function, in a context of a task-management request.
@@ -318,6 +322,8 @@ impl SendIoctx {
             response: None,
             wrs: 0,
             wait: None,
+            began: None,
+            ordered: None,
             waited: Duration::ZERO,
             mgmt: None,
             token: None,

@@ -159,7 +159,7 @@ impl Channel {
             ChState::Live if self.own.stopping.is_some() => {
                 self.logout(cx, TLogoutReason::NoReason);
             }
-            ChState::Joining => self.logout(cx, TLogoutReason::NoReason),
+            ChState::Joining => self.on_join_late(cx),
             ChState::Live | ChState::Draining | ChState::Disconnected => {}
         }
     }

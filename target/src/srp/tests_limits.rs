@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use riser_scsi::lu::LogicalUnit;
+use riser_scsi::opcode::Kind;
 use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
 
 use super::fixture::*;
@@ -11,6 +12,7 @@ use super::ioctx::IoctxState;
 use super::*;
 use crate::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
 use crate::qos::{IoLimits, Limiter};
+use crate::stats::Throttle;
 
 const TENTH: Duration = Duration::from_millis(100);
 
@@ -49,6 +51,44 @@ fn waiting(rig: &Rig) -> usize {
 
 fn tags(rig: &mut Rig) -> Vec<u64> {
     rig.answers().iter().map(|answer| answer.tag).collect()
+}
+
+/// Commands of the first unit that were turned away, by kind and reason.
+fn throttled(rig: &Rig) -> Vec<(Kind, Throttle, u64)> {
+    let faults = rig.stats[0].faults();
+    let all = faults
+        .iter()
+        .filter_map(|(f, n)| Some((f.class, f.throttle?, n)));
+    all.collect()
+}
+
+/// A context has the kind of the command before it, which was another one's.
+#[test]
+fn throttled_command_is_counted_by_its_kind() {
+    let mut rig = limited();
+    rig.units[0].limits.set(&IoLimits {
+        bandwidth: Some(512),
+        burst: Duration::ZERO,
+        ..IoLimits::default()
+    });
+    // Every context has written.
+    for tag in 1..9 {
+        rig.send(0, &write(tag).lun(1).bytes());
+        rig.settle();
+    }
+    tags(&mut rig);
+    let long = |tag| {
+        let data = Data::Direct(MemDesc::new(0, KEY, 4096));
+        read10(0, 8).tag(tag).into(data).bytes()
+    };
+    for tag in 11..14 {
+        rig.send(0, &long(tag));
+    }
+    rig.settle();
+    assert_eq!(throttled(&rig), [(Kind::Read, Throttle::Limit, 1)]);
+    rig.advance(Duration::from_secs(8));
+    rig.settle();
+    rig.end();
 }
 
 #[test]
@@ -249,6 +289,8 @@ fn no_data_wait_in_memory_behind_a_limit() {
     rig.settle();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(3, 0x28), (4, 0x28)], "TASK SET FULL");
+    let limit = |kind| (kind, Throttle::Limit, 1);
+    assert_eq!(throttled(&rig), [limit(Kind::Write), limit(Kind::Other)]);
     assert_eq!(rig.pool.free(), rig.pool.size());
     rig.advance(TENTH);
     rig.settle();
@@ -454,6 +496,7 @@ fn what_would_wait_for_long_is_answered_with_task_set_full() {
     rig.settle();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(3, 0x28), (1, 0)]);
+    assert_eq!(throttled(&rig), [(Kind::Read, Throttle::Limit, 1)]);
     rig.send(0, &write(4).lun(1).bytes());
     rig.settle();
     assert_eq!(tags(&mut rig), [4]);

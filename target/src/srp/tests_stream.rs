@@ -5,13 +5,14 @@ use std::time::Duration;
 use riser_scsi::srp::{MemDesc, Residual, TskMgmtFunction};
 use riser_scsi::step::BlockOp;
 
-use super::channel::ChState;
+use super::channel::{ChState, Channel};
 use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, cmd, indirect, read10, table_bytes, tmf, write10,
 };
 use super::ioctx::{ChainKind, IoctxState};
 use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{Direction, MAX_DATA_TIMEOUTS, RdmaRequest, TaskIdx};
+use crate::pool::Owner;
 
 /// Not a multiple of a descriptor's length.
 const WINDOW: u32 = 2048;
@@ -392,4 +393,45 @@ fn data_that_nobody_takes_are_not_kept_for_ever() {
     rig.advance(DATA_OUT_TIMEOUT);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
     rig.end();
+}
+
+/// Seconds until a channel ends whose initiator has the data of a short WRITE fetched every four
+/// seconds, or none, while another one waits for its memory, or none does.
+fn hold_memory(others_wait: bool, trickles: bool) -> Option<u32> {
+    let mut rig = Rig::with_window(WINDOW);
+    rig.remote.insert(KEY, vec![0; 512]);
+    let data = Data::Direct(MemDesc::new(0, KEY, 512));
+    for tag in 1..=8 {
+        let write = write10(tag as u32, 1).tag(tag).out(data.clone());
+        rig.send(0, &write.bytes());
+    }
+    let owner = Owner(rig.channels[0].config().serial);
+    let other = Owner(owner.0 + 100);
+    let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
+    if others_wait {
+        rig.pool.wait(other);
+    }
+    rig.with(0, Channel::handle_pressure);
+    let is_chain = |p: &Pending| matches!(p, Pending::Chain { .. });
+    let ended = (1..=7).find(|_| {
+        rig.advance(Duration::from_secs(4));
+        let chain = rig.pending.iter().position(is_chain).filter(|_| trickles);
+        if let Some(at) = chain.filter(|_| rig.channels[0].state() == ChState::Live) {
+            rig.complete_nth(at, true);
+        }
+        rig.channels[0].state() != ChState::Live
+    });
+    rig.pool.leave_line(other);
+    more.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    rig.end();
+    ended.map(|steps| steps * 4)
+}
+
+#[test]
+fn silent_or_trickling_initiator_returns_memory_early() {
+    assert_eq!(hold_memory(true, false), Some(8));
+    assert_eq!(hold_memory(true, true), Some(16));
+    // Data that nobody waits for.
+    assert_eq!(hold_memory(false, false), Some(16));
+    assert_eq!(hold_memory(false, true), None);
 }

@@ -73,7 +73,7 @@ pub struct ClassCounts {
     pub stages: [Times; Stage::ALL.len()],
     /// From the command to the end of its answer.
     pub total: Times,
-    /// Data from and to initiators, in bytes.
+    /// Data of commands that succeeded, both ways, in bytes.
     pub bytes: u64,
 }
 
@@ -347,12 +347,17 @@ impl SessionStats {
             }
         }
         of_class.total.record(done.took);
-        of_class.bytes.add(done.bytes);
         self.commands[class].add(1);
-        self.bytes[class].add(done.bytes);
-        if let Some(fault) = done.fault {
-            self.faults.count(fault);
-            self.lun.faults.count(fault);
+        match done.fault {
+            // Data of a command that failed were moved to no effect.
+            Some(fault) => {
+                self.faults.count(fault);
+                self.lun.faults.count(fault);
+            }
+            None => {
+                of_class.bytes.add(done.bytes);
+                self.bytes[class].add(done.bytes);
+            }
         }
     }
 }

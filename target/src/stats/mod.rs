@@ -42,7 +42,7 @@ pub use lun::{
     ClassCounts, ClassTotals, Faults, InitiatorStats, LunStats, MAX_INITIATORS, SAMPLE,
     SessionStats, WORKER_BYTES,
 };
-pub use outcome::{Clock, Fault};
+pub use outcome::{Clock, Fault, Throttle};
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
 pub use timer::CommandTimer;
@@ -308,15 +308,51 @@ mod tests {
             timer.answer(&response(status, sense), 0, Instant::now());
             timer.arrive(Instant::now());
         }
-        let fault = |status, sense_key| Fault {
+        let fault = |status, sense_key, throttle| Fault {
             class: Kind::Read,
             status,
             sense_key,
+            throttle,
         };
         for tally in [account.faults(), account.lun().faults()] {
             let faults: Vec<_> = tally.iter().collect();
-            assert_eq!(faults, [(fault(2, Some(5)), 2), (fault(8, None), 1)]);
+            let busy = fault(8, None, Some(Throttle::Queue));
+            assert_eq!(faults, [(fault(2, Some(5), None), 2), (busy, 1)]);
+            assert!(!busy.is_error());
         }
+    }
+
+    #[test]
+    fn flow_control_is_counted_by_reason() {
+        let (account, mut timer) = (account(), CommandTimer::default());
+        for is_limited in [true, false, false] {
+            timer.begin(Arc::clone(&account), subject, Instant::now());
+            if is_limited {
+                timer.limit();
+            }
+            timer.answer(&response(Status::TaskSetFull, &[]), 0, Instant::now());
+            timer.arrive(Instant::now());
+        }
+        let faults = account.faults();
+        let reasons: Vec<_> = faults.iter().map(|(f, n)| (f.throttle, n)).collect();
+        let (limit, queue) = (Some(Throttle::Limit), Some(Throttle::Queue));
+        assert_eq!(reasons, [(limit, 1), (queue, 2)]);
+        assert!(faults.iter().all(|(fault, _)| !fault.is_error()));
+    }
+
+    #[test]
+    fn bytes_of_failed_commands_are_not_counted() {
+        let (account, mut timer) = (account(), CommandTimer::default());
+        for status in [Status::Good, Status::CheckCondition] {
+            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.classify(Kind::Write);
+            timer.carry(4096);
+            timer.answer(&response(status, &[0x70, 0, 0x07]), 0, Instant::now());
+            timer.arrive(Instant::now());
+        }
+        let counts = account.lun().class(Kind::Write);
+        assert_eq!((counts.total.count(), counts.bytes), (2, 4096));
+        assert_eq!(account.share().written, 4096);
     }
 
     #[test]

@@ -31,15 +31,40 @@ pub struct Fault {
     pub status: u8,
     /// Sense key, if the answer has sense data.
     pub sense_key: Option<u8>,
+    /// Reason for flow control. This is not a failure: the initiator sends the command again.
+    pub throttle: Option<Throttle>,
+}
+
+/// Reason for which flow control turns a command away, with TASK SET FULL or BUSY.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Throttle {
+    /// Too many commands wait for the limits of their backend or initiator.
+    Limit,
+    /// The task set is full, or there is no memory for the command.
+    Queue,
+}
+
+impl Throttle {
+    /// All reasons.
+    pub const ALL: [Self; 2] = [Self::Limit, Self::Queue];
+
+    /// Name in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Limit => "limit",
+            Self::Queue => "queue",
+        }
+    }
 }
 
 impl Fault {
     /// Returns true if it is an error. A unit attention reports what has happened to the unit, and
     /// its command is repeated; NO SENSE and RECOVERED ERROR go with commands that were carried
-    /// out.
+    /// out. Flow control is no error either.
     #[must_use]
     pub fn is_error(&self) -> bool {
-        !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
+        self.throttle.is_none() && !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
     }
 
     /// Returns true if it is a unit attention.

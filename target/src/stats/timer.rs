@@ -7,7 +7,7 @@ use riser_scsi::opcode::Kind;
 use riser_scsi::step::{Response, Status};
 
 use super::lun::SessionStats;
-use super::outcome::{Clock, Done, Fault};
+use super::outcome::{Clock, Done, Fault, Throttle};
 use super::trace::{Trace, TraceKey};
 use super::{CLASSES, Stage};
 
@@ -26,6 +26,8 @@ pub struct CommandTimer {
     answered: bool,
     /// It is in an account.
     counted: bool,
+    /// Limits turn it away.
+    is_limited: bool,
     done: Done,
 }
 
@@ -39,6 +41,7 @@ impl Default for CommandTimer {
             trace: None,
             answered: false,
             counted: false,
+            is_limited: false,
             done: Done {
                 class: CLASSES[0],
                 took: 0,
@@ -65,6 +68,7 @@ impl CommandTimer {
         self.trace = None;
         self.answered = false;
         self.counted = false;
+        self.is_limited = false;
         self.done.took = 0;
         self.done.spent = None;
         self.done.bytes = 0;
@@ -99,6 +103,11 @@ impl CommandTimer {
     /// Sets the kind of the command.
     pub fn classify(&mut self, class: Kind) {
         self.done.class = class;
+    }
+
+    /// The status that follows is due to limits.
+    pub fn limit(&mut self) {
+        self.is_limited = true;
     }
 
     /// Leaves the command to another connection.
@@ -162,10 +171,16 @@ impl CommandTimer {
         self.done.bytes += u64::from(bytes);
         // CONDITION MET is a success as well: that of PRE-FETCH.
         if !matches!(response.status, Status::Good | Status::ConditionMet) {
+            let throttle = match self.is_limited {
+                true => Throttle::Limit,
+                false => Throttle::Queue,
+            };
+            let is_throttled = matches!(response.status, Status::TaskSetFull | Status::Busy);
             self.done.fault = Some(Fault {
                 class: self.done.class,
                 status: response.status as u8,
                 sense_key: sense_key(&response.sense),
+                throttle: is_throttled.then_some(throttle),
             });
         }
         self.answered = true;

@@ -1,8 +1,8 @@
-//! Block operations of a worker's connections: the backends that it has attached, what waits for
-//! room in the driver, and the flush of all backends.
+//! Block operations for all connections of a worker: attached backends, operations waiting for the
+//! driver, and flushing all backends.
 //!
-//! A backend that hangs may have as many operations as the driver gives it. What comes for it then
-//! waits in a queue of its own, so it stops none of the others.
+//! If a backend is blocked, it can only use the number of operations allowed by the driver. Any
+//! more are added to a separate queue, so that other backends are not affected.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -20,11 +20,12 @@ use super::work::Owner;
 use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::fabric::{Unit, UnitIdx};
 use crate::sessions::catalog::Catalog;
+use crate::worker::mail::OldestRequest;
 
-/// The driver's name for flushes of the worker itself.
+/// User value for flush operations of the worker.
 const FLUSH: u64 = u64::MAX;
 
-/// A block operation of a task.
+/// Block operation for a task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockRequest {
     pub(super) owner: Owner,
@@ -32,16 +33,17 @@ pub(super) struct BlockRequest {
     pub(super) op: BlockOp,
 }
 
-/// The end of a block operation.
+/// Completed block operation.
 #[derive(Debug)]
 pub(super) enum BlockEnd {
-    /// One of a task.
+    /// Operation of a task.
     Task(Owner, StepResult),
-    /// One of the flush of all backends ([`Blocks::take_flush_result`]).
+    /// Part of a flush of all backends (see [`Blocks::take_flush_result`]).
     Flush,
 }
 
-/// A backend that is no longer served. It stays attached while commands or sessions hold its units.
+/// Backend that was removed from the configuration. We can only detach it when its units are no
+/// longer used by commands or sessions.
 #[derive(Debug)]
 struct Leaving {
     place: usize,
@@ -49,23 +51,25 @@ struct Leaving {
     units: Vec<Weak<Unit>>,
 }
 
-/// A flush of all backends under way.
+/// Current flush of all backends.
 #[derive(Debug)]
 struct Flush {
+    /// Number set by the server.
+    number: u64,
     left: usize,
     failed: Option<String>,
 }
 
-/// The block operations of a worker, and its backends.
+/// Block operations and backends of a worker.
 #[derive(Debug)]
 pub(super) struct Blocks {
     driver: Driver,
-    /// Backends by their places in the catalog.
+    /// Backends by catalog index.
     stores: Vec<Option<StoreId>>,
     leaving: Vec<Leaving>,
     waiting: Backlog,
     flush: Option<Flush>,
-    /// The data of the operation that is being submitted, kept so that none allocates.
+    /// Data of the operation being submitted, used to avoid allocations.
     slices: Vec<MemSlice>,
 }
 
@@ -73,7 +77,7 @@ impl Blocks {
     /// Attaches the backends of a catalog.
     ///
     /// # Errors
-    /// There is no memory for the driver.
+    /// Returns an error if the driver can't allocate memory.
     pub(super) fn new(ring: &mut Ring, now: Instant, catalog: &Catalog) -> io::Result<Self> {
         let config = DriverConfig {
             depth: Slots::of(ring.capacity()).blocks,
@@ -92,12 +96,12 @@ impl Blocks {
         })
     }
 
-    /// Takes the time of a round.
+    /// Sets the current time.
     pub(super) fn begin_round(&mut self, now: Instant) {
         self.driver.begin_round(now);
     }
 
-    /// Attaches the backends of a new catalog, and notes those that only the one before has.
+    /// Attaches the backends of a new catalog, and marks previous backends that should be detached.
     pub(super) fn follow(&mut self, ring: &mut Ring, old: &Catalog, new: &Catalog) {
         self.stores.resize(new.stores.len(), None);
         for (place, store) in new.stores.iter().enumerate() {
@@ -109,7 +113,7 @@ impl Blocks {
                     self.leaving.push(Leaving {
                         place,
                         store,
-                        // The units themselves say when the last session and command is gone.
+                        // We can check the units to see if there is still a session or command.
                         units: old.units_on(place).map(Arc::downgrade).collect(),
                     });
                 }
@@ -118,7 +122,7 @@ impl Blocks {
         }
     }
 
-    /// Detaches backends that are no longer served and that no task needs.
+    /// Detaches removed backends that are not used by any task.
     pub(super) fn detach_unused(&mut self) {
         let (driver, stores) = (&mut self.driver, &mut self.stores);
         self.leaving.retain(|leaving| {
@@ -131,37 +135,39 @@ impl Blocks {
         });
     }
 
-    /// Whether backends are attached that are no longer served.
+    /// Returns true if there are removed backends that are still attached.
     pub(super) fn has_leaving(&self) -> bool {
         !self.leaving.is_empty()
     }
 
-    /// Returns the backend of a unit of a catalog.
+    /// Returns the backend of a unit.
     ///
     /// # Panics
-    /// If it is not attached: a backend stays attached while a unit has tasks.
+    /// Panics if it is not attached. A backend stays attached while its unit has tasks.
     pub(super) fn store_of(&self, catalog: &Catalog, unit: UnitIdx) -> StoreId {
         self.stores[catalog.unit_stores[unit.0 as usize]]
             .expect("a backend stays attached while a unit has tasks")
     }
 
-    /// Hands a block operation to the driver, behind those of its backend that wait for room.
+    /// Submits a block operation to the driver. If there are other operations waiting for this
+    /// backend, it is added to the queue.
     pub(super) fn submit(&mut self, ring: &mut Ring, conns: &Conns<Fabric>, request: BlockRequest) {
-        // One that has room now may not overtake those of its backend that have waited.
+        // Even if there is room now, we should keep the order of operations for this backend.
         let waits = self.waiting.has(request.store);
         if waits || !submit(&mut self.driver, ring, conns, &mut self.slices, &request) {
             self.waiting.push(request);
         }
     }
 
-    /// Hands over the block operations that waited for room.
+    /// Submits operations that were waiting for room in the driver.
     pub(super) fn retry(&mut self, ring: &mut Ring, conns: &Conns<Fabric>) {
         let (driver, slices) = (&mut self.driver, &mut self.slices);
         self.waiting
             .retry(|request| submit(driver, ring, conns, slices, request));
     }
 
-    /// Asks that a task's block operation ends soon; `true` if it had not begun, and is over.
+    /// Aborts the block operation of a task. Returns true if it was not started, so it is already
+    /// complete.
     pub(super) fn abort(&mut self, ring: &mut Ring, owner: Owner) -> bool {
         let is_over = self.waiting.remove(owner);
         if !is_over {
@@ -170,7 +176,7 @@ impl Blocks {
         is_over
     }
 
-    /// Takes a completion of the ring, if it is of a block operation.
+    /// Handles a completion if it belongs to a block operation.
     pub(super) fn handle_completion(&mut self, ring: &mut Ring, completion: &Completion) -> bool {
         let is_own = self.driver.owns(completion.token);
         if is_own {
@@ -179,7 +185,7 @@ impl Blocks {
         is_own
     }
 
-    /// Takes the next block operation that has ended.
+    /// Returns the next completed block operation.
     pub(super) fn poll_end(&mut self, ring: &mut Ring) -> Option<BlockEnd> {
         let done = self.driver.poll_done(ring)?;
         if done.user != FLUSH {
@@ -194,22 +200,42 @@ impl Blocks {
         Some(BlockEnd::Flush)
     }
 
-    /// Returns the time at which something ends without a completion.
+    /// Returns the next timeout.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.driver.poll_deadline()
     }
 
-    /// Makes durable what was written, on every backend of a catalog.
-    pub(super) fn begin_flush(&mut self, ring: &mut Ring, catalog: &Catalog) {
+    /// Returns the oldest pending request of each backend.
+    pub(super) fn oldest_requests(&self) -> Vec<OldestRequest> {
+        let mut oldest = BTreeMap::new();
+        for (store, since) in self.driver.progress() {
+            let known = oldest.entry(store).or_insert(since);
+            *known = since.min(*known);
+        }
+        let requests = oldest.into_iter().map(|(store, since)| OldestRequest {
+            store: Arc::downgrade(self.driver.store(store)),
+            backend: self.driver.store(store).label().to_owned(),
+            since,
+            is_removed: self.leaving.iter().any(|l| l.store == store),
+        });
+        requests.collect()
+    }
+
+    /// Starts to flush all backends of a catalog to stable storage.
+    ///
+    /// A previous flush may still be in flight if the server stopped waiting for the result. Its
+    /// requests are added to this flush, which reports the result for both.
+    pub(super) fn begin_flush(&mut self, ring: &mut Ring, catalog: &Catalog, number: u64) {
         let mut flush = Flush {
-            left: 0,
+            number,
+            left: self.flush.take().map_or(0, |previous| previous.left),
             failed: None,
         };
         for (store, id) in catalog.stores.iter().zip(&self.stores) {
             let (Some(store), Some(id)) = (store, *id) else {
                 continue;
             };
-            // Nothing was written there.
+            // Read-only backends don't need a flush.
             if store.geometry().read_only {
                 continue;
             }
@@ -225,15 +251,15 @@ impl Blocks {
         self.flush = Some(flush);
     }
 
-    /// Takes the result of the flush, once every backend has ended it.
-    pub(super) fn take_flush_result(&mut self) -> Option<Result<(), String>> {
+    /// Returns the number and result of the flush if all backends have completed it.
+    pub(super) fn take_flush_result(&mut self) -> Option<(u64, Result<(), String>)> {
         let flush = self.flush.take_if(|flush| flush.left == 0)?;
-        Some(flush.failed.map_or(Ok(()), Err))
+        Some((flush.number, flush.failed.map_or(Ok(()), Err)))
     }
 }
 
-/// Hands a block operation to the driver; `false` if it has no room. That of a connection which is
-/// gone is dropped.
+/// Submits a block operation to the driver. Returns false if there is no room. If the connection
+/// was closed, the operation is dropped.
 fn submit(
     driver: &mut Driver,
     ring: &mut Ring,
@@ -250,17 +276,17 @@ fn submit(
         buffer.put_slices(slices);
     }
     let is_taken = driver.submit(ring, store, op, slices, owner.user());
-    // The driver keeps handles of its own: the buffer goes back to the pool with the last of them.
+    // The driver has its own handles: the buffer is returned to the pool when they are dropped.
     slices.clear();
     is_taken.is_ok()
 }
 
-/// Block operations that wait for room in the driver, by backend; no queue is empty.
+/// Block operations waiting for room in the driver, by backend. Must not contain empty queues.
 #[derive(Debug, Default)]
 struct Backlog(BTreeMap<StoreId, VecDeque<BlockRequest>>);
 
 impl Backlog {
-    /// Whether operations of a backend wait.
+    /// Returns true if there are operations waiting for this backend.
     fn has(&self, store: StoreId) -> bool {
         self.0.contains_key(&store)
     }
@@ -269,7 +295,7 @@ impl Backlog {
         self.0.entry(request.store).or_default().push_back(request);
     }
 
-    /// Removes the operation of a task; whether there was one.
+    /// Removes the operation of a task. Returns false if there is none.
     fn remove(&mut self, owner: Owner) -> bool {
         let found = self.0.iter_mut().find_map(|(store, queue)| {
             let at = queue.iter().position(|waiting| waiting.owner == owner)?;
@@ -282,7 +308,7 @@ impl Backlog {
         found.is_some()
     }
 
-    /// Submits what waits: of each backend in order, up to the first that finds no room.
+    /// Submits pending operations in order for each backend, until there is no room.
     fn retry(&mut self, mut submit: impl FnMut(&BlockRequest) -> bool) {
         self.0.retain(|_, queue| {
             while queue.front().is_some_and(&mut submit) {
@@ -333,7 +359,8 @@ mod tests {
         let has_room = |request: &BlockRequest| request.store != StoreId::test(0);
         assert_eq!(retry(&mut backlog, has_room), [2, 4, 5]);
         assert!(backlog.has(StoreId::test(0)) && !backlog.has(StoreId::test(1)));
-        // Room for one only: the second of the backend stays behind.
+        // There is only room for a single operation, so the second one for this backend has to
+        // wait.
         let is_first = |request: &BlockRequest| request.owner.task.0 == 1;
         assert_eq!(retry(&mut backlog, is_first), [1]);
         assert_eq!(retry(&mut backlog, |_| true), [3]);

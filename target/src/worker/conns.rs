@@ -1,9 +1,10 @@
-//! The connections of a worker, of all fabrics: one table, one list of those that may want
-//! something, one heap of timers.
+//! Connections of a worker for all fabrics. There is a single table, a list of connections to check
+//! for actions, and a heap of timers.
 //!
-//! A connection has two names. Its key is its place in the table, which another connection may have
-//! after it: completions and block operations carry it, which all end before their connection does.
-//! Its serial number is never used twice: mail and timers carry it, which may come late.
+//! A connection has two identifiers. The key is an index into the table and can be reused, so it is
+//! only used for completions and block operations, which are always complete before the connection
+//! is removed. The serial number is unique, and is used for mail and timers, which can arrive at
+//! any time.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -17,67 +18,67 @@ use slab::Slab;
 use super::rdma::RdmaLink;
 use crate::pool::{Owner, Pool};
 
-/// Place of a connection in its worker's table.
+/// Index into the connection table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ConnKey(pub(super) usize);
 
-/// Timers that may stay in the heap though they count no longer, besides one for each connection.
+/// Maximum number of stale timers in the heap, in addition to one for each connection.
 const FEW_TIMERS: usize = 16;
 
-/// The part of a connection that is its fabric's, as the table sees it.
+/// Fabric-specific part of a connection.
 pub(super) trait Connection {
-    /// Its queue pair, unless it is on TCP.
+    /// Returns the queue pair, or `None` for TCP.
     fn rdma(&self) -> Option<&RdmaLink>;
 
-    /// As [`Connection::rdma`], for changes.
+    /// Same as [`Connection::rdma`], but mutable.
     fn rdma_mut(&mut self) -> Option<&mut RdmaLink>;
 
-    /// Returns the time at which it wants to be called without anything happening.
+    /// Returns the next timeout.
     fn deadline(&self) -> Option<Instant>;
 
-    /// Whether commands of it wait for pool memory.
-    fn waits_for_pool(&self) -> bool;
+    /// Returns how often a unit had to wait for pool memory.
+    fn pool_waits_begun(&self) -> u64;
 }
 
-/// A connection, with what the table keeps of each.
+/// Connection and its table state.
 #[derive(Debug)]
 pub(super) struct Conn<F> {
     serial: u64,
     pub(super) peer: SocketAddr,
     pub(super) fabric: F,
-    /// Time at which its timer fires, if one is set: at the deadline or earlier, never later.
+    /// Time of the current timer. This may be earlier than the deadline, but not later.
     timer: Option<Instant>,
-    /// Whether it waited for pool memory when it was last looked at.
-    waits_for_pool: bool,
-    /// The initiator was asked to log out.
+    /// Number of pool waits at the last check.
+    pool_waits_begun: u64,
+    /// Set if we have requested a logout.
     is_leaving: bool,
-    /// It is in the list of those that may ask for something.
+    /// Set if the connection is in the list to check for actions.
     is_dirty: bool,
 }
 
 impl<F> Conn<F> {
-    /// Number of the connection, never used twice.
+    /// Returns the unique serial number.
     pub(super) fn serial(&self) -> u64 {
         self.serial
     }
 }
 
-/// The connections of a worker. Their number is bounded by those who insert them.
+/// Connections of a worker. The caller is responsible for limiting the number of connections.
 #[derive(Debug)]
 pub(super) struct Conns<F> {
     slab: Slab<Conn<F>>,
-    // By numbers of ours: no peer can choose them for their hashes.
+    // Index by serial number. Since we create these numbers, a peer can't cause hash collisions.
     by_serial: FxHashMap<u64, ConnKey>,
     by_cm: FxHashMap<(usize, CmId), ConnKey>,
     by_cq: FxHashMap<(usize, CqId), ConnKey>,
     next_serial: u64,
-    /// Connections that may ask for something; each once, or twice where its key was another's.
+    /// Connections to check for actions. A key can be listed twice if it was reused.
     dirty: VecDeque<ConnKey>,
-    /// Connections whose completion queue may have completions; each once.
+    /// Connections to check for completions, without duplicates.
     ready: VecDeque<ConnKey>,
-    /// Timers with the serial numbers of their connections. One of each connection counts, and
-    /// others are passed over; [`Conns::arm`] bounds their number. A heap keeps its room, so it
-    /// does not allocate for a deadline that comes and goes with every command, as a tree would.
+    /// Timers with serial numbers. Only one timer per connection is valid, and we ignore all
+    /// others; their number is limited by [`Conns::arm`]. A heap keeps its capacity, so unlike a
+    /// tree, it does not have to allocate when a deadline is set for each command.
     timers: BinaryHeap<Reverse<(Instant, u64)>>,
 }
 
@@ -97,15 +98,15 @@ impl<F> Default for Conns<F> {
 }
 
 impl<F: Connection> Conns<F> {
-    /// Returns the number of a new connection. Peers make connections, so it is of a width that
-    /// they cannot exhaust.
+    /// Returns the serial number for a new connection. It has to be large enough that a peer can't
+    /// cause an overflow by opening connections.
     pub(super) fn take_serial(&mut self) -> u64 {
         let serial = self.next_serial;
         self.next_serial += 1;
         serial
     }
 
-    /// Enters a connection under all of its names.
+    /// Adds a connection.
     pub(super) fn insert(&mut self, serial: u64, peer: SocketAddr, fabric: F) -> ConnKey {
         let names = fabric.rdma().map(RdmaLink::names);
         let key = ConnKey(self.slab.insert(Conn {
@@ -113,7 +114,7 @@ impl<F: Connection> Conns<F> {
             peer,
             fabric,
             timer: None,
-            waits_for_pool: false,
+            pool_waits_begun: 0,
             is_leaving: false,
             is_dirty: false,
         }));
@@ -125,17 +126,17 @@ impl<F: Connection> Conns<F> {
         key
     }
 
-    /// Removes a connection from all tables. A timer of it that stays in the heap is passed over.
+    /// Removes a connection. If there is still a timer in the heap, it will be ignored.
     ///
     /// # Panics
-    /// Without such a connection.
+    /// Panics if there is no such connection.
     pub(super) fn remove(&mut self, key: ConnKey) -> Conn<F> {
         let conn = self.slab.remove(key.0);
         self.by_serial.remove(&conn.serial);
         if let Some((cm, cq)) = conn.fabric.rdma().map(RdmaLink::names) {
             self.by_cm.remove(&cm);
             self.by_cq.remove(&cq);
-            // The key may be the next connection's soon.
+            // The key may soon be used for a new connection.
             self.ready.retain(|&ready| ready != key);
         }
         conn
@@ -161,7 +162,8 @@ impl<F: Connection> Conns<F> {
         self.by_cq.get(&(device, cq)).copied()
     }
 
-    /// Returns the connection with a queue pair. Only rare events name one, so there is no table.
+    /// Returns the connection for a queue pair. This is only used for rare events, so we don't need
+    /// an index.
     pub(super) fn by_qp(&self, device: usize, qp: QpId) -> Option<ConnKey> {
         let mut conns = self.iter();
         let is_meant = |link: &RdmaLink| link.device == device && link.hardware.qp == qp;
@@ -178,7 +180,8 @@ impl<F: Connection> Conns<F> {
         conns.map(|(key, conn)| (ConnKey(key), conn))
     }
 
-    /// Returns the keys of the connections that are meant, for a loop that changes the table.
+    /// Returns the keys of all matching connections, to be used when the loop has to change the
+    /// table.
     pub(super) fn keys(&self, is_meant: impl Fn(&Conn<F>) -> bool) -> Vec<ConnKey> {
         let meant = self.iter().filter(|(_, conn)| is_meant(conn));
         meant.map(|(key, _)| key).collect()
@@ -188,14 +191,14 @@ impl<F: Connection> Conns<F> {
         self.slab.is_empty()
     }
 
-    /// Whether a connection is on a device.
+    /// Returns true if there is a connection using this device.
     pub(super) fn uses(&self, device: usize) -> bool {
         let is_there = |link: &RdmaLink| link.device == device;
         let mut conns = self.iter();
         conns.any(|(_, conn)| conn.fabric.rdma().is_some_and(is_there))
     }
 
-    /// Notes that a connection may ask for something.
+    /// Adds a connection to the list to check for actions.
     pub(super) fn mark_dirty(&mut self, key: ConnKey) {
         let conn = self.get_mut(key);
         if conn.is_some_and(|conn| !std::mem::replace(&mut conn.is_dirty, true)) {
@@ -203,7 +206,7 @@ impl<F: Connection> Conns<F> {
         }
     }
 
-    /// Takes the next connection that may ask for something.
+    /// Returns the next connection to check for actions.
     pub(super) fn next_dirty(&mut self) -> Option<ConnKey> {
         let key = self.dirty.pop_front()?;
         if let Some(conn) = self.get_mut(key) {
@@ -212,7 +215,7 @@ impl<F: Connection> Conns<F> {
         Some(key)
     }
 
-    /// Notes that the completion queue of a connection may have something.
+    /// Adds a connection to the list to check for completions.
     pub(super) fn mark_ready(&mut self, key: ConnKey) {
         let link = self.get_mut(key).and_then(|conn| conn.fabric.rdma_mut());
         if link.is_some_and(|link| !std::mem::replace(&mut link.is_ready, true)) {
@@ -220,12 +223,12 @@ impl<F: Connection> Conns<F> {
         }
     }
 
-    /// Connections whose completion queues may have something.
+    /// Returns the number of connections to check for completions.
     pub(super) fn ready(&self) -> usize {
         self.ready.len()
     }
 
-    /// Takes the next of them, with its device and its completion queue.
+    /// Returns the next connection to check for completions, with its device and completion queue.
     pub(super) fn next_ready(&mut self) -> Option<(ConnKey, usize, CqId)> {
         let key = self.ready.pop_front()?;
         let link = self.get_mut(key)?.fabric.rdma_mut()?;
@@ -233,8 +236,8 @@ impl<F: Connection> Conns<F> {
         Some((key, link.device, link.hardware.cq))
     }
 
-    /// Sets the timer of a connection for its deadline, unless it fires earlier anyhow: a deadline
-    /// that is put off with every command costs nothing here.
+    /// Sets the timer of a connection to its deadline. If there is already an earlier timer, we
+    /// keep it, so extending the deadline for each command is cheap.
     pub(super) fn arm(&mut self, key: ConnKey) {
         let Some(conn) = self.slab.get_mut(key.0) else {
             return;
@@ -247,8 +250,9 @@ impl<F: Connection> Conns<F> {
         }
         conn.timer = Some(at);
         self.timers.push(Reverse((at, conn.serial)));
-        // Timers that count no longer make room when they are the greater part, so that peers who
-        // come and go do not leave one each until its time, and a command pays for a few at most.
+        // Remove stale timers if they use more than half of the heap. Otherwise they could
+        // accumulate as peers connect and disconnect. On average, this only removes a few timers
+        // per command.
         if self.timers.len() > 2 * self.slab.len() + FEW_TIMERS {
             let set = self.slab.iter().filter_map(|(_, conn)| {
                 let at = conn.timer?;
@@ -259,24 +263,25 @@ impl<F: Connection> Conns<F> {
         }
     }
 
-    /// Returns the number of timers, including cancelled ones.
+    /// Returns the number of timers, including stale ones.
     pub(super) fn timers(&self) -> usize {
         self.timers.len()
     }
 
-    /// Returns the time of the next timer, which may be a cancelled one.
+    /// Returns the time of the next timer, which may be stale.
     pub(super) fn next_timer(&self) -> Option<Instant> {
         self.timers.peek().map(|Reverse((at, _))| *at)
     }
 
-    /// Takes a timer that is due, and with it the connection whose deadline may have come.
+    /// Removes the next expired timer and returns its connection. The deadline may have changed
+    /// since it was set.
     pub(super) fn take_timer(&mut self, now: Instant) -> Option<ConnKey> {
         while self.next_timer()? <= now {
             let Reverse((at, serial)) = self.timers.pop()?;
             let Some(key) = self.by_serial(serial) else {
                 continue;
             };
-            // A connection may have further entries in the heap; only the one that is set counts.
+            // A connection can have several entries in the heap, but only the last one is valid.
             let timer = &mut self.slab[key.0].timer;
             if timer.take_if(|set| *set == at).is_some() {
                 return Some(key);
@@ -285,18 +290,17 @@ impl<F: Connection> Conns<F> {
         None
     }
 
-    /// Whether a connection has begun to wait for pool memory since this was asked last.
+    /// Returns true if commands of this connection have started to wait for pool memory since the
+    /// last call. This is counted for each unit, because a wait for a blocked disk may never end.
     pub(super) fn begins_to_wait(&mut self, key: ConnKey) -> bool {
         let Some(conn) = self.slab.get_mut(key.0) else {
             return false;
         };
-        let waits = conn.fabric.waits_for_pool();
-        let has_waited = std::mem::replace(&mut conn.waits_for_pool, waits);
-        waits && !has_waited
+        let begun = conn.fabric.pool_waits_begun();
+        begun > std::mem::replace(&mut conn.pool_waits_begun, begun)
     }
 
-    /// Appends the connections that wait for pool memory, of all fabrics in one order: the one
-    /// whose turn it is comes first.
+    /// Adds all connections waiting for pool memory, in the order in which they should be served.
     pub(super) fn put_waiting(&self, pool: &Pool, waiting: &mut Vec<ConnKey>) {
         let known = pool
             .waiting()
@@ -304,7 +308,7 @@ impl<F: Connection> Conns<F> {
         waiting.extend(known);
     }
 
-    /// Notes that the initiator of a connection is asked to log out; whether it was not before.
+    /// Sets the flag for a requested logout. Returns true if it was not set before.
     pub(super) fn begin_leaving(&mut self, key: ConnKey) -> bool {
         let conn = self.get_mut(key);
         conn.is_some_and(|conn| !std::mem::replace(&mut conn.is_leaving, true))
@@ -318,11 +322,11 @@ mod tests {
     use super::*;
     use crate::config::Protocol;
 
-    /// A connection of some fabric, without a wire.
+    /// Connection without a transport.
     struct Fake {
         protocol: Protocol,
         deadline: Option<Instant>,
-        waits: bool,
+        waits: u64,
     }
 
     impl Connection for Fake {
@@ -338,7 +342,7 @@ mod tests {
             self.deadline
         }
 
-        fn waits_for_pool(&self) -> bool {
+        fn pool_waits_begun(&self) -> u64 {
             self.waits
         }
     }
@@ -349,7 +353,7 @@ mod tests {
         let fake = Fake {
             protocol,
             deadline: None,
-            waits: false,
+            waits: 0,
         };
         (serial, conns.insert(serial, peer, fake))
     }
@@ -415,8 +419,8 @@ mod tests {
         assert_eq!(conns.take_timer(due), None);
     }
 
-    /// A command at a time waits a millisecond for its limit, while the session has a deadline of
-    /// its own: a ping that each command puts off, or a time that stays the same.
+    /// Commands have to wait one millisecond for a rate limit, and the session has its own
+    /// deadline: either a ping that is delayed by each command, or a constant time.
     #[test]
     fn a_deadline_that_comes_and_goes_leaves_few_timers() {
         for is_put_off in [true, false] {
@@ -431,7 +435,8 @@ mod tests {
                 }
                 arm(&mut conns, key, last);
                 arm(&mut conns, key, now + wait);
-                // A deadline that is put off leaves its timer, which finds that out.
+                // When the deadline is extended, the previous timer stays and will find the new
+                // deadline.
                 arm(&mut conns, key, last);
                 let timers = conns.timers.len();
                 assert!(timers <= FEW_TIMERS + 2, "{timers}");
@@ -447,6 +452,20 @@ mod tests {
     }
 
     #[test]
+    fn wait_for_second_unit_is_noticed() {
+        let mut conns = Conns::default();
+        let (_, key) = enter(&mut conns, Protocol::Srp);
+        let mut begin = |waits| {
+            conns.get_mut(key).unwrap().fabric.waits += waits;
+            conns.begins_to_wait(key)
+        };
+        assert!(begin(1));
+        assert!(!begin(0));
+        assert!(begin(1), "the first one hangs");
+        assert!(!begin(0));
+    }
+
+    #[test]
     fn connections_of_all_fabrics_wait_for_memory_in_one_order() {
         let mut conns = Conns::default();
         let mut pool = Pool::new(1 << 20).unwrap();
@@ -459,7 +478,7 @@ mod tests {
         ];
         for protocol in order {
             let (serial, key) = enter(&mut conns, protocol);
-            conns.get_mut(key).unwrap().fabric.waits = true;
+            conns.get_mut(key).unwrap().fabric.waits = 1;
             assert!(conns.begins_to_wait(key) && !conns.begins_to_wait(key));
             pool.wait(Owner(serial));
         }
@@ -472,7 +491,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(line(&conns, &pool), order);
-        // The first has got its memory, and waits for more: it is the last one then.
+        // The first connection has received its memory and needs more, so it should be last now.
         pool.leave_line(Owner(0));
         pool.wait(Owner(0));
         assert_eq!(
@@ -480,7 +499,7 @@ mod tests {
             [Protocol::Srp, Protocol::Iscsi],
             "the others are next"
         );
-        // One that is gone is passed over.
+        // A removed connection should be ignored.
         let srp = conns.by_serial(1).unwrap();
         conns.remove(srp);
         assert_eq!(line(&conns, &pool)[0], Protocol::Iscsi);

@@ -1,4 +1,5 @@
-//! What a worker needs of a network device besides the verbs, and its devices as they come and go.
+//! Device interface of a worker in addition to verbs, and the list of its devices, which can be
+//! added and removed.
 
 use std::net::IpAddr;
 use std::ops::{Index, IndexMut};
@@ -20,78 +21,79 @@ use super::device_slots::DeviceKind;
 use super::discovery::{DiscoveryAgent, IoUnit};
 use crate::sessions::catalog::Catalog;
 
-/// A provider that a worker drives. Where several workers share one address, packets may reach the
-/// wrong one; it hands them on.
+/// Provider used by a worker. If several workers share an address, a packet can be received by the
+/// wrong worker and has to be forwarded.
 pub trait Device: Provider {
-    /// The next packet that is another worker's.
+    /// Returns the next packet for a different worker.
     fn poll_forwarded(&mut self) -> Option<ForwardedPacket> {
         None
     }
 
-    /// A packet that another worker received for this one.
+    /// Handles a packet that was received by a different worker.
     fn handle_forwarded(&mut self, _now: Instant, _packet: &ForwardedPacket) {}
 
-    /// Whether it has InfiniBand service ids to listen on, and datagrams to answer on queue pair 1.
+    /// Returns true if the device supports InfiniBand service IDs, and MADs on queue pair 1.
     fn has_services(&self) -> bool {
         true
     }
 
-    /// Whether datagrams of its peers to queue pair 1 come to this worker, and not to the first one.
+    /// Returns true if this worker receives the MADs of its own peers on queue pair 1. Otherwise
+    /// they are received by the first worker.
     fn has_own_mads(&self) -> bool {
         false
     }
 
-    /// Whether it has been taken away. What was in it never completes.
+    /// Returns true if the device was removed. Pending operations will not complete.
     fn is_gone(&self) -> bool {
         false
     }
 
-    /// The IP address of a peer, for people, by the one that its packets come from.
+    /// Returns the IP address of a peer for display, given the source address of its packets.
     fn peer_of(&self, source: IpAddr) -> IpAddr {
         source
     }
 
-    /// Counters of a software NIC; none of other devices.
+    /// Returns the counters of a software NIC, or `None` for other devices.
     fn nic(&self) -> Option<NicInfo> {
         None
     }
 
-    /// Returns a way to open it once more, where it can come back.
+    /// Returns a function to open the device again, if this is possible.
     fn reopen(&self) -> Option<Reopen> {
         None
     }
 }
 
-/// Opens a device that was taken away; `None` where it is not there.
+/// Opens a removed device again. Returns `None` if it is not available.
 pub type Reopen = Box<dyn Fn() -> Option<Box<dyn Device>>>;
 
-/// Counters of a software NIC at one worker, and the objects that it holds.
+/// Counters of a software NIC for a single worker, and the number of objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicInfo {
-    /// Packets that it sent and received.
+    /// Packets sent and received.
     pub nic: NicCounters,
-    /// Packets and bytes of its reliable connections.
+    /// Packets and bytes for reliable connections.
     pub rc: RcCounters,
-    /// Messages of its connection manager.
+    /// Connection manager messages.
     pub cm: CmCounters,
-    /// System calls of its socket.
+    /// System calls for the socket.
     pub socket: DriverCounters,
-    /// Links to other processes, where memory is shared with these.
+    /// Links to other processes, if the device uses shared memory.
     pub links: Option<LinkCounters>,
-    /// Objects that it holds at present.
+    /// Current number of objects.
     pub usage: NicUsage,
 }
 
-/// A device, for people.
+/// Device information for display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// IP address of the device. Memory that is shared beside a device has the same one.
+    /// IP address. A shared-memory device has the same address as the device it was added to.
     pub addr: IpAddr,
-    /// Name of its provider, such as `roce`.
+    /// Provider name, for example `roce`.
     pub provider: &'static str,
-    /// Whether it works: it was neither taken away nor closed.
+    /// Set if the device is open and was not removed.
     pub is_open: bool,
-    /// Counters of a software NIC; none of other devices.
+    /// Counters of a software NIC, or `None` for other devices.
     pub nic: Option<NicInfo>,
 }
 
@@ -198,22 +200,22 @@ impl Device for RdmaCoreDevice {
     }
 }
 
-/// A device on its way to its worker's thread.
+/// New device to be sent to a worker thread.
 pub enum Opened {
-    /// A software NIC: RoCE in user space.
+    /// Software NIC: user-space RoCE.
     Roce(Box<Roce>),
-    /// A device of the host, by rdma-core.
+    /// Host device using rdma-core.
     RdmaCore(Box<RdmaCoreDevice>),
-    /// A device for processes of this host, in shared memory.
+    /// Shared-memory device for processes on this host.
     Shm {
-        /// The device.
+        /// Device.
         device: Box<Shm>,
-        /// Whether it is the device of its address, or beside that.
+        /// Set to [`DeviceKind::Shared`] if there is also another device for this address.
         kind: DeviceKind,
     },
-    /// A device for iWARP.
+    /// iWARP device.
     Iwarp(Box<Iwarp>),
-    /// A device of a simulation.
+    /// Device for a simulation.
     Simulated(Box<Endpoint>),
 }
 
@@ -239,7 +241,7 @@ impl Opened {
         }
     }
 
-    /// As the worker knows it.
+    /// Returns the device interface used by the worker.
     fn into_device(self) -> Box<dyn Device> {
         match self {
             Self::Roce(device) => device,
@@ -251,15 +253,15 @@ impl Opened {
     }
 }
 
-/// Interval at which a device that was taken away is looked for.
+/// Interval to check if a removed device is available again.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// The top byte of the tokens of watched descriptors; the driver has another.
+/// Token prefix for watched descriptors. The driver uses a different top byte.
 const WATCH: u64 = 2 << 56;
 
-/// A descriptor of a device, which ends the worker's sleep when it becomes readable.
+/// Watched device descriptor, which will wake the worker when it is readable.
 struct Watch {
-    /// Never used twice, so that the end of one is not taken for that of another.
+    /// Unique number, so that a late completion can't be confused with a new watch.
     number: u64,
     device: usize,
     handle: Handle,
@@ -272,24 +274,24 @@ impl Watch {
     }
 }
 
-/// A worker's devices, by number: their slots, which are the same for all workers. Indexing is for
-/// what is known to be there, such as the device of a session; it panics where the device is
-/// closed.
+/// Devices of a worker by slot number. All workers use the same slots. Indexing panics if the
+/// device is closed, so it should only be used if the device is known to be open, for example
+/// because it has a session.
 #[derive(Default)]
 pub(super) struct Devices {
     slots: Vec<Slot>,
     watches: Vec<Watch>,
-    /// Watches that there ever were.
+    /// Total number of watches.
     watched: u64,
 }
 
 struct Slot {
     addr: IpAddr,
     kind: DeviceKind,
-    /// Name of the device's provider.
+    /// Provider name.
     provider: &'static str,
     state: State,
-    /// Whether it has portals.
+    /// Set if there are portals on this device.
     is_wanted: bool,
 }
 
@@ -325,28 +327,28 @@ impl Slot {
     }
 }
 
-/// State of a slot for a device.
+/// Device slot state.
 ///
 /// ```text
-/// Vacant → Open → Open, but gone → Closed → Open
-///             └→ Vacant ←─────────────┘
+/// Vacant → Open → Open, but removed → Closed → Open
+///             └→ Vacant ←────────────────┘
 /// ```
 enum State {
-    /// There is none: the slot is free, or another worker has a device there.
+    /// No device on this worker. It may be in use on other workers.
     Vacant,
-    /// The device is open, though perhaps taken away.
+    /// Open, or was removed while open.
     Open {
         device: Box<dyn Device>,
-        /// Answers device-management MADs, if they come to this worker.
+        /// Discovery agent, if this worker should respond to device-management MADs.
         discovery: Option<DiscoveryAgent>,
-        /// Or was taken away, and sessions still hold objects of it.
+        /// The device was removed, but there are still sessions using its objects.
         is_gone: bool,
     },
-    /// Nothing holds it any more.
+    /// The device was removed and is no longer in use.
     Closed {
-        /// Opens it, where it can come back.
+        /// Function to open it again, if supported.
         reopen: Option<Reopen>,
-        /// Time of the next look for it.
+        /// Time of the next attempt.
         look_at: Instant,
     },
 }
@@ -362,10 +364,10 @@ impl State {
 }
 
 impl Devices {
-    /// All of them open.
+    /// Creates the list from open devices.
     ///
     /// # Errors
-    /// A device does not report its address.
+    /// Returns an error if a device address is not available.
     pub(super) fn new(devices: Vec<Opened>) -> Result<Self, VerbsError> {
         let slots = devices.into_iter().map(Slot::open);
         let slots = slots.collect::<Result<_, _>>()?;
@@ -376,12 +378,12 @@ impl Devices {
         })
     }
 
-    /// Puts a device into a vacant slot.
+    /// Adds a device to a vacant slot.
     ///
     /// # Errors
-    /// It does not report its address.
+    /// Returns an error if its address is not available.
     pub(super) fn put(&mut self, slot: usize, device: Opened) -> Result<(), VerbsError> {
-        // Slots are numbered for all workers together; those in between may be others'.
+        // The slots are shared by all workers, so the ones in between may be used by other workers.
         while self.slots.len() <= slot {
             self.slots.push(Slot::vacant());
         }
@@ -389,7 +391,7 @@ impl Devices {
         Ok(())
     }
 
-    /// Closes a device for good.
+    /// Removes a device.
     pub(super) fn remove(&mut self, ring: &mut Ring, device: usize) {
         self.unwatch(ring, device);
         self.slots[device] = Slot::vacant();
@@ -403,23 +405,25 @@ impl Devices {
         self.slots[device].addr
     }
 
-    /// Name of the provider of the device in a slot.
+    /// Returns the provider name of a device.
     pub(super) fn provider(&self, device: usize) -> &'static str {
         self.slots[device].provider
     }
 
-    /// Whether an address has its device. Memory shared beside it does not stand for it.
+    /// Returns true if there is a device for this address, not including additional shared-memory
+    /// devices.
     pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
         let mut slots = self.slots.iter();
         slots.any(|slot| slot.addr == addr && slot.kind == DeviceKind::Portal && !slot.is_vacant())
     }
 
-    /// Whether a device is the one that its address has, and not memory shared beside that.
+    /// Returns true if this is the device for its address and not an additional shared-memory
+    /// device.
     pub(super) fn is_portal_device(&self, device: usize) -> bool {
         self.slots[device].kind == DeviceKind::Portal
     }
 
-    /// A device, unless it is closed.
+    /// Returns a device if it is open.
     pub(super) fn get_mut(&mut self, device: usize) -> Option<&mut (dyn Device + 'static)> {
         match &mut self.slots.get_mut(device)?.state {
             State::Open { device, .. } => Some(device.as_mut()),
@@ -427,22 +431,22 @@ impl Devices {
         }
     }
 
-    /// Whether there is a device in a slot, be it closed.
+    /// Returns true if the slot is in use, even if the device is closed.
     pub(super) fn is_there(&self, slot: usize) -> bool {
         !self.slots[slot].is_vacant()
     }
 
-    /// Whether a device works.
+    /// Returns true if the device is open and was not removed.
     pub(super) fn is_open(&self, device: usize) -> bool {
         self.slots[device].is_open()
     }
 
-    /// Whether a device was taken away and is not closed yet.
+    /// Returns true if the device was removed, but not closed yet.
     pub(super) fn is_gone(&self, device: usize) -> bool {
         matches!(self.slots[device].state, State::Open { is_gone: true, .. })
     }
 
-    /// Devices that are open and were not taken away.
+    /// Returns all devices that are open and were not removed.
     pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Device>> {
         self.slots
             .iter_mut()
@@ -454,7 +458,7 @@ impl Devices {
             })
     }
 
-    /// All that are there, for people.
+    /// Returns device information for display.
     pub(super) fn info(&self) -> Vec<DeviceInfo> {
         let info = |slot: &Slot| {
             let (is_open, nic) = match &slot.state {
@@ -474,11 +478,11 @@ impl Devices {
         self.slots.iter().filter_map(info).collect()
     }
 
-    /// When one of them wants to be driven or, where devices are looked for at all, looked for.
+    /// Returns the next time to poll a device or, if `looks` is set, to check for a removed device.
     pub(super) fn deadline(&self, looks: bool) -> Option<Instant> {
         let due = |slot: &Slot| match &slot.state {
-            // A device that is gone is not driven: its deadline would stay due, and the worker
-            // would never sleep.
+            // A removed device is not polled. Otherwise, its deadline would stay in the past and
+            // the worker could not sleep.
             State::Open { is_gone: true, .. } | State::Vacant => None,
             State::Open { device, .. } => device.deadline(),
             State::Closed { reopen, look_at } => {
@@ -488,22 +492,22 @@ impl Devices {
         self.slots.iter().filter_map(due).min()
     }
 
-    /// Notes whether a device has portals.
+    /// Sets if there are portals on this device.
     pub(super) fn set_wanted(&mut self, device: usize, is_wanted: bool) {
         self.slots[device].is_wanted = is_wanted;
     }
 
-    /// Whether a device has lost its last portal.
+    /// Returns true if there are no more portals on this device.
     pub(super) fn is_unwanted(&self, device: usize) -> bool {
         !self.slots[device].is_wanted
     }
 
-    /// Whether one of them has.
+    /// Returns true if there is a device without portals.
     pub(super) fn has_unwanted(&self) -> bool {
         self.slots.iter().any(|slot| !slot.is_wanted)
     }
 
-    /// Whether a device has been taken away; answers so once.
+    /// Checks if the device was removed. Returns true only once.
     pub(super) fn note_gone(&mut self, device: usize) -> bool {
         match &mut self.slots[device].state {
             State::Open {
@@ -513,8 +517,8 @@ impl Devices {
             } => {
                 let before = std::mem::replace(is_gone, *is_gone || device.is_gone());
                 if *is_gone {
-                    // Its queue pair is one of the device that is gone. Another agent is made when
-                    // it is back.
+                    // Its queue pair was on the removed device. A new agent will be created when
+                    // the device is available again.
                     *discovery = None;
                 }
                 *is_gone && !before
@@ -523,7 +527,7 @@ impl Devices {
         }
     }
 
-    /// Closes a device that nothing holds.
+    /// Closes a removed device that is no longer in use.
     pub(super) fn close(&mut self, device: usize, now: Instant) {
         let state = &mut self.slots[device].state;
         if let State::Open { device, .. } = state {
@@ -533,7 +537,7 @@ impl Devices {
         }
     }
 
-    /// Looks for a device that is closed, where that is due; whether it is back.
+    /// Tries to open a closed device if it is time to do so. Returns true on success.
     pub(super) fn look_for(&mut self, device: usize, now: Instant) -> bool {
         let state = &mut self.slots[device].state;
         let State::Closed { reopen, look_at } = state else {
@@ -550,12 +554,13 @@ impl Devices {
         true
     }
 
-    /// Closes all of them for good.
+    /// Closes all devices.
     pub(super) fn clear(&mut self) {
         self.slots.clear();
     }
 
-    /// Sets discovery up on a device; without it the device works, but is not found.
+    /// Starts the discovery agent on a device. If this fails, the device can still be used, but not
+    /// discovered.
     pub(super) fn start_discovery(&mut self, device: usize, catalog: &Catalog) {
         let Slot { addr, state, .. } = &mut self.slots[device];
         let State::Open {
@@ -570,7 +575,7 @@ impl Devices {
             .ok();
     }
 
-    /// Has discovery answer from now on with what a catalog serves.
+    /// Updates the discovery agents with a new catalog.
     pub(super) fn follow_discovery(&mut self, catalog: &Catalog) {
         for Slot { addr, state, .. } in &mut self.slots {
             if let State::Open {
@@ -583,8 +588,8 @@ impl Devices {
         }
     }
 
-    /// Answers what has arrived for discovery, if a completion queue is its. `report` is given each
-    /// initiator that begins to look for targets, the portal, and the number of controllers.
+    /// Responds to discovery requests, if this completion queue belongs to an agent. Calls `report`
+    /// for each new initiator, with the portal and the number of controllers.
     pub(super) fn poll_discovery(
         &mut self,
         device: usize,
@@ -608,14 +613,14 @@ impl Devices {
         }
     }
 
-    /// Has the descriptors of a device watched from the next sleep on.
+    /// Starts watching the descriptors of a device when the worker sleeps.
     ///
     /// # Errors
-    /// The process may open no more descriptors.
+    /// Returns an error if the process can't open more descriptors.
     pub(super) fn watch(&mut self, device: usize) -> std::io::Result<()> {
         let mut watches = Vec::new();
         for fd in self[device].event_fds() {
-            // A duplicate, since the ring may hold it for longer than the device lives.
+            // Use a duplicate, because the ring may need it after the device was closed.
             watches.push(Watch {
                 number: self.watched + watches.len() as u64,
                 device,
@@ -628,8 +633,8 @@ impl Devices {
         Ok(())
     }
 
-    /// Stops watching a device. A process that holds a descriptor of an RDMA device keeps the
-    /// kernel from taking it away.
+    /// Stops watching a device. The kernel can't remove an RDMA device while a process has a
+    /// descriptor open.
     pub(super) fn unwatch(&mut self, ring: &mut Ring, device: usize) {
         for watch in self.watches.extract_if(.., |watch| watch.device == device) {
             if watch.is_armed
@@ -640,19 +645,21 @@ impl Devices {
         }
     }
 
-    /// Has the descriptors of all devices end the sleep that follows; false where there is to be
-    /// none: a device has something already, or the ring has no room.
+    /// Submits the descriptors of all devices, so that they can wake the worker. Returns false if
+    /// the worker should not sleep, because a device already has events or there is no room in the
+    /// ring.
     ///
-    /// Only before a sleep, and once: while it is watched, each packet that arrives costs its
-    /// sender a wake-up, although a worker that is awake looks for packets in any case.
+    /// This should only be called before sleeping, and only once: while a descriptor is watched,
+    /// the sender of each packet has to wake this worker, but a worker that is not sleeping polls
+    /// for packets anyway.
     ///
     /// # Errors
-    /// The ring is of no further use.
+    /// Returns an error if the ring has failed.
     pub(super) fn arm_watches(&mut self, ring: &mut Ring) -> Result<bool, RingError> {
         let (slots, watches) = (&mut self.slots, &mut self.watches);
         let mut has_something = false;
         for slot in slots.iter_mut() {
-            // The descriptors of a device that is gone are always readable.
+            // The descriptors of a removed device are always readable.
             if let State::Open {
                 device,
                 is_gone: false,
@@ -679,8 +686,7 @@ impl Devices {
         Ok(true)
     }
 
-    /// Takes a completion of the ring. It may say that a device has something, which the next round
-    /// looks for in any case.
+    /// Handles a completion of the ring. The device will be polled in the next round in any case.
     pub(super) fn on_watch(&mut self, completion: &Completion) {
         let ended = |watch: &&mut Watch| watch.token() == completion.token;
         if let Some(watch) = self.watches.iter_mut().find(ended) {
@@ -761,7 +767,7 @@ mod tests {
         let mut devices = Devices::new(both).unwrap();
         assert!(devices.has_addr(at));
         assert!(devices.is_portal_device(0) && !devices.is_portal_device(1));
-        // Part that distinguishes two devices of one address.
+        // Fields which are different for two devices with the same address.
         let info = devices.info();
         let names: Vec<_> = info.iter().map(|d| (d.addr, d.provider)).collect();
         assert_eq!(names, [(at, "loopback"), (at, "shm")]);
@@ -783,7 +789,7 @@ mod tests {
             is_armed: false,
         });
         let mut ring = Ring::new(RingConfig::default()).unwrap();
-        // As often as it is asked for.
+        // Repeated calls should return the same result.
         for _ in 0..2 {
             assert!(devices.arm_watches(&mut ring).unwrap());
         }

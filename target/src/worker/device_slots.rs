@@ -1,62 +1,62 @@
-//! Which devices the server has open, and how one is closed on all workers together.
+//! Open devices of the server, and how all workers coordinate to close a device.
 //!
-//! A software NIC has a socket per worker behind one address, and packets are steered by the order
-//! in which these were bound. So a device whose last portal has gone is closed only when no worker
-//! needs it any more, and opened again for the same address only after that; a portal that comes
-//! back before takes the device as it is.
+//! A software NIC has a socket for each worker, all with the same address. Packets are distributed
+//! to the workers based on the order in which these sockets were bound. If the last portal of a
+//! device is removed, we can only close it when all workers have stopped using it, and only then
+//! open it again for the same address. If a portal is added before that, the device is used again.
 //!
 //! ```text
-//! wanted → unwanted: each worker ends its sessions, and says when it is idle
+//! wanted → unwanted: each worker closes its sessions, then reports that it is idle
 //!    ↑        │
-//!    └────────┤ wanted again: no worker is idle
-//!             └→ all are idle → closing → the last one has closed it → free
+//!    └────────┤ wanted again: all workers are set to busy
+//!             └→ all are idle → closing → closed by all workers → free
 //! ```
 
 use std::net::IpAddr;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The slots of devices: the same number for all workers.
+/// Device slots, using the same number on all workers.
 #[derive(Debug, Default)]
 pub struct DeviceSlots {
     slots: Mutex<Vec<Option<OpenDevice>>>,
-    /// A slot was freed.
+    /// Notified when a slot is free.
     freed: Condvar,
 }
 
-/// What a device is for. An address has one of each kind at most.
+/// Purpose of a device. There is only one device of each kind for an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// The device that the configuration chooses for an address.
+    /// Device selected for an address by the configuration.
     Portal,
-    /// Memory shared with initiators on this host, beside that.
+    /// Additional shared-memory device for initiators on this host.
     Shared,
 }
 
-/// The device in a slot.
+/// Device in a slot.
 #[derive(Debug)]
 struct OpenDevice {
     addr: IpAddr,
     kind: DeviceKind,
-    /// Workers that have it.
+    /// Number of workers using this device.
     holders: u16,
-    /// Those that no longer need it, by number.
+    /// Workers that have finished using it.
     idle: Vec<u16>,
     is_wanted: bool,
     is_closing: bool,
 }
 
-/// A slot for a device.
+/// Slot for a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceSlot {
-    /// The device is open there.
+    /// The device is already open.
     Open {
-        /// Slot of the device, on all workers.
+        /// Slot number for all workers.
         slot: usize,
-        /// Whether it was wanted before.
+        /// Set if it was wanted before this call.
         was_wanted: bool,
     },
-    /// It is to be opened there.
+    /// A new device should be opened in this slot.
     New(usize),
 }
 
@@ -67,8 +67,9 @@ impl OpenDevice {
 }
 
 impl DeviceSlots {
-    /// A slot for the device at an address, which is wanted from now on. Waits while one at this
-    /// address is being closed; `None` if that has not ended after `patience`.
+    /// Returns the slot for the device at `addr` and marks it as wanted. If a device with this
+    /// address is being closed, we have to wait for it. Returns `None` after a timeout of
+    /// `patience`.
     pub fn take(&self, addr: IpAddr, kind: DeviceKind, patience: Duration) -> Option<DeviceSlot> {
         let is_closing = |slots: &mut Vec<Option<OpenDevice>>| {
             let mut devices = slots.iter().flatten();
@@ -81,14 +82,14 @@ impl DeviceSlots {
         take_from(&mut slots, addr, kind)
     }
 
-    /// Notes the number of workers that get the device of a new slot.
+    /// Sets the number of workers using the device in a new slot.
     pub fn fill(&self, slot: usize, holders: u16) {
         if let Some(device) = &mut self.lock()[slot] {
             device.holders = holders;
         }
     }
 
-    /// A slot is not needed after all.
+    /// Releases a slot that is not needed.
     pub fn give_back(&self, slot: DeviceSlot) {
         match slot {
             DeviceSlot::New(slot) => self.lock()[slot] = None,
@@ -100,14 +101,15 @@ impl DeviceSlots {
         }
     }
 
-    /// Only devices at these addresses, of these kinds, are wanted from now on.
+    /// Updates which devices are wanted.
     pub fn want(&self, is_wanted: impl Fn(IpAddr, DeviceKind) -> bool) {
         for device in self.lock().iter_mut().flatten() {
             device.is_wanted = is_wanted(device.addr, device.kind);
         }
     }
 
-    /// Notes that a worker no longer needs a device; returns whether it is to close it now.
+    /// Called when a worker has finished using a device. Returns true if the worker should close it
+    /// now.
     pub(crate) fn is_over(&self, slot: usize, worker: u16) -> bool {
         let mut slots = self.lock();
         let Some(device) = slots.get_mut(slot).and_then(Option::as_mut) else {
@@ -116,17 +118,17 @@ impl DeviceSlots {
         if device.is_wanted {
             return false;
         }
-        // A worker asks in every round.
+        // This is called by each worker in every round.
         if !device.idle.contains(&worker) {
             device.idle.push(worker);
         }
-        // From here on `take` waits rather than hand the device out, since workers begin to close
-        // their parts of it.
+        // After this, `take` has to wait instead of returning the device, because the workers will
+        // start to close it.
         device.is_closing = device.idle.len() >= usize::from(device.holders);
         device.is_closing
     }
 
-    /// A worker has closed a device.
+    /// Called when a worker has closed a device.
     pub(super) fn closed(&self, slot: usize) {
         let mut slots = self.lock();
         if let Some(device) = &mut slots[slot] {
@@ -138,14 +140,14 @@ impl DeviceSlots {
         }
     }
 
-    /// Devices that are open, or being closed.
+    /// Returns the addresses of devices that are open or being closed.
     #[must_use]
     pub fn addresses(&self) -> Vec<IpAddr> {
         let slots = self.lock();
         slots.iter().flatten().map(|device| device.addr).collect()
     }
 
-    /// Devices that are wanted.
+    /// Returns the addresses of wanted devices.
     #[must_use]
     pub fn wanted(&self) -> Vec<IpAddr> {
         let slots = self.lock();
@@ -153,14 +155,14 @@ impl DeviceSlots {
         wanted.map(|device| device.addr).collect()
     }
 
-    /// Every change of the table is whole, so poison is ignored.
+    /// Ignore poisoning, because the table is always updated in a single step.
     fn lock(&self) -> MutexGuard<'_, Vec<Option<OpenDevice>>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Takes the slot of the device at an address, or a free one; `None` while that device is being
-/// closed.
+/// Returns the slot of the device at an address or a free slot. Returns `None` while the device is
+/// being closed.
 fn take_from(
     slots: &mut Vec<Option<OpenDevice>>,
     addr: IpAddr,
@@ -175,7 +177,7 @@ fn take_from(
         if device.is_closing {
             return None;
         }
-        // Workers that were idle may get sessions again, and have to be idle once more.
+        // An idle worker may get new sessions, so it has to report this again.
         device.idle.clear();
         let was_wanted = std::mem::replace(&mut device.is_wanted, true);
         return Some(DeviceSlot::Open { slot, was_wanted });
@@ -253,7 +255,7 @@ mod tests {
         };
         assert_eq!(taken, again);
         assert!(!slots.is_over(0, 0) && !slots.is_over(0, 1));
-        // What wanted it has failed.
+        // Release it because of an error in the caller.
         slots.give_back(taken);
         assert!(!slots.is_over(0, 1));
         assert!(slots.is_over(0, 0));

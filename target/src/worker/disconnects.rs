@@ -1,13 +1,13 @@
-//! Disconnect requests of a worker that are to be answered.
+//! Disconnect requests waiting for a reply.
 //!
-//! The identifier of a connection outlives its channel until the peer has answered, or has had its
-//! time: an identifier that is destroyed before cannot repeat a request that was lost.
+//! We have to keep the connection identifier after the channel is released until there is a reply
+//! or a timeout. If it was destroyed before, a lost request could not be sent again.
 
 use std::time::Instant;
 
 use riser_transport::verbs::CmId;
 
-/// Identifiers of connections whose channel is gone.
+/// Connection identifiers of released channels.
 #[derive(Debug, Default)]
 pub(super) struct Disconnects(Vec<Disconnect>);
 
@@ -19,41 +19,41 @@ struct Disconnect {
 }
 
 impl Disconnects {
-    /// Keeps an identifier until its peer has answered, or until `until`.
+    /// Adds an identifier to wait for a reply until `until`.
     pub(super) fn add(&mut self, device: usize, cm: CmId, until: Instant) {
         self.0.push(Disconnect { device, cm, until });
     }
 
-    /// Takes an identifier whose peer has answered; whether it is there.
+    /// Removes an identifier after a reply. Returns false if it is unknown.
     pub(super) fn take_answered(&mut self, device: usize, cm: CmId) -> bool {
         let is_this = |one: &Disconnect| one.device == device && one.cm == cm;
         let at = self.0.iter().position(is_this);
         at.map(|at| self.0.swap_remove(at)).is_some()
     }
 
-    /// Takes an identifier whose peer has had its time, and its device.
+    /// Removes and returns an identifier after a timeout, with its device.
     pub(super) fn take_expired(&mut self, now: Instant) -> Option<(usize, CmId)> {
         let at = self.0.iter().position(|one| one.until <= now)?;
         let Disconnect { device, cm, .. } = self.0.swap_remove(at);
         Some((device, cm))
     }
 
-    /// Forgets the identifiers of a device that is gone.
+    /// Removes all identifiers of a removed device.
     pub(super) fn forget(&mut self, device: usize) {
         self.0.retain(|one| one.device != device);
     }
 
-    /// Whether identifiers of a device are kept.
+    /// Returns true if there are identifiers for this device.
     pub(super) fn uses(&self, device: usize) -> bool {
         self.0.iter().any(|one| one.device == device)
     }
 
-    /// Whether none is kept.
+    /// Returns true if there are no identifiers.
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns the time at which the next peer has had its time.
+    /// Returns the time of the next timeout.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.0.iter().map(|one| one.until).min()
     }

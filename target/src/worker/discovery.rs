@@ -1,5 +1,5 @@
-//! Answers device-management MADs, so that initiators find targets on networks without a subnet
-//! manager: one slot for each I/O controller, one service for each of its portals.
+//! Device-management agent. Used by initiators to find targets in a network without a subnet
+//! manager. There is a slot for each I/O controller, and a service for each of its portals.
 
 use std::net::IpAddr;
 
@@ -16,33 +16,33 @@ use riser_transport::wire::dm::{
 
 use crate::sessions::catalog::TargetDef;
 
-/// Requests held at once.
+/// Maximum number of pending requests.
 const DEPTH: u32 = 32;
 
-/// Bytes before a received datagram's payload.
+/// Size of the header before a received datagram, in bytes.
 const GRH: usize = 40;
 
-/// Slots of our I/O unit.
+/// Number of slots in our I/O unit.
 const SLOTS: u8 = 16;
 
-/// Service ids of the RDMA CM: this, and the port.
+/// Prefix of RDMA CM service IDs, followed by the port.
 const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
 
-/// An I/O controller and its services.
+/// I/O controller and its services.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Controller {
     profile: IocProfile,
     services: Vec<ServiceEntry>,
 }
 
-/// Contents of a device's I/O unit, in the order of its slots.
+/// I/O unit of a device, in slot order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct IoUnit {
     controllers: Vec<Controller>,
 }
 
 impl IoUnit {
-    /// The unit of a device: what the targets offer on its address.
+    /// Creates the I/O unit for the targets available on a device.
     pub(super) fn new(
         targets: &[TargetDef],
         ip: std::net::IpAddr,
@@ -54,7 +54,8 @@ impl IoUnit {
                 let port = u64::from(portal.listen.port());
                 let services = [RDMA_CM_SERVICE | port, portal.service_id]
                     .map(|id| ServiceEntry::srp(portal.id_ext, id));
-                // Portals with one GUID are one controller, with a choice of services.
+                // Portals with the same GUID are added to the same controller as different
+                // services.
                 let known = controllers
                     .iter_mut()
                     .find(|c| c.profile.guid == portal.ioc_guid);
@@ -76,7 +77,7 @@ impl IoUnit {
                 });
             }
         }
-        // Targets beyond that are served like the others, but not found.
+        // If there are more targets, they can be used but not discovered.
         controllers.truncate(usize::from(SLOTS));
         for controller in &mut controllers {
             controller.services.truncate(255);
@@ -85,7 +86,7 @@ impl IoUnit {
         Self { controllers }
     }
 
-    /// The answer to a request; none to anything else.
+    /// Returns the response to a request, or `None` if this is not a valid request.
     pub(super) fn answer(&self, mad: &[u8]) -> Option<[u8; MAD_LEN]> {
         let (request, _) = DmHeader::parse(mad).ok()?;
         let (status, data) = match request.method {
@@ -93,7 +94,7 @@ impl IoUnit {
                 Ok(data) => (Status::Success, data),
                 Err(status) => (status, Vec::new()),
             },
-            // Answers are not answered.
+            // This is already a response.
             Method::GetResp => return None,
             Method::Other(code) if code & 0x80 != 0 => return None,
             Method::Other(_) => (Status::UnsupportedMethod, Vec::new()),
@@ -137,7 +138,7 @@ impl IoUnit {
     }
 }
 
-/// Queue pair 1 of a device, as far as it is ours.
+/// Agent for queue pair 1 of a device.
 #[derive(Debug)]
 pub(super) struct DiscoveryAgent {
     unit: IoUnit,
@@ -145,14 +146,14 @@ pub(super) struct DiscoveryAgent {
     cq: CqId,
     qp: QpId,
     lkey: LKey,
-    /// Receives, then a send for each.
+    /// Memory for receives, followed by a send buffer for each of them.
     memory: MemSlice,
 }
 
 const RECV_LEN: usize = GRH + MAD_LEN;
 const SEND_BASE: usize = DEPTH as usize * RECV_LEN;
 
-/// Objects that were made before a step failed.
+/// Objects created before an error.
 #[derive(Debug, Default)]
 struct Made {
     mr: Option<MrId>,
@@ -161,7 +162,7 @@ struct Made {
 }
 
 impl Made {
-    /// Makes the objects in a protection domain.
+    /// Creates the objects in a protection domain.
     fn fill(
         &mut self,
         dev: &mut dyn Provider,
@@ -170,7 +171,7 @@ impl Made {
     ) -> Result<(CqId, QpId, LKey), CmError> {
         let mr = dev.reg_mr(pd, memory, Access::LOCAL_WRITE)?;
         self.mr = Some(mr.id);
-        // Every receive and every send may complete before one completion is taken.
+        // All receives and sends can complete before we poll the queue.
         let cq = dev.create_cq(2 * DEPTH)?;
         self.cq = Some(cq);
         let qp = dev.create_qp(&QpInitAttr {
@@ -183,7 +184,7 @@ impl Made {
         Ok((cq, qp, mr.lkey))
     }
 
-    /// Destroys them, users before what they use. Nothing was posted, so nothing is under way.
+    /// Destroys the objects in reverse order. There can be no pending work requests.
     fn destroy(self, dev: &mut dyn Provider) {
         if let Some(qp) = self.qp {
             let _ = dev.destroy_qp(qp);
@@ -198,11 +199,11 @@ impl Made {
 }
 
 impl DiscoveryAgent {
-    /// Sets it up on a device. Where a step fails, what was made before it is destroyed: the device
-    /// works without discovery, and has the room for connections.
+    /// Creates the agent for a device. If this fails, all objects are destroyed, so that the device
+    /// can be used for connections but without discovery.
     ///
     /// # Errors
-    /// The device has no room for its objects.
+    /// Returns an error if the device can't create the objects.
     pub(super) fn start(dev: &mut dyn Provider, unit: IoUnit) -> Result<Self, CmError> {
         let len = SEND_BASE + DEPTH as usize * MAD_LEN;
         let memory = Memory::new(len)
@@ -232,7 +233,7 @@ impl DiscoveryAgent {
         Ok(agent)
     }
 
-    /// Answers from now on with another unit.
+    /// Updates the I/O unit.
     pub(super) fn follow(&mut self, unit: IoUnit) {
         self.unit = unit;
     }
@@ -255,9 +256,10 @@ impl DiscoveryAgent {
         }
     }
 
-    /// Takes what arrived, and answers it.
+    /// Processes received requests and sends the responses.
     ///
-    /// `report` is given each initiator that asks which controllers there are, and their number.
+    /// Calls `report` for each initiator that requests the list of controllers, with the number of
+    /// controllers.
     pub(super) fn poll(
         &mut self,
         dev: &mut dyn Provider,
@@ -283,7 +285,8 @@ impl DiscoveryAgent {
                         report,
                     );
                 if !answered {
-                    // A send is over, or nothing is to be sent: the slot takes the next request.
+                    // If the send is complete, or there is nothing to send, use the slot for the
+                    // next request.
                     self.post_recv(dev, slot);
                 }
             }
@@ -293,7 +296,7 @@ impl DiscoveryAgent {
         }
     }
 
-    /// Sends the answer to a request; `false` if there is none.
+    /// Sends a response to a request. Returns false if there is none.
     fn answer(
         &self,
         dev: &mut dyn Provider,
@@ -334,20 +337,21 @@ impl DiscoveryAgent {
             }),
         };
         let sent = dev.post_send(self.qp, &[wr]).is_ok();
-        // The post has copied what it needs of the handle.
+        // The address handle is no longer needed after the send was posted.
         let _ = dev.destroy_ah(ah);
         sent
     }
 }
 
-/// Whether a request is the one that a search for targets begins with.
+/// Returns true if this is the first request of a discovery.
 fn is_first_question(mad: &[u8]) -> bool {
     DmHeader::parse(mad).is_ok_and(|(request, _)| {
         request.method == Method::Get && request.attribute == Attribute::IoUnitInfo
     })
 }
 
-/// Who sent a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20 bytes.
+/// Returns the sender of a datagram: the source address of the IPv6 header, or of the IPv4 header
+/// in the last 20 bytes.
 fn source_gid(grh: &[u8]) -> Gid {
     if grh[0] >> 4 == 6 {
         Gid(grh[8..24].try_into().expect("sixteen bytes"))
@@ -371,7 +375,7 @@ mod tests {
         let mut dev = fabric.endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
         DiscoveryAgent::start(&mut dev, IoUnit::default()).unwrap();
         let before = dev.usage();
-        // There is one queue pair 1.
+        // There is only one queue pair 1.
         for _ in 0..3 {
             DiscoveryAgent::start(&mut dev, IoUnit::default()).unwrap_err();
         }

@@ -1,4 +1,4 @@
-//! The beginning and the end of connections of every fabric.
+//! Setup and teardown of connections for all fabrics.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,11 +14,12 @@ use super::{LINGER, PATIENCE, Phase, Worker};
 use crate::audit::Parting;
 use crate::fabric::ConnRef;
 use crate::iscsi::Ending;
+use crate::pool::Owner;
 use crate::sessions::guard::{Departure, SessionGuard};
 
 impl Worker {
-    /// Accepts a connection on RDMA that has just been made, with our private data. Where that
-    /// fails, nothing of it is left, and it leaves its session if it has one.
+    /// Accepts a new RDMA connection using our private data. On failure, this will remove the
+    /// connection and, if necessary, leave its session.
     pub(super) fn accept(
         &mut self,
         key: ConnKey,
@@ -29,6 +30,7 @@ impl Worker {
         if accepted.is_err() {
             let mut conn = self.conns.remove(key);
             conn.fabric.abandon(&mut self.pool);
+            self.pool.leave(Owner(conn.serial()));
             if let Some(link) = conn.fabric.rdma_mut() {
                 link.hardware.destroy(&mut self.devices[link.device]);
             }
@@ -48,9 +50,9 @@ impl Worker {
         let Some(conn) = self.conns.get_mut(key) else {
             return Ok(());
         };
-        // The receives must be there before the peer may send. They are not posted by way of the
-        // connection's actions: one whose device dies meanwhile would end like a connection that
-        // was accepted.
+        // The receives have to be posted before the peer can send. We don't use the actions of the
+        // connection for this: if the device is removed at this point, it would be closed like a
+        // connection that was accepted.
         let receives = conn.fabric.take_first_receives();
         let Some(link) = conn.fabric.rdma() else {
             return Ok(());
@@ -61,18 +63,19 @@ impl Worker {
             return Err(SetupError::Receives);
         }
         self.devices[device].accept(cm, &answer(param, private_data))?;
-        // Its timer is set with the other connections of this round that may want something.
+        // Its timer is set when we process the connections of this round.
         self.conns.mark_dirty(key);
         Ok(())
     }
 
-    /// A connection holds nothing any longer: what is left of it goes, and its session is notified.
+    /// Releases a connection after it has finished, and notifies its session.
     pub(super) fn release(&mut self, key: ConnKey) {
         let mut conn = self.conns.remove(key);
+        self.pool.leave(Owner(conn.serial()));
         if let Some(link) = conn.fabric.rdma_mut() {
             let dev = &mut self.devices[link.device];
             link.hardware.destroy(dev);
-            // The peer has yet to answer our request, and its answer names the identifier.
+            // We are still waiting for a reply to our request, which refers to this identifier.
             if link.owes_disconnect() {
                 let until = self.now + LINGER;
                 self.disconnects.add(link.device, link.cm, until);
@@ -84,7 +87,8 @@ impl Worker {
         self.end_session(conn);
     }
 
-    /// A connection is gone: its session's numbers and its end are kept, and it leaves the session.
+    /// Called when a connection is closed: saves its statistics and the reason, and leaves the
+    /// session.
     fn end_session(&mut self, conn: Conn<Fabric>) {
         let (_, accounts) = conn.fabric.accounts();
         let who = match &conn.fabric {
@@ -109,22 +113,22 @@ impl Worker {
         };
         let (end, logged_out) = conn.fabric.end();
         self.logins.audit.end(self.now, &who, end);
-        // An initiator of SRP that only disconnects, as Linux does before it connects again, goes
-        // on with its disks; one of iSCSI that was asked to log out logs in again.
+        // An SRP initiator which only disconnects, like Linux before a reconnect, continues to use
+        // its disks. An iSCSI initiator will log in again if we have requested the logout.
         let again = (end != Parting::Logout).then_some(self.now);
         if let Some(guard) = conn.fabric.into_guard() {
             self.leave(guard, Departure { logged_out, again });
         }
     }
 
-    /// A connection leaves its session, with what that means for others.
+    /// Removes a connection from its session, and handles the effects on other connections.
     pub(super) fn leave(&mut self, guard: SessionGuard, departure: Departure) {
         let left = guard.leave(departure);
         self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
     }
 
-    /// A peer has answered the disconnect request of a connection whose channel is gone.
+    /// Handles the reply to a disconnect request for a released channel.
     pub(super) fn on_disconnect_answered(&mut self, device: usize, cm: CmId) {
         if self.disconnects.take_answered(device, cm) {
             self.destroy_id(device, cm);
@@ -137,7 +141,7 @@ impl Worker {
         }
     }
 
-    /// The name of a connection of this worker among all workers.
+    /// Returns a reference to a connection of this worker, which can be used by all workers.
     pub(super) fn channel_ref(&self, serial: u64) -> ConnRef {
         ConnRef {
             worker: self.index,
@@ -145,7 +149,7 @@ impl Worker {
         }
     }
 
-    /// Ends connections, of any worker.
+    /// Terminates connections on any worker.
     pub(super) fn end_all(&mut self, channels: Vec<(ConnRef, Ending)>) {
         for (channel, how) in channels {
             let serial = channel.serial;
@@ -157,32 +161,32 @@ impl Worker {
         }
     }
 
-    /// Ends connections for good, of any worker.
+    /// Terminates connections on any worker and aborts their commands.
     pub(super) fn terminate_all(&mut self, channels: Vec<ConnRef>) {
         let all = channels.into_iter().map(|c| (c, Ending::Terminate));
         self.end_all(all.collect());
     }
 
-    /// Channels wait for no others any longer.
+    /// Notifies channels that they can stop waiting.
     pub(super) fn notify_waiting(&mut self, waiting: Vec<ConnRef>) {
         for ConnRef { worker, serial } in waiting {
             self.post_mail(worker, Mail::OthersGone { serial });
         }
     }
 
-    /// Asks an initiator to log out, once; the connection is cut at `until`.
+    /// Requests a logout only once. The connection will be closed at `until`.
     pub(super) fn log_out(&mut self, key: ConnKey, until: Instant) {
         if self.conns.begin_leaving(key) {
             self.input(key, Input::Shutdown(until));
         }
     }
 
-    /// Gives sessions the units and limits that they have now, and logs those out that are not
-    /// served any longer.
+    /// Updates the LUN maps and limits of all sessions, and logs out sessions that are no longer
+    /// served.
     pub(super) fn follow_sessions(&mut self) {
         let until = self.now + PATIENCE;
         let catalog = Arc::clone(&self.catalog);
-        // Once more, for sessions of iSCSI that have been entered by the old catalog meanwhile.
+        // Do this again for iSCSI sessions that were added using the previous catalog.
         for ConnRef { worker, serial } in self.shared.iscsi.change(&catalog) {
             self.post_mail(worker, Mail::LogOut { serial, until });
         }
@@ -201,14 +205,16 @@ impl Worker {
             if let Some(luns) = luns {
                 self.input(key, Input::Luns(luns));
             }
-            // Also where the units are the same: their limits may have been changed in place.
+            // This is also required if the units are the same, because the limits can be changed in
+            // place.
             self.input(key, Input::Limits);
         }
         self.log_out_unserved();
         self.drain_dirty();
     }
 
-    /// Logs out connections whose portal is gone, or is another target's now.
+    /// Logs out all connections with a portal that was removed or belongs to a different target
+    /// now.
     pub(super) fn log_out_unserved(&mut self) {
         let until = self.now + PATIENCE;
         for key in self.conns.keys(|conn| self.is_unserved(conn)) {
@@ -234,13 +240,36 @@ impl Worker {
         }
     }
 
-    /// Stops listening, and asks all initiators to log out.
-    pub(super) fn begin_shutdown(&mut self, until: Instant) {
+    /// Pauses the listeners and requests a logout for all sessions. [`Worker::resume`] reverts
+    /// this.
+    pub(super) fn begin_drain(&mut self, until: Instant) {
         if self.phase != Phase::Serving {
             return;
         }
+        self.phase = Phase::Draining(until);
+        // This has to be first, because connections accepted after this would not be logged out.
+        self.sockets.pause(&mut self.ring);
+        for key in self.conns.keys(|_| true) {
+            self.log_out(key, until);
+        }
+        self.drain_dirty();
+    }
+
+    /// Resumes normal operation after a drain was canceled.
+    pub(super) fn resume(&mut self) {
+        if let Phase::Draining(_) | Phase::Drained = self.phase {
+            self.phase = Phase::Serving;
+            self.sockets.resume(&mut self.ring, self.now);
+        }
+    }
+
+    /// Stops listening and requests a logout for all sessions.
+    pub(super) fn begin_shutdown(&mut self, until: Instant) {
+        if let Phase::Stopping(_) | Phase::Quiet = self.phase {
+            return;
+        }
         self.phase = Phase::Stopping(until);
-        // First, or those that come might keep the worker from ever being without connections.
+        // This has to be first. Otherwise new connections could delay the shutdown forever.
         self.portals.stop(&mut self.devices);
         self.sockets.close(&mut self.ring, |_| true);
         for key in self.conns.keys(|_| true) {

@@ -1,28 +1,28 @@
-//! The surroundings of a worker: the machine that it runs on, or a simulation of one.
+//! Environment of a worker: either the operating system or a simulation.
 
 use std::sync::Arc;
 
 use crate::host::{Host, SystemHost};
 
-/// The source of what a worker does not compute itself, but for devices and the ring, which it is
-/// made with, and for the time, which comes with each round
-/// ([`Worker::step`](super::Worker::step)).
+/// Environment used by a worker. Devices and the ring are passed to the constructor, and the
+/// current time is passed to each call of [`Worker::step`](super::Worker::step).
 pub trait Env {
-    /// Fills `out` with random bytes that no peer can foresee: challenges of CHAP, and names of
-    /// sessions.
+    /// Fills `out` with cryptographically secure random bytes, used for CHAP challenges and session
+    /// identifiers.
     fn fill_random(&mut self, out: &mut [u8]);
 
-    /// Threads for calls that may block, and dates.
+    /// Returns the host, used to start threads for blocking calls and to get the date.
     fn host(&self) -> Arc<dyn Host>;
 }
 
-/// The machine that we run on.
+/// Operating system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct System;
 
 impl Env for System {
     /// # Panics
-    /// If the system has no random numbers: a guessable challenge would be worse.
+    /// Panics if there is no random number generator, because a predictable challenge would be
+    /// worse.
     fn fill_random(&mut self, out: &mut [u8]) {
         getrandom::fill(out).expect("the system has random numbers");
     }

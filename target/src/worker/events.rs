@@ -1,4 +1,4 @@
-//! Completions, connection events, timers and mail into channels.
+//! Handles completions, connection events, timers, and mail.
 
 use riser_memory::MemSlice;
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, PollContext, VerbsError};
@@ -14,16 +14,15 @@ use crate::audit::Who;
 use crate::config::Protocol;
 use crate::warn_limited;
 
-/// Events of the connection manager that a device has handled in a round: each connection is made
-/// of many objects, and the commands of those that are there do not wait for all that others ask
-/// for at once.
+/// Maximum number of connection events per device and round. To create a connection, we have to
+/// create many objects, and this should not delay commands of existing connections.
 const CM_EVENTS: usize = 1;
 
-/// Block operations whose commands go on together.
+/// Number of completed block operations to process together.
 const TOGETHER: usize = 8;
 
 impl Worker {
-    /// Drives the devices, and takes their events.
+    /// Polls the devices and processes their events.
     pub(super) fn poll_devices(&mut self) -> usize {
         let mut work = 0;
         for device in 0..self.devices.len() {
@@ -32,8 +31,8 @@ impl Worker {
             }
             work += self.devices[device].progress(self.now);
             while let Some(packet) = self.devices[device].poll_forwarded() {
-                // The kernel deals out the packets of an address among the workers' sockets, and
-                // does not know whose queue pair they are for.
+                // The kernel distributes packets for an address to the sockets of all workers, but
+                // it doesn't know which worker has the queue pair.
                 let worker = packet.worker as usize;
                 self.outbox.send(worker, Mail::Forwarded { device, packet });
             }
@@ -51,7 +50,7 @@ impl Worker {
             while let Some(cq) = self.devices[device].poll_cq_event() {
                 self.on_cq_event(device, cq);
             }
-            // Last, since a device that is gone may still have events of its connections.
+            // Do this last, because a removed device may still have events for its connections.
             self.check_removed(device);
         }
         work
@@ -77,7 +76,7 @@ impl Worker {
                 | CmEventKind::DeviceRemoval,
                 Some(key),
             ) => self.on_closed(key, matches!(kind, CmEventKind::Disconnected)),
-            // The channel is gone already: this ends the wait of its identifier.
+            // The channel was already released, so we can release its identifier as well.
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
                 self.on_disconnect_answered(device, cm);
             }
@@ -90,7 +89,7 @@ impl Worker {
             AsyncEvent::CqError(cq) => {
                 match self.conns.by_cq(device, cq) {
                     Some(key) => self.end_overrun(key),
-                    // That of the agent that answers discoveries.
+                    // This is an error for the queue pair used by the discovery agent.
                     None => tracing::error!(
                         addr = %self.devices.addr(device),
                         "a completion queue without a connection overran"
@@ -111,8 +110,8 @@ impl Worker {
                     self.input(key, Input::Disconnected);
                 }
             }
-            // A packet has come on the queue pair before the CM's last message, which may be lost.
-            // It proves as much: the peer has got our answer.
+            // The queue pair has received a packet before the last CM message, which may have been
+            // lost. This shows that the peer has received our reply.
             AsyncEvent::CommEstablished(qp) => {
                 if let Some(key) = self.conns.by_qp(device, qp) {
                     self.on_established(key);
@@ -131,7 +130,8 @@ impl Worker {
         }
     }
 
-    /// The CM reports that a connection is over; `by_peer` if the initiator has ended it.
+    /// Called when the CM has closed a connection. `by_peer` is set if this was requested by the
+    /// initiator.
     fn on_closed(&mut self, key: ConnKey, by_peer: bool) {
         if let Some(conn) = self.conns.get_mut(key) {
             if let Some(link) = conn.fabric.rdma_mut() {
@@ -157,6 +157,7 @@ impl Worker {
                     peer: peer.to_string(),
                     portal: portal.to_string(),
                     initiator: None,
+                    user: None,
                     target: None,
                     nexus: None,
                 };
@@ -164,11 +165,11 @@ impl Worker {
             });
     }
 
-    /// Takes a batch from every completion queue that has something.
+    /// Polls a batch of completions from each queue that is ready.
     pub(super) fn poll_ready(&mut self) -> usize {
         let mut work = 0;
-        // Those that are ready now: a connection that has more goes to the end of the queue, and
-        // waits for the next round.
+        // Only process the connections that are ready now. If there are more completions, a
+        // connection is added to the end of the list for the next round.
         for _ in 0..self.conns.ready() {
             let Some((key, device, cq)) = self.conns.next_ready() else {
                 break;
@@ -178,11 +179,12 @@ impl Worker {
         work
     }
 
-    /// Takes a batch of a connection's completions.
+    /// Polls a batch of completions for a connection.
     fn poll_cq(&mut self, key: ConnKey, device: usize, cq: CqId) -> usize {
         let serial = self.conns.get(key).map(Conn::serial);
         let link = self.conns.get(key).and_then(|conn| conn.fabric.rdma());
-        // What was in it never completes; `check_removed` or `end_overrun` has ended the connection.
+        // These will not complete. `check_removed` or `end_overrun` has already closed the
+        // connection.
         if self.devices[device].is_gone() || link.is_some_and(|l| l.hardware.has_lost_queues) {
             return 0;
         }
@@ -193,9 +195,9 @@ impl Worker {
             self.on_completion(key, completion);
         }
         self.completions = completions;
-        // At once for all: what they ask for is posted together.
+        // Do this once for all completions, so that work requests can be posted together.
         self.drain_dirty();
-        // The connection may be gone by now, and its key another's.
+        // The connection may have been removed, and its key reused.
         if self.conns.get(key).map(Conn::serial) != serial {
             return 1;
         }
@@ -235,8 +237,8 @@ impl Worker {
         }
     }
 
-    /// Looks at the `len` bytes that a completed receive has left in its slot. `input` hands them
-    /// to the channel that owns the slot, and must not post the receive again.
+    /// Passes the `len` bytes of a completed receive to `input`, which should forward them to the
+    /// channel with this slot. It must not post the receive again.
     #[allow(
         unsafe_code,
         reason = "a message is looked at in place, in the receive ring"
@@ -249,20 +251,20 @@ impl Worker {
     ) {
         let (memory, offset) = (slot.memory(), slot.offset());
         let len = len.min(slot.len());
-        // SAFETY: the receive has completed, so the device no longer writes there, and it is posted
-        // again only by an action, which is carried out after this call. The channel itself only
-        // reads its receive ring.
+        // SAFETY: the receive has completed, so the device will not write to this memory. It is
+        // only posted again by an action, which is processed after this call. The channel itself
+        // only reads from its receive ring.
         unsafe { memory.with_bytes(offset, len, |bytes| input(self, bytes)) };
     }
 
-    /// Takes what the ring has finished, and the block operations that this ends.
+    /// Processes completions of the ring and completed block operations.
     pub(super) fn poll_blocks(&mut self) -> Result<usize, WorkerError> {
         let mut completions = std::mem::take(&mut self.ring_completions);
         completions.clear();
         let reaped = self.ring.reap(&mut completions)?;
         for completion in &mut completions {
             let is_block = self.blocks.handle_completion(&mut self.ring, completion);
-            // The top byte of a token says whose operation it was.
+            // The top byte of a token specifies the type of operation.
             if !is_block && !self.on_iscsi_completion(completion) {
                 self.devices.on_watch(completion);
             }
@@ -279,15 +281,15 @@ impl Worker {
                     ended += 1;
                 }
             }
-            // Several at once, whose answers leave together, but not all: their initiator has
-            // something to do while the others are on their way.
+            // We process several operations before sending the responses, but not all of them. This
+            // allows the initiator to continue while we process the next operations.
             if ended % TOGETHER == 0 {
                 self.drain_dirty();
             }
         }
         self.drain_dirty();
         work += self.poll_reservations();
-        // Last, when the operations that have ended have made room in the driver.
+        // Do this last, when there is room in the driver because of completed operations.
         self.blocks.retry(&mut self.ring, &self.conns);
         Ok(work)
     }
@@ -298,7 +300,7 @@ impl Worker {
             work += 1;
             self.handle_mail(mail);
             self.drain_dirty();
-            // The rest waits for the next round, which begins at once.
+            // The next round starts immediately and will process the remaining messages.
             if work == super::mail::MAILBOX {
                 break;
             }
@@ -316,10 +318,10 @@ impl Worker {
             Mail::StartTask(task) => self.deliver(task.channel, Input::StartTask(task)),
             Mail::AbortTask { task, watcher } => match self.conns.by_serial(task.channel) {
                 Some(key) => self.input(key, Input::AbortTask { task, watcher }),
-                // A connection that is gone has no tasks.
+                // A closed connection has no tasks.
                 None => self.post_mail(watcher.worker, Mail::TaskGone(watcher)),
             },
-            // A change of reservations has waited for it, not a function of a connection.
+            // This is for a change of reservations instead of a function of a connection.
             Mail::TaskGone(watcher) if watcher.channel == NO_CHANNEL => {
                 self.on_preempted_gone(watcher);
             }
@@ -330,7 +332,7 @@ impl Worker {
                     self.log_out(key, until);
                 }
             }
-            // It may have begun to wait for others since.
+            // It may have started waiting for a different connection.
             Mail::OthersGone { serial } => {
                 if !self.shared.iscsi.is_waiting(self.channel_ref(serial)) {
                     self.deliver(serial, Input::OthersGone);
@@ -354,16 +356,24 @@ impl Worker {
             Mail::Stage(stage, reply) => {
                 let (ring, devices) = (&mut self.ring, &mut self.devices);
                 let result = self.portals.stage(ring, devices, &self.catalog, *stage);
-                // The server may have given up, and releases it then.
+                // If the server has stopped waiting, it will release this.
                 let _ = reply.send(result);
             }
             Mail::Unstage => self.portals.unstage(&mut self.ring, &mut self.devices),
             Mail::Changed => self.follow_catalog(),
             Mail::Shutdown { until } => self.begin_shutdown(until),
-            Mail::Flush => self.begin_flush(),
+            Mail::Drain { until } => self.begin_drain(until),
+            Mail::Resume(reply) => {
+                self.resume();
+                let _ = reply.send(());
+            }
+            Mail::Flush(number) => self.begin_flush(number),
+            Mail::OldestRequests(reply) => {
+                let _ = reply.send(self.blocks.oldest_requests());
+            }
             Mail::Exit => self.exiting = true,
             Mail::Snapshot(reply) => {
-                // The server may have given up waiting.
+                // The server may have stopped waiting.
                 let _ = reply.send(self.snapshot());
             }
             Mail::Ping(reply) => {
@@ -375,7 +385,7 @@ impl Worker {
         }
     }
 
-    /// Gives an input to a connection of this worker, if it is still there.
+    /// Passes an input to a connection of this worker, if it still exists.
     fn deliver(&mut self, serial: u64, input: Input) {
         if let Some(key) = self.conns.by_serial(serial) {
             self.input(key, input);
@@ -395,8 +405,8 @@ impl Worker {
         work
     }
 
-    /// Gives pool memory that has come back to the channels that wait for it, by turns; returns
-    /// their number.
+    /// Distributes released pool memory to waiting channels in order. Returns the number of
+    /// channels.
     pub(super) fn poll_pool(&mut self) -> usize {
         if !self.pool.take_change() {
             return 0;
@@ -413,10 +423,12 @@ impl Worker {
         work
     }
 
-    /// Moves a shutdown on.
+    /// Updates the state of a drain or shutdown.
     pub(super) fn poll_phase(&mut self) {
-        let Phase::Stopping(until) = self.phase else {
-            return;
+        let (until, next) = match self.phase {
+            Phase::Draining(until) => (until, Phase::Drained),
+            Phase::Stopping(until) => (until, Phase::Quiet),
+            Phase::Serving | Phase::Drained | Phase::Quiet => return,
         };
         if self.now >= until + GRACE {
             for key in self.conns.keys(|_| true) {
@@ -424,24 +436,25 @@ impl Worker {
             }
             self.drain_dirty();
         }
-        // Disconnect requests get their answers while there is time.
+        // Wait for replies to disconnect requests if there is still time.
         let parting = !self.disconnects.is_empty() && self.now < until;
         if self.conns.is_empty() && !parting {
-            self.phase = Phase::Quiet;
+            self.phase = next;
             let _ = self.reports.send(Report::Quiet(self.index));
         }
     }
 
-    /// Makes durable what was written, on every backend.
-    fn begin_flush(&mut self) {
-        self.blocks.begin_flush(&mut self.ring, &self.catalog);
-        // Where no backend can be written, nothing is waited for.
+    /// Starts to flush all backends.
+    fn begin_flush(&mut self, number: u64) {
+        let (ring, catalog) = (&mut self.ring, &self.catalog);
+        self.blocks.begin_flush(ring, catalog, number);
+        // If there are no writable backends, this is already complete.
         self.report_flush();
     }
 
     fn report_flush(&mut self) {
-        if let Some(result) = self.blocks.take_flush_result() {
-            let _ = self.reports.send(Report::Flushed(result));
+        if let Some((number, result)) = self.blocks.take_flush_result() {
+            let _ = self.reports.send(Report::Flushed(number, result));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Carries out what connections ask for.
+//! Executes the actions of connections.
 
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
@@ -11,17 +11,17 @@ use super::work::{Owner, Work};
 use crate::fabric::{TaskAction, UnitIdx};
 
 impl Worker {
-    /// Carries out the actions of every connection that may have some.
+    /// Executes the actions of all connections in the list.
     pub(super) fn drain_dirty(&mut self) {
         while let Some(key) = self.conns.next_dirty() {
             self.pump(key);
         }
     }
 
-    /// Carries out the actions of one connection.
+    /// Executes the actions of a connection.
     pub(super) fn pump(&mut self, key: ConnKey) {
         if std::mem::take(&mut self.has_entered) {
-            // A session may have units that this worker has not heard of.
+            // A session may already use units that are new for this worker.
             self.follow_catalog();
         }
         match self.conns.get(key).map(|conn| &conn.fabric) {
@@ -31,13 +31,13 @@ impl Worker {
             None => return,
         }
         self.conns.arm(key);
-        // Only when the wait begins, since it looks at all connections.
+        // Only call this when a new wait starts, because it checks all connections.
         if self.conns.begins_to_wait(key) {
             self.relieve_pool();
         }
     }
 
-    /// Carries out what a connection asks for a command or a function.
+    /// Executes an action for a command or function.
     pub(super) fn carry_out_task(&mut self, conn: ConnKey, action: TaskAction) {
         match action {
             TaskAction::SubmitBlock { task, unit, op } => {
@@ -59,9 +59,10 @@ impl Worker {
         }
     }
 
-    /// Carries out a block operation of a unit's command.
+    /// Executes a block operation for a command.
     pub(super) fn carry_out_block(&mut self, owner: Owner, unit: UnitIdx, op: BlockOp) {
-        // Not for the backend: the change is saved in a state directory by calls that block.
+        // This is not sent to the backend, because we have to save it in a state directory with
+        // blocking calls.
         if let BlockOp::ChangeReservations(change) = op {
             return self.change_reservations(owner, unit, change);
         }
@@ -79,14 +80,14 @@ impl Worker {
         }
     }
 
-    /// A block operation ended.
+    /// Handles a completed block operation.
     pub(super) fn on_block_done(&mut self, owner: Owner, result: StepResult) {
         self.input(owner.conn, Input::BlockDone(owner.task, result));
     }
 
-    /// Sends mail to a worker; to ourselves it is delivered at once.
+    /// Sends mail to a worker. If it is for this worker, it is delivered immediately.
     pub(super) fn post_mail(&mut self, worker: u16, mail: Mail) {
-        // By way of the mailbox it would wait for another round.
+        // If we used the mailbox, this would be delayed to the next round.
         if worker == self.index {
             self.handle_mail(mail);
         } else {
@@ -94,22 +95,22 @@ impl Worker {
         }
     }
 
-    /// Cuts a connection on RDMA, and has it wait for the drain marker.
+    /// Disconnects an RDMA connection and waits for the drain marker.
     pub(super) fn disconnect(&mut self, key: ConnKey) {
         let Some(link) = self.conns.get(key).and_then(|c| c.fabric.rdma()) else {
             return;
         };
         let (device, cm, qp) = (link.device, link.cm, link.hardware.qp);
-        // Without a marker nothing would end the wait for it. The channel counts its receives and
-        // chains besides, so it releases no memory that is in use.
+        // If there is no drain marker, nothing would complete this wait. The channel also counts
+        // its receives and chains, so memory that is still in use will not be released.
         if link.hardware.has_lost_queues || !self.cut(device, cm, qp) {
             self.input(key, Input::Drained);
         }
     }
 
-    /// Ends a connection whose completion queue has lost completions, so that it is not known what
-    /// the device still uses, nor would a drain marker show it: the queues go before the buffers
-    /// do.
+    /// Closes a connection after a completion queue overrun. We don't know which buffers are still
+    /// in use by the device, and a drain marker doesn't help either, so the queues have to be
+    /// destroyed before releasing the buffers.
     pub(super) fn end_overrun(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.get_mut(key) else {
             return;
@@ -119,7 +120,7 @@ impl Worker {
             return;
         };
         let dev = &mut self.devices[link.device];
-        // The peer hears of it while there is a queue pair to disconnect.
+        // Notify the peer while we still have the queue pair.
         let _ = dev.disconnect(link.cm);
         if link.hardware.destroy_queues(dev) {
             tracing::error!(%peer, "a completion queue overran, and its connection ends");
@@ -127,24 +128,26 @@ impl Worker {
         }
     }
 
-    /// Ends the connection of a chain that was taken in part. The chain ends when a marker behind
-    /// its requests completes: until then the device may read or write the buffer. The chain has
-    /// send-queue credit for the marker, since its own last request was not taken.
+    /// Closes a connection if only a part of a chain was posted. The chain is complete when a
+    /// marker after its requests completes. Until then, the device may read from or write to the
+    /// buffer. There is a credit for the marker, because the last request of the chain was not
+    /// posted.
     pub(super) fn end_torn_chain(&mut self, key: ConnKey, marker: Work) {
         let Some(link) = self.conns.get(key).and_then(|conn| conn.fabric.rdma()) else {
             return;
         };
         let (device, qp) = (link.device, link.hardware.qp);
         if !self.post_empty_write(device, qp, marker) {
-            // The buffer stays out of the pool until the device goes. Lost memory is the lesser
-            // evil: given to another command, its data could go to the wrong initiator or disk.
+            // The buffer is only returned to the pool when the device is closed. Losing this memory
+            // is better than using it for a different command, which could send the data to the
+            // wrong initiator or disk.
             tracing::error!("the end of a chain cannot be known, so its buffer is not used again");
         }
         self.input(key, Input::Disconnected);
     }
 
-    /// Notifies the connection manager that a connection has data, so it is established. The
-    /// message that says so may have arrived meanwhile.
+    /// Notifies the connection manager that a connection has received data and is therefore
+    /// established. The corresponding CM message may already have been received.
     pub(super) fn notify_established(&mut self, key: ConnKey) {
         if let Some(link) = self.conns.get(key).and_then(|c| c.fabric.rdma()) {
             let _ = self.devices[link.device].notify_established(link.cm);

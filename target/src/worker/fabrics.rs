@@ -1,8 +1,8 @@
-//! The fabrics of connections: the one place that knows all three of them.
+//! Connections of all fabrics. This is the only module that handles all three of them.
 //!
-//! Inputs that reach a connection from its worker, and from others by mail, are an [`Input`]; which
-//! of them a fabric takes, and how, is said once, in [`Input::apply`]. Inputs of one fabric only,
-//! such as bytes and completions, come from `tcp`, `srp` and `iser`.
+//! All inputs passed to a connection by its worker or via mail are defined in [`Input`]. The
+//! function [`Input::apply`] defines how each fabric handles them. Inputs for a single fabric only,
+//! such as received bytes or completions, are passed by the modules `tcp`, `srp` and `iser`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::iscsi::{
     self, Channel, Datamover, Phase, ReassignRequest, ReassignedTask, SpareTasks, TcpChannel,
 };
 use crate::iser::{IserAction, IserChannel};
-use crate::pool::{Buffer, Pool};
+use crate::pool::{Buffer, Owner, Pool};
 use crate::sessions::catalog::Entrance;
 use crate::sessions::guard::SessionGuard;
 use crate::sessions::iscsi::Membership;
@@ -34,7 +34,7 @@ use crate::sessions::nexus::NexusKey;
 use crate::srp;
 use crate::stats::Functions;
 
-/// Contexts of commands that no connection has, for those of each kind.
+/// Unused command contexts for each type of connection.
 #[derive(Debug, Default)]
 pub(super) struct Spares {
     pub(super) srp: Spare<srp::SendIoctx>,
@@ -42,13 +42,13 @@ pub(super) struct Spares {
 }
 
 impl Spares {
-    /// Returns their memory in bytes.
+    /// Returns the memory used, in bytes.
     pub(super) fn memory(&self) -> usize {
         self.srp.memory() + self.iscsi.memory()
     }
 }
 
-/// A connection of some fabric. Boxed, since their sizes differ.
+/// Connection for one of the fabrics. This is boxed because the sizes are different.
 #[derive(Debug)]
 pub(super) enum Fabric {
     Srp(Box<SrpConn>),
@@ -56,19 +56,19 @@ pub(super) enum Fabric {
     Iser(Box<IserConn>),
 }
 
-/// An SRP channel with its queue pair.
+/// SRP channel and its queue pair.
 #[derive(Debug)]
 pub(super) struct SrpConn {
     pub(super) channel: srp::Channel,
     pub(super) key: NexusKey,
-    /// Its part in the session of the nexus.
+    /// Membership in the session of the nexus.
     pub(super) guard: SessionGuard,
-    /// The listener that it came by.
+    /// Listener that received the connect request.
     pub(super) entrance: Entrance,
     pub(super) rdma: RdmaLink,
 }
 
-/// An iSCSI connection on TCP.
+/// iSCSI connection over TCP.
 #[derive(Debug)]
 pub(super) struct TcpConn {
     pub(super) channel: TcpChannel,
@@ -76,7 +76,7 @@ pub(super) struct TcpConn {
     pub(super) login: Login,
 }
 
-/// An iSCSI connection on RDMA.
+/// iSCSI connection over RDMA.
 #[derive(Debug)]
 pub(super) struct IserConn {
     pub(super) channel: IserChannel,
@@ -84,7 +84,7 @@ pub(super) struct IserConn {
     pub(super) login: Login,
 }
 
-/// An iSCSI connection's portal, and its session once it has one.
+/// Portal of an iSCSI connection, and its session after login.
 #[derive(Debug)]
 pub(super) struct Login {
     pub(super) listen: SocketAddr,
@@ -92,7 +92,7 @@ pub(super) struct Login {
 }
 
 impl Login {
-    /// Makes the record of a connection that has not logged in.
+    /// Creates the state for a connection before login.
     pub(super) fn at(listen: SocketAddr) -> Self {
         Self {
             listen,
@@ -126,11 +126,11 @@ impl Connection for Fabric {
         }
     }
 
-    fn waits_for_pool(&self) -> bool {
+    fn pool_waits_begun(&self) -> u64 {
         match self {
-            Self::Srp(conn) => conn.channel.waits_for_pool(),
-            Self::Tcp(conn) => conn.channel.channel().waits_for_pool(),
-            Self::Iser(conn) => conn.channel.channel().waits_for_pool(),
+            Self::Srp(conn) => conn.channel.pool_waits_begun(),
+            Self::Tcp(conn) => conn.channel.channel().pool_waits_begun(),
+            Self::Iser(conn) => conn.channel.channel().pool_waits_begun(),
         }
     }
 }
@@ -144,7 +144,7 @@ impl Fabric {
         }
     }
 
-    /// The portal and session of an iSCSI connection, over either.
+    /// Returns the transport and login state of an iSCSI connection.
     pub(super) fn login(&self) -> Option<(Transport, &Login)> {
         match self {
             Self::Srp(_) => None,
@@ -153,7 +153,7 @@ impl Fabric {
         }
     }
 
-    /// Returns its part in its session, if it has logged in.
+    /// Returns the session membership if there is a session.
     pub(super) fn into_guard(self) -> Option<SessionGuard> {
         let login = match self {
             Self::Srp(conn) => return Some(conn.guard),
@@ -163,7 +163,7 @@ impl Fabric {
         login.membership.map(|membership| membership.guard)
     }
 
-    /// Returns how it has ended, and whether the initiator has logged it out before.
+    /// Returns the reason for closing the connection, and if the initiator has logged out before.
     pub(super) fn end(&self) -> (Parting, bool) {
         match self {
             Self::Srp(conn) => (conn.channel.end(), false),
@@ -172,15 +172,15 @@ impl Fabric {
         }
     }
 
-    /// Takes the receives that a new connection wants to have posted before it is accepted.
+    /// Returns the receives to post before a new connection is accepted.
     ///
     /// # Panics
-    /// If it wants something else, which a connection does after its first input only.
+    /// Panics if there are other actions, which are only possible after the first input.
     pub(super) fn take_first_receives(&mut self) -> Vec<Receive> {
         match self {
             Self::Srp(conn) => {
                 let actions = std::iter::from_fn(|| conn.channel.poll_action());
-                // Collected first, since the channel is asked for their slots next.
+                // Collect them first, because we need to borrow the channel to get the slots.
                 let actions: Vec<_> = actions.collect();
                 let receive = |action| match action {
                     srp::Action::PostRecv(recv) => conn.receive(recv),
@@ -201,7 +201,7 @@ impl Fabric {
         }
     }
 
-    /// Returns the data buffer of a task, for a block operation, if that needs one.
+    /// Returns the data buffer of a task for a block operation, if it needs one.
     pub(super) fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
         match self {
             Self::Srp(conn) => conn.channel.data_buffer(task),
@@ -210,7 +210,7 @@ impl Fabric {
         }
     }
 
-    /// Notes that the initiator has ended the connection.
+    /// Called when the initiator has closed the connection.
     pub(super) fn note_closed(&mut self) {
         match self {
             Self::Srp(conn) => conn.channel.note_closed(),
@@ -219,7 +219,8 @@ impl Fabric {
         }
     }
 
-    /// Ends everything at once: the devices are closed, and the ring is next.
+    /// Aborts everything immediately. The devices are already closed, and the ring will be closed
+    /// next.
     pub(super) fn abandon(&mut self, pool: &mut Pool) {
         match self {
             Self::Srp(conn) => conn.channel.abandon(pool),
@@ -228,7 +229,7 @@ impl Fabric {
         }
     }
 
-    /// Task-management functions that it has answered.
+    /// Returns the number of task-management functions by response.
     pub(super) fn functions(&self) -> &Functions {
         match self {
             Self::Srp(conn) => conn.channel.functions(),
@@ -237,7 +238,7 @@ impl Fabric {
         }
     }
 
-    /// Accounts of its session at each unit, and its initiator.
+    /// Returns the initiator name, and the statistics of its session for each unit.
     pub(super) fn accounts(&self) -> (String, &Accounts) {
         match self {
             Self::Srp(conn) => (conn.key.initiator.to_string(), conn.channel.accounts()),
@@ -256,62 +257,65 @@ fn accounts_of<M: Datamover>(channel: &Channel<M>) -> (String, &Accounts) {
     (initiator, channel.accounts())
 }
 
-/// A machine with what it works with for the length of a call.
+/// Channel with its context for a call.
 pub(super) enum Machine<'a, 'b> {
     Srp(&'a mut srp::Channel, &'a mut srp::Cx<'b>),
     Tcp(&'a mut TcpChannel, &'a mut iscsi::Cx<'b>),
     Iser(&'a mut IserChannel, &'a mut iscsi::Cx<'b>),
 }
 
-/// An input that does not come by the connection's own wire.
+/// Input that is not received from the connection itself.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// A block operation of a task has ended.
+    /// A block operation of a task has completed.
     BlockDone(TaskIdx, StepResult),
-    /// There may be pool memory for commands that wait for it.
+    /// There may be pool memory for waiting commands.
     Pool,
-    /// The deadline has come.
+    /// The deadline has expired.
     Timeout,
-    /// The limits of units or initiators are others.
+    /// The rate limits of units or initiators have changed.
     Limits,
-    /// Its session sees these units now.
+    /// The LUN map has changed.
     Luns(Arc<LunMap>),
-    /// The initiator is to be logged out until then.
+    /// Request a logout, to be completed until this time.
     Shutdown(Instant),
-    /// A newer login replaces the connection.
+    /// The connection is replaced by a new login.
     Terminate,
-    /// The time of a shutdown is over.
+    /// The time for a shutdown has expired.
     Cut,
-    /// The connection is of no further use.
+    /// The connection has been closed.
     Disconnected,
-    /// The drain marker has completed, or was not taken.
+    /// The drain marker has completed, or could not be posted.
     Drained,
-    /// The queues are gone, alone or with their device, and will complete nothing.
+    /// The queues were destroyed, either alone or with the device. There will be no more
+    /// completions.
     QueuesGone,
-    /// The session that this one replaces has ended.
+    /// The session that is being replaced has been closed.
     OthersGone,
-    /// A task may start.
+    /// A task can start.
     StartTask(TaskRef),
-    /// A task is to be aborted, for which a function waits.
+    /// Abort a task. A function is waiting for this.
     AbortTask { task: TaskRef, watcher: TaskRef },
-    /// A task that a function waits for is gone.
+    /// A task that a function is waiting for has completed.
     TaskGone(TaskRef),
-    /// Something happened to a unit.
+    /// Unit event.
     Event { unit: UnitIdx, attention: Attention },
-    /// It may have its session's next command.
+    /// The next command of the session may be on this connection.
     Turn,
+    /// There are connections waiting for pool memory.
+    Pressure,
 }
 
-/// An input of error recovery, which connections on TCP have only.
+/// Input for error recovery, which is only supported for TCP.
 #[derive(Debug)]
 pub(super) enum RecoveryInput {
-    /// It was logged out for recovery.
+    /// The connection was logged out for recovery.
     Detach,
-    /// Another connection of its session is lost.
+    /// Another connection of the session was lost.
     Lost(Cid),
-    /// Another connection takes a command over.
+    /// A command was claimed by another connection.
     Reassign(ReassignRequest),
-    /// A command that it takes over, or nothing where that has ended.
+    /// Command to be handed over to this connection, or `None` if it has completed.
     Reassigned(TaskRef, Option<Box<ReassignedTask>>),
 }
 
@@ -328,22 +332,25 @@ impl RecoveryInput {
 }
 
 impl Input {
-    /// Gives the input to a machine. Inputs that its fabric does not know are dropped: they were
-    /// meant for a connection that is gone.
+    /// Passes the input to a channel. If the fabric does not support this input, it is ignored,
+    /// because it was meant for a connection that was closed.
     fn apply(self, machine: Machine<'_, '_>) {
         match machine {
             Machine::Srp(channel, cx) => self.apply_srp(channel, cx),
             Machine::Tcp(channel, cx) => match self {
-                // The answer to a login that waited may change how bytes are taken.
+                // This may send a login response, which can change how received bytes are
+                // processed.
                 Self::OthersGone => channel.handle_others_gone(cx),
+                Self::Timeout => channel.handle_timeout(cx),
                 Self::Disconnected => channel.channel_mut().handle_disconnected(cx),
                 Self::Cut if channel.channel().phase() == Phase::Closed => {}
                 Self::Cut => channel.channel_mut().handle_terminate(cx),
                 input => input.apply_iscsi(channel.channel_mut(), cx),
             },
-            // The RDMA beneath the channel handles each end of the connection first.
+            // The RDMA layer has to handle each type of disconnect first.
             Machine::Iser(conn, cx) => match self {
                 Self::OthersGone => conn.handle_others_gone(cx),
+                Self::Timeout => conn.handle_timeout(cx),
                 Self::Terminate => conn.handle_terminate(cx),
                 Self::Cut if conn.channel().phase() == Phase::Closed => {}
                 Self::Disconnected | Self::Cut => conn.handle_disconnected(cx),
@@ -371,6 +378,7 @@ impl Input {
             Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
             Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
             Self::Event { unit, attention } => channel.handle_event(cx, unit, attention),
+            Self::Pressure => channel.handle_pressure(cx),
             Self::Turn => {}
         }
     }
@@ -379,7 +387,6 @@ impl Input {
         match self {
             Self::BlockDone(task, result) => channel.handle_block_done(cx, task, result),
             Self::Pool => channel.handle_pool(cx),
-            Self::Timeout => channel.handle_timeout(cx),
             Self::Limits => channel.handle_limits(cx),
             Self::Luns(luns) => channel.handle_luns(luns),
             Self::Shutdown(until) => channel.handle_shutdown(cx, until),
@@ -388,10 +395,12 @@ impl Input {
             Self::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
             Self::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
             Self::Turn => channel.handle_turn(cx),
-            // Asynchronous events of units have no way to an iSCSI initiator; it reads unit
-            // attentions.
+            Self::Pressure => channel.handle_pressure(cx),
+            // There are no asynchronous unit events in iSCSI. The initiator will receive a unit
+            // attention.
             Self::Event { .. } => {}
             Self::Cut
+            | Self::Timeout
             | Self::Disconnected
             | Self::Drained
             | Self::QueuesGone
@@ -436,7 +445,7 @@ impl Conns<Fabric> {
         }
     }
 
-    /// Connections on TCP, with their common parts.
+    /// Returns all connections over TCP.
     pub(super) fn tcps(&self) -> impl Iterator<Item = (ConnKey, &Conn<Fabric>, &TcpConn)> {
         self.iter().filter_map(|(key, conn)| match &conn.fabric {
             Fabric::Tcp(tcp) => Some((key, conn, &**tcp)),
@@ -444,7 +453,7 @@ impl Conns<Fabric> {
         })
     }
 
-    /// Connections of iSER, with their common parts.
+    /// Returns all iSER connections.
     pub(super) fn isers(&self) -> impl Iterator<Item = (ConnKey, &Conn<Fabric>, &IserConn)> {
         self.iter().filter_map(|(key, conn)| match &conn.fabric {
             Fabric::Iser(iser) => Some((key, conn, &**iser)),
@@ -454,24 +463,25 @@ impl Conns<Fabric> {
 }
 
 impl Worker {
-    /// Gives a connection an input, and notes that it may ask for something.
+    /// Passes an input to a connection and adds it to the list to check for actions.
     pub(super) fn input(&mut self, key: ConnKey, input: Input) {
         self.with(key, |machine| input.apply(machine));
     }
 
-    /// Gives a connection an input of error recovery. One whose fabric has none, which is a mistake
-    /// of this or another worker, answers what is asked of it and changes nothing else.
+    /// Passes an input for error recovery to a connection. If the fabric doesn't support this,
+    /// which would be a bug in this or another worker, we send the necessary responses but ignore
+    /// it otherwise.
     pub(super) fn recover(&mut self, serial: u64, input: RecoveryInput) {
         let key = self.conns.by_serial(serial);
         if let Some(key) = key.filter(|key| self.conns.tcp_mut(*key).is_some()) {
             return self.with_tcp(key, |channel, cx| input.apply(channel, cx));
         }
         match input {
-            // The command has ended, with its connection or long before.
+            // The command has completed, either with its connection or before.
             RecoveryInput::Reassign(ReassignRequest { to, .. }) => {
                 self.post_mail(to.worker, Mail::Reassigned { to, moved: None });
             }
-            // A login takes the place of the connection, which keeps no commands for it.
+            // The connection is replaced by a login, and does not keep any commands.
             RecoveryInput::Detach => {
                 if let Some(key) = key {
                     self.input(key, Input::Terminate);
@@ -481,7 +491,7 @@ impl Worker {
         }
     }
 
-    /// Gives an SRP channel an input of its own.
+    /// Passes an input to an SRP channel.
     pub(super) fn with_srp(
         &mut self,
         key: ConnKey,
@@ -494,7 +504,7 @@ impl Worker {
         });
     }
 
-    /// Gives a connection on TCP an input of its own.
+    /// Passes an input to a TCP connection.
     pub(super) fn with_tcp(
         &mut self,
         key: ConnKey,
@@ -507,7 +517,7 @@ impl Worker {
         });
     }
 
-    /// Gives a connection of iSER an input of its own.
+    /// Passes an input to an iSER connection.
     pub(super) fn with_iser(
         &mut self,
         key: ConnKey,
@@ -520,14 +530,14 @@ impl Worker {
         });
     }
 
-    /// Lends a machine what it works with for the length of a call. What it asks for is carried out
-    /// later, from the list of those that may ask: an input may come while actions are carried out.
+    /// Creates the context for a channel and calls `input`. The actions are executed later, using
+    /// the list of connections to check, because this can be called while executing actions.
     fn with(&mut self, key: ConnKey, input: impl FnOnce(Machine<'_, '_>)) {
         let Some(conn) = self.conns.get_mut(key) else {
             return;
         };
         let now = self.now;
-        // Before the rest is put together, which SRP does not need.
+        // This is done first, because SRP doesn't need anything else.
         if let Fabric::Srp(own) = &mut conn.fabric {
             let mut cx = srp::Cx {
                 now,
@@ -547,7 +557,7 @@ impl Worker {
             Fabric::Tcp(own) => {
                 let own = &mut **own;
                 let commands = own.channel.channel().config().commands;
-                // Taken apart, since the gate changes the login while the channel is being called.
+                // Split the borrows, because the gate updates the login state during the call.
                 let machine = IscsiMachine::Tcp(&mut own.channel);
                 (machine, &mut own.login, Transport::Tcp, commands)
             }
@@ -558,8 +568,9 @@ impl Worker {
                 (machine, &mut own.login, Transport::Iser, commands)
             }
         };
-        // The gate may enter a session during the call, with units that are newer than the
-        // worker's catalog. That is followed before anything is carried out for the connection.
+        // During this call, the gate may create a session with units that are newer than the
+        // catalog of this worker. We have to update the catalog before executing any actions for
+        // the connection.
         let had_session = login.membership.is_some();
         let mut ending = Vec::new();
         let mut gate = WorkerGate {
@@ -587,17 +598,23 @@ impl Worker {
             IscsiMachine::Tcp(channel) => input(Machine::Tcp(channel, &mut cx)),
             IscsiMachine::Iser(channel) => input(Machine::Iser(channel, &mut cx)),
         }
-        self.has_entered |= !had_session && login.membership.is_some();
+        if let Some(member) = login.membership.as_ref().filter(|_| !had_session) {
+            self.has_entered = true;
+            // There are no commands in a discovery session.
+            if member.target.is_some() {
+                self.pool.enter(Owner(channel.serial), &member.initiator);
+            }
+        }
         self.conns.mark_dirty(key);
-        // Not before the call has ended: a connection of this worker that ends is an input to the
-        // table, and may be of the same session.
+        // This has to be done after the call, because closing a connection of this worker is also
+        // an input, and it may be in the same session.
         if !ending.is_empty() {
             self.end_all(ending);
         }
     }
 }
 
-/// A machine of iSCSI without what it works with.
+/// iSCSI channel without its context.
 enum IscsiMachine<'a> {
     Tcp(&'a mut TcpChannel),
     Iser(&'a mut IserChannel),

@@ -1,4 +1,4 @@
-//! Decisions about logins of iSCSI: access, identity, parameters, and the targets to be seen.
+//! Login decisions for iSCSI: access control, authentication, parameters, and visible targets.
 
 use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{CompletedLogin, Identity, Refusal, Terms};
+use riser_scsi::iscsi::login::{CompletedLogin, Identity, LoginFault, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Isid};
@@ -20,6 +20,7 @@ use crate::config::Protocol;
 use crate::fabric::{ConnRef, LunMap, Unit};
 use crate::iscsi::{Ending, Gate, LoginGrant, TIME2RETAIN, Window};
 use crate::iser::IserParams;
+use crate::sessions::blocklist::BLOCKED;
 use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef, is_proof};
 use crate::sessions::guard::SessionGuard;
 use crate::sessions::iscsi::{
@@ -27,22 +28,22 @@ use crate::sessions::iscsi::{
 };
 use crate::stats::{Refused, SessionEvent};
 
-/// Longest data segment that we take, in bytes.
+/// Maximum data segment size we can receive, in bytes.
 const MAX_RECV_SEGMENT: u32 = 256 << 10;
 
-/// Longest burst, in bytes.
+/// Maximum burst size, in bytes.
 const MAX_BURST: u32 = 1 << 20;
 
-/// Unsolicited data of a command at most, in bytes.
+/// Maximum size of unsolicited data for a command, in bytes.
 const FIRST_BURST: u32 = 64 << 10;
 
-/// R2Ts of a command at once.
+/// Maximum number of outstanding R2Ts for a command.
 const MAX_OUTSTANDING_R2T: u32 = 8;
 
-/// Longest data segment that we take in a discovery session, in bytes.
+/// Maximum data segment size we can receive in a discovery session, in bytes.
 const DISCOVERY_SEGMENT: u32 = 8 << 10;
 
-/// Transport that carries a connection.
+/// Transport of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::worker) enum Transport {
     /// PDUs in a TCP stream.
@@ -51,29 +52,29 @@ pub(in crate::worker) enum Transport {
     Iser,
 }
 
-/// Decides about the logins of one connection.
+/// Login decisions for a connection.
 pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) shared: &'a Shared,
     pub(in crate::worker) env: &'a mut dyn Env,
     pub(in crate::worker) catalog: &'a Catalog,
     pub(in crate::worker) now: Instant,
     pub(in crate::worker) transport: Transport,
-    /// Portal that the connection has come to.
+    /// Local portal of the connection.
     pub(in crate::worker) listen: SocketAddr,
     pub(in crate::worker) peer: SocketAddr,
     pub(in crate::worker) channel: ConnRef,
-    /// Commands that the channel can hold, which were fixed when it was made.
+    /// Maximum number of commands, as set when the channel was created.
     pub(in crate::worker) commands: u16,
     pub(in crate::worker) membership: &'a mut Option<Membership>,
-    /// Channels whose place has been taken, or that were logged out.
+    /// Channels to terminate, because they are replaced or were logged out.
     pub(in crate::worker) ending: &'a mut Vec<(ConnRef, Ending)>,
-    /// Logins that succeeded or failed.
+    /// Log of accepted and refused logins.
     pub(in crate::worker) logins: &'a mut LoginLog,
-    /// Why the login failed, beyond its status. For the log, not for the initiator.
+    /// Details for a failed login. Only used in the log and not sent to the initiator.
     pub(in crate::worker) detail: Option<String>,
 }
 
-/// Parameters that are offered over either transport.
+/// Returns the parameters offered for all transports.
 fn offer() -> Offer {
     Offer::default()
         .with(Key::MaxBurstLength, MAX_BURST)
@@ -84,7 +85,7 @@ fn offer() -> Offer {
 }
 
 impl Transport {
-    /// Parameters that are offered over it.
+    /// Returns the parameters offered for this transport.
     fn offer(self, catalog: &Catalog, commands: u16, discovery: bool) -> Offer {
         // There are no commands in a discovery session, only short texts.
         let (recv_segment, recovery_level) = match discovery {
@@ -100,13 +101,13 @@ impl Transport {
                 .with_list(Key::HeaderDigest, 0b11)
                 .with_list(Key::DataDigest, 0b11),
             Self::Iser => {
-                // Without the keys for digests, connections and recovery: their defaults hold. An
-                // RDMA connection has checksums of its own, is the only one of its session, and
-                // does not recover.
+                // We don't offer the keys for digests, multiple connections and recovery, so the
+                // defaults are used. An RDMA connection already has checksums, is the only
+                // connection of its session, and does not support recovery.
                 let params = IserParams::new(commands);
                 offer()
                     .with(Key::RdmaExtensions, 1)
-                    // In discovery sessions, where the others have no meaning.
+                    // Used in discovery sessions, where the other keys have no effect.
                     .with(Key::MaxRecvDataSegmentLength, params.recv_segment)
                     .with(Key::TargetRecvDataSegmentLength, params.recv_segment)
                     .with(Key::InitiatorRecvDataSegmentLength, MAX_RECV_SEGMENT)
@@ -124,7 +125,7 @@ impl Transport {
         }
     }
 
-    /// The portals that a target has on it.
+    /// Returns the portals of a target for this transport.
     fn portals(self, iscsi: &IscsiDef) -> &[SocketAddr] {
         match self {
             Self::Tcp => &iscsi.portals,
@@ -133,8 +134,8 @@ impl Transport {
     }
 }
 
-/// Whether a connection's portal is one of its target's; in a discovery session and before the
-/// login, of any target's.
+/// Returns true if the portal of a connection belongs to its target. In a discovery session and
+/// before login, this can be any target.
 pub(in crate::worker) fn is_served(
     catalog: &Catalog,
     transport: Transport,
@@ -174,7 +175,7 @@ impl<'a> WorkerGate<'a> {
         }
     }
 
-    /// The target that listens here under a name, and its portal group.
+    /// Returns the target with this name and its portal group, if it uses this portal.
     fn target(&self, name: &IscsiName) -> Option<(&'a TargetDef, u16)> {
         let target = self.catalog.target_named(name)?;
         let iscsi = target.iscsi.as_ref()?;
@@ -184,7 +185,7 @@ impl<'a> WorkerGate<'a> {
 }
 
 impl WorkerGate<'_> {
-    /// A session of its own, within the bounds on sessions.
+    /// Creates a new session within the session limits.
     fn new_session(
         &self,
         joined: &CompletedLogin,
@@ -198,7 +199,7 @@ impl WorkerGate<'_> {
         let mut allowed = found
             .as_ref()
             .and_then(|(target, _)| target.luns_of_name(&identity.initiator, address));
-        let chap_name = joined.chap_name.as_deref();
+        let chap_name = joined.chap_name();
         if let Some(luns) = &mut allowed
             && let Some(units) = self
                 .shared
@@ -212,10 +213,10 @@ impl WorkerGate<'_> {
             let iscsi = target.iscsi.as_ref().expect("found by its name");
             ports(identity, iscsi, group)
         });
-        // The session that is replaced counts as room, or an initiator at its bound could never
+        // The session being replaced is not counted. Otherwise, an initiator at its limit could not
         // log in again.
         let replaced = self.shared.iscsi.address_of(&key);
-        // A discovery session is no I_T nexus, and has a budget of its own.
+        // A discovery session has no I_T nexus, and uses a separate limit.
         let nexus = match identity.discovery {
             true => None,
             false => {
@@ -226,7 +227,7 @@ impl WorkerGate<'_> {
         let session = Session {
             key,
             address,
-            chap_name: joined.chap_name.clone(),
+            credentials: joined.credentials.clone(),
             ports,
             params: joined.session,
             window: Arc::new(Window::of(&joined.session, self.commands, first)),
@@ -238,12 +239,12 @@ impl WorkerGate<'_> {
         })
     }
 
-    /// Whether an initiator may log in with what it has proved. `admit` has checked its rights when
-    /// the login began, but another catalog may be served by now: a host whose rule was taken away
-    /// in between must not get in, nor one that has to prove its identity from now on.
+    /// Checks if an initiator is still allowed to log in, given its authentication. This was
+    /// already checked by `admit` at the start of the login, but the catalog may have changed. If
+    /// the rule for this host was removed or now requires authentication, the login should fail.
     fn check_rights(&self, joined: &CompletedLogin) -> Result<(), LoginStatus> {
         let (identity, address) = (&joined.identity, self.address());
-        let proved = joined.chap_name.as_deref();
+        let proved = joined.credentials.as_ref();
         let is_allowed = match identity.target.as_ref().filter(|_| !identity.discovery) {
             None => is_proof(&self.catalog.discovery, proved),
             Some(name) => {
@@ -257,7 +258,7 @@ impl WorkerGate<'_> {
             .ok_or(LoginStatus::AUTHORIZATION_FAILURE)
     }
 
-    /// Enters a session, or the connection in its session, and notes why that was refused.
+    /// Creates a session or adds a connection to it. On failure, this logs the reason.
     fn enter(
         &mut self,
         joined: &CompletedLogin,
@@ -273,14 +274,19 @@ impl WorkerGate<'_> {
             let session = self.new_session(joined, key, first)?;
             let mut random = [0; 2];
             self.random(&mut random);
-            // The table calls it under its lock, with the session that is going to be replaced.
-            let check = |there: &Session| {
-                self.check_reinstatement(joined, there)
-                    .inspect_err(|_| conflict = Some(self.conflict(joined, there)))
+            // This is called while the table is locked, with the session to be replaced. The
+            // initiator may have been blocked since its rights were checked.
+            let check = |there: Option<&Session>| {
+                self.check_rights(joined)?;
+                there.map_or(Ok(()), |there| {
+                    self.check_reinstatement(joined, there)
+                        .inspect_err(|_| conflict = Some(self.conflict(joined, there)))
+                })
             };
             sessions.enter(session, &candidate, u16::from_ne_bytes(random), check)
         } else {
             let check = |session: &Session, luns: &LunMap| {
+                self.check_rights(joined)?;
                 self.check_session(joined, session, luns)
                     .inspect_err(|status| {
                         let is_conflict = *status == LoginStatus::AUTHORIZATION_FAILURE;
@@ -295,15 +301,16 @@ impl WorkerGate<'_> {
 }
 
 impl WorkerGate<'_> {
-    /// Whether an initiator has the same rights here as at the address `there` of a session of its
-    /// name. Names are no secret: an address with other rights must not reach that session.
+    /// Checks if an initiator has the same rights here as at the address `there` of its existing
+    /// session. Names are not secret, so an initiator must not access this session using an address
+    /// with different rights.
     fn has_rights_of(&self, target: &TargetDef, initiator: &IscsiName, there: IpAddr) -> bool {
         target.rule_of(initiator, self.address()) == target.rule_of(initiator, there)
     }
 
-    /// Whether a session of an initiator that has proved its identity as `joined` says may take the
-    /// place of another one. It must have proved the same: names are no secret, and an initiator
-    /// with a CHAP name of its own may claim any initiator name.
+    /// Checks if a session with the authentication in `joined` can replace an existing session. The
+    /// authentication must be the same: names are not secret, and an initiator with its own CHAP
+    /// user could use any initiator name.
     fn check_reinstatement(
         &self,
         joined: &CompletedLogin,
@@ -314,11 +321,11 @@ impl WorkerGate<'_> {
         let Some((target, _)) = name.and_then(|name| self.target(name)) else {
             return Ok(());
         };
-        // A session whose initiator may no longer log in is about to end, and may be replaced; so
-        // may one whose name is not accepted any longer.
+        // A session can be replaced if its initiator is no longer allowed to log in, because it
+        // will be closed soon. The same is true if its CHAP user is no longer accepted.
         let is_allowed = target.luns_of_name(initiator, there.address).is_some()
-            && target.is_accepted(initiator, there.address, there.chap_name.as_deref());
-        let is_same = there.chap_name == joined.chap_name
+            && target.is_accepted(initiator, there.address, there.credentials.as_ref());
+        let is_same = there.chap_name() == joined.chap_name()
             && self.has_rights_of(target, initiator, there.address);
         if is_allowed && !is_same {
             return Err(LoginStatus::AUTHORIZATION_FAILURE);
@@ -326,24 +333,24 @@ impl WorkerGate<'_> {
         Ok(())
     }
 
-    /// In which respect a login, refused by a check against a session of its initiator port,
-    /// differs from it.
+    /// Returns a description of the conflict between a refused login and the existing session for
+    /// the same initiator port.
     fn conflict(&self, joined: &CompletedLogin, there: &Session) -> String {
-        let identity = |name: &Option<String>| match name {
+        let identity = |name: Option<&str>| match name {
             Some(name) => format!("CHAP name {name:?}"),
             None => "no CHAP name".to_owned(),
         };
-        if there.chap_name == joined.chap_name {
+        if there.chap_name() == joined.chap_name() {
             let (here, there) = (self.address(), there.address);
             return format!(
                 "the access rule of {here} is not that of {there}, where the session is"
             );
         }
-        let (proved, held) = (identity(&joined.chap_name), identity(&there.chap_name));
+        let (proved, held) = (identity(joined.chap_name()), identity(there.chap_name()));
         format!("proved {proved}, and the session of this initiator port has proved {held}")
     }
 
-    /// Whether a connection that has proved its identity as `joined` says may join a session.
+    /// Checks if a connection with the authentication in `joined` can be added to a session.
     fn check_session(
         &self,
         joined: &CompletedLogin,
@@ -352,15 +359,15 @@ impl WorkerGate<'_> {
     ) -> Result<(), LoginStatus> {
         let initiator = &joined.identity.initiator;
         if let Some(name) = session.ports.as_ref().and(joined.identity.target.as_ref()) {
-            // The connection may have come by a portal that the session's target does not have.
+            // The portal used for this connection may not belong to the target of the session.
             let (target, _) = self.target(name).ok_or(LoginStatus::NOT_FOUND)?;
             if !self.has_rights_of(target, initiator, session.address)
-                || session.chap_name != joined.chap_name
+                || session.chap_name() != joined.chap_name()
             {
                 return Err(LoginStatus::AUTHORIZATION_FAILURE);
             }
         }
-        // The session may have units of a catalog that this worker follows in a moment.
+        // The session may have units from a newer catalog, which this worker will use soon.
         let known = self.catalog.unit_stores.len();
         let is_known = |unit: &Arc<Unit>| (unit.index.0 as usize) < known;
         if luns.iter().all(|(_, unit)| is_known(unit)) {
@@ -374,8 +381,8 @@ impl WorkerGate<'_> {
 impl Gate for WorkerGate<'_> {
     fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal> {
         let refuse = |status| Err(Refusal::Status(status));
-        // One of discovery has one connection (RFC 7143 13.2), as has one of iSER; and what
-        // connections of different transports agree on means nothing to each other.
+        // Discovery sessions (RFC 7143 13.2) and iSER sessions have a single connection. We also
+        // can't mix transports in a session, because the negotiated parameters are different.
         let is_single = identity.discovery || self.transport == Transport::Iser;
         if identity.tsih.0 != 0 && is_single {
             return refuse(LoginStatus::TOO_MANY_CONNECTIONS);
@@ -392,12 +399,15 @@ impl Gate for WorkerGate<'_> {
         };
         let (initiator, address) = (&identity.initiator, self.address());
         if target.luns_of_name(initiator, address).is_none() {
+            let is_blocked = target.blocklist.has_name(initiator);
+            self.detail = is_blocked.then(|| BLOCKED.to_owned());
             return refuse(LoginStatus::AUTHORIZATION_FAILURE);
         }
         let iscsi = target.iscsi.as_ref().expect("found by its name");
         let auth = target.auth_of_name(initiator, address);
         let auth = auth.expect("found by its name").clone();
-        // After the check of access: an initiator that may not log in learns of no other address.
+        // This has to be done after checking access. An initiator that is not allowed to log in
+        // should not receive any other address.
         let mut redirects = iscsi.redirects.iter();
         if let Some((_, redirect)) = redirects.find(|(listen, _)| *listen == self.listen) {
             return Err(Refusal::Redirect {
@@ -424,8 +434,8 @@ impl Gate for WorkerGate<'_> {
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let (grant, guard) = self.enter(joined, first)?;
         let SessionGrant { session, .. } = grant;
-        // A new session ends the one that it replaces with all its commands; a connection may leave
-        // them to others (RFC 7143 6.3.4).
+        // A new session aborts all commands of the session it replaces. A new connection can keep
+        // them for reassignment (RFC 7143 6.3.4).
         let how = match identity.tsih.0 {
             0 => Ending::Terminate,
             _ => Ending::of_reinstatement(&session.params),
@@ -433,6 +443,7 @@ impl Gate for WorkerGate<'_> {
         let entered = Membership {
             initiator: identity.initiator.clone(),
             isid: identity.isid,
+            user: joined.chap_name().map(str::to_owned),
             target: name.cloned(),
             tsih: grant.tsih,
             nexus: grant.nexus,
@@ -455,14 +466,26 @@ impl Gate for WorkerGate<'_> {
         })
     }
 
-    fn refused(&mut self, status: LoginStatus, identity: Option<&Identity>) {
+    fn refused(
+        &mut self,
+        status: LoginStatus,
+        identity: Option<&Identity>,
+        fault: Option<&LoginFault>,
+        user: Option<&str>,
+    ) {
         let mut who = self.place().nobody();
+        who.user = user.map(str::to_owned);
         if let Some(identity) = identity {
             let name = identity.target.as_ref().filter(|_| !identity.discovery);
             who.initiator = Some(port_name(&identity.initiator, identity.isid));
             who.target = name.map(|name| target_name(self.catalog, name));
         }
-        let detail = self.detail.take();
+        let bound = || {
+            let is_full = status == LoginStatus::OUT_OF_RESOURCES;
+            is_full.then(|| self.shared.registry.reached_bound(self.address()))?
+        };
+        let detail = self.detail.clone().or(fault.map(LoginFault::to_string));
+        let detail = detail.or_else(|| Some(bound()?.to_string()));
         let detail = detail.as_ref().map(|detail| detail as &dyn Display);
         let reason = Reason::of(status.name());
         self.logins.refuse(self.now, &who, reason, detail);
@@ -503,6 +526,10 @@ impl Gate for WorkerGate<'_> {
         is_there
     }
 
+    fn stop_waiting(&mut self) {
+        self.shared.iscsi.stop_waiting(self.channel);
+    }
+
     fn random(&mut self, out: &mut [u8]) {
         self.env.fill_random(out);
     }
@@ -512,9 +539,9 @@ impl Gate for WorkerGate<'_> {
         let targets = self.catalog.targets.iter();
         let visible = targets.filter_map(|target| {
             let iscsi = target.iscsi.as_ref()?;
-            // A target that the initiator may not use does not exist for it.
+            // Don't show targets that the initiator can't use.
             target.luns_of_name(initiator, address)?;
-            // A portal shows the targets that it leads to, with all their portals.
+            // Only show targets that use this portal, but include all their portals.
             iscsi.addresses().find(|portal| *portal == self.listen)?;
             wanted
                 .is_none_or(|name| iscsi.name == *name)
@@ -537,7 +564,7 @@ impl Gate for WorkerGate<'_> {
     }
 }
 
-/// Both ends of a connection, for the audit log.
+/// Local and remote address of a connection, for the audit log.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::worker) struct ConnAddrs {
     pub(in crate::worker) transport: Transport,
@@ -546,23 +573,25 @@ pub(in crate::worker) struct ConnAddrs {
 }
 
 impl ConnAddrs {
-    /// Names a peer that has not logged in.
+    /// Returns the log identity of a peer before login.
     pub(in crate::worker) fn nobody(self) -> Who {
         Who {
             protocol: self.transport.protocol(),
             peer: self.peer.to_string(),
             portal: self.listen.to_string(),
             initiator: None,
+            user: None,
             target: None,
             nexus: None,
         }
     }
 
-    /// Names a peer that has logged in.
+    /// Returns the log identity of a peer after login.
     pub(in crate::worker) fn who(self, catalog: &Catalog, entered: &Membership) -> Who {
         let target = entered.target.as_ref();
         Who {
             initiator: Some(port_name(&entered.initiator, entered.isid)),
+            user: entered.user.clone(),
             target: target.map(|name| target_name(catalog, name)),
             nexus: target.map(|_| entered.nexus.0),
             ..self.nobody()
@@ -570,12 +599,12 @@ impl ConnAddrs {
     }
 }
 
-/// An initiator port as `riserd sessions` has it.
+/// Returns the initiator port, using the same format as `riserd sessions`.
 fn port_name(initiator: &IscsiName, isid: Isid) -> String {
     format!("{initiator},{isid}")
 }
 
-/// A target's name in the configuration, or what an initiator calls it.
+/// Returns the configured name of a target, or the name used by the initiator if it is unknown.
 fn target_name(catalog: &Catalog, name: &IscsiName) -> String {
     match catalog.target_named(name) {
         Some(target) => target.config.name.clone(),
@@ -583,7 +612,7 @@ fn target_name(catalog: &Catalog, name: &IscsiName) -> String {
     }
 }
 
-/// The ports of a nexus, with their names (RFC 7143 4.4.2).
+/// Returns the ports of a nexus (RFC 7143 4.4.2).
 fn ports(identity: &Identity, iscsi: &IscsiDef, group: u16) -> Nexus {
     Nexus {
         initiator: PortName::Iscsi(format!("{},i,{}", identity.initiator, identity.isid)),
@@ -592,5 +621,114 @@ fn ports(identity: &Identity, iscsi: &IscsiDef, group: u16) -> Nexus {
             relative_id: group,
             group: 0,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::iscsi::frame::Digests;
+    use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
+    use riser_scsi::iscsi::{Cid, Isid, Tsih};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::host::{Host, SystemHost};
+    use crate::sessions::blocklist::Initiator;
+    use crate::sessions::iscsi::IscsiSessions;
+
+    const NAME: &str = "iqn.2026-01.org.example:host";
+
+    /// An administrator blocks the initiator when its login needs random bytes.
+    struct Blocking {
+        catalog: Arc<Catalog>,
+        sessions: IscsiSessions,
+    }
+
+    impl Env for Blocking {
+        fn fill_random(&mut self, _: &mut [u8]) {
+            let initiator = Initiator::parse(NAME).unwrap();
+            let blocklist = &self.catalog.targets[0].blocklist;
+            blocklist.block(&[initiator], None, "root").unwrap();
+            assert!(self.sessions.change(&self.catalog).is_empty());
+        }
+
+        fn host(&self) -> Arc<dyn Host> {
+            Arc::new(SystemHost)
+        }
+    }
+
+    fn completed(target: IscsiName) -> CompletedLogin {
+        CompletedLogin {
+            identity: Identity {
+                initiator: IscsiName::new(NAME).unwrap(),
+                target: Some(target),
+                discovery: false,
+                isid: Isid([0; 6]),
+                tsih: Tsih(0),
+                cid: Cid(0),
+            },
+            credentials: None,
+            session: SessionParams {
+                discovery: false,
+                max_connections: 1,
+                initial_r2t: true,
+                immediate_data: true,
+                max_burst: 65536,
+                first_burst: 65536,
+                max_outstanding_r2t: 1,
+                time2wait: 0,
+                time2retain: 0,
+                error_recovery_level: 0,
+                data_pdu_in_order: true,
+                data_sequence_in_order: true,
+                rdma_extensions: false,
+                tagged_solicited_only: None,
+                hello_required: None,
+                protocol_level: 1,
+            },
+            connection: ConnectionParams {
+                digests: Digests::default(),
+                max_send_segment: 8192,
+                max_recv_segment: 8192,
+                max_unexpected_pdus: 0,
+            },
+        }
+    }
+
+    /// Nothing would log the session out: the administrator has looked for sessions already.
+    #[test]
+    fn initiator_blocked_during_login_is_refused() {
+        let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
+             targets: [{ name: t, iqn: iqn.2026-01.org.example:t, portals: [{ protocol: iscsi, listen: 127.0.0.1 }], luns: { 0: a }, \
+             access: open }]\nworkers: { count: 1 }\n";
+        let config = Config::parse(text, "test.yaml").unwrap();
+        let shared = crate::server::build_shared(&config, None).unwrap();
+        let catalog = shared.registry.catalog();
+        let iscsi = catalog.targets[0].iscsi.as_ref().unwrap();
+        let joined = completed(iscsi.name.clone());
+        let mut gate = WorkerGate {
+            shared: &shared,
+            env: &mut Blocking {
+                catalog: Arc::clone(&catalog),
+                sessions: shared.iscsi.clone(),
+            },
+            catalog: &catalog,
+            now: Instant::now(),
+            transport: Transport::Tcp,
+            listen: iscsi.portals[0],
+            peer: "127.0.0.1:1".parse().unwrap(),
+            channel: ConnRef {
+                worker: 0,
+                serial: 1,
+            },
+            commands: 8,
+            membership: &mut None,
+            ending: &mut Vec::new(),
+            logins: &mut LoginLog::default(),
+            detail: None,
+        };
+        let refused = gate.enter(&joined, CmdSn(1)).err();
+        assert_eq!(refused, Some(LoginStatus::AUTHORIZATION_FAILURE));
+        assert_eq!(shared.registry.sessions(), 0);
     }
 }

@@ -1,4 +1,5 @@
-//! Sockets that listen for iSCSI, between the server, its workers and the next program.
+//! Listening sockets for iSCSI, which are passed between the server, its workers, and a new
+//! program.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,11 +9,11 @@ use riser_reactor::{Handle, simulated};
 
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
-/// Connections that wait to be accepted. The kernel holds them; neither pool memory nor a place in
-/// a table is taken for one before it is accepted.
+/// Maximum number of connections waiting to be accepted. They are stored in the kernel and don't
+/// use pool memory or a table entry before they are accepted.
 const BACKLOG: i32 = 256;
 
-/// A socket that listens, on its way to a worker or to the next program.
+/// Listening socket to be passed to a worker or to a new program.
 #[derive(Debug)]
 pub struct TcpListener {
     pub(super) address: SocketAddr,
@@ -20,16 +21,16 @@ pub struct TcpListener {
 }
 
 impl TcpListener {
-    /// Binds a socket; it takes no connections yet.
+    /// Binds a socket without listening.
     ///
     /// # Errors
-    /// Those of `socket(2)` and `bind(2)`.
+    /// Returns errors from `socket(2)` and `bind(2)`.
     pub fn bind(address: SocketAddr) -> io::Result<Self> {
         let socket = OwnedFd::from(bind(address)?).into();
         Ok(Self { address, socket })
     }
 
-    /// A socket of a simulation, which listens.
+    /// Creates a listening socket for a simulation.
     #[must_use]
     pub fn simulated(listener: &simulated::Listener) -> Self {
         Self {
@@ -38,19 +39,19 @@ impl TcpListener {
         }
     }
 
-    /// Lets it take connections, which wait until a worker has it.
+    /// Starts listening. Connections will wait until the socket is passed to a worker.
     ///
     /// # Errors
-    /// Those of `listen(2)`.
+    /// Returns errors from `listen(2)`.
     pub fn listen(&self) -> io::Result<()> {
         self.fd()
             .map_or(Ok(()), |fd| SockRef::from(&fd).listen(BACKLOG))
     }
 
-    /// A socket that listens already, wherever it does.
+    /// Creates a listener from an existing socket.
     ///
     /// # Errors
-    /// It is no socket of TCP.
+    /// Returns an error if this is not a TCP socket.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
         let address = SockRef::from(&fd).local_addr()?.as_socket();
         let address = address.ok_or(io::ErrorKind::InvalidInput)?;
@@ -58,10 +59,10 @@ impl TcpListener {
         Ok(Self { address, socket })
     }
 
-    /// The same socket once more.
+    /// Duplicates the socket.
     ///
     /// # Errors
-    /// Those of `fcntl(2)`.
+    /// Returns errors from `fcntl(2)`.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self {
             address: self.address,
@@ -72,22 +73,22 @@ impl TcpListener {
         })
     }
 
-    /// Address and port that it is bound to.
+    /// Returns the local address and port.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Another descriptor of it.
+    /// Duplicates the descriptor.
     ///
     /// # Errors
-    /// Those of `fcntl(2)`; it is a simulation's socket.
+    /// Returns errors from `fcntl(2)`, or an error for a simulated socket.
     pub fn try_clone_fd(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().ok_or(io::ErrorKind::Unsupported)?;
         fd.try_clone_to_owned()
     }
 
-    /// Its descriptor; none of a simulation's socket.
+    /// Returns the descriptor, or `None` for a simulated socket.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.fd()
@@ -100,11 +101,11 @@ fn bind(address: SocketAddr) -> io::Result<Socket> {
         Type::STREAM,
         Some(Protocol::TCP),
     )?;
-    // Old connections in TIME-WAIT must not keep a daemon that was restarted from its address.
+    // Allow a restart of the daemon while there are old connections in TIME-WAIT.
     socket.set_reuse_address(true)?;
-    // Every worker listens; the kernel deals the connections out.
+    // Each worker has a socket, and the kernel distributes the connections.
     socket.set_reuse_port(true)?;
-    // Portals of IPv4 have sockets of their own, perhaps at the same port.
+    // IPv4 portals use separate sockets, which can have the same port.
     if address.is_ipv6() {
         socket.set_only_v6(true)?;
     }

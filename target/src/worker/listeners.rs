@@ -1,4 +1,4 @@
-//! A worker's listeners at the connection managers of its devices.
+//! Connection manager listeners for the devices of a worker.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,24 +9,24 @@ use riser_transport::verbs::{CmError, CmId, PortSpace};
 use super::device::{Device, Devices};
 use crate::sessions::catalog::{Entrance, Serves};
 
-/// Connection requests that a listener holds.
+/// Maximum number of pending connection requests for a listener.
 const BACKLOG: u32 = 256;
 
-/// A listener of a device.
+/// Device listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Listener {
-    /// Port or service id at which it listens.
+    /// Port or service ID.
     pub(super) entrance: Entrance,
-    /// Protocol of the requests that come there.
+    /// Protocol for requests to this listener.
     pub(super) serves: Serves,
 }
 
-/// The listeners of all devices.
+/// Listeners for all devices.
 #[derive(Debug, Default)]
 pub(super) struct Listeners {
     all: BTreeMap<(usize, CmId), Listener>,
-    /// Devices that came back and have portals where nothing listens, and when these are tried
-    /// again.
+    /// Devices that are available again but have portals without a listener, and the time of the
+    /// next attempt.
     refused: Vec<(usize, Instant)>,
 }
 
@@ -39,25 +39,25 @@ impl Listeners {
         self.all.insert((device, cm), listener);
     }
 
-    /// Whether there is a listener at an entrance of a device.
+    /// Returns true if there is a listener for this device and port.
     pub(super) fn has(&self, device: usize, entrance: Entrance) -> bool {
         let mut all = self.all.iter();
         all.any(|((own, _), listener)| *own == device && listener.entrance == entrance)
     }
 
-    /// Forgets the listeners of a device that is closed, or gone.
+    /// Removes all listeners of a device that was closed or removed.
     pub(super) fn forget(&mut self, device: usize) {
         self.all.retain(|(own, _), _| *own != device);
         self.refused.retain(|(own, _)| *own != device);
     }
 
-    /// Takes all listeners; the caller destroys their identifiers.
+    /// Removes and returns all listeners. The caller has to destroy their identifiers.
     pub(super) fn take_all(&mut self) -> impl Iterator<Item = (usize, CmId)> {
         std::mem::take(&mut self.all).into_keys()
     }
 
-    /// Keeps the listeners of a device at these entrances, for what they serve now, and removes the
-    /// others: `destroy` is given their identifiers.
+    /// Updates the listeners of a device. The ones no longer needed are removed, and `destroy` is
+    /// called with their identifiers.
     pub(super) fn follow(
         &mut self,
         device: usize,
@@ -77,8 +77,8 @@ impl Listeners {
         });
     }
 
-    /// Ports of the RDMA CM on devices that work. Memory that is shared beside a device serves
-    /// processes of this host only, so it does not count.
+    /// Returns the RDMA CM ports of all active devices. This doesn't include additional
+    /// shared-memory devices, because they are only used by processes on this host.
     pub(super) fn ports(&self, devices: &Devices) -> Vec<SocketAddr> {
         let open = self
             .all
@@ -91,32 +91,32 @@ impl Listeners {
         .collect()
     }
 
-    /// Notes a device some of whose portals were refused, to be tried again.
+    /// Adds a device with failed portals, to be tried again.
     pub(super) fn note_refused(&mut self, device: usize, again: Instant) {
         self.refused.push((device, again));
     }
 
-    /// Whether portals of a device were refused, and are tried again.
+    /// Returns true if there are failed portals for a device.
     pub(super) fn is_refused(&self, device: usize) -> bool {
         self.refused.iter().any(|(own, _)| *own == device)
     }
 
-    /// Returns the time at which refused portals are tried again.
+    /// Returns the time of the next attempt to listen.
     pub(super) fn next_try(&self) -> Option<Instant> {
         self.refused.iter().map(|(_, at)| *at).min()
     }
 
-    /// Takes a device whose refused portals are due.
+    /// Removes and returns a device if it is time to try its failed portals again.
     pub(super) fn take_due(&mut self, now: Instant) -> Option<usize> {
         let at = self.refused.iter().position(|(_, at)| *at <= now)?;
         Some(self.refused.remove(at).0)
     }
 }
 
-/// Makes a listener at an entrance of a device at `addr`.
+/// Creates a listener for a device with address `addr`.
 ///
 /// # Errors
-/// Those of the connection manager, such as an address in use; nothing is made then.
+/// Returns an error from the connection manager, for example if the address is in use.
 pub(super) fn listen(
     dev: &mut (dyn Device + 'static),
     addr: std::net::IpAddr,
@@ -135,7 +135,7 @@ pub(super) fn listen(
         Entrance::Service(_) => Ok(()),
     };
     if let Err(error) = bound.and_then(|()| dev.listen(id, BACKLOG)) {
-        // It never listened.
+        // The listener was not started.
         let _ = dev.destroy_id(id);
         return Err(error);
     }

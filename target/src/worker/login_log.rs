@@ -1,5 +1,5 @@
-//! The logins of a worker: for each a line of the audit log and a count, which therefore never
-//! differ.
+//! Login log for a worker. Each login adds a line to the audit log and updates a counter, so these
+//! are always consistent.
 
 use std::fmt::Display;
 use std::time::Instant;
@@ -8,20 +8,20 @@ use crate::audit::{Audit, Who};
 use crate::config::Protocol;
 use crate::stats::Tally;
 
-/// A reason for a refusal, by its names.
+/// Reason for refusing a login.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reason {
-    /// In the audit log.
+    /// Name used in the audit log.
     pub(super) logged: &'static str,
-    /// Name among the metrics.
+    /// Name used in metrics.
     pub(super) counted: &'static str,
 }
 
 impl Reason {
-    /// There is no room for another connection.
+    /// There are too many connections.
     pub(super) const OUT_OF_RESOURCES: Self = Self::of("out_of_resources");
 
-    /// Makes a reason that has one name for both.
+    /// Creates a reason using the same name in the log and in metrics.
     pub(super) const fn of(name: &'static str) -> Self {
         Self {
             logged: name,
@@ -30,7 +30,7 @@ impl Reason {
     }
 }
 
-/// Logins that were accepted and refused.
+/// Accepted and refused logins.
 #[derive(Debug, Default)]
 pub(super) struct LoginLog {
     pub(super) audit: Audit,
@@ -39,13 +39,13 @@ pub(super) struct LoginLog {
 }
 
 impl LoginLog {
-    /// Notes that a connection has logged in.
+    /// Logs a successful login.
     pub(super) fn accept(&mut self, now: Instant, who: &Who) {
         self.audit.login(now, who);
         self.accepted.count(who.protocol);
     }
 
-    /// Notes that a login was refused, or a connection before its login.
+    /// Logs a failed login, or a connection refused before login.
     pub(super) fn refuse(
         &mut self,
         now: Instant,
@@ -57,12 +57,12 @@ impl LoginLog {
         self.refused.count((who.protocol, reason.counted));
     }
 
-    /// Accepted logins by protocol.
+    /// Returns the number of accepted logins by protocol.
     pub(super) fn accepted(&self) -> &Tally<Protocol> {
         &self.accepted
     }
 
-    /// Refused logins by protocol and reason.
+    /// Returns the number of refused logins by protocol and reason.
     pub(super) fn refused(&self) -> &Tally<(Protocol, &'static str)> {
         &self.refused
     }
@@ -79,6 +79,7 @@ mod tests {
             peer: "10.0.0.9:1024".into(),
             portal: "10.0.0.1:3260".into(),
             initiator: None,
+            user: None,
             target: None,
             nexus: None,
         };

@@ -1,9 +1,9 @@
-//! Messages of workers to each other, and of the server to them.
+//! Messages between workers, and from the server to workers.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use riser_reactor::{MailSender, SendError};
@@ -15,6 +15,7 @@ use riser_transport::roce::ForwardedPacket;
 use super::device::DeviceInfo;
 use super::listener::TcpListener;
 use super::portals::{Stage, StageError};
+use crate::backend::Store;
 use crate::config::Protocol;
 use crate::fabric::{TaskRef, UnitIdx};
 use crate::iscsi::{ReassignRequest, ReassignedTask};
@@ -22,227 +23,252 @@ use crate::qos::{IoLimits, Waits};
 use crate::srp::{ChState, ChannelParams, Counters};
 use crate::stats::{Functions, SessionStats, Tally};
 
-/// Messages that a worker's mailbox holds.
+/// Mailbox size in messages.
 pub const MAILBOX: usize = 4096;
 
-/// A message to a worker.
+/// Message to a worker.
 #[derive(Debug)]
 pub enum Mail {
-    /// A packet that reached the wrong worker.
+    /// A packet received by the wrong worker.
     Forwarded {
-        /// The device's place among the worker's devices: the same for all workers.
+        /// Device index, which is the same for all workers.
         device: usize,
-        /// Packet with the number of its worker.
+        /// Packet and its worker index.
         packet: ForwardedPacket,
     },
-    /// A task of a channel of this worker may start.
+    /// A task of this worker can start.
     StartTask(TaskRef),
-    /// A task of a channel of this worker is to be aborted.
+    /// Abort a task of this worker.
     AbortTask {
-        /// Name of the task at its connection.
+        /// Task to abort.
         task: TaskRef,
-        /// Function that waits for its end.
+        /// Function waiting for the abort.
         watcher: TaskRef,
     },
-    /// A task that a function of this worker waits for is gone.
+    /// A task that a function of this worker is waiting for has completed.
     TaskGone(TaskRef),
-    /// End a connection: a new login of its session takes its place.
+    /// Terminate a connection, because it is replaced by a new login.
     Terminate {
-        /// Its number at this worker.
+        /// Serial number of the connection.
         serial: u64,
     },
-    /// The channels that a channel waits for hold nothing any longer.
+    /// All connections that a channel was waiting for have been closed.
     OthersGone {
-        /// Its number at this worker.
+        /// Serial number of the connection.
         serial: u64,
     },
-    /// An iSCSI channel was logged out for recovery.
+    /// An iSCSI connection was logged out for recovery.
     Detach {
-        /// Its number at this worker.
+        /// Serial number of the connection.
         serial: u64,
     },
-    /// Another connection of an iSCSI channel's session is lost.
+    /// Another connection of an iSCSI session was lost.
     Lost {
-        /// The channel's number at this worker.
+        /// Serial number of the connection to notify.
         serial: u64,
-        /// The connection that is lost.
+        /// Lost connection.
         cid: Cid,
     },
-    /// A command of an iSCSI channel of this worker goes to another one.
+    /// A command of this worker was claimed by another iSCSI connection.
     Reassign(ReassignRequest),
-    /// A command that an iSCSI channel of this worker takes over, or nothing where it has ended.
+    /// Hands over a command to an iSCSI connection of this worker.
     Reassigned {
-        /// The context that waits for it.
+        /// Context for this command.
         to: TaskRef,
-        /// The command; none if it has ended.
+        /// Command, or `None` if it has completed.
         moved: Option<Box<ReassignedTask>>,
     },
-    /// An iSCSI channel may have its session's next command.
+    /// The next command of an iSCSI session may be on this connection.
     TakeTurn {
-        /// Its number at this worker.
+        /// Serial number of the connection.
         serial: u64,
     },
-    /// Ask the initiator of a channel to log out; end it at `until`.
+    /// Request a logout and close the connection at `until`.
     LogOut {
-        /// Its number at this worker.
+        /// Serial number of the connection.
         serial: u64,
-        /// Time at which the connection is cut.
+        /// Time to close the connection.
         until: Instant,
     },
-    /// Something happened to a unit.
+    /// Unit event.
     Event {
-        /// Number of the unit, on all workers.
+        /// Unit index, which is the same for all workers.
         unit: UnitIdx,
-        /// Event, as a unit attention.
+        /// Event to report as a unit attention.
         attention: Attention,
     },
-    /// Acquire what serving another catalog takes, and say whether that was possible.
+    /// Acquire the resources for a new catalog and send the result.
     Stage(Box<Stage>, Sender<Result<(), StageError>>),
-    /// What was staged is withdrawn: release it.
+    /// Release the resources for a new catalog, because it will not be used.
     Unstage,
-    /// The registry has another catalog.
+    /// The catalog was updated in the registry.
     Changed,
-    /// Accept no further connections; let sessions finish until then, and log them out.
+    /// Stop accepting connections, and log out all sessions.
     Shutdown {
-        /// Time up to which sessions may finish.
+        /// Time when remaining sessions will be closed.
         until: Instant,
     },
-    /// Make everything that was written durable, then report.
-    Flush,
-    /// Leave the loop, which ends the worker's thread.
+    /// Pause the listeners, and log out all sessions. This is reported in the same way as a
+    /// shutdown, but [`Mail::Resume`] can revert it.
+    Drain {
+        /// Time when remaining sessions will be closed.
+        until: Instant,
+    },
+    /// Resume normal operation after [`Mail::Drain`].
+    Resume(Sender<()>),
+    /// Flush all written data to stable storage, then report this number.
+    Flush(u64),
+    /// Return the oldest pending block operation of each backend.
+    OldestRequests(Sender<Vec<OldestRequest>>),
+    /// Stop the worker thread.
     Exit,
-    /// Say what the worker has done, and for whom.
+    /// Return the current counters and sessions.
     Snapshot(Sender<Snapshot>),
-    /// Say that the worker gets round.
+    /// Respond to show that the worker is running.
     Ping(Sender<()>),
-    /// Give duplicates of the sockets that listen for iSCSI.
+    /// Return duplicates of the listening sockets for iSCSI.
     Listeners(Sender<std::io::Result<Vec<TcpListener>>>),
 }
 
-/// A session's channel, for people.
+/// Oldest pending block operation for a backend of a worker.
+#[derive(Clone, Debug)]
+pub struct OldestRequest {
+    /// Backend, which might have been removed.
+    pub store: Weak<Store>,
+    /// Backend label.
+    pub backend: String,
+    /// Time when it was submitted.
+    pub since: Instant,
+    /// The backend was removed from the configuration.
+    pub is_removed: bool,
+}
+
+/// SRP session information for display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
-    /// The worker that has it.
+    /// Worker index.
     pub worker: u16,
-    /// Number at that worker.
+    /// Serial number of the connection.
     pub serial: u64,
-    /// Number of the I_T nexus.
+    /// I_T nexus.
     pub nexus: u64,
-    /// Initiator port identifier, of 16 bytes.
+    /// Initiator port identifier (16 bytes).
     pub initiator: InitiatorPortId,
-    /// Target port identifier, of 16 bytes.
+    /// Target port identifier (16 bytes).
     pub target: TargetPortId,
-    /// Address of the initiator's end.
+    /// Initiator address.
     pub peer: SocketAddr,
-    /// Name of the provider of its device.
+    /// Provider name of the device.
     pub provider: &'static str,
-    /// State of the channel at present.
+    /// Current channel state.
     pub state: ChState,
-    /// Requests that hold a context.
+    /// Number of requests with a context.
     pub in_flight: usize,
-    /// Parameters that were agreed on.
+    /// Negotiated parameters.
     pub params: ChannelParams,
-    /// Logical units that it sees.
+    /// Number of visible logical units.
     pub luns: usize,
-    /// The initiator's limits, and what has waited for them.
+    /// Rate limits for the initiator, and the current wait times.
     pub limits: Option<(IoLimits, Waits)>,
 }
 
-/// A session of iSCSI, over TCP or RDMA.
+/// iSCSI session over TCP or RDMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IscsiSession {
-    /// Address of the initiator's end.
+    /// Serial number of the connection.
+    pub serial: u64,
+    /// Initiator address.
     pub peer: SocketAddr,
-    /// Name of the provider of the RDMA device that carries it, if one does.
+    /// Provider name of the RDMA device, if any.
     pub provider: Option<&'static str>,
-    /// Memory of its connection, in bytes.
+    /// Memory used by the connection, in bytes.
     pub memory: usize,
-    /// State of the session and of its connection.
+    /// State of the session and its connection.
     pub info: crate::iscsi::SessionInfo,
 }
 
-/// Statistics of a session at a unit.
+/// Session statistics for a unit.
 #[derive(Clone, Debug)]
 pub struct SessionAccount {
-    /// Protocol of the session.
+    /// Session protocol.
     pub protocol: Protocol,
-    /// Initiator port, as text.
+    /// Initiator port for display.
     pub initiator: String,
-    /// Statistics, still being counted.
+    /// Statistics, which are still being updated.
     pub account: Arc<SessionStats>,
 }
 
-/// Report of a worker: its counters, and its sessions at present.
+/// Worker counters and current sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Number of the worker; the first is 0.
+    /// Worker index, starting with 0.
     pub worker: u16,
-    /// Sums over all channels, those that are gone included.
+    /// Total for all channels, including closed ones.
     pub counters: Counters,
-    /// Channels of SRP at present.
+    /// Current SRP channels.
     pub sessions: Vec<SessionInfo>,
-    /// Sums over all iSCSI channels.
+    /// Total for all iSCSI channels.
     pub iscsi: crate::iscsi::Counters,
-    /// Sessions of iSCSI and iSER at present.
+    /// Current iSCSI and iSER sessions.
     pub iscsi_sessions: Vec<IscsiSession>,
-    /// Statistics of the sessions at each unit.
+    /// Session statistics for each unit.
     pub accounts: Vec<SessionAccount>,
-    /// Task-management functions that were answered, and how.
+    /// Number of task-management functions by response.
     pub functions: Vec<(Protocol, Functions)>,
-    /// Logins accepted since the worker began.
+    /// Accepted logins since the worker was started.
     pub logins: Tally<Protocol>,
-    /// Logins refused, and why.
+    /// Refused logins by reason.
     pub rejects: Tally<(Protocol, &'static str)>,
-    /// Devices of the worker, closed ones included.
+    /// Worker devices, including closed ones.
     pub devices: Vec<DeviceInfo>,
-    /// RDMA CM ports at which it listens.
+    /// Listening RDMA CM ports.
     pub rdma_listeners: Vec<SocketAddr>,
-    /// TCP ports at which it listens.
+    /// Listening TCP ports.
     pub tcp_listeners: Vec<SocketAddr>,
-    /// Time that its rounds with something to do have taken.
+    /// Total time used by rounds with work.
     pub busy: Duration,
-    /// Time since the worker began.
+    /// Time since the worker was started.
     pub ran: Duration,
-    /// Size of the data-buffer pool, in bytes.
+    /// Pool size in bytes.
     pub pool_size: usize,
-    /// Bytes of it that are free.
+    /// Free pool memory in bytes.
     pub pool_free: usize,
-    /// The least that was ever free.
+    /// Minimum free pool memory since the start, in bytes.
     pub pool_lowest: usize,
-    /// Each of its buffers is back, descriptor tables and the reserve included.
+    /// Set if all buffers are free, including descriptor tables and the reserve.
     pub pool_is_whole: bool,
-    /// Connections of all fabrics, those that have not logged in included.
+    /// Number of connections for all fabrics, including those before login.
     pub connections: usize,
-    /// Timers of connections, including cancelled ones.
+    /// Number of connection timers, including stale ones.
     pub timers: usize,
-    /// Messages to other workers that wait for room.
+    /// Number of messages waiting to be sent to other workers.
     pub waiting_mail: usize,
-    /// Times that the worker slept.
+    /// Number of times the worker was sleeping.
     pub parks: u64,
 }
 
-/// The mailboxes of all workers, as one of them sees them.
+/// Mailboxes of all workers, used by one of them to send mail.
 ///
-/// A worker never blocks on another: what a full mailbox does not take waits here. That queue is
-/// bounded: it holds messages about tasks and logins, of which there are no more than contexts, and
-/// events of units, each once. Forwarded packets are dropped, like packets that a full socket
-/// buffer drops.
+/// A worker must not block if another worker is busy, so messages to a full mailbox are added to a
+/// queue. The size of this queue is limited: it contains messages for tasks and logins, which is
+/// limited by the number of contexts, and unit events without duplicates. Forwarded packets are
+/// dropped, like in a full socket buffer.
 #[derive(Debug)]
 pub struct Outbox {
     workers: Vec<Mailbox>,
 }
 
-/// The mailbox of one worker, and what it had no room for.
+/// Mailbox of a worker and the messages waiting for it.
 #[derive(Debug)]
 struct Mailbox {
     sender: MailSender<Mail>,
-    /// In the order in which they were sent. There is one for each worker: in a common one, a
-    /// message that is refused once more would go behind the next to the same worker.
+    /// Messages in the order they were sent. We need a separate queue for each worker: with a
+    /// single queue, a message would be added again after newer messages to the same worker.
     backlog: VecDeque<Mail>,
 }
 
 impl Mailbox {
-    /// Sends what waits, as far as there is room.
+    /// Sends waiting messages until the mailbox is full.
     fn retry(&mut self) {
         while let Some(mail) = self.backlog.pop_front() {
             if let Some(mail) = self.try_send(mail) {
@@ -252,7 +278,7 @@ impl Mailbox {
         }
     }
 
-    /// Whether a message is an event that waits already.
+    /// Returns true if this is an event which is already in the queue.
     fn has_event(&self, mail: &Mail) -> bool {
         let of = |mail: &Mail| match mail {
             Mail::Event { unit, attention } => Some((*unit, *attention)),
@@ -262,10 +288,10 @@ impl Mailbox {
         event.is_some() && self.backlog.iter().any(|waiting| of(waiting) == event)
     }
 
-    /// Returns the message if there is no room and it must not be dropped.
+    /// Returns the message if the mailbox is full and it must not be dropped.
     fn try_send(&self, mail: Mail) -> Option<Mail> {
         match self.sender.send(mail) {
-            // A worker that is gone has no channels, and no channel waits for it.
+            // A stopped worker has no channels, and no channel is waiting for it.
             Ok(()) | Err(SendError::Closed(_) | SendError::Full(Mail::Forwarded { .. })) => None,
             Err(SendError::Full(mail)) => Some(mail),
         }
@@ -273,7 +299,7 @@ impl Mailbox {
 }
 
 impl Outbox {
-    /// An outbox to these workers, by number.
+    /// Creates an outbox with a sender for each worker.
     #[must_use]
     pub fn new(senders: Vec<MailSender<Mail>>) -> Self {
         let mailbox = |sender| Mailbox {
@@ -296,10 +322,10 @@ impl Outbox {
         let Some(mailbox) = self.workers.get_mut(worker) else {
             return;
         };
-        // Not past what waits for the same worker already. Packets may overtake: a network does
-        // not keep their order either.
+        // Keep the order if there are other messages in the queue for this worker. This isn't
+        // required for packets, because they can be reordered by a network as well.
         let waits = !mailbox.backlog.is_empty() && !matches!(mail, Mail::Forwarded { .. });
-        // Once says as much as twice, and an initiator may cause resets without end.
+        // We only need a single event, and an initiator could cause any number of resets.
         if waits && mailbox.has_event(&mail) {
             return;
         }
@@ -310,12 +336,12 @@ impl Outbox {
         mailbox.backlog.extend(refused);
     }
 
-    /// Sends again what full mailboxes refused, as far as they have room now.
+    /// Sends messages that are still waiting, if there is room now.
     pub fn retry(&mut self) {
         self.workers.iter_mut().for_each(Mailbox::retry);
     }
 
-    /// Returns the number of messages that wait for room.
+    /// Returns the number of waiting messages.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.workers
@@ -350,7 +376,7 @@ mod tests {
         assert_eq!(taken.count(), 6);
     }
 
-    /// The receiver takes messages while those that it had no room for are sent again.
+    /// The receiver reads messages while we try to send the waiting messages.
     #[test]
     fn messages_arrive_in_their_order_while_the_receiver_takes_some() {
         const COUNT: u64 = 100_000;
@@ -360,7 +386,7 @@ mod tests {
             let mut outbox = Outbox::new(vec![sender]);
             for serial in 0..COUNT {
                 outbox.send(0, Mail::OthersGone { serial });
-                // So that several wait at once.
+                // This ensures that there are several waiting messages.
                 if serial % 8 == 0 {
                     outbox.retry();
                 }

@@ -1,46 +1,48 @@
-//! A worker: one thread, its devices, its ring, its channels.
+//! Worker: a thread with its devices, ring, and channels.
 //!
-//! Everything that a worker works with belongs to it alone: the NIC's shard with its queue pairs,
-//! the ring, the backend driver, the data buffers, the channels and their timers. Workers meet in
-//! few places: logical units (shared, with their own locks), the [`sessions`](crate::sessions) at
-//! login and logout, and [`mail::Mail`].
+//! A worker owns everything it uses: its part of the NIC with all queue pairs, the ring, the block
+//! driver, data buffers, channels, and timers. State is only shared between workers for logical
+//! units (with their own locks), the [`sessions`](crate::sessions) at login and logout, and
+//! [`mail::Mail`].
 //!
-//! # A round
+//! # Main loop
 //! ```text
-//! devices: packets in, timers, packets out
+//! devices: received packets, timers, sent packets
 //!   → connection events: logins, established, disconnected
-//!   → completion queues that have something, a bounded batch of each
-//! ring: finished block operations, readable descriptors
-//! mailbox, timers, commands that wait for pool memory
-//!   → poll again while there is work, else park: one system call waits for all of this
+//!   → completion queues that are ready, up to a fixed number for each
+//! ring: completed block operations, readable descriptors
+//! mailbox, timers, commands waiting for pool memory
+//!   → poll again if there was work, else park: a single system call to wait for all of this
 //! ```
 //!
 //! # Modules
-//! - `blocks`: block operations and backends. `catalog`: follows what is served.
-//! - `device`: [`Device`], a provider as a worker drives it, and those that a worker has.
-//! - `portals`: where it listens on them, and what the next catalog takes is acquired before it is
-//!   served. `listeners`: at their connection managers. `disconnects`: identifiers whose peer has
-//!   not answered.
-//! - `conns`: the connections of all fabrics, in one table. `fabrics`: the three kinds of them.
-//! - `events`: completions, connection events and mail into connections.
-//! - `exec`: carries out what connections ask for. `ends`: how they begin and end.
-//! - `srp`: channels of SRP. `iscsi`: connections and sockets of iSCSI on TCP. `iser`: on RDMA.
-//! - `gate`: who may log in by iSCSI. `login_log`: the lines and counts of logins. `listener`,
-//!   `stream`: its sockets.
-//! - `rdma`: what a connection has at its device. `queue`: posts on queue pairs.
-//! - `work`: names of work requests and block operations. `env`: where random bytes, threads and
-//!   dates come from.
-//! - `reservations`: changes of reservations that are saved, or that abort commands.
-//! - `discovery`: answers device-management MADs.
+//! - `blocks`: block operations and backends. `catalog`: configuration updates.
+//! - `device`: [`Device`], the provider interface for a worker, and its list of devices.
+//! - `portals`: listening on devices, and acquiring the resources for a new catalog before it is
+//!   used. `listeners`: connection manager listeners. `disconnects`: disconnect requests waiting
+//!   for a reply.
+//! - `conns`: table of connections for all fabrics. `fabrics`: the three types of connections.
+//! - `events`: completions, connection events and mail.
+//! - `exec`: executes actions. `ends`: setup and teardown of connections.
+//! - `srp`: SRP channels. `iscsi`: connections and sockets for iSCSI over TCP. `iser`: iSCSI over
+//!   RDMA.
+//! - `gate`: login decisions for iSCSI. `login_log`: audit log and counters for logins. `listener`,
+//!   `stream`: sockets.
+//! - `rdma`: device objects of a connection. `queue`: posting work requests.
+//! - `work`: identifiers of work requests and block operations. `env`: random numbers, threads and
+//!   dates.
+//! - `reservations`: changes of reservations that have to be saved, or that abort commands.
+//! - `discovery`: device-management agent.
 //! - `mail`: messages between workers.
-//! - `park`: where a worker sleeps. `slots`: how its ring is shared.
-//! - `removal`: devices that are taken away. `device_slots`: which are open,
-//!   and how all workers close one together.
-//! - `snapshot`: what a worker reports of itself.
+//! - `park`: sleeping. `slots`: use of the ring.
+//! - `removal`: hot removal of devices. `device_slots`: which devices are open, and how all workers
+//!   coordinate to close a device.
+//! - `snapshot`: counters and sessions for reports.
 //!
-//! # Bounds
-//! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
-//! others waiting. Channels, their memory and the pool are bounded by the configuration.
+//! # Limits
+//! We process up to [`CQ_BATCH`] completions per queue and round, so a single peer can't delay all
+//! other connections. The number of channels, their memory, and the pool size are set by the
+//! configuration.
 
 mod blocks;
 mod catalog;
@@ -106,167 +108,184 @@ use mail::{Mail, Outbox};
 use portals::{Portals, Unserved};
 use snapshot::Totals;
 
-/// Completions taken from one queue in a round.
+/// Maximum number of completions per queue and round.
 pub const CQ_BATCH: usize = PollContext::Softirq.budget();
 
-/// Time after the last work for which a worker goes on looking before it sleeps.
+/// Time to continue polling after the last work, before sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// Time for which a connection's identifier outlives its channel, for the DREQ to be answered.
+/// Time to keep a connection identifier after the channel was released, while waiting for a reply
+/// to the DREQ.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// How long sessions get to finish and log out when what they use is no longer served, or the
-/// server goes.
+/// Time for sessions to complete and log out, if something they use is no longer served or on
+/// shutdown of the server.
 pub const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How often backends that are no longer served, and devices without portals, are looked at.
+/// Interval to check removed backends and devices without portals.
 const LEAVING: Duration = Duration::from_millis(50);
 
-/// Sessions get this long after a shutdown's patience has ended, then their connections are cut.
+/// Additional time for sessions on shutdown, before their connections are closed.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// State that all workers share.
+/// State shared by all workers.
 #[derive(Debug)]
 pub struct Shared {
-    /// Sessions, and what is served to them.
+    /// Sessions and the current configuration.
     pub registry: Registry,
-    /// Sessions of iSCSI, over TCP and RDMA.
+    /// iSCSI sessions over TCP and RDMA.
     pub iscsi: IscsiSessions,
-    /// Slots of the devices that are open.
+    /// Slots for open devices.
     pub device_slots: Arc<DeviceSlots>,
 }
 
-/// Report of a worker to the server.
+/// Report from a worker to the server.
 #[derive(Debug)]
 pub enum Report {
-    /// It listens, but on these portals.
+    /// The worker is listening, except on these portals.
     Started(u16, Vec<Unserved>),
-    /// It has no sessions any more, after a shutdown.
+    /// There are no more sessions after a drain or shutdown.
     Quiet(u16),
-    /// The flush has ended: everything written is durable, or why not.
-    Flushed(Result<(), String>),
-    /// It is gone; with an error if it failed.
+    /// The flush with this number is complete. All written data is on stable storage, or an error
+    /// is returned.
+    Flushed(u64, Result<(), String>),
+    /// The worker was stopped, with an error if it failed.
     Ended(u16, Option<String>),
 }
 
-/// Parts of a new worker.
+/// Configuration for a new worker.
 pub struct WorkerConfig {
-    /// Number of the worker; the first is 0.
+    /// Worker index, starting with 0.
     pub index: u16,
-    /// Time at which it begins.
+    /// Current time.
     pub now: Instant,
-    /// Surroundings, such as the source of random bytes.
+    /// Environment, for example the source of random bytes.
     pub env: Box<dyn Env>,
-    /// Bytes of its data-buffer pool.
+    /// Data buffer pool size in bytes.
     pub pool: usize,
-    /// State that all workers share.
+    /// State shared by all workers.
     pub shared: Arc<Shared>,
-    /// Its devices, by slot.
+    /// Devices by slot.
     pub devices: Vec<Opened>,
-    /// Sockets of the TCP portals.
+    /// Sockets for TCP portals.
     pub sockets: Vec<TcpListener>,
-    /// Ring, which belongs to the worker's thread.
+    /// Ring, which can only be used by the worker thread.
     pub ring: Ring,
-    /// Mailbox that other workers and the server write to.
+    /// Mailbox for messages from other workers and the server.
     pub mailbox: MailReceiver<Mail>,
-    /// Mailboxes of all workers, this one included.
+    /// Senders for the mailboxes of all workers, including this one.
     pub outbox: Outbox,
-    /// Channel to the server.
+    /// Channel for reports to the server.
     pub reports: Sender<Report>,
 }
 
-/// Reason for which a worker could not start or go on.
+/// Error when starting or running a worker.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
-    /// No memory for buffers.
+    /// Can't allocate buffers.
     #[error("cannot make the data buffers: {0}")]
     Memory(#[source] io::Error),
-    /// The ring failed, and the worker with it.
+    /// The ring failed, so the worker can't continue.
     #[error(transparent)]
     Ring(#[from] RingError),
-    /// A portal cannot be listened on.
+    /// Can't listen on a portal.
     #[error("cannot listen on {portal}: {source}")]
     Listen {
-        /// Portal or device, as text.
+        /// Portal or device.
         portal: String,
-        /// Error of the connection manager, or of the device.
+        /// Error from the connection manager or device.
         source: CmError,
     },
-    /// No device has the portal's address.
+    /// There is no device with the address of this portal.
     #[error("no device has the address of {0}")]
     NoDevice(String),
 }
 
-/// Progress of a shutdown.
+/// Shutdown state.
+///
+/// ```text
+/// Serving ─ Drain ─→ Draining ─ no connection left ─→ Drained
+///    │ ↑                │                                │
+///    │ └──── Resume ────┴────────────────────────────────┤
+///    └────── Shutdown ──→ Stopping ─ none left ─→ Quiet  │
+///                            ↑                           │
+///                            └──────── Shutdown ─────────┘
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Accepts and serves connections.
+    /// Accepting and serving connections.
     Serving,
-    /// Sessions may finish until then.
+    /// Listeners are paused. Remaining sessions will be closed at this time.
+    Draining(Instant),
+    /// All connections are closed. Waiting for a message to stop or resume.
+    Drained,
+    /// Remaining sessions will be closed at this time.
     Stopping(Instant),
-    /// Nothing is left; waits for the order to exit.
+    /// Everything is closed. Waiting for a message to exit.
     Quiet,
 }
 
-/// One worker. Built and run on its own thread, since its ring belongs to that thread.
+/// Worker. This must be created and used on its own thread because of the ring.
 pub struct Worker {
     index: u16,
     env: Box<dyn Env>,
     shared: Arc<Shared>,
     devices: Devices,
     ring: Ring,
-    /// Block operations, and the backends.
+    /// Block operations and backends.
     blocks: Blocks,
-    /// Catalog that this worker has followed last.
+    /// Last catalog used by this worker.
     catalog: Arc<Catalog>,
     pool: Pool,
-    /// Contexts of commands that no connection has.
+    /// Unused command contexts.
     spares: Spares,
     mailbox: MailReceiver<Mail>,
     outbox: Outbox,
     reports: Sender<Report>,
-    /// Portals on devices, and what was acquired for the next catalog.
+    /// Portals on devices, and the resources for a new catalog.
     portals: Portals,
     /// Connections of all fabrics.
     conns: Conns<Fabric>,
-    /// A connection has entered a session, which may have units that this worker has not heard of.
+    /// Set if a connection was added to a session, which may have units that are new for this
+    /// worker.
     has_entered: bool,
-    /// Sums over connections that are gone.
+    /// Totals for closed connections.
     past: Totals,
-    /// Connections that [`Worker::poll_pool`] goes through.
+    /// Connections used by [`Worker::poll_pool`].
     pool_line: Vec<ConnKey>,
     saver: reservations::Saver,
-    /// Identifiers of connections whose channel is gone.
+    /// Identifiers of released channels.
     disconnects: Disconnects,
     completions: Vec<Completion>,
     ring_completions: Vec<riser_reactor::Completion>,
     slices: Vec<MemSlice>,
-    /// Chains of a connection that are posted together; empty between connections, and kept for its
-    /// memory.
+    /// Chains to be posted together for a connection. This is empty between connections and only
+    /// kept to avoid allocations.
     chains: queue::Chains,
     spinner: Spinner,
     phase: Phase,
-    /// Listening sockets of iSCSI.
+    /// Listening sockets for iSCSI.
     sockets: iscsi::Sockets,
-    /// Lists for chains of iSER.
+    /// Lists used for iSER chains.
     iser: iser::Scratch,
     exiting: bool,
-    /// Logins, and the audit log.
+    /// Login counters and the audit log.
     logins: LoginLog,
     parks: u64,
-    /// Time at which it began.
+    /// Time when the worker was started.
     began: Instant,
-    /// Time that its rounds with something to do have taken.
+    /// Total time used by rounds with work.
     busy: Duration,
     complaints: RateLimit,
     now: Instant,
 }
 
 impl Worker {
-    /// Sets a worker up on the calling thread, listening; the portals on which it cannot.
+    /// Creates a worker on the current thread and starts listening. Also returns the portals where
+    /// this is not possible.
     ///
     /// # Errors
-    /// [`WorkerError`].
+    /// Returns a [`WorkerError`].
     pub fn new(config: WorkerConfig) -> Result<(Self, Vec<Unserved>), WorkerError> {
         let WorkerConfig {
             index,
@@ -285,13 +304,15 @@ impl Worker {
             portal: "a device".into(),
             source: source.into(),
         })?;
-        let pool = Pool::new(pool).map_err(WorkerError::Memory)?;
-        // The kernel pins registered memory once, other memory with each direct operation. A limit
-        // on locked memory may forbid it, which is no reason not to serve.
+        let mut pool = Pool::new(pool).map_err(WorkerError::Memory)?;
+        // For registered memory, the kernel only has to pin pages once and not for each direct
+        // operation. This can fail because of a limit on locked memory, but we can continue without
+        // it.
         if let Err(error) = ring.register_memory(pool.memory()) {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
         }
         let catalog = shared.registry.catalog();
+        pool.set_units(catalog.live_units());
         let blocks = Blocks::new(&mut ring, now, &catalog).map_err(WorkerError::Memory)?;
         let mut worker = Self {
             index,
@@ -335,31 +356,32 @@ impl Worker {
             catalog,
             ..
         } = &mut worker;
-        // A portal without a device is a mistake of the configuration, so the start fails. One
-        // that cannot be listened on, as when its port is taken, is reported, and the others are
-        // served.
+        // A portal without a device is a configuration error, so we fail here. If we can't listen
+        // on a portal, for example because the port is in use, this is reported and we continue
+        // with the other portals.
         portals.check_devices(devices, catalog)?;
         let mut unserved = Vec::new();
         for device in 0..devices.len() {
             unserved.extend(portals.serve_on(devices, device, catalog)?);
         }
-        // Last: from here on connections are accepted, which an error of a later step would cut.
+        // Do this last, because it starts accepting connections, which would be closed by a later
+        // error.
         worker.sockets.add(&mut worker.ring, now, sockets);
         Ok((worker, unserved))
     }
 
-    /// Serves until it gets the order to exit.
+    /// Runs the worker until it receives a message to exit.
     ///
     /// # Errors
-    /// [`WorkerError::Ring`]: the ring is of no further use, and the worker neither.
+    /// Returns [`WorkerError::Ring`] if the ring has failed. The worker can't be used after this.
     pub fn run(&mut self) -> Result<(), WorkerError> {
         let mut now = Instant::now();
         while !self.exiting {
             let worked = self.step(now)?;
             self.park(worked)?;
             let next = Instant::now();
-            // Rounds without work are the spinning before a sleep; counted, they would make an
-            // idle worker look busy.
+            // Don't count rounds without work. The worker is only polling before it sleeps, and
+            // would otherwise look busy while idle.
             if worked > 0 {
                 self.busy += next.saturating_duration_since(now);
             }
@@ -369,28 +391,29 @@ impl Worker {
         Ok(())
     }
 
-    /// One round at `now`, without sleeping; how much there was to do.
+    /// Runs a single round at time `now` without sleeping. Returns the amount of work.
     ///
     /// # Errors
-    /// As [`Worker::run`].
+    /// Same as [`Worker::run`].
     pub fn step(&mut self, now: Instant) -> Result<usize, WorkerError> {
         self.now = now;
         self.blocks.begin_round(now);
         self.sockets.begin_round();
-        // In this order a message that has just arrived is carried out in the same round: packets
-        // make completions, completions make block operations.
+        // This order allows a new message to be processed in a single round: packets generate
+        // completions, and completions generate block operations.
         let mut work = self.poll_devices();
         work += self.poll_ready();
         work += self.poll_blocks()?;
-        // After the ring was reaped, which frees the slots that these connections wait for.
+        // This is called after reaping the ring, because these connections are waiting for free
+        // slots.
         self.poll_stalled();
         work += self.poll_mail();
-        // Here and not before a park only: a worker that is never idle never parks.
+        // We can't only do this before parking, because a busy worker never parks.
         self.outbox.retry();
-        // After the inputs of the round: a silence that one of them has ended is not taken for
-        // one.
+        // This is called after all inputs of this round, so that a timeout is not reported if there
+        // was new input.
         work += self.poll_timers();
-        // After everything in the round that may have given memory back.
+        // This is called after everything that can release memory.
         work += self.poll_pool();
         self.sockets.accept(&mut self.ring, now);
         self.blocks.detach_unused();
@@ -398,7 +421,7 @@ impl Worker {
         self.poll_unwanted();
         self.poll_phase();
         self.logins.audit.poll(now);
-        // What this round asked for goes out now rather than in the next one.
+        // Send everything that was generated in this round instead of waiting for the next one.
         if work > 0 {
             for device in self.devices.open_mut() {
                 work += device.progress(now);
@@ -407,17 +430,20 @@ impl Worker {
         Ok(work)
     }
 
-    /// Returns the time at which something is due without anything happening.
+    /// Returns the time of the next timeout.
     fn deadline(&self) -> Option<Instant> {
         let timer = self.conns.next_timer();
         let phase = match self.phase {
-            // Connections are cut once then. What is at a disk reports its end.
-            Phase::Stopping(until) => Some(until + GRACE).filter(|at| *at > self.now),
-            Phase::Serving | Phase::Quiet => None,
+            // All connections are closed at this time. Pending disk operations will send a
+            // completion.
+            Phase::Draining(until) | Phase::Stopping(until) => {
+                Some(until + GRACE).filter(|at| *at > self.now)
+            }
+            Phase::Serving | Phase::Drained | Phase::Quiet => None,
         };
         let listening = self.portals.deadline();
-        // Nothing signals that the last holder of a unit or a device is gone, on this worker or
-        // another, so it is looked at again and again while there is one.
+        // There is no notification when a unit or device is no longer in use on this or any other
+        // worker, so we have to check this periodically.
         let leaves = self.blocks.has_leaving() || self.devices.has_unwanted();
         let leaving = leaves.then(|| self.now + LEAVING);
         [
@@ -438,10 +464,10 @@ impl Worker {
 }
 
 impl Drop for Worker {
-    /// Without a shutdown before, connections are cut: the devices go first, then the channels.
+    /// If the worker was not shut down before, this closes the devices first and then all channels.
     fn drop(&mut self) {
-        // A device that still runs could write into buffers that the channels give back to the
-        // pool.
+        // An active device could otherwise write to buffers that are returned to the pool by the
+        // channels.
         self.devices.clear();
         for (_, conn) in self.conns.iter_mut() {
             conn.fabric.abandon(&mut self.pool);

@@ -1,25 +1,25 @@
-//! Sleep of a worker: in its ring, which watches the devices' descriptors as well.
+//! Sleeping in the ring, which also watches the device descriptors.
 
 use riser_reactor::Next;
 
 use super::{Worker, WorkerError};
 
 impl Worker {
-    /// Sleeps, unless there was work a moment ago or something is due; returns what it has done. On
-    /// a ring of a simulation it does not sleep: who drives the worker comes back then, or when
-    /// something has happened.
+    /// Sleeps until something happens, unless there was recent work or a timeout has expired.
+    /// Returns what to do next. For a simulated ring this does not sleep: the caller should
+    /// continue at the given time or on the next event.
     ///
     /// # Errors
-    /// As [`Worker::run`].
+    /// Same as [`Worker::run`].
     pub fn park(&mut self, worked: usize) -> Result<Next, WorkerError> {
         let deadline = self.deadline();
         let next = self.spinner.plan(self.now, worked > 0, deadline);
         match next {
             Next::Poll => {}
             Next::Park(timeout) => {
-                // Nothing wakes the worker for these: completion queues with more than a batch,
-                // memory that has come back, and mail that a full mailbox has refused. Nor for
-                // descriptors for which the ring has no room.
+                // There is no event to wake the worker for these: completion queues with more than
+                // a single batch, released memory, messages waiting for a full mailbox, and
+                // descriptors which could not be added to the ring.
                 let is_due = self.conns.ready() > 0 || self.pool.has_change();
                 if self.exiting
                     || is_due

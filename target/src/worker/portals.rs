@@ -1,15 +1,16 @@
-//! Portals on RDMA devices, and the way from one catalog to the next: everything that can fail is
-//! acquired first, and nothing of it is seen from outside.
+//! Portals on RDMA devices, and the transition to a new catalog: all operations that can fail are
+//! done first, without any effect that can be observed by a peer.
 //!
 //! ```text
 //! stage → staged → follow: in use
 //!       │        └→ unstage: released
-//!       └→ an error: released at once
+//!       └→ error: released immediately
 //! ```
 //!
-//! Devices and sockets are opened by the server, since all workers have theirs in one order. What
-//! only the owner of a device can do is done here: to listen on it. A connection that finds a
-//! staged listener is refused as one that finds none.
+//! Devices and sockets are opened by the server, because their order must be the same on all
+//! workers. Only listening on a device has to be done by its owner, which is implemented here. If a
+//! connection request is received by a staged listener, it is rejected in the same way as without a
+//! listener.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -25,26 +26,26 @@ use super::listener::TcpListener;
 use super::listeners::{Listener, Listeners, listen};
 use crate::sessions::catalog::{Catalog, Entrance};
 
-/// Interval at which portals are tried that were refused as their device came back.
+/// Interval to retry failed portals on a device that is available again.
 const LISTEN_AGAIN: Duration = Duration::from_secs(1);
 
-/// Parts that a worker needs for another catalog.
+/// Resources for a new catalog.
 #[derive(Debug)]
 pub struct Stage {
-    /// Catalog that will be served.
+    /// New catalog.
     pub catalog: Arc<Catalog>,
-    /// Devices at new addresses, by place.
+    /// Devices for new addresses, by slot.
     pub devices: Vec<(usize, Opened)>,
-    /// Sockets of new TCP portals.
+    /// Sockets for new TCP portals.
     pub sockets: Vec<TcpListener>,
 }
 
-/// A portal that a worker cannot listen on.
+/// Portal that can't be used by a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unserved {
-    /// Address and port of the portal.
+    /// Portal address and port.
     pub portal: SocketAddr,
-    /// Reason, as text for people.
+    /// Error message.
     pub why: String,
 }
 
@@ -55,12 +56,12 @@ impl Unserved {
     }
 }
 
-/// Reason for which a worker cannot serve another catalog.
+/// Error when preparing a new catalog.
 #[derive(Debug)]
 pub enum StageError {
-    /// These portals, at least one, cannot be listened on; the others can.
+    /// Can't listen on these portals, but all other portals can be used. Must not be empty.
     Portals(Vec<Unserved>),
-    /// The worker has failed in another way.
+    /// Any other worker error.
     Worker(WorkerError),
 }
 
@@ -70,7 +71,7 @@ impl From<WorkerError> for StageError {
     }
 }
 
-/// Parts that were acquired for the next catalog.
+/// Resources acquired for a new catalog.
 #[derive(Debug)]
 struct Staged {
     catalog: Arc<Catalog>,
@@ -79,18 +80,18 @@ struct Staged {
     sockets: Vec<TcpListener>,
 }
 
-/// The portals of a worker on RDMA devices, and what was acquired for the next catalog.
+/// RDMA portals of a worker, and the resources acquired for a new catalog.
 #[derive(Debug)]
 pub(super) struct Portals {
-    /// Whether this is the first worker, which has the devices that cannot be shared, and
-    /// discovery.
+    /// Set for the first worker, which owns all devices that can't be shared and the discovery
+    /// agents.
     is_first: bool,
     pub(super) listeners: Listeners,
     staged: Option<Staged>,
 }
 
 impl Portals {
-    /// Makes the portals of a worker that listens nowhere.
+    /// Creates the state for a worker without listeners.
     pub(super) fn new(is_first: bool) -> Self {
         Self {
             is_first,
@@ -99,10 +100,10 @@ impl Portals {
         }
     }
 
-    /// Acquires what another catalog takes, while `served` is served.
+    /// Acquires the resources for a new catalog while `served` is still in use.
     ///
     /// # Errors
-    /// [`StageError`]; nothing is acquired then.
+    /// Returns a [`StageError`]. In this case, all resources are released.
     pub(super) fn stage(
         &mut self,
         ring: &mut Ring,
@@ -110,7 +111,8 @@ impl Portals {
         served: &Catalog,
         stage: Stage,
     ) -> Result<(), StageError> {
-        // The server stages one thing at a time; what it has forgotten goes.
+        // The server only stages a single catalog at a time, so it no longer needs the previous
+        // one.
         self.unstage(ring, devices);
         let mut staged = Staged {
             catalog: stage.catalog,
@@ -150,8 +152,8 @@ impl Portals {
                 let (listeners, without) = self.listen_missing(devices, device, &staged.catalog);
                 let new = listeners.into_iter().map(|(cm, l)| (device, cm, l));
                 staged.listeners.extend(new);
-                // Where that was refused as the device came back, it is tried again, also for a new
-                // catalog.
+                // If this failed when the device was added, it will be tried again for the new
+                // catalog as well.
                 let is_tried = self.listeners.is_refused(device);
                 let tried: BTreeSet<_> = served.rdma_portals().filter(|_| is_tried).collect();
                 let without = without.into_iter();
@@ -164,15 +166,15 @@ impl Portals {
         }
     }
 
-    /// Releases what was acquired.
+    /// Releases all staged resources.
     pub(super) fn unstage(&mut self, ring: &mut Ring, devices: &mut Devices) {
         let Some(staged) = self.staged.take() else {
             return;
         };
-        // Listeners before the devices that they may be on.
+        // Remove listeners before their devices.
         for (device, cm, _) in staged.listeners {
             if let Some(dev) = devices.get_mut(device) {
-                // The device may be gone meanwhile, and its listeners with it.
+                // The device may have been removed, including its listeners.
                 let _ = dev.destroy_id(cm);
             }
         }
@@ -181,8 +183,8 @@ impl Portals {
         }
     }
 
-    /// Serves a new catalog on devices: with what was staged for it, and without what it does not
-    /// have any more. Returns the sockets that were staged.
+    /// Changes to a new catalog on all devices: uses the staged resources, and releases the ones
+    /// that are no longer needed. Returns the staged sockets.
     pub(super) fn follow(
         &mut self,
         devices: &mut Devices,
@@ -208,7 +210,7 @@ impl Portals {
             let entrances = catalog.entrances(devices.addr(device), true);
             devices.set_wanted(device, !entrances.is_empty());
             self.listeners.follow(device, &entrances, |cm| {
-                // Requests that were not looked at go with it.
+                // This also removes pending connection requests.
                 let _ = devices[device].destroy_id(cm);
             });
         }
@@ -216,16 +218,16 @@ impl Portals {
         sockets
     }
 
-    /// Whether there is a device for every portal.
+    /// Checks if there is a device for each portal.
     ///
     /// # Errors
-    /// [`WorkerError::NoDevice`].
+    /// Returns [`WorkerError::NoDevice`].
     pub(super) fn check_devices(
         &self,
         devices: &Devices,
         catalog: &Catalog,
     ) -> Result<(), WorkerError> {
-        // Devices that cannot be shared are the first worker's.
+        // Devices that can't be shared are owned by the first worker.
         let mut portals = catalog.rdma_portals();
         let missing = portals.find(|p| self.is_first && !devices.has_addr(p.ip()));
         missing.map_or(Ok(()), |portal| {
@@ -233,8 +235,8 @@ impl Portals {
         })
     }
 
-    /// Listens at a device's entrances that have no listener yet; the portals where that is not
-    /// possible.
+    /// Adds missing listeners for the ports and services of a device. Returns the portals where
+    /// this is not possible.
     fn listen_missing(
         &self,
         devices: &mut Devices,
@@ -250,7 +252,7 @@ impl Portals {
             }
             match listen(dev, addr, entrance) {
                 Ok(cm) => made.push((cm, Listener { entrance, serves })),
-                // One that cannot be listened on does not keep the others from being tried.
+                // On error, continue with the next portal.
                 Err(source) => {
                     let portal = match entrance {
                         Entrance::Port(port) => SocketAddr::new(addr, port).to_string(),
@@ -265,11 +267,11 @@ impl Portals {
         (made, unserved)
     }
 
-    /// Serves what is served on a device that has just come: listens, watches, answers discovery.
-    /// Returns the portals where it cannot listen.
+    /// Starts using a new device: adds listeners, watches the device, and starts the discovery
+    /// agent. Returns the portals where this is not possible.
     ///
     /// # Errors
-    /// The device cannot be watched; nothing is served on it then.
+    /// Returns an error if the device can't be watched. In this case, it is not used.
     pub(super) fn serve_on(
         &mut self,
         devices: &mut Devices,
@@ -285,7 +287,7 @@ impl Portals {
         Ok(unserved)
     }
 
-    /// Listens on a device where nothing does yet. Returns the portals where it cannot.
+    /// Adds listeners to a device that has none. Returns the portals where this is not possible.
     fn listen_on(
         &mut self,
         devices: &mut Devices,
@@ -299,7 +301,8 @@ impl Portals {
         unserved
     }
 
-    /// MADs that are not the CM's come to the first worker, unless each worker's device gets its own.
+    /// MADs for other agents than the CM are received by the first worker, unless each worker
+    /// receives its own.
     fn start_discovery(&self, devices: &mut Devices, device: usize, catalog: &Catalog) {
         let gets_mads = self.is_first || devices[device].has_own_mads();
         if gets_mads && devices[device].has_services() {
@@ -307,26 +310,26 @@ impl Portals {
         }
     }
 
-    /// Closes a device for good.
+    /// Removes a device.
     pub(super) fn close_device(&mut self, ring: &mut Ring, devices: &mut Devices, device: usize) {
         self.listeners.forget(device);
         devices.remove(ring, device);
     }
 
-    /// Notes a device some of whose portals were refused as it came back.
+    /// Schedules a retry for failed portals of a device that is available again.
     pub(super) fn note_refused(&mut self, device: usize, now: Instant) {
         self.listeners.note_refused(device, now + LISTEN_AGAIN);
     }
 
-    /// Returns the time at which portals are tried that were refused as their device came back.
+    /// Returns the time of the next retry for failed portals.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        // What is staged may listen there already.
+        // There may already be a staged listener for this port.
         let at = self.listeners.next_try();
         at.filter(|_| self.staged.is_none())
     }
 
-    /// Listens where that was refused when a device came back. What it serves elsewhere goes on
-    /// meanwhile.
+    /// Retries failed portals of a device that is available again. Other portals on this device are
+    /// not affected.
     pub(super) fn listen_again(&mut self, devices: &mut Devices, catalog: &Catalog, now: Instant) {
         if self.deadline().is_none_or(|at| at > now) {
             return;

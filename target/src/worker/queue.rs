@@ -1,4 +1,4 @@
-//! Posting on queue pairs, for the channels of every RDMA protocol.
+//! Posting work requests to queue pairs, shared by all RDMA protocols.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -15,41 +15,43 @@ use super::device::Device;
 use super::work::Work;
 use crate::fabric::{Direction, RdmaRequest};
 
-/// Receives posted in one call.
+/// Maximum number of receives to post in a single call.
 pub(super) const RECV_BATCH: usize = 32;
 
-/// A receive to post: its name and its place, in memory of its connection.
+/// Receive with its identifier and buffer in the memory of the connection.
 pub(super) type Receive = (WrId, Sge);
 
-/// The message that a chain ends with.
+/// Message at the end of a chain.
 #[derive(Debug)]
 pub(super) struct ChainSend {
-    /// Where its bytes lie. The connection keeps that memory for at least as long as the chains.
+    /// Buffer. The connection must not release this memory before the chain is complete.
     pub(super) bytes: Sge,
     pub(super) op: SendOp,
     pub(super) flags: SendFlags,
 }
 
-/// What a device took of a chain that it did not take in full.
+/// Result for a chain that was not fully posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Posted {
-    /// Requests at its beginning, which may be under way, and whose end no completion reports.
+    /// The first requests were posted and may be in progress, but there will be no completion for
+    /// them.
     Part,
-    /// Nothing.
+    /// Nothing was posted.
     Nothing,
 }
 
-/// Work requests of one call: those of [`CHAINS`] chains, as a rule, since a call may be a system
-/// call.
+/// Maximum number of work requests in a single call, which may be a system call. This should be
+/// enough for [`CHAINS`] chains.
 const POST_BATCH: usize = 64;
 
-/// Chains that are posted together.
+/// Maximum number of chains to post together.
 const CHAINS: usize = 8;
 
-/// Bytes of data from which chains are not held back for others, about a datagram's.
+/// Minimum size of a large transfer in bytes, which is about the size of a datagram. These are not
+/// posted with other chains.
 const CHAINS_BYTES: u64 = 64 << 10;
 
-/// A range of the initiator's memory runs past the end of the address space.
+/// The address range of the initiator exceeds the address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("remote range {addr:#x}+{len} wraps")]
 pub(super) struct RangeWraps {
@@ -57,29 +59,30 @@ pub(super) struct RangeWraps {
     len: u32,
 }
 
-/// Chains of one connection, which are posted together: each some RDMA requests, and a message
-/// behind them or none.
+/// Chains to be posted together for a single connection. Each chain has a number of RDMA requests
+/// and an optional message.
 ///
-/// The requests of all of them go first, and then the messages. So packets of one length come in a
-/// row, which the network's layers carry as one, and a reliable connection still carries each
-/// message out behind the data that it is about. Chains that would hold up the messages of others,
-/// with much data or with data that the peer has to send, go behind these. The memory is kept, so
-/// that no chain allocates.
+/// All requests are posted first, followed by the messages. This creates a sequence of packets with
+/// the same size, which can be merged by the network stack, and a reliable connection still
+/// delivers each message after its data. If a chain would delay other messages, because it
+/// transfers a large amount of data or has to wait for data from the peer, it is added to the end.
+/// The memory is reused to avoid allocations.
 #[derive(Debug, Default)]
 pub(super) struct Chains {
-    /// At most [`CHAINS`]. On the heap as the others: the whole is moved for each connection.
+    /// Up to [`CHAINS`] entries. This is not stored inline, because the struct is moved for each
+    /// connection.
     chains: Vec<Chain>,
     requests: Vec<Request>,
     sges: Vec<Sge>,
     bytes: u64,
 }
 
-/// A work request of the chains, where they are posted.
+/// Position of a work request in the chains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// One of `requests`.
+    /// Index in `requests`.
     Request(usize),
-    /// The message of one of `chains`.
+    /// Message of the chain with this index.
     Message(usize),
 }
 
@@ -88,11 +91,11 @@ struct Chain {
     work: Work,
     requests: Range<usize>,
     message: Option<ChainSend>,
-    /// It goes behind the messages of the others.
+    /// Set if this should be posted after the messages of all other chains.
     is_apart: bool,
 }
 
-/// An RDMA request with its scatter-gather entries.
+/// RDMA request and its scatter-gather list.
 #[derive(Debug)]
 struct Request {
     id: WrId,
@@ -101,12 +104,12 @@ struct Request {
 }
 
 impl Chains {
-    /// Adds a chain, unless it names memory that cannot be; `is_full` was false. The last request
-    /// of it is signaled and bears the name of its work; those before it complete only if they
-    /// fail. The local ranges lie in the pool's mapping, which the device knows by `lkey`.
+    /// Adds a chain if its address ranges are valid. `is_full` must be false. The last request is
+    /// signaled and contains the identifier; all other requests only complete on error. Local
+    /// ranges are offsets in the pool memory with the key `lkey`.
     ///
-    /// The whole chain is checked before any of it is posted: the buffer of a chain that failed
-    /// goes back to the pool, so no request of it may be under way.
+    /// The whole chain is checked before we post any requests. If there is an error, the buffer is
+    /// returned to the pool, so there must not be any requests in progress.
     pub(super) fn push<L: IntoIterator<Item = Range<usize>>>(
         &mut self,
         work: Work,
@@ -130,7 +133,7 @@ impl Chains {
                 len += length;
             }
             let RemoteAddr { addr, .. } = request.remote;
-            // The last byte may be the address space's last.
+            // The last byte can be at the end of the address space.
             if addr.checked_add(u64::from(len) - 1).is_none() {
                 self.requests.truncate(first);
                 self.sges.truncate(first_sge);
@@ -164,19 +167,20 @@ impl Chains {
         Ok(())
     }
 
-    /// Whether the chains are to be posted before another one is added.
+    /// Returns true if the chains should be posted before adding the next one.
     pub(super) fn is_full(&self) -> bool {
-        // Messages keep their order: none is added behind one that goes behind the others.
+        // To keep the order of messages, nothing can be added after a chain that is posted at the
+        // end.
         let last = self.chains.last();
         let is_last = last.is_some_and(|chain| chain.is_apart && chain.message.is_some());
         self.chains.len() == CHAINS || self.bytes >= CHAINS_BYTES || is_last
     }
 
-    /// Posts the chains, and forgets them.
+    /// Posts all chains and clears the list.
     ///
     /// # Errors
-    /// Those that the device did not take in full. The list may be empty: a device may report an
-    /// error after it has taken everything, and may not start then.
+    /// Returns the chains that were not fully posted. This can be empty, because a device can
+    /// return an error after accepting all requests, for example if it could not be started.
     pub(super) fn post(
         &mut self,
         device: &mut (dyn Device + 'static),
@@ -187,7 +191,7 @@ impl Chains {
         posted
     }
 
-    /// Forgets the chains, of a connection that is gone.
+    /// Clears the list for a closed connection.
     pub(super) fn clear(&mut self) {
         self.chains.clear();
         self.requests.clear();
@@ -195,7 +199,7 @@ impl Chains {
         self.bytes = 0;
     }
 
-    /// Goes through the work requests, in the order in which they are posted.
+    /// Calls `f` for each work request, in the order they are posted.
     fn visit<E>(&self, mut f: impl FnMut(Place) -> Result<(), E>) -> Result<(), E> {
         for chain in self.chains.iter().filter(|chain| !chain.is_apart) {
             for at in chain.requests.clone() {
@@ -221,7 +225,7 @@ impl Chains {
         Ok(())
     }
 
-    /// The work requests, in the order in which they are posted.
+    /// Returns all work requests, in the order they are posted.
     fn places(&self) -> Vec<Place> {
         let mut places = Vec::new();
         let Ok(()) = self.visit(|place| {
@@ -231,7 +235,7 @@ impl Chains {
         places
     }
 
-    /// The chains that the device did not take in full, given the number of work requests it took.
+    /// Returns the chains that were not fully posted if only `taken` work requests were accepted.
     fn left(&self, taken: usize) -> ArrayVec<(Work, Posted), CHAINS> {
         let mut left = ArrayVec::new();
         let places = self.places();
@@ -252,10 +256,10 @@ impl Chains {
         left
     }
 
-    /// Posts as much as the device takes.
+    /// Posts as many work requests as possible.
     ///
     /// # Errors
-    /// The number of work requests that it took.
+    /// Returns the number of work requests that were posted.
     fn post_all(&self, device: &mut (dyn Device + 'static), qp: QpId) -> Result<(), usize> {
         let mut taken = 0;
         let mut post = |batch: &mut ArrayVec<SendWr<'_>, POST_BATCH>| {
@@ -268,9 +272,8 @@ impl Chains {
             batch.clear();
             Ok(())
         };
-        // In batches, since the list lies on the stack: nothing is allocated for a command. It is
-        // filled where it lies: one that is collected is moved there, with the room that it does
-        // not use.
+        // We use batches because the list is stored on the stack, so there is no allocation for
+        // each command. It is filled in place, because `collect` would have to copy the full array.
         let mut batch = ArrayVec::new();
         self.visit(|place| {
             batch.push(self.work_request(place));
@@ -290,7 +293,7 @@ impl Chains {
         let (wr_id, op, flags, sges) = match place {
             Place::Request(at) => {
                 let Request { id, op, sges } = &self.requests[at];
-                // That of a chain without a message ends it.
+                // This completes a chain without a message.
                 let flags = match *id == Work::Inner.id() {
                     true => SendFlags::empty(),
                     false => SendFlags::SIGNALED,
@@ -322,11 +325,11 @@ impl Chains {
 }
 
 impl Worker {
-    /// Posts receives; how many were taken.
+    /// Posts receives. Returns the number of receives that were posted.
     pub(super) fn post_recvs(&mut self, device: usize, qp: QpId, receives: &[Receive]) -> usize {
         let mut taken = 0;
         for batch in receives.chunks(RECV_BATCH) {
-            // Filled where it lies, as in `Chains::post_all`.
+            // Filled in place, like in `Chains::post_all`.
             let mut wrs = ArrayVec::<RecvWr<'_>, RECV_BATCH>::new();
             for (wr_id, place) in batch {
                 wrs.push(RecvWr {
@@ -336,7 +339,7 @@ impl Worker {
             }
             if let Err(error) = self.devices[device].post_recv(qp, &wrs) {
                 tracing::warn!(%error, "a receive was not taken");
-                // Those before it are posted, and will complete or be flushed.
+                // All receives before this were posted, and will complete or be flushed.
                 return taken + error.index;
             }
             taken += batch.len();
@@ -344,19 +347,19 @@ impl Worker {
         taken
     }
 
-    /// Ends a connection and takes its queue pair to the error state, then posts the drain marker;
-    /// whether that was taken.
+    /// Disconnects a connection, sets its queue pair to the error state, and posts the drain
+    /// marker. Returns false if it can't be posted.
     pub(super) fn cut(&mut self, device: usize, cm: CmId, qp: QpId) -> bool {
         let dev = &mut self.devices[device];
-        // Before the connection was tried, or after it is over, the CM has nothing to do.
+        // This is not necessary if the connection was not established or is already closed.
         let _ = dev.disconnect(cm);
         let error = QpAttr::to(QpState::Error);
-        // Already in error, as a rule.
+        // It is usually already in the error state.
         let _ = dev.modify_qp(qp, &error);
         self.post_empty_write(device, qp, Work::Drain)
     }
 
-    /// Posts a signaled write of no bytes; whether it was taken.
+    /// Posts a signaled zero-length write. Returns false on error.
     pub(super) fn post_empty_write(&mut self, device: usize, qp: QpId, work: Work) -> bool {
         let wr = SendWr {
             wr_id: work.id(),
@@ -393,7 +396,7 @@ mod tests {
         }
     }
 
-    /// Adds a chain of writes to these addresses.
+    /// Adds a chain with writes to these addresses.
     fn push(chains: &mut Chains, to: &[u64]) -> Result<(), RangeWraps> {
         let pool = Memory::new(4096).unwrap();
         let writes = to.iter().map(|addr| write_to(*addr));
@@ -420,7 +423,7 @@ mod tests {
         let addr = last + 1;
         let refused = push(&mut chains, &[0, 4096, addr]).unwrap_err();
         assert_eq!(refused, RangeWraps { addr, len: LEN });
-        // What a refused chain has left is not posted with the others.
+        // The requests of a refused chain must not be posted.
         push(&mut chains, &[4096]).unwrap();
         let counts = (
             chains.chains.len(),
@@ -445,7 +448,7 @@ mod tests {
         push(&mut chains, &[0]).unwrap();
         assert!(!chains.is_full());
         assert_eq!(chains.places(), together);
-        // Data that the initiator has to send: behind messages that are added later as well.
+        // This data has to be sent by the initiator, so it is posted after messages added later.
         let pool = Memory::new(4096).unwrap();
         let fetch = |chains: &mut Chains, task| {
             let fetch = RdmaRequest {
@@ -463,7 +466,7 @@ mod tests {
         let then = [0, 1, 4].map(message);
         let behind = [2, 3].map(request);
         assert_eq!(chains.places(), [&first[..], &then, &behind].concat());
-        // Much data.
+        // Large transfer.
         let mut chains = Chains::default();
         push(&mut chains, &[]).unwrap();
         let many = CHAINS_BYTES as usize / LEN as usize;

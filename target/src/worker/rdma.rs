@@ -1,5 +1,5 @@
-//! RDMA beneath a connection of any protocol: its queue pair, its memory keys, its identifier at
-//! the connection manager.
+//! RDMA resources for a connection, shared by all protocols: queue pair, memory keys, and
+//! connection manager identifier.
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
@@ -10,23 +10,24 @@ use riser_transport::verbs::{
 use super::device::Device;
 use crate::fabric::{INITIATOR_DEPTH, RESPONDER_RESOURCES};
 
-/// A connection at its device and at the connection manager.
+/// Device and connection manager state for a connection.
 #[derive(Debug)]
 pub(super) struct RdmaLink {
-    /// Number of the device among those of the worker.
+    /// Device index of the worker.
     pub(super) device: usize,
     pub(super) cm: CmId,
     pub(super) hardware: Hardware,
-    /// Whether its completion queue is in the worker's list.
+    /// Set if its completion queue is in the list of the worker.
     pub(super) is_ready: bool,
-    /// The CM has reported the end of the connection.
+    /// Set if the CM has reported that the connection is closed.
     pub(super) is_closed: bool,
-    /// It was established: there is a peer that may answer a disconnect request.
+    /// Set if the connection was established, so there is a peer that can reply to a disconnect
+    /// request.
     pub(super) was_established: bool,
 }
 
 impl RdmaLink {
-    /// Makes the link of a connection that is not established.
+    /// Creates the state for a connection that is not established.
     pub(super) fn new(device: usize, cm: CmId, hardware: Hardware) -> Self {
         Self {
             device,
@@ -38,39 +39,40 @@ impl RdmaLink {
         }
     }
 
-    /// Its names in the events of a device: at the connection manager, and of its completion queue.
+    /// Returns the identifiers used for device events: connection manager and completion queue.
     pub(super) fn names(&self) -> ((usize, CmId), (usize, CqId)) {
         ((self.device, self.cm), (self.device, self.hardware.cq))
     }
 
-    /// Whether a disconnect request is still to be answered. Otherwise the connection is over on
-    /// both sides or was never established, and its identifier may be gone already.
+    /// Returns true if we are waiting for a reply to our disconnect request. If this returns false,
+    /// the connection was closed by both sides or never established, and the identifier may already
+    /// be destroyed.
     pub(super) fn owes_disconnect(&self) -> bool {
         self.was_established && !self.is_closed
     }
 }
 
-/// Sizes of a queue pair.
+/// Queue pair sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queues {
-    /// Work requests of the receive queue.
+    /// Maximum number of receive requests.
     pub(super) receives: u32,
-    /// Work requests of the send queue.
+    /// Maximum number of send requests.
     pub(super) sends: u32,
-    /// Scatter-gather entries of a send request.
+    /// Maximum number of scatter-gather entries for a send request.
     pub(super) max_sge: usize,
 }
 
-/// Memory that a queue pair uses.
+/// Memory used by a queue pair.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Regions<'a> {
     pub(super) receive_ring: &'a MemSlice,
     pub(super) send_ring: &'a MemSlice,
-    /// The worker's data buffers.
+    /// Data buffers of the worker.
     pub(super) pool: &'a Memory,
 }
 
-/// Objects of a connection at its device.
+/// Device objects of a connection.
 #[derive(Debug)]
 pub(super) struct Hardware {
     pd: PdId,
@@ -80,11 +82,11 @@ pub(super) struct Hardware {
     pub(super) receive_key: LKey,
     pub(super) send_key: LKey,
     pub(super) pool_key: LKey,
-    /// The queues were destroyed before the rest.
+    /// Set if the queues were already destroyed.
     pub(super) has_lost_queues: bool,
 }
 
-/// Reasons for which a connection cannot be made.
+/// Error when creating a connection.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SetupError {
     #[error(transparent)]
@@ -102,10 +104,10 @@ impl From<VerbsError> for SetupError {
 }
 
 impl Hardware {
-    /// Makes a protection domain of the connection's own, its memory keys, its queues.
+    /// Creates a protection domain for this connection, its memory keys, and queues.
     ///
-    /// Keys of another connection name nothing in this domain, so a queue pair reaches no rings but
-    /// its own. What was made is destroyed in reverse where the rest fails.
+    /// Keys of other connections are not valid in this domain, so a queue pair can only access its
+    /// own rings. On error, all objects are destroyed in reverse order.
     pub(super) fn make(
         dev: &mut (dyn Device + 'static),
         cm: CmId,
@@ -127,8 +129,8 @@ impl Hardware {
                 has_lost_queues: false,
             }),
             Err(error) => {
-                // Regions before the domain that they are in; `fill` has destroyed its queues
-                // itself.
+                // Regions have to be deregistered before the domain. `fill` has already destroyed
+                // the queues.
                 for mr in mrs {
                     let _ = dev.dereg_mr(mr);
                 }
@@ -138,7 +140,7 @@ impl Hardware {
         }
     }
 
-    /// Makes the objects in a protection domain; regions that were made are in `mrs` in any case.
+    /// Creates the objects in a protection domain. Registered regions are always added to `mrs`.
     fn fill(
         dev: &mut (dyn Device + 'static),
         cm: CmId,
@@ -151,20 +153,20 @@ impl Hardware {
         let ranges = [regions.receive_ring, regions.send_ring, &pool];
         let mut keys = [LKey(0); 3];
         for (key, range) in keys.iter_mut().zip(ranges) {
-            // No remote access: the target itself moves all data, so a peer that guesses a key
-            // reaches nothing with it.
+            // We don't need remote access because all transfers are done by the target, so a peer
+            // can't use a key even if it's known.
             let mr = dev.reg_mr(pd, range, Access::LOCAL_WRITE)?;
             mrs.push(mr.id);
             *key = mr.lkey;
         }
-        // Every request may complete before one completion is taken.
+        // All requests can complete before we poll the queue.
         let cq = dev.create_cq(queues.receives + queues.sends)?;
         let cap = QpCap {
             max_send_sge: queues.max_sge as u32,
             ..QpCap::new(queues.sends, queues.receives)
         };
-        // Completions name their receives, so any order will do, and with this one an idle session
-        // occupies a few pages of its ring rather than all of it.
+        // Completions contain the receive, so the order doesn't matter. With this setting, an idle
+        // session only uses a few pages of its ring and not all of it.
         let init = QpInitAttr {
             recv_order: RecvOrder::NewestFirst,
             ..QpInitAttr::new(pd, cq, QpType::Rc, cap)
@@ -174,14 +176,14 @@ impl Hardware {
             .map_err(CmError::from)
             .and_then(|()| dev.create_cm_qp(cm, &init));
         let qp = qp.inspect_err(|_| {
-            // Nothing uses it yet.
+            // It is not used yet.
             let _ = dev.destroy_cq(cq);
         })?;
         Ok((cq, qp, keys))
     }
 
-    /// Destroys the objects. Everything was created by us and is used by nothing else, so a refusal
-    /// is a bug; it costs a log line and a leak, not the daemon.
+    /// Destroys the objects. We have created all of them and they are no longer in use, so an error
+    /// would be a bug. In this case, we only log it and leak the object.
     pub(super) fn destroy(&mut self, dev: &mut (dyn Device + 'static)) {
         self.destroy_queues(dev);
         let mut results: Vec<_> = self.mrs.iter().map(|mr| dev.dereg_mr(*mr)).collect();
@@ -189,8 +191,8 @@ impl Hardware {
         check_freed(dev, results);
     }
 
-    /// Destroys the queues alone: from now on the device uses no buffer. Returns whether they were
-    /// there.
+    /// Destroys only the queues. After this, the device will not access any buffers. Returns false
+    /// if they were already destroyed.
     pub(super) fn destroy_queues(&mut self, dev: &mut (dyn Device + 'static)) -> bool {
         if std::mem::replace(&mut self.has_lost_queues, true) {
             return false;
@@ -203,7 +205,7 @@ impl Hardware {
 
 fn check_freed(dev: &(dyn Device + 'static), results: Vec<Result<(), VerbsError>>) {
     if dev.is_gone() {
-        // Everything went with it.
+        // It was already destroyed.
         return;
     }
     for error in results.into_iter().filter_map(Result::err) {
@@ -212,20 +214,20 @@ fn check_freed(dev: &(dyn Device + 'static), results: Vec<Result<(), VerbsError>
     }
 }
 
-/// Returns the number of READs that we send at once to a peer with these parameters.
+/// Returns the number of outstanding READs for a peer with these parameters.
 pub(super) fn reads(param: &ConnParam) -> u8 {
     INITIATOR_DEPTH.min(param.initiator_depth)
 }
 
-/// Returns our answer to a peer that asks for a connection with these parameters.
+/// Returns our reply to a connection request with these parameters.
 pub(super) fn answer(param: &ConnParam, private_data: &[u8]) -> ConnParam {
     ConnParam {
         private_data: private_data.to_vec(),
         responder_resources: RESPONDER_RESOURCES.min(param.responder_resources),
         initiator_depth: reads(param),
         retry_count: 7,
-        // Seven stands for no limit. An initiator whose receives are late is waited for; one that
-        // never posts any runs into the channel's own time limits.
+        // The value 7 means that there is no limit. If an initiator is late with posting receives,
+        // we should wait. If it never posts any, there is a timeout in the channel.
         rnr_retry_count: 7,
         ..ConnParam::default()
     }

@@ -1,13 +1,13 @@
-//! Devices that are taken away, and that come back.
+//! Hot removal of devices, and adding them again.
 //!
 //! ```text
-//! open → gone: its sessions end without a word, its listeners are forgotten
-//!   → the last session has released its buffers → closed, which the kernel may be waiting for
-//!   → looked for now and then → open: listens
+//! open → removed: sessions are closed without notification, listeners are removed
+//!   → all sessions have released their buffers → closed, which the kernel may be waiting for
+//!   → check periodically → open: listening
 //! ```
 //!
-//! A device whose last portal the configuration has taken away is closed by all workers together,
-//! once none of them has a session on it any more: see
+//! If the last portal of a device is removed from the configuration, the device is closed by all
+//! workers together when there are no more sessions using it: see
 //! [`DeviceSlots`](super::device_slots::DeviceSlots).
 
 use super::conns::Connection;
@@ -16,7 +16,7 @@ use super::portals::Unserved;
 use super::{Phase, Worker};
 
 impl Worker {
-    /// Ends what was on a device that has just gone.
+    /// Closes all sessions on a device that was removed.
     pub(super) fn check_removed(&mut self, device: usize) {
         if !self.devices.note_gone(device) {
             return;
@@ -24,9 +24,9 @@ impl Worker {
         tracing::warn!(addr = %self.devices.addr(device), "the RDMA device is gone");
         self.devices.unwatch(&mut self.ring, device);
         self.portals.listeners.forget(device);
-        // Its identifiers went with the device, and no peer can answer there any longer.
+        // These identifiers were destroyed with the device, and there can be no replies.
         self.disconnects.forget(device);
-        // Without a word to the peers: nothing that is posted now would leave the host.
+        // Don't notify the peers, because nothing can be sent any more.
         for key in self.conns.keys(|conn| {
             let link = conn.fabric.rdma();
             link.is_some_and(|link| link.device == device)
@@ -40,10 +40,10 @@ impl Worker {
         self.drain_dirty();
     }
 
-    /// Closes devices that nothing holds any more, and looks for those that may be back.
+    /// Closes removed devices that are no longer in use, and tries to open closed devices again.
     pub(super) fn poll_returns(&mut self) {
         for device in 0..self.devices.len() {
-            // Sessions whose block operations still run hold objects of the old device.
+            // Sessions with pending block operations still use objects of the removed device.
             if self.devices.is_gone(device) && !self.conns.uses(device) {
                 self.devices.close(device, self.now);
             } else if self.phase == Phase::Serving && self.devices.look_for(device, self.now) {
@@ -56,7 +56,7 @@ impl Worker {
         }
     }
 
-    /// Closes devices without portals that nothing holds any more.
+    /// Closes devices without portals that are no longer in use.
     pub(super) fn poll_unwanted(&mut self) {
         for device in 0..self.devices.len() {
             let is_held = || self.conns.uses(device) || self.disconnects.uses(device);

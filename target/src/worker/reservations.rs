@@ -1,19 +1,19 @@
-//! Changes of reservations that persist through power loss, or that abort commands: a helper thread
-//! saves them, so that the worker goes on meanwhile, and then the worker waits for the aborted
+//! Persistent reservation changes that have to be saved, or that abort commands. They are saved by
+//! a helper thread, so that the worker can continue, and then the worker waits for aborted
 //! commands.
 //!
 //! ```text
-//! waits ─ its turn ─→ being saved ─ saved ─→ preempted commands end ─ the last is gone ─→ done
-//!                          └─ refused, or nothing to abort ────────────────────────────────↑
+//! waiting ─ next ─→ being saved ─ saved ─→ waiting for preempted commands ─ all complete ─→ done
+//!                       └─ refused, or nothing to abort ─────────────────────────────────────↑
 //! ```
 //!
-//! One change is saved at a time, and the nexuses with changes take turns: however many one of them
-//! has, the first of another waits for at most one of each nexus. Each change belongs to a command,
-//! so their number is bounded.
+//! Only one change is saved at a time, and we alternate between nexuses: the first change of a
+//! nexus only has to wait for a single change of each other nexus, regardless of how many there
+//! are. Each change belongs to a command, so their number is limited.
 //!
-//! A change whose own command was aborted while it was being saved takes effect all the same, and
-//! aborts what it preempts; only nothing waits for that. So nexuses that preempt each other do not
-//! wait for each other. One that was still waiting is dropped.
+//! If the command of a change is aborted while it is being saved, the change is still applied and
+//! aborts the preempted commands, but nothing is waiting for it. This ensures that nexuses which
+//! preempt each other don't deadlock. If the change was not started yet, it is dropped.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,38 +28,38 @@ use super::mail::Mail;
 use super::work::Owner;
 use crate::fabric::{TaskIdx, TaskRef, Unit, UnitIdx};
 
-/// A number that no channel has: a change of reservations waits for the task.
+/// Invalid channel number, used if a change of reservations is waiting for a task.
 pub(super) const NO_CHANNEL: u64 = u64::MAX;
 
-/// Result of a change: the nexuses that it preempts, if any.
+/// Result of a change: the preempted nexuses, if any.
 type Outcome = Result<Option<Preemption>, ReservationError>;
 
-/// The helper, and whose the changes are.
+/// Helper thread and pending changes.
 #[derive(Debug, Default)]
 pub(super) struct Saver {
-    /// The helper, once it was needed.
+    /// Helper thread, started on first use.
     helper: Option<Offload<Outcome>>,
-    /// Changes that are being saved, or were.
+    /// Changes being saved, or waiting for preempted commands.
     changes: Vec<Change>,
     waiting: Line<Waiting>,
-    /// The last name. None is used twice while a change has it.
+    /// Last identifier. It can only be reused if there is no change with this identifier.
     last: u32,
 }
 
-/// A change under way.
+/// Pending change.
 #[derive(Debug)]
 struct Change {
-    /// The helper's token, and what watchers of preempted commands are known by.
+    /// Token for the helper thread. It is also used as the watcher of preempted commands.
     name: u32,
-    /// The command that waits for it. One that was aborted does not: the change runs to its end,
-    /// and its owner's name may be another command's by then.
+    /// Command waiting for this change, or `None` if it was aborted. In this case, the change
+    /// continues but the identifier of the command can be reused.
     owner: Option<Owner>,
     unit: Arc<Unit>,
-    /// Preempted commands that are not gone yet; none while it is being saved.
+    /// Number of preempted commands that have not completed. Zero while it is being saved.
     left: usize,
 }
 
-/// A change that was not begun.
+/// Change that was not started.
 #[derive(Debug)]
 struct Waiting {
     owner: Owner,
@@ -67,7 +67,7 @@ struct Waiting {
     change: ReservationChange,
 }
 
-/// Queue of several nexuses, which take turns.
+/// Fair queue for several nexuses.
 #[derive(Debug)]
 struct Line<T>(VecDeque<(NexusId, VecDeque<T>)>);
 
@@ -85,7 +85,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// The oldest of the nexus whose turn it is.
+    /// Returns the oldest entry of the next nexus.
     fn pop(&mut self) -> Option<T> {
         let (nexus, mut own) = self.0.pop_front()?;
         let one = own.pop_front();
@@ -95,7 +95,7 @@ impl<T> Line<T> {
         one
     }
 
-    /// Drops those that are meant; whether there were any.
+    /// Removes all matching entries. Returns false if there are no such entries.
     fn drop_all(&mut self, is_meant: impl Fn(&T) -> bool) -> bool {
         let count = |line: &Self| line.0.iter().map(|(_, own)| own.len()).sum::<usize>();
         let before = count(self);
@@ -108,7 +108,7 @@ impl<T> Line<T> {
 }
 
 impl Worker {
-    /// Has a change saved when it is its nexus's turn.
+    /// Saves a change when it is next in the queue.
     pub(super) fn change_reservations(
         &mut self,
         owner: Owner,
@@ -128,11 +128,11 @@ impl Worker {
         self.save_next();
     }
 
-    /// Begins the next change, unless one is being saved.
+    /// Starts the next change, unless a change is currently being saved.
     fn save_next(&mut self) {
         let saver = &mut self.saver;
-        // Made with the first change, which most servers never see, and tried again with the next
-        // one if there was no thread to be had.
+        // The thread is created for the first change, because most servers never need it. If this
+        // fails, we try again for the next change.
         if saver.helper.is_none() {
             let host = self.env.host();
             saver.helper = Offload::new(1, self.ring.waker(), host.threads()).ok();
@@ -157,7 +157,7 @@ impl Worker {
             helper.submit(Token(name.into()), job).is_ok()
         });
         if !submitted {
-            // There is no thread for it.
+            // The thread could not be started.
             return self.refuse_change(owner);
         }
         saver.changes.push(Change {
@@ -173,9 +173,10 @@ impl Worker {
         self.on_block_done(owner, refused);
     }
 
-    /// A command does not wait for its change any longer; `false` if it did not. It ends at once: a
-    /// state directory that hangs must hold up neither task management nor the next login. The
-    /// change may take effect all the same, as with every command that is aborted.
+    /// Called if a command no longer waits for its change. Returns false if it was not waiting. The
+    /// command completes immediately, because a blocked state directory must not delay task
+    /// management or the next login. The change may still be applied, like any command that was
+    /// aborted.
     pub(super) fn abandon_change(&mut self, owner: Owner) -> bool {
         let saver = &mut self.saver;
         let is_meant = |waiting: &Waiting| waiting.owner == owner;
@@ -186,8 +187,8 @@ impl Worker {
             };
             changes[at].owner = None;
             if changes[at].left > 0 {
-                // It is saved, and only the ends of preempted commands are missing.
-                // `on_preempted_gone` finds no change for these then.
+                // It is already saved and only waiting for preempted commands. `on_preempted_gone`
+                // will ignore these if there is no change.
                 changes.swap_remove(at);
             }
         }
@@ -195,7 +196,7 @@ impl Worker {
         true
     }
 
-    /// Takes the results of changes; how many there were.
+    /// Processes the results of changes. Returns the number of results.
     pub(super) fn poll_reservations(&mut self) -> usize {
         let mut work = 0;
         while let Some((token, outcome)) = self.saver.next_result() {
@@ -207,7 +208,7 @@ impl Worker {
         work
     }
 
-    /// A change was saved, or refused. Commands that it preempts are aborted.
+    /// Called when a change was saved or refused. This aborts preempted commands.
     fn on_change_saved(&mut self, name: u32, outcome: Outcome) {
         let at = self.saver.find(name).expect("the change is under way");
         let change = &mut self.saver.changes[at];
@@ -231,7 +232,7 @@ impl Worker {
         }
     }
 
-    /// A command that a change preempts is gone. With the last one the change is done.
+    /// Called when a preempted command has completed. After the last one, the change is complete.
     pub(super) fn on_preempted_gone(&mut self, watcher: TaskRef) {
         let Some(at) = self.saver.find(watcher.generation) else {
             return;

@@ -1,33 +1,33 @@
-//! How the slots of a worker's ring are shared: block operations, which may take as long as they
-//! like, never take those that connections need.
+//! Use of ring slots: block operations, which can take a long time, must not use the slots that are
+//! required for connections.
 
-/// Block operations in the ring at once.
+/// Maximum number of block operations in the ring.
 const BLOCKS: usize = 1024;
 
-/// Slots for sockets that listen, and for descriptors of devices that are watched.
+/// Number of slots for listening sockets and device descriptors.
 const OTHERS: usize = 512;
 
-/// Slots of a connection: it receives, and it sends.
+/// Number of slots for a connection: receive and send.
 const PER_CONNECTION: usize = 2;
 
-/// Connections of a worker that serves this many sessions at most.
+/// Returns the maximum number of connections for a worker with this session limit.
 pub(super) const fn connections(sessions: u32) -> usize {
     2 * sessions as usize + 64
 }
 
-/// Shares of a ring.
+/// Distribution of ring slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slots {
-    /// Block operations at once.
+    /// Maximum number of block operations.
     pub(super) blocks: usize,
-    /// TCP connections at once, with two operations each.
+    /// Maximum number of TCP connections, with two slots each.
     pub(super) connections: usize,
 }
 
 impl Slots {
-    /// The slots of a ring of `capacity` operations.
+    /// Returns the slots for a ring with this capacity.
     pub(super) fn of(capacity: usize) -> Self {
-        // Half of a small ring, so that connections have some of it too.
+        // Only use half of a small ring, so that there are slots for connections.
         let blocks = BLOCKS.min(capacity.div_ceil(2));
         let rest = capacity - blocks;
         Self {
@@ -37,12 +37,12 @@ impl Slots {
     }
 }
 
-/// Operations that the ring of a worker must take to serve up to `sessions` sessions, rounded up
-/// to what the kernel allocates for them.
+/// Returns the ring capacity for a worker with up to `sessions` sessions, rounded up to the size
+/// allocated by the kernel.
 #[must_use]
 pub const fn ring_capacity(sessions: u32) -> u32 {
     let slots = BLOCKS + OTHERS + PER_CONNECTION * connections(sessions);
-    // The ring has one more of its own.
+    // The ring reserves one slot for itself.
     (slots as u32 + 1).next_power_of_two() - 1
 }
 

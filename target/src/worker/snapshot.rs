@@ -1,4 +1,4 @@
-//! The report of a worker about itself.
+//! Worker status report.
 
 use super::Worker;
 use super::conns::{Conn, Connection};
@@ -9,7 +9,7 @@ use crate::config::Protocol;
 use crate::stats::Functions;
 use crate::{iscsi, srp};
 
-/// Sums over connections, by protocol.
+/// Connection counters by protocol.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Totals {
     srp: srp::Counters,
@@ -40,7 +40,7 @@ impl Totals {
     }
 }
 
-/// The session of an iSCSI connection, once it has one.
+/// Returns the session of an iSCSI connection, if it has logged in.
 fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession> {
     let (memory, info) = match &conn.fabric {
         Fabric::Srp(_) => return None,
@@ -56,6 +56,7 @@ fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession>
         }
     };
     Some(IscsiSession {
+        serial: conn.serial(),
         peer: conn.peer,
         provider: conn.fabric.rdma().map(|link| devices.provider(link.device)),
         memory,
@@ -63,7 +64,7 @@ fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession>
     })
 }
 
-/// The accounts of a connection's session at each unit.
+/// Returns the session statistics of a connection for each unit.
 fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
     let protocol = conn.fabric.protocol();
     let (initiator, accounts) = conn.fabric.accounts();
@@ -74,18 +75,18 @@ fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
     })
 }
 
-/// Memory of the allocator that a worker's connections have, as it is announced.
+/// Announced heap memory for the connections of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Announced {
-    /// Connections, those that have not logged in included.
+    /// Number of connections, including those before login.
     pub connections: usize,
-    /// Bytes of their contexts at most, and of those that no connection has. Excludes rings, which
-    /// are memory-mapped, and queue pairs.
+    /// Maximum memory in bytes for all contexts, including unused contexts. This doesn't include
+    /// rings, which are mapped separately, or queue pairs.
     pub bytes: usize,
 }
 
 impl Worker {
-    /// Returns the memory of the connections that there are.
+    /// Returns the memory for current connections.
     #[must_use]
     pub fn announced(&self) -> Announced {
         let bytes = |fabric: &Fabric| match fabric {
@@ -105,7 +106,7 @@ impl Worker {
     }
 
     pub(super) fn snapshot(&self) -> Snapshot {
-        // With the connections that are gone, or the sums would fall when one ends.
+        // This includes closed connections, because the totals must not decrease.
         let mut totals = self.past.clone();
         let mut sessions = Vec::new();
         let (mut iscsi_sessions, mut session_accounts) = (Vec::new(), Vec::new());

@@ -1,4 +1,4 @@
-//! SRP on a worker: logins, the channel's actions and completions, and its end.
+//! SRP support for a worker: login, actions, completions, and teardown.
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -19,6 +19,8 @@ use super::work::Work;
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{ConnRef, ConnectionMemory, MAX_SGE, TaskIdx};
+use crate::pool::Owner;
+use crate::sessions::blocklist::BLOCKED;
 use crate::sessions::catalog::{Entrance, Serves};
 use crate::sessions::guard::{Departure, SessionGuard};
 use crate::sessions::nexus::{Endpoints, NexusKey, SessionGrant};
@@ -26,7 +28,7 @@ use crate::srp::{
     Action, ChState, Channel, ChannelConfig, ChannelParams, LoginRefused, RecvIdx, SendIu,
 };
 
-/// A login that was granted, on its way to a channel.
+/// Accepted login before creating its channel.
 struct Login<'a> {
     device: usize,
     cm: CmId,
@@ -36,11 +38,11 @@ struct Login<'a> {
     key: NexusKey,
     grant: SessionGrant,
     guard: SessionGuard,
-    /// Parameters of the request for a connection.
+    /// Parameters from the connection request.
     param: &'a ConnParam,
 }
 
-/// Parts of a channel that its device and the system have to grant.
+/// Resources for a channel.
 struct Parts {
     receive_ring: MemSlice,
     send_ring: MemSlice,
@@ -49,7 +51,7 @@ struct Parts {
 }
 
 impl SrpConn {
-    /// The receive of a context of the ring.
+    /// Returns the work request for a receive context.
     pub(super) fn receive(&self, recv: RecvIdx) -> Receive {
         let (addr, length) = self.channel.receive_place(recv);
         let lkey = self.rdma.hardware.receive_key;
@@ -82,7 +84,8 @@ impl SrpConn {
 }
 
 impl Worker {
-    /// A peer asks for a connection: of SRP, with its login in the private data, or of iSER.
+    /// Handles a connection request for iSER, or for SRP with the login request in the private
+    /// data.
     pub(super) fn on_connect_request(
         &mut self,
         device: usize,
@@ -92,7 +95,7 @@ impl Worker {
         param: &ConnParam,
     ) {
         let Some(listener) = self.portals.listeners.get(device, listener) else {
-            // It is being closed.
+            // The listener is being closed.
             let who = self.who_srp(device, None, peer, None);
             let reason = LoginRejReason::UnableToEstablishChannel;
             return self.refuse(device, cm, Tag(0), reason, &who, None);
@@ -115,7 +118,7 @@ impl Worker {
         }
     }
 
-    /// A request for a connection bears a login of SRP.
+    /// Handles a connection request with an SRP login.
     fn on_srp_login(
         &mut self,
         device: usize,
@@ -141,15 +144,25 @@ impl Worker {
             local: self.devices.addr(device),
             entrance,
         };
-        // Before the channel is made: logins of one initiator at several workers get one order
-        // here.
+        // Do this before creating the channel, because it defines the order of logins for an
+        // initiator that uses several workers.
         let (mut grant, guard) = match shared.registry.login(req, ends, channel, self.now) {
             Ok(entered) => entered,
             Err(refused) => {
-                return self.refuse(device, cm, req.tag, refused, &who, None);
+                let is_full = refused.reason == LoginRejReason::InsufficientResources;
+                let bound = is_full.then(|| shared.registry.reached_bound(peer.ip()));
+                let bound = bound.flatten();
+                let target = self.catalog.target_of(&req.target_port);
+                let is_blocked =
+                    target.is_some_and(|t| t.blocklist.has_port(&req.initiator_port.0));
+                let detail = match &bound {
+                    Some(bound) => Some(bound as &dyn Display),
+                    None => is_blocked.then_some(&BLOCKED as &dyn Display),
+                };
+                return self.refuse(device, cm, req.tag, refused, &who, detail);
             }
         };
-        // The login may have met units that this worker has not heard of yet.
+        // The session may have units that are new for this worker.
         self.follow_catalog();
         self.terminate_all(std::mem::take(&mut grant.displaced));
         let nexus = grant.nexus;
@@ -168,7 +181,7 @@ impl Worker {
             Ok(memory) => {
                 self.log_out_unserved();
                 who.nexus = Some(nexus.0);
-                // It may have met a target that was not known here before.
+                // It may be for a target that was unknown to this worker.
                 who.target = self.who_srp(device, None, peer, Some(&key)).target;
                 self.logins.accept(self.now, &who);
                 tracing::debug!(
@@ -183,8 +196,8 @@ impl Worker {
         }
     }
 
-    /// A channel's connection is established. Only now its login ends other channels: a request
-    /// alone may have come from anywhere.
+    /// Called when the connection of a channel is established. Other channels are only terminated
+    /// at this point, because the source of a connection request could be forged.
     pub(super) fn on_srp_established(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.srp_mut(key) else {
             return;
@@ -198,14 +211,18 @@ impl Worker {
             worker: self.index,
             serial: conn.channel.config().serial,
         };
-        let done = self.shared.registry.establish(nexus, channel, self.now);
-        // First, since those that it waits for may be gone by the end of this call.
+        let done = self.shared.registry.establish(nexus, channel);
+        // A login request alone doesn't prove that there is an initiator.
+        if !done.terminate.contains(&channel) {
+            self.pool.enter(Owner(channel.serial), &nexus.initiator);
+        }
+        // Do this first, because the channels it is waiting for may be closed when this returns.
         self.with_srp(key, |ch, cx| ch.handle_established(cx, done.may_start));
         self.notify_waiting(done.start);
         self.terminate_all(done.terminate);
     }
 
-    /// Names both ends of a connection for the audit log.
+    /// Returns both ends of a connection for the audit log.
     fn who_srp(
         &self,
         device: usize,
@@ -226,6 +243,7 @@ impl Worker {
                 _ => addr.to_string(),
             },
             initiator: key.map(|key| key.initiator.to_string()),
+            user: None,
             target,
             nexus: None,
         }
@@ -254,13 +272,12 @@ impl Worker {
         let mut bytes = [0; riser_scsi::srp::LOGIN_REJ_LEN];
         rej.emit(&mut bytes);
         let dev = &mut self.devices[device];
-        // The peer may have given up meanwhile; then no answer is due.
+        // The peer may have canceled the request. In this case, we don't have to reply.
         let _ = dev.reject(cm, &bytes);
         let _ = dev.destroy_id(cm);
     }
 
-    /// Makes the channel and accepts the connection. Where that fails, the login leaves its
-    /// session.
+    /// Creates a channel and accepts the connection. On error, the session is left again.
     fn accept_srp(&mut self, login: Login<'_>) -> Result<ConnectionMemory, SetupError> {
         let Login {
             device,
@@ -295,7 +312,8 @@ impl Worker {
             rdma: RdmaLink::new(device, login.cm, parts.hardware),
         };
         let fabric = Fabric::Srp(Box::new(conn));
-        // Before the answer goes: events and completions that follow it have to find the channel.
+        // Do this before sending the reply, so that all subsequent events and completions find the
+        // channel.
         let key = self.conns.insert(login.serial, login.peer, fabric);
         let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
         grant.outcome.rsp.emit(&mut rsp);
@@ -303,7 +321,7 @@ impl Worker {
         Ok(params.memory())
     }
 
-    /// Makes the rings and the queue pair of a channel.
+    /// Creates the rings and queue pair for a channel.
     fn make_srp(
         &mut self,
         device: usize,
@@ -311,8 +329,8 @@ impl Worker {
         params: &ChannelParams,
     ) -> Result<Parts, SetupError> {
         let memory = params.memory();
-        // The rings have their whole length before the answer, and pages as messages come: no peer
-        // can make the channel's memory grow beyond `ChannelParams::memory`.
+        // The rings are allocated with their full size, but pages are only used when messages are
+        // received. A peer can't increase the memory of a channel above `ChannelParams::memory`.
         let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
         let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let dev = &mut self.devices[device];
@@ -336,15 +354,15 @@ impl Worker {
         })
     }
 
-    /// Carries out the actions of a channel.
+    /// Executes the actions of a channel.
     pub(super) fn pump_srp(&mut self, key: ConnKey) {
         let mut receives = ArrayVec::<Receive, RECV_BATCH>::new();
         let mut chains = std::mem::take(&mut self.chains);
         let mut released = false;
-        // The connection is looked up for each action: carrying one out may have removed it.
-        // Receives and chains are gathered, since a post of several costs about as much as one of
-        // one. Receives go first: an answer gives the initiator credit for a request, which needs
-        // one.
+        // We need to look up the connection for each action, because an action can remove it.
+        // Receives and chains are collected, because posting several of them costs about the same
+        // as a single one. Receives are posted first: a response contains credit for a request,
+        // which needs a receive.
         while let Some(conn) = self.conns.srp_mut(key) {
             let Some(action) = conn.channel.poll_action() else {
                 break;
@@ -365,6 +383,16 @@ impl Worker {
                 }
                 Action::Task(action) => self.carry_out_task(key, action),
                 Action::NotifyEstablished => self.notify_established(key),
+                Action::StartEarly => {
+                    let (nexus, serial) = (conn.key, conn.channel.config().serial);
+                    let channel = ConnRef {
+                        worker: self.index,
+                        serial,
+                    };
+                    if self.shared.registry.start_early(nexus, channel) {
+                        self.with_srp(key, Channel::handle_others_gone);
+                    }
+                }
                 Action::Probe => {
                     let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
                     if !self.post_empty_write(device, qp, Work::Probe) {
@@ -372,7 +400,7 @@ impl Worker {
                     }
                 }
                 Action::Disconnect => {
-                    // The drain marker has to be behind all that was posted.
+                    // The drain marker has to be posted after everything else.
                     self.post_srp_chains(key, &mut chains);
                     self.disconnect(key);
                 }
@@ -396,8 +424,8 @@ impl Worker {
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
         let taken = self.post_recvs(device, qp, receives);
-        // One that was not taken never completes. It counts as flushed, or the end of the channel
-        // would wait for it.
+        // These will never complete, so we handle them as flushed. Otherwise the channel would wait
+        // for them before it can be released.
         for (id, _) in receives.drain(..).skip(taken) {
             if let Work::Recv(recv) = Work::of(id) {
                 self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
@@ -405,7 +433,7 @@ impl Worker {
         }
     }
 
-    /// Adds a chain to those that are posted next: RDMA requests and a message.
+    /// Adds a chain with RDMA requests and a message to be posted next.
     fn add_srp_chain(
         &mut self,
         key: ConnKey,
@@ -431,8 +459,8 @@ impl Worker {
         });
         let requests = conn.channel.requests(task);
         let pool = (self.pool.memory(), conn.rdma.hardware.pool_key);
-        // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
-        // posted, and the channel ends.
+        // The addresses are set by the initiator. If one of them is invalid, the chain is not
+        // posted and the channel is closed.
         if let Err(error) = chains.push(Work::Post(task), requests, pool, send) {
             tracing::debug!(%error, "a descriptor names no memory");
             self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
@@ -463,16 +491,16 @@ impl Worker {
         }
     }
 
-    /// A completion of a channel's queue.
+    /// Handles a completion of a channel.
     pub(super) fn on_srp_completion(&mut self, key: ConnKey, completion: &Completion) {
         let ok = completion.status.is_ok();
         match Work::of(completion.wr_id) {
             Work::Recv(recv) if ok => self.on_srp_message(key, recv, completion.byte_len as usize),
             Work::Recv(recv) => self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
             Work::Post(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, ok)),
-            // The message of the chain was not sent, however the marker fared.
+            // The message was not sent, regardless of the status of the marker.
             Work::Torn(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false)),
-            // It completes only if it has failed, and the rest of its chain fails after it.
+            // This only completes on error, and the remaining requests of its chain will also fail.
             Work::Inner => self.input(key, Input::Disconnected),
             Work::Probe => self.with_srp(key, |ch, cx| ch.handle_probed(cx, ok)),
             Work::Drain => self.input(key, Input::Drained),
@@ -492,7 +520,7 @@ impl Worker {
         });
     }
 
-    /// Names both ends of a channel's session for the audit log.
+    /// Returns both ends of a session for the audit log.
     pub(super) fn who_of_srp(&self, peer: SocketAddr, conn: &SrpConn) -> Who {
         let (device, entrance) = (conn.rdma.device, Some(conn.entrance));
         Who {
@@ -501,7 +529,7 @@ impl Worker {
         }
     }
 
-    /// Whether the listener of a channel is gone, or is another target's now.
+    /// Returns true if the listener of a channel was removed or belongs to a different target now.
     pub(super) fn is_unserved_srp(&self, conn: &SrpConn) -> bool {
         let device = conn.rdma.device;
         let is_open = self.portals.listeners.has(device, conn.entrance);

@@ -1,5 +1,5 @@
-//! The socket of a connection on TCP, and what it has in the ring: at most one receive and one
-//! send.
+//! TCP connection socket and its ring operations. There can be a receive and a send at the same
+//! time.
 
 use std::io;
 use std::ops::Range;
@@ -9,39 +9,39 @@ use riser_reactor::Handle;
 
 use crate::iscsi::{Batch, Chunk};
 
-/// Bytes taken from a socket at once before full-feature phase, and in discovery sessions.
+/// Receive buffer size in bytes before full-feature phase, and for discovery sessions.
 const LOGIN_RECEIVE: usize = 8 << 10;
 
-/// Bytes of headers sent at once, to begin with.
+/// Initial header buffer size in bytes.
 const HEADS: usize = 4 << 10;
 
-/// A batch on its way.
+/// Batch being sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sending {
-    /// Bytes of it that are sent.
+    /// Number of bytes already sent.
     pub(super) sent: usize,
-    /// Whether the rest is in the ring, or waits for a slot there.
+    /// Set if the remaining bytes are in the ring or waiting for a slot.
     pub(super) is_submitted: bool,
 }
 
-/// A connection's socket and what it has in the ring.
+/// Socket of a connection and its ring operations.
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) handle: Handle,
-    /// The receive buffer, which is taken out while the channel reads it.
+    /// Receive buffer. This is `None` while the channel is reading from it.
     pub(super) receive: Option<Memory>,
     pub(super) receiving: bool,
-    /// A receive has filled the buffer: there is more at once than it has room for.
+    /// Set if a receive has filled the buffer, so there may be more data than it can hold.
     pub(super) is_filled: bool,
-    /// What was received and not looked at: the channel has enough to do.
+    /// Received bytes that were not processed because the channel is busy.
     pub(super) unread: Range<usize>,
     pub(super) batch: Batch,
     pub(super) heads: Memory,
-    /// The batch, while it is being sent.
+    /// Current batch while it is being sent.
     pub(super) sending: Option<Sending>,
-    /// The socket was shut down.
+    /// Set if the socket was shut down.
     pub(super) is_shut: bool,
-    /// The channel knows that the connection is gone.
+    /// Set if the channel was notified that the connection is closed.
     pub(super) is_gone: bool,
 }
 
@@ -61,12 +61,12 @@ impl Stream {
         })
     }
 
-    /// Returns its memory in bytes.
+    /// Returns the memory used, in bytes.
     pub(super) fn memory(&self) -> usize {
         self.receive.as_ref().map_or(0, Memory::len) + self.heads.len()
     }
 
-    /// Appends the rest of the batch after `sent` bytes to a list.
+    /// Adds the remaining part of the batch after `sent` bytes to a list.
     pub(super) fn put_rest(&self, mut sent: usize, rest: &mut Vec<MemSlice>) {
         let slices = self.batch.chunks.iter().map(|chunk| match chunk {
             Chunk::Head(range) => self

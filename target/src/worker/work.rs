@@ -1,4 +1,4 @@
-//! Names of work requests and block operations, by which their completions find their connection.
+//! Identifiers of work requests and block operations, used to find the connection for a completion.
 
 use riser_transport::verbs::WrId;
 
@@ -7,26 +7,27 @@ use crate::fabric::TaskIdx;
 use crate::iser::{ChainIdx, RxIdx};
 use crate::srp::RecvIdx;
 
-/// Kinds of work requests, in the top byte of their identifiers; the context is in the rest.
+/// Type of work request. The type is stored in the top byte of the identifier and the context in
+/// the other bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
-    /// A receive of an SRP channel.
+    /// Receive of an SRP channel.
     Recv(RecvIdx),
-    /// The last request of a chain.
+    /// Last request of a chain.
     Post(TaskIdx),
-    /// One before the last: it completes only if it fails.
+    /// Any other request of a chain, which only completes on error.
     Inner,
-    /// The drain marker: a write of no bytes behind everything else.
+    /// Drain marker: a zero-length write after all other requests.
     Drain,
-    /// A probe: a write of no bytes, which the peer's device answers.
+    /// Probe: a zero-length write that is acknowledged by the peer's device.
     Probe,
-    /// A receive of an iSER connection.
+    /// Receive of an iSER connection.
     IserRecv(RxIdx),
-    /// The last request of a chain of an iSER connection.
+    /// Last request of a chain for an iSER connection.
     IserPost(ChainIdx),
-    /// The marker behind a chain of an SRP channel that was taken in part.
+    /// Marker after an SRP chain that was partially posted.
     Torn(TaskIdx),
-    /// The same of an iSER connection.
+    /// Marker after an iSER chain that was partially posted.
     IserTorn(ChainIdx),
 }
 
@@ -48,7 +49,7 @@ impl Work {
     }
 
     /// # Panics
-    /// If the identifier is none of ours.
+    /// Panics if the identifier is invalid.
     pub(super) fn of(id: WrId) -> Self {
         match id.0 >> Self::KIND {
             1 => Self::Recv(RecvIdx(id.0 as u16)),
@@ -65,7 +66,7 @@ impl Work {
     }
 }
 
-/// The task of a connection that has a block operation under way.
+/// Task of a connection with a pending block operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Owner {
     pub(super) conn: ConnKey,
@@ -73,12 +74,12 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// The driver's name for the operation.
+    /// Returns the user value for the driver.
     pub(super) fn user(self) -> u64 {
         (self.conn.0 as u64) << 16 | u64::from(self.task.0)
     }
 
-    /// Returns the owner of the operation with such a name.
+    /// Returns the owner for a user value.
     pub(super) fn of(user: u64) -> Self {
         Self {
             conn: ConnKey((user >> 16) as usize),

@@ -1,4 +1,4 @@
-//! Backends: their sources, sizes and names.
+//! Backend checks: sources, sizes and names.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -22,8 +22,8 @@ pub(super) fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec
         let backend = backend(&name, &path, &b)?;
         if let Source::File { path: file, .. } | Source::Device { path: file } =
             &backend.spec.source
-            // By the path's text alone, since a configuration is also checked on other hosts.
-            // Links are found when the file is opened: its lock can be had once.
+            // We only compare the path text, because a configuration can be checked on another
+            // host. Links are detected when the file is opened, because it can only be locked once.
             && let Some(other) = files.insert(normal(file), name.clone())
         {
             let at = b.value.path.as_ref().map_or(b.at, |p| p.at);
@@ -34,9 +34,47 @@ pub(super) fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec
             )
             .hint("one backend can be a LUN of several targets"));
         }
+        check_unique(&path, &b.value, &backend, &out)?;
         out.push(backend);
     }
     Ok(out)
+}
+
+/// Rejects a serial number or world-wide name that is already used by another backend. Initiators
+/// use these to identify a disk, so multipath would merge two disks into one device.
+fn check_unique(
+    path: &str,
+    b: &raw::Backend,
+    backend: &Backend,
+    others: &[Backend],
+) -> Checked<()> {
+    let names = &backend.names;
+    let mut same_naa = others
+        .iter()
+        .filter(|other| names.naa.is_some() && other.names.naa == names.naa);
+    let mut same_serial = others
+        .iter()
+        .filter(|other| names.serial.is_some() && other.names.serial == names.serial);
+    let (key, at, other, what) = match (same_naa.next(), same_serial.next()) {
+        (Some(other), _) => (
+            "naa",
+            b.naa.as_ref().map(|l| l.at),
+            other,
+            "world-wide name",
+        ),
+        (None, Some(other)) => (
+            "serial",
+            b.serial.as_ref().map(|l| l.at),
+            other,
+            "serial number",
+        ),
+        (None, None) => return Ok(()),
+    };
+    let message = format!("backend `{}` already has this {what}", other.name);
+    Err(
+        Mistake::new(at.unwrap_or_default(), format!("{path}.{key}"), message)
+            .hint("initiators take two disks with one name for two paths to one disk"),
+    )
 }
 
 fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<Backend> {
@@ -44,14 +82,14 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
     let at = |key: &str| format!("{path}.{key}");
     let block_size = match &b.block_size {
         None => 512,
-        // SCSI allows others, but few operating systems can use such disks.
+        // SCSI supports other sizes, but few operating systems can use such disks.
         Some(v) if matches!(v.value, 512 | 4096) => v.value as u32,
         Some(v) => {
             let message = format!("a block size is 512 or 4096, not {}", v.value);
             return Err(Mistake::new(v.at, at("block_size"), message));
         }
     };
-    // Here and not by the type: the length of a block is another key.
+    // We cannot check this in the type, because the block size is a different key.
     if let Some(size) = &b.size {
         let bytes = size.value.0;
         if bytes == 0 || !bytes.is_multiple_of(u64::from(block_size)) {
@@ -63,6 +101,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
     Ok(Backend {
         name: name.to_owned(),
         spec: Spec {
+            name: name.to_owned(),
             source: source(path, located)?,
             block_size,
             direct: b.direct.as_ref().map(|d| d.value).unwrap_or_default(),
@@ -79,7 +118,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
     })
 }
 
-/// The threshold of a thin file, in percent.
+/// Returns the threshold for a thin file, in percent.
 fn threshold(path: &str, b: &raw::Backend) -> Checked<Option<u8>> {
     let Some(located) = &b.threshold else {
         return Ok(None);
@@ -97,7 +136,7 @@ fn threshold(path: &str, b: &raw::Backend) -> Checked<Option<u8>> {
     }
 }
 
-/// The word of a kind.
+/// Returns the keyword for a kind.
 fn kind_name(kind: raw::Kind) -> &'static str {
     match kind {
         raw::Kind::File => "file",
@@ -107,7 +146,7 @@ fn kind_name(kind: raw::Kind) -> &'static str {
     }
 }
 
-/// Refuses keys that a backend of this kind does not have.
+/// Rejects keys that are not supported by this backend kind.
 fn check_keys(path: &str, b: &raw::Backend) -> Checked<()> {
     use raw::Kind;
     let has_path = matches!(b.kind, Kind::File | Kind::Device);
@@ -156,7 +195,7 @@ fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
     match b.kind {
         raw::Kind::File => {
             let create = b.create.as_ref().filter(|c| c.value);
-            // A file that is made needs a size, and one that is there has it.
+            // A new file needs a size, but an existing file already has one.
             if let Some(c) = create {
                 if size.is_none() {
                     return Err(missing("size").hint("`create: true` must know how large"));
@@ -186,8 +225,8 @@ fn names(path: &str, b: &raw::Backend) -> Checked<Names> {
     let text = |key: &str, value: &Option<Located<String>>, most: usize| match value {
         None => Ok(None),
         Some(v) => {
-            // SPC has ASCII data fields consist of these. The last three lengths are those of
-            // fields of INQUIRY data.
+            // SPC requires ASCII data fields to use these characters. The last three lengths are
+            // field sizes in INQUIRY data.
             let printable = v.value.bytes().all(|c| (0x20..0x7f).contains(&c));
             if !printable || v.value.is_empty() || v.value.len() > most {
                 let message = format!("must be 1 to {most} printable ASCII characters");

@@ -1,4 +1,4 @@
-//! CHAP: names, secrets and algorithms.
+//! CHAP checks: names, secrets and algorithms.
 
 use riser_scsi::iscsi::chap::{ALGORITHMS, Algorithm};
 
@@ -79,7 +79,7 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
         return Err(wrong(&format!("give one of {ways}")));
     };
     let is_env = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
-    // As systemd names them: one part of a path.
+    // Same rule as in systemd: a single path component.
     let is_file = |name: &str| is_env(name) && !name.contains('/') && name != "." && name != "..";
     match &secret {
         Secret::Inline(secret) if !SECRET_LEN.contains(&secret.len()) => {

@@ -1,4 +1,4 @@
-//! What concerns the daemon as a whole: workers, limits, transport, log, metrics, directories.
+//! Checks for daemon-wide settings: workers, limits, transport, log, metrics, directories.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -38,7 +38,7 @@ pub(super) fn workers(raw: raw::Workers) -> Checked<Workers> {
         }
         cpus.push(cpu);
     }
-    // Two workers on one CPU would delay each other: each polls while it is busy.
+    // Two workers on the same CPU would delay each other, because a busy worker polls.
     if let (Some(list), Some(count)) = (&raw.cpus, count)
         && !cpus.is_empty()
         && cpus.len() < count
@@ -49,7 +49,7 @@ pub(super) fn workers(raw: raw::Workers) -> Checked<Workers> {
     Ok(Workers { count, cpus })
 }
 
-/// The defaults of the schema's keys.
+/// Uses the default values from the schema.
 impl Default for Limits {
     fn default() -> Self {
         limits(raw::Limits::default()).expect("defaults fit each other")
@@ -78,7 +78,7 @@ pub(super) fn limits(raw: raw::Limits) -> Checked<Limits> {
         buffer_pool,
         data_out_timeout: Duration::from_secs(raw.data_out_timeout.get()),
     };
-    // Of two keys that do not fit each other, the one that is given is wrong.
+    // If two keys don't match, report the key that is set.
     if buffer_pool < limits.window as usize * 2
         && let Some(at) = [
             raw.buffer_pool_mib.as_ref().map(|v| v.at),
@@ -115,7 +115,7 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
     let is_own_wire = |p: &&Located<Provider>| matches!(p.value, Provider::Shm | Provider::Iwarp);
     if let Some(provider) = raw.provider.as_ref().filter(is_own_wire) {
         let is_iwarp = provider.value == Provider::Iwarp;
-        // Each of these would be without effect.
+        // These keys would have no effect.
         let useless = [
             ("mtu", mtu.is_some()),
             ("on_link", raw.on_link == Some(true)),
@@ -153,7 +153,7 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
     })
 }
 
-/// Checks the portals of RDMA where these are TCP ports as well.
+/// Checks RDMA portals whose port numbers are also used for TCP.
 pub(super) fn iwarp(provider: Option<(At, Provider)>, targets: &[Target]) -> Checked<()> {
     let Some((at, Provider::Iwarp)) = provider else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! From `raw` to `model`: ranges, references, duplicates, defaults.
+//! Converts `raw` to `model`: checks ranges, references and duplicates, and applies defaults.
 
 mod backends;
 mod chap;
@@ -30,7 +30,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         ));
     }
     let backends = backends(root.backends.0)?;
-    // An empty list is meant; a missing one was forgotten.
+    // An empty list is intentional, but a missing list is probably an oversight.
     let Some(raw_targets) = root.targets else {
         return Err(Mistake::new(At::default(), "targets", "there is no target")
             .hint("`targets:` lists what is served, and where"));
@@ -56,7 +56,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
     note_slow(&backends, &targets, limits.max_transfer, &mut notes);
     let workers = workers(root.workers)?;
     if let Some(count) = workers.count {
-        // Another number of cores does not change it.
+        // This does not depend on the actual number of cores.
         notes.extend(workers.note(count));
     }
     let provider = root.transport.provider.as_ref();
@@ -93,8 +93,8 @@ fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<Strin
         if t.luns.is_empty() {
             notes.push(format!("target `{}` has no LUN", t.name));
         }
-        // The default, so that a target is not open to the whole network by an omission. A note
-        // and no mistake: a target may be set up before its initiators.
+        // This is the default, to avoid opening a target to the whole network by omission. We only
+        // add a note instead of an error, because a target can be created before its initiators.
         if t.access == Access::Rules(Vec::new()) {
             notes.push(format!(
                 "no initiator may log in to target `{}`: give `access:` rules, or `access: open`",
@@ -104,7 +104,7 @@ fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<Strin
     }
 }
 
-/// Limits by which a single command may take longer than initiators wait.
+/// Adds notes for limits where a single command could take longer than the initiator's timeout.
 fn note_slow(backends: &[Backend], targets: &[Target], longest: u32, notes: &mut Vec<String>) {
     for backend in backends {
         let place = format!("backend `{}`", backend.name);

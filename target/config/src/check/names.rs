@@ -1,4 +1,4 @@
-//! Names of objects.
+//! Object name checks.
 
 use crate::mistake::Mistake;
 use crate::yaml::At;

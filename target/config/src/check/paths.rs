@@ -1,11 +1,11 @@
-//! Paths of files.
+//! File path checks.
 
 use std::path::{Component, Path, PathBuf};
 
 use crate::mistake::{Checked, Mistake};
 use crate::yaml::At;
 
-/// A path. Shells replace a `~` that it begins with, and nothing else does.
+/// Checks a path. A leading `~` is only expanded by shells, so we reject it.
 pub(super) fn whole_path(text: &str, at: At, path: &str) -> Checked<PathBuf> {
     match text.starts_with('~') {
         true => Err(
@@ -16,7 +16,7 @@ pub(super) fn whole_path(text: &str, at: At, path: &str) -> Checked<PathBuf> {
     }
 }
 
-/// The path without `.` and, where that is certain, without `..`.
+/// Normalizes a path by removing `.` components, and `..` components if it is safe to do so.
 pub(super) fn normal(path: &Path) -> PathBuf {
     path.components()
         .filter(|c| !matches!(c, Component::CurDir))

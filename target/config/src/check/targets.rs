@@ -1,4 +1,4 @@
-//! Targets: portals, logical units and access rules.
+//! Target checks: portals, logical units and access rules.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,7 +14,7 @@ use crate::model::{Access, Backend, Lun, Portal, Protocol, Redirect, Rule, RuleL
 use crate::yaml::{At, Located};
 use crate::{io_check, raw};
 
-/// The highest number of flat LUN addressing (SAM-5 4.7.7).
+/// Maximum number in flat LUN addressing (SAM-5 4.7.7).
 const MAX_LUN: u16 = 16_383;
 
 pub(super) fn target(
@@ -29,7 +29,7 @@ pub(super) fn target(
     if !is_name(&name) {
         return Err(name_mistake(t.name.at, &format!("{path}.name"), &name));
     }
-    // Names are how the admin API, the log and the metrics refer to a target.
+    // Target names are used by the admin API, the log and the metrics.
     if let Some(line) = names.insert(name.clone(), t.name.at.line) {
         let message = format!("there is already a target `{name}`, in line {line}");
         return Err(Mistake::new(t.name.at, format!("{path}.name"), message));
@@ -42,7 +42,7 @@ pub(super) fn target(
         );
     }
     let mut listens = Vec::new();
-    // Portals of all targets before are known: they share addresses of the host.
+    // We pass the portals of all previous targets, because they share the host's addresses.
     for (i, p) in t.portals.value.into_iter().enumerate() {
         let portal = portal(&format!("{path}.portals[{i}]"), p, &name, portals)?;
         portals.push((portal.protocol, portal.listen, name.clone()));
@@ -51,7 +51,8 @@ pub(super) fn target(
     let luns = luns(&format!("{path}.luns"), t.luns.0, backends)?;
     let access = access(&path, t.access, &luns, backends)?;
     let has_iscsi = listens.iter().any(|p| p.protocol.is_iscsi());
-    // Only a target with an iSCSI portal needs one, for which its name may do.
+    // A name is only required if the target has an iSCSI portal. The target name can be used for
+    // this.
     let iqn = iqn(&path, &name, t.name.at, t.iqn, has_iscsi)?;
     let chap = chap(&format!("{path}.chap"), t.chap)?;
     Ok(Target {
@@ -64,7 +65,7 @@ pub(super) fn target(
     })
 }
 
-/// A portal of a target, beside all portals that were before it.
+/// Checks a portal of a target against all previous portals.
 fn portal(
     path: &str,
     p: raw::Portal,
@@ -82,7 +83,7 @@ fn portal(
         std::net::IpAddr::V6(ip) => ip.is_unicast_link_local(),
         std::net::IpAddr::V4(_) => false,
     };
-    // The address means something on one interface only, and a GID has no room to name that.
+    // This address is only valid on a specific interface, and a GID cannot contain the interface.
     if protocol != Protocol::Iscsi && is_link_local {
         let ip = listen.ip();
         return Err(mistake(format!(
@@ -90,7 +91,7 @@ fn portal(
         ))
         .hint("use a global or unique local address of the interface"));
     }
-    // The first rival is named; there is at most one error of a file.
+    // We report the first conflict, because there is at most one error per file.
     for (known, place, other) in others {
         if let Some(what) = rivalry((protocol, &listen, target), (*known, place, other)) {
             let what = match *place == listen {
@@ -112,20 +113,20 @@ fn portal(
     })
 }
 
-/// The portal that is there already, in words, if another one of this protocol and target cannot
-/// be beside it.
+/// Returns the description of an existing portal if it conflicts with a portal for this protocol
+/// and target.
 fn rivalry(
     (protocol, listen, target): (Protocol, &Listen, &str),
     (known, place, other): (Protocol, &Listen, &str),
 ) -> Option<&'static str> {
     let is_same = protocol == known;
     if !is_same {
-        // Both are ports of the RDMA CM.
+        // Both use RDMA CM ports.
         let are_rdma = protocol.is_rdma() && known.is_rdma();
         return (are_rdma && listen.meets(place)).then_some("an RDMA portal");
     }
-    // An iSCSI login names its target, so several can share a portal. A target's own portals that
-    // a wildcard includes are exceptions from it.
+    // An iSCSI login contains the target name, so targets can share a portal. A specific portal
+    // overrides a wildcard portal of the same target.
     let shares = match target == other {
         true => listen == place,
         false => protocol == Protocol::Srp && listen.meets(place),
@@ -133,7 +134,7 @@ fn rivalry(
     shares.then_some("a portal")
 }
 
-/// Checks the place to which a portal sends initiators that log in.
+/// Checks the redirect address of a portal.
 fn redirect(
     path: &str,
     protocol: Protocol,
@@ -160,7 +161,7 @@ fn redirect(
     }))
 }
 
-/// The iSCSI name of a target: `iqn`, else its own name if that is one.
+/// Returns the iSCSI name of a target: `iqn`, or the target name if it is a valid iSCSI name.
 fn iqn(
     path: &str,
     name: &str,
@@ -182,7 +183,7 @@ fn iscsi_name(path: &str, name: &Located<String>) -> Checked<IscsiName> {
     IscsiName::new(&name.value).map_err(|error| Mistake::new(name.at, path, error.to_string()))
 }
 
-/// The units of a target, or of a rule; `path` is that of the mapping.
+/// Checks the units of a target or a rule; `path` is the mapping's path.
 fn luns(
     path: &str,
     raw: Vec<(u64, Located<raw::Lun>)>,
@@ -208,7 +209,8 @@ fn luns(
             backend,
             read_only: l.value.read_only,
         };
-        // The reader refuses a key written twice alike; `1` and `0x1` are caught here.
+        // The parser rejects exact duplicates of a key, but we need to check for `1` and `0x1`
+        // here.
         if luns.insert(number, lun).is_some() {
             let message = format!("LUN {number} is there twice");
             return Err(Mistake::new(l.at, place, message));
@@ -239,7 +241,7 @@ fn access(
             let place = format!("{place}.luns");
             rule_luns(&place, seen, luns, backends)
         });
-        // SRP has no authentication, so a rule that demands it could only ever refuse.
+        // SRP does not support authentication, so a rule with credentials could never match.
         let place_of_chap = format!("{place}.chap");
         if let (Some(chap), Some(_)) = (&rule.chap, &rule.initiator) {
             let message = "an SRP initiator has nothing to prove who it is with";
@@ -260,7 +262,7 @@ fn access(
     Ok(Access::Rules(out))
 }
 
-/// The units that a rule shows, of those that the target has.
+/// Checks the units in a rule against the units of the target.
 fn rule_luns(
     path: &str,
     raw: raw::RuleLuns,
@@ -270,7 +272,7 @@ fn rule_luns(
     let numbers = match raw {
         raw::RuleLuns::Mask(numbers) => numbers,
         raw::RuleLuns::Map(entries) => {
-            // Checking consumes the entries, whose places a mistake below needs.
+            // The check consumes the entries, but errors below need their positions.
             let places: BTreeMap<u64, At> = entries.0.iter().map(|(n, l)| (*n, l.at)).collect();
             let map = luns(path, entries.0, backends)?;
             let is_served = |lun: &Lun| target.values().any(|own| own.backend == lun.backend);

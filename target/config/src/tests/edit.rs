@@ -1,4 +1,4 @@
-//! Changes of a configuration by paths.
+//! Configuration updates by path.
 
 use crate::edit::{Document, Edited};
 use crate::{Config, ObjectPath};
@@ -32,7 +32,7 @@ fn place(text: &str) -> ObjectPath {
     text.parse().unwrap()
 }
 
-/// What a change makes of it, as differences in words, or why not.
+/// Applies an update, and returns the differences as text or the error.
 fn changed(edit: impl FnOnce(&mut Document) -> Edited<()>) -> Result<Vec<String>, String> {
     let mut document = document();
     let after = edit(&mut document).and_then(|()| document.finish());
@@ -316,7 +316,7 @@ fn objects_come_and_go_by_their_names() {
     }
 }
 
-/// A name may end like a port.
+/// A name can look like it ends with a port.
 #[test]
 fn a_name_is_not_meant_by_its_beginning() {
     let text = "\
@@ -341,7 +341,7 @@ targets:
     let keys = pairs(&["portals/srp:127.0.0.2/id_ext=0000000000000001"]);
     document.create(&place("/targets/disk"), &keys).unwrap();
     assert_eq!(names(&document), ["disk:1", "disk"]);
-    // Two portals of one address are known by their ports.
+    // Two portals with the same address are distinguished by port.
     let either = place("/targets/disk:1/portals/srp:127.0.0.1");
     document.delete(&either).unwrap_err();
     document

@@ -1,4 +1,4 @@
-//! What the configuration accepts, refuses and says.
+//! Tests for accepted configurations, errors and messages.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ fn parse(text: &str) -> Config {
     Config::parse(text, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
 }
 
-/// A configuration with a backend `d`, into which tests put their mistakes.
+/// Returns a configuration with a backend `d`, for tests to insert errors.
 fn with(backend: &str, target: &str, rest: &str) -> String {
     format!(
         "backends:\n  d: {{ kind: ram, size: 1MiB{backend} }}\n\
@@ -136,7 +136,7 @@ targets:
     assert_eq!(seen("three"), []);
     assert_eq!(seen("four"), [(0, 0, false), (2, 2, true)]);
     assert_eq!(parse(&config.to_yaml()), config);
-    // What is read-only for the target is so for all initiators.
+    // A unit that is read-only in the target is read-only for all initiators.
     let text = text
         .replace("1: b, ", "")
         .replace("3: { backend: a, read_only: true } ", "");
@@ -163,7 +163,7 @@ fn names_are_stable_distinct_and_legal() {
     assert_eq!(names[0].serial, "DB-0001");
     assert_ne!(names[1].serial, names[2].serial);
     assert_ne!(names[1].naa, names[2].naa);
-    // Initiators in the field know their disks by these.
+    // Existing initiators use these names to identify their disks, so they must not change.
     assert_eq!(names[2].serial, "fd2cc863b5fc27d0");
     assert_eq!(hex(&names[2].naa.bytes()), "3e01fd40a4cbb297");
     let portal = &c.targets[1].portals[0];
@@ -205,7 +205,7 @@ fn mistakes_are_named_with_their_place() {
     let rest = |r: &str| with("", "", r);
     let backend = |b: &str| with(b, "", "");
     let cases = [
-        // The shape of the file.
+        // File structure.
         (
             String::new(),
             "1:1: targets: there is no target (`targets:` lists what is served, and where)",
@@ -319,6 +319,14 @@ fn mistakes_are_named_with_their_place() {
         (
             "backends:\n  a: { kind: file, path: /x/y }\n  b: { kind: file, path: /x/./y }".into(),
             "3:26: backends.b.path: /x/./y is already backend `a` (one backend can be a LUN of several targets)",
+        ),
+        (
+            "backends:\n  a: { kind: ram, size: 512, naa: 3123456789abcdef }\n  b: { kind: ram, size: 512, naa: 3123456789ABCDEF }".into(),
+            "3:35: backends.b.naa: backend `a` already has this world-wide name (initiators take two disks with one name for two paths to one disk)",
+        ),
+        (
+            "backends:\n  a: { kind: ram, size: 512, serial: same }\n  b: { kind: ram, size: 512, serial: same }".into(),
+            "3:38: backends.b.serial: backend `a` already has this serial number (initiators take two disks with one name for two paths to one disk)",
         ),
         (
             "backends:\n  a: { kind: file, path: ~/disk.img }".into(),
@@ -441,7 +449,7 @@ fn mistakes_are_named_with_their_place() {
             ),
             "8:10: targets[1].iqn: target `t` already has the iSCSI name iqn.2026-01.a:t (initiators know a target by its iSCSI name)",
         ),
-        // The rest.
+        // Other keys.
         (
             rest("workers: { count: 0 }\n"),
             "6:19: workers.count: must be auto or from 1 to 1024, not 0",

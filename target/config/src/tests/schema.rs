@@ -1,10 +1,10 @@
-//! The schema says what the reader does.
+//! Verifies that the schema matches the parser.
 
 use serde_json::Value;
 
 use crate::*;
 
-/// The keys of a definition with their defaults.
+/// Returns the keys of a definition with their defaults.
 fn defaults(definition: &str) -> Vec<(String, Value)> {
     let schema = schema();
     let keys = &schema["definitions"][definition]["properties"];
@@ -60,8 +60,8 @@ fn the_defaults_of_the_schema_are_those_of_the_reader() {
     }
 }
 
-/// Every key and every word of a choice has a description that is a sentence, and a summary of one
-/// line.
+/// Each key and each enum value must have a description that is a full sentence, with a summary
+/// that fits on one line.
 #[test]
 fn every_key_is_described() {
     let schema = schema();

@@ -1,4 +1,4 @@
-//! What is written reads back equal, and is what the schema describes.
+//! Written files can be parsed again with the same result, and match the schema.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::*;
 
-/// Chance from a seed, which a failure prints.
+/// Random generator. The seed is printed on failure.
 struct Chance(u64);
 
 impl Chance {
@@ -27,7 +27,7 @@ impl Chance {
         of[self.below(of.len())]
     }
 
-    /// Text that gives YAML trouble.
+    /// Returns text that is difficult for YAML.
     fn text(&mut self, least: usize) -> String {
         const PARTS: [&str; 16] = [
             "a", "Z", "0", "-", ": ", " #", "\"", "'", "\\", "ä", "€", "🦀", "{", "]", "null",
@@ -41,7 +41,7 @@ impl Chance {
     }
 }
 
-/// As JSON, which is YAML.
+/// Quotes a string in JSON syntax, which is valid in YAML.
 fn quoted(text: &str) -> String {
     serde_json::to_string(text).unwrap()
 }
@@ -84,6 +84,10 @@ fn backend(chance: &mut Chance, n: usize) -> String {
         3 => format!("kind: ram, size: {size}"),
         _ => format!("kind: \"null\", size: {size}"),
     };
+    // These values must be unique per backend.
+    let serial = format!("serial: \"001{n}\"");
+    let short_naa = format!("naa: 3123456789abcde{n:x}");
+    let long_naa = format!("naa: 6123456789abcdef0123456789abcde{n:x}");
     let extras = [
         "block_size: 512",
         "write_cache: off",
@@ -92,9 +96,9 @@ fn backend(chance: &mut Chance, n: usize) -> String {
         "threshold: 75%",
         "rotational: true",
         "rotational: false",
-        "serial: \"0012\"",
-        "naa: 3123456789abcdef",
-        "naa: 6123456789abcdef0123456789abcdef",
+        &serial,
+        &short_naa,
+        &long_naa,
         "vendor: ' # '",
         "product: \"yes\"",
         "revision: \"1e05\"",
@@ -198,7 +202,7 @@ fn target(chance: &mut Chance, n: usize, backends: &[String]) -> String {
     text
 }
 
-/// A configuration without a mistake.
+/// Returns a random valid configuration.
 fn any_config(seed: u64) -> String {
     let chance = &mut Chance(seed);
     let mut text = String::from("backends:\n");
@@ -305,7 +309,7 @@ fn the_schema_finds_mistakes() {
     }
 }
 
-/// Judges a value by the keywords that the schema uses; one that is not known here is an error.
+/// Checks a value against the keywords used by the schema. Unknown keywords are an error.
 fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), String> {
     let Value::Object(keywords) = schema else {
         let allowed = schema
@@ -397,7 +401,7 @@ fn is_of(value: &Value, kind: &Value) -> bool {
     }
 }
 
-/// The names of all properties below a place of the schema, and of what it refers to.
+/// Collects the names of all properties below a schema node, including references.
 fn properties(value: &serde_json::Value, names: &mut std::collections::BTreeSet<String>) {
     match value {
         serde_json::Value::Object(fields) => {
@@ -417,7 +421,7 @@ fn properties(value: &serde_json::Value, names: &mut std::collections::BTreeSet<
     }
 }
 
-/// `full.yaml` claims to show every key there is.
+/// `full.yaml` should contain all keys of the schema.
 #[test]
 fn the_full_example_has_every_key_of_the_schema() {
     let mut names = std::collections::BTreeSet::new();

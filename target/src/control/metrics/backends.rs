@@ -1,9 +1,10 @@
-//! Backends: their size, room and failures.
+//! Backend metrics: size, free space and errors.
 
-use std::time::{Instant, SystemTime};
+use std::collections::BTreeSet;
 
 use super::family::Family;
 use crate::server::Server;
+use crate::server::problems::Subject;
 
 pub(super) fn families(server: &Server) -> Vec<Family> {
     let mut size = Family::gauge("riser_backend_size_bytes", "Size of a backend, in bytes.");
@@ -21,35 +22,45 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
     );
     let mut failing = Family::gauge(
         "riser_backend_failing",
-        "1 while a backend that is open fails operations, else 0.",
+        "1 while a backend cannot be opened or needs an operator, else 0; riser_backend_fault has the cause.",
     );
     let mut filling = Family::gauge(
         "riser_backend_threshold_reached",
         "1 if a backend's file has reached its threshold, at which initiators are warned, else 0; a backend without a \
          threshold has no series.",
     );
-    let (now, date) = (Instant::now(), SystemTime::now());
+    let mut fault = Family::gauge(
+        "riser_backend_fault",
+        "1 for each cause for which a backend that is open needs an operator.",
+    );
+    let problems = server.problems();
     for (name, store) in server.backends() {
         let labels = [("backend", name)];
+        let is_failing = problems.has(&Subject::Backend(name.to_owned()));
+        failing.add(&labels, f64::from(u8::from(is_failing)));
+        // A backend that is not open does not have a size.
+        if store.is_absent() {
+            continue;
+        }
         size.add(&labels, store.capacity() as f64);
+        let causes: BTreeSet<_> = server.causes(name, store).iter().map(|c| c.cause).collect();
+        for cause in causes {
+            fault.add(&[("backend", name), ("cause", cause.label())], 1.0);
+        }
         if let Some(space) = store.space() {
             allocated.add(&labels, space.allocated as f64);
             free.add(&labels, space.free as f64);
         }
-        // Without a threshold there is no series: a 0 would say that there is room, which was not
-        // measured.
+        // Without a threshold, we don't export this metric: a 0 would mean that there is enough
+        // space, but it was not measured.
         if let Some(unit) = server.unit_on(name)
             && unit.lu.threshold().is_some()
         {
             filling.add(&labels, f64::from(u8::from(unit.lu.is_filling())));
         }
-        failing.add(
-            &labels,
-            f64::from(u8::from(store.failing(now, date).is_some())),
-        );
         for (kind, n) in store.errors() {
             errors.add(&[("backend", name), ("kind", kind)], n as f64);
         }
     }
-    vec![size, allocated, free, filling, failing, errors]
+    vec![size, allocated, free, filling, failing, fault, errors]
 }

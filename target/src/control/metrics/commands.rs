@@ -1,43 +1,54 @@
-//! Targets, their units, and the sessions that use them.
+//! Metrics for targets, their units, and their sessions.
 
 use std::collections::BTreeMap;
 
 use super::family::Family;
+use crate::control::view;
 use crate::server::Server;
 use crate::sessions::catalog::Catalog;
-use crate::stats::{CLASSES, ClassTotals, Fault, LunStats, Stage, Tally, class_name};
+use crate::stats::{CLASSES, ClassTotals, Fault, LunStats, Stage, Tally, Throttle, class_name};
 use crate::worker::mail::Snapshot;
 
 pub(super) fn families(server: &Server, snapshots: &[Snapshot]) -> Vec<Family> {
     let catalog = server.shared().registry.catalog();
-    let mut families = units(&catalog);
+    let mut families = units(server, &catalog);
     families.extend(sessions(snapshots));
     families
 }
 
-/// A status or sense key, as SCSI standards write it.
+/// Formats a status or sense key in the notation used by the SCSI standards.
 fn hex(value: u8) -> String {
     format!("{value:#04x}")
 }
 
-/// The labels of a fault: kind, status, sense key.
+/// Returns the labels for a fault: type, status, sense key.
 fn fault_labels(fault: Fault) -> (&'static str, String, String) {
     let key = fault.sense_key.map_or_else(String::new, hex);
     (class_name(fault.class), hex(fault.status), key)
 }
 
-fn units(catalog: &Catalog) -> Vec<Family> {
+fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
     let mut commands = Family::counter(
         "riser_commands_total",
         "Commands answered, by target, logical unit and kind of command.",
     );
     let mut bytes = Family::counter(
         "riser_command_bytes_total",
-        "Data of these commands, both ways, in bytes.",
+        "Data of commands that succeeded, both ways, in bytes.",
     );
     let mut errors = Family::counter(
         "riser_command_errors_total",
-        "Commands answered with another status than GOOD, by SCSI status and sense key; without unit attentions.",
+        "Commands that completed with a status other than GOOD, by SCSI status and sense key; without unit \
+         attentions and flow control.",
+    );
+    let mut throttled = Family::counter(
+        "riser_commands_throttled_total",
+        "Commands that flow control turned away with TASK SET FULL or BUSY, by reason: limits of the backend or \
+         initiator, or a full queue.",
+    );
+    let mut info = Family::gauge(
+        "riser_lun_info",
+        "Backend and serial number of a logical unit; the value is 1.",
     );
     let mut attentions = Family::counter(
         "riser_unit_attentions_total",
@@ -47,7 +58,7 @@ fn units(catalog: &Catalog) -> Vec<Family> {
         "riser_command_duration_seconds",
         "Time from a command's arrival until the network has its answer, in seconds.",
     );
-    let mut stages = Family::histogram(
+    let mut stages = Family::summary(
         "riser_command_stage_duration_seconds",
         "Time that commands spend in each stage, in seconds; of one command in 16, and of those traced.",
     );
@@ -67,25 +78,39 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     );
     let mut taken = 0;
     for target in &catalog.targets {
-        for ((number, unit), stats) in target.units.iter().zip(&target.stats) {
-            let number = number.to_string();
+        for ((index, unit), stats) in target.units.iter().zip(&target.stats) {
+            let number = index.to_string();
             let unit_labels = [("target", stats.target()), ("lun", number.as_str())];
             depth.add(&unit_labels, stats.queue_depth() as f64);
             limited.add(&unit_labels, f64::from(unit.limit_waits()));
-            size.add(&unit_labels, unit.lu.capacity_bytes() as f64);
+            if let Some(bytes) = view::size_of(unit, catalog) {
+                size.add(&unit_labels, bytes as f64);
+            }
+            let [target_label, lun_label] = unit_labels;
+            let backend = view::backend_of(server, target, *index);
+            let serial = unit.lu.config().identity.serial.as_str();
+            let labels = [
+                target_label,
+                lun_label,
+                ("backend", backend),
+                ("serial", serial),
+            ];
+            info.add(&labels, 1.0);
             let store = catalog.store_of(unit);
             let has_failed = store.is_some_and(|store| store.flush_failure().is_some());
             failed.add(&unit_labels, f64::from(u8::from(has_failed)));
             taken += stats.memory();
             let faults = stats.faults();
             add_faults(&mut errors, &unit_labels, &faults);
+            add_throttled(&mut throttled, unit_labels, &faults);
             let met = faults.iter().filter(|(fault, _)| fault.is_attention());
             attentions.add(&unit_labels, met.map(|(_, n)| n).sum::<u64>() as f64);
+            let mut spent = [(0, 0); Stage::ALL.len()];
             for class in CLASSES {
                 let counts = stats.class(class);
                 let n = counts.total.count();
-                // Most kinds of commands are never sent to a unit, and each has a histogram for
-                // each stage: only those that were sent are series.
+                // Most command types are never sent to a unit, and each of them has a histogram, so
+                // we skip command types that were not used.
                 if n == 0 {
                     continue;
                 }
@@ -94,16 +119,25 @@ fn units(catalog: &Catalog) -> Vec<Family> {
                 commands.add(&labels, n as f64);
                 bytes.add(&labels, counts.bytes as f64);
                 total.times(&labels, &counts.total);
-                for (stage, times) in Stage::ALL.iter().zip(&counts.stages) {
-                    let [target, lun, op] = labels;
-                    stages.times(&[target, lun, op, ("stage", stage.name())], times);
+                for ((count, nanos), times) in spent.iter_mut().zip(&counts.stages) {
+                    *count += times.count();
+                    *nanos += times.nanos;
+                }
+            }
+            // We sum up all command types: a histogram for each stage and type would be hundreds of
+            // series per unit.
+            for (stage, (count, nanos)) in Stage::ALL.iter().zip(spent) {
+                if count > 0 {
+                    let [target, lun] = unit_labels;
+                    stages.sum(&[target, lun, ("stage", stage.name())], count, nanos);
                 }
             }
         }
     }
     memory.add(&[], taken as f64);
     vec![
-        commands, bytes, errors, attentions, total, stages, depth, limited, size, failed, memory,
+        commands, bytes, errors, throttled, attentions, total, stages, depth, limited, info, size,
+        failed, memory,
     ]
 }
 
@@ -116,7 +150,19 @@ fn add_faults(family: &mut Family, labels: &[(&str, &str)], faults: &Tally<Fault
     }
 }
 
-/// Commands of one initiator at one unit; it may have several connections there.
+/// Adds a series for each reason, even if its count is zero.
+fn add_throttled(family: &mut Family, labels: [(&str, &str); 2], faults: &Tally<Fault>) {
+    let [target, lun] = labels;
+    for reason in Throttle::ALL {
+        let turned_away = faults
+            .iter()
+            .filter(|(fault, _)| fault.throttle == Some(reason));
+        let sum: u64 = turned_away.map(|(_, n)| n).sum();
+        family.add(&[target, lun, ("reason", reason.name())], sum as f64);
+    }
+}
+
+/// Commands from an initiator to a unit, for a single connection.
 #[derive(Default)]
 struct Part {
     classes: [ClassTotals; CLASSES.len()],
@@ -135,8 +181,8 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
             let protocol = entry.protocol.to_string();
             let who = (protocol, &*entry.initiator, unit.target(), unit.lun());
             let part = parts.entry(who).or_default();
-            // An initiator may have several connections and several workers: a label set must
-            // appear once, so they are summed before a series is made.
+            // An initiator can have connections on several workers, but each label set must be
+            // unique, so we add them up first.
             for class in CLASSES {
                 let (sum, view) = (
                     &mut part.classes[class as usize],
@@ -168,11 +214,12 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
     );
     let mut bytes = Family::counter(
         "riser_session_bytes_total",
-        "Data of these commands, both ways, in bytes.",
+        "Data of commands that succeeded, both ways, in bytes.",
     );
     let mut errors = Family::counter(
         "riser_session_errors_total",
-        "Commands answered with another status than GOOD, by initiator port, status and sense key.",
+        "Commands that completed with a status other than GOOD, by initiator port, status and sense key; without \
+         unit attentions and flow control.",
     );
     let mut depth = Family::gauge(
         "riser_session_queue_depth",
@@ -201,4 +248,87 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
         depth.add(&[("initiator", initiator), ("protocol", protocol)], *n);
     }
     vec![commands, bytes, errors, depth]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Instant;
+
+    use prometheus::TextEncoder;
+    use riser_scsi::opcode::Kind;
+    use riser_scsi::step::{DataIn, Residual, Response, Status};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::stats::{CommandTimer, SessionStats, TraceKey};
+
+    const UNITS: usize = 1000;
+
+    fn config() -> Config {
+        let names = |entry: fn(usize) -> String| {
+            let entries: Vec<_> = (0..UNITS).map(entry).collect();
+            entries.join(", ")
+        };
+        let backends = names(|n| format!("b{n}: {{ kind: null, size: 1MiB }}"));
+        let luns = names(|n| format!("{n}: b{n}"));
+        let text = format!(
+            "backends: {{ {backends} }}\n\
+             targets:\n\
+             - name: iqn.2026-01.com.example:production\n\
+             \x20 portals: [{{ protocol: iscsi, listen: \"127.97.8.6:3290\" }}]\n\
+             \x20 luns: {{ {luns} }}\n\
+             \x20 access: open\n\
+             workers: {{ count: 1 }}\n"
+        );
+        Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Completes one command of each type used by a file system without discard.
+    fn run_commands(stats: &Arc<LunStats>) {
+        let account = Arc::new(SessionStats::new(Arc::clone(stats), 0));
+        let key = || TraceKey {
+            tag: 1,
+            nexus: 1,
+            cdb: [0x2a; 10].into_iter().collect(),
+        };
+        for kind in [Kind::Read, Kind::Write, Kind::Flush, Kind::Other] {
+            let (mut timer, now) = (CommandTimer::default(), Instant::now());
+            timer.begin(Arc::clone(&account), key, now);
+            timer.classify(kind);
+            timer.enter(Stage::Scsi, now);
+            timer.carry(4096);
+            let response = Response {
+                status: Status::Good,
+                sense: std::iter::empty().collect(),
+                data_in: DataIn::None,
+                residual_in: Residual::None,
+                residual_out: Residual::None,
+            };
+            timer.answer(&response, 0, now);
+            timer.arrive(now);
+        }
+    }
+
+    /// Series for the session of an initiator: commands and bytes of each type.
+    const OF_SESSION: usize = 8;
+
+    #[test]
+    fn busy_units_have_bounded_series() {
+        let server = Server::start(&config()).unwrap();
+        let catalog = server.shared().registry.catalog();
+        for stats in &catalog.targets[0].stats {
+            run_commands(stats);
+        }
+        let mut all = units(&server, &catalog);
+        all.extend(super::super::backends::families(&server));
+        let families: Vec<_> = all.into_iter().filter_map(Family::finish).collect();
+        let text = TextEncoder::new().encode_to_string(&families).unwrap();
+        let series = text.lines().filter(|line| !line.starts_with('#')).count();
+        let bytes = text.len() / UNITS;
+        server.shutdown().unwrap();
+        assert!(series / UNITS + OF_SESSION <= 100, "{series} series");
+        assert!(bytes < 12_000, "{bytes} bytes of each unit");
+        assert!(text.contains("lun=\"999\""));
+    }
 }

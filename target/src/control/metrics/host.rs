@@ -1,6 +1,9 @@
-//! Workers, logins and task management.
+//! Worker, login and task management metrics.
 
 use std::collections::BTreeMap;
+
+use riser_scsi::iscsi::pdu::LoginStatus;
+use riser_scsi::srp::LoginRejReason;
 
 use super::family::Family;
 use crate::config::Protocol;
@@ -14,7 +17,7 @@ pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
     families
 }
 
-/// Families of logins and task management functions.
+/// Returns the metrics for logins and task management functions.
 fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut accepted = Tally::default();
     let mut refused = Tally::default();
@@ -28,8 +31,11 @@ fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
         }
     }
     for protocol in [Protocol::Srp, Protocol::Iscsi, Protocol::Iser] {
-        // An alert on a rate has to see it begin at 0.
+        // An alert for a rate requires that the counter starts at 0.
         accepted.add(protocol, 0);
+        for reason in common_reasons(protocol) {
+            refused.add((protocol, reason), 0);
+        }
     }
     let mut logins = Family::counter("riser_logins_total", "Logins accepted.");
     for (protocol, n) in accepted.iter() {
@@ -57,7 +63,27 @@ fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
     vec![logins, failures, functions]
 }
 
-/// A family with one series for each worker.
+/// Returns the common login reject reasons as labels.
+fn common_reasons(protocol: Protocol) -> Vec<&'static str> {
+    match protocol {
+        Protocol::Srp => [
+            LoginRejReason::UnableToAssociateChannel,
+            LoginRejReason::InsufficientResources,
+        ]
+        .map(LoginRejReason::name)
+        .to_vec(),
+        Protocol::Iscsi | Protocol::Iser => [
+            LoginStatus::AUTHENTICATION_FAILURE,
+            LoginStatus::AUTHORIZATION_FAILURE,
+            LoginStatus::NOT_FOUND,
+            LoginStatus::OUT_OF_RESOURCES,
+        ]
+        .map(LoginStatus::name)
+        .to_vec(),
+    }
+}
+
+/// Adds one series per worker.
 fn per_worker(mut family: Family, snapshots: &[Snapshot], value: fn(&Snapshot) -> f64) -> Family {
     for snapshot in snapshots {
         family.add(&[("worker", &snapshot.worker.to_string())], value(snapshot));
@@ -103,8 +129,8 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
             "riser_contexts",
             "Requests that a worker's sessions may have under way.",
             |s| {
-                // The bound of SRP is the request limit of the login; that of iSCSI is the number
-                // of commands of a session.
+                // For SRP, the limit is the request limit from the login; for iSCSI, it is the
+                // number of commands per session.
                 let srp = s.sessions.iter().map(|s| f64::from(s.params.req_lim));
                 srp.chain(s.iscsi_sessions.iter().map(|s| f64::from(s.info.commands)))
                     .fold(0.0, |sum, n| sum + n)
@@ -122,7 +148,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
     ]
 }
 
-/// Families of requests by their outcomes, for each worker.
+/// Returns the request metrics by outcome for each worker.
 fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut taken = Family::counter(
         "riser_requests_total",
@@ -139,8 +165,8 @@ fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     for snapshot in snapshots {
         let worker = snapshot.worker.to_string();
         let (srp, iscsi) = (&snapshot.counters, &snapshot.iscsi);
-        // Each request that was received ends by one of the other three outcomes, so the
-        // difference is what is under way.
+        // Each received request has one of the other three outcomes, so the difference is the
+        // number of requests in flight.
         let families = [
             ("srp", "received", srp.commands + srp.task_management),
             ("srp", "answered", srp.answered),

@@ -1,4 +1,4 @@
-//! Limits of backends and initiators, and how long commands waited for them.
+//! Rate limits of backends and initiators, and the time that commands were delayed by them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use super::family::Family;
 use crate::qos::Limiter;
 use crate::server::Server;
 
-/// Families of one kind of limiters.
+/// Metrics for one type of limiter.
 struct Families {
     rates: Family,
     waits: Family,
@@ -15,7 +15,7 @@ struct Families {
 }
 
 impl Families {
-    /// Adds the sum of several limiters, which concern the same sessions or units by several
+    /// Adds the sum of several limiters which are used by the same sessions or units with different
     /// rules.
     fn add(&mut self, labels: &[(&str, &str)], limiters: &[&Limiter]) {
         let mut rates = BTreeMap::new();
@@ -79,8 +79,8 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         ),
     };
     for target in &server.shared().registry.catalog().targets {
-        // Several rules may limit one initiator at a target; Prometheus rejects a scrape that has
-        // a label set twice.
+        // Several rules can limit the same initiator of a target, but Prometheus rejects a scrape
+        // with duplicate label sets.
         for same in target.initiators.used().chunk_by(|a, b| a.0 == b.0) {
             let labels = [
                 ("target", target.config.name.as_str()),
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
     use crate::qos::IoLimits;
 
-    /// A series that is there twice makes Prometheus refuse the whole page.
+    /// If there is a duplicate series, Prometheus will reject the whole response.
     #[test]
     fn an_initiator_that_two_rules_limit_has_one_series() {
         let limiter = |iops| {

@@ -1,17 +1,18 @@
-//! Counters of the daemon, as Prometheus reads them.
+//! Counters of the daemon in Prometheus format.
 //!
-//! Numbers are counted by workers ([`crate::stats`]) and gathered for each answer. A family that
-//! has nothing to say is left out: the commands of a unit that was never used, for example.
+//! Workers update the counters ([`crate::stats`]), and we collect them for each response. Families
+//! without data are omitted, for example the commands of a unit that was never used.
 //!
 //! # Labels
-//! `target`, `lun`, `initiator`, `protocol`, `worker` and `device` name what the configuration
-//! bounds: targets and their units, sessions, workers, portals. `op` is a kind of command, `stage`
-//! where it spends its time. A series of a session ends with the session.
+//! `target`, `lun`, `initiator`, `protocol`, `worker` and `device` are bounded by the
+//! configuration: targets and their units, sessions, workers, portals. `op` is a command type, and
+//! `stage` is where it spends its time. The series of a session are removed when the session is
+//! closed.
 //!
 //! # Modules
-//! - `family`: a metric, its help and its series.
-//! - `commands`: targets, units, sessions. `backends`: their files. `limits`: what commands wait
-//!   for. `host`: workers, logins. `nic`: devices. `process`: the process.
+//! - `family`: a metric with its help text and series.
+//! - `commands`: targets, units, sessions. `backends`: their files. `limits`: delays due to rate
+//!   limits. `host`: workers, logins. `nic`: devices. `process`: the process.
 
 mod backends;
 mod commands;
@@ -21,7 +22,7 @@ mod limits;
 mod nic;
 mod process;
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prometheus::TextEncoder;
 
@@ -29,16 +30,58 @@ use self::family::Family;
 use crate::server::Server;
 use crate::worker::mail::Snapshot;
 
-/// The media type of the exposition format.
+/// Media type of the text format.
 pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
 
-/// Everything that was counted, in the text format of Prometheus.
+/// State of the configuration and its file.
+#[derive(Clone, Copy, Debug)]
+pub struct ConfigState {
+    /// True if the current configuration is different from its file.
+    pub is_unsaved: bool,
+    /// Last attempt to load the file.
+    pub reload: Reload,
+}
+
+/// Attempts to load the configuration file.
+#[derive(Clone, Copy, Debug)]
+pub struct Reload {
+    /// True if the last attempt was successful.
+    pub is_successful: bool,
+    /// Time of the last successful attempt.
+    pub succeeded_at: SystemTime,
+}
+
+impl Reload {
+    /// Returns the state after startup, where the file was loaded.
+    #[must_use]
+    pub fn at_start() -> Self {
+        Self {
+            is_successful: true,
+            succeeded_at: SystemTime::now(),
+        }
+    }
+
+    /// Records an attempt.
+    pub fn record(&mut self, is_successful: bool) {
+        self.is_successful = is_successful;
+        if is_successful {
+            self.succeeded_at = SystemTime::now();
+        }
+    }
+}
+
+/// Returns all metrics in Prometheus text format.
 ///
 /// # Errors
-/// A mistake of ours in a name or a value.
-pub fn text(server: &Server, uptime: Duration) -> Result<String, prometheus::Error> {
+/// Fails if a name or value is not valid, which would be a bug.
+pub fn text(
+    server: &Server,
+    config: ConfigState,
+    uptime: Duration,
+) -> Result<String, prometheus::Error> {
     let snapshots = server.snapshot();
     let mut families = general(server, &snapshots, uptime);
+    families.extend(configuration(config));
     families.extend(commands::families(server, &snapshots));
     families.extend(backends::families(server));
     families.extend(limits::families(server));
@@ -59,7 +102,8 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     up.add(&[], uptime.as_secs_f64());
     let mut ready = Family::gauge(
         "riser_ready",
-        "1 if all portals listen, all backends are open and all workers answer, else 0.",
+        "1 if all portals listen, all backends are open and would be served again by the next start, and all \
+         workers respond, else 0.",
     );
     ready.add(
         &[],
@@ -74,5 +118,54 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     }
     let mut sessions = Family::gauge("riser_sessions", "I_T nexuses at present.");
     sessions.add(&[], server.sessions() as f64);
-    vec![build, up, ready, problems, sessions]
+    let mut most = Family::gauge(
+        "riser_sessions_limit",
+        "The largest number of I_T nexuses: limits.max_sessions.",
+    );
+    most.add(&[], f64::from(server.config().limits.max_sessions));
+    let mut of_address = Family::gauge(
+        "riser_sessions_per_address",
+        "The largest number of I_T nexuses from one address.",
+    );
+    let registry = &server.shared().registry;
+    of_address.add(&[], registry.most_per_address().into());
+    let mut address_limit = Family::gauge(
+        "riser_sessions_per_address_limit",
+        "The largest number of I_T nexuses from one address: limits.sessions_per_address.",
+    );
+    address_limit.add(&[], server.config().limits.sessions_per_address.into());
+    vec![
+        build,
+        up,
+        ready,
+        problems,
+        sessions,
+        most,
+        of_address,
+        address_limit,
+    ]
+}
+
+fn configuration(config: ConfigState) -> Vec<Family> {
+    let mut unsaved = Family::gauge(
+        "riser_config_unsaved",
+        "1 if the configuration file does not have the served configuration, else 0.",
+    );
+    unsaved.add(&[], f64::from(u8::from(config.is_unsaved)));
+    let Reload {
+        is_successful,
+        succeeded_at,
+    } = config.reload;
+    let mut successful = Family::gauge(
+        "riser_config_last_reload_successful",
+        "1 if the configuration file was loaded when that was last requested, else 0.",
+    );
+    successful.add(&[], f64::from(u8::from(is_successful)));
+    let mut at = Family::gauge(
+        "riser_config_last_reload_success_timestamp_seconds",
+        "Time at which the configuration file was last loaded, in seconds since 1970.",
+    );
+    let seconds = succeeded_at.duration_since(UNIX_EPOCH).unwrap_or_default();
+    at.add(&[], seconds.as_secs_f64());
+    vec![unsaved, successful, at]
 }

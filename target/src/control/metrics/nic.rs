@@ -1,4 +1,4 @@
-//! Counters of the software NIC.
+//! Software NIC counters.
 
 use prometheus::proto::MetricType::{self, COUNTER, GAUGE};
 
@@ -11,35 +11,35 @@ struct NicMetric {
     kind: MetricType,
     name: &'static str,
     help: &'static str,
-    /// Label of its series besides device, provider and worker.
+    /// Additional label for its series, next to device, provider and worker.
     label: Option<&'static str>,
-    /// Its series, by the values of that label.
+    /// Returns its series with the value of the additional label.
     series: fn(&NicInfo) -> Vec<(&'static str, u64)>,
 }
 
-/// Devices of all workers, and the counters of those that are software NICs.
+/// Returns the devices of all workers, and the counters of software NICs.
 pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut open = Family::gauge(
         "riser_device_open",
         "1 if a worker's network device works, else 0.",
     );
-    // All at once: the series of a family have to stand together, while they come from workers and
-    // devices one after another.
+    // We create all families first: the series of a family must be contiguous, but we iterate over
+    // workers and devices.
     let new = |metric: &NicMetric| Family::new(metric.kind, metric.name, metric.help);
     let mut families: Vec<Family> = METRICS.iter().map(new).collect();
     for snapshot in snapshots {
         let worker = snapshot.worker.to_string();
         for device in &snapshot.devices {
             let addr = device.addr.to_string();
-            // An address may have two devices, one of them in shared memory.
+            // An address can have two devices, when one of them uses shared memory.
             let labels = [
                 ("device", &*addr),
                 ("provider", device.provider),
                 ("worker", &*worker),
             ];
             open.add(&labels, f64::from(device.is_open));
-            // An RDMA device of the host counts for itself; only the software NIC is ours to
-            // count.
+            // RDMA devices of the host have their own counters, so we only export counters for the
+            // software NIC.
             let Some(nic) = &device.nic else {
                 continue;
             };

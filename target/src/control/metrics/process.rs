@@ -1,4 +1,4 @@
-//! The process, by the names that all programs use.
+//! Process metrics, with the standard names.
 
 use std::fs;
 
@@ -13,8 +13,8 @@ pub(super) fn families() -> Vec<Family> {
             families.push(family);
         }
     };
-    // `/proc` may be hidden by a sandbox: a value that cannot be read has no series, instead of a
-    // 0 that looks like a measurement.
+    // `/proc` may be hidden by a sandbox. If a value cannot be read, we omit it instead of
+    // exporting a 0 that looks like a measurement.
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     gauge(
         "process_resident_memory_bytes",
@@ -57,15 +57,15 @@ pub(super) fn families() -> Vec<Family> {
     families
 }
 
-/// A number in `/proc/self/status`.
+/// Parses a number in `/proc/self/status`.
 fn field(status: &str, name: &str) -> Option<f64> {
     let line = status.lines().find(|line| line.starts_with(name))?;
     line.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// A number in `/proc/self/stat`, counted as proc(5) does, from 3 on.
+/// Parses a number in `/proc/self/stat`, using the numbering of proc(5), starting at 3.
 fn place(stat: &str, number: usize) -> Option<f64> {
-    // The second is the name, in parentheses, which may have any character in it.
+    // The second field is the name in parentheses, which can contain any characters.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(number - 3)?.parse().ok()
 }

@@ -1,9 +1,9 @@
-//! Check of a program that is to take over: it runs as a child and checks the running
+//! Checks a program before an upgrade: it runs as a child process and checks the current
 //! configuration.
 //!
-//! `PROGRAM check -o json /dev/stdin` is to find the configuration valid, and to report which
-//! versions of the handover state it reads, and which system calls it makes. So another program, or
-//! a `riserd` from before hand-overs, is refused before anything has ended.
+//! `PROGRAM check -o json /dev/stdin` must accept the configuration, and report the supported
+//! handover state versions and the system calls that it needs. So other programs, or a `riserd`
+//! without handover support, are rejected before anything is stopped.
 
 use std::fs::File;
 use std::io::Read;
@@ -19,25 +19,25 @@ use serde::Deserialize;
 use super::{VERSION, process};
 use crate::sandbox;
 
-/// Time limit of a check.
+/// Timeout for a check.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Interval at which the end of the check is polled.
+/// Interval to poll the check.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Longest output that is read, in bytes.
+/// Maximum output size in bytes.
 const MAX_ANSWER: u64 = 16 << 20;
 
-/// A program that can take over.
+/// A program that can be used for an upgrade.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
     /// Absolute path of the program.
     pub(super) program: PathBuf,
-    /// Version that the program reports.
+    /// Version reported by the program.
     pub(super) version: String,
 }
 
-/// Reason why a program cannot take over.
+/// Reason why a program cannot be used for an upgrade.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CandidateError {
     #[error("the path of the program is not a whole one")]
@@ -67,20 +67,20 @@ pub(super) enum CandidateError {
     SystemCalls { version: String, calls: String },
 }
 
-/// The part of the output of `check -o json` that matters here.
+/// The fields we need from the output of `check -o json`.
 #[derive(Deserialize)]
 struct CheckAnswer {
     valid: bool,
     version: String,
     takes_over: Vec<u32>,
-    /// Versions without a sandbox make no others than we do.
+    /// Versions without a sandbox don't use any other system calls than we do.
     #[serde(default)]
     system_calls: Vec<String>,
 }
 
-/// Checks that a program can take over with this configuration.
+/// Checks that a program supports this configuration.
 pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateError> {
-    // The daemon's working directory is not the client's, so another program might be meant.
+    // The client has a different working directory, so it might mean a different program.
     if !program.is_absolute() {
         return Err(CandidateError::NotAbsolute);
     }
@@ -89,11 +89,12 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         return Err(CandidateError::NotAFile);
     }
     access(program, Access::EXEC_OK).map_err(|e| CandidateError::NotThere(e.into()))?;
-    // A file, not a pipe: a child that does not read its input cannot hold us up.
+    // We use a file instead of a pipe, because a child that does not read its input must not block
+    // us.
     let config = process::sealed(yaml.as_bytes()).map_err(CandidateError::NotAsked)?;
     let (status, answer, complaint) = ask(program, config)?;
     if !status.success() {
-        // The first line only: a stranger may print anything at any length.
+        // We only use the first line, because an unknown program could print anything.
         let complaint = String::from_utf8_lossy(&complaint);
         let first = complaint.lines().find(|line| !line.trim().is_empty());
         let ended = || match status.signal() {
@@ -104,7 +105,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         return Err(CandidateError::Refuses(why));
     }
     let answer: CheckAnswer =
-        // Not every program that ends with success is a riserd: `true` does so with any arguments.
+        // A program can exit successfully without being a riserd: `true` accepts any arguments.
         serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
     if !answer.valid {
         return Err(CandidateError::Stranger);
@@ -128,8 +129,8 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
     })
 }
 
-/// System calls among these that the filter of this process may refuse. It is that of this program,
-/// or of a program before it, whose list had all of ours.
+/// Returns the system calls that may be rejected by the filter of this process. The filter was
+/// installed by this program or a previous program, which allows all of our system calls.
 fn refused_calls(wanted: &[String]) -> Vec<&str> {
     if !sandbox::is_confined() {
         return Vec::new();
@@ -139,15 +140,15 @@ fn refused_calls(wanted: &[String]) -> Vec<&str> {
     wanted.filter(|call| !allowed.contains(call)).collect()
 }
 
-/// Runs the check; returns its exit status and what it has written.
+/// Runs the check, and returns its exit status and output.
 fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), CandidateError> {
     let mut child = Command::new(program)
         .args(["check", "-o", "json", "/dev/stdin"])
-        // Without the descriptors that the service manager has given us: it would take them for
-        // its own.
+        // Remove the variables for descriptors from the service manager, or else the program would
+        // try to use them.
         .env_clear()
         .envs(process::environment())
-        // It is not the service.
+        // The child process is not the service.
         .env_remove("NOTIFY_SOCKET")
         .stdin(config)
         .stdout(Stdio::piped())
@@ -155,11 +156,12 @@ fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), C
         .spawn()
         .map_err(CandidateError::NotAsked)?;
     let until = Instant::now() + PATIENCE;
-    // Both pipes at once: a child that fills one while we read the other would never end.
+    // Read both pipes concurrently: if the child fills one pipe while we read the other, it would
+    // block forever.
     let answer = read(child.stdout.take());
     let complaint = read(child.stderr.take());
     let status = wait(&mut child, until)?;
-    // A child of its own may still hold the pipes.
+    // A grandchild process may still hold the pipes.
     let rest = |pipe: &Receiver<Vec<u8>>| {
         let left = until.saturating_duration_since(Instant::now());
         pipe.recv_timeout(left).map_err(|_| CandidateError::Silent)
@@ -167,16 +169,16 @@ fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), C
     Ok((status, rest(&answer)?, rest(&complaint)?))
 }
 
-/// Reads a pipe to its end, on a thread of its own.
+/// Reads a pipe until EOF on a separate thread.
 fn read(pipe: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
     let (tx, rx) = channel();
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(pipe) = pipe {
-            // An output that ends early counts as far as it came.
+            // On errors, we use the output received so far.
             let _ = pipe.take(MAX_ANSWER).read_to_end(&mut bytes);
         }
-        // The check may have run out of time.
+        // The check may have timed out.
         let _ = tx.send(bytes);
     });
     rx
@@ -188,9 +190,9 @@ fn wait(child: &mut Child, until: Instant) -> Result<ExitStatus, CandidateError>
             Ok(Some(status)) => return Ok(status),
             Ok(None) if Instant::now() < until => std::thread::sleep(LOOK),
             Ok(None) => {
-                // It may have ended at last.
+                // The process may have exited already.
                 let _ = child.kill();
-                // Or it stays a zombie as long as the daemon runs.
+                // Otherwise, it would remain a zombie until the daemon exits.
                 let _ = child.wait();
                 return Err(CandidateError::Silent);
             }

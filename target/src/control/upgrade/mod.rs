@@ -1,30 +1,33 @@
-//! Another program takes over from this one, within the process: the process id, and what the
-//! service manager has given it, stay.
+//! Upgrades to another program within the same process. The process ID and the resources from the
+//! service manager don't change.
 //!
 //! ```text
-//! asked to → the program checks the running configuration → secrets and files are looked for
-//!   any failure: refused, and nothing has changed
-//! → no request is answered any longer, and clients that connect wait
-//!   → a shutdown: commands end, initiators are logged out, data are made durable
-//!   → the handover state is written: what a start would not find again
+//! requested → the program checks the running configuration → secrets and files are verified
+//!   → no block operation hangs
+//!   any failure: rejected, and nothing has changed
+//! → no requests are handled any more, and clients that connect have to wait
+//!   → a drain: commands complete, initiators log out, data is made durable
+//!        fails: this server resumes service
+//!   → a shutdown, which does not need to wait for anything
+//!   → the handover state is written: everything that a start could not restore
 //!   → execve
 //!        fails: this program starts serving again, with the same state
 //! → the program reads the state, adopts the sockets, serves; initiators log in again
 //! ```
 //!
 //! # Handover state
-//! Descriptors: a sealed file with the [`HandoverState`], the listening sockets of the admin API,
-//! of metrics and of iSCSI, and a file for each RAM disk. A socket says by itself where it listens,
-//! so even a program that cannot read the state loses no connection that waits. The sockets of
-//! software NICs are not part of it: peers repeat their requests to connect.
+//! Descriptors: a sealed file with the [`HandoverState`], the listening sockets for the admin API,
+//! metrics and iSCSI, and a file for each RAM disk. A socket knows its own address, so even if a
+//! program cannot read the state, waiting connections are not lost. Sockets of software NICs are
+//! not included, because peers retransmit their connection requests.
 //!
 //! # Versions
-//! The state has a [`VERSION`]. Fields may be added within it, with a default. A program reports
-//! with `check` which versions it reads, so that it gets no other. If it does after all, that is an
-//! error in the log, and it starts without the state.
+//! The state has a [`VERSION`]. Fields can be added without a new version if they have a default
+//! value. A program reports its supported versions via `check`, so that it does not receive any
+//! other version. If this still happens, it logs an error and starts without the state.
 //!
 //! # Modules
-//! - `candidate`: whether a program can take over.
+//! - `candidate`: checks if a program can be used.
 //! - `process`: descriptors and `execve`.
 
 mod candidate;
@@ -63,38 +66,38 @@ use crate::worker::TcpListener;
 
 pub(super) use process::own_program;
 
-/// Format version of the handover state that this program writes and reads.
+/// Format version of the handover state used by this program.
 pub const VERSION: u32 = 1;
 
-/// Longest handover state that is read, in bytes.
+/// Maximum size of the handover state in bytes.
 const MAX_STATE: u64 = 256 << 20;
 
-/// Time limit for closing what other users have sent to sockets of the server that has shut down.
+/// Timeout to close data sent by other users to the sockets of a server that was shut down.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// Grace period for signals that arrive just before `execve`; later ones would be lost.
+/// Grace period for signals that arrive just before `execve`. Later signals would be lost.
 const LAST_LOOK: Duration = Duration::from_millis(1);
 
-/// Handover state of a program, as it is written.
+/// Handover state of a program, in serialized form.
 #[derive(Debug, Serialize, Deserialize)]
 struct HandoverState {
     version: u32,
-    /// Under the name that programs of this version have always written.
+    /// We use the name that older programs with this version have always used.
     #[serde(rename = "tenure")]
     upgrade_record: UpgradeRecord,
-    /// As YAML, secrets included.
+    /// In YAML format, including secrets.
     configuration: String,
     history: Vec<Entry>,
     server: StateDocument,
 }
 
-/// The part of the handover state that says whether the rest can be read.
+/// Part of the handover state needed to check if the rest is supported.
 #[derive(Deserialize)]
 struct StateVersion {
     version: u32,
 }
 
-/// The program that served before.
+/// The previous program.
 #[derive(Debug)]
 pub(super) struct Predecessor {
     config: Config,
@@ -102,7 +105,7 @@ pub(super) struct Predecessor {
     pub(super) history: Vec<Entry>,
 }
 
-/// Handover state that this process was given.
+/// Handover state passed to this process.
 #[derive(Debug, Default)]
 pub struct Handover {
     pub(super) predecessor: Option<Predecessor>,
@@ -112,8 +115,8 @@ pub struct Handover {
 }
 
 impl Handover {
-    /// Takes the state that this process was given, as a rule none. Has to be called before the
-    /// process opens anything.
+    /// Returns the state passed to this process, which is usually empty. This must be called before
+    /// the process opens any files.
     #[must_use]
     pub fn take() -> Self {
         process::take_passed().map_or_else(Self::default, Self::of)
@@ -127,8 +130,8 @@ impl Handover {
         };
         let mut handover = Self::default();
         let (mut sockets, mut files) = (Vec::new(), BTreeMap::new());
-        // Sockets are adopted even where the state cannot be read, so that connections that wait
-        // are served by the ordinary start.
+        // We adopt sockets even if the state cannot be read, so that waiting connections are served
+        // by the normal start.
         for fd in fds {
             let is_file =
                 |(state, _): &(HandoverState, Config)| state.server.has_file(fd.as_raw_fd());
@@ -158,13 +161,13 @@ impl Handover {
         handover
     }
 
-    /// Returns true if this program takes over from another one in the same process.
+    /// Returns true if this program takes over from another program in the same process.
     #[must_use]
     pub fn takes_over(&self) -> bool {
         self.predecessor.is_some() || self.broken.is_some()
     }
 
-    /// The configuration that was served.
+    /// Returns the configuration of the previous program.
     #[must_use]
     pub fn config(&self) -> Option<&Config> {
         self.predecessor
@@ -172,19 +175,19 @@ impl Handover {
             .map(|predecessor| &predecessor.config)
     }
 
-    /// Reason why the state cannot be used, if that is so: the start is an ordinary one.
+    /// Returns the error if the state cannot be used. In this case, we do a normal start.
     #[must_use]
     pub fn broken(&self) -> Option<&str> {
         self.broken.as_deref()
     }
 }
 
-/// Reads a handover state and the configuration in it.
+/// Reads a handover state and its configuration.
 fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
     let file = File::from(fd);
     let read = || -> io::Result<Vec<u8>> {
-        // A bound for what is allocated: the descriptor comes from the environment, and may be of
-        // any file.
+        // Limit the allocation size: the descriptor comes from the environment, and could be any
+        // file.
         let len = file.metadata()?.len().min(MAX_STATE);
         let mut bytes = vec![0; len as usize];
         file.read_exact_at(&mut bytes, 0)?;
@@ -192,7 +195,7 @@ fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
     };
     let bytes = read().map_err(|error| format!("it cannot be read: {error}"))?;
     let garbled = |error: serde_json::Error| format!("it is garbled: {error}");
-    // The version alone first: the fields of another one need not parse as ours.
+    // Check the version first, because we may not be able to parse the fields of another version.
     let head: StateVersion = serde_json::from_slice(&bytes).map_err(garbled)?;
     if head.version != VERSION {
         let version = head.version;
@@ -204,36 +207,44 @@ fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
     Ok((state, config))
 }
 
-/// An upgrade that can begin.
+/// An upgrade that is ready to start.
 #[derive(Debug)]
 pub(super) struct PreparedUpgrade {
     candidate: Candidate,
-    /// Duplicates of the listening sockets of iSCSI, one for each worker and portal.
+    /// Duplicates of the listening iSCSI sockets, one per worker and portal.
     sockets: Vec<TcpListener>,
 }
 
-/// End of a hand-over that has not led to another program.
+/// Result of a handover that did not start another program.
 pub(super) enum HandoverEnd<'a> {
-    /// It was not possible; this program serves on.
+    /// The handover failed, and this program continues to serve.
     Back(Control<'a>),
-    /// A signal has ended the daemon meanwhile.
+    /// The daemon was terminated by a signal.
     Ended,
 }
 
 impl<'a> Control<'a> {
-    /// Makes sure that a program, by default the one at this one's place, can take over.
+    /// Verifies that a program can take over. The default is the program at the current path.
     pub(super) fn prepare_upgrade(
         &self,
         named: Option<PathBuf>,
         who: &str,
     ) -> Result<(Upgrade, PreparedUpgrade), Failure> {
         let program = named.unwrap_or_else(|| self.program.clone());
-        // The configuration that runs, not the file: that is what the candidate has to serve.
-        let prepared = candidate::check(&program, &self.server.config().to_yaml())
+        // Use the current configuration instead of the file, because this is the configuration that
+        // the candidate has to serve. Check the disks first: the child process that runs the check
+        // closes its copies of their descriptors, and close(2) can block on a file system that does
+        // not respond.
+        let ready = self.server.check_block_operations();
+        let prepared = ready
+            .and_then(|()| self.server.check_successor())
             .map_err(|error| error.to_string())
-            // Sockets last: they serve the hand-over alone, which nothing can refuse after that.
-            .and_then(|candidate| {
-                let ready = self.server.check_successor();
+            .and_then(|()| {
+                let check = candidate::check(&program, &self.server.config().to_yaml());
+                let candidate = check.map_err(|error| error.to_string())?;
+                // Sockets are duplicated last, because they are only used for the handover, which
+                // cannot be rejected after this.
+                let ready = self.server.check_block_operations();
                 let sockets = ready.and_then(|()| self.server.duplicate_sockets());
                 let sockets = sockets.map_err(|error| error.to_string())?;
                 Ok(PreparedUpgrade { candidate, sockets })
@@ -257,7 +268,7 @@ impl<'a> Control<'a> {
         }
     }
 
-    /// Hands over. Returns only if that was not possible.
+    /// Performs the handover. Only returns if it failed.
     pub(super) async fn hand_over(
         self,
         prepared: PreparedUpgrade,
@@ -265,7 +276,7 @@ impl<'a> Control<'a> {
         queue: &mut mpsc::Receiver<AdminRequest>,
     ) -> Result<HandoverEnd<'a>, ServerError> {
         let Control {
-            server,
+            mut server,
             history,
             requests,
             metrics,
@@ -273,14 +284,33 @@ impl<'a> Control<'a> {
             upgrade_record,
             ..
         } = self;
-        // The shutdown takes the server, and with it all that says what it served.
+        // The shutdown consumes the server including its configuration.
         let config = server.config().clone();
         let problems = server.problems();
-        // Before the shutdown, since no request could be answered during it; clients that connect
-        // wait in the sockets' queues for the next program.
+        // This must be done before the shutdown, because we cannot handle requests during that
+        // time. Clients that connect will wait in the socket's queue for the next program.
         let (admin, metrics) = end_http(admin, metrics, queue).await;
-        // The shutdown has ended every session, but nothing is lost yet: if another program cannot
-        // be run, a server of this one starts with the same state.
+        let program = prepared.candidate.program.display();
+        // Until this point, everything can be undone. After the drain, the shutdown does not need
+        // to wait.
+        if let Err(error) = drain(&mut server) {
+            let error = format!("{program}: the sessions cannot be ended: {error}");
+            tracing::error!(%error, "not handed over; serving on");
+            return Ok(HandoverEnd::Back(Control {
+                server,
+                history,
+                admin: reopen_admin(admin, &requests)?,
+                metrics: reopen_metrics(metrics, &requests)?,
+                upgrade_record: UpgradeRecord {
+                    upgrade_error: Some(error),
+                    ..upgrade_record
+                },
+                requests,
+                ..self
+            }));
+        }
+        // If we cannot run the new program, we start a new server in this program with the same
+        // state.
         let server_state = shut_down(server, prepared.sockets)?;
         let state = |server| HandoverState {
             version: VERSION,
@@ -294,14 +324,14 @@ impl<'a> Control<'a> {
             server,
         };
         let mut files = RamFiles::default();
-        // execve(2) would wait for the thread that closes what has waited at the listeners.
+        // execve(2) would wait for the thread that closes data left in the listeners.
         let written = shm::check_closed(CLOSING).and_then(|()| {
             let server = server_state.export(&mut files)?;
             let bytes = serde_json::to_vec(&state(server))?;
             process::sealed(&bytes)
         });
-        // The last moment to heed a signal: execve(2) sets handlers back, and one that was caught
-        // is lost. Its flag may be all that has come of it.
+        // This is the last chance to handle a signal: execve(2) resets the handlers, so a signal
+        // that was already caught would be lost. It is possible that only the flag was set.
         if timeout(LAST_LOOK, signals.next()).await.is_ok() || signals.has_come() {
             return Ok(HandoverEnd::Ended);
         }
@@ -316,24 +346,21 @@ impl<'a> Control<'a> {
             }
             Err(error) => error,
         };
-        let program = prepared.candidate.program.display();
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
-        // RAM disks first: a server that started without their content would serve zeroes.
+        // Restore RAM disks first: without their content, a server would return zeros.
         server_state.restore(files).map_err(ServerError::TakeBack)?;
         let mut server = start(|| {
             let keepers = history.keepers();
             Server::start_patiently(&config, &server_state, keepers, PREDECESSOR)
         })?;
-        // This server has not tried those itself, and would show none of them.
+        // The new server did not try these objects itself, so it would not report them.
         server.keep_control_problems(&problems);
-        let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
-        let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));
         Ok(HandoverEnd::Back(Control {
             server,
             history,
-            admin: admin.transpose().map_err(ServerError::Inherited)?,
-            metrics: metrics.transpose().map_err(ServerError::TakeBack)?,
+            admin: reopen_admin(admin, &requests)?,
+            metrics: reopen_metrics(metrics, &requests)?,
             upgrade_record: UpgradeRecord {
                 upgrade_error: Some(error),
                 ..upgrade_record
@@ -345,18 +372,35 @@ impl<'a> Control<'a> {
     }
 }
 
-type HttpSockets = (
-    Option<(UnixListener, Option<super::socket::Bound>)>,
-    Option<std::net::TcpListener>,
-);
+type AdminSocket = Option<(UnixListener, Option<super::socket::Bound>)>;
 
-/// Ends the servers of HTTP but not their sockets: clients that connect from here on wait. Requests
-/// on their way are refused.
+type MetricsSocket = Option<std::net::TcpListener>;
+
+/// Reopens the admin API.
+fn reopen_admin(
+    socket: AdminSocket,
+    requests: &mpsc::Sender<AdminRequest>,
+) -> Result<Option<Admin>, ServerError> {
+    let admin = socket.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
+    admin.transpose().map_err(ServerError::Inherited)
+}
+
+/// Reopens metrics.
+fn reopen_metrics(
+    socket: MetricsSocket,
+    requests: &mpsc::Sender<AdminRequest>,
+) -> Result<Option<Listening>, ServerError> {
+    let metrics = socket.map(|listener| Listening::on(listener, requests.clone()));
+    metrics.transpose().map_err(ServerError::TakeBack)
+}
+
+/// Stops the HTTP servers but keeps their sockets open, so new connections have to wait. Pending
+/// requests are rejected.
 async fn end_http(
     admin: Option<Admin>,
     metrics: Option<Listening>,
     queue: &mut mpsc::Receiver<AdminRequest>,
-) -> HttpSockets {
+) -> (AdminSocket, MetricsSocket) {
     let ended = async {
         let admin = match admin {
             Some(admin) => Some(admin.end().await),
@@ -373,20 +417,27 @@ async fn end_http(
         tokio::select! {
             ended = &mut ended => return ended,
             Some(request) = queue.recv() => {
-                // The client may have disconnected.
-                // The servers of HTTP end only after their requests are answered, and those in the
-                // queue are not otherwise.
+                // The client may have disconnected. The HTTP servers only stop after all requests
+                // have a response, and nobody else will respond to queued requests.
                 let _ = request.reply.send(Err(Failure::Busy));
             }
         }
     }
 }
 
-/// Shuts the server down, while a thread of its own notifies the service manager. Not on a thread of
-/// the runtime, which panics where the system refuses it one. A signal that comes meanwhile leaves
-/// its flag: data are being made durable, which nothing may cut short.
+/// Closes all sessions, or resumes service: see [`Server::drain`]. As in [`shut_down`], a separate
+/// thread notifies the service manager.
+fn drain(server: &mut Server) -> Result<(), ServerError> {
+    let _watchdog = Watchdog::start(Vec::new);
+    server.drain()
+}
+
+/// Shuts down the server while a separate thread notifies the service manager. We cannot use a
+/// runtime thread for this, because tokio panics if the system cannot create a thread. Signals
+/// received during this time are only recorded in their flags, because we must not interrupt the
+/// final flush.
 fn shut_down(server: Server, sockets: Vec<TcpListener>) -> Result<ServerState, ServerError> {
-    // A shutdown has time limits of its own.
+    // The shutdown has its own timeouts.
     let _watchdog = Watchdog::start(Vec::new);
     server.export_state(sockets)
 }

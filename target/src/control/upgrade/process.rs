@@ -1,7 +1,7 @@
-//! One program in the place of another within a process, and the descriptors that stay open.
+//! Replaces the program within a process, and passes open descriptors to it.
 //!
-//! The environment names them: `RISERD_HANDOVER=PID:STATE,FD,FD…`. The process id is part of it, so
-//! that a child with a copy of the environment does not take them for its own.
+//! They are passed in the environment: `RISERD_HANDOVER=PID:STATE,FD,FD…`. We include the process
+//! ID so that a child process which inherits the environment does not use them.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString};
@@ -16,10 +16,10 @@ use nix::unistd::execve;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::io::{FdFlags, fcntl_setfd};
 
-/// Variable that names the descriptors.
+/// Environment variable for the descriptors.
 const VARIABLE: &str = "RISERD_HANDOVER";
 
-/// Variables that are about descriptors of another program.
+/// Variables for descriptors of another program.
 const NOT_OURS: [&str; 5] = [
     VARIABLE,
     "LISTEN_PID",
@@ -28,25 +28,26 @@ const NOT_OURS: [&str; 5] = [
     "LISTEN_FDS_FIRST_FD",
 ];
 
-/// Descriptors that the program before has passed on.
+/// Descriptors passed by the previous program.
 #[derive(Debug)]
 pub(super) struct PassedDescriptors {
-    /// Those that are open, the file of the handover state first if it is.
+    /// Open descriptors. If the handover state file is open, it comes first.
     pub(super) fds: Vec<OwnedFd>,
-    /// Fault of the variable.
+    /// Error in the variable.
     pub(super) problem: Option<String>,
 }
 
-/// Takes the descriptors that the environment names to this process; `None` where it names none. To
-/// be called before the process opens anything, and only the first call finds something.
+/// Takes ownership of the descriptors passed to this process via the environment. Returns `None` if
+/// there are none. This must be called before the process opens any files, and only the first call
+/// will return anything.
 pub(super) fn take_passed() -> Option<PassedDescriptors> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let value = env::var_os(VARIABLE)?;
     let value = value.to_string_lossy();
     let (pid, list) = value.split_once(':')?;
     let is_ours = pid.parse() == Ok(std::process::id());
-    // Twice would be two owners of each descriptor: the first to close it closes what the other
-    // one uses.
+    // If this was called twice, each descriptor would have two owners, and the first one would
+    // close a descriptor still used by the other.
     if !is_ours || TAKEN.swap(true, Ordering::AcqRel) {
         return None;
     }
@@ -57,37 +58,38 @@ pub(super) fn take_passed() -> Option<PassedDescriptors> {
     let mut seen: Vec<RawFd> = Vec::new();
     for number in list.split(',') {
         let number = number.parse::<RawFd>().ok();
-        // Standard streams are not ours to close, and a number that is named twice has one owner
-        // only.
+        // We must not close standard streams, and a duplicate number can only have one owner.
         let new = number.filter(|fd| *fd > 2 && !seen.contains(fd));
         match new.and_then(adopt) {
             Some(fd) => {
                 seen.push(fd.as_raw_fd());
                 passed.fds.push(fd);
             }
-            // The others are taken all the same: sockets among them have clients that wait.
+            // We still use the remaining descriptors, because they can include sockets with waiting
+            // clients.
             None => passed.problem = Some(format!("{VARIABLE} names what is not open: {list}")),
         }
     }
     Some(passed)
 }
 
-/// Owns a descriptor, if it is open.
+/// Takes ownership of a descriptor, if it is open.
 #[allow(unsafe_code, reason = "descriptors come as numbers")]
 fn adopt(fd: RawFd) -> Option<OwnedFd> {
-    // SAFETY: the call takes and gives integers.
+    // SAFETY: this call only uses integers.
     if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
         return None;
     }
-    // SAFETY: it is open, it was passed to this process, which has opened nothing itself yet, and
-    // it is taken once.
+    // SAFETY: the descriptor is open and was passed to this process, which has not opened any files
+    // yet. It is only taken once.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // Children must not get the sockets: they would hold the addresses after the daemon's end.
+    // Child processes must not inherit the sockets, because they would keep the addresses in use
+    // after the daemon exits.
     fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
     Some(fd)
 }
 
-/// An anonymous file with these bytes, which cannot be changed.
+/// Creates an anonymous file with these bytes, which cannot be modified.
 pub(super) fn sealed(bytes: &[u8]) -> io::Result<File> {
     let fd = memfd_create(
         "riserd-handover",
@@ -95,24 +97,24 @@ pub(super) fn sealed(bytes: &[u8]) -> io::Result<File> {
     )?;
     let mut file = File::from(fd);
     file.write_all(bytes)?;
-    // The state has secrets and reservations: nothing that still has the file open can change them
-    // later.
+    // The state contains secrets and reservations, so we must prevent changes by anyone who still
+    // has the file open.
     let all = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
     fcntl_add_seals(&file, all)?;
     Ok(file)
 }
 
-/// Environment for a program that gets no descriptors.
+/// Returns the environment for a program that does not get any descriptors.
 pub(super) fn environment() -> impl Iterator<Item = (OsString, OsString)> {
     let ours = |name: &OsStr| !NOT_OURS.iter().any(|other| name == *other);
     env::vars_os().filter(move |(name, _)| ours(name))
 }
 
-/// The path of this program: as it was called, if that is a whole path that leads to it, since a
-/// link may lead elsewhere later.
+/// Returns the path of this program. We use the path that was used to start it if it is absolute
+/// and refers to this program, because a symbolic link may point to a different file later.
 pub(in crate::control) fn own_program() -> io::Result<PathBuf> {
     let exe = env::current_exe()?.into_os_string().into_vec();
-    // What was replaced meanwhile is at the same place.
+    // If the file was replaced, the new file has the same path.
     let exe = exe.strip_suffix(b" (deleted)").unwrap_or(&exe);
     let exe = PathBuf::from(OsStr::from_bytes(exe));
     let called = env::args_os().next().map(PathBuf::from);
@@ -121,17 +123,18 @@ pub(in crate::control) fn own_program() -> io::Result<PathBuf> {
     Ok(called.filter(leads_here).unwrap_or(exe))
 }
 
-/// Runs a program in this process, with this program's arguments and these descriptors, the
-/// handover state first. Returns only if that was not possible, with nothing changed.
+/// Runs a program in this process, with our arguments and these descriptors, where the handover
+/// state is first. Only returns if this failed, and nothing has changed.
 pub(super) fn become_program(program: &Path, state: &File, fds: &[BorrowedFd<'_>]) -> io::Error {
     let mut all = vec![state.as_fd()];
     all.extend(fds);
-    // As late as can be: a thread that starts a child now would leave it the descriptors.
+    // This is done as late as possible, because a thread that spawns a child process now would leak
+    // the descriptors.
     let failed = match set_flags(&all, FdFlags::empty()) {
         Ok(()) => exec(program, &all),
         Err(error) => error,
     };
-    // They stay here.
+    // We still need the descriptors.
     let _ = set_flags(&all, FdFlags::CLOEXEC);
     failed
 }
@@ -159,13 +162,13 @@ fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
         Ok(lists) => lists,
         Err(error) => return error,
     };
-    // Not the standard library's exec, which changes the handling of signals first. The path is the
-    // first argument.
+    // We can't use exec from the standard library, because it changes the signal mask and handlers
+    // first. The first argument is the path.
     let Err(error) = execve(&args[0], &args, &variables);
     error.into()
 }
 
-/// Strings as C takes them.
+/// Converts strings to C strings.
 fn c_strings(strings: impl Iterator<Item = OsString>) -> io::Result<Vec<CString>> {
     let strings = strings.map(|s| CString::new(s.into_vec()));
     Ok(strings.collect::<Result<_, _>>()?)

@@ -20,6 +20,12 @@ impl Builder {
     pub(super) fn read_identities(&mut self) {
         if let Some(keeper) = &self.keepers.identities {
             match keeper.load() {
+                // Of an installation that was served before, the file was moved away: its disks
+                // get the names that are derived again, not random ones.
+                Ok(kept) if kept == Identities::default() && self.ports.is_empty() => {
+                    let random = u128::from_ne_bytes(random_generation()) as u64;
+                    self.identities = Identities::of_new_host(random);
+                }
                 Ok(kept) => self.identities = kept,
                 Err(error) => self.unread = Some(error.to_string()),
             }

@@ -1,9 +1,10 @@
 //! Places of portals: at the addresses that the host has, and that can be listened on.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
 use super::Builder;
-use crate::config::Config;
+use crate::config::{Config, Listen};
 use crate::server::ServerError;
 use crate::server::addresses::Expansion;
 use crate::server::problems::Subject;
@@ -65,6 +66,24 @@ impl Builder {
         Ok(())
     }
 
+    /// Returns the addresses of portals that name an address or an interface.
+    pub(in crate::server) fn named_portals(&self, config: &Config) -> Vec<(Subject, IpAddr)> {
+        let targets = config.targets.iter().zip(&self.expansion.targets);
+        let portals = targets.flat_map(|(target, listens)| {
+            let portals = listens.iter();
+            portals.map(|listens| (&target.portals[listens.portal], listens.at))
+        });
+        let named = portals.filter_map(|(portal, at)| match &portal.listen {
+            Listen::At(_) => Some((Subject::portal(portal.protocol, at), at.ip())),
+            Listen::Wildcard(wildcard, _) if wildcard.is_interface() => {
+                let subject = Subject::Wildcard(portal.listen, portal.protocol);
+                Some((subject, at.ip()))
+            }
+            Listen::Wildcard(..) => None,
+        });
+        named.collect()
+    }
+
     /// Logs which addresses of wildcards have come and gone since another one.
     pub(in crate::server) fn log_addresses_since(&self, before: &Self) {
         self.expansion.log_since(&before.expansion);
@@ -73,7 +92,7 @@ impl Builder {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::net::{IpAddr, TcpListener, UdpSocket};
+    use std::net::{TcpListener, UdpSocket};
     use std::path::{Path, PathBuf};
     use std::time::{Duration, Instant};
 

@@ -1,19 +1,20 @@
-//! iSCSI on a worker: its listening sockets, its connections, and what connects them to the ring.
+//! iSCSI support for a worker: listening sockets, connections, and their use of the ring.
 //!
-//! Every worker has a listening socket for every portal, which the server binds; the kernel deals
-//! new connections out among them (`SO_REUSEPORT`). A connection has at most one receive and one
-//! send in the ring at a time. It is closed in this order: the socket is shut down, both operations
-//! end, the channel releases its tasks, the socket is closed.
+//! For each portal, each worker has a listening socket created by the server. The kernel
+//! distributes new connections to these sockets (`SO_REUSEPORT`). A connection has at most one
+//! receive and one send operation in the ring. It is closed in the following order: shut down the
+//! socket, wait for both operations, release all tasks of the channel, close the socket.
 //!
 //! # Modules
-//! - `socket`: accepting, receiving, sending.
+//! - `socket`: accept, receive, and send.
 //!
-//! # Bounds
-//! Connections of a worker are bounded by twice the sessions and some for logins; further ones are
-//! closed at once. Half of them may be logging in, a quarter from one address: beyond that the
-//! oldest of them gives way. The ring has a slot for each operation of each connection, which block
-//! operations do not take. A connection's memory is its receive buffer, its channel, and a batch of
-//! headers; before it has logged in, these are a few KiB.
+//! # Limits
+//! The number of connections is limited to twice the number of sessions, plus some for logins. If
+//! there are more, a new connection is closed immediately. Half of them can be in login phase, and
+//! a quarter from the same address: if this is exceeded, the oldest one is closed. There is a ring
+//! slot for each operation of a connection, which is not available to block operations. The memory
+//! used by a connection is the receive buffer, its channel, and headers for a batch. This is only a
+//! few KiB before login.
 
 mod socket;
 
@@ -24,7 +25,7 @@ use slab::Slab;
 
 use super::Worker;
 use super::conns::{Conn, ConnKey};
-use super::fabrics::Fabric;
+use super::fabrics::{Fabric, Input};
 use super::listener::TcpListener;
 use super::mail::Mail;
 use crate::fabric::ConnRef;
@@ -32,23 +33,25 @@ use crate::iscsi::{Action, Phase};
 use crate::pool::Owner;
 use socket::Listener;
 
-/// Sockets of a worker: those that listen, and what waits for the ring.
+/// Listening sockets of a worker, and connections waiting for the ring.
 #[derive(Debug, Default)]
 pub(super) struct Sockets {
+    /// Set if we don't accept connections: see [`Sockets::pause`].
+    pub(super) is_paused: bool,
     listeners: Slab<Listener>,
-    /// Connections that found no slot in the ring.
+    /// Connections waiting for a slot in the ring.
     stalled: Vec<ConnKey>,
-    /// Bytes that may still be sent in calls of this round.
+    /// Number of bytes that can still be sent directly in this round.
     at_once: usize,
 }
 
 impl Sockets {
-    /// Addresses at which the worker listens now.
+    /// Returns the addresses of all listeners.
     pub(super) fn listening(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         self.listeners.iter().filter_map(|(_, l)| l.address())
     }
 
-    /// Returns duplicates of the sockets that listen.
+    /// Returns duplicates of the listening sockets.
     pub(super) fn duplicate_listeners(&self) -> io::Result<Vec<TcpListener>> {
         let all = self.listeners.iter().map(|(_, l)| l.duplicate());
         all.filter_map(Result::transpose).collect()
@@ -56,7 +59,7 @@ impl Sockets {
 }
 
 impl Worker {
-    /// A connection is lost, and its commands are kept.
+    /// Called when a connection is lost but its commands are kept.
     fn lose_iscsi(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.get(key) else {
             return;
@@ -72,7 +75,7 @@ impl Worker {
         tracing::info!(
             peer = %conn.peer, initiator = %member.initiator, cid = cid.0, "connection lost"
         );
-        // The initiator may not have noticed, as where only the way to it is broken.
+        // The initiator may not know this, for example if only a network path failed.
         if let Some(other) = lost.reporter {
             let serial = other.serial;
             self.post_mail(other.worker, Mail::Lost { serial, cid });
@@ -80,7 +83,7 @@ impl Worker {
         self.terminate_all(lost.terminate);
     }
 
-    /// Other connections may have the commands of one that is lost.
+    /// Allows other connections to claim the commands of a lost connection.
     fn detach_iscsi(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.get(key) else {
             return;
@@ -95,29 +98,29 @@ impl Worker {
         self.terminate_all(detached.terminate);
     }
 
-    /// A connection waits for pool memory: those that are lost keep none, and those that have more
-    /// than their share are waited for less. RDMA waits for no initiator that long.
+    /// Called when a connection is waiting for pool memory: lost connections have to release their
+    /// memory, and the timeout is reduced for connections that use more than their share.
     pub(super) fn relieve_pool(&mut self) {
         let pool = &self.pool;
-        let has_some = |conn: &Conn<Fabric>| match &conn.fabric {
-            Fabric::Tcp(tcp) => match tcp.channel.channel().phase() {
-                Phase::CleanupWait | Phase::Retaining => true,
-                Phase::FullFeature => pool.is_owed_by(Owner(conn.serial())),
-                _ => false,
-            },
+        let is_lost = |conn: &Conn<Fabric>| match &conn.fabric {
+            Fabric::Tcp(tcp) => {
+                let phase = tcp.channel.channel().phase();
+                matches!(phase, Phase::CleanupWait | Phase::Retaining)
+            }
             _ => false,
         };
-        for key in self.conns.keys(has_some) {
-            self.with_tcp(key, |ch, cx| ch.channel_mut().handle_pressure(cx));
+        let is_meant = |conn: &Conn<Fabric>| is_lost(conn) || pool.is_owed_by(Owner(conn.serial()));
+        for key in self.conns.keys(is_meant) {
+            self.input(key, Input::Pressure);
         }
     }
 
-    /// Notifies a connection that it may have its session's next command.
+    /// Notifies a connection that it may have the next command of its session.
     pub(super) fn give_turn(&mut self, ConnRef { worker, serial }: ConnRef) {
         self.post_mail(worker, Mail::TakeTurn { serial });
     }
 
-    /// Ends the other connections of a connection's session; it is notified when they are gone.
+    /// Closes all other connections of a session, and notifies this one when that is complete.
     pub(super) fn end_others(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.get(key) else {
             return;
@@ -135,7 +138,7 @@ impl Worker {
         self.terminate_all(ending);
     }
 
-    /// Carries out what a channel on TCP asks for, and sends what it has to send.
+    /// Executes the actions of a TCP channel and sends its data.
     pub(super) fn pump_tcp(&mut self, key: ConnKey) {
         while let Some(conn) = self.conns.tcp_mut(key) {
             let Some(action) = conn.channel.channel_mut().poll_action() else {
@@ -158,7 +161,7 @@ impl Worker {
                 Action::Release => return self.release(key),
             }
         }
-        // Sending comes first: while too much waits to be sent, the channel takes no input.
+        // Send first, because the channel stops reading if there is too much data to be sent.
         self.send_next(key);
         self.read_on(key);
         self.receive_next(key);

@@ -1,5 +1,5 @@
-//! Sockets: accepting, receiving and sending through the ring. What a socket has room for is sent in
-//! the call.
+//! Accept, receive and send using the ring. If there is room in the socket buffer, data is sent
+//! directly with a system call.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -12,6 +12,7 @@ use riser_reactor::{Completion, Handle, Receive, Ring, SubmitError, Token};
 
 use super::Sockets;
 use crate::iscsi::{ChannelConfig, Phase, TcpChannel};
+use crate::sessions::budget::counted_address;
 use crate::worker::Worker;
 use crate::worker::conns::ConnKey;
 use crate::worker::fabrics::{Fabric, Input, Login, TcpConn};
@@ -21,21 +22,22 @@ use crate::worker::login_log::Reason;
 use crate::worker::slots::{Slots, connections};
 use crate::worker::stream::{Sending, Stream};
 
-/// The top byte of our tokens; the kind of operation is in the next one.
+/// Token prefix. The next byte is the type of operation.
 const ISCSI: u64 = 3 << 56;
 
-/// Bytes taken from a socket at once, in full-feature phase of a normal session, once it has sent
-/// more at once than the first buffer has room for.
+/// Receive buffer size in bytes for the full-feature phase of a normal session. Only used after
+/// receiving more data than the initial buffer can hold.
 const RECEIVE: usize = 128 << 10;
 
-/// Bytes of a round that are sent in the calls that begin it. What is beyond goes through the ring:
-/// an initiator that takes answers as fast as they come does not keep the worker from others.
+/// Maximum number of bytes to send directly in a round. More data is sent using the ring, so that
+/// the worker is not kept busy by an initiator that reads responses very fast.
 const AT_ONCE: usize = 1 << 20;
 
-/// Rest of a listener that could not accept: an error that lasts must not keep the worker busy.
+/// Delay for a listener after an accept error, so that a persistent error does not keep the worker
+/// busy.
 const REST: Duration = Duration::from_millis(100);
 
-/// Kind of an operation in the ring.
+/// Type of a ring operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Op {
     Accept = 0,
@@ -47,27 +49,27 @@ fn token(op: Op, place: usize) -> Token {
     Token(ISCSI | (op as u64) << 48 | place as u64)
 }
 
-/// A socket that listens, with its accept in the ring.
+/// Listening socket with an accept operation in the ring.
 #[derive(Debug)]
 pub(super) struct Listener {
     handle: Handle,
     address: SocketAddr,
     accepting: bool,
-    /// It goes once its accept has ended.
+    /// Set if it should be removed when the accept is complete.
     closing: bool,
-    /// The ring was asked to end the accept.
+    /// Set if the accept operation was canceled.
     is_cancelled: bool,
-    /// Time before which no accept is submitted, after one that failed.
+    /// Time of the next accept after an error.
     rests_until: Option<Instant>,
 }
 
 impl Listener {
-    /// Address at which it listens, unless it is being closed.
+    /// Returns the local address, unless it is being closed.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         (!self.closing).then_some(self.address)
     }
 
-    /// The same socket once more, likewise.
+    /// Returns a duplicate of the socket, unless it is being closed.
     pub(super) fn duplicate(&self) -> io::Result<Option<TcpListener>> {
         let Some(address) = self.address() else {
             return Ok(None);
@@ -78,12 +80,12 @@ impl Listener {
 }
 
 impl Sockets {
-    /// A round of the worker begins.
+    /// Called at the start of a round.
     pub(in crate::worker) fn begin_round(&mut self) {
         self.at_once = AT_ONCE;
     }
 
-    /// Accepts from sockets that listen already.
+    /// Adds listening sockets and starts accepting connections.
     pub(in crate::worker) fn add(
         &mut self,
         ring: &mut Ring,
@@ -103,7 +105,7 @@ impl Sockets {
         self.accept(ring, now);
     }
 
-    /// Stops accepting at addresses that are no longer served.
+    /// Removes listeners for addresses that are no longer used.
     pub(in crate::worker) fn close(
         &mut self,
         ring: &mut Ring,
@@ -114,20 +116,40 @@ impl Sockets {
                 return true;
             }
             listener.closing = true;
-            // A connection that is accepted meanwhile is closed when its completion is taken.
+            // If a connection was accepted before that, it is closed when we process the
+            // completion.
             listener.is_cancelled = ring.cancel(token(Op::Accept, place)).is_ok();
             listener.accepting
         });
     }
 
-    /// Accepts again where that has ended, and ends it where it goes on though it should not.
+    /// Stops accepting connections. New connections will wait in the socket queue.
+    pub(in crate::worker) fn pause(&mut self, ring: &mut Ring) {
+        self.is_paused = true;
+        for (place, listener) in &self.listeners {
+            if listener.accepting && !listener.closing {
+                // If there is no room in the ring, the next connection is still accepted and then
+                // closed.
+                let _ = ring.cancel(token(Op::Accept, place));
+            }
+        }
+    }
+
+    /// Resumes accepting connections.
+    pub(in crate::worker) fn resume(&mut self, ring: &mut Ring, now: Instant) {
+        self.is_paused = false;
+        self.accept(ring, now);
+    }
+
+    /// Submits missing accept operations. If a listener should not accept connections, its
+    /// operation is canceled.
     pub(in crate::worker) fn accept(&mut self, ring: &mut Ring, now: Instant) {
         for (place, listener) in &mut self.listeners {
             if listener.closing && !listener.is_cancelled {
                 listener.is_cancelled = ring.cancel(token(Op::Accept, place)).is_ok();
             }
             let rests = listener.rests_until.is_some_and(|until| until > now);
-            if listener.accepting || listener.closing || rests {
+            if listener.accepting || listener.closing || rests || self.is_paused {
                 continue;
             }
             let submitted = ring.submit_accept(&listener.handle, token(Op::Accept, place));
@@ -136,14 +158,17 @@ impl Sockets {
         }
     }
 
-    /// Returns the time at which the next listener has rested.
+    /// Returns the time of the next accept after an error.
     pub(in crate::worker) fn deadline(&self) -> Option<Instant> {
+        if self.is_paused {
+            return None;
+        }
         let resting = self.listeners.iter().filter(|(_, l)| !l.accepting);
         resting.filter_map(|(_, l)| l.rests_until).min()
     }
 
-    /// Takes the end of an accept, of a socket or of none; returns its listener's address, unless
-    /// that is on its way out.
+    /// Handles a completed accept. `is_socket` is set if there was a connection. Returns the
+    /// listener address unless it is being removed.
     fn end_accept(&mut self, place: usize, now: Instant, is_socket: bool) -> Option<SocketAddr> {
         let listener = self.listeners.get_mut(place)?;
         listener.accepting = false;
@@ -159,7 +184,7 @@ impl Sockets {
 }
 
 impl Worker {
-    /// Takes a completion, if it is one of ours.
+    /// Handles a completion if it is for a socket.
     pub(in crate::worker) fn on_iscsi_completion(&mut self, completion: &mut Completion) -> bool {
         let id = completion.token.0;
         if id & (0xff << 56) != ISCSI {
@@ -183,10 +208,12 @@ impl Worker {
         let Some(listen) = self.sockets.end_accept(place, self.now, is_socket) else {
             return;
         };
+        // This was accepted just before the pause, so the initiator will have to connect again.
+        let socket = socket.filter(|_| !self.sockets.is_paused);
         if let Some(socket) = socket {
             let peer = socket.peer_addr().ok();
             let refused = self.open_connection(socket, listen).err();
-            // A peer that has disconnected gets no audit line.
+            // Don't add a line to the audit log if the peer has already disconnected.
             if let (Some(error), Some(peer)) = (refused, peer) {
                 let addrs = ConnAddrs {
                     transport: Transport::Tcp,
@@ -197,20 +224,20 @@ impl Worker {
                 self.logins.refuse(self.now, &who, reason, Some(&error));
             }
         }
-        // One accept at a time: a flood of connections takes one slot of the ring for each
-        // listener.
+        // There is only a single accept at a time, so a large number of new connections only uses
+        // one slot for each listener.
         self.sockets.accept(&mut self.ring, self.now);
     }
 
     fn open_connection(&mut self, socket: Handle, listen: SocketAddr) -> io::Result<()> {
         let most = connections(self.catalog.limits.sessions);
-        // A connection without slots of its own in the ring could wait for one for ever.
+        // Without its own slots in the ring, a connection could wait forever.
         let most = most.min(Slots::of(self.ring.capacity()).connections);
         if self.conns.tcps().count() >= most {
             return Err(io::Error::other("too many connections"));
         }
-        // Whole batches are sent, so there is nothing to collect: the last segment of an answer
-        // must not wait for the acknowledgment of the one before.
+        // We always send complete batches, so Nagle's algorithm would only delay the last segment
+        // of a response until the previous one is acknowledged.
         socket.set_nodelay()?;
         let peer = socket.peer_addr()?;
         self.make_room_for_login(peer.ip(), most / 2);
@@ -232,19 +259,19 @@ impl Worker {
         Ok(())
     }
 
-    /// Ends the oldest connection that has not logged in, if there are `most` of them, or half as
-    /// many from the address of the one that comes: those that do not log in keep no others from
-    /// it.
+    /// Closes the oldest connection in login phase if there are already `most` of them, or half of
+    /// this number from the same address. This ensures that they can't block new connections.
     fn make_room_for_login(&mut self, address: IpAddr, most: usize) {
         let strangers = self.conns.tcps().filter(|(_, _, tcp)| {
             tcp.channel.channel().phase() == Phase::Login && !tcp.socket.is_shut
         });
         let strangers: Vec<_> = strangers
-            .map(|(key, conn, _)| (conn.serial(), key, conn.peer.ip()))
+            .map(|(key, conn, _)| (conn.serial(), key, counted_address(conn.peer.ip())))
             .collect();
+        let address = counted_address(address);
         let from_there = strangers.iter().filter(|(_, _, ip)| *ip == address);
-        // The address of the newcomer comes first: a host that opens many connections displaces
-        // its own.
+        // Check the address first: if a host opens too many connections, we should only close its
+        // own connections.
         let oldest = if from_there.clone().count() >= most.div_ceil(2) {
             from_there.min_by_key(|(serial, _, _)| *serial)
         } else if strangers.len() >= most {
@@ -257,7 +284,7 @@ impl Worker {
         }
     }
 
-    /// Receives more, unless the channel has enough to do.
+    /// Receives more data, unless the channel is busy.
     pub(super) fn receive_next(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
@@ -271,9 +298,9 @@ impl Worker {
         let Some(buffer) = &mut connection.receive else {
             return;
         };
-        // Only now: before full-feature phase the peer may be anyone, and many of them together
-        // must not take much memory; nor must sessions that send little. Where there is none, the
-        // small buffer does.
+        // We don't do this earlier, because anyone can connect before full-feature phase, and a
+        // large number of connections must not use too much memory. The same is true for sessions
+        // that send little data. If there is no memory, we continue to use the small buffer.
         if connection.is_filled
             && channel.takes_commands()
             && buffer.len() < RECEIVE
@@ -312,7 +339,7 @@ impl Worker {
         self.check_gone(key);
     }
 
-    /// Gives the channel what was received, as far as it takes that.
+    /// Passes received data to the channel until it stops reading.
     pub(super) fn read_on(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
@@ -324,8 +351,8 @@ impl Worker {
         let Some(mut buffer) = conn.socket.receive.take() else {
             return;
         };
-        // The ring has given its handle back with the completion, and gets another one with the
-        // next receive, which waits until everything was read.
+        // The ring has returned its handle with the completion, and gets a new one for the next
+        // receive, which is only submitted after everything was read.
         let bytes = buffer.get_mut().expect("no receive is under way");
         let mut taken = 0;
         self.with_tcp(key, |ch, cx| {
@@ -337,7 +364,7 @@ impl Worker {
         }
     }
 
-    /// Sends the next batch, if there is one and none is being sent.
+    /// Sends the next batch, if there is one and the previous batch is complete.
     pub(super) fn send_next(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
@@ -352,8 +379,8 @@ impl Worker {
             return;
         }
         let heads = &connection.batch.heads;
-        // It grows in powers of two and never shrinks, so after a few batches nothing is
-        // allocated.
+        // The size is always a power of two and never decreases, so there are no allocations after
+        // a few batches.
         if heads.len() > connection.heads.len() {
             match Memory::new(heads.len().next_power_of_two()) {
                 Ok(memory) => connection.heads = memory,
@@ -369,8 +396,8 @@ impl Worker {
     }
 
     fn submit_rest(&mut self, key: ConnKey) {
-        // What the socket has room for goes in this call: the way through the ring takes longer,
-        // and the initiator has something to do meanwhile.
+        // Send as much as possible with this call, because using the ring takes longer. This allows
+        // the initiator to continue immediately.
         while self.sockets.at_once > 0 {
             let Some(conn) = self.conns.tcp_mut(key) else {
                 return;
@@ -402,7 +429,7 @@ impl Worker {
         let Some(sending) = connection.sending else {
             return;
         };
-        // A part of the batch went before the shutdown. The rest cannot.
+        // A part of the batch was sent before the shutdown. We can't send the remaining part.
         if connection.is_shut {
             return self.on_send_failed(key);
         }
@@ -424,7 +451,7 @@ impl Worker {
         }
     }
 
-    /// Goes on with connections that found no slot in the ring.
+    /// Continues connections that were waiting for a slot in the ring.
     pub(in crate::worker) fn poll_stalled(&mut self) {
         if self.sockets.stalled.is_empty() {
             return;
@@ -444,17 +471,17 @@ impl Worker {
         self.shut_down_socket(key);
     }
 
-    /// The ring has sent some of the batch.
+    /// Handles a completed send operation.
     fn on_sent(&mut self, key: ConnKey, len: usize) {
         if self.note_sent(key, len) {
             self.end_send(key);
         } else {
-            // A socket buffer that is nearly full takes a part of the batch.
+            // Only a part of the batch was sent because the socket buffer is almost full.
             self.submit_rest(key);
         }
     }
 
-    /// Notes how much more of the batch is sent; whether that was all.
+    /// Adds to the number of bytes sent. Returns true if the batch is complete.
     fn note_sent(&mut self, key: ConnKey, len: usize) -> bool {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return true;
@@ -468,7 +495,7 @@ impl Worker {
         sent >= connection.batch.len
     }
 
-    /// The batch is sent.
+    /// Called when the batch was sent.
     fn end_send(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
@@ -479,15 +506,15 @@ impl Worker {
         self.check_gone(key);
     }
 
-    /// Ends both directions; what is in the ring ends with that.
+    /// Shuts down both directions, which completes the operations in the ring.
     pub(super) fn shut_down_socket(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
         };
         if !std::mem::replace(&mut conn.socket.is_shut, true) {
-            // It may be shut down by the peer already.
+            // It may already be closed by the peer.
             let _ = conn.socket.handle.shut_down();
-            // It waits for a slot, and is not in the ring: no completion would end it.
+            // This is waiting for a slot and not in the ring, so there would be no completion.
             if conn.socket.sending.is_some_and(|s| !s.is_submitted) {
                 return self.on_send_failed(key);
             }
@@ -495,7 +522,7 @@ impl Worker {
         self.check_gone(key);
     }
 
-    /// Notifies the channel once nothing of the connection is in the ring any more.
+    /// Notifies the channel when there are no more operations in the ring.
     fn check_gone(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.tcp_mut(key) else {
             return;
@@ -508,11 +535,11 @@ impl Worker {
     }
 }
 
-/// Pieces that are sent in one call.
+/// Maximum number of buffers for a single call.
 const PIECES: usize = 128;
 
-/// Sends what a socket has room for; returns how many bytes that was. `None` where it has no room,
-/// or is one of a simulation.
+/// Sends as much as possible and returns the number of bytes. Returns `None` if there is no room in
+/// the socket buffer, or if this is a simulated socket.
 fn send_now(socket: &Handle, pieces: &[MemSlice]) -> Option<io::Result<usize>> {
     let pieces: ArrayVec<_, PIECES> = pieces.iter().map(SendPiece::from).take(PIECES).collect();
     let waits = [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted];
@@ -553,7 +580,7 @@ mod tests {
         assert!(sockets.listeners.is_empty());
     }
 
-    /// There may be many that connect and say nothing.
+    /// There can be a large number of idle connections before login.
     #[test]
     fn a_connection_that_has_not_logged_in_takes_little_memory() {
         let (socket, _peer) = UnixStream::pair().unwrap();

@@ -1,4 +1,4 @@
-//! Requests for connections, what a connection has at its device, and the end of both.
+//! Connection requests, device objects, and teardown for iSER connections.
 
 use std::net::SocketAddr;
 
@@ -8,6 +8,7 @@ use riser_transport::verbs::{CmId, ConnParam};
 
 use crate::fabric::MAX_SGE;
 use crate::iser::{ConnState, IserChannel, IserConfig, IserParams};
+use crate::sessions::budget::counted_address;
 use crate::sessions::unconfirmed::{self, Unconfirmed};
 use crate::worker::conns::ConnKey;
 use crate::worker::fabrics::{Fabric, Input, IserConn, Login};
@@ -16,24 +17,24 @@ use crate::worker::login_log::Reason;
 use crate::worker::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError, reads};
 use crate::worker::{Phase, Worker};
 
-/// What we offer: an answer may invalidate a key. Buffers have addresses.
+/// Our offer: responses can invalidate a key, and buffers use addresses.
 const OFFER: CmHeader = CmHeader {
     zero_based: false,
     remote_invalidate: true,
 };
 
-/// Connections that have not been established. Each has its rings already, and anyone can request
-/// one from a forged address.
+/// Maximum number of connections that are not established. They already have rings, and can be
+/// requested by anyone with a forged address.
 const UNCONFIRMED: usize = 64;
 
-/// Connections that are established and have not logged in.
+/// Maximum number of established connections before login.
 const LOGINS: usize = 64;
 
-/// The same from one address.
+/// Maximum number of established connections before login for a single address.
 const LOGINS_PER_ADDRESS: usize = 16;
 
 impl Worker {
-    /// A peer asks for a connection on the portal at `listen`.
+    /// Handles a connection request on the portal with address `listen`.
     pub(in crate::worker) fn on_iser_request(
         &mut self,
         device: usize,
@@ -42,10 +43,10 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        // Two for each session: one that is replaced keeps its connection until its commands have
-        // left the devices.
+        // We need two for each session: if it is replaced, the previous connection is still in use
+        // until all its commands have left the devices.
         let most = 2 * self.catalog.limits.sessions as usize + UNCONFIRMED + LOGINS;
-        // First, so that requests with forged addresses cannot reach the bound below.
+        // Do this first, so that forged requests can't reach the limit below.
         self.make_room_for_request();
         let has_room = self.conns.isers().count() < most;
         let accepted = if self.phase == Phase::Serving && has_room {
@@ -65,13 +66,13 @@ impl Worker {
             let reason = Reason::OUT_OF_RESOURCES;
             self.logins.refuse(self.now, &who, reason, Some(&error));
             let dev = &mut self.devices[device];
-            // The peer may have given up meanwhile; then no answer is due.
+            // The peer may have canceled the request. In this case, we don't have to reply.
             let _ = dev.reject(cm, &[]);
             let _ = dev.destroy_id(cm);
         }
     }
 
-    /// Ends a connection that has not been established, if there are too many of them.
+    /// Closes a connection that is not established if there are too many of them.
     fn make_room_for_request(&mut self) {
         let all = self.conns.isers_in(&[ConnState::Init]);
         if all.len() >= UNCONFIRMED
@@ -82,8 +83,8 @@ impl Worker {
         }
     }
 
-    /// A connection is established. Where too many have not logged in, one of them gives way: those
-    /// that do not log in keep no others from it.
+    /// Called when a connection is established. If there are too many connections before login, one
+    /// of them is closed. This ensures that they can't block new connections.
     pub(in crate::worker) fn on_iser_established(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.iser_mut(key) else {
             return;
@@ -92,12 +93,12 @@ impl Worker {
         let Some(conn) = self.conns.get(key) else {
             return;
         };
-        let address = conn.peer.ip().to_canonical();
+        let address = counted_address(conn.peer.ip());
         self.with_iser(key, IserChannel::handle_established);
         let mut all = self.conns.isers_in(&[ConnState::Up, ConnState::Bound]);
-        let is_from_there = |one: &Unconfirmed<ConnKey>| one.address == address;
-        // An address with too many gives up one of its own. Those of others are touched only where
-        // all together are too many.
+        let is_from_there = |one: &Unconfirmed<ConnKey>| counted_address(one.address) == address;
+        // If there are too many from this address, close one of these. Connections from a different
+        // address are only affected if the total is too large.
         if all.iter().filter(|one| is_from_there(one)).count() > LOGINS_PER_ADDRESS {
             all.retain(is_from_there);
         } else if all.len() <= LOGINS {
@@ -108,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// Makes the channel and accepts the connection.
+    /// Creates the channel and accepts the connection.
     fn accept_iser(
         &mut self,
         device: usize,
@@ -117,7 +118,7 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) -> Result<(), SetupError> {
-        // A feature counts only if both sides offer it.
+        // A feature can only be used if it's offered by both sides.
         let agreed = OFFER.and(CmHeader::parse(&param.private_data));
         let reads = reads(param);
         let attr = self.devices[device].device_attr();
@@ -129,8 +130,8 @@ impl Worker {
             ..IserParams::new(self.catalog.commands)
         };
         let memory = params.memory();
-        // The rings have their whole length before the answer, and pages as messages come: no peer
-        // can make them grow beyond that.
+        // The rings are allocated with their full size, but pages are only used when messages are
+        // received. A peer can't increase their size.
         let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
         let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let queues = Queues {
@@ -158,7 +159,7 @@ impl Worker {
             login: Login::at(listen),
         };
         let fabric = Fabric::Iser(Box::new(conn));
-        // Before the answer goes: events and completions that follow it have to find the
+        // Do this before sending the reply, so that all subsequent events and completions find the
         // connection.
         let key = self.conns.insert(serial, peer, fabric);
         self.accept(key, param, &agreed.bytes())?;

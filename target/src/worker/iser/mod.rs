@@ -1,14 +1,15 @@
-//! iSER on a worker: connections that the CM brings, and what connects them to queue pairs.
+//! iSER support for a worker: CM connections and their queue pairs.
 //!
-//! A request for a connection carries the initiator's offer in its private data; the login itself
-//! comes over the connection. So a connection exists before it is known whose it is. Connections
-//! are bounded like those of TCP, and so are those that are not established, and those that have
-//! not logged in: the oldest give way, and one of the latter never for one of the former, whose
-//! request may be forged. The gate of iSCSI decides about logins: one target serves the same units
-//! over both.
+//! A connection request contains the initiator's offer in its private data, but the login is only
+//! sent after the connection is established. We therefore have to accept it before we know the
+//! initiator. As with TCP, the number of connections is limited, including connections that are not
+//! established and connections before login. If a limit is exceeded, the oldest one is closed, but
+//! we never close a connection before login because of one that is not established, since this
+//! request could be forged. Login decisions use the gate for iSCSI, so a target has the same units
+//! for both transports.
 //!
 //! # Modules
-//! - `connect`: requests, queue pairs, the end.
+//! - `connect`: connection requests, queue pairs, and teardown.
 
 mod connect;
 
@@ -23,7 +24,7 @@ use crate::iscsi::Action;
 use crate::iser::{ChainIdx, ConnState, IserAction, Post, RxIdx};
 use crate::sessions::unconfirmed::Unconfirmed;
 
-/// Lists that are kept between calls, so that none allocates.
+/// Lists which are reused to avoid allocations.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     post: Post,
@@ -31,7 +32,7 @@ pub(super) struct Scratch {
 }
 
 impl IserConn {
-    /// The receive of a descriptor of the ring.
+    /// Returns the work request for a receive descriptor.
     pub(super) fn receive(&self, rx: RxIdx) -> Receive {
         let slot = self.channel.receive_slot(rx);
         let place = Sge {
@@ -44,7 +45,7 @@ impl IserConn {
 }
 
 impl Conns<Fabric> {
-    /// The connections of iSER in some of the states before a login, the oldest first.
+    /// Returns all iSER connections in the given states before login, starting with the oldest one.
     fn isers_in(&self, states: &[ConnState]) -> Vec<Unconfirmed<ConnKey>> {
         let meant = self
             .isers()
@@ -60,7 +61,7 @@ impl Conns<Fabric> {
 }
 
 impl Worker {
-    /// Carries out what a connection asks for, and posts what it has to post.
+    /// Executes the actions of a connection and posts its work requests.
     pub(super) fn pump_iser(&mut self, key: ConnKey) {
         let mut released = false;
         let mut receives = std::mem::take(&mut self.iser.receives);
@@ -78,8 +79,8 @@ impl Worker {
                 IserAction::Channel(action) => self.carry_out_iser(key, action),
             }
         }
-        // Before the chains: an answer opens the initiator's window, and its next command needs a
-        // receive.
+        // Do this before posting chains: a response opens the command window, and the next command
+        // will need a receive.
         self.post_iser_receives(key, &mut receives);
         self.iser.receives = receives;
         if released {
@@ -108,8 +109,8 @@ impl Worker {
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
         let taken = self.post_recvs(device, qp, receives);
-        // One that was not taken never completes. It counts as flushed, or the end of the
-        // connection would wait for it.
+        // These will never complete, so we handle them as flushed. Otherwise the connection would
+        // wait for them before it can be released.
         for (id, _) in receives.drain(..).skip(taken) {
             if let Work::IserRecv(rx) = Work::of(id) {
                 self.with_iser(key, |conn, cx| conn.handle_recv_flushed(cx, rx));
@@ -117,7 +118,7 @@ impl Worker {
         }
     }
 
-    /// Posts chains as far as there is room for them.
+    /// Posts chains while there is room for them.
     fn post_iser_chains(&mut self, key: ConnKey) {
         let mut post = std::mem::take(&mut self.iser.post);
         let mut chains = std::mem::take(&mut self.chains);
@@ -139,8 +140,8 @@ impl Worker {
                 flags: SendFlags::SOLICITED,
             });
             let work = Work::IserPost(post.chain);
-            // The initiator chooses the addresses. Of a chain with one that cannot be, nothing is
-            // posted, and the connection ends.
+            // The addresses are set by the initiator. If one of them is invalid, the chain is not
+            // posted and the connection is closed.
             if let Err(error) = chains.push(work, post.requests.drain(..), pool, send) {
                 tracing::debug!(%error, "a descriptor names no memory");
                 self.post_iser(key, &mut chains, Some(work));
@@ -153,7 +154,7 @@ impl Worker {
         self.iser.post = post;
     }
 
-    /// Posts chains, and ends another one that cannot be posted.
+    /// Posts chains, and fails a chain that is invalid.
     fn post_iser(&mut self, key: ConnKey, chains: &mut Chains, bad: Option<Work>) {
         let Some(conn) = self.conns.iser(key) else {
             return chains.clear();
@@ -169,14 +170,14 @@ impl Worker {
         }
     }
 
-    /// Ends chains that the device did not take in full.
+    /// Handles chains that were not fully posted.
     fn end_iser_chains(&mut self, key: ConnKey, left: &[(Work, Posted)]) {
         let Some(conn) = self.conns.iser(key) else {
             return;
         };
         let unposted = left.iter().filter(|(_, posted)| *posted == Posted::Nothing);
-        // While the device has anything, an earlier portion of the same transfer may be under way
-        // in the same buffer.
+        // While there are work requests in progress, the same buffer could still be used by an
+        // earlier part of this transfer.
         let has_others = conn.channel.outstanding() > unposted.count();
         for (work, posted) in left {
             let Work::IserPost(chain) = *work else {
@@ -190,7 +191,7 @@ impl Worker {
         }
     }
 
-    /// A completion of a connection's queue.
+    /// Handles a completion of a connection.
     pub(super) fn on_iser_completion(&mut self, key: ConnKey, completion: &Completion) {
         let ok = completion.status.is_ok();
         let work = Work::of(completion.wr_id);
@@ -198,10 +199,10 @@ impl Worker {
             Work::IserRecv(rx) if ok => self.on_iser_message(key, rx, completion.byte_len as usize),
             Work::IserRecv(rx) => self.with_iser(key, |conn, cx| conn.handle_recv_flushed(cx, rx)),
             Work::IserPost(chain) => self.on_iser_posted(key, chain, ok),
-            // The message of the chain was not sent, however the marker fared.
+            // The message was not sent, regardless of the status of the marker.
             Work::IserTorn(chain) => self.on_iser_posted(key, chain, false),
             Work::Drain => self.input(key, Input::Drained),
-            // One before the last of its chain, which fails as well.
+            // A request in the middle of a chain, so its last request will also fail.
             _ => self.input(key, Input::Disconnected),
         }
     }

@@ -1,0 +1,60 @@
+//! Faults of a medium that its inspections have found.
+
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::SystemTime;
+
+use super::cause::Cause;
+use super::health::Failing;
+
+/// Results of the last inspection: one fault of the path and one of the size at most.
+#[derive(Debug, Default)]
+pub(super) struct MediumFaults(Mutex<Vec<Failing>>);
+
+impl MediumFaults {
+    /// Returns the faults, the most serious first.
+    pub(super) fn faults(&self) -> Vec<Failing> {
+        self.lock().clone()
+    }
+
+    /// Replaces the faults. A fault that persists keeps its date, and one of the size persists until
+    /// [`MediumFaults::accept_size`]: a write behind the end makes the file long again, and the data
+    /// in between stay lost.
+    pub(super) fn set(&self, faults: Vec<(Cause, String)>, now: SystemTime) {
+        let mut known = self.lock();
+        let date = |cause| {
+            let before = known.iter().find(|fault| fault.cause == cause);
+            before.map_or(now, |fault| fault.since)
+        };
+        let dated = faults.into_iter().map(|(cause, why)| Failing {
+            since: date(cause),
+            why,
+            cause,
+        });
+        let mut dated: Vec<_> = dated.collect();
+        let is_truncated = |fault: &Failing| fault.cause == Cause::Truncated;
+        if !dated.iter().any(is_truncated) {
+            dated.extend(known.iter().find(|fault| is_truncated(fault)).cloned());
+        }
+        *known = dated;
+    }
+
+    /// Clears the fault of the size, after an administrator had the backend measured.
+    pub(super) fn accept_size(&self) {
+        self.lock().retain(|fault| fault.cause != Cause::Truncated);
+    }
+
+    /// The list is replaced as a whole, so poison is ignored.
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Failing>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Describes a file or device that is smaller than it should be.
+pub(super) fn too_small(path: &Path, found: u64, wanted: u64) -> String {
+    let path = path.display();
+    format!(
+        "{path}: has {found} bytes instead of {wanted}; what was stored behind its end is lost. Restore it; `riserd \
+         rescan` serves the size that it has"
+    )
+}

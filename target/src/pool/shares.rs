@@ -1,0 +1,508 @@
+//! Accounts of a pool: the memory of each initiator and of each unit, and their guaranteed parts.
+//!
+//! The model and its invariant are described in [`super`]. Nothing here knows addresses; the
+//! numbers are bytes of whole blocks.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hash};
+
+use rustc_hash::FxHashMap;
+use slab::Slab;
+
+use super::{Claim, MAX_BLOCK, Owner};
+
+/// Key of an initiator, the same for all of its sessions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct InitiatorKey(u64);
+
+/// Part of the pool that a buffer is charged to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Shared by all.
+    Common,
+    /// Guaranteed to the initiator of the owner.
+    Initiator,
+    /// Guaranteed to the unit, for commands that gather their data.
+    Gathering,
+    /// Guaranteed to the unit, for commands that have started.
+    Started,
+    /// The reserve, which no account counts.
+    Reserve,
+}
+
+/// Charge of one buffer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Charge {
+    pub(super) claim: Claim,
+    pub(super) part: Part,
+}
+
+/// Account of an initiator or of a unit.
+#[derive(Debug, Default)]
+struct Account {
+    /// Bytes of all its data buffers.
+    data: usize,
+    /// Bytes charged to a unit's part for commands that gather their data.
+    gathering: usize,
+    /// Bytes charged to a unit's part for commands that have started.
+    started: usize,
+    /// Entries in the line.
+    waits: u32,
+    /// Owners of an initiator.
+    owners: u32,
+    /// Key of an initiator with a session.
+    key: Option<InitiatorKey>,
+    /// The unit holds a buffer of the reserve.
+    has_reserve: bool,
+}
+
+impl Account {
+    fn is_active(&self) -> bool {
+        self.data > 0 || self.waits > 0
+    }
+
+    /// Bytes charged to the unit's part.
+    fn own(&self) -> usize {
+        self.gathering + self.started
+    }
+}
+
+/// Requests for a unit's part that precede a request in the line.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Ahead {
+    /// Bytes that the first of them reserves.
+    pub(super) reserved: usize,
+    /// A command waits that gathers its data.
+    pub(super) gathers: bool,
+}
+
+/// Account of an owner.
+#[derive(Debug)]
+struct Holding {
+    /// Account of its initiator.
+    initiator: usize,
+    /// Bytes of data buffers.
+    data: usize,
+    /// Bytes of descriptor tables.
+    tables: usize,
+    /// Entries in the line.
+    waits: u32,
+    /// The owner has a session: the account stays while it is idle.
+    is_member: bool,
+}
+
+/// A part of the pool that initiators, or units, divide among them.
+#[derive(Debug, Default)]
+struct Area {
+    /// Size in bytes; 0 while nobody has to be kept apart.
+    size: usize,
+    /// Bytes in use.
+    used: usize,
+    /// Guaranteed part of each.
+    part: usize,
+}
+
+impl Area {
+    fn divide(&mut self, size: usize, among: usize) {
+        (self.size, self.part) = match among {
+            0 | 1 => (0, 0),
+            n => (size, size / n),
+        };
+    }
+
+    fn has_room(&self, need: usize) -> bool {
+        self.used + need <= self.size
+    }
+}
+
+/// All accounts of a pool.
+#[derive(Debug)]
+pub(super) struct Shares {
+    len: usize,
+    /// Size and use of the common part.
+    common: usize,
+    common_used: usize,
+    of_initiators: Area,
+    of_units: Area,
+    initiators: Slab<Account>,
+    by_key: FxHashMap<InitiatorKey, usize>,
+    /// Makes keys of names, which peers choose, so that none has the key of another.
+    keys: RandomState,
+    /// By number, after that of commands without a unit.
+    units: Vec<Account>,
+    served_units: usize,
+    /// Initiators, and units, that hold memory or wait for it.
+    active_initiators: usize,
+    active_units: usize,
+    /// By numbers of ours: no peer can choose them for their hashes.
+    owners: FxHashMap<Owner, Holding>,
+}
+
+/// Place of a unit's account.
+fn place(unit: Option<u32>) -> usize {
+    unit.map_or(0, |unit| unit as usize + 1)
+}
+
+impl Shares {
+    pub(super) fn new(len: usize) -> Self {
+        Self {
+            len,
+            common: len,
+            common_used: 0,
+            of_initiators: Area::default(),
+            of_units: Area::default(),
+            initiators: Slab::new(),
+            by_key: FxHashMap::default(),
+            keys: RandomState::new(),
+            units: vec![Account::default()],
+            served_units: 1,
+            active_initiators: 0,
+            active_units: 0,
+            owners: FxHashMap::default(),
+        }
+    }
+
+    /// Divides the pool anew, after the number of initiators or units has changed.
+    fn divide(&mut self) {
+        // In whole blocks, so that a pool too small to be divided stays common.
+        let area = self.len / 4 / MAX_BLOCK * MAX_BLOCK;
+        self.of_initiators.divide(area, self.initiators.len());
+        self.of_units.divide(area, self.served_units);
+        self.common = self.len - self.of_initiators.size - self.of_units.size;
+    }
+
+    pub(super) fn set_units(&mut self, count: usize) {
+        self.served_units = count;
+        self.divide();
+    }
+
+    /// An owner has a session of this initiator.
+    pub(super) fn enter(&mut self, owner: Owner, name: &impl Hash) {
+        let known = self.owners.get(&owner).map(|holding| holding.is_member);
+        // A connection logs in once.
+        if known == Some(true) {
+            return;
+        }
+        let key = InitiatorKey(self.keys.hash_one(name));
+        let initiator = match self.by_key.get(&key) {
+            Some(&initiator) => initiator,
+            None => {
+                let initiator = self.add_initiator(Some(key));
+                self.by_key.insert(key, initiator);
+                initiator
+            }
+        };
+        match known {
+            Some(_) => self.adopt(owner, initiator),
+            None => _ = self.add_owner(owner, initiator, true),
+        }
+    }
+
+    /// Moves the account of an owner without a session to the initiator of its session: its first
+    /// commands may arrive with the last request of the login.
+    fn adopt(&mut self, owner: Owner, initiator: usize) {
+        let holding = self.owners.get_mut(&owner).expect("an owner is known");
+        holding.is_member = true;
+        let own = std::mem::replace(&mut holding.initiator, initiator);
+        let own = self.initiators.remove(own);
+        let account = &mut self.initiators[initiator];
+        self.active_initiators -= usize::from(own.is_active() && account.is_active());
+        account.data += own.data;
+        account.waits += own.waits;
+        account.owners += own.owners;
+        self.divide();
+    }
+
+    /// The session of an owner is over.
+    pub(super) fn leave(&mut self, owner: Owner) {
+        if let Some(holding) = self.owners.get_mut(&owner) {
+            holding.is_member = false;
+            self.forget_idle(owner);
+        }
+    }
+
+    fn add_initiator(&mut self, key: Option<InitiatorKey>) -> usize {
+        let account = Account {
+            key,
+            ..Account::default()
+        };
+        let initiator = self.initiators.insert(account);
+        self.divide();
+        initiator
+    }
+
+    fn add_owner(&mut self, owner: Owner, initiator: usize, is_member: bool) -> &mut Holding {
+        self.initiators[initiator].owners += 1;
+        self.owners.entry(owner).or_insert(Holding {
+            initiator,
+            data: 0,
+            tables: 0,
+            waits: 0,
+            is_member,
+        })
+    }
+
+    /// The account of an owner; without a session the owner counts as an initiator.
+    fn holding(&mut self, owner: Owner) -> &mut Holding {
+        if !self.owners.contains_key(&owner) {
+            let initiator = self.add_initiator(None);
+            return self.add_owner(owner, initiator, false);
+        }
+        self.owners.get_mut(&owner).expect("it was looked up")
+    }
+
+    /// Removes the account of an owner that neither has, wants nor may want anything.
+    fn forget_idle(&mut self, owner: Owner) {
+        let is_idle = |h: &Holding| !h.is_member && h.data + h.tables == 0 && h.waits == 0;
+        let Some(holding) = self.owners.get(&owner).filter(|h| is_idle(h)) else {
+            return;
+        };
+        let initiator = holding.initiator;
+        self.owners.remove(&owner);
+        let account = &mut self.initiators[initiator];
+        account.owners -= 1;
+        if account.owners == 0 {
+            let account = self.initiators.remove(initiator);
+            if let Some(key) = account.key {
+                self.by_key.remove(&key);
+            }
+            self.divide();
+        }
+    }
+
+    fn initiator(&self, owner: Owner) -> Option<&Account> {
+        let holding = self.owners.get(&owner)?;
+        self.initiators.get(holding.initiator)
+    }
+
+    fn unit(&self, unit: Option<u32>) -> Option<&Account> {
+        // Commands without a unit wait for no disk.
+        unit.and_then(|_| self.units.get(place(unit)))
+    }
+
+    #[inline]
+    pub(super) fn has_common(&self, need: usize) -> bool {
+        self.common_used + need <= self.common
+    }
+
+    pub(super) fn common(&self) -> usize {
+        self.common
+    }
+
+    /// Whether the part of an owner's initiator has room for `need` bytes. All memory of an initiator
+    /// counts against its part. A longer buffer is granted if it is the only one.
+    pub(super) fn has_initiator_room(&self, owner: Owner, need: usize) -> bool {
+        let held = self.initiator(owner).map_or(0, |a| a.data);
+        let area = &self.of_initiators;
+        (held == 0 || held + need <= area.part) && area.has_room(need)
+    }
+
+    /// The guaranteed part of a unit, if it has room for `need` bytes behind the requests in the
+    /// line.
+    ///
+    /// Commands that gather their data get half of the part. Commands that have started get all of
+    /// it, but no more than the other half while a command waits that gathers.
+    pub(super) fn unit_part(
+        &self,
+        unit: u32,
+        need: usize,
+        gathers: bool,
+        ahead: Ahead,
+    ) -> Option<Part> {
+        let area = &self.of_units;
+        let (gathering, started, data) = self
+            .unit(Some(unit))
+            .map_or((0, 0, 0), |a| (a.gathering, a.started, a.data));
+        let (own, half) = (gathering + started, area.part / 2);
+        let (part, held, most) = match (gathers, ahead.gathers) {
+            (true, _) => (Part::Gathering, gathering, half),
+            (false, true) => (Part::Started, started, half),
+            (false, false) => (Part::Started, own, area.part),
+        };
+        let fits = match own + ahead.reserved {
+            // The only buffer may be longer than the part, if the unit has no other memory.
+            0 => need <= area.part || data == 0,
+            _ => own + need <= area.part && held + ahead.reserved + need <= most,
+        };
+        (fits && area.has_room(need)).then_some(part)
+    }
+
+    /// Whether a unit's part can hold a buffer of `need` bytes once its other buffers are released.
+    pub(super) fn can_hold(&self, unit: u32, need: usize) -> bool {
+        let area = &self.of_units;
+        let (own, data) = self.unit(Some(unit)).map_or((0, 0), |a| (a.own(), a.data));
+        area.used - own + need <= area.size && (need <= area.part || data == own)
+    }
+
+    /// Whether a buffer of `need` bytes requires that a unit's part holds no memory of commands that
+    /// have started, and no command that has gathered its data into the part can wait for these.
+    pub(super) fn excludes_started(&self, unit: u32, need: usize) -> bool {
+        let gathering = self.unit(Some(unit)).map_or(0, |a| a.gathering);
+        gathering == 0 && need > self.of_units.part / 2
+    }
+
+    /// Charges a buffer of `bytes`.
+    pub(super) fn charge(&mut self, charge: Charge, bytes: usize) {
+        let Charge { claim, part } = charge;
+        let place = place(claim.unit);
+        if self.units.len() <= place {
+            self.units.resize_with(place + 1, Account::default);
+        }
+        if part == Part::Reserve {
+            self.units[place].has_reserve = true;
+            return;
+        }
+        if bytes == 0 {
+            return;
+        }
+        // One look-up for an owner that is known, as nearly all are.
+        let holding = match self.owners.get_mut(&claim.owner) {
+            Some(holding) => holding,
+            None => self.holding(claim.owner),
+        };
+        holding.data += bytes;
+        let initiator = holding.initiator;
+        let account = &mut self.initiators[initiator];
+        self.active_initiators += usize::from(!account.is_active());
+        account.data += bytes;
+        let own = |is_own: bool| if is_own { bytes } else { 0 };
+        let account = &mut self.units[place];
+        self.active_units += usize::from(!account.is_active());
+        account.data += bytes;
+        account.gathering += own(part == Part::Gathering);
+        account.started += own(part == Part::Started);
+        *self.used(part) += bytes;
+    }
+
+    /// Reverses [`Shares::charge`].
+    pub(super) fn discharge(&mut self, charge: Charge, bytes: usize) {
+        let Charge { claim, part } = charge;
+        let account = &mut self.units[place(claim.unit)];
+        if part == Part::Reserve {
+            account.has_reserve = false;
+            return;
+        }
+        if bytes == 0 {
+            return;
+        }
+        let own = |is_own: bool| if is_own { bytes } else { 0 };
+        account.data -= bytes;
+        account.gathering -= own(part == Part::Gathering);
+        account.started -= own(part == Part::Started);
+        self.active_units -= usize::from(!account.is_active());
+        *self.used(part) -= bytes;
+        let holding = self.owners.get_mut(&claim.owner);
+        let holding = holding.expect("an owner with memory has an account");
+        holding.data -= bytes;
+        let is_member = holding.is_member;
+        let account = &mut self.initiators[holding.initiator];
+        account.data -= bytes;
+        self.active_initiators -= usize::from(!account.is_active());
+        if !is_member {
+            self.forget_idle(claim.owner);
+        }
+    }
+
+    fn used(&mut self, part: Part) -> &mut usize {
+        match part {
+            Part::Common => &mut self.common_used,
+            Part::Initiator => &mut self.of_initiators.used,
+            Part::Gathering | Part::Started => &mut self.of_units.used,
+            Part::Reserve => unreachable!("no account counts the reserve"),
+        }
+    }
+
+    /// Bytes of an owner's descriptor tables.
+    pub(super) fn tables(&self, owner: Owner) -> usize {
+        self.owners.get(&owner).map_or(0, |holding| holding.tables)
+    }
+
+    pub(super) fn add_table(&mut self, owner: Owner, bytes: usize) {
+        self.holding(owner).tables += bytes;
+    }
+
+    pub(super) fn remove_table(&mut self, owner: Owner, bytes: usize) {
+        if let Some(holding) = self.owners.get_mut(&owner) {
+            holding.tables -= bytes;
+            self.forget_idle(owner);
+        }
+    }
+
+    /// A claim enters the line.
+    pub(super) fn begin_wait(&mut self, claim: Claim) {
+        let place = place(claim.unit);
+        if self.units.len() <= place {
+            self.units.resize_with(place + 1, Account::default);
+        }
+        let holding = self.holding(claim.owner);
+        holding.waits += 1;
+        let initiator = holding.initiator;
+        let account = &mut self.initiators[initiator];
+        self.active_initiators += usize::from(!account.is_active());
+        account.waits += 1;
+        let account = &mut self.units[place];
+        self.active_units += usize::from(!account.is_active());
+        account.waits += 1;
+    }
+
+    /// A claim leaves the line.
+    pub(super) fn end_wait(&mut self, claim: Claim) {
+        let account = &mut self.units[place(claim.unit)];
+        account.waits -= 1;
+        self.active_units -= usize::from(!account.is_active());
+        let holding = self.owners.get_mut(&claim.owner);
+        let holding = holding.expect("an owner that waits has an account");
+        holding.waits -= 1;
+        let account = &mut self.initiators[holding.initiator];
+        account.waits -= 1;
+        self.active_initiators -= usize::from(!account.is_active());
+        self.forget_idle(claim.owner);
+    }
+
+    /// Whether an owner has an entry in the line.
+    pub(super) fn waits(&self, owner: Owner) -> bool {
+        self.owners.get(&owner).is_some_and(|h| h.waits > 0)
+    }
+
+    /// Whether the initiator and the unit of a claim are both within their shares of the pool with
+    /// `need` bytes more: the pool divided by the number of accounts that have or want some. An
+    /// account that has nothing is within its share.
+    pub(super) fn is_within_share(&self, claim: Claim, need: usize) -> bool {
+        let is_within = |account: Option<&Account>, active: usize| {
+            account.is_none_or(|a| a.data == 0 || a.data + need <= self.len / active.max(1))
+        };
+        is_within(self.initiator(claim.owner), self.active_initiators)
+            && is_within(self.unit(claim.unit), self.active_units)
+    }
+
+    /// Whether the initiator of an owner has more than half of its share. All others together that
+    /// have no more leave half of the pool.
+    pub(super) fn is_beyond_half_share(&self, owner: Owner) -> bool {
+        let most = self.len / (2 * self.active_initiators.max(1));
+        self.initiator(owner).is_some_and(|a| a.data > most)
+    }
+
+    /// Whether two owners have the same initiator.
+    pub(super) fn is_same_initiator(&self, one: Owner, other: Owner) -> bool {
+        let initiator = |owner| self.owners.get(&owner).map(|holding| holding.initiator);
+        one == other || initiator(one).is_some_and(|of_one| Some(of_one) == initiator(other))
+    }
+
+    pub(super) fn has_reserve(&self, unit: Option<u32>) -> bool {
+        self.units.get(place(unit)).is_some_and(|u| u.has_reserve)
+    }
+
+    /// Whether nothing is charged, and only sessions have accounts.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        self.owners.values().all(|h| h.is_member)
+            && self.active_initiators + self.active_units == 0
+            && self.common_used + self.of_initiators.used + self.of_units.used == 0
+    }
+
+    /// Guaranteed parts of an initiator and of a unit.
+    #[cfg(test)]
+    pub(super) fn parts(&self) -> (usize, usize) {
+        (self.of_initiators.part, self.of_units.part)
+    }
+}

@@ -1,0 +1,156 @@
+//! Block operations that hang: their disk, or its file system, does not respond.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use super::{Server, ServerError};
+use crate::backend::{Cause, Failing, Store};
+use crate::worker::mail::{Mail, OldestRequest};
+
+/// Age from which a block operation may hold up a shutdown for too long.
+const HANGING: Duration = Duration::from_secs(3);
+
+/// Age from which a block operation is reported: before initiators give up the command, which Linux
+/// does after 30 s, but not for every flush of a full cache, which takes seconds on a slow disk.
+const REPORTED: Duration = Duration::from_secs(20);
+
+/// Time limit for a worker's reply.
+pub(super) const REPLY: Duration = Duration::from_secs(5);
+
+/// Interval at which a caller that waits polls.
+pub(super) const POLL: Duration = Duration::from_millis(1);
+
+type Requests = Vec<OldestRequest>;
+
+/// Watch for block operations that hang. It never waits for a worker: replies are collected at later
+/// looks.
+#[derive(Debug, Default)]
+pub(super) struct HangWatch {
+    /// Replies that have not arrived.
+    replies: Vec<Receiver<Requests>>,
+    /// Replies that have.
+    received: Requests,
+    /// Times of submission of the operations that hang, by backend.
+    hanging: BTreeMap<String, Instant>,
+}
+
+impl HangWatch {
+    /// Updates the backends that hang once all workers have replied, and then requests the oldest
+    /// operations of each worker again, by `ask`.
+    pub(super) fn look<'a>(
+        &mut self,
+        open: impl Iterator<Item = (&'a String, &'a Arc<Store>)>,
+        ask: impl FnOnce() -> Vec<Receiver<Requests>>,
+    ) {
+        let received = &mut self.received;
+        self.replies.retain(|reply| {
+            let requests = reply.try_recv();
+            let is_awaited = matches!(requests, Err(TryRecvError::Empty));
+            received.extend(requests.into_iter().flatten());
+            is_awaited
+        });
+        if !self.replies.is_empty() {
+            return;
+        }
+        let hangs = |since: &Instant| since.elapsed() >= REPORTED;
+        let mut oldest: BTreeMap<*const Store, Instant> = BTreeMap::new();
+        for request in received.drain(..).filter(|request| hangs(&request.since)) {
+            let since = oldest.entry(request.store.as_ptr());
+            let since = since.or_insert(request.since);
+            *since = request.since.min(*since);
+        }
+        let hanging = open.filter_map(|(name, store)| {
+            let silent = store.silent_since().filter(hangs);
+            let since = oldest.get(&Arc::as_ptr(store)).copied();
+            Some((name.clone(), since.into_iter().chain(silent).min()?))
+        });
+        self.hanging = hanging.collect();
+        self.replies = ask();
+    }
+
+    /// Returns the fault of a backend that hangs.
+    pub(super) fn fault(&self, backend: &str, store: &Store) -> Option<Failing> {
+        let since = self.hanging.get(backend)?;
+        let now = SystemTime::now();
+        Some(Failing {
+            since: now.checked_sub(since.elapsed()).unwrap_or(now),
+            // Without its age, so that it is logged once.
+            why: format!(
+                "{}: the file system or device does not respond; commands wait until it does",
+                store.label()
+            ),
+            cause: Cause::Hanging,
+        })
+    }
+}
+
+/// A check for block operations that would hold up a shutdown.
+#[derive(Debug)]
+pub struct BlockCheck {
+    /// Replies of workers that are still expected.
+    replies: Vec<Receiver<Requests>>,
+    oldest: Option<OldestRequest>,
+    until: Instant,
+}
+
+impl BlockCheck {
+    /// Returns the result once all workers have replied: see [`Server::check_block_operations`].
+    pub fn poll(&mut self, now: Instant) -> Option<Result<(), ServerError>> {
+        while let Some(reply) = self.replies.last() {
+            let requests = match reply.try_recv() {
+                Ok(requests) => requests,
+                Err(TryRecvError::Empty) if now < self.until => return None,
+                Err(_) => return Some(Err(ServerError::Timeout("a worker"))),
+            };
+            let age = |request: &OldestRequest| now.saturating_duration_since(request.since);
+            let blocking = requests
+                .into_iter()
+                .filter(|request| request.is_removed || age(request) >= HANGING);
+            let oldest = self.oldest.take().into_iter().chain(blocking);
+            self.oldest = oldest.min_by_key(|request| request.since);
+            self.replies.pop();
+        }
+        let hanging = self.oldest.take().map(|request| ServerError::Hanging {
+            backend: request.backend,
+            seconds: now.saturating_duration_since(request.since).as_secs(),
+        });
+        Some(hanging.map_or(Ok(()), Err))
+    }
+
+    /// Time limit for the replies.
+    #[must_use]
+    pub fn deadline(&self) -> Instant {
+        self.until
+    }
+}
+
+impl Server {
+    /// Checks that no block operation would hold up a shutdown: none hangs, and none belongs to a
+    /// backend that was removed.
+    ///
+    /// # Errors
+    /// [`ServerError::Hanging`] with the oldest of these operations; [`ServerError::Timeout`] if a
+    /// worker does not reply.
+    pub fn check_block_operations(&self) -> Result<(), ServerError> {
+        let mut check = self.begin_block_check(Instant::now());
+        loop {
+            if let Some(result) = check.poll(Instant::now()) {
+                return result;
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    /// Begins this check, for callers that poll it.
+    #[must_use]
+    pub fn begin_block_check(&self, now: Instant) -> BlockCheck {
+        BlockCheck {
+            replies: self.ask(Mail::OldestRequests),
+            oldest: None,
+            until: now + REPLY,
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Faults that appear while the server runs: media of backends that need an operator, and addresses
+//! of portals that leave the host.
+//!
+//! A portal keeps its device or socket while its address is missing: both work again as soon as the
+//! address returns. Until then the portal is reported as if it could not be listened on at the start.
+//! Wildcard portals follow the addresses of the host: see [`addresses`](super::addresses). Of these,
+//! only the link of a portal that names an interface is watched.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::mpsc::Receiver;
+use std::time::{Instant, SystemTime};
+
+use riser_transport::netif::{AddressState, AddressWatch};
+
+use super::build::Builder;
+use super::hanging::HangWatch;
+use super::problems::{Problems, Subject};
+use crate::backend::{Failing, Source, Store};
+use crate::config::Config;
+use crate::worker::mail::OldestRequest;
+
+/// Faults at the last look, and what finds them.
+#[derive(Debug, Default)]
+pub(super) struct Observation {
+    /// Watches of the addresses of portals; `None` for an address that cannot be watched.
+    watches: BTreeMap<IpAddr, Option<AddressWatch>>,
+    hangs: HangWatch,
+    problems: Problems,
+}
+
+impl Observation {
+    /// Returns the faults at the last look.
+    pub(super) fn problems(&self) -> &Problems {
+        &self.problems
+    }
+
+    /// Returns the fault of a backend that hangs.
+    pub(super) fn hanging(&self, backend: &str, store: &Store) -> Option<Failing> {
+        self.hangs.fault(backend, store)
+    }
+
+    /// Updates the faults of the backends and portals of a configuration, and logs changes. `ask`
+    /// requests the oldest block operations of each worker.
+    pub(super) fn update(
+        &mut self,
+        config: &Config,
+        builder: &Builder,
+        has_network: bool,
+        ask: impl FnOnce() -> Vec<Receiver<Vec<OldestRequest>>>,
+    ) {
+        let mut found = Problems::default();
+        self.hangs.look(builder.open(), ask);
+        for (name, store) in builder.open() {
+            let hanging = self.hanging(name, store);
+            let faults = medium_faults(config, name, store);
+            for fault in hanging.into_iter().chain(faults) {
+                found.add_failing(Subject::Backend(name.clone()), fault);
+            }
+        }
+        if has_network {
+            self.add_lost_portals(&builder.named_portals(config), &mut found);
+        }
+        // The builder has reported these with the error of opening them.
+        found.retain(|subject| !builder.problems().has(subject));
+        found.keep_dates(&self.problems);
+        found.log_since(&self.problems);
+        self.problems = found;
+    }
+
+    /// Adds the portals whose addresses cannot be reached.
+    fn add_lost_portals(&mut self, portals: &[(Subject, IpAddr)], found: &mut Problems) {
+        let is_used = |addr: &IpAddr| portals.iter().any(|(_, at)| at == addr);
+        self.watches.retain(|addr, _| is_used(addr));
+        for watch in self.watches.values_mut().flatten() {
+            watch.follow();
+        }
+        for (subject, addr) in portals {
+            let watch = self.watches.entry(*addr).or_insert_with(|| open(*addr));
+            let state = watch.as_ref().map(AddressWatch::state);
+            if let Some(why) = state.and_then(|state| loss(subject, state)) {
+                found.add(subject.clone(), &why);
+            }
+        }
+    }
+}
+
+/// Returns the faults of the medium of an open backend.
+fn medium_faults(config: &Config, name: &str, store: &Store) -> impl Iterator<Item = Failing> {
+    let (now, date) = (Instant::now(), SystemTime::now());
+    let all = store.problems(wanted_size(config, name), now, date);
+    // Failed operations are logged where they fail.
+    all.into_iter().filter(|fault| fault.cause.is_of_medium())
+}
+
+/// Returns the size that a configuration gives the file of a backend, in bytes.
+pub(super) fn wanted_size(config: &Config, name: &str) -> Option<u64> {
+    let mut backends = config.backends.iter();
+    match backends.find(|backend| backend.name == name)?.spec.source {
+        Source::File { size, .. } => size,
+        Source::Device { .. } | Source::Ram { .. } | Source::Null { .. } => None,
+    }
+}
+
+fn open(addr: IpAddr) -> Option<AddressWatch> {
+    let opened = AddressWatch::open(addr);
+    opened
+        .inspect_err(|error| {
+            tracing::warn!(%addr, %error, "cannot watch the address of a portal; its loss will not be reported");
+        })
+        .ok()
+}
+
+/// Returns the reason why initiators cannot reach a portal.
+const fn loss(subject: &Subject, state: AddressState) -> Option<&'static str> {
+    match (state, subject) {
+        (AddressState::Down, _) => Some("the link of its interface is down"),
+        // A wildcard portal follows the addresses of its interface.
+        (AddressState::Up, _) | (_, Subject::Wildcard(..)) => None,
+        (AddressState::Absent, _) => Some("no interface of this host has its address any more"),
+        (AddressState::Gone, _) => Some("the interface with its address was removed"),
+    }
+}

@@ -1,0 +1,279 @@
+//! Initiators that an administrator keeps from logging in, independent of the configuration.
+//!
+//! All catalogs share one list, so that a block is in force as soon as it is made, and remains when the
+//! configuration changes.
+
+use std::fmt::{self, Debug, Display};
+use std::io;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use riser_admin_api::view::BlockedView;
+use riser_scsi::iscsi::name::IscsiName;
+use riser_sync::{Mutex, MutexGuard};
+
+use crate::config::{Guid, InitiatorId};
+
+/// Detail of a login that was refused for this reason, in the audit log.
+pub const BLOCKED: &str = "blocked by an administrator";
+
+/// Most initiators that may be blocked.
+const MAX_BLOCKED: usize = 1024;
+
+/// Keeps the list beyond the end of the process.
+pub trait BlockKeeper: Debug + Send + Sync {
+    /// The list that is kept.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    fn load(&self) -> io::Result<Vec<BlockedView>>;
+
+    /// Keeps another list.
+    ///
+    /// # Errors
+    /// It cannot be written; the previous list is kept.
+    fn save(&self, blocked: &[BlockedView]) -> io::Result<()>;
+}
+
+/// An initiator with all its ports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Initiator {
+    /// An iSCSI initiator, by its name.
+    Iscsi(IscsiName),
+    /// An SRP initiator, by its GUID.
+    Srp(Guid),
+}
+
+impl Initiator {
+    /// Parses a name: of an iSCSI initiator, with or without ISID, or of an SRP initiator port.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let name = text.split_once(',').map_or(text, |(name, _)| name);
+        if let Ok(name) = IscsiName::new(name) {
+            return Some(Self::Iscsi(name));
+        }
+        match text.parse().ok()? {
+            InitiatorId::Guid(guid) => Some(Self::Srp(guid)),
+            InitiatorId::Port(port) => Some(Self::Srp(guid_of(&port))),
+        }
+    }
+}
+
+impl Display for Initiator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Iscsi(name) => Display::fmt(name, f),
+            Self::Srp(guid) => Display::fmt(guid, f),
+        }
+    }
+}
+
+fn guid_of(port: &[u8; 16]) -> Guid {
+    let guid = port.last_chunk().expect("it has 16 bytes");
+    Guid(u64::from_be_bytes(*guid))
+}
+
+/// The list of blocked initiators. See the module's documentation.
+#[derive(Debug, Default)]
+pub struct Blocklist {
+    keeper: Option<Arc<dyn BlockKeeper>>,
+    blocked: Mutex<Vec<BlockedView>>,
+}
+
+impl Blocklist {
+    /// The list that a keeper has, or an empty one.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn open(keeper: Option<Arc<dyn BlockKeeper>>) -> io::Result<Self> {
+        let blocked = keeper.as_ref().map(|keeper| keeper.load()).transpose()?;
+        Ok(Self {
+            keeper,
+            blocked: Mutex::new(blocked.unwrap_or_default()),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<BlockedView>> {
+        self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether an initiator must not log in.
+    #[must_use]
+    pub fn has(&self, initiator: &Initiator) -> bool {
+        let blocked = self.lock();
+        if blocked.is_empty() {
+            return false;
+        }
+        let (name, now) = (initiator.to_string(), seconds());
+        blocked
+            .iter()
+            .any(|b| b.initiator == name && is_in_force(b, now))
+    }
+
+    /// As [`Blocklist::has`], by the identifier of an SRP initiator port.
+    #[must_use]
+    pub fn has_port(&self, port: &[u8; 16]) -> bool {
+        self.has(&Initiator::Srp(guid_of(port)))
+    }
+
+    /// As [`Blocklist::has`], by the name of an iSCSI initiator.
+    #[must_use]
+    pub fn has_name(&self, name: &IscsiName) -> bool {
+        self.has(&Initiator::Iscsi(name.clone()))
+    }
+
+    /// The initiators that are blocked now.
+    #[must_use]
+    pub fn list(&self) -> Vec<BlockedView> {
+        let now = seconds();
+        let blocked = self.lock();
+        let in_force = blocked.iter().filter(|b| is_in_force(b, now));
+        in_force.cloned().collect()
+    }
+
+    /// Blocks initiators for a time, or without limit. It replaces an earlier block of the same
+    /// initiator.
+    ///
+    /// # Errors
+    /// The list is full, or cannot be kept; it has not changed.
+    pub fn block(
+        &self,
+        initiators: &[Initiator],
+        duration: Option<Duration>,
+        who: &str,
+    ) -> io::Result<()> {
+        let since = seconds();
+        let until = duration.map(|duration| since.saturating_add(duration.as_secs().max(1)));
+        let entry = |initiator: &Initiator| BlockedView {
+            initiator: initiator.to_string(),
+            since,
+            until,
+            who: who.to_owned(),
+        };
+        self.update(|blocked| {
+            let new: Vec<_> = initiators.iter().map(entry).collect();
+            blocked.retain(|old| !new.iter().any(|new| new.initiator == old.initiator));
+            blocked.extend(new);
+        })
+    }
+
+    /// Lets an initiator log in again; returns whether it was blocked.
+    ///
+    /// # Errors
+    /// The list cannot be kept; it has not changed.
+    pub fn unblock(&self, initiator: &Initiator) -> io::Result<bool> {
+        if !self.has(initiator) {
+            return Ok(false);
+        }
+        let name = initiator.to_string();
+        self.update(|blocked| blocked.retain(|b| b.initiator != name))?;
+        Ok(true)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut Vec<BlockedView>)) -> io::Result<()> {
+        let now = seconds();
+        let mut blocked = self.lock();
+        let mut next = blocked.clone();
+        next.retain(|b| is_in_force(b, now));
+        change(&mut next);
+        if next.len() > MAX_BLOCKED {
+            let why = format!("{MAX_BLOCKED} initiators are blocked already");
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
+        }
+        if let Some(keeper) = &self.keeper {
+            keeper.save(&next)?;
+        }
+        *blocked = next;
+        Ok(())
+    }
+}
+
+fn is_in_force(blocked: &BlockedView, now: u64) -> bool {
+    blocked.until.is_none_or(|until| now < until)
+}
+
+/// Seconds since 1970.
+fn seconds() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAME: &str = "iqn.2026-01.org.example:host";
+
+    fn initiator(text: &str) -> Initiator {
+        Initiator::parse(text).unwrap()
+    }
+
+    #[test]
+    fn initiators_are_named_with_all_ports() {
+        let host = initiator(NAME);
+        assert_eq!(initiator("IQN.2026-01.org.example:host"), host);
+        assert_eq!(initiator(&format!("{NAME},i,0x00023d000001")), host);
+        let port = "0x00000000000000070002c90300a1b2c4";
+        assert_eq!(initiator(port), initiator("0002:c903:00a1:b2c4"));
+        assert_eq!(Initiator::parse("17"), None);
+        assert_eq!(Initiator::parse("host"), None);
+    }
+
+    #[test]
+    fn blocks_end_with_their_time_or_by_request() {
+        let list = Blocklist::default();
+        let (host, srp) = (initiator(NAME), initiator("0x0002c90300a1b2c4"));
+        list.block(&[host.clone(), srp.clone()], None, "root")
+            .unwrap();
+        assert!(list.has(&host) && list.has(&srp));
+        let mut port = [0xff; 16];
+        port[8..].copy_from_slice(&0x0002_c903_00a1_b2c4_u64.to_be_bytes());
+        assert!(list.has_port(&port));
+        assert!(!list.has(&initiator("iqn.2026-01.org.example:other")));
+        assert!(list.unblock(&host).unwrap());
+        assert!(!list.unblock(&host).unwrap());
+        assert!(!list.has(&host) && list.has(&srp));
+        list.block(
+            std::slice::from_ref(&srp),
+            Some(Duration::from_secs(60)),
+            "root",
+        )
+        .unwrap();
+        assert_eq!(list.list().len(), 1, "it was replaced");
+        let until = list.list()[0].until.unwrap();
+        assert!(is_in_force(&list.list()[0], until - 1));
+        assert!(!is_in_force(&list.list()[0], until));
+    }
+
+    #[derive(Debug, Default)]
+    struct Full(Mutex<Vec<BlockedView>>);
+
+    impl BlockKeeper for Full {
+        fn load(&self) -> io::Result<Vec<BlockedView>> {
+            Ok(self.0.lock().unwrap().clone())
+        }
+
+        fn save(&self, blocked: &[BlockedView]) -> io::Result<()> {
+            match blocked.len() {
+                0 | 1 => *self.0.lock().unwrap() = blocked.to_vec(),
+                _ => return Err(io::ErrorKind::StorageFull.into()),
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn block_that_cannot_be_kept_is_not_made() {
+        let keeper: Arc<dyn BlockKeeper> = Arc::new(Full::default());
+        let list = Blocklist::open(Some(Arc::clone(&keeper))).unwrap();
+        let (first, second) = (initiator(NAME), initiator("0x0002c90300a1b2c4"));
+        list.block(std::slice::from_ref(&first), None, "root")
+            .unwrap();
+        let failed = list.block(std::slice::from_ref(&second), None, "root");
+        assert_eq!(failed.unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert!(!list.has(&second));
+        // As after a restart.
+        let again = Blocklist::open(Some(keeper)).unwrap();
+        assert!(again.has(&first) && !again.has(&second));
+    }
+}

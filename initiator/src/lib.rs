@@ -1,15 +1,16 @@
-//! riser: the initiator's library and tool.
+//! riser: initiator library and tool.
 //!
-//! - [`engine`]: one thread that owns a device and its sessions, and the asynchronous API.
-//! - [`lun`]: disks: what they are, reading and writing them.
-//! - [`scsi`]: commands and what their answers say. [`inquiry`]: INQUIRY data for people.
-//! - [`rping`]: the first thing to run on a new network.
-//! - [`srp`], [`iscsi`]: the protocols' logic, with no I/O in it. [`session`], [`request`]: what
-//!   they have in common. [`paths`]: several of them to one unit. [`mod@unit`]: whether it is still
-//!   the same, and has what it acknowledged. [`url`]: addresses.
-//! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`], [`ublk`]: the exports.
-//! - [`disks`]: disks that are no logical units: NBD exports, files, block devices.
-//! - [`vnic`]: a member of a virtual Ethernet.
+//! - [`engine`]: thread which owns a device and its sessions, with the async API.
+//! - [`lun`]: disks: identifying, reading and writing them.
+//! - [`scsi`]: commands and response parsing. [`inquiry`]: human-readable INQUIRY data.
+//! - [`rping`]: the first check to run on a new network.
+//! - [`srp`], [`iscsi`]: sans-I/O protocol logic. [`session`], [`request`]: shared by both
+//!   protocols.
+//!   [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
+//!   writes. [`url`]: addresses.
+//! - [`block`]: block layer used by all exports. [`nbd`], [`fuse`], [`ublk`]: the exports.
+//! - [`disks`]: disks which aren't logical units: NBD exports, files, block devices.
+//! - [`vnic`]: virtual Ethernet member.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
 pub mod bench;

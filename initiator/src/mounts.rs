@@ -1,4 +1,4 @@
-//! The mounts that this process sees, as the kernel lists them (`proc_pid_mountinfo(5)`).
+//! Mounts visible to this process, as listed by the kernel (`proc_pid_mountinfo(5)`).
 
 use std::ffi::OsString;
 use std::io;
@@ -8,10 +8,10 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// The file with the list. It is ready for `POLLPRI` when the list has changed.
+/// Mount list. It becomes ready for `POLLPRI` when the list changes.
 pub(crate) const LIST: &str = "/proc/self/mountinfo";
 
-/// The list, whose names need not be UTF-8.
+/// Mount list contents. Paths may not be valid UTF-8.
 #[derive(Debug)]
 pub(crate) struct Mounts(Vec<u8>);
 
@@ -19,15 +19,15 @@ impl Mounts {
     /// Reads the list.
     ///
     /// # Errors
-    /// Those of reading the file.
+    /// Returns an error if the file can't be read.
     pub(crate) fn read() -> io::Result<Self> {
         std::fs::read(LIST).map(Self)
     }
 
-    /// Reads the list of the mounts that another process sees.
+    /// Reads the mount list visible to another process.
     ///
     /// # Errors
-    /// Those of reading the file: also of a process that has ended.
+    /// Returns an error if the file can't be read, or if the process has exited.
     pub(crate) fn of_process(pid: u32) -> io::Result<Self> {
         std::fs::read(format!("/proc/{pid}/mountinfo")).map(Self)
     }
@@ -37,18 +37,18 @@ impl Mounts {
         Self(list.to_vec())
     }
 
-    /// All mounts, the oldest first.
+    /// All mounts, oldest first.
     pub(crate) fn all(&self) -> impl DoubleEndedIterator<Item = Mount<'_>> {
         let lines = self.0.split(|byte| *byte == b'\n');
         lines.filter_map(Mount::parse)
     }
 
-    /// The topmost mount on a path.
+    /// Returns the topmost mount on this path.
     pub(crate) fn top(&self, path: &Path) -> Option<Mount<'_>> {
         self.all().rfind(|mount| mount.path() == path)
     }
 
-    /// Returns whether a mount is there, at its path or where it was moved.
+    /// Returns whether this mount exists, even if it was moved.
     pub(crate) fn has(&self, id: MountId) -> bool {
         self.all().any(|mount| mount.id == id)
     }
@@ -56,8 +56,7 @@ impl Mounts {
 
 /// Identifies a mount.
 ///
-/// The kernel gives the number of a mount that is gone to the next one, so that of the file
-/// system's device counts too.
+/// The kernel can reuse a mount ID after an unmount, so we need to check the device number as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountId {
     number: u64,
@@ -65,15 +64,15 @@ pub struct MountId {
 }
 
 impl MountId {
-    /// Returns whether the mount is there now.
+    /// Returns whether the mount currently exists.
     ///
     /// # Errors
-    /// Those of reading the list.
+    /// Returns an error if the list can't be read.
     pub(crate) fn is_listed(self) -> io::Result<bool> {
         Mounts::read().map(|mounts| mounts.has(self))
     }
 
-    /// That of no mount.
+    /// ID which doesn't match any mount.
     #[cfg(test)]
     pub(crate) fn unlisted() -> Self {
         Self {
@@ -83,11 +82,60 @@ impl MountId {
     }
 }
 
-/// A mount of the list.
+/// Process using the file system of a mount.
+#[derive(Debug)]
+pub(crate) struct MountUser {
+    pub(crate) pid: u32,
+    /// Mount path in the mount namespace used by this process; `None` if the process has an open
+    /// file.
+    pub(crate) mounted: Option<PathBuf>,
+}
+
+/// Returns processes using this file system, except for `server`: the first process in each mount
+/// namespace where it's mounted, and processes with open files. Only root can see processes running
+/// as other users.
+pub(crate) fn users(id: MountId, server: u32) -> Vec<MountUser> {
+    let mut namespaces = Vec::new();
+    let mut users = Vec::new();
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    for pid in pids.filter(|pid| ![server, std::process::id()].contains(pid)) {
+        let namespace = std::fs::read_link(format!("/proc/{pid}/ns/mnt")).ok();
+        if namespace.is_none() || !namespaces.contains(&namespace) {
+            namespaces.push(namespace);
+            let mounts = Mounts::of_process(pid);
+            let mounts = mounts.unwrap_or(Mounts(Vec::new()));
+            let mounted = mounts.all().find(|mount| mount.id.device == id.device);
+            users.extend(mounted.map(|mount| MountUser {
+                pid,
+                mounted: Some(mount.path()),
+            }));
+        }
+        if has_open(pid, id) {
+            let mounted = None;
+            users.push(MountUser { pid, mounted });
+        }
+    }
+    users
+}
+
+/// Returns whether the process has open files on this mount. This doesn't access the file system,
+/// because it may not respond.
+fn has_open(pid: u32, id: MountId) -> bool {
+    let files = std::fs::read_dir(format!("/proc/{pid}/fdinfo"));
+    let mut files = files.into_iter().flatten().flatten();
+    files.any(|file| {
+        let info = std::fs::read_to_string(file.path()).unwrap_or_default();
+        let mount = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+        mount.and_then(|mount| mount.trim().parse().ok()) == Some(id.number)
+    })
+}
+
+/// Entry in the mount list.
 #[derive(Debug)]
 pub(crate) struct Mount<'a> {
     pub(crate) id: MountId,
-    /// Type of the file system.
+    /// File system type.
     pub(crate) kind: &'a [u8],
     path: &'a [u8],
     source: &'a [u8],
@@ -97,12 +145,12 @@ impl<'a> Mount<'a> {
     fn parse(line: &'a [u8]) -> Option<Self> {
         let mut fields = line.split(|byte| *byte == b' ');
         let number = parsed(fields.next()?)?;
-        // Between them are the number of the mount below, and the root in the file system.
+        // Skip the parent mount ID and the root path.
         let device = fields.nth(1)?;
         let path = fields.nth(1)?;
         let colon = device.iter().position(|byte| *byte == b':')?;
         let device = (parsed(&device[..colon])?, parsed(&device[colon + 1..])?);
-        // A number of optional fields ends with a hyphen.
+        // A hyphen terminates the optional fields.
         let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
         Some(Self {
             id: MountId { number, device },
@@ -112,12 +160,12 @@ impl<'a> Mount<'a> {
         })
     }
 
-    /// Path that it is mounted on.
+    /// Mount point.
     pub(crate) fn path(&self) -> PathBuf {
         plain(self.path).into()
     }
 
-    /// What is mounted, as its file system names it.
+    /// Mount source, as reported by the file system.
     pub(crate) fn source(&self) -> OsString {
         plain(self.source)
     }
@@ -127,7 +175,7 @@ fn parsed<T: FromStr>(field: &[u8]) -> Option<T> {
     std::str::from_utf8(field).ok()?.parse().ok()
 }
 
-/// A field without its escapes: octal numbers for blanks, line breaks and backslashes.
+/// Decodes octal escapes for blanks, line breaks and backslashes.
 fn plain(field: &[u8]) -> OsString {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;

@@ -1,4 +1,4 @@
-//! Waiting for a device's descriptors, and for sockets.
+//! Polling device descriptors and sockets.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -6,19 +6,19 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use smallvec::SmallVec;
 
-/// A descriptor, and what it is waited for.
+/// Descriptor with the events to wait for.
 #[derive(Clone, Copy, Debug)]
 pub struct Waited<'a> {
-    /// File descriptor to wait for.
+    /// File descriptor to poll.
     pub fd: BorrowedFd<'a>,
-    /// It is waited for until it has bytes.
+    /// Wait until data can be read.
     pub to_read: bool,
-    /// It is waited for until it takes bytes.
+    /// Wait until data can be written.
     pub to_write: bool,
 }
 
 impl<'a> Waited<'a> {
-    /// Until it has something to read.
+    /// Waits until data can be read.
     #[must_use]
     pub fn reading(fd: BorrowedFd<'a>) -> Self {
         Self {
@@ -29,17 +29,17 @@ impl<'a> Waited<'a> {
     }
 }
 
-/// Descriptors that end a sleep. A thread under load sleeps for each of its operations where it
-/// has one at a time, so the usual number of them takes no memory of the heap.
+/// Descriptors to poll. At queue depth 1, a loaded thread sleeps once per operation, so we avoid
+/// heap allocation for the usual number.
 pub type WaitedFds<'a> = SmallVec<[Waited<'a>; 8]>;
 
-/// Sleeps until one of the descriptors is readable or the time is over; `None` waits without end.
-/// Interruption by a signal ends the wait too.
+/// Sleeps until a descriptor is readable or the timeout expires; waits indefinitely if `None`. This
+/// also returns if it is interrupted by a signal.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
     wait(fds.iter().copied().map(Waited::reading), timeout);
 }
 
-/// Sleeps until one of the descriptors is ready or the time is over, as [`wait_readable`].
+/// Sleeps until a descriptor is ready or the timeout expires, see [`wait_readable`].
 pub fn wait<'a>(fds: impl IntoIterator<Item = Waited<'a>>, timeout: Option<Duration>) {
     let mut set: SmallVec<[PollFd<'_>; 16]> = fds
         .into_iter()

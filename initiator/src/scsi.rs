@@ -1,43 +1,44 @@
-//! The commands that a block initiator sends, and what their answers say.
+//! Commands sent by a block initiator, and response parsing.
 //!
-//! - [`Command`]: a CDB with the direction and length of its data and its effect, one constructor
-//!   for each command.
+//! - [`Command`]: a CDB with transfer direction, data length and effect. There is a constructor for
+//!   each command.
 //! - [`Inquiry`], [`Capacity`], [`BlockLimits`], [`Provisioning`], [`Identity`], [`CachingPage`]:
-//!   what parameter data mean, by the layouts of [`riser_scsi::data`]. Strings from a target are
-//!   made printable here, since they reach terminals and logs.
+//!   parsed parameter data, based on the layouts in [`riser_scsi::data`]. Strings from the target
+//!   are made printable here, because they are used in terminals and logs.
 //!
-//! Blocks are the logical unit's own; lengths are bytes unless a name says otherwise. Clauses are
-//! those of SPC-4 and SBC-3.
+//! Block counts use the logical block size; lengths are in bytes unless the name indicates
+//! otherwise. See SPC-4 and SBC-3 for the clauses.
 
 #![forbid(unsafe_code)]
 
+use riser_scsi::data::capacity::{capacity_10, capacity_16};
 use riser_scsi::data::cdb::{
-    block_16, get_lba_status, inquiry, mode_sense_6, read_capacity_16, report_luns,
+    block_10, block_16, get_lba_status, inquiry, mode_sense_6, read_capacity_16, report_luns,
     report_target_port_groups, unmap, write_same_16,
 };
 use riser_scsi::data::designator::{self, EUI_64, LOGICAL_UNIT, NAA, SCSI_NAME_STRING, T10_VENDOR};
 use riser_scsi::data::field::Field;
 use riser_scsi::data::vpd::{block_limits, provisioning};
-use riser_scsi::data::{capacity::capacity_16, inquiry as standard, luns, mode, unmap as list};
+use riser_scsi::data::{inquiry as standard, luns, mode, unmap as list};
 use riser_scsi::opcode::{Kind, Opcode};
 
 use crate::request::Effect;
 use crate::request::{Cdb, DataLen};
 
-/// Standard INQUIRY data that we ask for, in bytes.
+/// Allocation length for standard INQUIRY data, in bytes.
 pub const INQUIRY_LEN: u16 = standard::LEN as u16;
-/// Vital product data that we ask for, in bytes.
+/// Allocation length for vital product data, in bytes.
 pub const VPD_LEN: u16 = 1024;
-/// READ CAPACITY (16) data, in bytes.
+/// READ CAPACITY (16) data length, in bytes.
 pub const CAPACITY_LEN: u32 = capacity_16::LEN as u32;
-/// REPORT LUNS data that we ask for: 1024 logical units.
+/// Allocation length for REPORT LUNS: 1024 logical units.
 pub const REPORT_LUNS_LEN: u32 = (luns::HEADER_LEN + luns::LUN_LEN * 1024) as u32;
-/// MODE SENSE (6) data that we ask for, in bytes.
+/// Allocation length for MODE SENSE (6) data, in bytes.
 pub const MODE_SENSE_LEN: u8 = 192;
-/// UNMAP parameter list with one descriptor, in bytes.
+/// UNMAP parameter list length with one descriptor, in bytes.
 pub const UNMAP_LIST_LEN: u16 = (list::HEADER_LEN + list::DESCRIPTOR_LEN) as u16;
 
-/// A run of logical blocks.
+/// Range of logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockRange {
     /// First logical block address.
@@ -46,8 +47,36 @@ pub struct BlockRange {
     pub blocks: u32,
 }
 
+/// CDB length for READ and WRITE.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CdbSize {
+    /// READ (10) and WRITE (10), for units without (16) support: 2^32 blocks, max 65535 per
+    /// command.
+    Ten,
+    /// READ (16) and WRITE (16).
+    #[default]
+    Sixteen,
+}
+
 impl BlockRange {
-    /// A CDB of sixteen bytes for these blocks.
+    /// Creates a CDB with the requested length for these blocks, using the opcode table.
+    ///
+    /// # Panics
+    /// If the range doesn't fit into a 10-byte CDB.
+    fn cdb_of(self, size: CdbSize, ten: &Opcode, sixteen: &Opcode) -> riser_scsi::cdb::Cdb {
+        match size {
+            CdbSize::Sixteen => self.cdb(sixteen),
+            CdbSize::Ten => {
+                let lba = u32::try_from(self.lba).expect("an address of 32 bits");
+                let blocks = u16::try_from(self.blocks).expect("65535 blocks at most");
+                ten.cdb()
+                    .with(block_10::LOGICAL_BLOCK_ADDRESS, lba)
+                    .with(block_10::TRANSFER_LENGTH, blocks)
+            }
+        }
+    }
+
+    /// Creates a 16-byte CDB for these blocks.
     fn cdb(self, row: &Opcode) -> riser_scsi::cdb::Cdb {
         row.cdb()
             .with(block_16::LOGICAL_BLOCK_ADDRESS, self.lba)
@@ -61,20 +90,20 @@ impl BlockRange {
         }
     }
 
-    /// Block after the last.
+    /// First block after the range.
     fn end(self) -> u64 {
         self.lba.saturating_add(self.blocks.into())
     }
 }
 
-/// A command to send to a logical unit.
+/// Command for a logical unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {
     /// Command descriptor block to send.
     pub cdb: Cdb,
-    /// Direction and length of the data.
+    /// Data direction and length.
     pub len: DataLen,
-    /// Change that it makes to the unit.
+    /// Changes made to the unit.
     pub effect: Effect,
 }
 
@@ -91,26 +120,26 @@ impl Command {
         Self::new(cdb, DataLen::In(len.into()), Effect::None)
     }
 
-    /// TEST UNIT READY, without data.
+    /// TEST UNIT READY, no data.
     #[must_use]
     pub fn test_unit_ready() -> Self {
         const ROW: &Opcode = Opcode::named("TEST UNIT READY");
         Self::new(ROW.cdb(), DataLen::None, Effect::None)
     }
 
-    /// INQUIRY of the standard data.
+    /// INQUIRY for standard data.
     #[must_use]
     pub fn inquiry() -> Self {
         Self::inquiry_of(None, INQUIRY_LEN)
     }
 
-    /// INQUIRY, a page of vital product data.
+    /// INQUIRY for a vital product data page.
     #[must_use]
     pub fn vpd(page: u8) -> Self {
         Self::inquiry_of(Some(page), VPD_LEN)
     }
 
-    /// INQUIRY of a page, or of standard data, with an allocation length in bytes.
+    /// INQUIRY for a VPD page or standard data, with allocation length in bytes.
     #[must_use]
     pub fn inquiry_of(page: Option<u8>, len: u16) -> Self {
         const ROW: &Opcode = Opcode::named("INQUIRY");
@@ -122,7 +151,7 @@ impl Command {
         Self::data_in(cdb, len)
     }
 
-    /// REPORT LUNS, the addressable ones.
+    /// REPORT LUNS for addressable units.
     #[must_use]
     pub fn report_luns() -> Self {
         const ROW: &Opcode = Opcode::named("REPORT LUNS");
@@ -132,13 +161,13 @@ impl Command {
         Self::data_in(cdb, REPORT_LUNS_LEN)
     }
 
-    /// READ CAPACITY (16), all of its parameter data.
+    /// READ CAPACITY (16) with all parameter data.
     #[must_use]
     pub fn read_capacity() -> Self {
         Self::read_capacity_of(CAPACITY_LEN)
     }
 
-    /// READ CAPACITY (16) with an allocation length in bytes.
+    /// READ CAPACITY (16) with allocation length in bytes.
     #[must_use]
     pub fn read_capacity_of(len: u32) -> Self {
         const ROW: &Opcode = Opcode::named("READ CAPACITY (16)");
@@ -148,7 +177,14 @@ impl Command {
         )
     }
 
-    /// REPORT TARGET PORT GROUPS with an allocation length in bytes.
+    /// READ CAPACITY (10), for units which don't support (16).
+    #[must_use]
+    pub fn read_capacity_10() -> Self {
+        const ROW: &Opcode = Opcode::named("READ CAPACITY (10)");
+        Self::data_in(ROW.cdb(), capacity_10::LEN as u32)
+    }
+
+    /// REPORT TARGET PORT GROUPS with allocation length in bytes.
     #[must_use]
     pub fn report_target_port_groups(len: u32) -> Self {
         const ROW: &Opcode = Opcode::named("REPORT TARGET PORT GROUPS");
@@ -158,7 +194,7 @@ impl Command {
         Self::data_in(cdb, len)
     }
 
-    /// MODE SENSE (6), the caching page without block descriptors.
+    /// MODE SENSE (6) for the caching page, block descriptors disabled.
     #[must_use]
     pub fn mode_sense_caching() -> Self {
         const ROW: &Opcode = Opcode::named("MODE SENSE (6)");
@@ -170,33 +206,63 @@ impl Command {
         Self::data_in(cdb, MODE_SENSE_LEN)
     }
 
-    /// READ (16) of `len` bytes.
+    /// READ (16) for `len` bytes.
     #[must_use]
     pub fn read(range: BlockRange, len: u32) -> Self {
-        const ROW: &Opcode = Opcode::named("READ (16)");
+        Self::read_by(CdbSize::Sixteen, range, len)
+    }
+
+    /// READ for `len` bytes, using this CDB size.
+    ///
+    /// # Panics
+    /// If the range doesn't fit into the CDB.
+    #[must_use]
+    pub fn read_by(size: CdbSize, range: BlockRange, len: u32) -> Self {
+        const TEN: &Opcode = Opcode::named("READ (10)");
+        const SIXTEEN: &Opcode = Opcode::named("READ (16)");
         let effect = Effect::Read {
             start: range.lba,
             end: range.end(),
         };
-        Self::new(range.cdb(ROW), DataLen::In(len), effect)
+        let cdb = range.cdb_of(size, TEN, SIXTEEN);
+        Self::new(cdb, DataLen::In(len), effect)
     }
 
-    /// WRITE (16); with `fua` the data are on the medium when it is answered.
+    /// READ (16) for zero blocks, used to check if the unit supports this command.
+    #[must_use]
+    pub fn read_nothing() -> Self {
+        const ROW: &Opcode = Opcode::named("READ (16)");
+        Self::new(ROW.cdb(), DataLen::None, Effect::None)
+    }
+
+    /// WRITE (16). If `fua` is set, data must be on the medium before the response.
     #[must_use]
     pub fn write(range: BlockRange, len: u32, fua: bool) -> Self {
-        const ROW: &Opcode = Opcode::named("WRITE (16)");
-        let cdb = range.cdb(ROW).with(block_16::FUA, fua);
+        Self::write_by(CdbSize::Sixteen, range, len, fua)
+    }
+
+    /// WRITE using this CDB size. If `fua` is set, data must be on the medium before the response.
+    ///
+    /// # Panics
+    /// If the range doesn't fit into the CDB.
+    #[must_use]
+    pub fn write_by(size: CdbSize, range: BlockRange, len: u32, fua: bool) -> Self {
+        const TEN: &Opcode = Opcode::named("WRITE (10)");
+        const SIXTEEN: &Opcode = Opcode::named("WRITE (16)");
+        // The bit position is the same in both.
+        let cdb = range.cdb_of(size, TEN, SIXTEEN).with(block_16::FUA, fua);
         Self::new(cdb, DataLen::Out(len), range.effect())
     }
 
-    /// SYNCHRONIZE CACHE (16) of the whole medium.
+    /// SYNCHRONIZE CACHE (10) for the whole medium, regardless of size. Linux and QEMU send this
+    /// form, so targets are more likely to support it than the (16) form.
     #[must_use]
     pub fn synchronize_cache() -> Self {
-        const ROW: &Opcode = Opcode::named("SYNCHRONIZE CACHE (16)");
+        const ROW: &Opcode = Opcode::named("SYNCHRONIZE CACHE (10)");
         Self::new(ROW.cdb(), DataLen::None, Effect::Medium)
     }
 
-    /// UNMAP with one descriptor; the parameter list is [`unmap_list`]'s.
+    /// UNMAP with one descriptor; see [`unmap_list`] for the parameter list.
     #[must_use]
     pub fn unmap(range: BlockRange) -> Self {
         const ROW: &Opcode = Opcode::named("UNMAP");
@@ -204,7 +270,8 @@ impl Command {
         Self::new(cdb, DataLen::Out(UNMAP_LIST_LEN.into()), range.effect())
     }
 
-    /// WRITE SAME (16) of one block of `block_size` bytes; with `unmap` the target may deallocate.
+    /// WRITE SAME (16) with a single block of `block_size` bytes. If `unmap` is set, the target may
+    /// deallocate.
     #[must_use]
     pub fn write_same(range: BlockRange, block_size: u32, unmap: bool) -> Self {
         const ROW: &Opcode = Opcode::named("WRITE SAME (16)");
@@ -212,7 +279,7 @@ impl Command {
         Self::new(cdb, DataLen::Out(block_size), range.effect())
     }
 
-    /// GET LBA STATUS from a block on, with an allocation length in bytes.
+    /// GET LBA STATUS starting at `lba`, with allocation length in bytes.
     #[must_use]
     pub fn lba_status(lba: u64, len: u32) -> Self {
         const ROW: &Opcode = Opcode::named("GET LBA STATUS");
@@ -229,8 +296,8 @@ impl Command {
         }
     }
 
-    /// Any other command. Its effect is taken from the opcode table: a command that is not known to
-    /// change nothing is never sent twice, and one that reads blocks may read any.
+    /// Any other command. The effect is based on the opcode table: we never retry a command unless
+    /// we know it doesn't change anything, and a command which reads blocks might read any block.
     #[must_use]
     pub fn raw(cdb: Cdb, len: DataLen) -> Self {
         const LBA_STATUS: &Opcode = Opcode::named("GET LBA STATUS");
@@ -248,13 +315,13 @@ impl Command {
     }
 }
 
-/// UNMAP parameter list of one descriptor (SBC-3 clause 5.28).
+/// UNMAP parameter list with one descriptor (SBC-3 clause 5.28).
 #[must_use]
 pub fn unmap_list(range: BlockRange) -> [u8; UNMAP_LIST_LEN as usize] {
     list::encode_one(range.lba, range.blocks)
 }
 
-/// ASCII of a target, without padding; what is not printable becomes `?`.
+/// ASCII string from a target, padding removed; non-printable characters are replaced by `?`.
 fn text(bytes: &[u8]) -> String {
     let printable = |&b: &u8| {
         if (0x20..0x7f).contains(&b) {
@@ -271,20 +338,20 @@ fn text(bytes: &[u8]) -> String {
 /// Standard INQUIRY data (SPC-4 clause 6.6.2).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inquiry {
-    /// PERIPHERAL QUALIFIER: 0 where a unit is connected.
+    /// PERIPHERAL QUALIFIER: 0 if a unit is connected.
     pub qualifier: u8,
-    /// PERIPHERAL DEVICE TYPE: 0 is a direct-access block device.
+    /// PERIPHERAL DEVICE TYPE: 0 for a direct-access block device.
     pub device_type: u8,
-    /// T10 VENDOR IDENTIFICATION, without padding.
+    /// T10 VENDOR IDENTIFICATION, padding removed.
     pub vendor: String,
-    /// PRODUCT IDENTIFICATION, without padding.
+    /// PRODUCT IDENTIFICATION, padding removed.
     pub product: String,
-    /// PRODUCT REVISION LEVEL, without padding.
+    /// PRODUCT REVISION LEVEL, padding removed.
     pub revision: String,
 }
 
 impl Inquiry {
-    /// Reads what was received; `None` if that is less than 36 bytes.
+    /// Parses received data; returns `None` if there are less than 36 bytes.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         use standard::{PERIPHERAL_DEVICE_TYPE, PERIPHERAL_QUALIFIER, PRODUCT, REVISION, VENDOR};
@@ -297,7 +364,7 @@ impl Inquiry {
         })
     }
 
-    /// Returns whether it is a direct-access block device that is there.
+    /// Returns whether this is a connected direct-access block device.
     #[must_use]
     pub fn is_disk(&self) -> bool {
         self.qualifier == 0 && self.device_type == standard::TYPE_DISK
@@ -309,39 +376,97 @@ impl Inquiry {
 pub struct Capacity {
     /// Number of logical blocks.
     pub blocks: u64,
-    /// Length of a logical block, in bytes: a power of two from 512 to 64 KiB.
+    /// Logical block size in bytes: a power of two from 512 to 64 KiB.
     pub block_size: u32,
     /// Logical blocks per physical block, as a power of two.
     pub physical_exponent: u8,
     /// LBPME: logical blocks can be deallocated.
     pub provisioning: bool,
-    /// LBPRZ: deallocated blocks read as zeroes.
+    /// LBPRZ: deallocated blocks are read as zeroes.
     pub reads_zeroes: bool,
 }
 
+/// Error for an unusable capacity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CapacityError {
+    /// READ CAPACITY data is truncated before the block length.
+    #[error("READ CAPACITY data of {0} bytes")]
+    Short(usize),
+    /// Not a power of two from 512 to 65536.
+    #[error("block length of {0} bytes")]
+    BlockSize(u32),
+    /// File and NBD export offsets are limited to 63 bits.
+    #[error(
+        "capacity of {last_lba:#x} + 1 blocks of {block_size} bytes: the limit is 2^63 - 1 bytes"
+    )]
+    TooLarge {
+        /// Last block address.
+        last_lba: u64,
+        /// Block size in bytes.
+        block_size: u32,
+    },
+}
+
 impl Capacity {
-    /// Reads READ CAPACITY (16) data; `None` where it is short, or its sizes cannot be worked with.
-    #[must_use]
-    pub fn parse(data: &[u8]) -> Option<Self> {
+    /// Parses READ CAPACITY (16) data.
+    ///
+    /// # Errors
+    /// Returns [`CapacityError`] if the capacity is not usable.
+    pub fn parse(data: &[u8]) -> Result<Self, CapacityError> {
         use capacity_16::{BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, PHYSICAL_EXPONENT};
-        let blocks = LAST_LBA.get(data)?.checked_add(1)?;
-        let block_size = BLOCK_LENGTH.get(data)?;
-        let legal = block_size.is_power_of_two() && (512..=65536).contains(&block_size);
-        // The size in bytes must be a number that 64 bits hold.
-        blocks.checked_mul(block_size.into())?;
-        legal.then_some(())?;
-        Some(Self {
-            blocks,
-            block_size,
+        let sizes = LAST_LBA.get(data).zip(BLOCK_LENGTH.get(data));
+        let (last_lba, block_size) = sizes.ok_or(CapacityError::Short(data.len()))?;
+        Ok(Self {
             physical_exponent: PHYSICAL_EXPONENT.get(data).unwrap_or(0),
             provisioning: LBPME.get(data) == Some(true),
             reads_zeroes: LBPRZ.get(data) == Some(true),
+            ..Self::new(last_lba, block_size)?
+        })
+    }
+
+    /// Parses READ CAPACITY (10) data. FFFFFFFFh indicates that READ CAPACITY (16) must be used
+    /// instead.
+    ///
+    /// # Errors
+    /// Returns [`CapacityError`] if the capacity is not usable.
+    pub fn parse_10(data: &[u8]) -> Result<Self, CapacityError> {
+        use capacity_10::{BLOCK_LENGTH, LAST_LBA};
+        let sizes = LAST_LBA.get(data).zip(BLOCK_LENGTH.get(data));
+        let (last_lba, block_size) = sizes.ok_or(CapacityError::Short(data.len()))?;
+        match last_lba {
+            u32::MAX => Err(CapacityError::TooLarge {
+                last_lba: last_lba.into(),
+                block_size,
+            }),
+            _ => Self::new(last_lba.into(), block_size),
+        }
+    }
+
+    fn new(last_lba: u64, block_size: u32) -> Result<Self, CapacityError> {
+        if !block_size.is_power_of_two() || !(512..=65536).contains(&block_size) {
+            return Err(CapacityError::BlockSize(block_size));
+        }
+        let too_large = CapacityError::TooLarge {
+            last_lba,
+            block_size,
+        };
+        let blocks = last_lba.checked_add(1).ok_or(too_large)?;
+        let bytes = blocks.checked_mul(block_size.into());
+        if bytes.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+            return Err(too_large);
+        }
+        Ok(Self {
+            blocks,
+            block_size,
+            physical_exponent: 0,
+            provisioning: false,
+            reads_zeroes: false,
         })
     }
 }
 
-/// Block Limits page, B0h (SBC-3 clause 6.6). Zero means that no limit is reported, or that the
-/// operation is not supported, as the standard says for each field.
+/// Block Limits page, B0h (SBC-3 clause 6.6). Zero means that there is no reported limit, or that
+/// the operation is not supported, depending on the field.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockLimits {
     /// MAXIMUM TRANSFER LENGTH, in blocks.
@@ -357,7 +482,7 @@ pub struct BlockLimits {
 }
 
 impl BlockLimits {
-    /// Reads the page; fields that were not received are zero.
+    /// Parses the page; fields which were not received are set to zero.
     #[must_use]
     pub fn parse(page: &[u8]) -> Self {
         use block_limits as field;
@@ -382,7 +507,7 @@ pub struct Provisioning {
 }
 
 impl Provisioning {
-    /// Reads the Logical Block Provisioning page.
+    /// Parses the Logical Block Provisioning page.
     #[must_use]
     pub fn parse(page: &[u8]) -> Self {
         Self {
@@ -392,14 +517,14 @@ impl Provisioning {
     }
 }
 
-/// Identity of a logical unit (pages 80h and 83h, SPC-4 clause 7.8).
+/// Logical unit identity (pages 80h and 83h, SPC-4 clause 7.8).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// Unit serial number (page 80h).
     pub serial: Option<String>,
-    /// NAA designator, in hexadecimal.
+    /// NAA designator, in hex.
     pub naa: Option<String>,
-    /// EUI-64 designator, in hexadecimal.
+    /// EUI-64 designator, in hex.
     pub eui: Option<String>,
     /// T10 vendor identification designator.
     pub t10: Option<String>,
@@ -412,14 +537,14 @@ impl Identity {
         [&self.serial, &self.naa, &self.eui, &self.t10, &self.name]
     }
 
-    /// Returns whether it lacks some names of the other one, or all, and has none that differs.
+    /// Returns whether all names in `self` match `whole`; names may be missing.
     #[must_use]
     pub fn is_part_of(&self, whole: &Self) -> bool {
         let mut pairs = self.names().into_iter().zip(whole.names());
         self != whole && pairs.all(|(own, other)| own.is_none() || own == other)
     }
 
-    /// Reads the bodies of pages 80h and 83h, as far as there are any.
+    /// Parses the page 80h and 83h bodies, if available.
     #[must_use]
     pub fn parse(serial: Option<&[u8]>, designators: Option<&[u8]>) -> Self {
         let mut identity = Self {
@@ -427,7 +552,7 @@ impl Identity {
             ..Self::default()
         };
         for one in designator::parse(designators.unwrap_or(&[])) {
-            // Only designators of the logical unit itself.
+            // Only use designators for the logical unit itself.
             if one.association == LOGICAL_UNIT && one.is_whole {
                 identity.take(one.kind, one.id);
             }
@@ -448,17 +573,20 @@ impl Identity {
     }
 }
 
-/// The answer to MODE SENSE (6) about caching (SBC-3 6.5) and the medium.
+/// MODE SENSE (6) response for caching (SBC-3 6.5) and medium state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachingPage {
-    /// WCE: writes may be in a volatile cache when they are answered.
+    /// WCE: completed writes may still be in a volatile cache.
     pub write_cache: bool,
-    /// WP: writes are refused.
+    /// DPOFUA: writes can use the FUA bit. If not set, the unit rejects or ignores the bit.
+    pub has_fua: bool,
+    /// WP: writes will be rejected.
     pub write_protected: bool,
 }
 
 impl CachingPage {
-    /// Reads mode parameter data; `None` where it is too short. A missing page means no cache.
+    /// Parses mode parameter data; returns `None` if it is too short. If the page is missing, there
+    /// is no cache.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         let write_protected = mode::header_6::WP.get(data)?;
@@ -467,6 +595,7 @@ impl CachingPage {
         let caching = page.filter(|page| mode::PAGE_CODE.get(page) == Some(mode::CACHING));
         Some(Self {
             write_cache: caching.and_then(|page| mode::caching::WCE.get(page)) == Some(true),
+            has_fua: mode::header_6::DPOFUA.get(data) == Some(true),
             write_protected,
         })
     }
@@ -483,10 +612,15 @@ mod tests {
         blocks: 0x090a_0b0c,
     };
 
+    const SHORT: BlockRange = BlockRange {
+        lba: 0x0102_0304,
+        blocks: 0x0506,
+    };
+
     #[test]
     fn cdbs_are_those_of_the_standard() {
         #[rustfmt::skip]
-        let cases: [(Command, &[u8]); 10] = [
+        let cases: [(Command, &[u8]); 14] = [
             (Command::test_unit_ready(), &[0, 0, 0, 0, 0, 0]),
             (Command::inquiry(), &[0x12, 0, 0, 0, 96, 0]),
             (Command::vpd(0xb0), &[0x12, 1, 0xb0, 4, 0, 0]),
@@ -496,7 +630,11 @@ mod tests {
             (Command::write_same(RANGE, 512, true), &[0x93, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 0]),
             (Command::unmap(RANGE), &[0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0]),
             (Command::read_capacity(), &[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32, 0, 0]),
-            (Command::synchronize_cache(), &[0x91, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            (Command::synchronize_cache(), &[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            (Command::read_capacity_10(), &[0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            (Command::read_nothing(), &[0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            (Command::read_by(CdbSize::Ten, SHORT, 512), &[0x28, 0, 1, 2, 3, 4, 0, 5, 6, 0]),
+            (Command::write_by(CdbSize::Ten, SHORT, 512, true), &[0x2a, 8, 1, 2, 3, 4, 0, 5, 6, 0]),
         ];
         for (command, cdb) in cases {
             assert_eq!(command.cdb.as_bytes(), cdb);
@@ -556,11 +694,21 @@ mod tests {
         assert_eq!((capacity.blocks, capacity.block_size), (256, 512));
         assert!(capacity.provisioning && capacity.reads_zeroes);
         assert_eq!(capacity.physical_exponent, 3);
-        assert_eq!(Capacity::parse(&data(u64::MAX, 512)), None);
-        assert_eq!(Capacity::parse(&data(u64::MAX - 1, 512)), None);
-        assert_eq!(Capacity::parse(&data(0xff, 0)), None);
-        assert_eq!(Capacity::parse(&data(0xff, 513)), None);
-        assert_eq!(Capacity::parse(&data(0xff, 1 << 31)), None);
+        // 2^63 bytes.
+        for last_lba in [(1 << 54) - 1, u64::MAX - 1, u64::MAX] {
+            let refused = Capacity::parse(&data(last_lba, 512)).unwrap_err();
+            assert!(matches!(refused, CapacityError::TooLarge { .. }));
+        }
+        assert!(Capacity::parse(&data((1 << 54) - 2, 512)).is_ok());
+        for size in [0, 513, 1 << 31] {
+            let refused = Capacity::parse(&data(0xff, size));
+            assert_eq!(refused, Err(CapacityError::BlockSize(size)));
+        }
+        assert_eq!(Capacity::parse(&[0; 11]), Err(CapacityError::Short(11)));
+        let short = |last: u32| [last.to_be_bytes(), [0, 0, 2, 0]].concat();
+        assert_eq!(Capacity::parse_10(&short(0xff)).unwrap().blocks, 256);
+        let refused = Capacity::parse_10(&short(u32::MAX)).unwrap_err();
+        assert!(matches!(refused, CapacityError::TooLarge { .. }));
     }
 
     #[test]
@@ -584,7 +732,9 @@ mod tests {
     #[test]
     fn mode_data_have_cache_and_write_protection() {
         let caching = CachingPage::parse(&[20, 0, 0x80, 0, 8, 18, 4, 0]).unwrap();
-        assert!(caching.write_cache && caching.write_protected);
+        assert!(caching.write_cache && caching.write_protected && !caching.has_fua);
+        let without_cache = CachingPage::parse(&[3, 0, 0x10, 0]).unwrap();
+        assert!(without_cache.has_fua && !without_cache.write_cache);
     }
 
     proptest! {
@@ -592,6 +742,7 @@ mod tests {
         fn nothing_a_target_sends_panics(data: Vec<u8>) {
             let _ = Inquiry::parse(&data);
             let _ = Capacity::parse(&data);
+            let _ = Capacity::parse_10(&data);
             let _ = BlockLimits::parse(&data);
             let _ = Provisioning::parse(&data);
             let _ = Identity::parse(Some(&data), Some(&data));

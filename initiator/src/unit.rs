@@ -17,10 +17,11 @@
 //! middle of a session are out of reach.
 //!
 //! # The same cache
-//! A write without FUA that is answered may be in a volatile cache (SBC-3 clause 4.15) until a
-//! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between
-//! the two, that flush is carried out and then reported as failed: the next one, once, and every
-//! one that was under way when it happened. A unit may get such a cache at any time (WCE of the
+//! A write without FUA that is answered, or with FUA by a unit that does not report DPOFUA, may be
+//! in a volatile cache (SBC-3 clause 4.15) until a SYNCHRONIZE CACHE that began after it is answered.
+//! If the target may have lost its cache between the two, that flush is carried out and then reported
+//! as failed: the next flush, once, and every flush that was in flight at the time. [`Losses`]
+//! counts losses for users with several clients. A unit may get such a cache at any time (WCE of the
 //! caching mode page): each check finds out. A process that takes over from one that was killed
 //! does not know what that one had acknowledged, and takes it that something was. Whether a target
 //! may have lost its cache:
@@ -29,11 +30,14 @@
 //!   disk, the kernel's page cache for files and devices). One that appears or disappears is
 //!   another.
 //! - **POWER ON OCCURRED (29h/01h), DEVICE INTERNAL RESET (29h/04h)**: lost.
+//! - **A deferred error** (sense response codes 71h and 73h), unless it was recovered: lost. It
+//!   belongs to a write that returned GOOD earlier (SPC-4 clause 4.5).
 //! - **I_T NEXUS LOSS OCCURRED (29h/07h)** after a login: not lost, since a target that knows the
 //!   old nexus has been there all the time. SCSI BUS RESET (29h/02h) and BUS DEVICE RESET FUNCTION
 //!   OCCURRED (29h/03h), a logical unit reset, leave caches alone.
 //! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may stand for each of these (SPC-4
-//!   annex F). In the middle of a session: lost. As the first thing after a login it says nothing,
+//!   annex F). In the middle of a session: lost, except for the first one after a LOGICAL UNIT RESET
+//!   of our own. As the first thing after a login it says nothing,
 //!   since there are targets (tgt, `riserd`) that greet each new nexus with it.
 //! - Nothing that says anything, as from LIO, which raises no attention at a login: lost, if a
 //!   connection was refused meanwhile (something was there and did not serve), or if the target was
@@ -44,6 +48,7 @@
 
 use std::fmt;
 use std::io::{Error, ErrorKind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use riser_scsi::data::cdb::block_16::FUA;
@@ -51,7 +56,7 @@ use riser_scsi::data::vpd;
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::sense::{AdditionalSense, SenseKey};
 
-use crate::request::{Answer, CHECK_CONDITION, DataLen, Effect, GOOD};
+use crate::request::{Answer, CHECK_CONDITION, DataLen, Effect};
 use crate::scsi::{CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN};
 use crate::session::{ConnectError, Down, SrpLoginError};
 
@@ -151,6 +156,8 @@ enum Step {
     /// Again, where the first answer was none, or is doubtful: a target may report REPORTED LUNS DATA
     /// HAS CHANGED to every command until it has named the unit, as `riserd` does.
     CapacityAtLast,
+    /// READ CAPACITY (10), for a unit without the longer form.
+    ShortCapacity,
 }
 
 /// One round of questions to a unit. Begins with [`Check::default`].
@@ -196,6 +203,10 @@ impl Check {
                 ..Command::mode_sense_caching()
             },
             Step::Capacity | Step::CapacityAtLast => Command::read_capacity_of(VPD_LEN.into()),
+            Step::ShortCapacity => Command {
+                len: DataLen::In(VPD_LEN.into()),
+                ..Command::read_capacity_10()
+            },
         }
     }
 
@@ -229,7 +240,7 @@ impl Check {
         };
         let is_of_names = matches!(self.step, Step::Inquiry | Step::Designators | Step::Serial);
         let is_confirmation = self.step == Step::CapacityAtLast && self.found.capacity.is_some();
-        answer.status == GOOD || !is_confirmation && (!is_of_names || is_refused())
+        answer.is_success() || !is_confirmation && (!is_of_names || is_refused())
     }
 
     /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether
@@ -237,7 +248,7 @@ impl Check {
     pub fn take(&mut self, data: &[u8]) -> bool {
         self.step = match self.step {
             Step::Capacity => {
-                self.found.capacity = Capacity::parse(data);
+                self.found.capacity = Capacity::parse(data).ok();
                 Step::Inquiry
             }
             Step::Inquiry => {
@@ -272,7 +283,14 @@ impl Check {
                 Step::CapacityAtLast
             }
             Step::CapacityAtLast => {
-                self.found.capacity = Capacity::parse(data);
+                self.found.capacity = Capacity::parse(data).ok();
+                if self.found.capacity.is_some() {
+                    return false;
+                }
+                Step::ShortCapacity
+            }
+            Step::ShortCapacity => {
+                self.found.capacity = Capacity::parse_10(data).ok();
                 return false;
             }
         };
@@ -365,15 +383,26 @@ impl Evidence {
         };
     }
 
-    /// The unit reported a unit attention.
-    pub fn on_attention(&mut self, attention: AdditionalSense) {
+    /// The unit reported a unit attention. `is_own_reset` if our own task management caused it.
+    pub fn on_attention(&mut self, attention: AdditionalSense, is_own_reset: bool) {
         match (attention.code, attention.qualifier) {
             (0x29, 0x01 | 0x04) => self.power_on = true,
             // Not as the first thing after a login. What was seen before one stays true.
-            (0x29, 0x00) => self.power_on |= !self.is_logged_in,
+            (0x29, 0x00) => self.power_on |= !self.is_logged_in && !is_own_reset,
             (0x29, 0x07) => self.nexus_loss = true,
             _ => {}
         }
+    }
+
+    /// Returns whether the unit has reported a power-on.
+    #[must_use]
+    pub fn has_powered_on(&self) -> bool {
+        self.power_on
+    }
+
+    /// Returns whether a power-on was seen that was not judged yet, and forgets it.
+    pub fn take_power_on(&mut self) -> bool {
+        std::mem::take(&mut self.power_on)
     }
 
     /// Returns whether a unit may have lost its volatile cache, whose generation was `was` and is
@@ -455,13 +484,34 @@ impl WriteCache {
         self.written == self.settled && self.lost.is_none()
     }
 
-    /// The target may have lost what its cache held.
-    pub fn on_lost(&mut self) {
-        if self.written > self.settled {
+    /// The target may have lost its cache; returns whether that affects acknowledged writes.
+    pub fn on_lost(&mut self) -> bool {
+        let is_loss = self.written > self.settled;
+        if is_loss {
             self.losses += 1;
             self.lost = Some(self.written);
         }
         self.settled = self.written;
+        is_loss
+    }
+}
+
+/// Number of times that a unit may have lost acknowledged writes. The engine counts; each client of
+/// the unit compares with the number that it was last notified of, because a flush reports a loss
+/// only once, as `errseq_t` does in Linux for open files.
+#[derive(Debug, Default)]
+pub struct Losses(AtomicU64);
+
+impl Losses {
+    /// Counts a loss.
+    pub(crate) fn add(&self) {
+        self.0.fetch_add(1, Ordering::Release);
+    }
+
+    /// Current number.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
     }
 }
 
@@ -485,9 +535,9 @@ pub fn is_flush(command: &Command) -> bool {
 }
 
 /// Returns whether a command leaves something in a volatile cache: all that change the medium,
-/// but for flushes and writes with FUA.
+/// but for flushes and, if the unit supports FUA (DPOFUA), writes with FUA.
 #[must_use]
-pub fn is_cached(command: &Command) -> bool {
+pub fn is_cached(command: &Command, has_fua: bool) -> bool {
     const WITH_FUA: [&Opcode; 3] = [
         Opcode::named("WRITE (10)"),
         Opcode::named("WRITE (12)"),
@@ -496,7 +546,7 @@ pub fn is_cached(command: &Command) -> bool {
     let cdb = command.cdb.as_bytes();
     let row = Opcode::of(cdb);
     match WITH_FUA.iter().any(|with_fua| row.is(with_fua)) {
-        true => FUA.get(cdb) != Some(true),
+        true => !has_fua || FUA.get(cdb) != Some(true),
         false => command.effect.is_change() && !is_flush(command),
     }
 }
@@ -504,6 +554,7 @@ pub fn is_cached(command: &Command) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::GOOD;
 
     fn disk(serial: &str, blocks: u64) -> Snapshot {
         Snapshot {
@@ -622,12 +673,14 @@ mod tests {
         evidence
     }
 
+    fn reset(qualifier: u8) -> AdditionalSense {
+        let code = 0x29;
+        AdditionalSense { code, qualifier }
+    }
+
     fn see(evidence: &mut Evidence, attentions: &[u8]) {
         for qualifier in attentions {
-            evidence.on_attention(AdditionalSense {
-                code: 0x29,
-                qualifier: *qualifier,
-            });
+            evidence.on_attention(reset(*qualifier), false);
         }
     }
 
@@ -674,6 +727,20 @@ mod tests {
         reset.on_login(Some(Duration::from_millis(1)));
         see(&mut reset, &[7]);
         assert!(is_lost(reset));
+    }
+
+    /// Some targets report it by the code that may also be a power-on.
+    #[test]
+    fn own_reset_loses_no_cache() {
+        let is_lost = |e: Evidence| e.is_cache_lost(None, None);
+        let mut evidence = Evidence::default();
+        evidence.on_attention(reset(0), true);
+        assert!(!is_lost(evidence));
+        evidence.on_attention(reset(0), false);
+        assert!(is_lost(evidence), "a second report has another cause");
+        let mut power_on = Evidence::default();
+        power_on.on_attention(reset(1), true);
+        assert!(is_lost(power_on));
     }
 
     /// The nexus that the second login hears of is that of the first one, after the restart.
@@ -731,6 +798,16 @@ mod tests {
         assert_eq!(check.command().cdb.opcode(), 0x1a);
         assert!(!check.take(&[15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
         assert_eq!(check.found().write_cache, Some(true));
+    }
+
+    /// A unit without DPOFUA may ignore the bit.
+    #[test]
+    fn fua_writes_are_cached_without_dpofua() {
+        let range = crate::scsi::BlockRange { lba: 0, blocks: 1 };
+        let [fua, plain] = [true, false].map(|fua| Command::write(range, 512, fua));
+        assert!(is_cached(&fua, false) && !is_cached(&fua, true));
+        assert!(is_cached(&plain, true));
+        assert!(!is_cached(&Command::synchronize_cache(), true));
     }
 
     #[test]

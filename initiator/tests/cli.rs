@@ -892,11 +892,11 @@ fn job_files_of_fio_run() {
         (&two["riser"]["verified_blocks"], &two["job options"]["bs"]),
         (&16.into(), &"64k".into())
     );
-    std::fs::write(&file, "[one]\nrw=read\nthinktime=5\n").unwrap();
+    std::fs::write(&file, "[one]\nrw=read\nlatency_target=5\n").unwrap();
     let (code, errors) = home.fails(&["bench", &file, "mem:4M"]);
     assert_eq!(code, 2);
     assert!(
-        errors.contains("jobs.fio:3: option `thinktime` is not supported"),
+        errors.contains("jobs.fio:3: option `latency_target` is not supported"),
         "{errors}"
     );
     let (code, errors) = home.fails(&["bench", &file, "mem:4M", "--bs", "4k"]);

@@ -171,6 +171,9 @@ fn the_file_behaves_as_a_disk() {
                 .unwrap(),
         );
         assert_eq!(file.metadata().unwrap().size(), SIZE);
+        let refused = file.set_len(SIZE / 2).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::EPERM));
+        file.set_len(SIZE).unwrap();
 
         // In use, it stays; then it goes.
         assert!(matches!(

@@ -8,91 +8,142 @@
 //!   rw=randread
 //!   stonewall           waits for the jobs before it
 //!   size=${SIZE}        from the environment
+//!   numjobs=$ncpus      from this host
+//!   include more.inc    the lines of another file
 //! ```
 //!
 //! Options that mean nothing here but do no harm are accepted ([`IGNORED`](super::job::IGNORED),
-//! [`LIMITED`](super::job::LIMITED)); one that is not supported is an error that names its line.
+//! [`NOTED`](super::job::NOTED), [`LIMITED`](super::job::LIMITED)). All options that are not supported are
+//! reported together, with their lines.
+
+mod expand;
 
 use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
 
-use super::job::{Job, KbBase, Units};
+use self::expand::{expand, without_comment};
+use super::job::{Amount, Job, KbBase, Units};
+
+/// Most files that a job file includes, directly or not.
+const MAX_INCLUDES: usize = 64;
 
 /// Jobs of a file, in its order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobFile {
     /// Groups of jobs that run side by side, one group after another.
     pub groups: Vec<Vec<Job>>,
-    /// Lines with options that have no effect: number from 1, option.
-    pub ignored: Vec<(usize, String)>,
+    /// Options that have no effect, with their places.
+    pub ignored: Vec<(Place, String)>,
+    /// Names of files and directories that the address replaces.
+    pub replaced: Vec<String>,
     /// Meaning of `k` at the end of the sections, if it is the same in all of them.
     pub kb_base: Option<KbBase>,
+}
+
+/// A line of a job file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Name of the file.
+    pub file: String,
+    /// Line, from 1.
+    pub line: usize,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.file, self.line)
+    }
 }
 
 /// An error in a job file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobFileError {
-    /// Name of the file.
-    pub file: String,
-    /// Line, from 1.
-    pub line: usize,
+    /// Its place.
+    pub place: Place,
     /// Description of the mistake.
     pub reason: String,
 }
 
 impl fmt::Display for JobFileError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}: {}", self.file, self.line, self.reason)
+        write!(f, "{}: {}", self.place, self.reason)
     }
 }
 
-impl std::error::Error for JobFileError {}
+/// All errors in a job file, at least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobFileErrors(pub Vec<JobFileError>);
+
+impl fmt::Display for JobFileErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines: Vec<String> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&lines.join("\n"))
+    }
+}
+
+impl std::error::Error for JobFileErrors {}
+
+/// Sources of a job file besides its text.
+pub struct Sources<'a> {
+    /// Variables of the environment.
+    pub env: &'a dyn Fn(&str) -> Option<String>,
+    /// Content of included files.
+    pub read: &'a dyn Fn(&Path) -> io::Result<String>,
+    /// An address that replaces the files and directories of all jobs is given.
+    pub has_address: bool,
+}
+
+impl fmt::Debug for Sources<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sources").finish_non_exhaustive()
+    }
+}
 
 /// A section that is being read.
 #[derive(Clone)]
 struct Section {
     job: Job,
     base: KbBase,
+    /// Size of the file that fio would create.
+    filesize: Option<Amount>,
 }
 
-/// Reads a job file. `env` gives the variables of `${NAME}`.
+/// Reads a job file.
 ///
 /// # Errors
-/// The first line that is wrong, or not supported.
-pub fn parse(
-    file: &str,
-    text: &str,
-    env: &dyn Fn(&str) -> Option<String>,
-) -> Result<JobFile, JobFileError> {
+/// All lines that are wrong, or not supported.
+pub fn parse(file: &str, text: &str, sources: &Sources<'_>) -> Result<JobFile, JobFileErrors> {
     let mut parser = Parser {
+        sources,
         global: Section {
             job: Job::default(),
             base: KbBase::default(),
+            filesize: None,
         },
         open: None,
         is_global: false,
         sections: Vec::new(),
+        includes: 0,
         ignored: Vec::new(),
+        replaced: Vec::new(),
+        errors: Vec::new(),
     };
-    let mut last = 1;
-    for (index, line) in text.lines().enumerate() {
-        last = index + 1;
-        let fail = |reason| JobFileError {
-            file: file.to_owned(),
-            line: last,
-            reason,
-        };
-        let line = expand(without_comment(line), env).map_err(fail)?;
-        parser.handle(line.trim(), last).map_err(fail)?;
-    }
+    parser.read_file(file, text);
     parser.close();
-    let Some(first) = parser.sections.first() else {
-        return Err(JobFileError {
-            file: file.to_owned(),
-            line: last,
+    if parser.sections.is_empty() && parser.errors.is_empty() {
+        parser.errors.push(JobFileError {
+            place: Place {
+                file: file.to_owned(),
+                line: text.lines().count().max(1),
+            },
             reason: "the file has no job: a section such as [name] is one".into(),
         });
-    };
-    let base = first.base;
+    }
+    if !parser.errors.is_empty() {
+        return Err(JobFileErrors(parser.errors));
+    }
+    let base = parser.sections[0].base;
     let is_same = parser.sections.iter().all(|section| section.base == base);
     let mut groups: Vec<Vec<Job>> = Vec::new();
     for Section { job, .. } in parser.sections {
@@ -104,36 +155,50 @@ pub fn parse(
     Ok(JobFile {
         groups,
         ignored: parser.ignored,
+        replaced: parser.replaced,
         kb_base: is_same.then_some(base),
     })
 }
 
-struct Parser {
+struct Parser<'a> {
+    sources: &'a Sources<'a>,
     global: Section,
     /// The section that a job is made of.
     open: Option<Section>,
     is_global: bool,
     sections: Vec<Section>,
-    ignored: Vec<(usize, String)>,
+    /// Files that were included so far.
+    includes: usize,
+    ignored: Vec<(Place, String)>,
+    replaced: Vec<String>,
+    errors: Vec<JobFileError>,
 }
 
-impl Parser {
-    fn handle(&mut self, line: &str, number: usize) -> Result<(), String> {
+impl Parser<'_> {
+    /// Reads the lines of a file, up to an `include` beyond the limit.
+    fn read_file(&mut self, file: &str, text: &str) {
+        for (index, line) in text.lines().enumerate() {
+            if self.includes > MAX_INCLUDES {
+                return;
+            }
+            let place = Place {
+                file: file.to_owned(),
+                line: index + 1,
+            };
+            let line = expand(without_comment(line), self.sources.env);
+            let read = line.and_then(|line| self.read_line(line.trim(), &place));
+            if let Err(reason) = read {
+                self.errors.push(JobFileError { place, reason });
+            }
+        }
+    }
+
+    fn read_line(&mut self, line: &str, place: &Place) -> Result<(), String> {
         if line.is_empty() {
             return Ok(());
         }
         if let Some(rest) = line.strip_prefix('[') {
-            let name = rest.strip_suffix(']').map(str::trim);
-            let name = name.filter(|name| !name.is_empty());
-            let name = name.ok_or_else(|| format!("`{line}` is not a section such as [name]"))?;
-            self.close();
-            self.is_global = name == "global";
-            if !self.is_global {
-                let mut section = self.global.clone();
-                section.job.name = name.to_owned();
-                self.open = Some(section);
-            }
-            return Ok(());
+            return self.begin_section(line, rest);
         }
         let (name, value) = match line.split_once('=') {
             Some((name, value)) => (name.trim(), Some(value.trim())),
@@ -143,164 +208,115 @@ impl Parser {
                 _ => (line, None),
             },
         };
+        if name == "include" {
+            let file = value.filter(|file| !file.is_empty());
+            let file = file.ok_or_else(|| "`include` has no file".to_owned())?;
+            return self.include(file, place);
+        }
         let section = match &mut self.open {
             Some(section) => section,
             None if self.is_global => &mut self.global,
             None => return Err(format!("option `{name}` is in no section")),
         };
+        if self.sources.has_address && matches!(name, "filename" | "directory") {
+            let replaced = format!("{name}={}", value.unwrap_or_default());
+            if !self.replaced.contains(&replaced) {
+                self.replaced.push(replaced);
+            }
+            return Ok(());
+        }
         if !section.set(name, value)? {
-            self.ignored.push((number, name.to_owned()));
+            self.ignored.push((place.clone(), name.to_owned()));
         }
         Ok(())
     }
 
+    fn begin_section(&mut self, line: &str, rest: &str) -> Result<(), String> {
+        let name = rest.strip_suffix(']').map(str::trim);
+        let name = name.filter(|name| !name.is_empty());
+        let name = name.ok_or_else(|| format!("`{line}` is not a section such as [name]"))?;
+        self.close();
+        self.is_global = name == "global";
+        if !self.is_global {
+            let mut section = self.global.clone();
+            section.job.name = name.to_owned();
+            self.open = Some(section);
+        }
+        Ok(())
+    }
+
+    /// Reads the lines of another file. As in fio, its path may be relative to the file that includes
+    /// it.
+    fn include(&mut self, name: &str, place: &Place) -> Result<(), String> {
+        self.includes += 1;
+        if self.includes > MAX_INCLUDES {
+            return Err(format!(
+                "`include {name}` is not supported: more than {MAX_INCLUDES} files are included"
+            ));
+        }
+        let beside = Path::new(&place.file).parent().map(|dir| dir.join(name));
+        let paths = [Some(PathBuf::from(name)), beside];
+        let mut error = None;
+        for path in paths.into_iter().flatten() {
+            match (self.sources.read)(&path) {
+                Ok(text) => {
+                    self.read_file(&path.display().to_string(), &text);
+                    return Ok(());
+                }
+                Err(e) => error = Some(e),
+            }
+        }
+        let error = error.map_or_else(String::new, |e| format!(": {e}"));
+        Err(format!("cannot read the included file {name}{error}"))
+    }
+
     /// The section is complete.
     fn close(&mut self) {
-        self.sections.extend(self.open.take());
+        let section = self.open.take().map(Section::finish);
+        self.sections.extend(section);
     }
 }
 
 impl Section {
     fn set(&mut self, name: &str, value: Option<&str>) -> Result<bool, String> {
-        if name == "kb_base" {
-            self.base = match value {
-                Some("1024") => KbBase::Binary,
-                Some("1000") => KbBase::Decimal,
-                _ => return Err("kb_base is neither 1024 nor 1000".into()),
+        let units = Units::Fio(self.base);
+        match name {
+            "kb_base" => {
+                self.base = match value {
+                    Some("1024") => KbBase::Binary,
+                    Some("1000") => KbBase::Decimal,
+                    _ => return Err("kb_base is neither 1024 nor 1000".into()),
+                };
+                Ok(true)
+            }
+            "filesize" => {
+                let text = value.unwrap_or_default();
+                let size = units
+                    .size(text)
+                    .map_err(|why| format!("{why}; one size is supported"))?;
+                self.filesize = Some(Amount::Bytes(size)).filter(|_| size > 0);
+                Ok(true)
+            }
+            // These are options of the command line.
+            "state" | "sessions" | "fua" | "total" => Err(format!("option `{name}` is not known")),
+            _ => self.job.set(name, value, units),
+        }
+    }
+
+    /// The region is as large as the file that fio would create.
+    fn finish(mut self) -> Self {
+        if let Some(Amount::Bytes(file)) = self.filesize {
+            self.job.size = match self.job.size {
+                Some(Amount::Bytes(size)) => Some(Amount::Bytes(size.min(file))),
+                Some(Amount::Percent(percent)) => {
+                    Some(Amount::Bytes(Amount::Percent(percent).exact(file)))
+                }
+                None => self.filesize,
             };
-            return Ok(true);
         }
-        // These are options of the command line.
-        if matches!(name, "state" | "sessions" | "fua" | "total") {
-            return Err(format!("option `{name}` is not known"));
-        }
-        self.job.set(name, value, Units::Fio(self.base))
+        self
     }
-}
-
-/// The line up to a comment, which begins with `;` or `#` at the start or after a blank.
-fn without_comment(line: &str) -> &str {
-    let mut before = ' ';
-    for (at, c) in line.char_indices() {
-        if matches!(c, ';' | '#') && before.is_whitespace() {
-            return &line[..at];
-        }
-        before = c;
-    }
-    line
-}
-
-/// Replaces each `${NAME}` by the variable of the environment.
-fn expand(line: &str, env: &dyn Fn(&str) -> Option<String>) -> Result<String, String> {
-    let mut out = String::new();
-    let mut rest = line;
-    while let Some(start) = rest.find("${") {
-        let (before, variable) = rest.split_at(start);
-        let end = variable.find('}');
-        let end = end.ok_or_else(|| format!("`{variable}` has no closing brace"))?;
-        let name = &variable[2..end];
-        let value = env(name);
-        let value = value.ok_or_else(|| format!("the environment has no variable `{name}`"))?;
-        out += before;
-        out += &value;
-        rest = &variable[end + 1..];
-    }
-    out += rest;
-    Ok(out)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::super::job::{Access, Amount, BlockSizes, Pattern};
-    use super::*;
-
-    fn parsed(text: &str) -> Result<JobFile, JobFileError> {
-        let env = |name: &str| (name == "SIZE").then(|| "64m".to_owned());
-        parse("test.fio", text, &env)
-    }
-
-    fn refused(text: &str) -> String {
-        parsed(text).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn sections_inherit_the_globals_before_them() {
-        let file = parsed(
-            "; header\n# another\n[global]\nioengine=libaio\nbs = 8k ; two pages\ntime_based\n\
-             runtime=2m\n\n[first]\nrw=randread\nsize=${SIZE}\n[global]\niodepth=16\n\
-             [second]\nrw=write:64k\nsize=50%\n",
-        )
-        .unwrap();
-        let [group] = file.groups.as_slice() else {
-            panic!("one group")
-        };
-        let [first, second] = group.as_slice() else {
-            panic!("two jobs")
-        };
-        assert_eq!(
-            (first.name.as_str(), second.name.as_str()),
-            ("first", "second")
-        );
-        assert_eq!((first.iodepth, second.iodepth), (1, 16));
-        assert_eq!(first.sizes[0], BlockSizes::Fixed(8192));
-        assert_eq!(
-            (first.access, first.pattern),
-            (Access::Read, Pattern::Random)
-        );
-        assert_eq!(first.size, Some(Amount::Bytes(64 << 20)));
-        assert_eq!(second.size, Some(Amount::Percent(50)));
-        assert_eq!(second.modifier, 65536);
-        assert!(first.time_based && second.time_based);
-        assert_eq!(first.runtime, Some(Duration::from_secs(120)));
-        assert_eq!(file.ignored, [(4, "ioengine".to_owned())]);
-    }
-
-    #[test]
-    fn a_stonewall_begins_a_group() {
-        let file = parsed("[a]\nstonewall\n[b]\nrw=write\n[c]\nwait_for_previous\n[d]\n").unwrap();
-        let names = |group: &Vec<Job>| group.iter().map(|j| j.name.clone()).collect::<String>();
-        assert_eq!(
-            file.groups.iter().map(names).collect::<Vec<_>>(),
-            ["ab", "cd"]
-        );
-    }
-
-    #[test]
-    fn kb_base_changes_the_meaning_of_sizes() {
-        let file = parsed("[global]\nkb_base=1000\n[a]\nbs=4ki\nio_size=8k\n").unwrap();
-        let job = &file.groups[0][0];
-        assert_eq!(job.sizes[0], BlockSizes::Fixed(4096));
-        assert_eq!(job.io_size, Some(Amount::Bytes(8000)));
-        assert_eq!(file.kb_base, Some(KbBase::Decimal));
-        let mixed = parsed("[a]\nbs=4k\n[b]\nkb_base=1000\n").unwrap();
-        assert_eq!(mixed.kb_base, None);
-    }
-
-    #[test]
-    fn an_error_names_file_line_option_and_reason() {
-        assert_eq!(
-            refused("[a]\nrw=read\nthinktime=5\n"),
-            "test.fio:3: option `thinktime` is not supported: there is no pause between operations; \
-             rate_iops plans their times"
-        );
-        assert!(refused("[a]\nfrob=1\n").contains("test.fio:2: option `frob` is not known"));
-        assert!(refused("rw=read\n").contains(":1: option `rw` is in no section"));
-        assert!(refused("[a\n").contains("`[a` is not a section"));
-        assert!(refused("[a]\nbs=4q\n").contains(":2: `4q` is not a size"));
-        assert!(refused("[a]\nsize=${NOWHERE}\n").contains("no variable `NOWHERE`"));
-        assert!(refused("[a]\nsize=${SIZE\n").contains("closing brace"));
-        assert!(refused("[global]\nbs=4k\n").contains("no job"));
-        assert!(refused("[a]\nstate=x\n").contains("`state` is not known"));
-        let include = refused("[a]\ninclude other.fio\n");
-        assert!(include.contains(":2: option `include` is not supported: a job file is one file"));
-    }
-
-    #[test]
-    fn comments_begin_at_a_blank() {
-        assert_eq!(without_comment("a=b;c#d"), "a=b;c#d");
-        assert_eq!(without_comment("a=b ;c"), "a=b ");
-        assert_eq!(without_comment("#a"), "");
-    }
-}
+mod tests;

@@ -19,7 +19,7 @@ use super::state::{self, Layout, Lock, StateFile};
 use super::stats::Recorder;
 use super::task::Task;
 use super::verify::{Check, Verifier};
-use super::worker::{Clock, Left, Parts, Shared, Worker};
+use super::worker::{Clock, Left, Parts, Shared, Think, Worker};
 use crate::block::{BlockDevice, Buffer, task};
 
 /// Plan of a clone, before it is a worker.
@@ -195,6 +195,10 @@ pub(super) fn workers(
         end_fsync: job.end_fsync && job.is_destructive(),
         trim_write: job.access == Access::TrimWrite,
         flushes_count: job.access == Access::Flush,
+        think: (!job.thinktime.is_zero()).then_some(Think {
+            blocks: job.thinktime_blocks,
+            time: job.thinktime,
+        }),
         clock: context.clock,
         stop: context.stop.clone(),
     });

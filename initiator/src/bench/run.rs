@@ -159,6 +159,10 @@ impl Running {
             true => (Duration::ZERO, None),
             false => (job.ramp_time, job.runtime),
         };
+        let begun = match job.verify_only {
+            true => begun,
+            false => begun + job.startdelay,
+        };
         let measured_from = begun + ramp;
         Self {
             clock: Clock {

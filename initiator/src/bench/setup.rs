@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::content::HEADER;
 use super::error::BenchError;
-use super::job::{Access, BlockSizes, Job, Pattern};
+use super::job::{Access, Amount, BlockSizes, Job, Pattern};
 use super::outcome::OpKind;
 use crate::block::{Geometry, MAX_TRANSFER};
 
@@ -136,6 +136,9 @@ fn check_rates(job: &Job) -> Result<(), BenchError> {
         count if count != kinds.len() => {
             fail("a rate for one of reads and writes only is not supported: give both one".into())
         }
+        _ if !job.thinktime.is_zero() => {
+            fail("thinktime has no effect on operations with planned times: leave out one".into())
+        }
         // The default is as good as not given.
         _ if job.access == Access::Mixed && job.rwmixread != 50 => fail(
             "rwmixread has no effect on reads and writes with rates: these say how many of each \
@@ -182,10 +185,12 @@ fn check_verify(job: &Job) -> Result<(), BenchError> {
 fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
     let whole = geometry.capacity;
     let align = u64::from(job.min_block().max(geometry.block_size));
-    let increment = job.offset_increment.of(whole, align);
-    let offset = job.offset.of(whole, align);
-    let start = offset.saturating_add(increment.saturating_mul(index.into()));
+    let start = start(job, whole, align, index);
     let end = match job.size {
+        // To the end of the device at most.
+        Some(size @ Amount::Percent(_)) => start
+            .saturating_add(size.of(whole, align))
+            .min(whole.max(start)),
         Some(size) => start.saturating_add(size.of(whole, align)),
         None => whole.max(start),
     };
@@ -211,10 +216,50 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
         (None, Some(size)) => size.of(length, align) / align * align,
         (None, None) => length / align * align,
     };
+    let bytes = match strided(job, whole, &region) {
+        Some(most) if bytes <= length => bytes.min(most),
+        _ => bytes,
+    };
     Share {
         region,
-        bytes,
-        ios: job.number_ios.unwrap_or(u64::MAX),
+        bytes: bytes.saturating_mul(job.loops),
+        ios: job.number_ios.unwrap_or(u64::MAX).saturating_mul(job.loops),
+    }
+}
+
+/// First byte of the region of a clone. As in fio, percentages are rounded up to blocks.
+fn start(job: &Job, whole: u64, align: u64, index: u32) -> u64 {
+    let increment = job.offset_increment.exact(whole);
+    let increments = increment.saturating_mul(index.into());
+    let start = job.offset.exact(whole).saturating_add(increments);
+    let is_part = |amount| matches!(amount, Amount::Percent(_));
+    match is_part(job.offset) || is_part(job.offset_increment) {
+        true => start.checked_next_multiple_of(align).unwrap_or(start),
+        false => start,
+    }
+}
+
+/// Bytes of the operations of one pass of strides over a region, after which a job of fio has done its
+/// work. `None` for a job without strides, and where fio begins again: if the last operation is not at the
+/// end of the device, and the stride behind it leads beyond that.
+fn strided(job: &Job, whole: u64, region: &Range<u64>) -> Option<u64> {
+    let [kind] = job.access.kinds() else {
+        return None;
+    };
+    let BlockSizes::Fixed(block) = *job.sizes_of(*kind) else {
+        return None;
+    };
+    if job.pattern != Pattern::Sequential || job.modifier == 0 || block == 0 {
+        return None;
+    }
+    let (block, length) = (u64::from(block), region.end - region.start);
+    let stride = block.saturating_add(job.modifier);
+    let last = length.saturating_sub(block) / stride * stride;
+    let end = region.start.saturating_add(last).saturating_add(block);
+    let begins_again = end < whole && end.saturating_add(job.modifier) >= whole;
+    match begins_again && region.end >= whole {
+        true => None,
+        false => Some((last / stride + 1) * block),
     }
 }
 
@@ -297,7 +342,7 @@ pub(super) fn has_buffers(job: &Job) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use super::super::job::{Amount, BlockSizes, Checksum, Rate};
+    use super::super::job::{Checksum, Rate};
     use super::*;
 
     fn geometry() -> Geometry {
@@ -363,9 +408,77 @@ mod tests {
             let places = [region.start, region.end, *bytes];
             assert!(places.iter().all(|n| n.is_multiple_of(65536)), "{places:?}");
         }
-        assert_eq!(shares[0].region, 42 << 16..81 << 16);
-        assert_eq!(shares[1].region.start, 50 << 16);
+        // As fio does: 33 and 40 percent are rounded up.
+        assert_eq!(shares[0].region, 43 << 16..82 << 16);
+        assert_eq!(shares[1].region.start, 52 << 16);
         assert_eq!(shares[0].bytes, 30 << 16);
+    }
+
+    fn bytes(job: &Job) -> u64 {
+        shares(job, &geometry()).unwrap()[0].bytes
+    }
+
+    /// fio 3.33 reports the same numbers.
+    #[test]
+    fn strides_end_at_the_end_of_the_region() {
+        let job = |size, modifier| Job {
+            size: Some(Amount::Bytes(size)),
+            modifier,
+            ..Job::default()
+        };
+        assert_eq!(bytes(&job(4 << 20, 12 << 10)), 256 * 4096);
+        assert_eq!(bytes(&job(4 << 20, 10 << 10)), 293 * 4096);
+        // On a whole device fio begins again if a stride leads beyond the end.
+        for (skip, blocks) in [(9, 630), (10, 585), (12, 2048), (20, 2048)] {
+            assert_eq!(bytes(&job(8 << 20, skip << 10)), blocks * 4096, "{skip}");
+        }
+        let more = Job {
+            io_size: Some(Amount::Bytes(5 << 20)),
+            ..job(4 << 20, 12 << 10)
+        };
+        assert_eq!(bytes(&more), 5 << 20);
+        let loops = Job {
+            loops: 2,
+            ..job(4 << 20, 12 << 10)
+        };
+        assert_eq!(bytes(&loops), 512 * 4096);
+    }
+
+    #[test]
+    fn loops_multiply_bytes_and_operations() {
+        let job = Job {
+            size: Some(Amount::Bytes(1 << 20)),
+            number_ios: Some(10),
+            loops: 3,
+            ..Job::default()
+        };
+        let share = shares(&job, &geometry()).unwrap().remove(0);
+        assert_eq!((share.bytes, share.ios), (3 << 20, 30));
+        let endless = Job {
+            time_based: true,
+            runtime: Some(Duration::from_secs(1)),
+            ..job
+        };
+        assert_eq!(bytes(&endless), u64::MAX);
+    }
+
+    #[test]
+    fn percentage_of_size_ends_at_the_device() {
+        let job = Job {
+            offset: Amount::Bytes(2 << 20),
+            size: Some(Amount::Percent(100)),
+            ..Job::default()
+        };
+        assert_eq!(regions(&job)[0], 2 << 20..8 << 20);
+        let apart = Job {
+            numjobs: 3,
+            size: Some(Amount::Bytes(4096)),
+            offset_increment: Amount::Percent(20),
+            ..Job::default()
+        };
+        // Each offset is rounded up separately.
+        let starts: Vec<u64> = regions(&apart).iter().map(|region| region.start).collect();
+        assert_eq!(starts, [0, 1_679_360, 3_358_720]);
     }
 
     #[test]

@@ -130,6 +130,50 @@ fn a_run_ends_by_time_and_does_not_count_the_ramp() {
 }
 
 #[test]
+fn pauses_follow_their_operations() {
+    let thinking = Job {
+        access: Access::Read,
+        thinktime: Duration::from_millis(10),
+        thinktime_blocks: 4,
+        total: None,
+        number_ios: Some(10),
+        numjobs: 1,
+        verify: None,
+        ..job()
+    };
+    let outcome = run_on(&device(), thinking).unwrap();
+    assert_eq!(ios(&outcome), [10, 0, 0, 0]);
+    // Behind the 4th and the 8th operation.
+    assert!(
+        outcome.runtime >= Duration::from_millis(20),
+        "{:?}",
+        outcome.runtime
+    );
+}
+
+#[test]
+fn delayed_job_starts_later_and_loops() {
+    let delayed = Job {
+        access: Access::Read,
+        pattern: Pattern::Sequential,
+        startdelay: Duration::from_millis(50),
+        loops: 3,
+        total: None,
+        size: Some(Amount::Bytes(1 << 20)),
+        splits_region: false,
+        numjobs: 1,
+        verify: None,
+        ..job()
+    };
+    let begun = std::time::Instant::now();
+    let outcome = run_on(&device(), delayed).unwrap();
+    assert!(begun.elapsed() >= Duration::from_millis(50));
+    assert_eq!(ios(&outcome), [768, 0, 0, 0]);
+    // The delay is not measured.
+    assert!(outcome.runtime < begun.elapsed() - Duration::from_millis(40));
+}
+
+#[test]
 fn errors_and_wrong_data_end_the_run() {
     let bad = device();
     bad.spoil(0..SIZE);

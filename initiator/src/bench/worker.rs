@@ -38,6 +38,8 @@ pub(super) struct Shared {
     pub(super) trim_write: bool,
     /// Flushes are the operations of the job, and do not follow from its writes.
     pub(super) flushes_count: bool,
+    /// Pauses between operations.
+    pub(super) think: Option<Think>,
     pub(super) clock: Clock,
     /// An error of any worker of the group ends all.
     pub(super) stop: Arc<AtomicBool>,
@@ -50,6 +52,15 @@ pub(super) struct Clock {
     pub(super) begun: Instant,
     pub(super) measured_from: Instant,
     pub(super) ends: Option<Instant>,
+}
+
+/// Pauses of a job.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Think {
+    /// Operations between two pauses.
+    pub(super) blocks: u64,
+    /// Length of a pause, from the last completion.
+    pub(super) time: Duration,
 }
 
 /// Amount that is left to a worker.
@@ -112,6 +123,8 @@ pub(super) struct Worker {
     held: Vec<Next>,
     left: Left,
     writes: u64,
+    /// Operations since the last pause.
+    unpaused: u64,
     salt: u64,
     recorder: Recorder,
     scratch: Vec<u8>,
@@ -160,6 +173,7 @@ impl Worker {
             held: Vec::new(),
             left: parts.left,
             writes: 0,
+            unpaused: 0,
             salt: parts.salt,
             recorder: parts.recorder,
             scratch: vec![0; parts.max_block],
@@ -246,6 +260,11 @@ impl Worker {
             self.is_over = !self.shared.trim_write || self.outstanding() == 0;
             return None;
         }
+        let resume = self.resume_time()?;
+        if resume > now {
+            self.due = Some(resume.min(now + LOOK));
+            return None;
+        }
         let mut due = now;
         let mut kind = None;
         if let Some(arrivals) = &self.arrivals {
@@ -273,7 +292,26 @@ impl Worker {
         }
         // `number_ios` is one of reads, writes and trims, as fio's is.
         let counts = op.kind != OpKind::Flush || self.shared.flushes_count;
+        self.unpaused += u64::from(counts);
         Some(Next { op, due, counts })
+    }
+
+    /// The time from which the next operation may start; `None` while operations before a pause are in
+    /// flight.
+    fn resume_time(&mut self) -> Option<Instant> {
+        match self.shared.think {
+            Some(think) if self.unpaused >= think.blocks => {
+                if self.outstanding() > 0 {
+                    return None;
+                }
+                let resume = self.last + think.time;
+                if Instant::now() >= resume {
+                    self.unpaused = 0;
+                }
+                Some(resume)
+            }
+            _ => Some(self.shared.clock.begun),
+        }
     }
 
     /// Enters a write or trim into the ledger. Holds it back while its blocks are in flight.
@@ -571,6 +609,7 @@ mod tests {
             end_fsync: false,
             trim_write: false,
             flushes_count: false,
+            think: None,
             clock: Clock {
                 begun,
                 measured_from: begun + Duration::from_millis(5),

@@ -1,4 +1,4 @@
-//! The wake-up of a thread that serves clients by turns: [`Bell`].
+//! Wakes up a thread that serves clients: [`Bell`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,16 +7,16 @@ use std::task::Wake;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Notifies the thread of a [`Service`](super::Service) of what other threads, or tasks on its own,
-/// have done for it. While it is awake that costs an atomic addition.
+/// Notifies the thread of a [`Service`](super::Service) about changes made by other threads, or by
+/// tasks on the same thread. If the thread is awake, this is just an atomic addition.
 ///
-/// The thread reads [`Bell::events`], looks at all that it has, and passes the number that it read
-/// to [`Bell::prepare_sleep`]: so nothing that happens in between is slept over.
+/// To make sure that we don't miss any event, the thread must read [`Bell::events`], then check for
+/// work, and then pass the event count to [`Bell::prepare_sleep`].
 #[derive(Debug)]
 pub(crate) struct Bell {
     wake: OwnedFd,
     events: AtomicU64,
-    /// The thread sleeps, or is about to.
+    /// Set if the thread is asleep, or about to sleep.
     sleeps: AtomicBool,
 }
 
@@ -29,16 +29,16 @@ impl Bell {
         })
     }
 
-    /// Counts an event, and ends the thread's sleep.
+    /// Adds an event and wakes the thread.
     pub(crate) fn ring(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
         if self.sleeps.swap(false, Ordering::SeqCst) {
-            // It can only fail when the counter is full, and then it is readable anyway.
+            // This can only fail if the counter is full, and then it is already readable.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 
-    /// Counts an event that a thread need not be woken for.
+    /// Adds an event, but doesn't wake the thread if it is asleep.
     pub(crate) fn note(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
     }
@@ -48,22 +48,22 @@ impl Bell {
         self.events.load(Ordering::SeqCst)
     }
 
-    /// The thread is about to sleep; false if something has happened after the events that `seen`
-    /// counts. From here on an event wakes the thread.
+    /// Must be called before the thread goes to sleep. Returns false if there were new events since
+    /// `seen` was read. After this, an event will wake the thread.
     pub(crate) fn prepare_sleep(&self, seen: u64) -> bool {
         self.sleeps.store(true, Ordering::SeqCst);
         self.events() == seen
     }
 
-    /// The descriptor that wakes the thread.
+    /// File descriptor used to wake the thread.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// The thread is awake.
+    /// Must be called when the thread is awake again.
     pub(crate) fn end_sleep(&self) {
         self.sleeps.store(false, Ordering::SeqCst);
-        // In any case: the count of an earlier sleep may have come after its end.
+        // We always need to read the counter, because it may still be set from a previous sleep.
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
     }
@@ -86,7 +86,7 @@ mod tests {
     fn a_count_that_comes_after_its_sleep_ends_one_sleep_at_most() {
         let bell = Bell::new().unwrap();
         assert!(bell.prepare_sleep(bell.events()));
-        // Another thread has taken the mark, and is slow to write.
+        // Another thread has cleared the flag, but hasn't written to the descriptor yet.
         bell.events.fetch_add(1, Ordering::SeqCst);
         assert!(bell.sleeps.swap(false, Ordering::SeqCst));
         bell.end_sleep();
@@ -111,7 +111,7 @@ mod tests {
         bell.end_sleep();
         assert!(bell.prepare_sleep(bell.events()));
         bell.ring();
-        // Without a time: it ends because it was rung.
+        // There is no timeout, so this will only return if the bell was rung.
         wait([Waited::reading(bell.fd())], None);
         bell.end_sleep();
     }

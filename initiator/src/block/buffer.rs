@@ -1,20 +1,20 @@
-//! Memory for one transfer.
+//! Transfer buffer.
 
 use std::any::Any;
 use std::fmt;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Waker;
 
 use riser_memory::{MemSlice, Memory};
 
-/// Memory for one transfer: a range of memory that a device may address, and the lease that gives
-/// the range back to its pool when the buffer is dropped.
+/// Transfer buffer: a memory range that can be accessed by a device, and a lease that returns the
+/// range to its pool when the buffer is dropped.
 ///
-/// It is not cloneable: only its holder may start an operation on it.
+/// Buffers can't be cloned, because only the owner should be able to start an operation.
 pub struct Buffer {
     slice: MemSlice,
-    /// Length that it was made with.
+    /// Original length.
     capacity: usize,
     lease: Option<Box<dyn Any + Send + Sync>>,
 }
@@ -29,10 +29,10 @@ impl fmt::Debug for Buffer {
 }
 
 impl Buffer {
-    /// A buffer in memory of its own.
+    /// Allocates a buffer that isn't part of a pool.
     ///
     /// # Errors
-    /// The error of `mmap(2)`.
+    /// Returns an error from `mmap(2)`.
     pub fn anonymous(len: usize) -> io::Result<Self> {
         let memory = Memory::new(len)?;
         let slice = memory
@@ -45,7 +45,7 @@ impl Buffer {
         })
     }
 
-    /// A range of a pool; dropping the buffer drops the lease.
+    /// Creates a buffer using a range from a pool; the lease is dropped with the buffer.
     #[must_use]
     pub fn leased(slice: MemSlice, lease: Box<dyn Any + Send + Sync>) -> Self {
         Self {
@@ -55,22 +55,22 @@ impl Buffer {
         }
     }
 
-    /// Range of memory that devices address.
+    /// Memory range to be used by devices.
     #[must_use]
     pub fn slice(&self) -> &MemSlice {
         &self.slice
     }
 
-    /// Length of the buffer in bytes.
+    /// Buffer length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.slice.len()
     }
 
-    /// Makes it the first `len` bytes of the memory that it was made with.
+    /// Changes the length. Uses the first `len` bytes of the original memory.
     ///
     /// # Panics
-    /// If it was made with less.
+    /// If `len` exceeds the original length.
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.capacity, "{len} bytes of {}", self.capacity);
         if len != self.slice.len() {
@@ -80,21 +80,47 @@ impl Buffer {
         }
     }
 
-    /// Returns whether it holds no byte.
+    /// Returns whether the length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slice.is_empty()
     }
 }
 
-/// Wakers of those that wait for a buffer of a pool. The pool calls [`BufferWaiters::wake_all`]
-/// when one comes back. Bounded by the requests in flight, of which each registers at most once
-/// per poll.
+/// Buffer shared by multiple operations. Each operation uses a piece of it.
+#[derive(Debug)]
+pub(crate) struct SharedBuffer(Arc<Buffer>);
+
+impl SharedBuffer {
+    pub(crate) fn new(buffer: Buffer) -> Self {
+        Self(Arc::new(buffer))
+    }
+
+    /// Splits the buffer into pieces of `len` bytes; the last piece contains the remaining bytes.
+    pub(crate) fn pieces(&self, len: usize) -> impl Iterator<Item = Buffer> + '_ {
+        let whole = self.0.slice();
+        (0..whole.len()).step_by(len).map(move |at| {
+            let end = whole.len().min(at + len);
+            let range = whole.offset() + at..whole.offset() + end;
+            let slice = whole.memory().slice(range).expect("a part of the buffer");
+            Buffer::leased(slice, Box::new(self.0.clone()))
+        })
+    }
+
+    /// Returns the buffer if all pieces have been dropped.
+    pub(crate) fn into_whole(self) -> Option<Buffer> {
+        Arc::into_inner(self.0)
+    }
+}
+
+/// Wakers waiting for a buffer from a pool. The pool must call [`BufferWaiters::wake_all`] when a
+/// buffer is released. The number of wakers is limited by the requests in flight, because each
+/// request registers up to once per poll.
 #[derive(Debug, Default)]
 pub struct BufferWaiters(Mutex<Vec<Waker>>);
 
 impl BufferWaiters {
-    /// Registers one, unless it is registered already.
+    /// Adds a waker, unless it is already registered.
     pub fn register(&self, waker: &Waker) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !waiting.iter().any(|w| w.will_wake(waker)) {
@@ -102,7 +128,7 @@ impl BufferWaiters {
         }
     }
 
-    /// Wakes and forgets all of them.
+    /// Wakes and removes all wakers.
     pub fn wake_all(&self) {
         let waiting = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         waiting.into_iter().for_each(Waker::wake);

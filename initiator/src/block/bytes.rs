@@ -1,44 +1,50 @@
-//! Requests of any byte offset and length on a device of blocks.
+//! Support for requests with any byte offset and length on a block device.
 //!
-//! A read of part of a block reads the block. A write of part of a block reads the blocks at its
-//! edges, changes them and writes them, and holds [`RangeLocks`] over them meanwhile, so that no
-//! other change made through the same [`ByteDevice`] is lost. Other initiators' writes to the same
-//! block are their own affair, as with any disk.
+//! To read a partial block, we read the whole block. To write a partial block, we read the blocks
+//! at both edges, modify them and write them back. We hold [`RangeLocks`] on these blocks in the
+//! meantime, so that we don't lose other changes made via the same [`ByteDevice`]. Note that this
+//! doesn't protect against writes to the same block from other initiators, just like with any other
+//! disk.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_memory::Memory;
 
+use super::losses::Writes;
 use super::{
-    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, RangeLocks, ZeroOptions,
+    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, LossCursor, RangeLocks,
+    ZeroOptions,
 };
 
-/// Number of partial writes that read their edge blocks at once. Their buffers are taken when the
-/// device is opened, so that a partial write that holds its data needs nothing more from the pool.
+/// Max number of partial writes that can read their edge blocks at the same time. These buffers are
+/// allocated when the device is opened, so that a partial write doesn't require any other buffer
+/// when it already has its data.
 const EDGE_SLOTS: usize = 4;
 
-/// Longest run of zeroes that is written where the device has no command for them, in bytes.
+/// Max size of a write used to zero data if the device doesn't have a command for this, in bytes.
 const ZERO_PIECE: u64 = 256 << 10;
 
-/// Smallest ratio of the device's buffers to the run.
+/// The zero buffer must not use more than this fraction of the device buffers.
 const ZERO_SHARE: u64 = 64;
 
-/// A byte range and the whole blocks that cover it.
+/// Byte range, and the whole blocks that cover it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Offset of the first covering block on the device, in bytes.
+    /// Device offset of the first covering block, in bytes.
     pub start: u64,
     /// Length of the covering blocks in bytes.
     pub covering: usize,
-    /// Offset of the range within the covering blocks.
+    /// Offset of the range in the covering blocks.
     pub head: usize,
     /// Length of the range in bytes.
     pub len: usize,
 }
 
 impl Span {
-    /// The span of `len` bytes from `offset` on; the caller has checked that the device has them.
+    /// Creates a span for `len` bytes at `offset`. The caller must check that it is within the
+    /// device.
     #[must_use]
     pub fn new(block_size: u32, offset: u64, len: usize) -> Self {
         let block = u64::from(block_size);
@@ -52,13 +58,13 @@ impl Span {
         }
     }
 
-    /// Returns whether the range is whole blocks.
+    /// Returns whether the range is aligned to blocks.
     #[must_use]
     pub fn is_aligned(&self) -> bool {
         self.covering == self.len
     }
 
-    /// Bytes between the range's end and that of the covering blocks.
+    /// Number of bytes from the end of the range to the end of the covering blocks.
     fn tail(&self) -> usize {
         self.covering - self.head - self.len
     }
@@ -68,26 +74,30 @@ impl Span {
     }
 }
 
-/// A block device that serves any byte range. See the module documentation.
+/// Block device with support for any byte range, see the module documentation.
 #[derive(Debug)]
 pub struct ByteDevice<D> {
     device: Arc<D>,
     locks: RangeLocks,
-    // Slot i may be used by the holder of i..i+1 of `edge_locks`.
+    // Slot i can be used while holding a lock on i..i+1 in `edge_locks`.
     edge_locks: RangeLocks,
     edges: Vec<EdgeSlot>,
-    /// Zeroes, for a device that has no command for them. All requests write from this run, which
-    /// is taken when the device is opened: they neither wait for a buffer nor keep one from others.
+    /// Zero buffer, used if the device doesn't have a command to write zeroes. It is shared by all
+    /// requests and allocated when the device is opened, so a request doesn't need to wait for a
+    /// buffer and we don't use up buffers needed by other requests.
     zeroes: Option<Arc<Buffer>>,
+    /// Number of losses that have been reported to at least one client.
+    reported: AtomicU64,
+    writes: Writes,
 }
 
-/// The place of a buffer that is kept for edge blocks.
+/// Slot for a buffer reserved for edge blocks.
 #[derive(Clone, Debug)]
 struct EdgeSlot(Arc<Mutex<Option<Buffer>>>);
 
 impl EdgeSlot {
-    /// The kept buffer. It comes back when what is returned is dropped, which a failed operation
-    /// does as well: the pool may have none to take its place.
+    /// Returns the reserved buffer. It is put back on drop, even if the operation fails, because
+    /// the pool may not have a replacement.
     fn take(&self) -> Option<Buffer> {
         let kept = self.lock().take()?;
         let slice = kept.slice().clone();
@@ -108,7 +118,7 @@ impl Drop for EdgeLease {
     }
 }
 
-/// Takes a run of zeroes where the device has no command for them.
+/// Allocates a zero buffer if the device doesn't have a command to write zeroes.
 fn run_of_zeroes<D: BlockDevice>(device: &D) -> Option<Arc<Buffer>> {
     let geometry = device.geometry();
     if geometry.max_write_zeroes > 0 || geometry.read_only {
@@ -125,7 +135,7 @@ fn run_of_zeroes<D: BlockDevice>(device: &D) -> Option<Arc<Buffer>> {
 }
 
 impl<D: BlockDevice> ByteDevice<D> {
-    /// Wraps a device. All writers of an export must share one wrapper.
+    /// Creates a new byte device. All writers to the same export must use the same instance.
     #[must_use]
     pub fn new(device: Arc<D>) -> Self {
         let block = device.geometry().block_size as usize;
@@ -134,6 +144,8 @@ impl<D: BlockDevice> ByteDevice<D> {
             .collect();
         Self {
             zeroes: run_of_zeroes(&*device),
+            reported: AtomicU64::new(0),
+            writes: Writes::default(),
             device,
             locks: RangeLocks::new(),
             edge_locks: RangeLocks::new(),
@@ -141,32 +153,32 @@ impl<D: BlockDevice> ByteDevice<D> {
         }
     }
 
-    /// Device that has the blocks.
+    /// Underlying block device.
     #[must_use]
     pub fn device(&self) -> &Arc<D> {
         &self.device
     }
 
-    /// Size and limits of the device below.
+    /// Size and limits of the underlying device.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
         self.device.geometry()
     }
 
-    /// The span of a byte range.
+    /// Returns the span for a byte range.
     #[must_use]
     pub fn span(&self, offset: u64, len: usize) -> Span {
         Span::new(self.geometry().block_size, offset, len)
     }
 
-    /// The first piece of a request: as much of it as one transfer moves.
+    /// Returns the first piece of a request: as much as possible in a single transfer.
     #[must_use]
     pub fn first_piece(&self, offset: u64, len: u64) -> Span {
         self.first_piece_within(offset, len, u64::from(self.geometry().split_len()))
     }
 
-    /// The first piece of a request: as much of it as a buffer of `most` bytes holds, and at least
-    /// what it has of one block.
+    /// Returns the first piece of a request: as much as possible with a buffer of `most` bytes, but
+    /// at least the part of it in the first block.
     #[must_use]
     pub fn first_piece_within(&self, offset: u64, len: u64, most: u64) -> Span {
         let block = u64::from(self.geometry().block_size);
@@ -175,27 +187,29 @@ impl<D: BlockDevice> ByteDevice<D> {
         self.span(offset, len.min(end - offset) as usize)
     }
 
-    /// A buffer for the covering blocks of a span, or `None` while the device has none free.
+    /// Allocates a buffer for the covering blocks of a span; `None` if the device doesn't have a
+    /// free buffer.
     #[must_use]
     pub fn try_buffer(&self, span: &Span) -> Option<Buffer> {
         self.device.try_buffer(span.covering)
     }
 
-    /// Reads the covering blocks; the range begins at `span.head` in the buffer.
+    /// Reads the covering blocks; the range starts at `span.head` in the buffer.
     ///
     /// # Errors
-    /// The device's.
+    /// Returns the device error.
     pub async fn read(&self, span: Span, buffer: Buffer) -> Result<Buffer, BlockError> {
         self.device.read(span.start, buffer).await
     }
 
-    /// Writes the range, whose bytes the caller has put at `span.head` in the buffer; what is
-    /// around them there does not matter.
+    /// Writes the range. The data must be at `span.head` in the buffer; the other bytes in the
+    /// buffer are not used.
     ///
     /// # Errors
-    /// The device's.
+    /// Returns the device error.
     pub async fn write(&self, span: Span, buffer: Buffer, fua: bool) -> Result<(), BlockError> {
         self.check_writable()?;
+        let _write = self.writes.begin();
         let _guard = if span.is_aligned() {
             self.locks.shared(span.range()).await
         } else {
@@ -206,20 +220,55 @@ impl<D: BlockDevice> ByteDevice<D> {
         self.device.write(span.start, buffer, fua).await.map(drop)
     }
 
-    /// Puts every finished write onto stable storage.
+    /// Flushes all completed writes to stable storage.
     ///
     /// # Errors
-    /// The device's.
+    /// Returns the device error. Lost writes are only reported once, see [`Self::flush_for`].
     pub async fn flush(&self) -> Result<(), BlockError> {
         self.device.flush().await
     }
 
-    /// Reports to the device that the whole blocks within the range are not needed.
+    /// Creates a cursor for a new client. This client will not see losses that have already been
+    /// reported to another client.
+    #[must_use]
+    pub fn loss_cursor(&self) -> LossCursor {
+        LossCursor::new(self.reported.load(Ordering::Acquire))
+    }
+
+    /// Same as [`Self::flush`] if there are multiple clients: each client is notified about each
+    /// loss.
     ///
     /// # Errors
-    /// The device's.
+    /// Returns the device error. This can be [`BlockError::WritesLost`] for a loss that was
+    /// previously reported, but only to other clients.
+    pub async fn flush_for(&self, cursor: &LossCursor) -> Result<(), BlockError> {
+        let (ended, before) = (self.writes.ended(), self.device.losses());
+        let flushed = self.device.flush().await;
+        let losses = self.device.losses();
+        let is_new = cursor.is_behind(losses);
+        // If there was no write in flight, this flush covers all acknowledged writes. Otherwise the
+        // lost data may belong to a write that was acknowledged after the flush was started, so we
+        // report it on the next flush.
+        let reported = match self.writes.begun() == ended {
+            true => losses,
+            false => before,
+        };
+        cursor.advance(reported);
+        self.reported.fetch_max(reported, Ordering::AcqRel);
+        flushed?;
+        match is_new {
+            true => Err(BlockError::WritesLost),
+            false => Ok(()),
+        }
+    }
+
+    /// Discards all whole blocks in this range.
+    ///
+    /// # Errors
+    /// Returns the device error.
     pub async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
         self.check_writable()?;
+        let _write = self.writes.begin();
         let inner = self.inner_blocks(&range);
         let most = self.geometry().max_discard;
         if inner.is_empty() || most == 0 {
@@ -232,17 +281,18 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// Makes the range read as zeroes.
+    /// Sets the range to zero.
     ///
     /// # Errors
-    /// The device's. [`BlockError::Unsupported`] for `fast` also where the range is not whole
-    /// blocks.
+    /// Returns the device error, or [`BlockError::Unsupported`] if `fast` is set and the range
+    /// isn't aligned to blocks.
     pub async fn write_zeroes(
         &self,
         range: Range<u64>,
         options: ZeroOptions,
     ) -> Result<(), BlockError> {
         self.check_writable()?;
+        let _write = self.writes.begin();
         let inner = self.inner_blocks(&range);
         let has_command = self.geometry().max_write_zeroes > 0;
         if options.fast && !(has_command && inner == range) {
@@ -258,7 +308,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         if inner.is_empty() && range.end.div_ceil(block) - range.start / block == 1 {
             return self.zero_part(range, options.fua).await;
         }
-        // At most one partial block on either side; `inner` may be empty between two of them.
+        // There can be a partial block on each side; `inner` may be empty.
         if range.start < inner.start {
             self.zero_part(range.start..inner.start, options.fua)
                 .await?;
@@ -272,10 +322,11 @@ impl<D: BlockDevice> ByteDevice<D> {
         self.zero_blocks(inner, options).await
     }
 
-    /// Allocation of the range, from its start on; never beyond its end.
+    /// Returns the allocation status of the range, starting at its first byte. The result will
+    /// never exceed the range.
     ///
     /// # Errors
-    /// The device's.
+    /// Returns the device error.
     pub async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
         if !self.geometry().reports_status {
             return Ok(vec![Extent {
@@ -305,8 +356,8 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// The whole blocks within a range; empty, but in order, where there is none. Where the range
-    /// has partial blocks on both sides and nothing between, the empty range lies between them.
+    /// Returns the range of whole blocks. If there are no whole blocks, this returns an empty
+    /// range, and if there are partial blocks on both sides, the empty range is between them.
     fn inner_blocks(&self, range: &Range<u64>) -> Range<u64> {
         let block = u64::from(self.geometry().block_size);
         let start = range.start.next_multiple_of(block);
@@ -314,8 +365,8 @@ impl<D: BlockDevice> ByteDevice<D> {
         start..end.max(start)
     }
 
-    /// Reads the blocks of which the span covers a part only, and puts the rest of them around the
-    /// range in the buffer.
+    /// Reads the blocks that are only partially covered by the span, and copies the remaining data
+    /// of these blocks to the buffer around the range.
     async fn fill_edges(&self, span: &Span, buffer: &Buffer) -> Result<(), BlockError> {
         let block = self.geometry().block_size as usize;
         let last = span.covering - block;
@@ -333,7 +384,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         let head = span.head;
         let tail = span.tail();
         if head > 0 {
-            // A range within one block has both its edges there, and one READ gives them.
+            // If the range is within a single block, we only need one READ for both edges.
             let both = last == 0 && tail > 0;
             self.with_edge(span.start, |edge| {
                 copy(edge, 0, 0, head);
@@ -357,7 +408,8 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// Zeroes a range within one block, over which the caller holds an exclusive lock.
+    /// Sets a range in a single block to zero. The caller must hold an exclusive lock on this
+    /// block.
     async fn zero_part(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
         let block = u64::from(self.geometry().block_size);
         let start = range.start - range.start % block;
@@ -372,8 +424,8 @@ impl<D: BlockDevice> ByteDevice<D> {
         .await
     }
 
-    /// Reads one block into an edge buffer and shows it to `f`; if that returns whether to force
-    /// unit access, the block is written back.
+    /// Reads a block into an edge buffer and passes it to `f`. If it returns a value, the block is
+    /// written back using this FUA flag.
     async fn with_edge(
         &self,
         start: u64,
@@ -393,7 +445,8 @@ impl<D: BlockDevice> ByteDevice<D> {
         Ok(())
     }
 
-    /// Zeroes whole blocks: by commands, or by writing the run of zeroes again and again.
+    /// Sets whole blocks to zero, using commands if supported, or multiple writes from the zero
+    /// buffer.
     async fn zero_blocks(&self, range: Range<u64>, options: ZeroOptions) -> Result<(), BlockError> {
         let most = self.geometry().max_write_zeroes;
         if most > 0 {
@@ -406,7 +459,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         let run = run.ok_or_else(|| BlockError::Io("no buffer for zeroes".into()))?;
         let mut buffer = Buffer::leased(run.slice().clone(), Box::new(run.clone()));
         for piece in pieces(range, buffer.len() as u64) {
-            // Only the last one is shorter.
+            // Only the last piece can be shorter.
             buffer.set_len((piece.end - piece.start) as usize);
             buffer = self.device.write(piece.start, buffer, options.fua).await?;
         }
@@ -456,6 +509,93 @@ mod tests {
         assert!(block_on(dev.device().read(0, buffer)).is_ok());
     }
 
+    /// Disk which loses its cache during the first flush. This flush will fail because it was
+    /// started before the loss, and then one of the flushes started after the loss will also fail.
+    #[derive(Debug)]
+    struct LossyDisk {
+        disk: MemoryDevice,
+        flushes: AtomicU64,
+    }
+
+    impl BlockDevice for LossyDisk {
+        fn geometry(&self) -> &Geometry {
+            self.disk.geometry()
+        }
+
+        fn try_buffer(&self, len: usize) -> Option<Buffer> {
+            self.disk.try_buffer(len)
+        }
+
+        fn buffer_bytes(&self) -> u64 {
+            self.disk.buffer_bytes()
+        }
+
+        fn wake_when_free(&self, waker: &std::task::Waker) {
+            self.disk.wake_when_free(waker);
+        }
+
+        fn losses(&self) -> u64 {
+            self.flushes.load(Ordering::Relaxed).min(1)
+        }
+
+        async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
+            self.disk.read(offset, buffer).await
+        }
+
+        async fn write(
+            &self,
+            offset: u64,
+            buffer: Buffer,
+            fua: bool,
+        ) -> Result<Buffer, BlockError> {
+            self.disk.write(offset, buffer, fua).await
+        }
+
+        async fn flush(&self) -> Result<(), BlockError> {
+            match self.flushes.fetch_add(1, Ordering::Relaxed) {
+                0 | 1 => Err(BlockError::WritesLost),
+                _ => Ok(()),
+            }
+        }
+
+        async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
+            self.disk.discard(range).await
+        }
+
+        async fn write_zeroes(
+            &self,
+            range: Range<u64>,
+            options: ZeroOptions,
+        ) -> Result<(), BlockError> {
+            self.disk.write_zeroes(range, options).await
+        }
+
+        async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
+            self.disk.status(range).await
+        }
+    }
+
+    /// A flush doesn't cover writes that are acknowledged after it was started.
+    #[test]
+    fn loss_during_write_reaches_next_flush() {
+        let dev = ByteDevice::new(Arc::new(LossyDisk {
+            disk: MemoryDevice::new(SIZE, 512).unwrap(),
+            flushes: AtomicU64::new(0),
+        }));
+        let (first, second) = (dev.loss_cursor(), dev.loss_cursor());
+        let flush = |cursor| block_on(dev.flush_for(cursor));
+        let write = dev.writes.begin();
+        assert_eq!(flush(&first), Err(BlockError::WritesLost));
+        drop(write);
+        let again = dev.loss_cursor();
+        assert_eq!(flush(&second), Err(BlockError::WritesLost));
+        assert_eq!(flush(&first), Err(BlockError::WritesLost));
+        assert_eq!(flush(&again), Err(BlockError::WritesLost), "reconnected");
+        for client in [&first, &second, &again, &dev.loss_cursor()] {
+            assert_eq!(flush(client), Ok(()));
+        }
+    }
+
     #[test]
     fn a_partial_block_has_its_buffer_after_a_failure_too() {
         let device = MemoryDevice::new(SIZE, 512)
@@ -463,7 +603,7 @@ mod tests {
             .with_geometry(|g| g.max_transfer = 32768)
             .with_buffer_budget(32768);
         let dev = ByteDevice::new(Arc::new(device));
-        // Block 0 cannot be read; block 4 uses the same buffer for its edges.
+        // Block 0 can't be read; block 4 uses the same buffer for its edge blocks.
         dev.device().spoil(0..512);
         let part = |block: u64| {
             let span = dev.first_piece(block * 512 + 8, 8);
@@ -472,7 +612,7 @@ mod tests {
         let (span, buffer) = part(0);
         assert!(block_on(dev.write(span, buffer, false)).is_err());
         let (span, buffer) = part(4);
-        // Others have all the rest of the pool.
+        // Allocate all remaining buffers.
         let others: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
         assert_eq!(block_on(dev.write(span, buffer, false)), Ok(()));
         drop(others);
@@ -486,7 +626,7 @@ mod tests {
         let disk = disk.with_geometry(|g| (g.max_write_zeroes, g.max_transfer) = (0, 256 << 10));
         let dev = ByteDevice::new(Arc::new(disk.with_buffer_budget(512 << 10)));
         dev.device().memory().fill(0, 1 << 20, 7);
-        // A client does not read, and others have the rest.
+        // One client doesn't read its data, and all remaining buffers are in use.
         let unread = dev.device().try_buffer(256 << 10);
         assert!(unread.is_some(), "the zeroes are a small part");
         let rest: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
@@ -624,7 +764,7 @@ mod tests {
         let (tx, rx) = mpsc::channel();
         for i in 0..256usize {
             let (dev, tx) = (dev.clone(), tx.clone());
-            // Every other one straddles the block boundary's neighbourhood, none overlap.
+            // Single-byte writes on both sides of a block boundary; there is no overlap.
             spawn(async move {
                 let offset = 3968 + i as u64;
                 let span = dev.span(offset, 1);

@@ -1,4 +1,4 @@
-//! The end of what services serve, as they bring it about and its owner sees it.
+//! Signals when a set of services is closed, from the services to the owner.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,11 +8,11 @@ use std::thread;
 struct State {
     is_over: bool,
     is_complete: bool,
-    /// The first failure of a service.
+    /// First error returned by a service.
     error: Option<io::Error>,
 }
 
-/// How far something that is served has come to its end.
+/// State of a set of services, used by the owner.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     state: Mutex<State>,
@@ -24,20 +24,21 @@ impl Outcome {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether it is served no longer.
+    /// Returns whether the services are closed.
     pub(crate) fn is_over(&self) -> bool {
         self.state().is_over
     }
 
-    /// Returns whether the kernel has ended it.
+    /// Returns whether it was closed by the kernel.
     pub(crate) fn is_complete(&self) -> bool {
         self.state().is_complete
     }
 
-    /// Waits until it is served no longer.
+    /// Waits until the services are closed.
     ///
     /// # Errors
-    /// That of a service; `Other` where the services ended before the kernel did.
+    /// Returns the first service error, or `Other` if the services stopped before the kernel closed
+    /// it.
     pub(crate) fn wait(&self) -> io::Result<()> {
         let state = self.over.wait_while(self.state(), |state| !state.is_over);
         let mut state = state.unwrap_or_else(PoisonError::into_inner);
@@ -51,7 +52,7 @@ impl Outcome {
     }
 }
 
-/// Held by the services. The last one to drop it brings the end about.
+/// Held by the services. When the last reference is dropped, the owner is notified.
 pub(crate) struct Ending {
     outcome: Arc<Outcome>,
     on_end: Mutex<Option<Box<dyn FnOnce() + Send>>>,
@@ -65,12 +66,12 @@ impl Ending {
         }
     }
 
-    /// The kernel has ended it.
+    /// Must be called when the kernel has closed it.
     pub(crate) fn note_complete(&self) {
         self.outcome.state().is_complete = true;
     }
 
-    /// A service cannot go on.
+    /// Must be called when a service can't continue.
     pub(crate) fn note_error(&self, error: io::Error) {
         tracing::error!(%error, "requests of the kernel cannot be served");
         self.outcome.state().error.get_or_insert(error);

@@ -1,46 +1,49 @@
-//! Failures of block operations.
+//! Errors for block operations.
 
 use thiserror::Error;
 
-/// Reason why a block operation failed. Exports turn it into their own codes with
-/// [`BlockError::errno`].
+/// Block operation error. Exports can use [`BlockError::errno`] to convert it to a
+/// protocol-specific code.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum BlockError {
-    /// The device failed the operation.
+    /// I/O error returned by the device.
     #[error("I/O error: {0}")]
     Io(String),
-    /// The medium cannot be read or written there.
+    /// Medium error for this range.
     #[error("medium error: {0}")]
     Medium(String),
-    /// The device has no space left for the write.
+    /// The device may have lost acknowledged writes that were covered by this flush.
+    #[error("I/O error: the device may have lost acknowledged writes")]
+    WritesLost,
+    /// Not enough space on the device.
     #[error("no space left on the device")]
     NoSpace,
-    /// The device refuses writes.
+    /// The device is read-only.
     #[error("the device is write-protected")]
     ReadOnly,
-    /// Another initiator reserves the device.
+    /// The device is reserved by another initiator.
     #[error("another initiator reserves the device")]
     ReservationConflict,
-    /// The device does not know the operation.
+    /// Operation not supported by the device.
     #[error("the device does not support this operation")]
     Unsupported,
-    /// The request was not within the device or its limits.
+    /// The request exceeds the device size or a limit.
     #[error("the request is not within the device's bounds")]
     OutOfRange,
-    /// No answer in time.
+    /// Timeout while waiting for a response.
     #[error("the operation timed out")]
     TimedOut,
-    /// The connection to the device is gone.
+    /// The connection to the device was closed.
     #[error("the connection to the device is gone: {0}")]
     Disconnected(String),
 }
 
 impl BlockError {
-    /// The Linux error number that says it best.
+    /// Best matching Linux error number.
     #[must_use]
     pub fn errno(&self) -> i32 {
         match self {
-            Self::Io(_) | Self::Medium(_) => libc::EIO,
+            Self::Io(_) | Self::Medium(_) | Self::WritesLost => libc::EIO,
             Self::NoSpace => libc::ENOSPC,
             Self::ReadOnly => libc::EPERM,
             Self::ReservationConflict => libc::EBADE,

@@ -1,13 +1,14 @@
-//! Byte-range locks for requests in flight.
+//! Byte range locks for requests in flight.
 //!
-//! A write of part of a block is a read, a change and a write of the whole block. Between its read
-//! and its write no other request may write that block, or that write is lost. So every change of
-//! the disk takes a lock on the blocks it touches: shared where it writes whole blocks
-//! (overlapping writes have no order among them anyway), exclusive where it reads, changes and
-//! writes.
+//! To write a partial block, we have to read the block, modify it, and write it back. If another
+//! request writes to the same block between our read and our write, that data is lost. To avoid
+//! this, all requests that change the disk must lock their blocks: shared if they only write whole
+//! blocks (there is no guaranteed order for overlapping writes), and exclusive for
+//! read-modify-write.
 //!
-//! The queue holds one entry per request in flight; the server that accepts requests bounds it.
-//! Order is first come, first served among conflicting requests, so none starves.
+//! The queue has an entry for each request in flight, so its size is limited by the server that
+//! accepts these requests. Conflicting requests are processed first come, first served, to avoid
+//! starvation.
 
 use std::future::Future;
 use std::ops::Range;
@@ -40,7 +41,7 @@ struct Queue {
 }
 
 impl Queue {
-    /// Grants every waiter that conflicts with no request before it, and returns whom to wake.
+    /// Grants all entries without a conflicting entry before them. Returns the wakers to call.
     fn grant(&mut self) -> Vec<Waker> {
         let mut wake = Vec::new();
         for i in 0..self.entries.len() {
@@ -55,23 +56,23 @@ impl Queue {
     }
 }
 
-/// The locks of one disk. See the module documentation.
+/// Locks for a disk, see the module documentation.
 #[derive(Debug, Default)]
 pub struct RangeLocks(Mutex<Queue>);
 
 impl RangeLocks {
-    /// Lock of which no range is held.
+    /// Creates a lock with no ranges held.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Waits until the range can be held together with other shared holders.
+    /// Waits until this range is available for shared access.
     pub fn shared(&self, range: Range<u64>) -> impl Future<Output = RangeGuard<'_>> + Send {
         self.enter(range, false)
     }
 
-    /// Waits until no other request holds any part of the range.
+    /// Waits until no other request holds a lock in this range.
     pub fn exclusive(&self, range: Range<u64>) -> impl Future<Output = RangeGuard<'_>> + Send {
         self.enter(range, true)
     }
@@ -95,13 +96,13 @@ impl RangeLocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        // Nothing in here panics half-way through a change.
+        // There are no panics that could leave it in an invalid state.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 struct Waiting<'a> {
-    // Its drop takes the entry out of the queue, whether granted or not.
+    // On drop, the entry is removed from the queue, granted or not.
     guard: Option<RangeGuard<'a>>,
 }
 
@@ -128,7 +129,7 @@ impl<'a> Future for Waiting<'a> {
     }
 }
 
-/// A held range. Dropping it releases the range and wakes those who waited for it.
+/// Range lock. On drop, the range is released and waiting requests are woken.
 #[derive(Debug)]
 pub struct RangeGuard<'a> {
     locks: &'a RangeLocks,
@@ -142,7 +143,7 @@ impl Drop for RangeGuard<'_> {
             queue.entries.retain(|e| e.id != self.id);
             queue.grant()
         };
-        // Outside the lock: a waker may run the request, which takes the lock.
+        // Unlock first: a waker may run the request directly, and it will use the same lock.
         wake.into_iter().for_each(Waker::wake);
     }
 }
@@ -190,7 +191,7 @@ mod tests {
         drop(a);
         assert!(poll_once(late.as_mut()).is_pending());
         assert!(poll_once(exclusive.as_mut()).is_ready());
-        // The guard went with the result, so the late one is next.
+        // The first guard was dropped together with the result, so `late` is next.
         assert!(poll_once(late.as_mut()).is_ready());
     }
 

@@ -1,4 +1,4 @@
-//! A disk in memory, with which exports are tried and tested without a target.
+//! In-memory disk, used to test exports without a target.
 
 use std::fmt;
 use std::future::Future;
@@ -17,13 +17,13 @@ use super::{
     BlockDevice, BlockError, Buffer, BufferWaiters, Extent, ExtentKind, Geometry, ZeroOptions,
 };
 
-/// Granularity at which allocation is tracked, in bytes.
+/// Granularity of allocation tracking in bytes.
 const GRANULE: u64 = 65536;
 
-/// Most buffer bytes that are out at once.
+/// Max bytes in allocated buffers.
 const BUFFER_BUDGET: u64 = 64 << 20;
 
-/// A disk in memory. Its pages are touched only when they are written.
+/// In-memory disk. Pages are only allocated when data is written.
 pub struct MemoryDevice {
     geometry: Geometry,
     memory: Memory,
@@ -65,7 +65,7 @@ impl Future for LaterFuture {
     }
 }
 
-/// Bytes that are out in buffers, and the waiters for some.
+/// Number of bytes in allocated buffers, and waiters.
 #[derive(Default)]
 struct Pool {
     leased: AtomicU64,
@@ -82,11 +82,12 @@ impl Drop for Lease {
 }
 
 impl MemoryDevice {
-    /// A zeroed disk of `capacity` bytes, which must be a multiple of `block_size`.
+    /// Creates a disk of `capacity` bytes, which must be a multiple of `block_size`. All data is
+    /// set to zero.
     ///
     /// # Errors
-    /// `InvalidInput` for a block size that is no power of two from 512 on or a capacity that is
-    /// no multiple of it; otherwise the error of `mmap(2)`.
+    /// Returns `InvalidInput` if the block size is not a power of two of at least 512, or if the
+    /// capacity is not a multiple of the block size; otherwise an error from `mmap(2)`.
     pub fn new(capacity: u64, block_size: u32) -> io::Result<Self> {
         let len = usize::try_from(capacity).map_err(|_| io::ErrorKind::InvalidInput)?;
         if block_size < 512
@@ -107,8 +108,8 @@ impl MemoryDevice {
                 max_write_zeroes: 1 << 30,
                 reports_status: true,
                 read_only: false,
-                // Exports are tested on this disk, so it has a volatile cache, reports allocation
-                // and takes every command.
+                // This disk is used to test the exports, so we enable the write cache, allocation
+                // status and all commands.
                 volatile_cache: true,
                 flushes: true,
                 stable_writes: true,
@@ -124,7 +125,7 @@ impl MemoryDevice {
         })
     }
 
-    /// The same disk with other limits. Size and block size must stay.
+    /// Changes the geometry of this disk. The size and the block size must not be changed.
     #[must_use]
     pub fn with_geometry(mut self, change: impl FnOnce(&mut Geometry)) -> Self {
         let (block_size, capacity) = (self.geometry.block_size, self.geometry.capacity);
@@ -136,17 +137,17 @@ impl MemoryDevice {
         self
     }
 
-    /// The same disk with at most `bytes` of buffers out at once, at least one largest transfer.
+    /// Limits the total buffer size to `bytes`, but allows at least one transfer of the max size.
     #[must_use]
     pub fn with_buffer_budget(mut self, bytes: u64) -> Self {
         self.buffer_budget = bytes.max(u64::from(self.geometry.max_transfer));
         self
     }
 
-    /// The same disk, whose operations complete from a thread of its own, as a transport's do.
+    /// Completes operations on a separate thread, like a transport.
     ///
     /// # Errors
-    /// The error of starting a thread.
+    /// Returns an error if the thread can't be started.
     pub fn with_thread(mut self) -> io::Result<Self> {
         let (tx, rx) = mpsc::channel::<Arc<Mutex<Later>>>();
         thread::Builder::new()
@@ -167,7 +168,7 @@ impl MemoryDevice {
         Ok(self)
     }
 
-    /// From now on every read and write that touches the range fails with a medium error.
+    /// After this call, all reads and writes in the range will fail with a medium error.
     pub fn spoil(&self, range: Range<u64>) {
         self.bad
             .lock()
@@ -175,7 +176,7 @@ impl MemoryDevice {
             .push(range);
     }
 
-    /// From now on every read of that byte finds it inverted.
+    /// After this call, reads will return this byte inverted.
     pub fn rot(&self, offset: u64) {
         self.rotten
             .lock()
@@ -189,7 +190,7 @@ impl MemoryDevice {
         self.flushes.load(Ordering::Relaxed)
     }
 
-    /// The disk's bytes, for a test to look at.
+    /// Disk contents, to be checked by a test.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
@@ -251,7 +252,7 @@ impl MemoryDevice {
         self.set_allocated(range.start / GRANULE..range.end.div_ceil(GRANULE), true);
     }
 
-    /// Completes on the disk's thread where it has one.
+    /// If the disk has a thread, completes on this thread.
     async fn settle(&self) {
         if let Some(worker) = &self.worker {
             let later = Arc::new(Mutex::new(Later::default()));
@@ -273,7 +274,7 @@ impl BlockDevice for MemoryDevice {
         let bytes = len as u64;
         let leased = self.pool.leased.fetch_add(bytes, Ordering::AcqRel) + bytes;
         if leased > self.buffer_budget {
-            // These bytes were never handed out, so no waiter is woken for them.
+            // These bytes were never allocated, so we don't need to wake a waiter.
             self.pool.leased.fetch_sub(bytes, Ordering::AcqRel);
             return None;
         }

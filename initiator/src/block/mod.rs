@@ -1,22 +1,22 @@
-//! The asynchronous block device that every export needs, and its surroundings.
+//! Async block device used by all exports, and the code around it.
 //!
-//! - [`BlockDevice`]: the trait. Offsets and lengths are whole logical blocks; the caller keeps
-//!   within the limits of [`Geometry`]. A remote logical unit implements it, and so does
-//!   [`MemoryDevice`], with which exports are tried and tested.
-//! - [`Buffer`]: memory for one transfer, given by the device, so that it may come from memory
-//!   that a NIC knows.
-//! - [`ByteDevice`]: serves requests of any byte offset and length on top of a block device.
-//! - [`Service`]: a client's connection, or a queue of the kernel's, that a device may serve on its
-//!   own thread.
-//! - [`Workload`]: a load that a device may run on its own thread; [`drive`] runs it in any case.
-//! - [`task`]: the executor that exports run requests on: the thread that completes an operation
-//!   continues the request, without waking another thread.
+//! - [`BlockDevice`]: the trait. All offsets and lengths must be aligned to logical blocks, and the
+//!   caller must check the limits in [`Geometry`]. It is implemented by remote logical units and by
+//!   [`MemoryDevice`], which is used to test the exports.
+//! - [`Buffer`]: transfer buffer. It is allocated by the device, because the memory may need to be
+//!   registered with a NIC.
+//! - [`ByteDevice`]: adds support for requests with any byte offset and length.
+//! - [`Service`]: client connection or kernel queue that can be served on the device thread.
+//! - [`Workload`]: I/O load that can be run on the device thread; see [`drive`] if there may be no
+//!   thread.
+//! - [`task`]: executor used by exports for their requests: the thread that completes an operation
+//!   also continues the request, so there is no thread switch.
 //!
 //! # Invariants
-//! Buffers belong to the device while an operation on them runs: they are moved into the call and
-//! come back with its result.
+//! During an operation, the buffer is owned by the device: it is moved into the call and returned
+//! with the result.
 //!
-//! Not here: queue-depth limits. The server that accepts requests from a peer bounds them.
+//! This module doesn't limit the queue depth, that's up to the server that accepts the requests.
 
 mod bell;
 mod buffer;
@@ -24,6 +24,7 @@ mod bytes;
 mod ending;
 mod error;
 mod lock;
+mod losses;
 mod memory;
 mod service;
 pub mod task;
@@ -35,58 +36,61 @@ use std::ops::Range;
 use std::task::{Poll, Waker};
 
 pub(crate) use bell::Bell;
+pub(crate) use buffer::SharedBuffer;
 pub use buffer::{Buffer, BufferWaiters};
 pub use bytes::{ByteDevice, Span};
 pub(crate) use ending::{Ending, Outcome};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
+pub use losses::LossCursor;
 pub use memory::MemoryDevice;
 pub(crate) use service::{Looks, Services};
 pub use service::{Service, Turn, serve};
 pub use tasks::drive;
 pub use workload::{Completion, Operation, Submissions, Workload};
 
-/// Largest transfer of one operation, in bytes, even if a target would take more.
+/// Max size of a single transfer in bytes, even if the target supports more.
 pub(crate) const MAX_TRANSFER: u32 = 4 << 20;
 
-/// Size and limits of a block device. All sizes are bytes and multiples of `block_size`.
+/// Size and limits of a block device. All sizes are in bytes, and must be a multiple of
+/// `block_size`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Size of a logical block: a power of two from 512 on.
+    /// Logical block size: a power of two of at least 512.
     pub block_size: u32,
-    /// Size of a physical block; smaller or unaligned writes may cost a read.
+    /// Physical block size; smaller or unaligned writes may require an additional read.
     pub physical_block_size: u32,
-    /// Size of the device.
+    /// Device size.
     pub capacity: u64,
-    /// Most that one read or write transfers.
+    /// Max size of a read or write.
     pub max_transfer: u32,
-    /// Longest read or write that is worth making in one piece: a hint for callers that split requests.
+    /// Optimal size of a read or write, used as a hint when splitting requests.
     pub optimal_transfer: u32,
-    /// Most that one discard may cover; 0 where the device cannot discard.
+    /// Max size of a discard; 0 if not supported.
     pub max_discard: u64,
-    /// Most that one write-zeroes may cover; 0 where the device cannot.
+    /// Max size of a write-zeroes; 0 if not supported.
     pub max_write_zeroes: u64,
-    /// [`BlockDevice::status`] distinguishes holes and data.
+    /// Set if [`BlockDevice::status`] can distinguish holes and data.
     pub reports_status: bool,
-    /// The device refuses writes.
+    /// The device is read-only.
     pub read_only: bool,
-    /// A write may be in a volatile cache until a flush.
+    /// A write may be stored in a volatile cache until the next flush.
     pub volatile_cache: bool,
-    /// A flush reaches the device. Where not, it ends at once, without an effect.
+    /// Flushes are sent to the device. If not set, a flush returns immediately and does nothing.
     pub flushes: bool,
-    /// A write to stable storage is one: the device has that form of it, or a flush follows. Where
-    /// not, it is a write like any other.
+    /// FUA is supported, either directly or by using a flush after the write. If not set, FUA is
+    /// ignored.
     pub stable_writes: bool,
 }
 
 impl Geometry {
-    /// Length of the transfers that a longer request is split into.
+    /// Transfer size used to split large requests.
     #[must_use]
     pub fn split_len(&self) -> u32 {
         self.optimal_transfer.min(self.max_transfer)
     }
 
-    /// Returns whether `len` bytes from `offset` on lie within the device.
+    /// Returns whether `len` bytes at `offset` are within the device.
     #[must_use]
     pub fn contains(&self, offset: u64, len: u64) -> bool {
         offset
@@ -95,57 +99,63 @@ impl Geometry {
     }
 }
 
-/// Treatment of the space behind the blocks that are zeroed, durability of the zeroes, and their
-/// cost.
+/// Options for zeroing blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroOptions {
-    /// The device may deallocate the blocks.
+    /// The device can deallocate the blocks.
     pub may_unmap: bool,
-    /// Done only when the zeroes are on stable storage.
+    /// The zeroes must be on stable storage before completion.
     pub fua: bool,
-    /// [`BlockError::Unsupported`] where the zeroes would have to be written as data.
+    /// Return [`BlockError::Unsupported`] if the zeroes would have to be written as data.
     pub fast: bool,
 }
 
-/// Allocation of a run of blocks.
+/// Allocation status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ExtentKind {
-    /// Data, or nothing better is known.
+    /// Data, or unknown.
     Data,
-    /// Not allocated; reads as zeroes.
+    /// Not allocated; will be read as zeroes.
     Hole,
-    /// Allocated, and known to read as zeroes.
+    /// Allocated, and known to contain zeroes.
     Zero,
 }
 
-/// A run of blocks of one kind.
+/// Range of blocks with the same status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Length in bytes: whole blocks, never 0.
+    /// Length in bytes: a multiple of the block size, never 0.
     pub len: u64,
-    /// Allocation of the blocks.
+    /// Allocation status of these blocks.
     pub kind: ExtentKind,
 }
 
-/// A disk with many operations in flight, in any order.
+/// Disk with support for many operations in flight, in any order.
 ///
-/// Division of checks: the caller keeps offsets, lengths and buffers within [`Geometry`] and on
-/// block boundaries; a device may assert it. Overlapping operations in flight have no order among
-/// them.
+/// The caller must check that offsets, lengths and buffers are aligned to blocks and don't exceed
+/// the limits in [`Geometry`]; a device may assert this. There is no guaranteed order for
+/// overlapping operations in flight.
 pub trait BlockDevice: Send + Sync + 'static {
-    /// Size and limits. They stay the same for the life of the device.
+    /// Size and limits. These values never change.
     fn geometry(&self) -> &Geometry;
 
-    /// A buffer of `len` bytes, at most `max_transfer`, or `None` while the device has none free;
-    /// one that is dropped may serve the next call.
+    /// Allocates a buffer of `len` bytes, up to `max_transfer`. Returns `None` if there is
+    /// currently no free buffer; try again when a buffer has been dropped.
     fn try_buffer(&self, len: usize) -> Option<Buffer>;
 
-    /// Bytes of all the buffers that may be out at once.
+    /// Total size of all buffers in bytes.
     fn buffer_bytes(&self) -> u64;
 
-    /// Wakes `waker` once, when a buffer may have become free. The caller tries again after
-    /// registering, since the last buffer may have come back in between.
+    /// Calls `waker` once when a buffer may be available. After this, the caller must try again,
+    /// because the last buffer may have been released in between.
     fn wake_when_free(&self, waker: &Waker);
+
+    /// Number of times that the device may have lost acknowledged writes. [`Self::flush`] only
+    /// reports each loss once; if a server has multiple clients, it can use this counter to notify
+    /// all of them.
+    fn losses(&self) -> u64 {
+        0
+    }
 
     /// Waits for a buffer of `len` bytes.
     fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
@@ -158,31 +168,31 @@ pub trait BlockDevice: Send + Sync + 'static {
         })
     }
 
-    /// Serves a client on the device's own thread, until that is over.
+    /// Serves a client on the device thread until it is closed.
     ///
     /// # Errors
-    /// Gives it back where the device has no thread, or none any more.
+    /// Returns the service if the device doesn't have a thread, or if the thread has exited.
     fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
         Err(service)
     }
 
-    /// Runs a workload on the device's own thread, until that is over. If the device ends first,
-    /// the workload is dropped.
+    /// Runs a workload on the device thread until it is done. If the device is closed first, the
+    /// workload is dropped.
     ///
     /// # Errors
-    /// Gives it back where the device has no thread, or none any more.
+    /// Returns the workload if the device doesn't have a thread, or if the thread has exited.
     fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
         Err(workload)
     }
 
-    /// Fills the whole buffer from `offset` on.
+    /// Reads from `offset` to fill the whole buffer.
     fn read(
         &self,
         offset: u64,
         buffer: Buffer,
     ) -> impl Future<Output = Result<Buffer, BlockError>> + Send;
 
-    /// Writes the whole buffer to `offset`; with `fua`, to stable storage.
+    /// Writes the whole buffer to `offset`; if `fua` is set, to stable storage.
     fn write(
         &self,
         offset: u64,
@@ -190,22 +200,22 @@ pub trait BlockDevice: Send + Sync + 'static {
         fua: bool,
     ) -> impl Future<Output = Result<Buffer, BlockError>> + Send;
 
-    /// Puts every write that is done already onto stable storage, also those of others.
+    /// Flushes all completed writes to stable storage, including writes from other clients.
     fn flush(&self) -> impl Future<Output = Result<(), BlockError>> + Send;
 
-    /// Reports that the contents are not needed any longer; they read as anything afterwards.
+    /// Discards the contents; the range can return any data after this.
     fn discard(&self, range: Range<u64>) -> impl Future<Output = Result<(), BlockError>> + Send;
 
-    /// Makes the range read as zeroes, without a buffer of those that [`Self::try_buffer`] gives:
-    /// a caller may hold a lock that who has them waits for.
+    /// Sets the range to zero. This must not use a buffer from [`Self::try_buffer`]: the caller may
+    /// hold a lock, and if the current buffer owners wait for this lock, there would be a deadlock.
     fn write_zeroes(
         &self,
         range: Range<u64>,
         options: ZeroOptions,
     ) -> impl Future<Output = Result<(), BlockError>> + Send;
 
-    /// Allocation of the range, from its start on: at least one extent, perhaps fewer than the
-    /// range has, never beyond it.
+    /// Returns the allocation status of the range, starting at its first byte. There is at least
+    /// one extent, and the result may be shorter than the range, but never longer.
     fn status(
         &self,
         range: Range<u64>,

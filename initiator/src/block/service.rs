@@ -1,41 +1,42 @@
-//! Servers of a device's clients that share a thread with others: [`Service`].
+//! Serving the clients of a device on a shared thread: [`Service`].
 
 use std::time::{Duration, Instant};
 
 use crate::poll_fds::{WaitedFds, wait};
 
-/// What a turn of a service has come to.
+/// Result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// It did something, and may have more to do.
+    /// Did some work, and there may be more.
     Worked,
-    /// It has nothing to do until what it waits for.
+    /// No work to do; waiting for events.
     Waiting,
-    /// It is over, and wants no further turn.
+    /// The service is closed and should be dropped.
     Over,
 }
 
-/// A connection of a client, served by turns on a thread that has other things to do as well: that
-/// of a device, whose completions it then meets without a switch of threads, or one of its own
-/// ([`serve`]).
+/// Client connection that can share a thread with other work. This is usually the device thread, so
+/// there is no thread switch on completions, but it can also be a dedicated thread ([`serve`]).
 ///
-/// No call blocks.
+/// These calls must not block.
 pub trait Service: Send {
-    /// Does what there is to do, but not for long: others wait for their turns.
+    /// Processes available work. This should return after a short time, because other services are
+    /// waiting for their turn.
     fn turn(&mut self) -> Turn;
 
-    /// The thread is about to sleep. Returns false if there is something to do by now. From here on
-    /// what happens on other threads ends the sleep, by a descriptor of [`Service::put_waited`].
+    /// Must be called before the thread goes to sleep. Returns false if there is work to do. After
+    /// this, events from other threads must make a descriptor in [`Service::put_waited`] readable.
     fn prepare_sleep(&mut self) -> bool;
 
-    /// Adds the descriptors that end the sleep.
+    /// Adds the file descriptors to poll while sleeping.
     fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>);
 
-    /// The sleep is over, or did not take place, after [`Service::prepare_sleep`].
+    /// Must be called after [`Service::prepare_sleep`] when the thread is awake again, or if it
+    /// didn't sleep.
     fn end_sleep(&mut self);
 }
 
-/// The services of a thread.
+/// Services on a thread.
 #[derive(Default)]
 pub(crate) struct Services(Vec<Box<dyn Service>>);
 
@@ -44,8 +45,8 @@ impl Services {
         self.0.push(service);
     }
 
-    /// Gives each its turn, and drops those that are over. Returns whether any of them had
-    /// something to do.
+    /// Runs all services once, and drops the services that are closed. Returns whether there was
+    /// any work to do.
     pub(crate) fn turn(&mut self) -> bool {
         let mut worked = false;
         self.0.retain_mut(|service| {
@@ -56,7 +57,7 @@ impl Services {
         worked
     }
 
-    /// Prepares all of them for a sleep; false if one has something to do by now.
+    /// Prepares all services for sleep; returns false if there is work to do.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         let mut may_sleep = true;
         for service in &mut self.0 {
@@ -65,14 +66,14 @@ impl Services {
         may_sleep
     }
 
-    /// Adds the descriptors that end the sleep.
+    /// Adds the file descriptors to poll while sleeping.
     pub(crate) fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         for service in &self.0 {
             service.put_waited(out);
         }
     }
 
-    /// The sleep is over, or did not take place.
+    /// Must be called when the thread is awake again, or if it didn't sleep.
     pub(crate) fn end_sleep(&mut self) {
         for service in &mut self.0 {
             service.end_sleep();
@@ -80,15 +81,16 @@ impl Services {
     }
 }
 
-/// Looks in vain after which a service looks at its descriptor only once in [`LOOK`].
+/// After this number of unsuccessful checks, a service will only check its descriptor every
+/// [`LOOK`].
 const VAIN: u32 = 64;
 const LOOK: Duration = Duration::from_micros(50);
 
-/// Times at which a service looks at its descriptor, which costs a system call: a thread that is
-/// awake for others gives it many turns.
+/// Decides when a service should check its descriptor. This requires a system call, and if the
+/// thread is busy with other services, it would be done very often.
 #[derive(Debug)]
 pub(crate) struct Looks {
-    /// Looks in a row that found nothing.
+    /// Number of unsuccessful checks in a row.
     vain: u32,
     last: Instant,
 }
@@ -101,7 +103,7 @@ impl Looks {
         }
     }
 
-    /// Returns whether this turn looks.
+    /// Returns whether the descriptor should be checked now.
     pub(crate) fn is_due(&mut self) -> bool {
         if self.vain < VAIN {
             return true;
@@ -114,23 +116,24 @@ impl Looks {
         is_due
     }
 
-    /// A look has found nothing.
+    /// Must be called after an unsuccessful check.
     pub(crate) fn note_vain(&mut self) {
         self.vain = self.vain.saturating_add(1);
     }
 
-    /// Something has come, or is likely to come soon: an answer was sent, a sleep is over.
+    /// Must be called after data was received, or if new data is likely, for example because we
+    /// sent a response or a sleep was interrupted.
     pub(crate) fn expect(&mut self) {
         self.vain = 0;
     }
 
-    /// Returns whether it looks by time only.
+    /// Returns whether the descriptor is only checked at intervals.
     #[cfg(test)]
     pub(crate) fn is_quiet(&self) -> bool {
         self.vain >= VAIN
     }
 
-    /// Stops its looks by time, so that a test sees what else makes it look.
+    /// Disables the interval, so that a test can see other reasons for a check.
     #[cfg(test)]
     pub(crate) fn put_off(&mut self) {
         self.vain = VAIN;
@@ -138,7 +141,7 @@ impl Looks {
     }
 }
 
-/// Serves on the calling thread until it is over.
+/// Serves on the current thread until the service is closed.
 pub fn serve(service: &mut dyn Service) {
     loop {
         match service.turn() {

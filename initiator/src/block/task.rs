@@ -1,15 +1,15 @@
-//! The executor that exports run their requests on.
+//! Executor used by exports to run their requests.
 //!
-//! A request is a future. [`spawn`] polls it at once on the caller's thread; the thread
-//! that wakes it later polls it, inside the wake. So an operation that the transport completes
-//! goes on to its reply without a switch to another thread, which is most of the latency of a
-//! small request. A future must therefore never block, and the thread that wakes it must hold no
-//! lock that the future takes.
+//! A request is a future. [`spawn`] polls it immediately on the current thread. Later it is polled
+//! by the thread that calls the waker, directly in the wake call. This way, an operation completed
+//! by the transport continues with its reply without a thread switch, which would be most of the
+//! latency for small requests. So a future must never block, and the thread that calls the waker
+//! must not hold any lock used by the future.
 //!
-//! A wake from within a poll on the same thread is queued and runs when that poll returns, so
-//! chains of requests that complete one another need no stack.
+//! If a task is woken by a poll on the same thread, it is queued and will run after that poll has
+//! returned. This avoids a stack overflow if requests complete each other in a chain.
 //!
-//! [`block_on`] waits for one future on the calling thread.
+//! [`block_on`] waits for a future on the current thread.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -20,13 +20,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-/// It is not polled, and was not woken.
+/// Not running, and not woken.
 const IDLE: u8 = 0;
-/// A thread polls it or has it in its queue.
+/// Polled by a thread, or in the queue of a thread.
 const RUNNING: u8 = 1;
-/// As `RUNNING`, and it was woken since: poll again.
+/// Same as `RUNNING`, but it has been woken since, so we need to poll again.
 const AGAIN: u8 = 2;
-/// Its future is done and gone.
+/// The future has completed and was dropped.
 const DONE: u8 = 3;
 
 struct Task {
@@ -35,11 +35,11 @@ struct Task {
 }
 
 thread_local! {
-    /// Tasks to run after the poll that is going on; `None` when none is.
+    /// Tasks to run after the current poll; `None` if there is no current poll.
     static QUEUE: RefCell<Option<VecDeque<Arc<Task>>>> = const { RefCell::new(None) };
 }
 
-/// Runs a future on the calling thread until it first waits, then on the threads that wake it.
+/// Runs a future on the current thread until it has to wait, then on the threads that wake it.
 pub fn spawn(future: impl Future<Output = ()> + Send + 'static) {
     run(Arc::new(Task {
         state: AtomicU8::new(RUNNING),
@@ -47,7 +47,7 @@ pub fn spawn(future: impl Future<Output = ()> + Send + 'static) {
     }));
 }
 
-/// Runs a task that is `RUNNING`, now or after the poll that this thread is in.
+/// Runs a `RUNNING` task, either immediately or after the current poll.
 fn run(task: Arc<Task>) {
     let queued = QUEUE.with_borrow_mut(|queue| match queue {
         Some(queue) => {
@@ -62,7 +62,7 @@ fn run(task: Arc<Task>) {
     if queued {
         return;
     }
-    // A panic in a poll must not leave the queue looking busy for ever.
+    // If a poll panics, we must not leave the queue in the busy state.
     struct Leave;
     impl Drop for Leave {
         fn drop(&mut self) {
@@ -103,7 +103,7 @@ fn poll(task: Arc<Task>) {
         {
             return;
         }
-        // Woken while it was polled.
+        // It was woken during the poll.
         task.state.store(RUNNING, Ordering::Release);
     }
 }
@@ -137,7 +137,7 @@ impl Wake for Unpark {
     }
 }
 
-/// Waits for a future on the calling thread.
+/// Waits for a future on the current thread.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
@@ -150,8 +150,8 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Waits for all of some futures, which go on side by side. Every wake polls all that are not done
-/// yet, so it is for a handful of them.
+/// Waits for multiple futures, running concurrently. All pending futures are polled on each wake,
+/// so this should only be used for a small number.
 pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut futures: Vec<_> = futures
         .into_iter()
@@ -164,8 +164,8 @@ pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F:
                 match running.as_mut().poll(cx) {
                     Poll::Ready(value) => {
                         *output = Some(value);
-                        // A future must not be polled after it has returned; this also frees its
-                        // memory early.
+                        // A future must not be polled after it has completed. This also releases
+                        // its memory early.
                         *future = None;
                     }
                     Poll::Pending => pending = true,
@@ -208,7 +208,7 @@ mod tests {
         let waker = waker_rx.recv().unwrap();
         let other = thread::spawn(move || {
             waker.wake_by_ref();
-            // It is done; waking it again is harmless.
+            // It has completed, so this should do nothing.
             waker.wake();
             thread::current().id()
         })

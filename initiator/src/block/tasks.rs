@@ -1,5 +1,5 @@
-//! Runs a workload where a device has no thread for it: each operation is a task, so the thread that
-//! completes it goes on with the workload.
+//! Runs a workload if the device doesn't have a thread: each operation is a task, so the workload
+//! continues on the thread that completes the operation.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use super::{BlockDevice, Completion, Operation, Submissions, Workload, task};
 
-/// Runs a workload on a device: on its thread where it has one, otherwise on the threads that
-/// complete its operations.
+/// Runs a workload on the device thread if there is one, otherwise on the threads that complete its
+/// operations.
 ///
 /// # Errors
-/// The thread that keeps the time cannot be started.
+/// Returns an error if the timer thread can't be started.
 pub fn drive<D: BlockDevice>(device: &Arc<D>, workload: Box<dyn Workload>) -> std::io::Result<()> {
     let Err(workload) = device.drive(workload) else {
         return Ok(());
@@ -34,19 +34,19 @@ pub fn drive<D: BlockDevice>(device: &Arc<D>, workload: Box<dyn Workload>) -> st
 struct Shared<D> {
     device: Arc<D>,
     state: Mutex<State>,
-    /// The workload is over, or is due earlier than the timer knows.
+    /// Notified if the workload is done, or if the next due time is earlier than before.
     changed: Condvar,
 }
 
 struct State {
-    /// `None` once it is over.
+    /// `None` if the workload is done.
     workload: Option<Box<dyn Workload>>,
     outstanding: usize,
-    /// Time until which the timer sleeps; `None`: without end.
+    /// Next timer expiry; `None` if not set.
     wakes_at: Option<Instant>,
 }
 
-/// A call of a workload.
+/// Workload call.
 enum Call {
     Submit,
     Complete(u32, Completion),
@@ -57,7 +57,7 @@ impl<D: BlockDevice> Shared<D> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a call to the workload, and starts what it submits.
+    /// Calls the workload and starts the submitted operations.
     fn step(self: &Arc<Self>, call: Call) {
         let mut queue = Submissions::default();
         let over = {
@@ -90,7 +90,7 @@ impl<D: BlockDevice> Shared<D> {
             }
             is_over.then(|| state.workload.take())
         };
-        // Its end may do anything, so it comes without the lock.
+        // Drop it after unlocking, because it may call other code.
         drop(over);
         for (tag, operation) in queue.drain() {
             let shared = self.clone();
@@ -101,7 +101,7 @@ impl<D: BlockDevice> Shared<D> {
         }
     }
 
-    /// Has the workload submit what is due, until it is over.
+    /// Submits operations when they are due, until the workload is done.
     fn keep_time(self: Arc<Self>) {
         self.step(Call::Submit);
         loop {
@@ -117,7 +117,7 @@ impl<D: BlockDevice> Shared<D> {
                 continue;
             }
             state.wakes_at = due;
-            // A spurious wake-up only makes it look once more.
+            // A spurious wakeup is harmless, it just checks again.
             match left {
                 Some(left) => drop(self.changed.wait_timeout(state, left)),
                 None => drop(self.changed.wait(state)),
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use crate::block::MemoryDevice;
 
-    /// Flushes, some at once and one each after a time.
+    /// Sends flushes: some immediately, and the others at a fixed interval.
     struct Flushes {
         at_once: u32,
         later: u32,
@@ -202,7 +202,7 @@ mod tests {
     fn a_workload_runs_to_its_end_with_any_device() {
         let device = || MemoryDevice::new(1 << 20, 512).unwrap();
         assert_eq!(completed(device().with_thread().unwrap()), 25);
-        // Its operations complete within the call.
+        // Operations complete in the submit call.
         assert_eq!(completed(device()), 25);
     }
 }

@@ -1,50 +1,50 @@
-//! Operations that are submitted from a device's own thread: [`Workload`].
+//! Submitting operations from the device thread: [`Workload`].
 
 use std::ops::Range;
 use std::time::Instant;
 
 use super::{BlockError, Buffer};
 
-/// An operation on a block device. Ranges and buffers are within the device's
-/// [`Geometry`](super::Geometry), as those of [`BlockDevice`](super::BlockDevice)'s calls are.
+/// Block device operation. As with [`BlockDevice`](super::BlockDevice) calls, ranges and buffers
+/// must be within the [`Geometry`](super::Geometry) of the device.
 #[derive(Debug)]
 pub enum Operation {
-    /// Fills the whole buffer from `offset` on.
+    /// Reads from `offset` to fill the whole buffer.
     Read {
         /// First byte.
         offset: u64,
-        /// Memory of the data.
+        /// Data buffer.
         buffer: Buffer,
     },
     /// Writes the whole buffer.
     Write {
         /// First byte.
         offset: u64,
-        /// Memory of the data.
+        /// Data buffer.
         buffer: Buffer,
-        /// The data are on stable storage when it completes.
+        /// Data must be on stable storage before completion.
         fua: bool,
     },
-    /// Gives up the contents of a range of at most `max_discard` bytes.
+    /// Discards a range of up to `max_discard` bytes.
     Discard(Range<u64>),
-    /// Puts completed writes onto stable storage.
+    /// Flushes completed writes to stable storage.
     Flush,
 }
 
-/// Result of an operation: its buffer, if it had one.
+/// Result of an operation, with its buffer if it had one.
 pub type Completion = Result<Option<Buffer>, BlockError>;
 
-/// Operations that a [`Workload`] submits in one call.
+/// Operations submitted by a [`Workload`] in a call.
 #[derive(Debug, Default)]
 pub struct Submissions(Vec<(u32, Operation)>);
 
 impl Submissions {
-    /// Adds an operation. Its completion bears the same tag.
+    /// Adds an operation. The same tag will be used for the completion.
     pub fn push(&mut self, tag: u32, operation: Operation) {
         self.0.push((tag, operation));
     }
 
-    /// Takes the operations, in the order of their submission.
+    /// Removes all operations, in the order in which they were added.
     pub fn drain(&mut self) -> impl Iterator<Item = (u32, Operation)> + '_ {
         self.0.drain(..)
     }
@@ -55,26 +55,26 @@ impl Submissions {
         self.0.len()
     }
 
-    /// Returns whether there are none.
+    /// Returns whether it is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// A load on a device that runs on the device's thread
-/// ([`BlockDevice::drive`](super::BlockDevice::drive)): a completion and the submission that
-/// follows from it need no lock, no message and no switch of threads.
+/// I/O load that runs on the device thread ([`BlockDevice::drive`](super::BlockDevice::drive)).
+/// This way, we don't need a lock, a message or a thread switch for each completion and submission.
 ///
-/// No call blocks. The workload is over, and is dropped, when none of its operations is outstanding
-/// after a call and [`Workload::due`] returns `None`.
+/// These calls must not block. If there are no outstanding operations after a call, and
+/// [`Workload::due`] returns `None`, the workload is done and will be dropped.
 pub trait Workload: Send {
-    /// Submits what may start by now: the first call, and again when [`Workload::due`] has passed.
+    /// Submits operations that can be started now. This is the first call, and it is called again
+    /// when [`Workload::due`] has expired.
     fn submit(&mut self, queue: &mut Submissions);
 
-    /// Handles the completion of an operation, and submits what may start then.
+    /// Handles a completed operation, and submits new operations.
     fn complete(&mut self, tag: u32, completion: Completion, queue: &mut Submissions);
 
-    /// Time at which it has something to submit, completions apart.
+    /// Returns the time for the next submit call, not including completions.
     fn due(&self) -> Option<Instant>;
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use clap_complete::Shell;
 use riser_transport::roce::RoceFaults;
 
 use super::address::Address;
+use super::examples;
 use super::run_args::RunArgs;
 use super::target::VerbParser;
 use super::units;
@@ -19,7 +20,7 @@ use super::wire_args::WireArgs;
 use crate::bench::Job;
 use crate::bench::job::Units;
 
-const EXIT_STATUS: &str = "\
+pub(super) const EXIT_STATUS: &str = "\
 Exit status:
   0  success
   1  an I/O or protocol failure
@@ -219,26 +220,33 @@ pub enum Verb {
     /// List the addresses and RDMA devices that a target can be reached with
     Devices,
     /// List the logical units of a target
+    #[command(after_help = examples::DISCOVER)]
     Discover(DiscoverArgs),
     /// List the attachments of this host
     List,
     /// Make a logical unit a file (FUSE), a network block device (NBD) or a block device (ublk) of
     /// this host
+    #[command(after_help = examples::ATTACH)]
     Attach(AttachArgs),
     /// Undo an attachment: the disk disappears
+    #[command(after_help = examples::DETACH)]
     Detach(DetachArgs),
     /// Mount the file system on a logical unit, through FUSE and a loop device; needs root
+    #[command(after_help = examples::MOUNT)]
     Mount(MountArgs),
     /// Show everything that a logical unit reports about itself
     Inquiry(TargetArgs),
     /// Copy a range of a logical unit to a file or to standard output
+    #[command(after_help = examples::READ)]
     Read(ReadArgs),
     /// Copy a file or standard input to a range of a logical unit
+    #[command(after_help = examples::WRITE)]
     Write(WriteArgs),
     /// Measure a disk, compare results, or measure the wire
+    #[command(after_help = examples::BENCH)]
     Bench(Box<BenchArgs>),
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
-    #[command(subcommand)]
+    #[command(subcommand, after_help = examples::RPING)]
     Rping(Rping),
     /// Be a member of a virtual Ethernet over the software NIC: an interface of this host whose frames
     /// travel over the storage network, until a signal
@@ -277,6 +285,21 @@ pub enum Verb {
     },
 }
 
+impl Verb {
+    /// Log file of a background process that the user has not named.
+    pub(super) fn default_log(&self) -> Option<&Path> {
+        let serve = match self {
+            Self::Attach(args) => &args.serve,
+            Self::Mount(args) => &args.serve,
+            _ => return None,
+        };
+        serve
+            .supervised
+            .as_deref()
+            .filter(|_| serve.log_file.is_none())
+    }
+}
+
 /// A logical unit and nothing else.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TargetArgs {
@@ -294,6 +317,9 @@ pub struct DiscoverArgs {
     /// Address of the target; a logical unit in it does not matter
     #[arg(value_name = "URL")]
     pub url: Address,
+    /// List the targets and their portals only, without a login to any of them
+    #[arg(long)]
+    pub targets_only: bool,
     /// Options of the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
@@ -392,7 +418,12 @@ pub struct ServeArgs {
     /// --timeout if that is longer]
     #[arg(long, value_name = "DURATION", value_parser = units::patience)]
     pub io_timeout: Option<Duration>,
-    /// Log file of the background process [default: beside the list of attachments]
+    /// Attach a logical unit even if this host has it attached for writing already, for programs
+    /// that coordinate their writes
+    #[arg(long)]
+    pub shared: bool,
+    /// Log file of the background process [default: beside the list of attachments, limited to
+    /// 2 MiB]
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Report to the process that started this one on standard output; standard error is this file.
@@ -415,6 +446,9 @@ pub struct MountArgs {
     /// Options that mount(8) gets
     #[arg(long, value_name = "OPTIONS")]
     pub options: Option<String>,
+    /// Mount this partition of the disk
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub partition: Option<u32>,
     /// Mount it read-only, and refuse writes below as well
     #[arg(long)]
     pub read_only: bool,
@@ -555,7 +589,7 @@ pub struct BenchArgs {
     /// Address of the disk, or a job file of fio, whose name ends in .fio
     #[arg(value_name = "URL", required = true)]
     pub target: Option<BenchTarget>,
-    /// Address for those jobs of the file that have no filename
+    /// Address for all jobs of the file, in place of their filename and directory
     #[arg(value_name = "URL")]
     pub url: Option<Address>,
     /// Write even if this host has the logical unit attached, or a file system or partition table

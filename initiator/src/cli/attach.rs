@@ -8,7 +8,6 @@ use super::args::{AttachArgs, Global};
 use super::blockdev;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
-use super::port::ExportPort;
 use super::serve::{self, Event, Ready};
 use super::state::Export;
 use super::{file, mount};
@@ -30,41 +29,29 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             (None, None) => {}
         }
         // A block device keeps its port in the list of attachments.
-        let mut port = match (&choice, args.fuse.as_ref().or(args.nbd.as_ref())) {
+        let port = match (&choice, args.fuse.as_ref().or(args.nbd.as_ref())) {
             (None, Some(path)) => serve::export_port(path, &args.url)?,
             _ => None,
         };
-        let own = port.as_ref().map(ExportPort::port);
-        link.port = choice.as_ref().map(blockdev::DeviceChoice::port).or(own);
-        let guid = port.as_ref().and_then(ExportPort::noted_guid);
-        link.guid = choice
-            .as_ref()
-            .and_then(blockdev::DeviceChoice::noted_guid)
-            .or(guid);
-        link.recovers = matches!(choice, Some(blockdev::DeviceChoice::Lost { .. }))
-            || port.as_ref().is_some_and(ExportPort::is_inherited);
-        let noted = port.as_ref().and_then(ExportPort::noted_cache);
-        link.noted = choice
-            .as_ref()
-            .and_then(blockdev::DeviceChoice::noted_cache)
-            .or(noted);
-        let disk = Arc::new(Disk::open(&args.url, &link, access)?);
-        ready.port = serve::note_port(&mut port, &disk)?;
-        let bytes = || Arc::new(ByteDevice::new(disk.clone()));
-        let result = match (choice, &args.fuse, &args.nbd) {
-            (Some(choice), ..) => blockdev::serve(choice, &args.url, &disk, events, sender, ready),
-            (None, Some(path), _) => serve_fuse(args, path, &bytes(), events, sender, ready),
-            (None, None, Some(socket)) => serve_nbd(args, socket, &bytes(), events, ready),
-            (None, None, None) => Err(CliError::new(
-                Exit::Usage,
-                "none of --fuse, --nbd and --ublk is given",
-            )),
-        };
-        disk.close();
-        if let Some(port) = port {
-            port.release();
+        if let Some(choice) = &choice {
+            choice.set_on(&mut link);
+        } else if let Some(port) = &port {
+            port.set_on(&mut link);
         }
-        result
+        serve::with_disk(&args.url, &link, access, port, ready, |disk, ready| {
+            let bytes = || Arc::new(ByteDevice::new(disk.clone()));
+            match (choice, &args.fuse, &args.nbd) {
+                (Some(choice), ..) => {
+                    blockdev::serve(choice, &args.url, disk, events, sender, ready)
+                }
+                (None, Some(path), _) => serve_fuse(args, path, &bytes(), events, sender, ready),
+                (None, None, Some(socket)) => serve_nbd(args, socket, &bytes(), events, ready),
+                (None, None, None) => Err(CliError::new(
+                    Exit::Usage,
+                    "none of --fuse, --nbd and --ublk is given",
+                )),
+            }
+        })
     })
 }
 
@@ -76,9 +63,24 @@ fn serve_fuse(
     sender: &mpsc::Sender<Event>,
     ready: &mut Ready<'_>,
 ) -> Result<(), CliError> {
+    let path = serve::absolute(path)?;
+    let path = path
+        .canonicalize()
+        .map_err(|e| CliError::io(format!("cannot resolve {}", path.display()), e))?;
+    let name = args.url.name();
+    let file = match path.is_dir() {
+        true => path.join(&name),
+        false => path.clone(),
+    };
+    let export = |id| Export::Fuse {
+        path: path.clone(),
+        file: file.clone(),
+        id,
+    };
+    ready.claim(&args.url, device.device(), export(None), None)?;
     let options = FuseOptions {
-        path: serve::absolute(path)?,
-        name: args.url.name(),
+        path: path.clone(),
+        name,
         source: args.url.to_string(),
         caching: if args.cache {
             Caching::Kernel
@@ -88,15 +90,12 @@ fn serve_fuse(
         allow_other: args.allow_other,
     };
     let mount = file::mount(device, options, sender.clone())?;
-    let export = Export::Fuse {
-        path: mount.path().to_owned(),
-        file: mount.file().to_owned(),
-        id: Some(mount.id()),
-    };
-    let _registration = ready.report(&args.url, device.device(), export)?;
+    ready.announce(export(Some(mount.id())))?;
     let mut detached = Ok(());
     // The sender outlives this function, so there is an event.
-    if events.recv() == Ok(Event::Signal) {
+    let event = events.recv();
+    ready.end();
+    if event == Ok(Event::Signal) {
         detached = mount.detach();
         if detached.is_ok() && !mount.is_ended() {
             tracing::warn!(
@@ -124,20 +123,23 @@ fn serve_nbd(
         CliError::io(format!("cannot serve NBD on {}", socket.display()), e)
             .help("the directory must exist, and the path must be free or a socket that no process listens on")
     };
+    let uri = NbdUri {
+        server: NbdServer::Unix(socket.clone()),
+        export: name.clone(),
+    };
+    let export = Export::Nbd {
+        uri: uri.to_string(),
+        socket: socket.clone(),
+    };
+    // Before it is bound: a socket without a listener is replaced, and only one process may do that.
+    ready.claim(&args.url, disk, export.clone(), None)?;
     let server = Server::bind(&socket, device.clone(), &name, &disk.description())
         .and_then(Server::start)
         .map_err(failed)?;
-    let export = Export::Nbd {
-        uri: NbdUri {
-            server: NbdServer::Unix(socket.clone()),
-            export: name,
-        }
-        .to_string(),
-        socket: socket.clone(),
-    };
-    let _registration = ready.report(&args.url, disk, export)?;
+    ready.announce(export)?;
     // Only a signal ends it.
     let _ = events.recv();
+    ready.end();
     let what = format!("the NBD server on {} ended badly", socket.display());
     server.stop().map_err(|e| CliError::io(what, e))
 }

@@ -1,5 +1,6 @@
 //! `riser bench`.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
@@ -15,8 +16,8 @@ use super::guard::{self, FileId};
 use super::results::{FilesInUse, ResultFile, ResultFiles};
 use super::sweep::Sweep;
 use super::{compare, identity, output, units, wire};
-use crate::bench::fio::JobFile;
-use crate::bench::job::{Amount, COMMAND_LINE, Checksum, Content, KbBase, Units};
+use crate::bench::fio::{JobFile, Sources};
+use crate::bench::job::{Amount, COMMAND_LINE, Checksum, Content, KbBase, NOTED, Units};
 use crate::bench::outcome::Outcome;
 use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
 use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
@@ -338,13 +339,32 @@ fn read_jobs(path: &Path, args: &BenchArgs) -> Result<JobFile, CliError> {
     let name = path.display().to_string();
     let text =
         fs::read_to_string(path).map_err(|e| CliError::io(format!("cannot read {name}"), e))?;
-    let env = |name: &str| std::env::var(name).ok();
-    let file =
-        fio::parse(&name, &text, &env).map_err(|e| CliError::new(Exit::Usage, e.to_string()))?;
-    for (line, option) in &file.ignored {
-        tracing::info!("{name}:{line}: option {option} has no effect");
-    }
+    let sources = Sources {
+        env: &|name| std::env::var(name).ok(),
+        read: &|path| fs::read_to_string(path),
+        has_address: args.url.is_some(),
+    };
+    let file = fio::parse(&name, &text, &sources);
+    let file = file.map_err(|e| CliError::new(Exit::Usage, e.to_string()))?;
+    note_ineffective(&name, &file, args.url.as_ref());
     Ok(file)
+}
+
+/// Reports options that have no effect: options that may matter in one line, and all at `-v`.
+fn note_ineffective(name: &str, file: &JobFile, url: Option<&Address>) {
+    if let Some(url) = url.filter(|_| !file.replaced.is_empty()) {
+        tracing::info!("{url} replaces {}", file.replaced.join(", "));
+    }
+    let is_noted = |option: &str| NOTED.iter().any(|(known, _)| *known == option);
+    let options = file.ignored.iter().map(|(_, option)| option.as_str());
+    let noted: BTreeSet<&str> = options.filter(|option| is_noted(option)).collect();
+    if !noted.is_empty() {
+        let noted: Vec<&str> = noted.into_iter().collect();
+        tracing::warn!("{name}: options without effect: {}", noted.join(", "));
+    }
+    for (place, option) in &file.ignored {
+        tracing::info!("{place}: option {option} has no effect");
+    }
 }
 
 impl BenchArgs {
@@ -389,9 +409,12 @@ fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
     let address: Result<Address, CliError> = match (args.target(), &job.filename, &args.url) {
         (BenchTarget::Url(url), _, _) => Ok(url.clone()),
-        (_, Some(name), _) => name
-            .parse()
-            .map_err(|why| usage(format!("filename of job `{}`: {why}", job.name))),
+        (_, Some(name), _) => name.parse().map_err(|why| {
+            usage(format!(
+                "filename of job `{}`: {why}; an address on the command line replaces it",
+                job.name
+            ))
+        }),
         (_, None, Some(url)) => Ok(url.clone()),
         (_, None, None) => Err(usage(format!(
             "job `{}` has no filename, and no address is given",

@@ -13,7 +13,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use super::address::Address;
-use super::args::UblkNumber;
+use super::args::{ConnectOptions, UblkNumber};
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
 use super::port;
@@ -89,27 +89,20 @@ impl DeviceChoice {
         }
     }
 
-    /// The GUID of the initiator port that the process that was killed had noted.
-    pub(super) fn noted_guid(&self) -> Option<u64> {
-        match self {
-            Self::Lost { before, .. } => match before.export {
-                Export::Ublk { guid, .. } => guid,
-                _ => None,
-            },
-            Self::New { .. } => None,
-        }
-    }
-
-    /// The generation of the unit's cache that the process that was killed had noted.
-    pub(super) fn noted_cache(&self) -> Option<[u8; 16]> {
-        match self {
-            Self::New { .. } => None,
-            Self::Lost { before, .. } => before.cache,
+    /// Has a session log in with the device's initiator port, as the process that was killed did.
+    pub(super) fn set_on(&self, link: &mut ConnectOptions) {
+        link.port = Some(self.port());
+        if let Self::Lost { before, .. } = self {
+            link.recovers = true;
+            link.noted = before.cache;
+            if let Export::Ublk { guid, .. } = before.export {
+                link.guid = guid;
+            }
         }
     }
 
     /// Number that its initiator port follows from.
-    pub(super) fn port(&self) -> u64 {
+    fn port(&self) -> u64 {
         match self {
             Self::New { port, .. } | Self::Lost { port, .. } => *port,
         }
@@ -152,14 +145,16 @@ pub(super) fn serve(
         properties,
     };
     // Before it can be used: a device that no list names could not be taken away again.
-    let registration = ready.list(url, disk, export, before.map(|before| before.id.as_str()))?;
+    let of = before.map(|before| before.id.as_str());
+    ready.claim(url, disk, export.clone(), of)?;
     device.start().map_err(cannot_start)?;
     if let Some(Attachment { pid, .. }) = before {
         tracing::info!(device = %path.display(), "taken over from process {pid}");
     }
-    ready.announce(registration.attachment())?;
+    ready.announce(export)?;
     udev::announce(device.id());
     let event = events.recv();
+    ready.end();
     if event == Ok(Event::Signal) {
         wait_for_users(&path, events);
     }
@@ -168,7 +163,6 @@ pub(super) fn serve(
         _ => CliError::io(format!("cannot take {} away", path.display()), e),
     };
     let stopped = device.stop().map_err(failed);
-    drop(registration);
     // What was written is flushed in any case.
     let flushed = task::block_on(disk.flush());
     stopped.and(flushed.map_err(|e| CliError::block("cannot flush the disk", e)))
@@ -239,6 +233,7 @@ fn cannot_start(error: io::Error) -> CliError {
 
 #[cfg(test)]
 mod tests {
+    use super::super::state::Phase;
     use super::*;
     use crate::block::MemoryDevice;
 
@@ -254,6 +249,8 @@ mod tests {
             pid: 1,
             started: 1,
             since: 0,
+            phase: Phase::Serving,
+            failure: None,
             export: Export::Ublk {
                 number: 3,
                 device: "/dev/ublkb3".into(),

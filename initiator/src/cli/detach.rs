@@ -1,6 +1,8 @@
 //! `riser detach`.
 
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -9,10 +11,10 @@ use serde::Serialize;
 
 use super::args::{DetachArgs, Global};
 use super::exit::{CliError, Exit};
-use super::state::{Attachment, Export, StateDir};
-use super::{mount, output};
+use super::state::{Attachment, Export, Phase, StateDir};
+use super::{lock, mount, output};
 use crate::engine::{LinkState, Pending};
-use crate::mounts::{MountId, Mounts};
+use crate::mounts::{self, MountId, MountUser, Mounts};
 use crate::{fuse, ublk};
 
 /// Longest time for a process that is ended by force to end properly: to flush, where its target
@@ -25,6 +27,12 @@ const SHORT_MERCY: Duration = Duration::from_secs(1);
 /// Time after which the list is read again if a target was listed as down.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
 
+/// Longest time for an NBD server to notice that a client has disconnected.
+const CLIENT_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Users of a mount that are named at most.
+const MAX_USERS: usize = 4;
+
 #[derive(Serialize)]
 struct Detached {
     #[serde(flatten)]
@@ -36,6 +44,9 @@ struct Detached {
 
 pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     let mut attachment = find(args, global)?;
+    if attachment.is_over() {
+        return check_end(&attachment, global);
+    }
     let is_down =
         |a: &Attachment| a.link.as_ref().map(|link| link.state) == Some(LinkState::Reconnecting);
     if is_down(&attachment) && !args.force {
@@ -57,6 +68,9 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         let help = format!("{lost}; --force detaches it all the same");
         return Err(CliError::new(Exit::Timeout, what).because(error).help(help));
     }
+    if !args.force {
+        check_idle(&attachment)?;
+    }
     let unmounting = begin(&attachment, args.force)?;
     let mercy = if lost.is_some() { SHORT_MERCY } else { MERCY };
     // A killed process must be seen to end within the timeout.
@@ -70,10 +84,14 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     {
         remove(*number, device)?;
     }
+    if was_alive && down.is_none() && !is_killed {
+        check_end(&attachment, global)?;
+    }
     // What a killed process could not undo is undone by listing.
     let _ = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).list());
-    if was_alive && down.is_none() && !is_killed {
-        check_end(&attachment)?;
+    if args.force {
+        // A known reason is reported below.
+        let _ = StateDir::open().and_then(|dir| dir.remove_failed(&attachment));
     }
     let killed = || "it was killed: writes that were not flushed may be lost".to_owned();
     let lost = match lost {
@@ -117,7 +135,11 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
             if is_on_top(&mount::read_mounts()?, path, *id)? && !force =>
         {
             fuse::unmount(path, false)?;
+            // Copies of the mount in other namespaces keep it: the process must know that it ends.
+            signal(attachment, Signal::TERM)?;
         }
+        // A second signal would stop the wait for its users.
+        Export::Fuse { .. } if attachment.phase == Phase::Ending && !force => {}
         Export::Mount { path, id, .. } => {
             if !is_on_top(&mount::read_mounts()?, path, *id)? {
                 // Not here, or not any more: the process that serves it knows. A signal would end
@@ -135,20 +157,70 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
             }
             mount::unmount(path, false)?;
         }
-        Export::Ublk { device, .. } if !force && ublk::is_in_use(device) => {
-            let what = format!("{} is in use", device.display());
-            return Err(CliError::new(Exit::Busy, what).help("--force takes it away all the same"));
-        }
         Export::Ublk { number, device, .. } if !attachment.is_alive() => remove(*number, device)?,
         Export::Fuse { .. } | Export::Nbd { .. } | Export::Ublk { .. } => {
             signal(attachment, Signal::TERM)?;
-            if force {
-                // The second one ends the wait for those who use the disk.
+            if force && attachment.phase != Phase::Ending {
+                // The second signal stops waiting for users of the disk. A third signal would exit
+                // the process without the final flush.
                 signal(attachment, Signal::INT)?;
             }
         }
     }
     Ok(None)
+}
+
+/// Fails if a block device or an NBD export is in use. A mount shows that when it is unmounted.
+fn check_idle(attachment: &Attachment) -> Result<(), CliError> {
+    let what = match &attachment.export {
+        Export::Ublk { device, .. } if ublk::is_in_use(device) => {
+            format!("{} is in use", device.display())
+        }
+        Export::Nbd { socket, .. } => match count_clients(socket) {
+            0 => return Ok(()),
+            1 => format!("{} has a client connected", socket.display()),
+            n => format!("{} has {n} clients connected", socket.display()),
+        },
+        _ => return Ok(()),
+    };
+    Err(CliError::new(Exit::Busy, what).help("disconnect it first, or detach it with --force"))
+}
+
+/// Number of clients that are connected to a socket of this network namespace, and stay so.
+fn count_clients(socket: &Path) -> usize {
+    let until = Instant::now() + CLIENT_PATIENCE;
+    loop {
+        let sockets = fs::read("/proc/net/unix").unwrap_or_default();
+        let clients = connected(&sockets, socket);
+        if clients == 0 || Instant::now() >= until {
+            return clients;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Number of connections that a server has accepted at a path, from the text of `/proc/net/unix`:
+///
+/// ```text
+/// Num       RefCount Protocol Flags    Type St Inode Path
+/// 0000000000000000: 00000003 00000000 00000000 0001 03 20481 /run/nbd
+/// ```
+fn connected(sockets: &[u8], path: &Path) -> usize {
+    let is_connected = |line: &[u8]| {
+        let mut fields = line.splitn(8, |byte| *byte == b' ').skip(5);
+        let state = fields.next();
+        // Inodes are padded with blanks.
+        let at = fields.nth(1).map(<[u8]>::trim_ascii_start);
+        let at = at.and_then(|rest| match rest.iter().position(|byte| *byte == b' ') {
+            Some(blank) if rest[..blank].iter().all(u8::is_ascii_digit) => rest.get(blank + 1..),
+            _ => Some(rest),
+        });
+        state == Some(b"03") && at == Some(path.as_os_str().as_bytes())
+    };
+    sockets
+        .split(|byte| *byte == b'\n')
+        .filter(|line| is_connected(line))
+        .count()
 }
 
 /// Returns whether the mount of an attachment is the topmost one on its path. What others have
@@ -201,8 +273,8 @@ fn wait(
         if waited >= timeout {
             let what = format!("process {} still serves {}", attachment.pid, attachment.url);
             let help = match is_killed {
-                true => "it was killed, and the kernel has not ended it yet",
-                false => "it waits for its target, or for who uses it; --force ends that",
+                true => "it was killed, and the kernel has not ended it yet".to_owned(),
+                false => format!("{}; --force ends that", show_users(attachment)),
             };
             return Err(CliError::new(Exit::Timeout, what).help(help));
         }
@@ -218,21 +290,56 @@ fn join(unmounting: Unmounting) -> Result<(), CliError> {
     unmounting.join().unwrap_or_else(panicked)
 }
 
-/// Fails if the process of a detached unit ended with an error. One that ended well has removed its
-/// log, unless the user named the file.
-fn check_end(attachment: &Attachment) -> Result<(), CliError> {
-    let is_own = |log: &&PathBuf| StateDir::open().is_ok_and(|dir| log.starts_with(dir.path()));
-    match attachment.log.as_ref().filter(is_own) {
-        Some(log) if log.exists() => {
-            let what = format!("{} is detached, but with an error", attachment.url);
-            let help = format!(
-                "writes that were not flushed may be lost; {} has the error",
-                log.display()
-            );
-            Err(CliError::new(Exit::Failure, what).help(help))
-        }
-        _ => Ok(()),
+/// Known users of an attachment that was detached and is still served.
+fn show_users(attachment: &Attachment) -> String {
+    let id = match &attachment.export {
+        Export::Fuse { id, .. } | Export::Mount { id, .. } => *id,
+        Export::Nbd { .. } | Export::Ublk { .. } => None,
+    };
+    let users = id.map_or_else(Vec::new, |id| mounts::users(id, attachment.pid));
+    if users.is_empty() {
+        return "it waits for its target, or for a user of the disk".to_owned();
     }
+    let shown: Vec<String> = users.iter().take(MAX_USERS).map(show_user).collect();
+    let more = match users.len().saturating_sub(MAX_USERS) {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    format!("it is in use: {}{more}", shown.join(", "))
+}
+
+fn show_user(user: &MountUser) -> String {
+    let pid = user.pid;
+    let process = match lock::command(pid) {
+        Some(command) => format!("process {pid} ({command})"),
+        None => format!("process {pid}"),
+    };
+    match &user.mounted {
+        None => format!("{process} has it open"),
+        Some(path) => {
+            let path = output::printable(&path.display());
+            format!("mounted on {path} in the mount namespace of {process}")
+        }
+    }
+}
+
+/// Fails if an attachment could not be ended properly; its entry is removed then.
+fn check_end(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
+    let failure = StateDir::open()
+        .and_then(|dir| dir.with_patience(global.timeout).remove_failed(attachment))
+        .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
+    let Some(failure) = failure else {
+        return Ok(());
+    };
+    let what = format!("{} was detached with an error", attachment.url);
+    let log = attachment.log.as_ref().filter(|log| log.exists());
+    let log = log.map_or_else(String::new, |log| {
+        format!("; {} has the log", log.display())
+    });
+    let help = format!("writes that were not flushed may be lost{log}");
+    Err(CliError::new(Exit::Failure, what)
+        .because(failure)
+        .help(help))
 }
 
 fn print(detached: &Detached, global: &Global) -> Result<(), CliError> {
@@ -312,6 +419,20 @@ mod tests {
         // Unmounted: what is left is not ours.
         assert!(!is_on_top(&[bind]).unwrap());
         assert!(!is_on_top(&[elsewhere]).unwrap());
+    }
+
+    #[test]
+    fn connected_nbd_clients_are_counted() {
+        let sockets = b"Num       RefCount Protocol Flags    Type St Inode Path\n\
+            0000000000000000: 00000002 00000000 00010000 0001 01 20480 /run/my nbd\n\
+            0000000000000000: 00000003 00000000 00000000 0001 03 20481 /run/my nbd\n\
+            0000000000000000: 00000003 00000000 00000000 0001 03    17 /run/my nbd\n\
+            0000000000000000: 00000003 00000000 00000000 0001 03 20483\n\
+            0000000000000000: 00000003 00000000 00000000 0001 03 20484 /run/nbd\n";
+        assert_eq!(connected(sockets, Path::new("/run/my nbd")), 2);
+        assert_eq!(connected(sockets, Path::new("/run/nbd")), 1);
+        assert_eq!(connected(sockets, Path::new("/run/other")), 0);
+        assert_eq!(connected(b"", Path::new("/run/nbd")), 0);
     }
 
     #[test]

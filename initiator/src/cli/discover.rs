@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use riser_scsi::lun::LunId;
 use serde::Serialize;
 
 use super::args::{DiscoverArgs, Global};
@@ -10,15 +11,16 @@ use super::exit::{CliError, Exit};
 use super::{output, units};
 use crate::block::task;
 use crate::engine::{Client, EngineError, Session};
-use crate::lun::LunError;
-use crate::session::ConnectError;
+use crate::lun::{LunError, LunInfo};
+use crate::request::RequestError;
+use crate::session::{ConnectError, Down};
 use crate::srp::discovery::{DiscoveryError, plan_logins};
 use crate::url::IscsiUrl;
 use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
 /// A target port that was found.
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct Port {
     url: String,
     /// Name of the target, if it was asked.
@@ -38,17 +40,48 @@ struct Port {
 type Named = (TargetUrl, String, Vec<String>);
 
 /// A logical unit that was found.
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct Unit {
     lun: u32,
     url: String,
     vendor: String,
     product: String,
     revision: String,
-    /// Absent, as the next, for what is not a disk.
+    /// Absent, like the next fields, for a unit that is not a disk or is not ready.
     capacity: Option<u64>,
     block_size: Option<u32>,
     read_only: Option<bool>,
+    /// Reason why it cannot be used now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+    /// The exit status for that.
+    #[serde(skip)]
+    exit: Option<Exit>,
+}
+
+impl Port {
+    fn new(url: &TargetUrl, name: Option<String>) -> Self {
+        Self {
+            url: url.clone().with_lun(None).to_string(),
+            name,
+            portals: Vec::new(),
+            luns: Vec::new(),
+            error: None,
+            exit: None,
+        }
+    }
+
+    /// The first reason why nothing of it can be used, with its exit status; `None` if a unit can.
+    fn failure(&self) -> Option<(&str, Option<Exit>)> {
+        if let Some(error) = &self.error {
+            return Some((error, self.exit));
+        }
+        if self.luns.iter().any(|unit| unit.error.is_none()) {
+            return None;
+        }
+        let unit = self.luns.first()?;
+        Some((unit.error.as_deref()?, unit.exit))
+    }
 }
 
 pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> {
@@ -59,7 +92,7 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
         TargetUrl::Srp(srp) => srp.id_ext.is_some() || srp.ioc_guid.is_some(),
         TargetUrl::Iscsi(iscsi) => iscsi.target.is_some(),
     };
-    let ports = if is_named {
+    let ports = if is_named && !args.targets_only {
         // It may be reached in another way than the first one that is tried.
         let session = connect(&first, &args.link, global.timeout)?;
         vec![only(&first, &session)?]
@@ -68,8 +101,16 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
         let patience = Instant::now() + global.timeout;
         let named = match &first {
             TargetUrl::Srp(srp) => ask(&client, srp, global.timeout / 2)?,
-            TargetUrl::Iscsi(iscsi) => return portals(&client, iscsi, global),
+            TargetUrl::Iscsi(iscsi) => targets(&client, iscsi, global)?,
         };
+        if args.targets_only || matches!(first, TargetUrl::Iscsi(_)) {
+            let ports = match args.targets_only {
+                true => named.into_iter().map(Port::from).collect(),
+                false => list(&client, named, global),
+            };
+            print(&ports, global)?;
+            return check(&first, &ports);
+        }
         if named.is_empty() {
             let session = login_once(&client, &first, global.timeout, patience)
                 .map_err(|error| login_failed(&first, error))?;
@@ -89,40 +130,52 @@ fn only(url: &TargetUrl, session: &Session) -> Result<Port, CliError> {
 }
 
 /// The targets of an iSCSI portal.
-fn portals(client: &Client, url: &IscsiUrl, global: &Global) -> Result<(), CliError> {
+fn targets(client: &Client, url: &IscsiUrl, global: &Global) -> Result<Vec<Named>, CliError> {
     let found = task::block_on(client.timeout(global.timeout, client.discover_targets(url)));
     let timed_out = || EngineError::Login(ConnectError::TimedOut.into());
     let found = found
         .unwrap_or_else(|_| Err(timed_out()))
-        .map_err(|error| login_failed(&url.into(), error))?;
+        .map_err(|error| match error {
+            EngineError::Login(Down::IscsiFault(_)) => {
+                let what = format!("invalid list of targets from {url}");
+                CliError::new(Exit::Failure, what).because(error)
+            }
+            error => login_failed(&url.into(), error),
+        })?;
     let targets = found.into_iter().map(|target| {
         let addresses = target.addresses.iter().map(ToString::to_string).collect();
         let mut url = url.clone();
         url.target = Some(target.name.clone());
         (TargetUrl::Iscsi(url), target.name.to_string(), addresses)
     });
-    let ports = list(client, targets.collect(), global);
-    print(&ports, global)?;
-    check(&url.into(), &ports)
+    Ok(targets.collect())
 }
 
-/// Fails if there are targets, but none that can be used: with the exit status of all of them, if
-/// they agree.
+impl From<Named> for Port {
+    fn from((url, name, portals): Named) -> Self {
+        Self {
+            portals,
+            ..Self::new(&url, Some(name))
+        }
+    }
+}
+
+/// Fails if there are targets, but none with a logical unit that can be used: with the exit status
+/// of all of them, if they agree.
 fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
-    let Some(error) = ports.first().and_then(|port| port.error.clone()) else {
+    let failures: Vec<_> = ports.iter().filter_map(Port::failure).collect();
+    let Some((error, exit)) = failures.first() else {
         return Ok(());
     };
-    if ports.iter().any(|port| port.error.is_none()) {
+    if failures.len() < ports.len() {
         return Ok(());
     }
-    let exit = ports[0]
-        .exit
-        .filter(|exit| ports.iter().all(|port| port.exit == Some(*exit)));
+    let exit = exit.filter(|_| failures.iter().all(|(_, other)| other == exit));
     let what = match ports.len() {
         1 => format!("the target at {url} cannot be used"),
         n => format!("none of the {n} targets at {url} can be used"),
     };
-    Err(CliError::new(exit.unwrap_or(Exit::Refused), what).because(error))
+    Err(CliError::new(exit.unwrap_or(Exit::Refused), what).because((*error).to_owned()))
 }
 
 /// Logs in to each of the named targets and lists its logical units.
@@ -137,12 +190,9 @@ fn list(client: &Client, named: Vec<Named>, global: &Global) -> Vec<Port> {
                     .map_err(|e| (e.to_string(), lun_failed(String::new(), e).exit))
             });
         let mut port = described.unwrap_or_else(|(error, exit)| Port {
-            url: url.to_string(),
-            name: Some(name),
-            portals: Vec::new(),
-            luns: Vec::new(),
             error: Some(error),
             exit: Some(exit),
+            ..Port::new(&url, Some(name))
         });
         port.portals = portals;
         ports.push(port);
@@ -165,9 +215,17 @@ fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
                 writeln!(out, "  {error}")?;
             }
             for unit in &port.luns {
-                let size = unit.capacity.map_or("no disk".into(), units::show_size);
+                let size = match (unit.capacity, &unit.error) {
+                    (Some(bytes), _) => units::show_size(bytes),
+                    (None, None) => "no disk".into(),
+                    (None, Some(_)) => "unusable".into(),
+                };
                 let what = format!("{} {}", unit.vendor, unit.product);
-                writeln!(out, "  {:>11}  {what}  {}", size, unit.url)?;
+                write!(out, "  {size:>11}  {}  {}", what.trim(), unit.url)?;
+                match &unit.error {
+                    Some(error) => writeln!(out, "  {error}")?,
+                    None => writeln!(out)?,
+                }
             }
         }
         Ok(())
@@ -202,40 +260,57 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, Cli
 }
 
 fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
-    let mut luns = Vec::new();
+    let mut port = Port::new(session.url(), name);
     for id in task::block_on(session.luns())? {
-        let inquiry = task::block_on(session.inquiry(id))?;
-        let disk = match task::block_on(session.lun(id.number())) {
-            Ok(lun) => Some(lun.info().clone()),
-            // Tapes, enclosures and well-known units are listed without a size instead of ending
-            // the list.
-            Err(LunError::NotADisk(_)) => None,
-            Err(e) => return Err(e),
-        };
-        let url = session
-            .url()
-            .clone()
-            .with_lun(u16::try_from(id.number()).ok());
-        let disk = disk.as_ref();
-        luns.push(Unit {
-            lun: id.number(),
-            url: url.to_string(),
-            vendor: inquiry.vendor.trim().to_owned(),
-            product: inquiry.product.trim().to_owned(),
-            revision: inquiry.revision.trim().to_owned(),
-            capacity: disk.map(|d| d.capacity.blocks * u64::from(d.capacity.block_size)),
-            block_size: disk.map(|d| d.capacity.block_size),
-            read_only: disk.map(|d| d.caching.write_protected),
-        });
+        port.luns.push(describe_unit(session, id)?);
     }
-    let url = session.url().clone().with_lun(None);
     task::block_on(session.close());
-    Ok(Port {
+    Ok(port)
+}
+
+/// A logical unit, or the reason why it cannot be used.
+///
+/// # Errors
+/// The session has failed, so nothing can be learned of other units either.
+fn describe_unit(session: &Session, id: LunId) -> Result<Unit, LunError> {
+    let url = session
+        .url()
+        .clone()
+        .with_lun(u16::try_from(id.number()).ok());
+    let mut unit = Unit {
+        lun: id.number(),
         url: url.to_string(),
-        name,
-        portals: Vec::new(),
-        luns,
+        vendor: String::new(),
+        product: String::new(),
+        revision: String::new(),
+        capacity: None,
+        block_size: None,
+        read_only: None,
         error: None,
         exit: None,
-    })
+    };
+    let asked = task::block_on(session.inquiry(id)).and_then(|inquiry| {
+        unit.vendor = inquiry.vendor.trim().to_owned();
+        unit.product = inquiry.product.trim().to_owned();
+        unit.revision = inquiry.revision.trim().to_owned();
+        task::block_on(session.lun(id.number()))
+    });
+    match asked {
+        Ok(lun) => {
+            let LunInfo {
+                capacity, caching, ..
+            } = lun.info();
+            unit.capacity = Some(capacity.blocks * u64::from(capacity.block_size));
+            unit.block_size = Some(capacity.block_size);
+            unit.read_only = Some(caching.write_protected);
+        }
+        // Tapes, enclosures and well-known units are listed without a size.
+        Err(LunError::NotADisk(_)) => {}
+        Err(error @ LunError::Request(RequestError::Closed)) => return Err(error),
+        Err(error) => {
+            unit.error = Some(error.to_string());
+            unit.exit = Some(lun_failed(String::new(), error).exit);
+        }
+    }
+    Ok(unit)
 }

@@ -195,6 +195,9 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
             "all portals of an address must lead to one logical unit, which reports its serial number \
              or a designator; `riser inquiry` with one portal shows them"
         }
+        EngineError::Login(Down::Connect(ConnectError::Tcp(libc::ECONNREFUSED))) => {
+            "no program listens at this port: is the target running, and is the port right?"
+        }
         EngineError::Secret(_) => "a password may be in the address, a file or the environment",
         EngineError::Login(Down::Connect(ConnectError::IscsiLogin(IscsiLogin::Refused(
             LoginStatus::AUTHENTICATION_FAILURE,
@@ -587,10 +590,13 @@ impl Disk {
         }
     }
 
-    /// A name of the logical unit that no other has, if it has one.
+    /// A name of the logical unit that no other has, if it has one: a designator, or its serial
+    /// number with vendor and product.
     #[must_use]
     pub fn unit(&self) -> Option<String> {
-        let identity = &self.info()?.identity;
+        let LunInfo {
+            identity, inquiry, ..
+        } = self.info()?;
         let names = [
             ("naa", &identity.naa),
             ("eui", &identity.eui),
@@ -598,7 +604,12 @@ impl Disk {
             ("t10", &identity.t10),
         ];
         let mut names = names.into_iter();
-        names.find_map(|(kind, name)| Some(format!("{kind}.{}", name.as_ref()?)))
+        let designator = names.find_map(|(kind, name)| Some(format!("{kind}.{}", name.as_ref()?)));
+        designator.or_else(|| {
+            let (vendor, product) = (inquiry.vendor.trim(), inquiry.product.trim());
+            let serial = identity.serial.as_ref()?.trim();
+            (!serial.is_empty()).then(|| format!("serial.{vendor}.{product}.{serial}"))
+        })
     }
 
     /// Status of its session, if it has one.
@@ -610,12 +621,16 @@ impl Disk {
         }
     }
 
-    /// Ends the session by a logout, or the connection, or the use of the file.
-    pub fn close(&self) {
+    /// Ends the session by a logout, or the connection, or the use of the file. Returns whether its
+    /// initiator port can be released; see [`Session::close_settled`].
+    pub fn close(&self) -> bool {
         match &self.kind {
-            Kind::Memory(_) => {}
-            Kind::Thread(disk) => disk.close(),
-            Kind::Lun(lun) => task::block_on(lun.session().close()),
+            Kind::Memory(_) => true,
+            Kind::Thread(disk) => {
+                disk.close();
+                true
+            }
+            Kind::Lun(lun) => task::block_on(lun.session().close_settled()),
         }
     }
 }
@@ -642,6 +657,10 @@ impl BlockDevice for Disk {
 
     fn buffer_bytes(&self) -> u64 {
         on_disk!(self, disk => disk.buffer_bytes())
+    }
+
+    fn losses(&self) -> u64 {
+        on_disk!(self, disk => disk.losses())
     }
 
     fn wake_when_free(&self, waker: &Waker) {

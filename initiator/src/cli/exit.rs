@@ -150,6 +150,26 @@ impl CliError {
         Self::new(exit, what).because(cause)
     }
 
+    /// A command line that is not valid.
+    #[must_use]
+    pub fn usage(error: &clap::Error) -> Self {
+        let text = error.render().to_string();
+        let text = text.trim();
+        let text = text.strip_prefix("error: ").unwrap_or(text);
+        match text.split_once("\n\n") {
+            Some((what, help)) => Self::new(Exit::Usage, what).help(help),
+            None => Self::new(Exit::Usage, text),
+        }
+    }
+
+    /// The failure with its causes in one line.
+    #[must_use]
+    pub fn to_line(&self) -> String {
+        let mut parts = vec![self.what.clone()];
+        parts.extend(self.causes());
+        parts.join(": ")
+    }
+
     /// The causes, outermost first.
     #[must_use]
     pub fn causes(&self) -> Vec<String> {

@@ -1,5 +1,6 @@
 //! Units that must not be overwritten by mistake: a unit that this host has attached, or one that
-//! carries a file system, a partition table or the like.
+//! carries a file system, a partition table or the like. An attachment is refused likewise if it
+//! would conflict with another one of the same unit.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,11 +13,12 @@ use super::address::Address;
 use super::args::Global;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
+use super::loops;
 use super::others;
-use super::state::{Attachment, Export, StateDir};
+use super::output;
+use super::state::{Attachment, Export, Listing, Phase, StateDir};
 use crate::block::{BlockDevice, BlockError, ByteDevice, task};
 use crate::mounts::Mounts;
-use crate::ublk;
 
 /// Part of a disk that is looked at, in bytes: as far as the last of [`signature`]s.
 const HEAD: u64 = (1 << 20) + 4096;
@@ -42,17 +44,17 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     let unit = disk.unit();
     let is_it = |other: &Option<String>| unit.is_some() && *other == unit;
     let url_text = url.to_string();
-    let same = attachments
-        .iter()
-        .find(|a| is_it(&a.unit) || a.url == url_text || is_same_file(url, &a.url));
+    let same = attachments.iter().find(|a| {
+        !a.is_over() && (is_it(&a.unit) || a.url == url_text || is_same_file(url, &a.url))
+    });
     if let Some(other) = same {
-        let path = other.export.path().display();
+        let path = output::printable(&other.export.path().display());
         return Err(refuse(format!("this host has it attached at {path}")));
     }
     if let Ok(mounts) = Mounts::read()
         && let Some(path) = others::mount_of(&mounts, &url_text)
     {
-        let path = path.display();
+        let path = output::printable(&path.display());
         return Err(refuse(format!("this host has it attached at {path}")));
     }
     let kernel_disk = |unit| kernel_disk(Path::new("/sys/class/block"), unit);
@@ -66,20 +68,29 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     {
         return Err(refuse(format!("the loop device /dev/{name} is made of it")));
     }
-    // What cannot be read may still be overwritten.
-    let unknown = |which: &str, error: BlockError| {
-        let why = format!("what it carries is not known: its {which} bytes cannot be read");
-        refuse(why).because(error)
-    };
-    let capacity = disk.geometry().capacity;
-    let head = read(disk, 0..HEAD.min(capacity)).map_err(|e| unknown("first", e))?;
-    let tail = capacity.saturating_sub(TAIL)..capacity;
-    let tail = read(disk, tail).map_err(|e| unknown("last", e))?;
-    let block = disk.geometry().block_size;
-    match signature(&head).or_else(|| last_signature(&tail, capacity, block)) {
-        Some(what) => Err(refuse(format!("it carries {what}"))),
-        None => Ok(()),
+    match content(disk) {
+        Ok(Some(what)) => Err(refuse(format!("it carries {what}"))),
+        Ok(None) => Ok(()),
+        Err((which, error)) => {
+            let why = format!("its content is unknown: its {which} bytes cannot be read");
+            Err(refuse(why).because(error))
+        }
     }
+}
+
+/// Kind of content of a disk, if any is known.
+///
+/// # Errors
+/// Its first or last bytes cannot be read, as the text says.
+pub(super) fn content(
+    disk: &Arc<Disk>,
+) -> Result<Option<&'static str>, (&'static str, BlockError)> {
+    let capacity = disk.geometry().capacity;
+    let head = read(disk, 0..HEAD.min(capacity)).map_err(|e| ("first", e))?;
+    let tail = capacity.saturating_sub(TAIL)..capacity;
+    let tail = read(disk, tail).map_err(|e| ("last", e))?;
+    let block = disk.geometry().block_size;
+    Ok(signature(&head).or_else(|| last_signature(&tail, capacity, block)))
 }
 
 /// A file or device, the same by each of its paths.
@@ -148,37 +159,104 @@ fn attachments(
     }
 }
 
-/// Fails if this host has a unit's file system mounted already: two mounts that do not know of each
-/// other destroy it.
-///
-/// # Errors
-/// It is mounted, or may be, and one of the two mounts can write.
-pub(super) fn check_mounted(disk: &Arc<Disk>, global: &Global) -> Result<(), CliError> {
-    let Some(unit) = disk.unit() else {
-        return Ok(());
-    };
-    let refuse = |why: String| {
-        CliError::new(Exit::Busy, format!("{unit} may be mounted already: {why}"))
-            .help("remove that file if no riser serves it")
-    };
-    let is_mounted = |a: &&Attachment| match &a.export {
-        Export::Mount { .. } => true,
-        Export::Ublk { device, .. } => ublk::is_in_use(device),
-        Export::Fuse { .. } | Export::Nbd { .. } => false,
-    };
-    let is_written = |a: &&Attachment| !(a.read_only && disk.geometry().read_only);
-    let list = attachments(global, &refuse)?;
-    let of_unit = list.iter().filter(|a| a.unit.as_ref() == Some(&unit));
-    match of_unit.filter(is_mounted).find(is_written) {
-        None => Ok(()),
-        Some(other) => {
-            let path = other.export.path().display();
-            let what = format!("this host has the same logical unit in use at {path}");
-            // Its id may be one of another list.
-            let help = format!("`riser detach {path}` first, or `mount --bind {path}`");
-            Err(CliError::new(Exit::Busy, what).help(help))
+/// Use of a logical unit by an attachment.
+#[derive(Clone, Copy, Debug)]
+struct Usage<'a> {
+    unit: Option<&'a str>,
+    url: &'a str,
+    writes: bool,
+    /// It mounts the file system, which nothing else may change then.
+    is_mount: bool,
+}
+
+impl<'a> Usage<'a> {
+    fn of(attachment: &'a Attachment) -> Self {
+        Self {
+            unit: attachment.unit.as_deref(),
+            url: &attachment.url,
+            writes: !attachment.read_only,
+            is_mount: matches!(attachment.export, Export::Mount { .. }),
         }
     }
+
+    /// Returns whether both are of one logical unit, file or export. Names tell, if both have one;
+    /// otherwise the addresses.
+    fn is_same_unit(&self, other: &Self) -> bool {
+        match (self.unit, other.unit) {
+            (Some(unit), Some(other)) => unit == other,
+            _ => match (self.url.parse::<Address>(), other.url.parse::<Address>()) {
+                (Ok(url), Ok(other)) => is_same_place(&url, &other),
+                _ => self.url == other.url,
+            },
+        }
+    }
+
+    /// Returns whether two uses of one unit destroy data: two writers, or a mounted file system and
+    /// a writer that may change it.
+    fn conflicts(&self, other: &Self) -> bool {
+        let may_change = |one: &Self, other: &Self| one.writes && (other.writes || other.is_mount);
+        may_change(self, other) || may_change(other, self)
+    }
+}
+
+/// Returns whether two addresses name the same logical unit, file or export.
+fn is_same_place(url: &Address, other: &Address) -> bool {
+    match (url, other) {
+        // Each process has its own.
+        (Address::Memory { .. }, _) | (_, Address::Memory { .. }) => false,
+        (Address::Target(url), Address::Target(other)) => url.is_same_unit(other),
+        (Address::File { .. }, _) => is_same_file(url, &other.to_string()),
+        _ => url == other,
+    }
+}
+
+/// Fails if an attachment that this process is about to make conflicts with another one of this
+/// host. The list is locked, so of two that start at the same time the second sees the first.
+///
+/// # Errors
+/// The logical unit is in use, or may be.
+pub(super) fn check_unused(new: &Attachment, listing: &Listing) -> Result<(), CliError> {
+    let is_mount = Usage::of(new).is_mount;
+    if is_mount && let Some(file) = listing.unknown.first() {
+        let file = file.display();
+        let what = format!("{} may be in use already", new.url);
+        return Err(CliError::new(Exit::Busy, what)
+            .because(format!("{file} cannot be read as an attachment"))
+            .help("remove that file if no riser serves it"));
+    }
+    let own = StateDir::open().map(|dir| dir.path().to_owned());
+    // Lists of other users are not believed: they could keep root from attaching its disks.
+    let others = others::of_root(Path::new("/run"), &own.unwrap_or_default());
+    let Some(other) = find_conflict(new, listing.attachments.iter().chain(&others)) else {
+        return Ok(());
+    };
+    let path = output::printable(&other.export.path().display());
+    let state = match other.phase {
+        Phase::Ending => ", where its last user has not closed it yet",
+        _ => "",
+    };
+    let what = format!("this host has the same logical unit in use at {path}{state}");
+    let bind = match (is_mount, &other.export) {
+        (true, Export::Mount { .. }) => format!(", or `mount --bind {path}`"),
+        _ => String::new(),
+    };
+    Err(CliError::new(Exit::Busy, what).help(format!(
+        "`riser detach {path}` first{bind}; --shared attaches it anyway"
+    )))
+}
+
+/// The first of other attachments that conflicts with a new one.
+fn find_conflict<'a>(
+    new: &Attachment,
+    mut others: impl Iterator<Item = &'a Attachment>,
+) -> Option<&'a Attachment> {
+    let usage = Usage::of(new);
+    // The entry of a killed process whose block device this one takes over is not another one.
+    let is_own = |a: &Attachment| a.export.path() == new.export.path() && !a.is_alive();
+    others.find(|a| {
+        let other = Usage::of(a);
+        !a.is_over() && !is_own(a) && usage.is_same_unit(&other) && usage.conflicts(&other)
+    })
 }
 
 /// The block device that one of the kernel's initiators has made of a unit. Its `wwid` has the form
@@ -194,11 +272,8 @@ fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
 /// of some devices.
 fn loop_device(block: &Path, file: &Path) -> Option<String> {
     let file = fs::canonicalize(file).ok()?;
-    fs::read_dir(block).ok()?.flatten().find_map(|disk| {
-        let below = fs::read_to_string(disk.path().join("loop/backing_file")).ok()?;
-        let is_it = Path::new(below.trim_end_matches('\n')) == file;
-        is_it.then(|| disk.file_name().to_string_lossy().into_owned())
-    })
+    let mut devices = loops::loop_devices(block);
+    devices.find_map(|(device, below)| (below == file).then_some(device))
 }
 
 fn read(disk: &Arc<Disk>, place: Range<u64>) -> Result<Vec<u8>, BlockError> {
@@ -326,6 +401,7 @@ fn signature(head: &[u8]) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::state::fixture;
     use super::*;
 
     #[test]
@@ -382,6 +458,82 @@ mod tests {
         for short in [0, 512, 4096, 65536] {
             assert_eq!(last_signature(&vec![0; short], short as u64, 512), None);
         }
+    }
+
+    fn used(url: &str, unit: Option<&str>, is_mount: bool, read_only: bool) -> Attachment {
+        let path = Path::new("/mnt");
+        let mut attachment = fixture::attachment(path);
+        attachment.url = url.to_owned();
+        attachment.unit = unit.map(str::to_owned);
+        attachment.read_only = read_only;
+        if is_mount {
+            attachment.export = Export::Mount {
+                path: path.to_owned(),
+                device: "/dev/loop0".into(),
+                fuse: "/run/riser/1.fuse".into(),
+                id: None,
+            };
+        }
+        attachment
+    }
+
+    #[test]
+    fn conflicts_depend_on_writers_and_mounts() {
+        let (url, unit) = ("srp://host/0", Some("naa.6001405"));
+        let conflicts = |new: (bool, bool), old: (bool, bool)| {
+            let new = used(url, unit, new.0, new.1);
+            find_conflict(&new, [used(url, unit, old.0, old.1)].iter()).is_some()
+        };
+        let (mount, plain) = (true, false);
+        let (reads, writes) = (true, false);
+        for (new, old, expected) in [
+            ((plain, writes), (plain, writes), true),
+            ((plain, reads), (plain, writes), false),
+            ((plain, writes), (plain, reads), false),
+            ((mount, writes), (mount, writes), true),
+            ((mount, reads), (mount, writes), true),
+            ((mount, writes), (mount, reads), true),
+            ((mount, reads), (mount, reads), false),
+            // Another host may have mounted an export.
+            ((mount, writes), (plain, writes), true),
+            ((mount, reads), (plain, writes), true),
+            ((plain, writes), (mount, reads), true),
+            ((plain, reads), (mount, writes), false),
+        ] {
+            assert_eq!(conflicts(new, old), expected, "{new:?} beside {old:?}");
+        }
+    }
+
+    #[test]
+    fn starting_mount_excludes_the_next_one() {
+        let mount = || used("srp://host/0", Some("naa.6001405"), true, false);
+        let mut first = mount();
+        first.phase = Phase::Starting;
+        assert!(find_conflict(&mount(), [first.clone()].iter()).is_some());
+        first.phase = Phase::Ending;
+        assert!(find_conflict(&mount(), [first.clone()].iter()).is_some());
+        first.phase = Phase::Failed;
+        assert!(find_conflict(&mount(), [first].iter()).is_none());
+    }
+
+    #[test]
+    fn units_match_by_name_or_else_address() {
+        let is_same = |one: (&str, Option<&str>), other: (&str, Option<&str>)| {
+            let attachment = |(url, unit)| used(url, unit, false, false);
+            find_conflict(&attachment(one), [attachment(other)].iter()).is_some()
+        };
+        let iscsi = "iscsi://10.0.0.1/iqn.2026-01.com.example:disk/0";
+        let iser = "iser://10.0.0.2:3261/iqn.2026-01.com.example:disk?queue_size=4";
+        let other_lun = "iscsi://10.0.0.1/iqn.2026-01.com.example:disk/1";
+        assert!(is_same((iscsi, Some("naa.1")), (iser, Some("naa.1"))));
+        assert!(!is_same((iscsi, Some("naa.1")), (iscsi, Some("naa.2"))));
+        assert!(is_same((iscsi, None), (iser, None)));
+        assert!(is_same((iscsi, None), (iser, Some("naa.1"))));
+        assert!(!is_same((iscsi, None), (other_lun, None)));
+        let srp = "srp://10.0.0.1/0";
+        assert!(is_same((srp, None), ("srp://10.0.0.1:5555/", None)));
+        assert!(!is_same((srp, None), ("srp://10.0.0.2/0", None)));
+        assert!(!is_same(("mem:1M", None), ("mem:1M", None)));
     }
 
     #[test]

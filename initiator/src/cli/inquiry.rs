@@ -14,7 +14,7 @@ use crate::block::task;
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::inquiry::{Fields, page, page_name, standard, supported_pages};
 use crate::lun::LunError;
-use crate::request::{GOOD, RequestError};
+use crate::request::RequestError;
 use crate::scsi::{Command, INQUIRY_LEN};
 
 #[derive(Serialize)]
@@ -86,7 +86,7 @@ fn standard_data(session: &Session, lun: LunId, timeout: Duration) -> Result<Vec
         let io = ScsiIo::new(lun, Command::inquiry(), IoData::One(buffer), timeout);
         let end = session.submit(io).await;
         let answer = end.result?;
-        if answer.status != GOOD {
+        if !answer.is_success() {
             return Err(LunError::Status(answer.status));
         }
         let buffer = end.data.into_one().ok_or(RequestError::Closed)?;

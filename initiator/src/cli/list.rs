@@ -6,7 +6,7 @@ use riser_transport::shm::PROVIDER;
 
 use super::args::Global;
 use super::exit::CliError;
-use super::state::{Attachment, Export, StateDir};
+use super::state::{Attachment, Export, Phase, StateDir};
 use super::{output, units};
 use crate::engine::{LinkState, PathReport};
 use crate::paths::PathState;
@@ -43,8 +43,22 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
             )?;
             // Further lines are indented and come only with something to say, so that a healthy
             // attachment stays one line that a script can read.
+            if let Some(reason) = &a.failure {
+                writeln!(
+                    out,
+                    "       {reason}; `riser detach {}` removes this entry",
+                    a.id
+                )?;
+            }
             if let Some(line) = show_link(a, now) {
                 writeln!(out, "       {line}")?;
+            }
+            if let Some(grown) = a.link.as_ref().and_then(|link| link.grown) {
+                let size = units::show_size(grown);
+                writeln!(
+                    out,
+                    "       grown to {size}: detach and attach it again to use the new size"
+                )?;
             }
             for path in &a.paths {
                 writeln!(out, "       {}", show_path(path))?;
@@ -81,14 +95,23 @@ fn show_path(path: &PathReport) -> String {
     }
 }
 
+/// Returns whether a path cannot be used, and leaves fewer to fall back on.
+fn is_lost(path: &PathReport) -> bool {
+    !matches!(path.state, PathState::Live | PathState::Standby)
+}
+
 /// State of an attachment: whether commands reach the target; or that no process serves it, and it
 /// waits for one.
 fn state(attachment: &Attachment) -> &'static str {
     let link = attachment.link.as_ref().map(|link| link.state);
     match link {
+        _ if attachment.is_over() => "failed",
         _ if !attachment.is_alive() => "waits",
+        _ if attachment.phase == Phase::Starting => "starting",
+        _ if attachment.phase == Phase::Ending => "ending",
         // One of an older version does not say.
         None if !attachment.url.starts_with("mem:") => "unknown",
+        Some(LinkState::Live) if attachment.paths.iter().any(is_lost) => "degraded",
         None | Some(LinkState::Live) => "live",
         Some(LinkState::Connecting) => "connecting",
         Some(LinkState::Reconnecting) => "down",
@@ -130,5 +153,24 @@ fn since(seconds: u64) -> String {
         60..3600 => format!("{}m", seconds / 60),
         3600..86_400 => format!("{}h", seconds / 3600),
         _ => format!("{}d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn path_out_of_use_is_lost() {
+        let is_lost = |state| {
+            is_lost(&PathReport {
+                portal: "192.0.2.1:3260".into(),
+                state,
+                losses: 0,
+                why: None,
+            })
+        };
+        assert!(!is_lost(PathState::Live) && !is_lost(PathState::Standby));
+        assert!(is_lost(PathState::Lost) && is_lost(PathState::OtherUnit));
     }
 }

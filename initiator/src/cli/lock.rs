@@ -86,7 +86,7 @@ fn find_holder(locks: &str, dev: u64, ino: u64) -> Option<u32> {
 }
 
 /// The command line of a process, printable.
-fn command(pid: u32) -> Option<String> {
+pub(super) fn command(pid: u32) -> Option<String> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let line = String::from_utf8_lossy(&line);
     let words = line.trim_end_matches('\0').replace('\0', " ");

@@ -12,6 +12,7 @@
 mod address;
 pub mod args;
 mod attach;
+mod attachment;
 mod bench;
 mod blockdev;
 pub mod compare;
@@ -21,6 +22,7 @@ mod devices;
 mod discover;
 pub mod disk;
 mod docs;
+mod examples;
 mod executable;
 pub mod exit;
 mod file;
@@ -29,11 +31,14 @@ mod identity;
 mod inquiry;
 mod list;
 mod lock;
+mod log;
+mod loops;
 mod mount;
 mod others;
 mod output;
 mod port;
 mod process;
+mod registration;
 mod results;
 mod rping;
 mod run;
@@ -41,6 +46,7 @@ pub mod run_args;
 mod serve;
 mod shared;
 pub mod state;
+mod state_file;
 mod sweep;
 mod target;
 mod udev;
@@ -53,7 +59,6 @@ pub mod wire_args;
 use std::process::ExitCode;
 
 use clap::Parser;
-use tracing_subscriber::EnvFilter;
 
 use args::{Args, Global, Verb};
 use exit::{CliError, Exit};
@@ -63,17 +68,21 @@ use exit::{CliError, Exit};
 pub fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
-        Err(error) => {
-            // Help and version are no errors. If even printing fails, there is no other place to
-            // report to.
-            let _ = error.print();
-            return match error.use_stderr() {
-                true => Exit::Usage.into(),
-                false => ExitCode::SUCCESS,
-            };
+        Err(error) if error.use_stderr() => {
+            match output::wants_json(std::env::args_os()) {
+                true => output::json_error(&CliError::usage(&error)),
+                // If even printing fails, there is no other place to report to.
+                false => drop(error.print()),
+            }
+            return Exit::Usage.into();
+        }
+        // Help and version are no errors.
+        Err(text) => {
+            let _ = text.print();
+            return ExitCode::SUCCESS;
         }
     };
-    start_log(&args.global);
+    log::start(&args.global, args.verb.default_log());
     let global = args.global;
     match run(args.verb, &global) {
         Ok(()) => ExitCode::SUCCESS,
@@ -110,29 +119,4 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Udev { device } => udev::run(&device),
         Verb::Man { dir } => docs::man(dir.as_deref()),
     }
-}
-
-/// Filter of the log that the command line asks for, if it does: `--log`, or the number of `-v` and
-/// `-q`.
-fn chosen_log(global: &Global) -> Option<String> {
-    let level = match (global.quiet, global.verbose) {
-        (true, _) => Some("error"),
-        (false, 0) => None,
-        (false, 1) => Some("info"),
-        (false, 2) => Some("debug"),
-        (false, _) => Some("trace"),
-    };
-    let filter = global.log.as_deref();
-    let filter = filter.filter(|filter| EnvFilter::try_new(filter).is_ok());
-    filter.or(level).map(str::to_owned)
-}
-
-/// Logs to standard error, by default warnings.
-fn start_log(global: &Global) {
-    let filter = chosen_log(global);
-    tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::new(filter.as_deref().unwrap_or("warn")))
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
 }

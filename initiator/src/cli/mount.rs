@@ -11,8 +11,9 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
+use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -26,9 +27,9 @@ use super::disk::Disk;
 use super::exit::{CliError, Exit};
 use super::file;
 use super::guard;
-use super::port::ExportPort;
-use super::serve::{self, Event};
-use super::state::{Export, StateDir};
+use super::loops::{release_loop, run_tool};
+use super::serve::{self, Event, Ready};
+use super::state::{Export, StateDir, process_name};
 use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 use crate::mounts::{self, MountId, Mounts};
@@ -61,61 +62,86 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
             .map_err(|e| CliError::io(format!("{} cannot be resolved", args.dir.display()), e))?;
         check_vacant(&dir, global)?;
         let access = serve::access(&args.serve, global, args.read_only);
-        let mut port = serve::export_port(&dir, &args.url)?;
+        let port = serve::export_port(&dir, &args.url)?;
         let mut link = args.link.clone();
-        link.port = port.as_ref().map(ExportPort::port);
-        link.guid = port.as_ref().and_then(ExportPort::noted_guid);
-        link.recovers = port.as_ref().is_some_and(ExportPort::is_inherited);
-        link.noted = port.as_ref().and_then(ExportPort::noted_cache);
-        let disk = Arc::new(Disk::open(&args.url, &link, access)?);
-        ready.port = serve::note_port(&mut port, &disk)?;
-        let vacant = guard::check_mounted(&disk, global);
-        if vacant.is_err() {
-            disk.close();
-            if let Some(port) = port {
-                port.release();
-            }
-            return vacant;
+        if let Some(port) = &port {
+            port.set_on(&mut link);
         }
-        let device = Arc::new(ByteDevice::new(disk.clone()));
-        // The end of the FUSE mount is ours, not an event.
-        let (ignored, _) = mpsc::channel();
-        let below = Below::new(&device, args, ignored)?;
-        let loop_device = attach_loop(below.file(), &disk)?;
-        let mounted = mount(args, &loop_device, &dir);
-        // From here on the loop device goes with its last user, the file system, or at once if it
-        // has none.
-        let freed = run_tool("losetup", &["-d".as_ref(), loop_device.as_ref()]);
-        let result = mounted.and_then(|_| {
-            let served = Mounted::find(&dir).and_then(|mounted| {
-                let export = Export::Mount {
-                    path: dir,
-                    device: loop_device,
-                    fuse: below.path.clone(),
-                    id: Some(mounted.id),
-                };
-                let shown = freed
-                    .and_then(|_| mounted.watch(sender.clone()))
-                    .and_then(|()| ready.report(&args.url, &disk, export));
-                match &shown {
-                    Ok(_) => {
-                        mounted.wait(events);
-                        below.wait(events);
-                    }
-                    Err(_) => mounted.give_up(),
-                }
-                shown
-            });
-            // Listed until then: a killed process leaves this for others to undo.
-            below.finish(&device)?;
-            served.map(drop)
-        });
-        disk.close();
-        if let Some(port) = port {
-            port.release();
-        }
-        result
+        serve::with_disk(&args.url, &link, access, port, ready, |disk, ready| {
+            serve_mount(args, dir, disk, events, sender, ready)
+        })
     })
+}
+
+fn serve_mount(
+    args: &MountArgs,
+    dir: PathBuf,
+    disk: &Arc<Disk>,
+    events: &mpsc::Receiver<Event>,
+    sender: &mpsc::Sender<Event>,
+    ready: &mut Ready<'_>,
+) -> Result<(), CliError> {
+    let mut export = Export::Mount {
+        path: dir.clone(),
+        device: PathBuf::new(),
+        fuse: Below::path()?,
+        id: None,
+    };
+    ready.claim(&args.url, disk, export.clone(), None)?;
+    let device = Arc::new(ByteDevice::new(disk.clone()));
+    // The end of the FUSE mount is ours, not an event.
+    let (ignored, _) = mpsc::channel();
+    let below = Below::new(&device, args, ignored)?;
+    let loop_device = attach_loop(below.file(), disk, args.partition)?;
+    let mounted = mount(args, &loop_device, &dir).map_err(|error| explain(error, args, disk));
+    // The loop device is released with its last user, the file system, or immediately if nothing
+    // uses it.
+    let freed = release_loop(&loop_device);
+    let result = mounted.and_then(|_| {
+        let mounted = Mounted::find(&dir)?;
+        if let Export::Mount { device, id, .. } = &mut export {
+            (*device, *id) = (loop_device, Some(mounted.id));
+        }
+        let shown = freed
+            .and_then(|_| mounted.watch(sender.clone()))
+            .and_then(|()| ready.announce(export));
+        match &shown {
+            Ok(()) => {
+                mounted.wait(events);
+                ready.end();
+                below.wait(events);
+            }
+            Err(_) => mounted.give_up(),
+        }
+        shown
+    });
+    // Listed until then: if this process is killed, the next one cleans up.
+    below.finish(&device)?;
+    result
+}
+
+/// The failure of mount(8), with a reason that it does not know.
+fn explain(error: CliError, args: &MountArgs, disk: &Arc<Disk>) -> CliError {
+    if args.partition.is_some() {
+        return error;
+    }
+    let url = &args.url;
+    let cause = error.causes().join(": ");
+    match guard::content(disk) {
+        Ok(None) => CliError::new(error.exit, format!("no file system found on {url}"))
+            .because(cause)
+            .help(format!(
+                "to make one, which erases the disk: `riser attach {url} --fuse DIR`, \
+                 `mkfs.ext4 DIR/{}`, `riser detach DIR`",
+                url.name()
+            )),
+        Ok(Some(what)) if what.starts_with("a partition table") => {
+            CliError::new(error.exit, format!("{url} carries {what}"))
+                .because(cause)
+                .help("--partition N mounts one of its partitions")
+        }
+        _ => error,
+    }
 }
 
 /// The file system that was mounted.
@@ -208,15 +234,23 @@ struct Below {
 }
 
 impl Below {
+    /// Path of the mount of this process.
+    fn path() -> Result<PathBuf, CliError> {
+        let dir = StateDir::open().map_err(Self::no_directory)?;
+        Ok(dir.path().join(format!("{}.fuse", process_name())))
+    }
+
+    fn no_directory(error: io::Error) -> CliError {
+        CliError::io("cannot make a directory for the FUSE mount", error)
+    }
+
     fn new(
         device: &Arc<ByteDevice<Disk>>,
         args: &MountArgs,
         sender: mpsc::Sender<Event>,
     ) -> Result<Self, CliError> {
-        let path = StateDir::open()
-            .map(|dir| dir.path().join(format!("{}.fuse", std::process::id())))
-            .and_then(|path| std::fs::create_dir(&path).map(|()| path))
-            .map_err(|e| CliError::io("cannot make a directory for the FUSE mount", e))?;
+        let path = Self::path()?;
+        std::fs::create_dir(&path).map_err(Self::no_directory)?;
         let mut below = Self { path, mount: None };
         let options = FuseOptions {
             path: below.path.clone(),
@@ -298,7 +332,41 @@ impl Drop for Below {
     }
 }
 
-fn attach_loop(file: &Path, disk: &Disk) -> Result<PathBuf, CliError> {
+/// Makes a loop device of a disk's file, or of a partition of it.
+fn attach_loop(file: &Path, disk: &Disk, partition: Option<u32>) -> Result<PathBuf, CliError> {
+    let whole = make_loop(file, disk, &[])?;
+    let Some(number) = partition else {
+        return Ok(whole);
+    };
+    // The table is read from a loop device, which has the sector size of the disk.
+    let columns = "--output=NR,START,SECTORS";
+    let args = ["--raw", "--noheadings", columns].map(OsStr::new);
+    let table = run_tool("partx", &[&args[..], &[whole.as_os_str()]].concat());
+    release_loop(&whole)?;
+    let Some(span) = find_partition(&table?, number) else {
+        let what = format!("the disk has no partition {number}");
+        return Err(CliError::new(Exit::NotFound, what));
+    };
+    let options = [
+        format!("--offset={}", span.start),
+        format!("--sizelimit={}", span.end - span.start),
+    ];
+    make_loop(file, disk, &options)
+}
+
+/// Bytes of a partition, from a table of `partx` in units of 512 bytes.
+fn find_partition(table: &str, number: u32) -> Option<Range<u64>> {
+    table.lines().find_map(|line| {
+        let mut fields = line.split_whitespace().map(str::parse::<u64>);
+        let mut next = || fields.next()?.ok();
+        let (nr, start, sectors) = (next()?, next()?, next()?);
+        let start = start.checked_mul(512)?;
+        let end = start.checked_add(sectors.checked_mul(512)?)?;
+        (nr == u64::from(number)).then_some(start..end)
+    })
+}
+
+fn make_loop(file: &Path, disk: &Disk, options: &[String]) -> Result<PathBuf, CliError> {
     let sector = disk.geometry().block_size.to_string();
     let mut args: Vec<&OsStr> = ["--find", "--show", "--direct-io=on", "--sector-size"]
         .map(AsRef::as_ref)
@@ -307,6 +375,7 @@ fn attach_loop(file: &Path, disk: &Disk) -> Result<PathBuf, CliError> {
     if disk.geometry().read_only {
         args.push("--read-only".as_ref());
     }
+    args.extend(options.iter().map(OsStr::new));
     args.push(file.as_ref());
     run_tool("losetup", &args).map(PathBuf::from)
 }
@@ -350,21 +419,6 @@ pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
     })
 }
 
-/// Runs a tool of the system, and gives what it printed.
-fn run_tool(name: &str, args: &[&OsStr]) -> Result<String, CliError> {
-    let output = Command::new(name)
-        .args(args)
-        .env("LC_ALL", "C")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| CliError::io(format!("cannot run {name}"), e))?;
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        return Err(CliError::new(Exit::Failure, format!("{name} failed")).because(said));
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
 /// Refuses a path at which something is mounted, an attachment or anything else: it would be
 /// hidden, and an unmount would take the wrong one.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
@@ -387,6 +441,16 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+
+    #[test]
+    fn partition_spans_are_read_from_partx() {
+        let table = "1 2048 8192\n2 10240 4\n128 18446744073709551615 2\n";
+        assert_eq!(find_partition(table, 1), Some(1 << 20..5 << 20));
+        assert_eq!(find_partition(table, 2), Some(5 << 20..(5 << 20) + 2048));
+        assert_eq!(find_partition(table, 3), None);
+        assert_eq!(find_partition(table, 128), None, "beyond any disk");
+        assert_eq!(find_partition("", 1), None);
+    }
 
     #[test]
     fn what_is_in_use_is_served_until_a_signal_however_long_that_takes() {

@@ -27,27 +27,37 @@ const MOST: usize = 1024;
 pub(super) fn attachments(run: &Path, own: &Path) -> Vec<Attachment> {
     let users = fs::read_dir(run.join("user")).into_iter().flatten();
     let users = users.flatten().map(|user| user.path().join("riser"));
-    let of_root = run.join("riser");
-    let mut found = Vec::new();
-    for dir in users.chain([of_root.clone()]) {
-        if dir == own {
-            continue;
-        }
-        // A link may lead to a file system that does not answer.
-        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let Ok(open) = rustix::fs::open(&dir, flags, Mode::empty()) else {
-            continue;
-        };
-        let entries = fs::read_dir(format!("/proc/self/fd/{}", open.as_raw_fd()));
-        let files = entries.into_iter().flatten().flatten().take(MOST);
-        let is_one = |path: &PathBuf| path.extension().is_some_and(|e| e == "json");
-        let files = files.map(|file| file.path()).filter(is_one);
-        let attachments = files.filter_map(|file| read(&file));
-        // Only then: whether it waits depends on paths in it.
-        let attachments = attachments.filter(|a| dir == of_root || is_of_users(a));
-        found.extend(attachments.filter(|a| a.is_alive() || a.waits()));
+    let users = users.filter(|dir| dir != own);
+    // Only then: whether an attachment waits depends on paths in it.
+    let of_users = users.flat_map(|dir| entries(&dir)).filter(is_of_users);
+    let of_users = of_users.filter(|a| a.is_alive() || a.waits());
+    of_users.chain(of_root(run, own)).collect()
+}
+
+/// The part of [`attachments`] that is root's. No other user can write it, so it may keep a process
+/// from attaching.
+pub(super) fn of_root(run: &Path, own: &Path) -> Vec<Attachment> {
+    let dir = run.join("riser");
+    if dir == own {
+        return Vec::new();
     }
+    let mut found = entries(&dir);
+    found.retain(|a| a.is_alive() || a.waits());
     found
+}
+
+/// Entries of a directory that can be read as attachments.
+fn entries(dir: &Path) -> Vec<Attachment> {
+    // A link may lead to a file system that does not respond.
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let Ok(open) = rustix::fs::open(dir, flags, Mode::empty()) else {
+        return Vec::new();
+    };
+    let entries = fs::read_dir(format!("/proc/self/fd/{}", open.as_raw_fd()));
+    let files = entries.into_iter().flatten().flatten().take(MOST);
+    let is_one = |path: &PathBuf| path.extension().is_some_and(|e| e == "json");
+    let files = files.map(|file| file.path()).filter(is_one);
+    files.filter_map(|file| read(&file)).collect()
 }
 
 fn read(path: &Path) -> Option<Attachment> {
@@ -157,9 +167,16 @@ mod tests {
                 kept.push(list.register(attachment).unwrap());
             }
         }
-        let found = attachments(&run, Path::new("/elsewhere"));
-        let urls: Vec<_> = found.iter().map(|a| a.url.as_str()).collect();
-        assert_eq!(urls, ["riser", "riser"]);
+        let own = Path::new("/elsewhere");
+        for found in [attachments(&run, own), of_root(&run, own)] {
+            let urls: Vec<_> = found.iter().map(|a| a.url.as_str()).collect();
+            assert_eq!(urls, ["riser", "riser"]);
+        }
+        // An export of a user keeps root from nothing.
+        let list = StateDir::at(run.join("user/1000/riser")).unwrap();
+        kept.push(list.register(attachment("srp://user/0")).unwrap());
+        assert_eq!(attachments(&run, own).len(), 3);
+        assert_eq!(of_root(&run, own).len(), 2);
         fs::remove_dir_all(&run).unwrap();
     }
 

@@ -2,6 +2,8 @@
 
 #![allow(clippy::print_stderr, reason = "this is where errors are printed")]
 
+use std::ffi::OsString;
+use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -37,8 +39,29 @@ pub(super) fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Res
     }
 }
 
-/// Prints an error with its causes.
-pub(super) fn error(error: &CliError, global: &Global) {
+/// Text without control characters, which a terminal would obey: of paths and names that other
+/// users or targets have chosen.
+pub(super) fn printable(text: &dyn Display) -> String {
+    let visible = |c: char| if c.is_control() { '?' } else { c };
+    text.to_string().chars().map(visible).collect()
+}
+
+/// Returns whether a command line requests JSON, though it may be invalid otherwise.
+pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
+    let mut before = OsString::new();
+    args.take_while(|arg| arg != "--").any(|arg| {
+        let is_option = ["-ojson", "-o=json", "--output=json"]
+            .iter()
+            .any(|o| arg == *o);
+        let is_value = arg == "json" && (before == "-o" || before == "--output");
+        before = arg;
+        is_option || is_value
+    })
+}
+
+/// Prints an error with its causes as JSON. The document goes to standard error as text would: a
+/// script reads a result or nothing on standard output.
+pub(super) fn json_error(error: &CliError) {
     #[derive(Serialize)]
     struct Body<'a> {
         message: &'a str,
@@ -51,21 +74,22 @@ pub(super) fn error(error: &CliError, global: &Global) {
     struct Document<'a> {
         error: Body<'a>,
     }
+    let document = Document {
+        error: Body {
+            message: &error.what,
+            causes: error.causes(),
+            help: error.help.as_deref(),
+            exit_status: error.exit.into(),
+        },
+    };
+    let text = serde_json::to_string_pretty(&document);
+    eprintln!("{}", text.expect("strings and numbers serialize"));
+}
+
+/// Prints an error with its causes.
+pub(super) fn error(error: &CliError, global: &Global) {
     match global.output {
-        // The document goes to standard error as text would: what a script reads on standard
-        // output is a result or nothing.
-        Format::Json => {
-            let document = Document {
-                error: Body {
-                    message: &error.what,
-                    causes: error.causes(),
-                    help: error.help.as_deref(),
-                    exit_status: error.exit.into(),
-                },
-            };
-            let text = serde_json::to_string_pretty(&document);
-            eprintln!("{}", text.expect("strings and numbers serialize"));
-        }
+        Format::Json => json_error(error),
         Format::Text => {
             let mut text = String::new();
             let handler = miette::GraphicalReportHandler::new_themed(theme());
@@ -110,4 +134,15 @@ pub(super) fn status_line(global: &Global) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
     bar.set_style(ProgressStyle::with_template("{msg}").expect("the template is right"));
     bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_lose_their_control_characters() {
+        let name = "a\u{1b}]0;title\u{7}\u{9b}31m\r\nb";
+        assert_eq!(printable(&name), "a?]0;title??31m??b");
+    }
 }

@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::args::ConnectOptions;
 use super::state::{StateDir, generation, process_start};
+use super::state_file;
 
 /// A number that an initiator port may follow from.
 pub(super) fn random() -> u64 {
@@ -59,11 +61,11 @@ impl PortEntry {
 
     /// Writes the file, which appears at once and whole.
     fn write(&self) -> io::Result<()> {
-        let temporary = self
-            .file
-            .with_file_name(format!(".{}.port.tmp", self.entry.pid));
-        fs::write(&temporary, serde_json::to_vec(&self.entry)?)?;
-        fs::rename(&temporary, &self.file)
+        let temporary = self.file.with_file_name(format!(
+            ".{}-{}.port.tmp",
+            self.entry.pid, self.entry.started
+        ));
+        state_file::write(&self.file, &temporary, &self.entry)
     }
 }
 
@@ -122,8 +124,17 @@ impl ExportPort {
         })
     }
 
+    /// Has a session log in with this port.
+    pub(super) fn set_on(&self, link: &mut ConnectOptions) {
+        link.port = Some(self.port);
+        link.guid = self.noted_guid();
+        link.recovers = self.is_inherited;
+        link.noted = self.noted_cache();
+    }
+
     /// Number that the initiator port follows from.
-    pub(super) fn port(&self) -> u64 {
+    #[cfg(test)]
+    fn port(&self) -> u64 {
         self.port
     }
 
@@ -133,7 +144,7 @@ impl ExportPort {
     }
 
     /// The GUID of the port that the process before had noted.
-    pub(super) fn noted_guid(&self) -> Option<u64> {
+    fn noted_guid(&self) -> Option<u64> {
         self.entry.as_ref()?.entry.guid
     }
 
@@ -152,7 +163,7 @@ impl ExportPort {
     }
 
     /// The generation of the unit's cache that the process before had noted.
-    pub(super) fn noted_cache(&self) -> Option<[u8; 16]> {
+    fn noted_cache(&self) -> Option<[u8; 16]> {
         self.entry.as_ref()?.entry.cache
     }
 

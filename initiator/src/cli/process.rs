@@ -17,6 +17,17 @@ pub(super) fn forget_secrets() {
     }
 }
 
+/// Ends this process if one of its threads panics. Its disk would be broken and still be listed:
+/// after an abort, a service manager starts another process, and a ublk device waits for it instead
+/// of being removed.
+pub(super) fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
+}
+
 /// Keeps memory reclaim from waiting for the disk that this process serves: the kernel writes dirty
 /// pages of that very disk to have memory for this process, whose help it then needs for the write.
 /// Threads that are started later inherit it. Without the privilege it is left out, and logged.
@@ -35,5 +46,31 @@ pub(super) fn serve_without_reclaim() {
     let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
     if let Err(error) = mlockall(flags) {
         tracing::debug!(%error, "memory is not locked");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
+    use rustix::process::Signal;
+
+    use super::*;
+
+    /// The test runs itself again, in a process that panics.
+    #[test]
+    fn thread_panic_aborts_the_process() {
+        const CHILD: &str = "RISER_TEST_PANIC";
+        if std::env::var_os(CHILD).is_some() {
+            abort_on_panic();
+            let _ = std::thread::spawn(|| panic!("a bug")).join();
+            return;
+        }
+        let test = "cli::process::tests::thread_panic_aborts_the_process";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let output = child.args([test, "--exact"]).env(CHILD, "1").output();
+        let status = output.unwrap().status;
+        assert_eq!(status.signal(), Some(Signal::ABORT.as_raw()));
     }
 }

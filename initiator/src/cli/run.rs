@@ -3,8 +3,7 @@
 //! The dynamic loader looks for libraries in the folders of `LD_LIBRARY_PATH` before those of the
 //! system. So a folder with links of these libraries' names to one file of ours gives a program all of
 //! them: the loader knows the file by its inode and maps it once. The library is configured by
-//! environment variables, which the program's child processes inherit. With `--sockets`, another
-//! library stands before the C library's calls for sockets.
+//! environment variables, which the program's child processes inherit.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -29,12 +28,6 @@ const LIBRARY: &str = "libriser_drop_in.so";
 
 /// Names by which programs ask for the libraries.
 const NAMES: [&str; 3] = ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"];
-
-/// File of the library that makes rsockets of a program's sockets, beside the other one.
-const PRELOAD: &str = "librspreload.so";
-
-/// Libraries that the loader takes before all others.
-const LOADER_FIRST: &str = "LD_PRELOAD";
 
 /// Folders of the loader, before those of the system.
 const LOADER_PATH: &str = "LD_LIBRARY_PATH";
@@ -63,7 +56,6 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     let pcap = args.pcap.as_deref().map(capture_file).transpose()?;
     let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
-    let preload = args.sockets.then(|| find_preload(&library)).transpose()?;
     if let Some(path) = search(program) {
         if gains_rights(&path) {
             let error = CliError::new(
@@ -89,10 +81,6 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
         LOADER_PATH,
         in_front(&folder, std::env::var_os(LOADER_PATH)),
     );
-    if let Some(preload) = preload {
-        let list = in_front(&preload, std::env::var_os(LOADER_FIRST));
-        command.env(LOADER_FIRST, list);
-    }
     let devices: Vec<_> = devices.iter().map(Device::to_string).collect();
     command.env(DEVICES, devices.join(","));
     if let Some(faults) = &args.inject {
@@ -101,7 +89,7 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     if let Some(file) = pcap {
         command.env("RISER_PCAP", file);
     }
-    if let Some(filter) = super::chosen_log(global) {
+    if let Some(filter) = super::log::chosen_filter(global) {
         command.env("RISER_LOG", filter);
     }
     tracing::info!(library = %library.display(), devices = devices.join(","), "starting");
@@ -237,30 +225,6 @@ fn find_library(
     let help =
         format!("`cargo build --release -p riser-drop-in` builds it; {DROP_IN} says where it is");
     Err(CliError::new(Exit::NotFound, what).help(help))
-}
-
-/// Finds the library for sockets, which is beside the other one.
-fn find_preload(library: &Path) -> Result<PathBuf, CliError> {
-    let path = library.with_file_name(PRELOAD);
-    if !path.is_file() {
-        let error = CliError::new(Exit::NotFound, format!("no {}", path.display()));
-        return Err(error.help(format!(
-            "`cargo build --release -p riser-preload` builds it; it has to be beside {LIBRARY}, \
-             and {DROP_IN} says where that is"
-        )));
-    }
-    // The loader takes a path for several where it has one of these.
-    let is_split = |b: &u8| b.is_ascii_whitespace();
-    if !is_path_of_loader(&path) || path.as_os_str().as_bytes().iter().any(is_split) {
-        let what = format!(
-            "{LOADER_FIRST} cannot have {}: its path has `:`, `;`, `$` or a space",
-            path.display()
-        );
-        return Err(CliError::new(Exit::Failure, what).help(format!(
-            "copy {LIBRARY} and {PRELOAD} to another folder, and set {DROP_IN} to {LIBRARY} there"
-        )));
-    }
-    Ok(path)
 }
 
 /// A folder that has the library by all of its names.
@@ -592,25 +556,6 @@ mod tests {
             symlink(LIBRARY, dir.0.join(name)).unwrap();
         }
         assert_eq!(folder_of(&library).unwrap(), dir.0);
-    }
-
-    #[test]
-    fn the_library_for_sockets_is_beside_the_other() {
-        let dir = Dir::new("preload");
-        let library = dir.0.join(LIBRARY);
-        let error = find_preload(&library).unwrap_err();
-        assert_eq!(error.exit, Exit::NotFound);
-        let help = error.help.unwrap();
-        assert!(help.contains("riser-preload") && help.contains(DROP_IN));
-        let preload = dir.0.join(PRELOAD);
-        fs::write(&preload, "").unwrap();
-        assert_eq!(find_preload(&library).unwrap(), preload);
-        let spaced = dir.0.join("a b");
-        fs::create_dir(&spaced).unwrap();
-        fs::write(spaced.join(PRELOAD), "").unwrap();
-        let error = find_preload(&spaced.join(LIBRARY)).unwrap_err();
-        assert!(error.to_string().contains("a space"), "{error}");
-        assert!(error.help.unwrap().contains(DROP_IN));
     }
 
     #[test]

@@ -24,10 +24,6 @@ pub struct RunArgs {
     /// Further addresses, after commas, are for alternate paths of its connections
     #[arg(long, value_name = "NAME=IP[,IP...]")]
     pub device: Vec<Device>,
-    /// Carry the program's TCP and UDP sockets over RDMA, as rsockets (rsocket(7)); both ends need
-    /// this option, or librspreload.so of rdma-core
-    #[arg(long)]
-    pub sockets: bool,
     /// Inject faults: a comma-separated list of loss, duplication, corruption and reorder, each in
     /// percent of the packets sent and of those received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = faults)]

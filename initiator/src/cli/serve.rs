@@ -7,7 +7,6 @@
 //! `SIGINT`, `SIGHUP`), or by an unmount.
 
 use std::ffi::OsString;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -22,13 +21,17 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::address::Address;
-use super::args::{Global, ServeArgs};
+use super::args::{ConnectOptions, Global, ServeArgs};
 use super::disk::{Access, Disk};
 use super::exit::{Cause, CliError, Exit};
+use super::guard;
+use super::log;
 use super::output;
 use super::port::{ExportPort, PortEntry};
 use super::process;
-use super::state::{Attachment, Export, LinkEntry, Registration, StateDir, process_start};
+use super::state::{
+    Attachment, Export, LinkEntry, Phase, Registration, StateDir, process_name, process_start,
+};
 use super::units;
 use crate::block::BlockDevice;
 use crate::engine::SessionStatus;
@@ -77,6 +80,7 @@ pub(super) fn run(
         let attachment = in_background(args, global)?;
         return print(&attachment, global);
     }
+    process::abort_on_panic();
     process::serve_without_reclaim();
     if args.supervised.is_some() {
         // It fails only for a process that leads a group already, which is as good.
@@ -87,9 +91,18 @@ pub(super) fn run(
         args,
         global,
         port: None,
+        registration: None,
         reported: false,
     };
     let result = watch_signals(sender.clone()).and_then(|()| work(&events, &sender, &mut ready));
+    if let (Some(registration), Err(error), true) =
+        (ready.registration.take(), &result, ready.reported)
+    {
+        // `riser detach` waits for the end of this process, and then reads it.
+        if let Err(error) = registration.fail(error.to_line()) {
+            tracing::error!(%error, "cannot write down the failure");
+        }
+    }
     if let Some(log) = &args.supervised {
         match &result {
             Err(error) if !ready.reported => report(&Outcome::Failed {
@@ -99,7 +112,7 @@ pub(super) fn run(
                 help: error.help.clone(),
             })?,
             // A log without a failure is of no use any longer.
-            Ok(()) if args.log_file.is_none() => drop(std::fs::remove_file(log)),
+            Ok(()) if args.log_file.is_none() => log::remove(log),
             _ => {}
         }
     }
@@ -115,57 +128,84 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
             let mut seen = 0;
             for signal in signals.forever() {
                 seen += 1;
-                tracing::info!(signal, "asked to end");
                 // A user who repeats the signal does not want to wait any longer.
                 if seen > 2 || sender.send(Event::Signal).is_err() {
                     std::process::exit(128 + signal);
                 }
+                // Only then: a slow log must not delay the end.
+                tracing::info!(signal, "asked to end");
             }
         })
         .map(drop)
         .map_err(failed)
 }
 
-/// Reports once that an attachment is usable.
+/// The attachment of this process in the list, and the report that it is usable.
 pub(super) struct Ready<'a> {
     args: &'a ServeArgs,
     global: &'a Global,
     /// Entry of the initiator port, if that is not in the list of attachments.
     pub(super) port: Option<PortEntry>,
+    registration: Option<Registration>,
     reported: bool,
 }
 
 impl Ready<'_> {
-    /// Lists the attachment and reports that it is usable.
-    pub(super) fn report(
+    /// Reserves the logical unit and the path of an attachment, by an entry in the list. It takes
+    /// the place of the entry with the id `of`, if any.
+    ///
+    /// # Errors
+    /// Another attachment has the path, or uses the unit in a way that conflicts.
+    pub(super) fn claim(
         &mut self,
         address: &Address,
         disk: &Disk,
         export: Export,
-    ) -> Result<Registration, CliError> {
-        let registration = self.list(address, disk, export, None)?;
-        self.announce(registration.attachment())?;
-        Ok(registration)
+        of: Option<&str>,
+    ) -> Result<(), CliError> {
+        let failed = |e| CliError::io("cannot write down the attachment", e);
+        let attachment = self.starting(address, disk, export);
+        let dir = StateDir::open().map_err(failed)?;
+        let dir = dir.with_patience(self.global.timeout);
+        let list = dir.locked().map_err(failed)?;
+        let listing = list.scan().map_err(failed)?;
+        if of.is_none() {
+            let path = attachment.export.path();
+            let is_there = |a: &&Attachment| !a.is_over() && a.export.is_named(path);
+            if let Some(other) = listing.attachments.iter().find(is_there) {
+                return Err(occupied(path, other));
+            }
+        }
+        if !self.args.shared {
+            guard::check_unused(&attachment, &listing)?;
+        }
+        let registration = match of {
+            Some(id) => list.replace(id, attachment),
+            None => list.register(attachment),
+        };
+        let registration = registration.map_err(failed)?;
+        // Watching begins when the entry is there: the first change of the session's state is
+        // written into it.
+        if let Some(status) = disk.watch() {
+            watch_link(status, registration.link(), self.port.clone())?;
+        }
+        self.registration = Some(registration);
+        Ok(())
     }
 
-    /// Writes the attachment into the list, in place of the one with the id `of`, if any.
-    pub(super) fn list(
-        &self,
-        address: &Address,
-        disk: &Disk,
-        export: Export,
-        of: Option<&str>,
-    ) -> Result<Registration, CliError> {
+    fn starting(&self, address: &Address, disk: &Disk, export: Export) -> Attachment {
         let pid = std::process::id();
         let geometry = disk.geometry();
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let report = disk.watch().map(|status| status.report());
-        let attachment = Attachment {
+        Attachment {
             id: String::new(),
             url: address.to_string(),
             pid,
             started: process_start(pid).unwrap_or(0),
             since: since.map_or(0, |d| d.as_secs()),
+            phase: Phase::Starting,
+            failure: None,
             export,
             capacity: geometry.capacity,
             block_size: geometry.block_size,
@@ -176,30 +216,26 @@ impl Ready<'_> {
             link: report.as_ref().map(|report| report.link.clone()),
             cache: report.as_ref().and_then(|report| report.cache),
             paths: report.map_or_else(Vec::new, |report| report.paths),
-        };
-        let registration = StateDir::open()
-            .and_then(|dir| match of {
-                Some(id) => dir.replace(id, attachment),
-                None => dir.register(attachment),
-            })
-            .map_err(|e| CliError::io("cannot write down the attachment", e))?;
-        // Watching begins when the entry is there: the first change of the session's state is
-        // written into it.
-        if let Some(status) = disk.watch() {
-            watch_link(status, registration.link(), self.port.clone())?;
         }
-        Ok(registration)
     }
 
-    /// Reports that a listed attachment is usable.
-    pub(super) fn announce(&mut self, attachment: &Attachment) -> Result<(), CliError> {
+    /// Reports that the claimed attachment is usable, as `export`.
+    ///
+    /// # Errors
+    /// The list cannot be written, or no process listens to the report.
+    pub(super) fn announce(&mut self, export: Export) -> Result<(), CliError> {
+        let registration = self.registration.as_ref().expect("it was claimed before");
+        registration
+            .enter(Phase::Serving, |a| a.export = export)
+            .map_err(|e| CliError::io("cannot write down the attachment", e))?;
+        let attachment = registration.attachment();
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
         if self.args.supervised.is_some() {
-            report(&Outcome::Attached(attachment.clone()))?;
+            report(&Outcome::Attached(attachment))?;
             // The directory that it was started in may go away.
             let _ = std::env::set_current_dir("/");
         } else {
-            print(attachment, self.global)?;
+            print(&attachment, self.global)?;
             if let Err(error) = sd_notify::notify(&[NotifyState::Ready]) {
                 tracing::debug!(%error, "the service manager was not notified");
             }
@@ -207,6 +243,50 @@ impl Ready<'_> {
         self.reported = true;
         Ok(())
     }
+
+    /// Marks the attachment as detached: it is served for its last users only.
+    pub(super) fn end(&self) {
+        let Some(registration) = &self.registration else {
+            return;
+        };
+        if let Err(error) = registration.enter(Phase::Ending, |_| ()) {
+            tracing::warn!(%error, "cannot write down that the attachment ends");
+        }
+    }
+}
+
+/// Opens a disk for `work`, and closes it after that however it ends.
+///
+/// # Errors
+/// The disk cannot be opened, or an error of `work`.
+pub(super) fn with_disk(
+    address: &Address,
+    link: &ConnectOptions,
+    access: Access,
+    mut port: Option<ExportPort>,
+    ready: &mut Ready<'_>,
+    work: impl FnOnce(&Arc<Disk>, &mut Ready<'_>) -> Result<(), CliError>,
+) -> Result<(), CliError> {
+    let disk = match Disk::open(address, link, access) {
+        Ok(disk) => Arc::new(disk),
+        Err(error) => {
+            // The session of a killed process may still be there, and is ended by the next login.
+            if let Some(port) = port.filter(|port| !port.is_inherited()) {
+                port.release();
+            }
+            return Err(error);
+        }
+    };
+    let result = note_port(&mut port, &disk).and_then(|entry| {
+        ready.port = entry;
+        work(&disk, ready)
+    });
+    let is_settled = disk.close();
+    // Otherwise the next login with the port must terminate the commands that are outstanding.
+    if let Some(port) = port.filter(|_| is_settled) {
+        port.release();
+    }
+    result
 }
 
 /// Keeps the link and paths of a disk in the list of attachments up to date, and the generation of
@@ -280,10 +360,10 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
         Some(log) => std::path::absolute(log).map_err(not_started)?,
         None => {
             let dir = StateDir::open().map_err(not_started)?;
-            dir.path().join(format!("{}.log", std::process::id()))
+            dir.path().join(format!("{}.log", process_name()))
         }
     };
-    let mut child = spawn_background(&log, global)?;
+    let mut child = spawn_background(&log, args.log_file.is_none(), global)?;
     let stdout = child.stdout.take().expect("it is piped");
     let (sender, outcome) = mpsc::channel();
     thread::Builder::new()
@@ -307,7 +387,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
             help,
         }) => {
             if args.log_file.is_none() {
-                let _ = std::fs::remove_file(&log);
+                log::remove(&log);
             }
             let _ = child.wait();
             let mut error = CliError::new(Exit::from(exit), what);
@@ -332,10 +412,10 @@ fn not_started(error: io::Error) -> CliError {
     CliError::io("cannot start the background process", error)
 }
 
-/// Starts the background process. Passwords go to it by its standard input, since every user can
+/// Starts the background process. Its log must not exist if `is_new`. Passwords go to it by its standard input, since every user can
 /// read arguments, and children inherit the environment.
-fn spawn_background(log: &Path, global: &Global) -> Result<Child, CliError> {
-    let to_log = File::create(log)
+fn spawn_background(log: &Path, is_new: bool, global: &Global) -> Result<Child, CliError> {
+    let to_log = log::create(log, is_new)
         .map_err(|e| CliError::io(format!("cannot create {}", log.display()), e))?;
     let mut command = Command::new(std::env::current_exe().map_err(not_started)?);
     let (arguments, secrets) = arguments(log);
@@ -444,10 +524,7 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
 }
 
 /// Writes down the GUID of the port that a disk was opened with; returns the port's entry.
-pub(super) fn note_port(
-    port: &mut Option<ExportPort>,
-    disk: &Disk,
-) -> Result<Option<PortEntry>, CliError> {
+fn note_port(port: &mut Option<ExportPort>, disk: &Disk) -> Result<Option<PortEntry>, CliError> {
     let Some(port) = port else {
         return Ok(None);
     };
@@ -462,13 +539,16 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
         .and_then(|dir| dir.with_patience(global.timeout).find_path(path))
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
     match other {
-        None => Ok(()),
-        Some(other) => {
-            let what = format!("{} shows {} already", path.display(), other.url);
-            let help = format!("choose another path, or `riser detach {}` first", other.id);
-            Err(CliError::new(Exit::Busy, what).help(help))
-        }
+        Some(other) if !other.is_over() => Err(occupied(path, &other)),
+        _ => Ok(()),
     }
+}
+
+/// Refusal of a path that another attachment has.
+fn occupied(path: &Path, other: &Attachment) -> CliError {
+    let what = format!("{} shows {} already", path.display(), other.url);
+    let help = format!("choose another path, or `riser detach {}` first", other.id);
+    CliError::new(Exit::Busy, what).help(help)
 }
 
 /// Limits on the use of the disk by an attachment.

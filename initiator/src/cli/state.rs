@@ -2,209 +2,25 @@
 //!
 //! It is `$RISER_STATE_DIR`; or `/run/riser` for root, whose services and logins see the same; or
 //! `riser` in `$XDG_RUNTIME_DIR`. A file is written by the process that serves the attachment,
-//! when it is usable, and removed by it at its end. A file whose process is gone is stale: the
-//! next process that lists the directory removes it, and what that process could not undo. A
-//! process is known by its id and the time it was started, so that another one with the same id is
-//! not taken for it.
+//! before anything can be used, and removed by it at its end, or marked as failed. A file whose
+//! process has exited is stale: the next process that lists the directory removes it, and cleans up
+//! the mounts and sockets of that process. A process is identified by its id and its start time,
+//! because ids are reused. All processes that use a directory must be in the same PID namespace.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
-use serde::{Deserialize, Serialize};
 
-use super::lock;
-use crate::engine::{LinkReport, PathReport, SessionReport};
-use crate::mounts::MountId;
-use crate::ublk;
-
-/// Form in which an attachment shows on this host.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Export {
-    /// A file through FUSE.
-    Fuse {
-        /// Path that is mounted over: a directory or a file.
-        path: PathBuf,
-        /// Path of the disk's file.
-        file: PathBuf,
-        /// The mount, among those that its process sees. One of an older version does not say.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        id: Option<MountId>,
-    },
-    /// A network block device.
-    Nbd {
-        /// Path of its socket.
-        socket: PathBuf,
-        /// Its URI, for clients.
-        uri: String,
-    },
-    /// A block device of `ublk_drv`.
-    Ublk {
-        /// Number of the device.
-        number: u32,
-        /// Path of the device's file.
-        device: PathBuf,
-        /// Number that its initiator port follows from, which a process that takes it over must
-        /// have too.
-        port: u64,
-        /// The GUID of that port.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        guid: Option<u64>,
-        /// Properties by which udev names it.
-        properties: BTreeMap<String, String>,
-    },
-    /// A mounted file system.
-    Mount {
-        /// Path that it is mounted on.
-        path: PathBuf,
-        /// The loop device below it.
-        device: PathBuf,
-        /// The FUSE mount below that.
-        fuse: PathBuf,
-        /// The mount, among those that its process sees. One of an older version does not say.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        id: Option<MountId>,
-    },
-}
-
-impl Export {
-    /// The path that people know it by.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        match self {
-            Self::Fuse { path, .. } | Self::Mount { path, .. } => path,
-            Self::Nbd { socket, .. } => socket,
-            Self::Ublk { device, .. } => device,
-        }
-    }
-
-    fn is_named(&self, path: &Path) -> bool {
-        match self {
-            Self::Fuse {
-                path: own, file, ..
-            } => own == path || file == path,
-            Self::Nbd { socket, .. } => socket == path,
-            Self::Ublk { device, .. } => device == path,
-            Self::Mount {
-                path: own, device, ..
-            } => own == path || device == path,
-        }
-    }
-}
-
-/// An attachment as its file has it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Attachment {
-    /// Its name on this host.
-    pub id: String,
-    /// Address of the logical unit, without secrets.
-    pub url: String,
-    /// Process that serves it.
-    pub pid: u32,
-    /// Start of that process, in clock ticks since the boot.
-    pub started: u64,
-    /// Time of the attachment, in seconds since 1970.
-    pub since: u64,
-    /// Form in which it shows.
-    pub export: Export,
-    /// Size of the disk in bytes.
-    pub capacity: u64,
-    /// Size of a logical block in bytes.
-    pub block_size: u32,
-    /// The attachment refuses writes.
-    pub read_only: bool,
-    /// The logical unit's world-wide name, if it has one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub unit: Option<String>,
-    /// Name of the RDMA device that it is reached over, which begins with its provider's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub device: Option<String>,
-    /// Log file of the process, if it does not log to its terminal.
-    pub log: Option<PathBuf>,
-    /// Report of its session, if it has one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub link: Option<LinkReport>,
-    /// The paths to the logical unit, where there are several.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub paths: Vec<PathReport>,
-    /// The generation of the unit's volatile cache, if it offers one: 32 hexadecimal digits.
-    #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
-    pub cache: Option<[u8; 16]>,
-}
-
-/// The generation of a cache in files.
-pub(super) mod generation {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub(in crate::cli) fn serialize<S: Serializer>(
-        generation: &Option<[u8; 16]>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        match generation {
-            Some(bytes) => {
-                serializer.collect_str(&format_args!("{:032x}", u128::from_be_bytes(*bytes)))
-            }
-            None => serializer.serialize_none(),
-        }
-    }
-
-    pub(in crate::cli) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Option<[u8; 16]>, D::Error> {
-        let Some(text) = Option::<String>::deserialize(deserializer)? else {
-            return Ok(None);
-        };
-        let number = u128::from_str_radix(&text, 16).map_err(serde::de::Error::custom)?;
-        Ok(Some(number.to_be_bytes()))
-    }
-}
-
-impl Attachment {
-    /// Returns whether it outlives its process: a block device, in which requests wait for another
-    /// process, or which was added and never started.
-    #[must_use]
-    pub fn waits(&self) -> bool {
-        match &self.export {
-            Export::Ublk { number, device, .. } => device.exists() || ublk::is_added(*number),
-            _ => false,
-        }
-    }
-
-    /// Returns whether the process that serves it is alive.
-    #[must_use]
-    pub fn is_alive(&self) -> bool {
-        process_start(self.pid) == Some(self.started)
-    }
-}
-
-/// Start of a process, in clock ticks since the boot; `None` if the process does not exist.
-#[must_use]
-pub fn process_start(pid: u32) -> Option<u64> {
-    start_of(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
-}
-
-/// The same, of its `stat` file (proc(5)).
-fn start_of(stat: &str) -> Option<u64> {
-    // The name, in parentheses, may hold anything; the state and 16 numbers come before the number
-    // of threads.
-    let rest = &stat[stat.rfind(')')? + 1..];
-    let mut fields = rest.split_ascii_whitespace();
-    let is_zombie = fields.next()? == "Z";
-    let threads: u64 = fields.nth(16)?.parse().ok()?;
-    // A zombie serves nothing any longer once its other threads have released its files, too.
-    if is_zombie && threads <= 1 {
-        return None;
-    }
-    fields.nth(1)?.parse().ok()
-}
+pub use super::attachment::{Attachment, Export, Phase, process_start};
+pub(super) use super::attachment::{generation, process_name};
+pub use super::registration::{LinkEntry, Registration};
+use super::{lock, loops};
 
 /// Content of the directory.
 #[derive(Debug)]
@@ -282,40 +98,49 @@ impl StateDir {
         Ok(dir)
     }
 
+    /// Locks the directory, so that a decision about its content and a change of it are one step.
+    ///
+    /// # Errors
+    /// Another process does not release its lock.
+    pub(super) fn locked(&self) -> io::Result<LockedDir<'_>> {
+        let lock = self.lock()?;
+        Ok(LockedDir {
+            dir: self,
+            _lock: lock,
+        })
+    }
+
     /// Writes down an attachment under the first free id, which it gets.
     ///
     /// # Errors
     /// The directory cannot be written, or another process does not release its lock.
-    pub fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
-        let _lock = self.lock()?;
-        let id = (0..u32::MAX)
-            .map(|n| n.to_string())
-            .find(|id| !self.file(id).exists())
-            .ok_or(io::ErrorKind::QuotaExceeded)?;
-        attachment.id = id;
-        self.write(attachment)
+    pub fn register(&self, attachment: Attachment) -> io::Result<Registration> {
+        self.locked()?.register(attachment)
     }
 
-    /// Writes down an attachment in place of the one with that id, which this process has taken
-    /// over.
+    /// Removes the entry of an attachment that has failed; returns the reason. An entry
+    /// whose process exited without a report counts as well.
     ///
     /// # Errors
-    /// The directory cannot be written, or another process does not release its lock.
-    pub fn replace(&self, id: &str, mut attachment: Attachment) -> io::Result<Registration> {
+    /// The directory cannot be read, or another process does not release its lock.
+    pub(super) fn remove_failed(&self, attachment: &Attachment) -> io::Result<Option<String>> {
         let _lock = self.lock()?;
-        attachment.id = id.to_owned();
-        self.write(attachment)
-    }
-
-    fn write(&self, attachment: Attachment) -> io::Result<Registration> {
-        let entry = Entry {
-            path: self.file(&attachment.id),
-            temporary: self.path.join(format!(".{}.tmp", std::process::id())),
-            is_gone: Mutex::new(false),
+        let file = self.file(&attachment.id);
+        let entry = match fs::read(&file) {
+            Ok(text) => serde_json::from_slice::<Attachment>(&text)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
         };
-        entry.write(&attachment)?;
-        let entry = Arc::new(entry);
-        Ok(Registration { attachment, entry })
+        let is_same = (entry.pid, entry.started) == (attachment.pid, attachment.started);
+        if !is_same || entry.is_alive() || entry.waits() {
+            return Ok(None);
+        }
+        clean_up(&entry.export);
+        fs::remove_file(&file)?;
+        let failure = entry.failure;
+        Ok(Some(failure.unwrap_or_else(|| {
+            format!("process {} ended unexpectedly", entry.pid)
+        })))
     }
 
     /// All attachments that are alive, or wait for a process that takes them over, by id. Stale
@@ -339,7 +164,10 @@ impl StateDir {
     /// # Errors
     /// The directory cannot be read, or another process does not release its lock.
     pub(super) fn scan(&self) -> io::Result<Listing> {
-        let _lock = self.lock()?;
+        self.locked()?.scan()
+    }
+
+    fn scan_locked(&self) -> io::Result<Listing> {
         let mut found = Vec::new();
         let mut unknown = Vec::new();
         for entry in fs::read_dir(&self.path)? {
@@ -360,7 +188,7 @@ impl StateDir {
                 continue;
             };
             let is_alive = attachment.is_alive();
-            if is_alive || attachment.waits() {
+            if is_alive || attachment.waits() || attachment.phase == Phase::Failed {
                 if !is_alive {
                     // What its process wrote down last is no longer so.
                     attachment.link = None;
@@ -407,6 +235,59 @@ impl StateDir {
     }
 }
 
+/// The directory while no other process changes it.
+#[derive(Debug)]
+pub(super) struct LockedDir<'a> {
+    dir: &'a StateDir,
+    _lock: fs::File,
+}
+
+impl LockedDir<'_> {
+    /// As [`StateDir::scan`].
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub(super) fn scan(&self) -> io::Result<Listing> {
+        self.dir.scan_locked()
+    }
+
+    /// Writes down an attachment under the first free id, which it gets. It replaces attachments at
+    /// its path that have failed.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub(super) fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
+        let path = attachment.export.path();
+        for other in self.scan()?.attachments {
+            if other.is_over() && other.export.path() == path {
+                let _ = fs::remove_file(self.dir.file(&other.id));
+            }
+        }
+        let id = (0..u32::MAX)
+            .map(|n| n.to_string())
+            .find(|id| !self.dir.file(id).exists())
+            .ok_or(io::ErrorKind::QuotaExceeded)?;
+        attachment.id = id;
+        self.write(attachment)
+    }
+
+    /// Writes down an attachment in place of the one with that id, which this process has taken
+    /// over.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub(super) fn replace(&self, id: &str, mut attachment: Attachment) -> io::Result<Registration> {
+        attachment.id = id.to_owned();
+        self.write(attachment)
+    }
+
+    fn write(&self, attachment: Attachment) -> io::Result<Registration> {
+        let path = self.dir.file(&attachment.id);
+        let temporary = format!(".{}.tmp", process_name());
+        Registration::create(path, self.dir.path.join(temporary), attachment)
+    }
+}
+
 /// A path as exports name theirs.
 fn resolve(path: &Path) -> io::Result<PathBuf> {
     let path = std::path::absolute(path)?;
@@ -419,6 +300,8 @@ fn clean_up(export: &Export) {
     match export {
         Export::Fuse { path, .. } => unmount_dead(path),
         Export::Mount { fuse, .. } => {
+            // Of a process that was killed while it mounted the file system.
+            loops::release_loops_below(fuse);
             // It is dead, though it may not show yet, and its directory was made for it.
             let _ = rustix::mount::unmount(fuse, UnmountFlags::DETACH);
             let _ = fs::remove_dir(fuse);
@@ -449,95 +332,13 @@ fn unmount_dead(path: &Path) {
     }
 }
 
-/// A written-down attachment; dropping it removes it from the directory.
-#[derive(Debug)]
-pub struct Registration {
-    attachment: Attachment,
-    entry: Arc<Entry>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    path: PathBuf,
-    temporary: PathBuf,
-    /// Held while the file is written, so that none is written after it was removed.
-    is_gone: Mutex<bool>,
-}
-
-/// The link of a written-down attachment, to be kept up to date as long as it is there.
-#[derive(Debug)]
-pub struct LinkEntry {
-    attachment: Attachment,
-    entry: Arc<Entry>,
-}
-
-impl LinkEntry {
-    /// Writes down the link's state; returns whether the attachment is still there. As long as it
-    /// is, `note` is called first, with the generation of the unit's cache.
-    ///
-    /// # Errors
-    /// The directory cannot be written, or the error of `note`.
-    pub fn update(
-        &mut self,
-        report: SessionReport,
-        note: impl FnOnce(Option<[u8; 16]>) -> io::Result<()>,
-    ) -> io::Result<bool> {
-        let is_gone = self.entry.lock();
-        if *is_gone {
-            return Ok(false);
-        }
-        self.attachment.link = Some(report.link);
-        self.attachment.paths = report.paths;
-        self.attachment.cache = report.cache;
-        note(report.cache)?;
-        self.entry.write(&self.attachment)?;
-        Ok(true)
-    }
-}
-
-impl Entry {
-    /// Writes the file, which appears at once and whole.
-    fn write(&self, attachment: &Attachment) -> io::Result<()> {
-        fs::write(&self.temporary, serde_json::to_vec_pretty(attachment)?)?;
-        fs::rename(&self.temporary, &self.path)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, bool> {
-        self.is_gone.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Registration {
-    /// The attachment, with its id.
-    #[must_use]
-    pub fn attachment(&self) -> &Attachment {
-        &self.attachment
-    }
-
-    /// A handle with which the state of the link is updated.
-    #[must_use]
-    pub fn link(&self) -> LinkEntry {
-        LinkEntry {
-            attachment: self.attachment.clone(),
-            entry: self.entry.clone(),
-        }
-    }
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        *self.entry.lock() = true;
-        let _ = fs::remove_file(&self.entry.path);
-    }
-}
-
 #[cfg(test)]
 pub(super) mod fixture {
     //! An attachment of this process.
 
     use std::path::Path;
 
-    use super::{Attachment, Export, process_start};
+    use super::{Attachment, Export, Phase, process_start};
 
     pub(in crate::cli) fn attachment(socket: &Path) -> Attachment {
         Attachment {
@@ -546,6 +347,8 @@ pub(super) mod fixture {
             pid: std::process::id(),
             started: process_start(std::process::id()).unwrap(),
             since: 0,
+            phase: Phase::Serving,
+            failure: None,
             export: Export::Nbd {
                 socket: socket.to_owned(),
                 uri: String::new(),
@@ -567,22 +370,11 @@ pub(super) mod fixture {
 mod tests {
     use super::fixture::attachment;
     use super::*;
-    use crate::engine::LinkState;
+    use crate::engine::{LinkReport, LinkState, PathReport, SessionReport};
 
     fn dir(name: &str) -> StateDir {
         let path = std::env::temp_dir().join(format!("riser-state-{}-{name}", std::process::id()));
         StateDir::at(path).unwrap()
-    }
-
-    #[test]
-    fn a_process_is_there_until_its_last_thread_has_gone() {
-        let stat = |state: &str, threads: u32| {
-            format!("7 (a) b) {state} 1 7 7 0 -1 4194560 9 0 0 0 1 2 0 0 20 0 {threads} 0 4711 0 0")
-        };
-        assert_eq!(start_of(&stat("S", 3)), Some(4711));
-        assert_eq!(start_of(&stat("Z", 2)), Some(4711));
-        assert_eq!(start_of(&stat("Z", 1)), None);
-        assert!(process_start(std::process::id()).is_some());
     }
 
     #[test]
@@ -602,6 +394,7 @@ mod tests {
                 since: 5,
                 last_error: Some("connection lost".into()),
                 pending: None,
+                grown: Some(1 << 30),
             },
             paths,
             cache: Some([0xa5; 16]),
@@ -632,7 +425,7 @@ mod tests {
             ("0", "1")
         );
         assert_eq!(dir.list().unwrap().len(), 2);
-        assert_eq!(dir.find("1").unwrap().as_ref(), Some(b.attachment()));
+        assert_eq!(dir.find("1").unwrap(), Some(b.attachment()));
         let path = dir.path().join("a");
         assert_eq!(dir.find(path.to_str().unwrap()).unwrap().unwrap().id, "0");
         drop(a);
@@ -662,8 +455,45 @@ mod tests {
             "never ignored"
         );
         assert!(!socket.exists());
-        assert!(!registration.entry.path.exists());
+        assert!(!dir.file("0").exists());
         drop(registration);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn failed_attachment_stays_until_removed() {
+        let dir = dir("failed");
+        let mut dead = attachment(&dir.path().join("a"));
+        dead.started += 1;
+        let registration = dir.register(dead.clone()).unwrap();
+        let mut link = registration.link();
+        dead.id = registration.attachment().id;
+        registration.fail("cannot flush the disk".into()).unwrap();
+        let report = SessionReport {
+            link: LinkReport {
+                state: LinkState::Live,
+                since: 5,
+                last_error: None,
+                pending: None,
+                grown: None,
+            },
+            paths: Vec::new(),
+            cache: None,
+        };
+        assert!(!link.update(report, |_| Ok(())).unwrap(), "it is final");
+        let listed = dir.list().unwrap().remove(0);
+        assert_eq!(listed.phase, Phase::Failed);
+        assert!(listed.is_over());
+        let reason = dir.remove_failed(&dead).unwrap();
+        assert_eq!(reason.as_deref(), Some("cannot flush the disk"));
+        assert_eq!(dir.remove_failed(&dead).unwrap(), None);
+        assert_eq!(dir.list().unwrap(), []);
+        // The next attachment at the path replaces it.
+        let again = dir.register(dead.clone()).unwrap();
+        again.fail("the same".into()).unwrap();
+        let next = dir.register(attachment(&dir.path().join("a"))).unwrap();
+        assert_eq!(dir.list().unwrap(), [next.attachment()]);
+        drop(next);
         fs::remove_dir_all(dir.path()).unwrap();
     }
 }

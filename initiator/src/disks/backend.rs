@@ -1,33 +1,33 @@
-//! What carries out the operations of a disk: [`Backend`].
+//! Executes the operations of a disk: [`Backend`].
 
 use std::time::Instant;
 
 use super::operation::Operation;
 use crate::poll_fds::WaitedFds;
 
-/// Part of a disk that carries out operations. It lives on the disk's thread.
+/// The part of a disk that executes operations. It is only used on the disk thread.
 pub(super) trait Backend {
-    /// Takes an operation, to be started by the next [`Backend::flush`].
+    /// Adds an operation. It will be started by the next call to [`Backend::flush`].
     fn submit(&mut self, operation: Operation, now: Instant);
 
-    /// Hands what was submitted to the kernel.
+    /// Submits all added operations to the kernel.
     fn flush(&mut self, now: Instant);
 
-    /// Completes what has ended. Returns whether there was anything.
+    /// Processes completions. Returns whether there were any.
     fn complete(&mut self, now: Instant) -> bool;
 
-    /// The thread is about to sleep. Returns false if there is something to complete by now.
+    /// Must be called before the thread goes to sleep. Returns false if there are new completions.
     fn prepare_sleep(&mut self) -> bool;
 
-    /// Adds the descriptors that end the sleep.
+    /// Adds the file descriptors to poll while sleeping.
     fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>);
 
-    /// Time of the next call of [`Backend::complete`] at the latest.
+    /// Latest time for the next call to [`Backend::complete`].
     fn deadline(&self) -> Option<Instant>;
 
-    /// Takes leave: what is in flight still ends.
+    /// Closes the backend. Operations in flight will still complete.
     fn close(&mut self);
 
-    /// Returns whether it was closed and nothing is in flight.
+    /// Returns whether the backend is closed and there are no operations in flight.
     fn is_over(&self) -> bool;
 }

@@ -16,13 +16,13 @@ use crate::block::{
 };
 use crate::engine::{BufferPool, oneshot};
 
-/// Memory for the buffers of a disk by default, in bytes. Only what is used of it takes room.
+/// Default memory size for disk buffers, in bytes. The memory is only allocated when it is used.
 pub const BUFFERS: u64 = 64 << 20;
 
-/// Most that one discard or write-zeroes covers.
+/// Max size for a single discard or write-zeroes command.
 pub(super) const MAX_RANGE: u64 = 1 << 30;
 
-/// A disk whose operations are carried out by a thread of its own.
+/// Disk with a dedicated thread that executes the operations.
 pub struct ThreadDisk {
     limits: Arc<Limits>,
     description: String,
@@ -39,18 +39,18 @@ impl fmt::Debug for ThreadDisk {
     }
 }
 
-/// Properties of a disk, and its thread's name.
+/// Disk properties and thread name.
 pub(super) struct Properties {
     pub(super) thread: &'static str,
     pub(super) geometry: Geometry,
     pub(super) description: String,
     pub(super) has_fua: bool,
-    /// Memory for buffers, in bytes; that of one transfer at least.
+    /// Buffer memory in bytes; should be enough for at least one transfer.
     pub(super) buffers: u64,
 }
 
 impl ThreadDisk {
-    /// Starts the thread, on which `make` makes the backend.
+    /// Starts the thread and calls `make` on it to create the backend.
     pub(super) fn start<B: Backend>(
         properties: Properties,
         make: impl FnOnce() -> io::Result<B> + Send + 'static,
@@ -69,14 +69,14 @@ impl ThreadDisk {
         })
     }
 
-    /// Description of the disk for people.
+    /// Human-readable description of the disk.
     #[must_use]
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// Ends what is in flight, and the connection or the use of the file. Operations fail from then
-    /// on.
+    /// Completes operations in flight, then closes the connection or file. New operations will
+    /// fail.
     pub fn close(&self) {
         self.thread.close();
     }
@@ -90,7 +90,7 @@ impl ThreadDisk {
         })
     }
 
-    /// Carries out an operation, and the flush that it needs.
+    /// Executes an operation, followed by a flush if required.
     async fn carry_out(&self, operation: Operation) -> Completion {
         let Plan {
             command,
@@ -115,7 +115,7 @@ impl ThreadDisk {
         self.run(command, None).await.result.map(drop)
     }
 
-    /// Writes zeroes as data.
+    /// Writes zeroes using normal writes.
     async fn write_zero_data(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
         let most = u64::from(self.limits.geometry.split_len());
         let mut at = range.start;
@@ -199,14 +199,14 @@ impl BlockDevice for ThreadDisk {
         let fua = options.fua && self.limits.has_fua;
         let command = Command::WriteZeroes(range.clone(), ZeroOptions { fua, ..options });
         match self.change(command).await {
-            // The file system or the device below lacks the command, or this form of it.
+            // Not supported by the underlying file system or device, at least with these flags.
             Err(BlockError::Unsupported) if !options.fast => {
                 self.write_zero_data(range, fua).await?;
             }
             result => result?,
         }
-        // A file has no such form of the command. A server without flushes has that form, or
-        // nothing that is not stable.
+        // There is no FUA flag for this command on files. If a server supports flush, it also
+        // supports this flag; otherwise all data is already stable.
         if options.fua {
             BlockDevice::flush(self).await?;
         }

@@ -1,33 +1,33 @@
-//! What a disk takes: [`Limits`].
+//! Limits supported by a disk: [`Limits`].
 
 use std::ops::Range;
 
 use super::operation::Command;
 use crate::block::{self, BlockError, Buffer, Geometry};
 
-/// Limits on the operations of a disk.
+/// Limits for disk operations.
 #[derive(Debug)]
 pub(super) struct Limits {
     pub(super) geometry: Geometry,
-    /// A write may ask for stable storage; where not, a flush follows it.
+    /// Writes can use FUA. If not set, we send a flush after the write instead.
     pub(super) has_fua: bool,
 }
 
-/// How an operation is carried out.
+/// How to execute an operation.
 #[derive(Debug)]
 pub(super) struct Plan {
-    /// `None` where there is nothing to do.
+    /// `None` if there is nothing to do.
     pub(super) command: Option<Command>,
     pub(super) buffer: Option<Buffer>,
-    /// A flush has to follow.
+    /// A flush is required after this command.
     pub(super) then_flush: bool,
 }
 
 impl Limits {
-    /// The commands that carry out an operation.
+    /// Returns the commands to execute for an operation.
     ///
     /// # Errors
-    /// It is not within the limits; its buffer is dropped.
+    /// Returns an error if it exceeds the limits; the buffer will be dropped.
     pub(super) fn plan(&self, operation: block::Operation) -> Result<Plan, BlockError> {
         let only = |command| Plan {
             command,
@@ -72,7 +72,7 @@ impl Limits {
         })
     }
 
-    /// Fails unless a range is whole blocks within the disk.
+    /// Returns an error if the range isn't aligned to blocks or not within the disk.
     pub(super) fn check(&self, range: &Range<u64>) -> Result<(), BlockError> {
         let block = u64::from(self.geometry.block_size);
         let is_aligned = range.start.is_multiple_of(block) && range.end.is_multiple_of(block);
@@ -91,7 +91,7 @@ impl Limits {
         self.check(&(offset..end.ok_or(BlockError::OutOfRange)?))
     }
 
-    /// Fails unless a range of at most `most` bytes may be changed.
+    /// Returns an error if the range can't be modified or if it exceeds `most` bytes.
     pub(super) fn check_change(&self, range: &Range<u64>, most: u64) -> Result<(), BlockError> {
         if self.geometry.read_only {
             return Err(BlockError::ReadOnly);

@@ -1,23 +1,24 @@
-//! Disks that are no logical units of a target: exports of NBD servers, and local files and block
-//! devices.
+//! Disks other than logical units: NBD exports, local files and block devices.
 //!
-//! - [`ThreadDisk`]: such a disk, a [`BlockDevice`](crate::block::BlockDevice). It has a thread of
-//!   its own, which carries out and completes operations, runs workloads and serves clients.
-//! - [`nbd`]: connects to an export.
+//! - [`ThreadDisk`]: a disk, implements [`BlockDevice`](crate::block::BlockDevice). It has a
+//!   dedicated thread to submit and complete operations, run workloads and serve clients.
+//! - [`nbd`]: connects to an NBD export.
 //! - [`file`](mod@file): opens a file or block device.
-//! - [`BUFFERS`]: memory for the buffers of a disk, if no other amount is asked for.
+//! - [`BUFFERS`]: default memory size for disk buffers.
 //!
 //! # I/O model
-//! An operation is a message to the disk's thread. The thread collects the messages of a round,
-//! hands them to the socket or the ring in one system call, and wakes the tasks whose operations
-//! have ended. A task that is woken submits its next operation in the same round, so at depth *n*
-//! up to *n* operations share a system call. Those of a workload need no message.
+//! Operations are sent to the disk thread as messages. In each round, the thread processes all
+//! messages and submits the operations to the socket or ring using a single system call, then wakes
+//! the tasks for completed operations. If a task submits its next operation when it is woken up,
+//! this is done in the same round, so with queue depth *n* up to *n* operations can be submitted by
+//! one system call. Workloads run on the thread and don't need to send messages.
 //!
 //! # Invariants
-//! A buffer belongs to the disk until its operation has ended. Buffers come from a pool of fixed
-//! length. A disk that fails answers every operation with the reason.
+//! The disk owns the buffer until its operation is complete. Buffers are allocated from a pool with
+//! a fixed size. After an error, all operations on this disk return this error.
 //!
-//! Not here: reconnection. A connection that is lost, or late with an answer, ends the disk.
+//! Not supported: reconnect. If the connection is lost, or a reply is not received in time, the
+//! disk fails.
 
 mod backend;
 mod disk;

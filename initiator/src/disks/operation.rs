@@ -1,4 +1,4 @@
-//! Operations on their way to a disk's thread and back.
+//! Operations sent to the disk thread, and their completions.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -7,73 +7,73 @@ use std::rc::Rc;
 use crate::block::{BlockError, Buffer, Extent, ZeroOptions};
 use crate::engine::Sender;
 
-/// Kind of an operation and its place. Offsets and lengths are whole blocks within the disk.
+/// Operation type and range. Offsets and lengths must be aligned to blocks, and within the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Command {
-    /// Fills the buffer.
+    /// Reads data into the buffer.
     Read { offset: u64 },
-    /// Writes the buffer.
+    /// Writes data from the buffer.
     Write { offset: u64, fua: bool },
-    /// Puts finished writes on stable storage.
+    /// Flushes completed writes to stable storage.
     Flush,
-    /// Gives up contents.
+    /// Discards contents.
     Discard(Range<u64>),
-    /// Makes a range read as zeroes.
+    /// Sets a range to zero.
     WriteZeroes(Range<u64>, ZeroOptions),
-    /// Asks which parts of a range are allocated.
+    /// Requests the allocation status of a range.
     Status(Range<u64>),
 }
 
-/// End of an operation.
+/// Completed operation.
 #[derive(Debug)]
 pub(super) struct Ended {
-    /// Extents of a status; empty for other operations.
+    /// Extents for a status request; empty for other operations.
     pub(super) result: Result<Vec<Extent>, BlockError>,
-    /// Buffer that was given with the operation.
+    /// Buffer that was passed with the operation.
     pub(super) buffer: Option<Buffer>,
 }
 
-/// Operation of a workload.
+/// Operation submitted by a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ticket {
-    /// Which of the workloads of the thread.
+    /// Workload index on this thread.
     pub(super) workload: usize,
-    /// Tag that the workload has given it.
+    /// Tag set by the workload.
     pub(super) tag: u32,
-    /// A flush has to follow on its success.
+    /// If the operation succeeds, we need to send a flush.
     pub(super) then_flush: bool,
 }
 
-/// Ends of operations of workloads, on the disk's thread.
+/// Completions for the workloads on this disk thread.
 pub(super) type EndedQueue = Rc<RefCell<Vec<(Ticket, Ended)>>>;
 
-/// Where the end of an operation is reported.
+/// How to report the completion of an operation.
 #[derive(Debug)]
 pub(super) enum Done {
-    /// To a task. If this is dropped, the task is notified that the disk is gone.
+    /// Notify a task. If this is dropped, the task is notified that the disk is closed.
     Task(Sender<Ended>),
-    /// To a workload of the thread.
+    /// Notify a workload on this thread.
     Workload(EndedQueue, Ticket),
 }
 
-/// An operation on the disk's thread.
+/// Operation on the disk thread.
 #[derive(Debug)]
 pub(super) struct Operation {
     pub(super) command: Command,
-    /// Memory of a read or write. A flush may have that of the write that it follows.
+    /// Buffer for a read or write. A flush may also have a buffer, if it is sent after a write.
     pub(super) buffer: Option<Buffer>,
     pub(super) done: Done,
 }
 
 impl Operation {
-    /// Memory of a read or write.
+    /// Returns the buffer for a read or write.
     pub(super) fn memory(&self) -> &Buffer {
         self.buffer
             .as_ref()
             .expect("reads and writes have a buffer")
     }
 
-    /// Reports the end. The caller's task may run within this call.
+    /// Completes the operation. The caller's task may run within this call.
     pub(super) fn end(self, result: Result<Vec<Extent>, BlockError>) {
         let buffer = self.buffer;
         let ended = Ended { result, buffer };

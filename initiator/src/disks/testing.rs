@@ -1,4 +1,4 @@
-//! Workloads for tests.
+//! Workloads used for tests.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -6,30 +6,31 @@ use std::time::{Duration, Instant};
 
 use crate::block::{Completion, Operation, Submissions, Workload};
 
-/// What a completion was, and where.
+/// Completion seen by the workload.
 #[derive(Debug)]
 pub(super) struct Seen {
-    /// Number of the operation.
+    /// Operation number.
     pub(super) tag: u32,
     pub(super) completion: Completion,
-    /// Name of the thread.
+    /// Thread name.
     pub(super) thread: String,
 }
 
-/// A list of operations, some of them at once.
+/// Runs a list of operations, with a limit on the queue depth.
 pub(super) struct List {
     operations: VecDeque<Operation>,
     depth: u32,
-    /// Operations that were submitted.
+    /// Number of submitted operations.
     next: u32,
-    /// Time between submissions, which do not wait for completions then.
+    /// If set, operations are submitted at this interval and don't wait for completions.
     pause: Option<Duration>,
     due: Option<Instant>,
     seen: Sender<Seen>,
 }
 
 impl List {
-    /// At most `depth` operations at once. The receiver ends with the workload.
+    /// Creates a workload with up to `depth` operations at the same time. The receiver is closed
+    /// when the workload is done.
     pub(super) fn new(
         operations: impl IntoIterator<Item = Operation>,
         depth: u32,
@@ -46,7 +47,7 @@ impl List {
         (Box::new(list), receiver)
     }
 
-    /// One operation each time that a pause is over.
+    /// Creates a workload that submits an operation at each interval.
     pub(super) fn timed(
         operations: impl IntoIterator<Item = Operation>,
         pause: Duration,

@@ -1,9 +1,9 @@
-//! Thread of a disk.
+//! Disk thread.
 //!
-//! One round: completions of the backend, which wake tasks; workloads; clients; messages, among
-//! them what these have submitted; and one call that hands it all to the kernel. With nothing to do
-//! it polls for a while and then sleeps on the descriptors of backend and clients, and on its
-//! mailbox.
+//! In each round, the thread processes backend completions, which will wake tasks, then workloads,
+//! clients, and messages, including messages sent by these tasks. Then everything is submitted to
+//! the kernel in a single call. If there is nothing to do, the thread polls for a short time and
+//! then sleeps on its mailbox and on the file descriptors used by the backend and the clients.
 
 use std::io;
 use std::sync::mpsc;
@@ -21,7 +21,7 @@ use crate::block::{Buffer, Service, Services, Workload};
 use crate::engine::{Mailbox, Sender};
 use crate::poll_fds::WaitedFds;
 
-/// Longest time of polling after the last work, as the engine of sessions has.
+/// Max polling time when idle, same as for the session engine.
 const SPIN: Duration = Duration::from_micros(50);
 
 enum Message {
@@ -31,17 +31,17 @@ enum Message {
     Close,
 }
 
-/// A running thread. Dropping it closes the disk.
+/// Running thread. The disk is closed on drop.
 pub(super) struct DiskThread {
     mailbox: Arc<Mailbox<Message>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl DiskThread {
-    /// Starts a thread on which `make` makes the backend of a disk with these limits.
+    /// Starts a thread and calls `make` on it to create the backend for a disk with these limits.
     ///
     /// # Errors
-    /// Those of the thread and of `make`.
+    /// Returns an error from `make`, or if the thread can't be started.
     pub(super) fn start<B: Backend>(
         name: &str,
         limits: Arc<Limits>,
@@ -66,13 +66,13 @@ impl DiskThread {
         })
     }
 
-    /// Leaves an operation to the thread. One that comes too late is dropped, which its caller
-    /// notices.
+    /// Sends an operation to the thread. If the thread has already exited, the operation is
+    /// dropped, which notifies the caller.
     pub(super) fn submit(&self, command: Command, buffer: Option<Buffer>, done: Sender<Ended>) {
         drop(self.mailbox.send(Message::Operation(command, buffer, done)));
     }
 
-    /// Has a client served there.
+    /// Adds a client that is served by this thread.
     pub(super) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
         let sent = self.mailbox.send(Message::Host(service));
         sent.map_err(|message| match message {
@@ -81,7 +81,7 @@ impl DiskThread {
         })
     }
 
-    /// Has a workload run there.
+    /// Adds a workload to run on this thread.
     pub(super) fn drive(&self, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
         let sent = self.mailbox.send(Message::Drive(workload));
         sent.map_err(|message| match message {
@@ -90,7 +90,8 @@ impl DiskThread {
         })
     }
 
-    /// Ends what is in flight and the thread, and waits for that, unless this is that thread.
+    /// Completes operations in flight and stops the thread. Waits for the thread, unless this is
+    /// called on the thread.
     pub(super) fn close(&self) {
         drop(self.mailbox.send(Message::Close));
         let thread = self.thread.lock();
@@ -109,7 +110,7 @@ impl Drop for DiskThread {
     }
 }
 
-/// State of the thread.
+/// Thread state.
 struct Round<B> {
     mailbox: Arc<Mailbox<Message>>,
     backend: B,
@@ -135,7 +136,7 @@ impl<B: Backend> Round<B> {
             let now = Instant::now();
             let worked = self.turn(now);
             if self.backend.is_over() {
-                // The last operations have ended: workloads and clients get the answers.
+                // All operations have completed: notify workloads and clients.
                 self.workloads.run(&mut self.backend, now);
                 self.services.turn();
                 return;
@@ -148,9 +149,10 @@ impl<B: Backend> Round<B> {
         }
     }
 
-    /// Does what there is to do, once. Returns whether there was anything.
+    /// Processes all available work once. Returns whether there was anything to do.
     fn turn(&mut self, now: Instant) -> bool {
-        // Messages come after what wakes tasks: what these submit leaves in the same round.
+        // Process messages after waking tasks, so that their operations are submitted in the same
+        // round.
         let mut worked = self.backend.complete(now);
         worked |= self.workloads.run(&mut self.backend, now);
         worked |= self.services.turn();
@@ -192,8 +194,8 @@ impl<B: Backend> Round<B> {
     }
 }
 
-/// Refuses messages from now on, also after a panic; the callers of those that are left are
-/// notified by the ends of their oneshots.
+/// Closes the mailbox, even after a panic. Callers of the remaining messages are notified because
+/// their oneshots are dropped.
 impl<B> Drop for Round<B> {
     fn drop(&mut self) {
         drop(self.mailbox.close());

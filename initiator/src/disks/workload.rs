@@ -1,4 +1,4 @@
-//! Workloads on a disk's thread: [`Workloads`].
+//! Runs workloads on the disk thread: [`Workloads`].
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,23 +12,23 @@ use crate::block::{self, Buffer, Submissions, Workload};
 
 struct Running {
     workload: Box<dyn Workload>,
-    /// Operations that it was not called back for.
+    /// Number of operations that have not been reported to the workload yet.
     outstanding: usize,
 }
 
-/// The workloads that a thread runs. Ends of operations wait for [`Workloads::run`], so that one
-/// whose operations end at once does not keep the thread from others.
+/// Workloads on a thread. Completions are queued until the next call to [`Workloads::run`], so that
+/// a workload with operations that complete immediately can't block the thread.
 pub(super) struct Workloads {
     limits: Arc<Limits>,
     running: Slab<Running>,
     ended: EndedQueue,
-    /// Empty between calls; kept for their memory.
+    /// Empty between calls; we keep it to reuse the memory.
     ends: Vec<(Ticket, Ended)>,
     submissions: Submissions,
 }
 
 impl Workloads {
-    /// None yet, on a disk with these limits.
+    /// Creates an empty set for a disk with these limits.
     pub(super) fn new(limits: Arc<Limits>) -> Self {
         Self {
             limits,
@@ -39,7 +39,7 @@ impl Workloads {
         }
     }
 
-    /// Begins with a workload.
+    /// Starts a workload.
     pub(super) fn start(
         &mut self,
         workload: Box<dyn Workload>,
@@ -53,7 +53,7 @@ impl Workloads {
         self.wake(id, backend, now);
     }
 
-    /// Calls those of which operations have ended, and those that are due. Returns whether there
+    /// Calls all workloads with completed operations or an expired timer. Returns whether there
     /// were any.
     pub(super) fn run(&mut self, backend: &mut impl Backend, now: Instant) -> bool {
         let mut worked = self.run_ended(backend, now);
@@ -61,7 +61,7 @@ impl Workloads {
             let due = running.workload.due()?;
             (due <= now).then_some(id)
         };
-        // No allocation where none is due.
+        // This doesn't allocate if the list is empty.
         let due: Vec<usize> = self.running.iter().filter_map(due).collect();
         for id in due {
             worked = true;
@@ -70,12 +70,12 @@ impl Workloads {
         worked
     }
 
-    /// Returns whether an operation has ended that its workload was not called for.
+    /// Returns whether there is a completion that has not been reported to its workload.
     pub(super) fn has_ended(&self) -> bool {
         !self.ended.borrow().is_empty()
     }
 
-    /// Time of the next call of [`Workloads::run`] at the latest.
+    /// Latest time for the next call to [`Workloads::run`].
     pub(super) fn due(&self) -> Option<Instant> {
         let running = self.running.iter();
         running.filter_map(|(_, r)| r.workload.due()).min()
@@ -91,7 +91,7 @@ impl Workloads {
                     then_flush: false,
                     ..ticket
                 };
-                // The buffer goes along until the whole has ended.
+                // Keep the buffer until the flush has completed.
                 self.submit(Command::Flush, buffer, ticket, backend, now);
                 continue;
             }
@@ -111,8 +111,8 @@ impl Workloads {
         self.forward(id, backend, now);
     }
 
-    /// Gives the backend what a workload has submitted. The workload is over if nothing of it is
-    /// outstanding or planned then.
+    /// Submits operations from a workload to the backend. If there are no outstanding or planned
+    /// operations after this, the workload is done.
     fn forward(&mut self, id: usize, backend: &mut impl Backend, now: Instant) {
         let mut submissions = std::mem::take(&mut self.submissions);
         self.running[id].outstanding += submissions.len();

@@ -4,13 +4,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use riser_scsi::iscsi::name::Found;
+use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 
 use super::client::Client;
 use super::driver::{
     IscsiOpen, Message, Open, Plan, Protocol, SessionGuard, SrpOpen, Transport, User,
 };
+use super::hostname::HostName;
 use super::io::Target;
 use super::iser::IserConfig;
 use super::oneshot::{Sender, oneshot};
@@ -23,7 +24,7 @@ use crate::session::{Down, PING, Timing};
 use crate::srp::channel::ChannelConfig;
 use crate::srp::discovery::{DiscoveryError, FoundPort, plan_port};
 use crate::srp::session::SessionConfig;
-use crate::url::{IscsiUrl, SrpUrl, TargetUrl};
+use crate::url::{Host, IscsiUrl, SrpUrl, TargetUrl};
 
 impl Client {
     /// Asks an address which SRP ports it offers. A host name is looked up on the calling thread.
@@ -121,19 +122,31 @@ impl Client {
     /// matter.
     ///
     /// # Errors
-    /// As [`Self::connect`].
+    /// As [`Self::connect`]; also an invalid list.
     pub async fn discover_targets(&self, url: &IscsiUrl) -> Result<Vec<Found>, EngineError> {
+        self.send_targets(url, None).await
+    }
+
+    /// Requests the targets of a portal, or the portals of one target.
+    pub(super) async fn send_targets(
+        &self,
+        url: &IscsiUrl,
+        sought: Option<IscsiName>,
+    ) -> Result<Vec<Found>, EngineError> {
         let mut url = url.clone();
         url.target = None;
         url.portals.clear();
         let (sender, found) = oneshot();
-        let protocol = self.plan_iscsi(&url, self.0.config.timing.login, 0, Some(sender))?;
+        let mut protocol = self.plan_iscsi(&url, self.0.config.timing.login, 0, Some(sender))?;
+        if let Protocol::Iscsi(open) = &mut protocol {
+            open.config.sought = sought;
+        }
         let url = TargetUrl::Iscsi(url);
         let status = Arc::new(SessionStatus::default());
         let _guard = self.open(&url, Plan::One(protocol), status.clone()).await?;
         match found.await {
             Some(found) => Ok(found),
-            // It was live, and ended without an answer.
+            // It was live, and was closed without a list.
             None => Err(status.last_down().unwrap_or(Down::ConnectionLost).into()),
         }
     }
@@ -292,13 +305,19 @@ pub(super) fn resolve(url: &TargetUrl) -> Result<Target, EngineError> {
     let dst = url
         .resolve()
         .map_err(|_| EngineError::NoAddress(url.host().to_string()))?;
+    let src = url.src().map(|ip| SocketAddr::new(ip, 0));
+    let host = match url.authority() {
+        (Host::Ip(_), _) => None,
+        (Host::Name(name), port) => Some(HostName::new(name, port, src, dst)),
+    };
     let service_id = match url {
         TargetUrl::Srp(url) => url.service_id,
         TargetUrl::Iscsi(_) => None,
     };
     Ok(Target {
         dst,
-        src: url.src().map(|ip| SocketAddr::new(ip, 0)),
+        host,
+        src,
         service_id,
     })
 }

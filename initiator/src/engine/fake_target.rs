@@ -630,9 +630,9 @@ impl Target {
         self.channels[&qp].memory.read(STAGING, &mut staged);
         let blocks = (disk.len() / BLOCK) as u64;
         Some(match (cdb[0], cdb[1], cdb[2]) {
-            (0x91, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => return None,
+            (0x35, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => return None,
             (0x1a, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => vec![3, 0, 0, 0],
-            (0x00 | 0x91, ..) => Vec::new(),
+            (0x00 | 0x35, ..) => Vec::new(),
             (0x12, 0, _) => {
                 let mut data = vec![b' '; 36];
                 data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);

@@ -2,12 +2,14 @@
 //! targets.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::TaskAttr;
 
+use super::hostname::HostName;
 use super::oneshot::Sender;
 use crate::block::Buffer;
 use crate::paths::PathIndex;
@@ -23,12 +25,23 @@ pub(super) struct SessionKey {
 }
 
 /// The address of a session's target.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Target {
     pub(super) dst: SocketAddr,
+    /// The name that [`Self::dst`] is the address of.
+    pub(super) host: Option<Arc<HostName>>,
     pub(super) src: Option<SocketAddr>,
     /// InfiniBand service id, instead of the port's.
     pub(super) service_id: Option<u64>,
+}
+
+impl Target {
+    /// Brings the address of a host name up to date, for the next connection.
+    pub(super) fn renew(&mut self) {
+        if let Some(dst) = self.host.as_ref().and_then(HostName::renew) {
+            self.dst = dst;
+        }
+    }
 }
 
 /// The memory of a command's data. Its length must be that of the command's data.
@@ -141,6 +154,8 @@ pub(super) enum Done {
     Unit { session: SessionKey, unit: u64 },
     /// None: the answer itself shows that the target is there.
     Ping,
+    /// Paths of which another one is back.
+    PathPing { paths: SessionKey, path: PathIndex },
 }
 
 /// A command in the engine.
@@ -151,6 +166,8 @@ pub(super) struct Io {
     /// Of a flush: the writes that were acknowledged when it was submitted, from
     /// [`WriteCache::begin_flush`](crate::unit::WriteCache::begin_flush).
     pub(super) mark: FlushMark,
+    /// It was submitted again after its unit had been missing.
+    pub(super) is_resubmitted: bool,
 }
 
 impl Io {
@@ -161,6 +178,7 @@ impl Io {
             io,
             done,
             mark: FlushMark::default(),
+            is_resubmitted: false,
         }
     }
 }

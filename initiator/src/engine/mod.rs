@@ -27,6 +27,7 @@ mod client;
 mod connect;
 mod driver;
 mod env;
+mod hostname;
 mod io;
 mod iser;
 mod oneshot;

@@ -124,7 +124,8 @@ impl Client {
 
     /// The portals of a target, as it reports them (SendTargets).
     async fn ask_for_portals(&self, url: &IscsiUrl) -> Result<Vec<Portal>, EngineError> {
-        let found = self.discover_targets(url).await?;
+        // RFC 7143 Appendix C: every target responds to its name, with a list that stays short.
+        let found = self.send_targets(url, url.target.clone()).await?;
         let ours = found
             .into_iter()
             .filter(|t| Some(&t.name) == url.target.as_ref());

@@ -17,7 +17,8 @@ use super::status::SessionStatus;
 use super::timer::Elapsed;
 use crate::block::Buffer;
 use crate::request::RequestError;
-use crate::unit::Snapshot;
+use crate::scsi::CachingPage;
+use crate::unit::{Losses, Snapshot};
 use crate::url::TargetUrl;
 
 pub(super) struct SessionHandle {
@@ -116,21 +117,22 @@ impl Session {
         &self,
         lun: LunId,
         unit: Snapshot,
-        write_cache: bool,
-        owner: Weak<()>,
+        caching: CachingPage,
+        owner: Weak<Losses>,
     ) -> Result<(), Elapsed> {
         let config = &self.handle.client.0.config;
         // Before the disk is used. While the engine has not compared them, the one that was noted
         // counts. A session reports the cache of its first unit only.
         let status = &self.handle.status;
-        let found = unit.cache.filter(|_| write_cache);
+        let found = unit.cache.filter(|_| caching.write_cache);
         if status.report().cache.is_none() {
             status.set_cache(config.noted.filter(|_| config.recovers).or(found));
         }
         let watch = Watch {
             lun,
             unit,
-            write_cache,
+            write_cache: caching.write_cache,
+            has_fua: caching.has_fua,
             recovers: config.recovers,
             noted: config.noted,
             owner,
@@ -158,11 +160,16 @@ impl Session {
     /// Logs out and waits until everything is released. Outstanding commands end with
     /// [`RequestError::Closed`]; later ones too.
     pub async fn close(&self) {
+        self.close_settled().await;
+    }
+
+    /// As [`Self::close`]. Returns whether it is known that no command which changes a unit was
+    /// outstanding, because the target may execute such a command later.
+    pub async fn close_settled(&self) -> bool {
         let (sender, receiver) = oneshot();
         let message = Message::Close(self.handle.guard.key, Some(sender));
-        if self.handle.client.0.mailbox.send(message).is_ok() {
-            receiver.await;
-        }
+        let sent = self.handle.client.0.mailbox.send(message);
+        sent.is_ok() && receiver.await.unwrap_or(false)
     }
 }
 

@@ -42,6 +42,7 @@ struct Details {
     pending: Pending,
     paths: Vec<PathReport>,
     cache: Option<[u8; 16]>,
+    grown: Option<u64>,
 }
 
 /// Losses that the end of a session would cause while it is down.
@@ -79,6 +80,9 @@ pub struct LinkReport {
     /// While it is down, what its end would lose.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<Pending>,
+    /// Capacity of a logical unit that has grown since it was attached, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grown: Option<u64>,
 }
 
 /// One of several paths to a unit.
@@ -156,6 +160,7 @@ impl SessionStatus {
                 since: details.since,
                 last_error: details.last.map(|why| why.to_string()),
                 pending: (self.link() == LinkState::Reconnecting).then_some(details.pending),
+                grown: details.grown,
             },
             paths: details.paths.clone(),
             cache: details.cache,
@@ -222,6 +227,16 @@ impl SessionStatus {
         }
     }
 
+    /// Sets the capacity of a unit that has grown, in bytes; returns whether it is new.
+    pub(super) fn set_grown(&self, bytes: u64) -> bool {
+        let mut details = self.lock();
+        let is_new = details.grown.replace(bytes) != Some(bytes);
+        if is_new {
+            self.changed.notify_all();
+        }
+        is_new
+    }
+
     /// Sets the generation that [`SessionReport::cache`] reports.
     pub(super) fn set_cache(&self, generation: Option<[u8; 16]>) {
         let mut details = self.lock();
@@ -245,7 +260,7 @@ impl SessionStatus {
             SessionEvent::Closed(why) => {
                 self.enter(LinkState::Closed, Some(*why), date);
             }
-            SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
+            SessionEvent::UnitEvent { .. } | SessionEvent::UnitReset(_) | SessionEvent::Stale => {}
         }
     }
 }

@@ -48,6 +48,12 @@ impl<P: Provider> Env for System<P> {
         // its writes for minutes, also when another process has taken its place. So each close is a
         // reset; a logout is answered before.
         sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
+        // An idle connection whose peer's host has vanished fails after four seconds. While data are
+        // in flight TCP sends no such probes: `TcpConn::check` looks at their acknowledgement.
+        sockopt::set_socket_keepalive(&socket, true)?;
+        sockopt::set_tcp_keepidle(&socket, Duration::from_secs(1))?;
+        sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
+        sockopt::set_tcp_keepcnt(&socket, 3)?;
         if let Some(src) = src {
             bind(&socket, &src)?;
         }

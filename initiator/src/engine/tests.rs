@@ -23,6 +23,7 @@ use self::world::{begin, block_on, eventually};
 mod hostile_iser;
 mod iscsi;
 mod iser;
+mod liveness;
 pub(super) mod world;
 
 const BLOCKS: usize = 4096;
@@ -425,10 +426,10 @@ fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_s
         capacity: Some(info.capacity),
         ..Default::default()
     };
-    let owner = std::sync::Arc::new(());
+    let owner = std::sync::Arc::new(crate::unit::Losses::default());
     let watch = |unit| {
         let weak = std::sync::Arc::downgrade(&owner);
-        block_on(rig.session.watch_unit(info.lun, unit, true, weak)).unwrap();
+        block_on(rig.session.watch_unit(info.lun, unit, info.caching, weak)).unwrap();
     };
     watch(unit.clone());
     put(&lun, 0, &pattern(2, 512));

@@ -1,12 +1,12 @@
-//! Answers to the kernel, and the requests that wait for them.
+//! Responses to the kernel, and pending requests.
 //!
-//! A request is a [`Reply`] from the moment it is read until its answer is written: dropping it
-//! answers with an error, so that no request can be forgotten. An answer with much data is copied
-//! to the kernel in a turn of its queue, not by the completion that has brought the data.
+//! A request is a [`Reply`] until the response is sent. Dropping it sends an error response, so we
+//! can't lose any request. Responses with a lot of data are copied to the kernel when the queue is
+//! polled, not in the completion handler.
 //!
-//! Bounds: [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] (and one request) bytes of a queue are
-//! between the read of a request and its answer; beyond them the queue is not read, and the kernel
-//! holds what comes.
+//! Limits: each queue can have up to [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] bytes (plus one
+//! request) in flight. When a limit is reached we stop reading, and new requests are queued by the
+//! kernel.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,36 +21,36 @@ use zerocopy::IntoBytes;
 use super::sys::OutHeader;
 use crate::block::{Bell, BlockError, Buffer};
 
-/// Most requests of a queue in flight.
+/// Max requests in flight per queue.
 pub(super) const MAX_IN_FLIGHT: u32 = 256;
-/// Bytes of a queue in flight from which on no further request is read.
+/// When the requests in flight use this many bytes, we stop reading new requests.
 pub(super) const MAX_BYTES: u64 = 64 << 20;
-/// Data of an answer that a completion copies to the kernel itself, in bytes.
+/// Max response data which a completion can copy to the kernel directly, in bytes.
 const INLINE_BYTES: usize = 32 << 10;
 
-/// An answer whose data wait for their turn.
+/// Queued response with data.
 struct Answer {
     reply: Reply,
     buffer: Buffer,
     range: Range<usize>,
 }
 
-/// A queue's descriptor, and what its thread shares with the requests in flight.
+/// Queue descriptor, and state shared by its thread and the requests in flight.
 pub(super) struct Channel {
     fd: OwnedFd,
     bell: Bell,
     answers: Mutex<VecDeque<Answer>>,
     in_flight: AtomicU32,
     bytes: AtomicU64,
-    /// The thread wants to know when a request is answered.
+    /// Set if the thread should be notified when a request completes.
     wants_room: AtomicBool,
 }
 
 impl Channel {
-    /// The channel of a descriptor that does not block, which takes each answer as a whole.
+    /// Creates a channel for a non-blocking descriptor which accepts each response as a whole.
     ///
     /// # Errors
-    /// Those of making an eventfd.
+    /// Returns an error if an eventfd can't be created.
     pub(super) fn new(fd: OwnedFd) -> io::Result<Self> {
         Ok(Self {
             fd,
@@ -70,18 +70,19 @@ impl Channel {
         &self.bell
     }
 
-    /// Bytes of the requests in flight.
+    /// Bytes used by requests in flight.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::SeqCst)
     }
 
-    /// Returns whether another request may be read; if not, the bell rings when that may change.
+    /// Returns whether a new request can be read. If not, the bell will ring when this may have
+    /// changed.
     pub(super) fn has_room(&self) -> bool {
         let has_room =
             || self.in_flight.load(Ordering::SeqCst) < MAX_IN_FLIGHT && self.bytes() < MAX_BYTES;
         if !has_room() {
             self.wants_room.store(true, Ordering::SeqCst);
-            // Once more: the last answer may have come before it was known who waits.
+            // Check again, because the last request may have completed before the flag was set.
             if !has_room() {
                 return false;
             }
@@ -90,18 +91,19 @@ impl Channel {
         true
     }
 
-    /// Returns whether every request is answered; if not, the bell rings when one is.
+    /// Returns whether all requests are complete. If not, the bell will ring when a request
+    /// completes.
     pub(super) fn is_idle(&self) -> bool {
         self.wants_room.store(true, Ordering::SeqCst);
         self.in_flight.load(Ordering::SeqCst) == 0
     }
 
-    /// Sends answers that wait until these have `most` bytes or more; whether there were any.
+    /// Sends queued responses until at least `most` bytes are sent; returns whether there were any.
     pub(super) fn send_waiting(&self, most: usize) -> bool {
         let mut sent = 0;
         let mut any = false;
         while sent < most {
-            // The lock is free while bytes are copied: completions on other threads need it.
+            // Don't hold the lock while copying data: it's used by completions on other threads.
             let Some(answer) = self.answers().pop_front() else {
                 break;
             };
@@ -112,10 +114,10 @@ impl Channel {
         any
     }
 
-    /// Answers nothing any more: there is no kernel side that waits.
+    /// Drops queued responses, because the kernel side is closed.
     pub(super) fn forget_waiting(&self) {
         let answers = std::mem::take(&mut *self.answers());
-        // Without the lock, since dropping them gives buffers back, which may run tasks.
+        // Unlock first: this drop releases buffers, which may run tasks.
         drop(answers);
     }
 
@@ -131,17 +133,17 @@ impl Channel {
         };
         let pieces = [SendPiece::from(header.as_bytes()), data];
         if let Err(error) = write_pieces(self.fd(), &pieces) {
-            // The process that waited was killed, or the mount is gone.
+            // The process was killed, or the file system was unmounted.
             tracing::debug!(%error, unique, "the answer to a FUSE request is not taken");
         }
     }
 }
 
-/// A request that has not been answered.
+/// Request without a response yet.
 pub(super) struct Reply {
     channel: Arc<Channel>,
     unique: u64,
-    /// Bytes of memory that the request takes.
+    /// Memory used by this request, in bytes.
     bytes: u64,
     is_answered: bool,
 }
@@ -158,13 +160,13 @@ impl Reply {
         }
     }
 
-    /// Answers with success and what belongs to it.
+    /// Completes the request with this response body.
     pub(super) fn succeed(mut self, body: &[u8]) {
         self.is_answered = true;
         self.channel.send(self.unique, 0, SendPiece::from(body));
     }
 
-    /// Answers with a part of a buffer, straight from there.
+    /// Completes the request with data from a buffer, without copying it first.
     pub(super) fn succeed_with(self, buffer: Buffer, range: Range<usize>) {
         if range.len() <= INLINE_BYTES {
             return self.send_data(&buffer, range);
@@ -184,14 +186,14 @@ impl Reply {
         self.channel.send(self.unique, 0, data);
     }
 
-    /// Answers with an error number.
+    /// Completes the request with an error code.
     pub(super) fn refuse(mut self, errno: i32) {
         self.is_answered = true;
         self.channel
             .send(self.unique, errno, SendPiece::from(&[][..]));
     }
 
-    /// Answers with the error of an operation.
+    /// Completes the request with an operation error.
     pub(super) fn fail(self, error: &BlockError) {
         tracing::debug!(%error, "FUSE request failed");
         self.refuse(error.errno());
@@ -209,7 +211,7 @@ impl Drop for Reply {
         if channel.wants_room.load(Ordering::SeqCst) {
             channel.bell.ring();
         } else {
-            // A process that has its answer is likely to send the next request.
+            // After receiving the response, the process will likely send a new request.
             channel.bell.note();
         }
     }

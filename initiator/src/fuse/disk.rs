@@ -1,69 +1,78 @@
-//! The file system without I/O: a directory with one file, or the file alone. It judges requests,
-//! and answers those that are about the file and not about its contents.
+//! Sans-I/O file system: a directory with a single file, or just the file. Requests are validated
+//! here, and metadata requests are also processed here.
 
 use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::files::OpenFiles;
 use super::sys::{
-    self, Attr, AttrOut, Dirent, EntryOut, FallocateIn, IoIn, LseekIn, Opcode, OpenOut, ROOT,
-    StatfsOut, dirent_len,
+    self, Attr, AttrOut, Dirent, EntryOut, FallocateIn, FileIn, IoIn, LseekIn, Opcode, OpenOut,
+    ROOT, SetattrIn, StatfsOut, dirent_len,
 };
 use crate::block::{Geometry, ZeroOptions};
 
-/// Nothing about the file ever changes, so the kernel may believe what it knows for long. In
-/// seconds.
+/// File attributes never change, so the kernel can cache them for a long time. In seconds.
 const VALID: u64 = 86_400;
 
 const FILE_IN_DIRECTORY: u64 = 2;
 
-/// The cache between readers of the file and the disk.
+/// Max `st_blksize`. Programs allocate buffers based on this value, and an NBD server may report a
+/// preferred block size of 2 GiB.
+const MAX_BLKSIZE: u32 = 64 << 10;
+
+/// Cache used between file readers and the disk.
 ///
-/// The kernel's write-back cache (`FUSE_WRITEBACK_CACHE`) is not used. With it the kernel owns the
-/// size of the file: a write beyond the disk's end would grow the file and succeed, and fail later
-/// for another process or for none; and each error of a write would be reported at the next
-/// `fsync(2)` only.
+/// We don't use the kernel's write-back cache (`FUSE_WRITEBACK_CACHE`), because it lets the kernel
+/// control the file size: a write past the end of the disk would succeed and extend the file, and
+/// then fail later for some other process, or not be reported at all. Also, write errors would only
+/// be reported on the next `fsync(2)`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Caching {
-    /// None: every read and write is one of the disk. Right for a loop device, which has the
-    /// page cache above it, and where other hosts use the disk.
+    /// No cache: all reads and writes are sent to the disk. Should be used with a loop device,
+    /// which already has a page cache, and if the disk is shared with other hosts.
     #[default]
     Direct,
-    /// The kernel's page cache, with readahead; writes go through it.
+    /// Use the kernel page cache with readahead; writes are written through.
     Kernel,
 }
 
-/// Layout of the mount: a directory that holds the file, or the file.
+/// Mount layout: either a directory which contains the file, or the file itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Layout {
     Directory { name: String },
     File,
 }
 
-/// Outcome of a request.
+/// Request result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// The kernel expects no answer.
+    /// No response is expected.
     Silent,
-    /// It succeeds with these bytes.
+    /// Success, with this response body.
     Answer(Vec<u8>),
-    /// It fails with this error number.
+    /// Failure, with this error code.
     Refuse(i32),
-    /// It is about the contents of the disk.
+    /// Open the file with these flags.
+    Open(u32),
+    /// Close the open file with this handle.
+    Release(u64),
+    /// Start I/O on the disk.
     Start(Work),
 }
 
-/// An operation on the contents of the disk, within its size.
+/// Disk I/O. The range has been checked against the disk size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     Read(Range<u64>),
-    /// The bytes are the first of those that follow the request.
+    /// Write using the first bytes after the request.
     Write {
         range: Range<u64>,
         fua: bool,
     },
-    Flush,
+    /// Flush, with the handle of the open file.
+    Flush(u64),
     Zero(Range<u64>, ZeroOptions),
     Seek {
         from: u64,
@@ -71,29 +80,41 @@ pub(super) enum Work {
     },
 }
 
-/// The file system of one disk.
+/// File system for a single disk.
 #[derive(Debug)]
 pub(super) struct DiskFs {
     geometry: Geometry,
     layout: Layout,
     caching: Caching,
+    /// Users with access, as a mode mask: owner or everyone.
+    users: u32,
     started: SystemTime,
+    pub(super) files: OpenFiles,
 }
 
 impl DiskFs {
+    /// Creates a file system with access for the owner.
     pub(super) fn new(geometry: Geometry, layout: Layout, caching: Caching) -> Self {
         Self {
             geometry,
             layout,
             caching,
+            users: 0o700,
             started: SystemTime::now(),
+            files: OpenFiles::default(),
         }
     }
 
-    /// Judges a request at a node, whose argument is in `body`, and may be followed by more.
+    /// Allow access for everyone.
+    pub(super) fn for_everyone(self) -> Self {
+        let users = 0o777;
+        Self { users, ..self }
+    }
+
+    /// Processes a request for a node. `body` starts with the argument and may contain more data.
     pub(super) fn handle(&self, opcode: u32, node: u64, body: &[u8]) -> Verdict {
         let Ok(opcode) = Opcode::try_from(opcode) else {
-            // The kernel does not ask most of these again.
+            // For most opcodes the kernel will not retry after ENOSYS.
             return Verdict::Refuse(libc::ENOSYS);
         };
         match opcode {
@@ -106,11 +127,12 @@ impl DiskFs {
             Opcode::Read => parsed(body, |io| self.read(io)),
             Opcode::Write => parsed(body, |io| self.write(io)),
             Opcode::Statfs => self.statfs(),
-            Opcode::Fsync => Verdict::Start(Work::Flush),
-            // Closing a block device does not flush it either.
-            Opcode::Flush | Opcode::Release | Opcode::Releasedir | Opcode::Destroy => {
-                Verdict::Answer(Vec::new())
-            }
+            Opcode::Fsync => parsed(body, |arg: FileIn| {
+                Verdict::Start(Work::Flush(arg.fh.get()))
+            }),
+            Opcode::Release => parsed(body, |arg: FileIn| Verdict::Release(arg.fh.get())),
+            // Closing a block device doesn't flush it either.
+            Opcode::Flush | Opcode::Releasedir | Opcode::Destroy => Verdict::Answer(Vec::new()),
             Opcode::Opendir => answer(OpenOut::default()),
             Opcode::Readdir => parsed(body, |io| self.readdir(node, io)),
             Opcode::Fallocate => parsed(body, |arg| self.fallocate(arg)),
@@ -131,11 +153,12 @@ impl DiskFs {
             return None;
         }
         let geometry = &self.geometry;
-        let (size, mode) = match (is_file, geometry.read_only) {
-            (true, false) => (geometry.capacity, libc::S_IFREG | 0o600),
-            (true, true) => (geometry.capacity, libc::S_IFREG | 0o400),
-            (false, _) => (0, libc::S_IFDIR | 0o500),
+        let (size, kind, access) = match (is_file, geometry.read_only) {
+            (true, false) => (geometry.capacity, libc::S_IFREG, 0o666),
+            (true, true) => (geometry.capacity, libc::S_IFREG, 0o444),
+            (false, _) => (0, libc::S_IFDIR, 0o555),
         };
+        let mode = kind | (access & self.users);
         let time = self.started.duration_since(UNIX_EPOCH).unwrap_or_default();
         let (seconds, nanos) = (time.as_secs().into(), time.subsec_nanos().into());
         Some(Attr {
@@ -152,7 +175,7 @@ impl DiskFs {
             nlink: if is_file { 1 } else { 2 }.into(),
             uid: rustix::process::geteuid().as_raw().into(),
             gid: rustix::process::getegid().as_raw().into(),
-            blksize: geometry.physical_block_size.max(4096).into(),
+            blksize: geometry.physical_block_size.clamp(4096, MAX_BLKSIZE).into(),
             ..Attr::default()
         })
     }
@@ -187,14 +210,20 @@ impl DiskFs {
     }
 
     fn setattr(&self, node: u64, body: &[u8]) -> Verdict {
-        let Some(valid) = body.first_chunk().map(|bytes| u32::from_ne_bytes(*bytes)) else {
-            return Verdict::Refuse(libc::EINVAL);
-        };
-        // Times and sizes are taken and forgotten, as a block device does.
-        if valid & sys::SETS_OWNER != 0 && self.attr(node).is_some() {
-            return Verdict::Refuse(libc::EPERM);
-        }
-        self.getattr(node)
+        parsed(body, |arg: SetattrIn| {
+            let valid = arg.valid.get();
+            let size = (valid & sys::SETS_SIZE != 0).then(|| arg.size.get());
+            // O_TRUNC sets the size to 0 and doesn't use a handle. This must succeed, as for a
+            // block device.
+            let is_open = valid & sys::HAS_HANDLE != 0;
+            let is_kept = |size| size == self.geometry.capacity || size == 0 && !is_open;
+            let is_refused = valid & sys::SETS_OWNER != 0 || !size.is_none_or(is_kept);
+            if is_refused && self.attr(node).is_some() {
+                return Verdict::Refuse(libc::EPERM);
+            }
+            // Timestamps are ignored.
+            self.getattr(node)
+        })
     }
 
     fn open(&self, node: u64) -> Verdict {
@@ -205,13 +234,10 @@ impl DiskFs {
             Caching::Direct => sys::open::DIRECT_IO | sys::open::PARALLEL_DIRECT_WRITES,
             Caching::Kernel => sys::open::KEEP_CACHE,
         };
-        answer(OpenOut {
-            open_flags: open_flags.into(),
-            ..OpenOut::default()
-        })
+        Verdict::Open(open_flags)
     }
 
-    /// The part of a range that the disk has.
+    /// Limits the range to the disk size.
     fn clip(&self, offset: u64, len: u64) -> Range<u64> {
         let end = offset.saturating_add(len).min(self.geometry.capacity);
         offset.min(end)..end
@@ -226,8 +252,8 @@ impl DiskFs {
         if range.is_empty() && io.size.get() > 0 {
             return Verdict::Refuse(libc::ENOSPC);
         }
-        // With direct I/O the kernel sends no fsync after a write that is to be on the medium when
-        // it returns: the flags say it. O_SYNC includes O_DSYNC.
+        // With direct I/O the kernel doesn't send an fsync for synchronous writes, so we need to
+        // check the flags. Note that O_SYNC includes O_DSYNC.
         let fua = io.flags.get() & libc::O_DSYNC != 0;
         Verdict::Start(Work::Write { range, fua })
     }
@@ -283,7 +309,7 @@ impl DiskFs {
         let range = self.clip(arg.offset.get(), length);
         let beyond = range.end - range.start < length;
         let may_unmap = match arg.mode.get() {
-            // All of the disk counts as allocated.
+            // The whole disk is treated as allocated.
             0 if beyond => return Verdict::Refuse(libc::ENOSPC),
             0 | libc::FALLOC_FL_KEEP_SIZE => return Verdict::Answer(Vec::new()),
             PUNCH_HOLE => true,
@@ -319,11 +345,11 @@ fn answer(body: impl IntoBytes + zerocopy::Immutable) -> Verdict {
     Verdict::Answer(body.as_bytes().to_vec())
 }
 
-/// Hands the argument at the front of `body` to `f`.
+/// Parses the argument at the start of `body` and passes it to `f`.
 fn parsed<T: FromBytes>(body: &[u8], f: impl FnOnce(T) -> Verdict) -> Verdict {
     match T::read_from_prefix(body) {
         Ok((argument, _)) => f(argument),
-        // The kernel does not send that.
+        // Never sent by the kernel.
         Err(_) => Verdict::Refuse(libc::EINVAL),
     }
 }
@@ -380,10 +406,23 @@ mod tests {
         for flags in [libc::O_DSYNC, libc::O_SYNC] {
             assert_eq!(write(0, 8, flags), start(0..8, true));
         }
-        assert_eq!(
-            handle(&fs, Opcode::Fsync, ROOT, &[]),
-            Verdict::Start(Work::Flush)
-        );
+        let file = FileIn { fh: 3.into() };
+        let fsync = handle(&fs, Opcode::Fsync, ROOT, file.as_bytes());
+        assert_eq!(fsync, Verdict::Start(Work::Flush(3)));
+        let release = handle(&fs, Opcode::Release, ROOT, file.as_bytes());
+        assert_eq!(release, Verdict::Release(3));
+    }
+
+    #[test]
+    fn modes_admit_everyone_on_request_only() {
+        let modes =
+            |fs: &DiskFs| [ROOT, FILE_IN_DIRECTORY].map(|node| fs.attr(node).unwrap().mode.get());
+        let (dir, file) = (libc::S_IFDIR, libc::S_IFREG);
+        assert_eq!(modes(&directory()), [dir | 0o500, file | 0o600]);
+        let mut shared = directory().for_everyone();
+        assert_eq!(modes(&shared), [dir | 0o555, file | 0o666]);
+        shared.geometry.read_only = true;
+        assert_eq!(modes(&shared), [dir | 0o555, file | 0o444]);
     }
 
     #[test]
@@ -444,7 +483,34 @@ mod tests {
         assert_eq!(file, Verdict::Refuse(libc::ENOTDIR));
         let open = |node| handle(&fs, Opcode::Open, node, &[0; 8]);
         assert_eq!(open(ROOT), Verdict::Refuse(libc::EISDIR));
-        assert!(matches!(open(FILE_IN_DIRECTORY), Verdict::Answer(_)));
+        assert!(matches!(open(FILE_IN_DIRECTORY), Verdict::Open(_)));
+    }
+
+    /// Otherwise `ftruncate(2)` would succeed but do nothing. O_TRUNC doesn't use a handle.
+    #[test]
+    fn truncation_of_an_open_file_is_refused() {
+        let fs = fs(Layout::File);
+        let set = |size: u64, valid: u32| {
+            let argument = SetattrIn {
+                valid: (valid | sys::SETS_SIZE).into(),
+                size: size.into(),
+                ..SetattrIn::default()
+            };
+            matches!(
+                handle(&fs, Opcode::Setattr, ROOT, argument.as_bytes()),
+                Verdict::Answer(_)
+            )
+        };
+        assert!(set(0, 0) && set(SIZE, 0) && set(SIZE, sys::HAS_HANDLE));
+        assert!(!set(0, sys::HAS_HANDLE) && !set(1, 0) && !set(SIZE + 1, sys::HAS_HANDLE));
+    }
+
+    /// NBD servers can report a preferred block size of 2 GiB, and programs use it for allocation.
+    #[test]
+    fn preferred_io_size_is_bounded() {
+        let mut fs = fs(Layout::File);
+        fs.geometry.physical_block_size = 1 << 31;
+        assert_eq!(fs.attr(ROOT).unwrap().blksize.get(), 64 << 10);
     }
 
     #[test]
@@ -468,7 +534,11 @@ mod tests {
         assert_eq!(handle(&fs, Opcode::Forget, 2, &[]), Verdict::Silent);
         let missing = handle(&fs, Opcode::Getattr, 3, &[]);
         assert_eq!(missing, Verdict::Refuse(libc::ENOENT));
-        let owner = handle(&fs, Opcode::Setattr, 2, &2_u32.to_ne_bytes());
+        let argument = SetattrIn {
+            valid: 2.into(),
+            ..SetattrIn::default()
+        };
+        let owner = handle(&fs, Opcode::Setattr, 2, argument.as_bytes());
         assert_eq!(owner, Verdict::Refuse(libc::EPERM));
     }
 }

@@ -1,28 +1,31 @@
-//! A disk as one file, through FUSE and without libfuse.
+//! Exports a disk as a file via FUSE, without libfuse.
 //!
-//! Mounted over a directory, the disk is a file in it; mounted over a file, it is that file. The
-//! file behaves as a block device does: its size is fixed, truncating it changes nothing, writing
-//! beyond its end fails with `ENOSPC`. Holes are punched and ranges zeroed with `fallocate(2)`, and
-//! found with `lseek(2)`. A loop device on it gives the kernel a disk.
+//! If the mount point is a directory, it contains the disk as a file; if it's a file, that file is
+//! the disk. The file works like a block device: the size can't be changed, `O_TRUNC` is ignored,
+//! `ftruncate(2)` to a different size fails with `EPERM`, and a write past the end fails with
+//! `ENOSPC`. Use `fallocate(2)` to punch holes or zero ranges, and `lseek(2)` to find holes. To get
+//! a block device, set up a loop device on top of it.
 //!
-//! - [`FuseMount`]: the mount, until it is unmounted by us or by others.
-//! - [`FuseOptions`]: where and how.
+//! - [`FuseMount`]: the mount, until it is unmounted by us or by someone else.
+//! - [`FuseOptions`]: mount options.
 //!
-//! `fuser` mounts and negotiates. From then on the requests are ours: the thread of the disk takes
-//! them out of the FUSE device by turns (`queue`), and its completions answer them (`channel`), so
-//! no other thread is woken between a request and the wire. A disk without a thread has two queues
-//! with a thread each. The meaning of a request (`disk`) is decided without I/O.
+//! We use `fuser` for mount and negotiation only. After this, the disk thread polls the FUSE device
+//! (`queue`) and its completions send the responses (`channel`), so there is no thread switch
+//! between a request and the network. If the disk has no thread, there are two queues with a thread
+//! each. Requests are decoded in a sans-I/O module (`disk`).
 //!
-//! Data go between a request and the disk's buffers in the system call that receives or answers it.
-//! They are copied once more for writes that are short or unaligned, for all writes once half of
-//! the buffers are in use, and for reads of several transfers.
+//! Data is copied between the kernel and the disk buffers in the system call which receives the
+//! request or sends the response. There is an additional copy for short or unaligned writes, for
+//! all writes when half of the buffers are in use, and for reads which require multiple transfers.
 //!
-//! Not here: sharing the disk's page cache with other hosts. With [`Caching::Kernel`] this host
-//! does not see what others write to pages that its kernel keeps, also after the file is closed.
-//! FUSE over io_uring (`FUSE_OVER_IO_URING`).
+//! Not supported:
+//! - Page cache coherency with other hosts. With [`Caching::Kernel`], this host will not see writes
+//!   from other hosts to cached pages, even after the file is closed.
+//! - FUSE over io_uring (`FUSE_OVER_IO_URING`).
 
 mod channel;
 mod disk;
+mod files;
 mod mount;
 mod queue;
 mod requests;

@@ -1,4 +1,4 @@
-//! Mounting and unmounting.
+//! Mount and unmount.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -20,51 +20,51 @@ use super::sys;
 use crate::block::{BlockDevice, ByteDevice, Ending, Outcome, Service, serve, task};
 use crate::mounts::{MountId, Mounts};
 
-/// Requests without a waiting process (readahead, direct I/O in the background) that the kernel
-/// may have in flight.
+/// Max number of background requests (readahead, async direct I/O) which the kernel can have in
+/// flight.
 const MAX_BACKGROUND: u16 = 128;
 
-/// Parameters of a mount.
+/// Mount options.
 #[derive(Clone, Debug)]
 pub struct FuseOptions {
-    /// A directory or a file.
+    /// Mount point: directory or file.
     pub path: PathBuf,
-    /// Name of the disk's file in the directory.
+    /// File name for the disk, used if the mount point is a directory.
     pub name: String,
-    /// The source in the mount table.
+    /// Mount source, as shown in the mount table.
     pub source: String,
-    /// The cache between readers and the disk.
+    /// Cache mode used for the file.
     pub caching: Caching,
-    /// Other users may use the file. Needs `user_allow_other` in `/etc/fuse.conf` where the
-    /// mounting user is not root.
+    /// Allow access by other users. Requires `user_allow_other` in `/etc/fuse.conf` unless mounted
+    /// by root.
     pub allow_other: bool,
 }
 
-/// Reason for a mount to be still there.
+/// Unmount failure; the file system is still mounted.
 #[derive(Debug, Error)]
 pub enum UnmountError {
-    /// It is in use.
+    /// The file system is busy.
     #[error("{} is busy", .0.display())]
     Busy(PathBuf),
-    /// Any other failure of the mount.
+    /// Any other unmount error.
     #[error("cannot unmount {}", path.display())]
     Failed {
-        /// Path of the mount.
+        /// Mount point.
         path: PathBuf,
-        /// The error of the system.
+        /// System error.
         source: io::Error,
     },
 }
 
-/// The answers to the kernel's first request, in which features and sizes are agreed.
+/// Handles the FUSE init request, which negotiates features and limits.
 struct Negotiation {
     max_write: u32,
 }
 
 impl Filesystem for Negotiation {
     fn init(&mut self, _req: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Each of these says what the kernel allows where it allows less. The most pages of a
-        // request follow from its most bytes.
+        // If the limit is lower, the error contains the value supported by the kernel. Max pages is
+        // derived from max write.
         let _ = config.set_max_write(self.max_write);
         if let Err(most) = config.set_max_readahead(self.max_write) {
             let _ = config.set_max_readahead(most);
@@ -74,24 +74,24 @@ impl Filesystem for Negotiation {
         for wish in [
             InitFlags::FUSE_ASYNC_DIO,
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
-            // A connection that an administrator aborts has an error of its own: the mount is
-            // still there then.
+            // We need a separate error code if an administrator aborts the connection, because then
+            // it's still mounted.
             InitFlags::FUSE_ABORT_ERROR,
         ] {
-            // An older kernel does without.
+            // Not supported by older kernels, so ignore errors.
             let _ = config.add_capabilities(wish);
         }
         Ok(())
     }
 }
 
-/// A mounted disk. Dropping it detaches the mount, even if it is in use.
+/// Mounted disk. The mount is detached on drop, even if it's busy.
 pub struct FuseMount {
     path: PathBuf,
     file: PathBuf,
     id: MountId,
     outcome: Arc<Outcome>,
-    /// It is out of the tree.
+    /// Set when it has been removed from the mount tree.
     is_removed: AtomicBool,
     flush: Box<dyn Fn() -> io::Result<()> + Send + Sync>,
 }
@@ -105,12 +105,13 @@ impl std::fmt::Debug for FuseMount {
 }
 
 impl FuseMount {
-    /// Mounts a disk. It can be used when this returns. `on_end` is called once, when the mount
-    /// has been unmounted and has no user any longer, or when it cannot be served any longer, and
-    /// every request has ended: on the thread that serves it, which it must not hold up.
+    /// Mounts the disk. The file can be used when this returns. `on_end` is called once, after all
+    /// requests have completed and the mount has either been unmounted and closed by all users, or
+    /// failed. It is called on the thread serving the mount and must not block.
     ///
     /// # Errors
-    /// The path does not exist, FUSE is missing or not permitted, the mounts cannot be read.
+    /// Returns an error if the path doesn't exist, if FUSE is not available or not permitted, or if
+    /// the mount list can't be read.
     pub fn new<D: BlockDevice>(
         device: Arc<ByteDevice<D>>,
         options: FuseOptions,
@@ -128,15 +129,18 @@ impl FuseMount {
             max_write: max_write(device.geometry()),
         };
         let session = Session::new(negotiation, &path, &config)?;
-        // The session still unmounts it after an error.
+        // If this fails, the session will still unmount.
         let id = find(&path)?;
         let fd = into_fd(session);
-        let fs = DiskFs::new(device.geometry().clone(), layout, options.caching);
+        let mut fs = DiskFs::new(device.geometry().clone(), layout, options.caching);
+        if options.allow_other {
+            fs = fs.for_everyone();
+        }
         let outcome = Arc::new(Outcome::default());
         let ending = Ending::new(outcome.clone(), on_end);
         let flushed = device.clone();
         if let Err(error) = start(fd, id, Arc::new(fs), device, Arc::new(ending)) {
-            // Its descriptors are closed, so users of the mount get errors.
+            // The descriptors are closed, so users will get errors.
             let _ = unmount_listed(&path, id, true);
             return Err(error);
         }
@@ -150,50 +154,50 @@ impl FuseMount {
         })
     }
 
-    /// Path of the mount.
+    /// Mount point.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Path of the disk's file.
+    /// Path to the disk file.
     #[must_use]
     pub fn file(&self) -> &Path {
         &self.file
     }
 
-    /// Identifies it among the mounts that this process sees.
+    /// Mount ID, as seen by this process.
     pub(crate) fn id(&self) -> MountId {
         self.id
     }
 
-    /// Returns whether it is served no longer, and every request has ended: it is unmounted and has
-    /// no user, or [`Self::wait`] has the reason.
+    /// Returns whether the mount is closed and all requests are complete: it was either unmounted
+    /// and closed by all users, or it failed, see [`Self::wait`].
     #[must_use]
     pub fn is_ended(&self) -> bool {
         self.outcome.is_over()
     }
 
-    /// Takes the mount away if it is not in use. Does nothing where others have taken it away.
+    /// Unmounts if not busy. Does nothing if it's already unmounted.
     ///
     /// # Errors
-    /// It is in use, it cannot be unmounted, or another mount is on top of it; it is still mounted
-    /// then.
+    /// Returns an error if the mount is busy, can't be unmounted, or if there is another mount on
+    /// top; in this case it stays mounted.
     pub fn try_unmount(&self) -> Result<(), UnmountError> {
         self.unmount(false)
     }
 
-    /// Takes the mount out of the tree, even if a program has it open, which may go on until it
-    /// closes the file or this process ends. Does nothing where others have taken it away.
+    /// Removes the mount from the tree, even if a file is open. A program can still use its open
+    /// file until this process exits. Does nothing if it's already unmounted.
     ///
     /// # Errors
-    /// It cannot be unmounted, or another mount is on top of it.
+    /// Returns an error if it can't be unmounted, or if there is another mount on top.
     pub fn detach(&self) -> Result<(), UnmountError> {
         self.unmount(true)
     }
 
     fn unmount(&self, lazy: bool) -> Result<(), UnmountError> {
-        // Another mount may have the path by now, and later the id too.
+        // The path may already be used by another mount, and the ID could be reused later.
         if self.outcome.is_complete() || self.is_removed.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -202,17 +206,17 @@ impl FuseMount {
         Ok(())
     }
 
-    /// Waits until it is served no longer, and flushes the disk.
+    /// Waits until the mount is closed, then flushes the disk.
     ///
     /// # Errors
-    /// Its requests could not be served to the end, also because its connection was ended while it
-    /// was mounted; or the flush failed.
+    /// Returns an error if requests can no longer be processed, for example because the connection
+    /// was aborted while mounted, or if the flush failed.
     pub fn wait(self) -> io::Result<()> {
         let mut result = self.outcome.wait();
-        // A forced unmount ends the connection first, and may then have taken the mount away.
+        // A forced unmount first aborts the connection, and may already have removed the mount.
         if let Err(error) = &result
             && error.kind() == io::ErrorKind::NotConnected
-            // Another mount may have the id by now.
+            // The ID may have been reused.
             && (self.is_removed.load(Ordering::Acquire) || matches!(self.id.is_listed(), Ok(false)))
         {
             result = Ok(());
@@ -226,13 +230,13 @@ impl Drop for FuseMount {
         if let Err(error) = self.detach() {
             tracing::warn!(%error, "cannot remove the FUSE mount");
         }
-        // Not waited for: a program may have the file open for any time.
+        // Don't wait here: a program can keep the file open as long as it wants.
     }
 }
 
-/// The source in the mount table for that of the options.
+/// Converts the source option for use in the mount table.
 pub(crate) fn source(wanted: &str) -> String {
-    // A comma would begin another option.
+    // A comma would start a new option.
     wanted.replace([',', '\\'], "_")
 }
 
@@ -254,28 +258,28 @@ fn config(options: &FuseOptions, read_only: bool) -> Config {
     config
 }
 
-/// The id of the mount that was just made on a path.
+/// Returns the ID for a mount just created on this path.
 fn find(path: &Path) -> io::Result<MountId> {
     let mounts = Mounts::read()?;
     let top = mounts.top(path).map(|mount| mount.id);
     top.ok_or_else(|| io::Error::other("the mount is gone at once"))
 }
 
-/// The descriptor of a mount whose features are agreed.
+/// Extracts the descriptor after negotiation.
 #[allow(
     unsafe_code,
     reason = "takes a descriptor over from a value that keeps it"
 )]
 fn into_fd(session: Session<Negotiation>) -> OwnedFd {
     let fd = session.as_fd().as_raw_fd();
-    // A session that is dropped unmounts its path, though another mount may have that by then.
+    // Don't drop the session: this would unmount the path, which may be in use by a new mount.
     std::mem::forget(session);
-    // SAFETY: the session has owned the open descriptor alone, and does not close it any more.
+    // SAFETY: the session was the only owner of this open descriptor and will not close it.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// Has the requests of a mount served: on the disk's thread, which reads alone, since its queues
-/// would hold the same requests; or on threads of their own.
+/// Starts serving the mount: if the disk has a thread, it uses a single queue, because more queues
+/// would only contain the same requests. Otherwise we create new threads.
 fn start<D: BlockDevice>(
     fd: OwnedFd,
     id: MountId,
@@ -311,8 +315,8 @@ fn serve_apart(name: &str, mut queue: Box<dyn Service>) -> io::Result<()> {
     thread.spawn(move || serve(&mut *queue)).map(drop)
 }
 
-/// Unmounts the mount with an id from a path. Others may have taken it away, and may have mounted
-/// something else there.
+/// Unmounts this mount ID from a path. It may already be unmounted, and something else could be
+/// mounted on the path.
 fn unmount_listed(path: &Path, id: MountId, lazy: bool) -> Result<(), UnmountError> {
     let failed = |source| UnmountError::Failed {
         path: path.to_owned(),
@@ -329,11 +333,11 @@ fn unmount_listed(path: &Path, id: MountId, lazy: bool) -> Result<(), UnmountErr
     unmount(path, lazy)
 }
 
-/// Unmounts a FUSE mount as root does, or through `fusermount3` as every user may; with `lazy`
-/// even if it is open.
+/// Unmounts a FUSE mount, directly as root or via `fusermount3`, which is available to all users.
+/// If `lazy` is set, this works even if a file is open.
 ///
 /// # Errors
-/// It is in use, or it cannot be unmounted.
+/// Returns an error if the mount is busy or can't be unmounted.
 pub fn unmount(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     let flags = if lazy {
         UnmountFlags::DETACH
@@ -344,8 +348,8 @@ pub fn unmount(path: &Path, lazy: bool) -> Result<(), UnmountError> {
         path: path.to_owned(),
         source,
     };
-    // The system call comes first: it needs no program, and its errors are codes. `NOFOLLOW`
-    // because a user's link must not lead root to another mount.
+    // Try the system call first: it doesn't require a program, and it returns an error code. Use
+    // `NOFOLLOW`, so that root will not follow a user's symlink to another mount.
     match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
         Ok(()) => return Ok(()),
         Err(rustix::io::Errno::BUSY) => return Err(UnmountError::Busy(path.to_owned())),

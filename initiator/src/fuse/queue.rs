@@ -1,59 +1,59 @@
-//! A queue of requests: takes them out of the FUSE device and sets them off.
+//! Request queue: reads requests from the FUSE device and starts them.
 //!
-//! A request is received in two pieces: its head, and [`Room`] for the rest, which is a buffer of
-//! the disk. The payload of a long write is therefore where the disk can send it from, and the
-//! buffer goes with the write; another one takes its place. Short payloads are copied to a buffer
-//! of their size: a copy costs less than the memory that a whole room would keep from others.
+//! A request is received into two buffers: the header, and a [`Room`] for the payload, which is a
+//! disk buffer. This way we can write a large payload directly from this buffer, and then need a
+//! new buffer for the next request. Small payloads are copied to a buffer with the right size
+//! instead, because the copy is cheaper than the memory used by a mostly empty buffer.
 
 use std::io;
 use std::sync::Arc;
 
 use riser_memory::PAGE;
 use riser_memory::sys::{ReceivePiece, read_pieces};
-use zerocopy::FromBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 use super::channel::{Channel, Reply};
 use super::disk::{DiskFs, Verdict, Work};
 use super::requests::{self, anonymous, copy};
-use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode};
+use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode, OpenOut};
 use crate::block::{
     BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, Span, Turn, task,
 };
 use crate::mounts::MountId;
 use crate::poll_fds::{Waited, WaitedFds};
 
-/// Longest write, and read, that the kernel is asked to send, in bytes.
+/// Max read and write size which we request from the kernel, in bytes.
 const MAX_REQUEST: u32 = 1 << 20;
 
-/// Requests, and bytes in either direction, of one turn, after which others have theirs.
+/// Max requests, and max bytes in each direction, per turn. After this, other queues get a chance.
 const REQUESTS: usize = 64;
 const TURN_BYTES: usize = 1 << 20;
 
-/// Bytes of a write from which on it takes the room with it.
+/// Min write size for zero-copy, in bytes; smaller payloads are copied.
 const LONG_WRITE: usize = 32 << 10;
 
-/// Rooms that the disk's buffers have at least, where one of them is the room: it is never given
-/// back, and the longest request must find another.
+/// Min number of receive rooms in the disk buffer pool before using one as our own. We never
+/// release that room, so there must be enough buffers left for the largest request.
 const ROOMS: u64 = 8;
 
-/// Bytes of a request that are looked at, payload apart: a name is the longest.
+/// Max request bytes which are parsed, payload excluded: the largest field is a name.
 const MAX_BODY: usize = 1024;
 
 const HEADER: usize = size_of::<InHeader>();
-/// The header and the argument of a write, behind which its payload comes.
+/// Request header plus write argument; the payload starts after it.
 const HEAD: usize = HEADER + size_of::<IoIn>();
 
-/// Longest write for a disk: one that is a single transfer if it is aligned.
+/// Returns the max write size for a disk: an aligned write should fit into a single transfer.
 pub(super) fn max_write(geometry: &Geometry) -> u32 {
     let page = PAGE as u32;
     let most = geometry.split_len().min(MAX_REQUEST);
     (most - most % page).max(MIN_WRITE)
 }
 
-/// Memory that the kernel writes payloads into.
+/// Memory used by the kernel to store payloads.
 struct Room {
     buffer: Buffer,
-    /// It is one of the disk's, which can be written from there.
+    /// Set if this is a disk buffer, which can be used for zero-copy writes.
     is_of_disk: bool,
 }
 
@@ -70,7 +70,7 @@ impl Room {
         })
     }
 
-    /// Gives the memory away, if there is more to take its place.
+    /// Returns the memory, if there is a new buffer to replace it.
     fn take<D: BlockDevice>(&mut self, device: &D) -> Option<Buffer> {
         if !self.is_of_disk {
             return None;
@@ -80,16 +80,16 @@ impl Room {
     }
 }
 
-/// Outcome of a look at the descriptor.
+/// Result of a receive call.
 enum Received {
-    /// Bytes of a request, which is under way or answered.
+    /// Request size in bytes; the request is either in flight or complete.
     Request(usize),
     Nothing,
-    /// The mount is gone, or the stream of requests cannot be followed.
+    /// Unmounted, or the request stream is invalid.
     End,
 }
 
-/// A queue of a mount.
+/// Queue of a mount.
 pub(super) struct Queue<D> {
     channel: Arc<Channel>,
     mount: MountId,
@@ -97,21 +97,21 @@ pub(super) struct Queue<D> {
     device: Arc<ByteDevice<D>>,
     room: Room,
     looks: Looks,
-    /// Events that the last turn knew of.
+    /// Event count seen in the last poll.
     seen: u64,
-    /// Nothing more comes.
+    /// Set when there will be no new requests.
     ended: bool,
-    /// The last turn had room for requests.
+    /// The last poll was able to read requests.
     to_read: bool,
-    /// After all else: its end is that of the mount.
+    /// Must be dropped last: this signals that the mount is closed.
     ending: Arc<Ending>,
 }
 
 impl<D: BlockDevice> Queue<D> {
-    /// Makes a queue that reads what a mount's channel has.
+    /// Creates a queue which reads requests from this channel.
     ///
     /// # Errors
-    /// Those of memory for its room.
+    /// Returns an error if memory for the room can't be allocated.
     pub(super) fn new(
         channel: Arc<Channel>,
         mount: MountId,
@@ -133,7 +133,7 @@ impl<D: BlockDevice> Queue<D> {
         })
     }
 
-    /// Takes one request, if there is one.
+    /// Receives a request, if available.
     fn receive(&mut self) -> Received {
         let mut head = [0; HEAD];
         let mut pieces = [
@@ -144,9 +144,9 @@ impl<D: BlockDevice> Queue<D> {
             Ok(len) => len,
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN) => return Received::Nothing,
-                // The process that waited for that request was killed.
+                // The process waiting for this request was killed.
                 Some(libc::ENOENT | libc::EINTR) => return Received::Request(0),
-                // The latter also for a request that was received while the mount ended.
+                // The latter is also returned if the mount was aborted during this receive.
                 Some(libc::ENODEV | libc::ECONNABORTED) => return self.end(error),
                 _ => return self.give_up(error),
             },
@@ -164,8 +164,8 @@ impl<D: BlockDevice> Queue<D> {
         }
     }
 
-    /// The kernel has ended the connection, as it does when the mount has gone. Others can end that
-    /// of a mount that is still there.
+    /// The connection was closed by the kernel after an unmount. It can also be aborted while still
+    /// mounted.
     fn end(&self, error: io::Error) -> Received {
         let error = match self.mount.is_listed() {
             Ok(false) => {
@@ -173,7 +173,7 @@ impl<D: BlockDevice> Queue<D> {
                 return Received::End;
             }
             Ok(true) if error.raw_os_error() == Some(libc::ENODEV) => {
-                // As a forced unmount of a mount that is in use does.
+                // Caused by a forced unmount of a busy mount.
                 let text = "the connection was ended while it was mounted";
                 io::Error::new(io::ErrorKind::NotConnected, text)
             }
@@ -188,7 +188,8 @@ impl<D: BlockDevice> Queue<D> {
         Received::End
     }
 
-    /// Sets off a request of `len` bytes, of which `head` has the first and the room the others.
+    /// Starts a request with `len` bytes. The first bytes are in `head`, the remaining data in the
+    /// room.
     fn start(&mut self, header: &InHeader, head: &[u8; HEAD], len: usize) {
         let (opcode, node) = (header.opcode.get(), header.nodeid.get());
         let unique = header.unique.get();
@@ -205,6 +206,18 @@ impl<D: BlockDevice> Queue<D> {
         match verdict {
             Verdict::Silent => {}
             Verdict::Answer(body) => Reply::new(&self.channel, unique, 0).succeed(&body),
+            Verdict::Open(flags) => {
+                let out = OpenOut {
+                    fh: self.fs.files.open(self.device.loss_cursor()).into(),
+                    open_flags: flags.into(),
+                    ..OpenOut::default()
+                };
+                Reply::new(&self.channel, unique, 0).succeed(out.as_bytes());
+            }
+            Verdict::Release(handle) => {
+                self.fs.files.close(handle);
+                Reply::new(&self.channel, unique, 0).succeed(&[]);
+            }
             Verdict::Refuse(errno) => Reply::new(&self.channel, unique, 0).refuse(errno),
             Verdict::Start(work) => self.start_work(work, unique, more),
         }
@@ -219,7 +232,7 @@ impl<D: BlockDevice> Queue<D> {
                 let reply = reply(range.end - range.start);
                 task::spawn(requests::read(device, range, reply));
             }
-            // The kernel does not send fewer bytes than it says.
+            // The kernel doesn't send less data than it claims.
             Work::Write { range, .. } if range.end - range.start > payload as u64 => {
                 reply(0).refuse(libc::EINVAL);
             }
@@ -228,7 +241,10 @@ impl<D: BlockDevice> Queue<D> {
                 let len = (range.end - range.start) as usize;
                 self.start_write(range.start, len, fua, unique);
             }
-            Work::Flush => task::spawn(requests::flush(device, reply(0))),
+            Work::Flush(handle) => {
+                let losses = self.fs.files.cursor(handle);
+                task::spawn(requests::flush(device, losses, reply(0)));
+            }
             Work::Zero(range, options) => {
                 task::spawn(requests::zero(device, range, options, reply(0)));
             }
@@ -248,8 +264,8 @@ impl<D: BlockDevice> Queue<D> {
             let reply = Reply::new(&self.channel, unique, bytes);
             return task::spawn(requests::write(device, (span, buffer), fua, reply));
         }
-        // The room is needed for the next request, so the payload waits elsewhere: for a buffer, or
-        // because it takes several.
+        // The room is needed for the next request, so move the payload: there is either no buffer
+        // available, or it requires multiple buffers.
         let reply = Reply::new(&self.channel, unique, len as u64);
         match anonymous(len) {
             Ok(parked) => {
@@ -260,12 +276,12 @@ impl<D: BlockDevice> Queue<D> {
         }
     }
 
-    /// A buffer of the disk with the payload at its place, and the bytes of memory that it takes;
-    /// `None` where there is none free.
+    /// Returns a disk buffer with the payload at the right offset, and its memory size in bytes;
+    /// `None` if no buffer is available.
     fn payload(&mut self, span: &Span) -> Option<(Buffer, u64)> {
         let device = self.device.device();
         let room = self.room.buffer.len() as u64;
-        // Half of the disk's buffers are for others, whose payloads or reads may be short.
+        // We keep half of the disk buffers for other requests, which may be small.
         let may_take = span.is_aligned()
             && span.len >= LONG_WRITE
             && self.channel.bytes() + room <= device.buffer_bytes() / 2;
@@ -278,8 +294,8 @@ impl<D: BlockDevice> Queue<D> {
         Some((buffer, span.covering as u64))
     }
 
-    /// Takes requests as long as there is room for them, and others can wait; whether there were
-    /// any.
+    /// Receives requests while there is room, up to the limits for this turn; returns whether there
+    /// were any.
     fn receive_some(&mut self) -> bool {
         let (mut any, mut bytes) = (false, 0);
         for _ in 0..REQUESTS {
@@ -310,14 +326,14 @@ impl<D: BlockDevice> Service for Queue<D> {
         } else if !self.looks.is_due() {
             return Turn::Waiting;
         }
-        // Before anything is looked at, so that what happens meanwhile prevents the sleep.
+        // Must be set before checking for work, so that new events will prevent the sleep.
         self.seen = events;
         let mut worked = self.channel.send_waiting(TURN_BYTES);
         if !self.ended {
             worked |= self.receive_some();
         }
         if self.ended {
-            // The answers have no receiver, but what they are about still goes on.
+            // Nobody will receive these responses, but the operations are still running.
             self.channel.forget_waiting();
             if self.channel.is_idle() {
                 return Turn::Over;
@@ -337,7 +353,7 @@ impl<D: BlockDevice> Service for Queue<D> {
 
     fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         out.push(Waited::reading(self.channel.bell().fd()));
-        // The end of a mount would end every sleep otherwise.
+        // Otherwise we would never sleep after the mount has been closed.
         if self.to_read {
             out.push(Waited::reading(self.channel.fd()));
         }
@@ -345,14 +361,14 @@ impl<D: BlockDevice> Service for Queue<D> {
 
     fn end_sleep(&mut self) {
         self.channel.bell().end_sleep();
-        // The descriptor may have ended the sleep.
+        // This descriptor may have caused the wakeup.
         self.looks.expect();
     }
 }
 
 impl<D> Drop for Queue<D> {
     fn drop(&mut self) {
-        // An answer that waits holds the channel, which holds it.
+        // Queued responses hold a reference to the channel, which owns the queue.
         self.channel.forget_waiting();
     }
 }

@@ -1,4 +1,4 @@
-//! Operations on the contents of the disk, each up to its answer.
+//! Disk I/O for requests, until the response is sent.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,14 +8,16 @@ use zerocopy::IntoBytes;
 
 use super::channel::Reply;
 use super::sys::{LseekOut, WriteOut};
-use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, Span, ZeroOptions};
+use crate::block::{
+    BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, LossCursor, Span, ZeroOptions,
+};
 
-/// Bytes whose allocation one step of `lseek` asks for.
+/// Range size used for each allocation query by `lseek`, in bytes.
 const SEEK_WINDOW: u64 = 1 << 30;
 
-/// Reads a range: into a buffer of the device, from which it goes to the kernel. A range that takes
-/// several transfers is assembled in memory of its own, one after the other: requests that each
-/// hold some of the device's buffers and wait for more could wait for each other.
+/// Reads a range into a device buffer and sends it to the kernel. If multiple transfers are
+/// required, the data is assembled in separate memory, using one buffer at a time. Otherwise there
+/// could be a deadlock, with all requests holding some device buffers and waiting for more.
 pub(super) async fn read<D: BlockDevice>(
     device: Arc<ByteDevice<D>>,
     range: Range<u64>,
@@ -60,7 +62,7 @@ async fn assemble<D: BlockDevice>(
     Ok(whole)
 }
 
-/// Writes what the caller has put into a buffer of the device.
+/// Writes data from a device buffer filled by the caller.
 pub(super) async fn write<D: BlockDevice>(
     device: Arc<ByteDevice<D>>,
     (span, buffer): (Span, Buffer),
@@ -73,7 +75,7 @@ pub(super) async fn write<D: BlockDevice>(
     }
 }
 
-/// Writes bytes that are in memory of their own, by one transfer after the other.
+/// Writes data from separate memory, with one transfer at a time.
 pub(super) async fn write_parked<D: BlockDevice>(
     device: Arc<ByteDevice<D>>,
     start: u64,
@@ -94,7 +96,7 @@ pub(super) async fn write_parked<D: BlockDevice>(
     written(reply, done);
 }
 
-/// Answers a write that has taken `len` bytes.
+/// Completes a write with `len` bytes written.
 pub(super) fn written(reply: Reply, len: usize) {
     let out = WriteOut {
         size: (len as u32).into(),
@@ -103,8 +105,17 @@ pub(super) fn written(reply: Reply, len: usize) {
     reply.succeed(out.as_bytes());
 }
 
-pub(super) async fn flush<D: BlockDevice>(device: Arc<ByteDevice<D>>, reply: Reply) {
-    settle(device.flush().await, reply);
+/// Flushes for an open file, which already reported these lost writes.
+pub(super) async fn flush<D: BlockDevice>(
+    device: Arc<ByteDevice<D>>,
+    losses: Option<Arc<LossCursor>>,
+    reply: Reply,
+) {
+    let flushed = match losses {
+        Some(losses) => device.flush_for(&losses).await,
+        None => device.flush().await,
+    };
+    settle(flushed, reply);
 }
 
 pub(super) async fn zero<D: BlockDevice>(
@@ -123,7 +134,7 @@ fn settle(result: Result<(), BlockError>, reply: Reply) {
     }
 }
 
-/// Finds the first byte from `from` on that is in data, or in a hole.
+/// Finds the next data or hole, starting at `from`.
 pub(super) async fn seek<D: BlockDevice>(
     device: Arc<ByteDevice<D>>,
     from: u64,
@@ -133,7 +144,7 @@ pub(super) async fn seek<D: BlockDevice>(
     let at = match find(&device, from, want_data).await {
         Ok(Some(at)) => at,
         Ok(None) if want_data => return reply.refuse(libc::ENXIO),
-        // There is always a hole at the end.
+        // There is always a hole at the end of the file.
         Ok(None) => device.geometry().capacity,
         Err(error) => return reply.fail(&error),
     };
@@ -147,7 +158,7 @@ async fn find<D: BlockDevice>(
     want_data: bool,
 ) -> Result<Option<u64>, BlockError> {
     if !device.geometry().reports_status {
-        // All of it is data, which a walk through a large disk would only find after long.
+        // Everything is data. We don't want to scan a large disk just to find this out.
         return Ok(want_data.then_some(from));
     }
     let capacity = device.geometry().capacity;
@@ -163,12 +174,12 @@ async fn find<D: BlockDevice>(
     Ok(None)
 }
 
-/// Memory that is not the device's.
+/// Allocates memory which isn't part of the device.
 pub(super) fn anonymous(len: usize) -> Result<Buffer, BlockError> {
     Buffer::anonymous(len).map_err(|error| BlockError::Io(error.to_string()))
 }
 
-/// Copies `len` bytes between two buffers.
+/// Copies `len` bytes between buffers.
 pub(super) fn copy(from: &Buffer, at: usize, to: &Buffer, to_at: usize, len: usize) {
     let (from, to) = (from.slice(), to.slice());
     Memory::copy(

@@ -1,5 +1,5 @@
-//! Messages between the kernel and a FUSE server: the structures of `linux/fuse.h` (protocol 7.40)
-//! that a disk's file needs, in the host's byte order.
+//! Messages between kernel and FUSE server: the `linux/fuse.h` structures (protocol 7.40) required
+//! for a disk file, in host byte order.
 
 #![allow(unsafe_code, reason = "calls an ioctl that no library has")]
 
@@ -11,16 +11,16 @@ use num_enum::TryFromPrimitive;
 use zerocopy::byteorder::native_endian::{I32, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// The node that a mount begins with.
+/// Root node.
 pub(super) const ROOT: u64 = 1;
 
-/// Length of the smallest room that the kernel writes a request into, in bytes.
+/// Min buffer size for receiving a kernel request, in bytes.
 pub(super) const MIN_ROOM: usize = 8192;
 
-/// Length of the smallest `max_write` that the kernel has, in bytes.
+/// Min `max_write` value supported by the kernel, in bytes.
 pub(super) const MIN_WRITE: u32 = 4096;
 
-/// Operation of a request, as far as it is not refused for being unknown.
+/// Request opcode, if supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromPrimitive)]
 #[repr(u32)]
 pub(super) enum Opcode {
@@ -46,14 +46,14 @@ pub(super) enum Opcode {
     Lseek = 46,
 }
 
-/// Head of each request: `struct fuse_in_header`.
+/// Request header: `struct fuse_in_header`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct InHeader {
-    /// Length of the request with this header, in bytes.
+    /// Request length including this header, in bytes.
     pub(super) len: U32,
     pub(super) opcode: U32,
-    /// The kernel's name for the request.
+    /// Request ID assigned by the kernel.
     pub(super) unique: U64,
     pub(super) nodeid: U64,
     pub(super) uid: U32,
@@ -62,19 +62,19 @@ pub(super) struct InHeader {
     pub(super) padding: U32,
 }
 
-/// Head of each answer: `struct fuse_out_header`.
+/// Response header: `struct fuse_out_header`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct OutHeader {
-    /// Length of the answer with this header, in bytes.
+    /// Response length including this header, in bytes.
     pub(super) len: U32,
-    /// 0, or a negative error number.
+    /// 0, or a negative error code.
     pub(super) error: I32,
     pub(super) unique: U64,
 }
 
-/// Argument of READ, WRITE and READDIR: `struct fuse_read_in` and `struct fuse_write_in`, which
-/// have the same fields.
+/// READ, WRITE and READDIR argument: `struct fuse_read_in` and `struct fuse_write_in` use the same
+/// fields.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct IoIn {
@@ -83,15 +83,37 @@ pub(super) struct IoIn {
     pub(super) size: U32,
     pub(super) io_flags: U32,
     pub(super) lock_owner: U64,
-    /// Flags of the open file.
+    /// Open file flags.
     pub(super) flags: I32,
     pub(super) padding: U32,
 }
 
-/// Bits of SETATTR's first field: `FATTR_MODE`, `FATTR_UID` and `FATTR_GID`.
-pub(super) const SETS_OWNER: u32 = 0b111;
+/// FSYNC and RELEASE argument, starting with the handle of the open file: `struct fuse_fsync_in`
+/// and `struct fuse_release_in`.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct FileIn {
+    pub(super) fh: U64,
+}
 
-/// Argument of FALLOCATE: `struct fuse_fallocate_in`.
+/// Start of the SETATTR argument: `struct fuse_setattr_in`.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct SetattrIn {
+    pub(super) valid: U32,
+    pub(super) padding: U32,
+    pub(super) fh: U64,
+    pub(super) size: U64,
+}
+
+/// Bits in [`SetattrIn::valid`]: `FATTR_MODE`, `FATTR_UID` and `FATTR_GID`.
+pub(super) const SETS_OWNER: u32 = 0b111;
+/// `FATTR_SIZE`.
+pub(super) const SETS_SIZE: u32 = 1 << 3;
+/// `FATTR_FH`: the request is for an open file, not for a path.
+pub(super) const HAS_HANDLE: u32 = 1 << 6;
+
+/// FALLOCATE argument: `struct fuse_fallocate_in`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct FallocateIn {
@@ -102,7 +124,7 @@ pub(super) struct FallocateIn {
     pub(super) padding: U32,
 }
 
-/// Argument of LSEEK: `struct fuse_lseek_in`.
+/// LSEEK argument: `struct fuse_lseek_in`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct LseekIn {
@@ -112,13 +134,13 @@ pub(super) struct LseekIn {
     pub(super) padding: U32,
 }
 
-/// Attributes of a node: `struct fuse_attr`.
+/// Node attributes: `struct fuse_attr`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct Attr {
     pub(super) ino: U64,
     pub(super) size: U64,
-    /// In units of 512 bytes.
+    /// In 512-byte units.
     pub(super) blocks: U64,
     pub(super) atime: U64,
     pub(super) mtime: U64,
@@ -135,18 +157,18 @@ pub(super) struct Attr {
     pub(super) flags: U32,
 }
 
-/// Answer to GETATTR and SETATTR: `struct fuse_attr_out`.
+/// GETATTR and SETATTR response: `struct fuse_attr_out`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct AttrOut {
-    /// Seconds for which the kernel may believe the attributes.
+    /// How long the kernel can cache the attributes, in seconds.
     pub(super) attr_valid: U64,
     pub(super) attr_valid_nsec: U32,
     pub(super) dummy: U32,
     pub(super) attr: Attr,
 }
 
-/// Answer to LOOKUP: `struct fuse_entry_out`.
+/// LOOKUP response: `struct fuse_entry_out`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct EntryOut {
@@ -159,17 +181,17 @@ pub(super) struct EntryOut {
     pub(super) attr: Attr,
 }
 
-/// Bits of [`OpenOut::open_flags`].
+/// Bits in [`OpenOut::open_flags`].
 pub(super) mod open {
-    /// No page cache: every read and write is a request.
+    /// Don't use the page cache: all reads and writes are sent as requests.
     pub(crate) const DIRECT_IO: u32 = 1 << 0;
-    /// What the page cache has stays valid.
+    /// Keep existing data in the page cache.
     pub(crate) const KEEP_CACHE: u32 = 1 << 1;
-    /// Writes that do not extend the file need not wait for each other.
+    /// Non-extending writes can be sent in parallel.
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
 
-/// Answer to OPEN and OPENDIR: `struct fuse_open_out`.
+/// OPEN and OPENDIR response: `struct fuse_open_out`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct OpenOut {
@@ -178,7 +200,7 @@ pub(super) struct OpenOut {
     pub(super) backing_id: U32,
 }
 
-/// Answer to WRITE: `struct fuse_write_out`.
+/// WRITE response: `struct fuse_write_out`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct WriteOut {
@@ -186,7 +208,7 @@ pub(super) struct WriteOut {
     pub(super) padding: U32,
 }
 
-/// Answer to STATFS: `struct fuse_statfs_out`.
+/// STATFS response: `struct fuse_statfs_out`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct StatfsOut {
@@ -202,43 +224,43 @@ pub(super) struct StatfsOut {
     pub(super) spare: [U32; 6],
 }
 
-/// Answer to LSEEK: `struct fuse_lseek_out`.
+/// LSEEK response: `struct fuse_lseek_out`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct LseekOut {
     pub(super) offset: U64,
 }
 
-/// Head of an entry in the answer to READDIR, before its name: `struct fuse_dirent`.
+/// Header for a READDIR entry, followed by the name: `struct fuse_dirent`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct Dirent {
     pub(super) ino: U64,
-    /// Position of the next entry.
+    /// Next entry offset.
     pub(super) off: U64,
     pub(super) namelen: U32,
-    /// File type: the upper four bits of a mode.
+    /// File type: upper four mode bits.
     pub(super) kind: U32,
 }
 
-/// Bytes of an entry with a name of `namelen` bytes in the answer to READDIR.
+/// READDIR entry size in bytes, for a name with `namelen` bytes.
 pub(super) fn dirent_len(namelen: usize) -> usize {
     (size_of::<Dirent>() + namelen).next_multiple_of(8)
 }
 
-/// `FUSE_DEV_IOC_CLONE`, `_IOR(229, 0, uint32_t)`: makes an open file of `/dev/fuse` a further
-/// queue of a connection.
+/// `FUSE_DEV_IOC_CLONE`, `_IOR(229, 0, uint32_t)`: adds a new `/dev/fuse` file to an existing
+/// connection as a queue.
 const CLONE: libc::Ioctl = 0x8004_e500;
 
-/// Opens a further queue of a connection. Requests go to the one that reads first, and each must be
-/// answered where it was read.
+/// Opens an additional queue for a connection. A request is sent to the first queue which reads it,
+/// and the response must be sent on the same queue.
 ///
 /// # Errors
-/// Those of opening `/dev/fuse`; `EINVAL` where the connection has ended.
+/// Returns an error if `/dev/fuse` can't be opened; `EINVAL` if the connection is closed.
 pub(super) fn clone_queue(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let queue = File::options().read(true).write(true).open("/dev/fuse")?;
     let source: u32 = fd.as_raw_fd().cast_unsigned();
-    // SAFETY: the call reads one integer, which outlives it.
+    // SAFETY: the call only reads an integer, which outlives it.
     let result = unsafe { libc::ioctl(queue.as_raw_fd(), CLONE, &raw const source) };
     match result {
         0 => Ok(queue.into()),

@@ -36,6 +36,10 @@ const FIRST_BURST: u32 = 64 << 10;
 /// Longest data segment that we take on iSER, in bytes: sense data and the like.
 pub const ISER_RECV: u32 = 512;
 
+/// Longest data segment that we receive on iSER during login and discovery, in bytes: the default of
+/// MaxRecvDataSegmentLength (RFC 7143 13.12).
+pub const ISER_TEXT: u32 = 8192;
+
 /// Longest data segment that we send on iSER, in bytes: immediate data.
 const ISER_SEND: u32 = 8192;
 
@@ -118,6 +122,8 @@ pub fn plan_session(
             url.first_burst.unwrap_or(FIRST_BURST).min(max_burst),
         )
         .with(Key::MaxOutstandingR2T, 1)
+        // The larger value of both sides counts, so that the target chooses.
+        .with(Key::DefaultTime2Wait, 0)
         .with(Key::DefaultTime2Retain, 0);
     let (offer, keys) = match url.carrier {
         Carrier::Tcp => (offer, TCP_KEYS.to_vec()),
@@ -125,6 +131,8 @@ pub fn plan_session(
             // What a target wants of a write it reads; nothing is sent unasked but immediate data.
             offer
                 .with(Key::InitialR2T, 1)
+                // It counts in discovery sessions, whose receives have this length.
+                .with(Key::MaxRecvDataSegmentLength, ISER_TEXT)
                 .with(Key::RdmaExtensions, 1)
                 .with(Key::InitiatorRecvDataSegmentLength, ISER_RECV)
                 .with(Key::TargetRecvDataSegmentLength, ISER_SEND)
@@ -137,6 +145,7 @@ pub fn plan_session(
     Ok(SessionConfig {
         name: url.initiator.clone().unwrap_or_else(initiator_name),
         target: url.target.clone(),
+        sought: None,
         isid,
         credentials,
         target_credentials,
@@ -147,7 +156,8 @@ pub fn plan_session(
         queue_size,
         max_requests: limits.max_requests.max(queue_size.into()),
         max_attempts: 32,
-        reconnect: true,
+        // A list of targets that cannot be received once is an error for its user.
+        reconnect: url.target.is_some(),
         timing: limits.timing,
         ping: PING,
     })

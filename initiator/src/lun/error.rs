@@ -5,7 +5,8 @@ use riser_scsi::step::Status;
 
 use crate::block::BlockError;
 use crate::engine::{Elapsed, IoData, IoEnd};
-use crate::request::{Answer, GOOD, RequestError};
+use crate::request::{Answer, RequestError};
+use crate::scsi::CapacityError;
 
 /// SCSI status RESERVATION CONFLICT.
 const RESERVATION_CONFLICT: u8 = Status::ReservationConflict as u8;
@@ -47,6 +48,9 @@ pub enum LunError {
     /// The target reported something of the unit that cannot be.
     #[error("target's {0} cannot be worked with")]
     Malformed(&'static str),
+    /// The unit's capacity cannot be used.
+    #[error("unsupported {0}")]
+    Capacity(#[from] CapacityError),
     /// The target has no logical unit of that number: LOGICAL UNIT NOT SUPPORTED (SPC-4
     /// annex D).
     #[error("no such logical unit")]
@@ -68,6 +72,47 @@ pub enum LunError {
     Unsupported,
 }
 
+impl LunError {
+    /// Returns whether the unit refused the command as such.
+    pub(super) fn is_illegal_request(&self) -> bool {
+        matches!(
+            self,
+            Self::Check {
+                key: SenseKey::IllegalRequest,
+                ..
+            }
+        )
+    }
+
+    /// Returns whether the unit does not support the command: INVALID COMMAND OPERATION CODE.
+    pub(super) fn is_unknown_command(&self) -> bool {
+        matches!(
+            self,
+            Self::Check {
+                key: SenseKey::IllegalRequest,
+                additional: AdditionalSense {
+                    code: INVALID_OPERATION_CODE,
+                    ..
+                }
+            }
+        )
+    }
+
+    /// Returns whether the unit supports the command only in another form, or not at all.
+    pub(super) fn is_unsupported(&self) -> bool {
+        matches!(
+            self,
+            Self::Check {
+                key: SenseKey::IllegalRequest,
+                additional: AdditionalSense {
+                    code: INVALID_OPERATION_CODE | INVALID_FIELD_IN_CDB,
+                    ..
+                }
+            }
+        )
+    }
+}
+
 impl From<Elapsed> for LunError {
     fn from(_: Elapsed) -> Self {
         Self::Request(RequestError::TimedOut)
@@ -79,11 +124,12 @@ impl From<LunError> for BlockError {
         let text = error.to_string();
         match error {
             LunError::Request(RequestError::TimedOut) => Self::TimedOut,
+            LunError::Request(RequestError::CacheLost) => Self::WritesLost,
             LunError::Request(RequestError::ConnectionLost | RequestError::Closed) => {
                 Self::Disconnected(text)
             }
             LunError::Check { key, additional } => match (key, additional.code) {
-                (SenseKey::MediumError, _) => Self::Medium(text),
+                (SenseKey::MediumError, _) => Self::Medium(additional.to_string()),
                 (SenseKey::DataProtect, _)
                     if additional == AdditionalSense::SPACE_ALLOCATION_FAILED =>
                 {
@@ -106,7 +152,7 @@ impl From<LunError> for BlockError {
 
 /// Judges an answer: GOOD, or why not.
 pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
-    if answer.status == GOOD {
+    if answer.is_success() {
         return Ok(());
     }
     match answer.sense() {
@@ -153,5 +199,16 @@ mod tests {
         sense[12] = 0x24;
         answer.sense = Some(sense.into());
         assert!(matches!(judge(&answer), Err(LunError::Check { .. })));
+    }
+
+    #[test]
+    fn medium_error_is_named_once() {
+        let (code, qualifier) = (0x0c, 0x00);
+        let error = LunError::Check {
+            key: SenseKey::MediumError,
+            additional: AdditionalSense { code, qualifier },
+        };
+        let text = BlockError::from(error).to_string();
+        assert_eq!(text.matches("medium error").count(), 1, "{text}");
     }
 }

@@ -13,8 +13,10 @@ use crate::block::{Geometry, MAX_TRANSFER};
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::request::DataLen;
 use crate::request::RequestError;
-use crate::scsi::{BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning};
-use crate::unit::Snapshot;
+use crate::scsi::{
+    BlockLimits, CachingPage, Capacity, CdbSize, Command, Identity, Inquiry, Provisioning,
+};
+use crate::unit::{Losses, Snapshot};
 
 /// Properties of a logical unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +35,8 @@ pub struct LunInfo {
     pub provisioning: Provisioning,
     /// Caching and write protection.
     pub caching: CachingPage,
+    /// Form of READ and WRITE that it supports.
+    pub cdb_size: CdbSize,
     /// The generation of its volatile cache, where it offers one; see [`crate::unit`].
     pub cache_generation: Option<[u8; 16]>,
 }
@@ -45,6 +49,11 @@ const LEAST_SPLIT: u64 = 64 << 10;
 /// targets were tried with. tgt ends an iSER connection for a longer one.
 const UNREPORTED: u64 = 512 << 10;
 
+/// Most bytes that one WRITE SAME or UNMAP covers, whatever the unit's limit is. Devices that write
+/// the zeroes themselves need time for them, and an attempt at a command has
+/// [`Timing::attempt`](crate::session::Timing::attempt).
+const MAX_RUN: u64 = 256 << 20;
+
 /// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes, and
 /// the length beyond which several are faster.
 fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
@@ -52,22 +61,33 @@ fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
         0 => otherwise,
         blocks => u64::from(blocks) * u64::from(block),
     };
-    let whole = |len: u64| {
-        let len = len.max(block.into()) as u32;
-        len - len % block
-    };
-    // A quarter of the pool, so that a few transfers are always possible at once.
-    let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
-    let max = reported(limits.max_transfer, UNREPORTED).min(ours);
+    let max = reported(limits.max_transfer, UNREPORTED).min(longest(block, pool).into());
     // Longer ones than the optimal length are slower (SBC-3 6.5.3).
     let optimal = reported(limits.optimal_transfer, u64::MAX).max(LEAST_SPLIT);
-    (whole(max), whole(optimal.min(max)))
+    (whole(max, block), whole(optimal.min(max), block))
+}
+
+/// Longest transfer from a pool of `pool` bytes: a quarter of it, so that a few transfers are always
+/// possible at once.
+fn longest(block: u32, pool: usize) -> u32 {
+    whole(u64::from(MAX_TRANSFER).min(pool as u64 / 4), block)
+}
+
+/// A length as whole blocks, one at least.
+fn whole(len: u64, block: u32) -> u32 {
+    let len = len.max(block.into()) as u32;
+    len - len % block
 }
 
 impl LunInfo {
+    /// Longest transfer of one command, in bytes; longer ones are split.
+    pub(super) fn max_command(&self, pool: usize) -> u32 {
+        transfers(&self.limits, self.capacity.block_size, pool).0
+    }
+
     fn geometry(&self, pool: usize) -> Geometry {
         let block = self.capacity.block_size;
-        let bytes = |blocks: u64| blocks.saturating_mul(block.into());
+        let bytes = |blocks: u64| blocks.saturating_mul(block.into()).min(MAX_RUN);
         let runs = u64::from(u32::MAX);
         // A MAXIMUM UNMAP LBA COUNT of 0 means that UNMAP is not to be used, a MAXIMUM WRITE
         // SAME LENGTH of 0 that no limit is reported.
@@ -87,11 +107,12 @@ impl LunInfo {
             0 if self.provisioning.write_same => bytes(same),
             n => n,
         };
-        let (max_transfer, optimal_transfer) = transfers(&self.limits, block, pool);
+        let (_, optimal_transfer) = transfers(&self.limits, block, pool);
+        let max_transfer = longest(block, pool);
         Geometry {
             block_size: block,
             physical_block_size: block << self.capacity.physical_exponent.min(8),
-            capacity: bytes(self.capacity.blocks),
+            capacity: self.capacity.blocks.saturating_mul(block.into()),
             max_transfer,
             optimal_transfer,
             max_discard,
@@ -124,13 +145,15 @@ impl Session {
         Ok(out)
     }
 
-    /// The logical units that the target lists.
+    /// The logical units that the target lists; unit 0 alone if it does not support REPORT LUNS.
     ///
     /// # Errors
     /// [`LunError`].
     pub async fn luns(&self) -> Result<Vec<LunId>, LunError> {
-        let data = self.fetch(LunId::ZERO, Command::report_luns()).await?;
-        Ok(luns::parse(&data))
+        match self.fetch(LunId::ZERO, Command::report_luns()).await {
+            Err(error) if error.is_unknown_command() => Ok(vec![LunId::ZERO]),
+            data => Ok(luns::parse(&data?)),
+        }
     }
 
     /// Standard INQUIRY data of a logical unit.
@@ -158,7 +181,7 @@ impl Session {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
         let info = self.discover_at_once(lun).await?;
         let pool = self.client().buffers().size();
-        let watch = Arc::new(());
+        let losses = Arc::new(Losses::default());
         let unit = Snapshot {
             inquiry: Some(info.inquiry.clone()),
             identity: info.identity.clone(),
@@ -166,15 +189,16 @@ impl Session {
             cache: info.cache_generation,
             write_cache: Some(info.caching.write_cache),
         };
-        self.watch_unit(lun, unit, info.caching.write_cache, Arc::downgrade(&watch))
+        self.watch_unit(lun, unit, info.caching, Arc::downgrade(&losses))
             .await?;
         Ok(Lun {
             session: self.clone(),
             shared: Arc::new(LunShared {
                 geometry: info.geometry(pool),
+                max_command: info.max_command(pool),
                 info,
                 writes_same: AtomicBool::new(true),
-                _watch: watch,
+                losses,
             }),
         })
     }
@@ -234,11 +258,11 @@ impl Session {
                 *into = vpd::received(&data, page).unwrap_or(&[]).to_vec();
             }
         }
-        let capacity = self.fetch(lun, Command::read_capacity()).await?;
-        let capacity = Capacity::parse(&capacity).ok_or(LunError::Malformed("capacity"))?;
+        let (capacity, cdb_size) = self.capacity(lun).await?;
         // A unit that does not report it is taken to have a cache: a flush too many does no harm.
         let unknown = CachingPage {
             write_cache: true,
+            has_fua: false,
             write_protected: false,
         };
         let caching = match self.fetch(lun, Command::mode_sense_caching()).await {
@@ -254,8 +278,28 @@ impl Session {
             limits: BlockLimits::parse(&limits),
             provisioning: Provisioning::parse(&provisioning),
             caching,
+            cdb_size,
             cache_generation: generation.as_deref().and_then(vpd::cache_generation),
         })
+    }
+
+    /// Capacity of a unit, and the form of READ and WRITE that it supports. Old and small targets
+    /// lack the commands with CDBs of 16 bytes.
+    async fn capacity(&self, lun: LunId) -> Result<(Capacity, CdbSize), LunError> {
+        let capacity = match self.fetch(lun, Command::read_capacity()).await {
+            Err(error) if error.is_illegal_request() => {
+                let data = self.fetch(lun, Command::read_capacity_10()).await?;
+                return Ok((Capacity::parse_10(&data)?, CdbSize::Ten));
+            }
+            data => Capacity::parse(&data?)?,
+        };
+        let fits_ten = capacity.blocks <= 1 << 32;
+        let read = ScsiIo::new(lun, Command::read_nothing(), IoData::None, self.timeout());
+        let size = match judge(&self.submit(read).await.result?) {
+            Err(error) if error.is_unknown_command() && fits_ten => CdbSize::Ten,
+            _ => CdbSize::Sixteen,
+        };
+        Ok((capacity, size))
     }
 
     async fn test_ready(&self, lun: LunId) -> Result<(), LunError> {

@@ -21,18 +21,19 @@ use std::task::Waker;
 use std::time::Duration;
 
 use riser_scsi::data::lba_status;
-use riser_scsi::sense::{AdditionalSense, SenseKey};
 
 pub use self::error::LunError;
 use self::error::{judge, judge_whole};
 pub use self::info::LunInfo;
 use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, Workload, ZeroOptions,
+    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, SharedBuffer, Workload,
+    ZeroOptions,
 };
 use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
 use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};
+use crate::unit::Losses;
 
 /// Runs that one GET LBA STATUS asks for.
 const STATUS_RUNS: usize = 64;
@@ -42,10 +43,19 @@ const STATUS_LEN: u32 = (lba_status::HEADER_LEN + lba_status::DESCRIPTOR_LEN * S
 struct LunShared {
     info: LunInfo,
     geometry: Geometry,
+    /// Longest transfer of one command, in bytes.
+    max_command: u32,
     /// WRITE SAME has not been refused so far.
     writes_same: AtomicBool,
     /// The session sees to it that the unit stays the same as long as this lives.
-    _watch: Arc<()>,
+    losses: Arc<Losses>,
+}
+
+/// Direction of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Transfer {
+    Read,
+    Write { fua: bool },
 }
 
 /// A disk of a target. Clones share it.
@@ -106,34 +116,79 @@ impl Lun {
         self.blocks(offset, len as u64)
     }
 
-    /// A READ of the whole buffer, ready to submit: for workloads, which see its end themselves.
+    /// The command that moves a whole buffer.
+    fn transfer_io(
+        &self,
+        transfer: Transfer,
+        offset: u64,
+        buffer: Buffer,
+    ) -> Result<ScsiIo, LunError> {
+        if buffer.len() > self.shared.max_command as usize {
+            return Err(LunError::OutOfRange);
+        }
+        let range = self.check_transfer(offset, buffer.len())?;
+        let (size, len) = (self.shared.info.cdb_size, buffer.len() as u32);
+        let command = match transfer {
+            Transfer::Read => Command::read_by(size, range, len),
+            Transfer::Write { fua } => Command::write_by(size, range, len, fua),
+        };
+        Ok(self.io(command, IoData::One(buffer)))
+    }
+
+    /// A READ of the whole buffer, ready to submit.
     ///
     /// # Errors
-    /// [`LunError::OutOfRange`].
+    /// [`LunError::OutOfRange`], also for more than one command transfers.
     pub fn read_io(&self, offset: u64, buffer: Buffer) -> Result<ScsiIo, LunError> {
-        let range = self.check_transfer(offset, buffer.len())?;
-        let command = Command::read(range, buffer.len() as u32);
-        Ok(self.io(command, IoData::One(buffer)))
+        self.transfer_io(Transfer::Read, offset, buffer)
     }
 
-    /// A WRITE of the whole buffer, as [`Self::read_io`].
+    /// A WRITE of the whole buffer, ready to submit, with FUA if the unit supports it.
     ///
     /// # Errors
-    /// [`LunError::OutOfRange`].
+    /// [`LunError::OutOfRange`], also for more than one command transfers.
     pub fn write_io(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<ScsiIo, LunError> {
-        let range = self.check_transfer(offset, buffer.len())?;
-        let command = Command::write(range, buffer.len() as u32, fua);
-        Ok(self.io(command, IoData::One(buffer)))
+        let fua = fua && self.shared.info.caching.has_fua;
+        self.transfer_io(Transfer::Write { fua }, offset, buffer)
     }
 
-    /// Judges the end of a command made by [`Self::read_io`] or [`Self::write_io`], and gives its
-    /// buffer.
+    /// Returns the buffer of a transfer that succeeded, as one of [`Self::write_io`].
     ///
     /// # Errors
     /// [`LunError`].
     pub fn judge(end: IoEnd) -> Result<Buffer, LunError> {
         let data = judge_whole(end)?;
         data.into_one().ok_or(RequestError::Closed.into())
+    }
+
+    /// Moves a buffer by as many commands as the unit's limit requires.
+    async fn transfer(
+        &self,
+        transfer: Transfer,
+        offset: u64,
+        buffer: Buffer,
+    ) -> Result<Buffer, LunError> {
+        let most = self.shared.max_command as usize;
+        if buffer.len() <= most {
+            let io = self.transfer_io(transfer, offset, buffer)?;
+            return Self::judge(self.session.submit(io).await);
+        }
+        self.check_transfer(offset, buffer.len())?;
+        let whole = SharedBuffer::new(buffer);
+        let mut at = offset;
+        let mut ends = Vec::new();
+        for piece in whole.pieces(most) {
+            let len = piece.len() as u64;
+            ends.push(self.session.submit(self.transfer_io(transfer, at, piece)?));
+            at += len;
+        }
+        let mut result = Ok(());
+        for end in ends {
+            let ended = Self::judge(end.await).map(drop);
+            result = result.and(ended);
+        }
+        result?;
+        whole.into_whole().ok_or(RequestError::Closed.into())
     }
 
     /// Fills the buffer from `offset` on.
@@ -144,11 +199,11 @@ impl Lun {
         if buffer.is_empty() {
             return Ok(buffer);
         }
-        let io = self.read_io(offset, buffer)?;
-        Self::judge(self.session.submit(io).await)
+        self.transfer(Transfer::Read, offset, buffer).await
     }
 
-    /// Writes the buffer to `offset`; with `fua` it is on the medium afterwards.
+    /// Writes the buffer to `offset`; with `fua` it is on the medium afterwards. A unit that does
+    /// not support FUA is flushed, even without a volatile cache: it may have one by now.
     ///
     /// # Errors
     /// [`LunError`].
@@ -156,8 +211,15 @@ impl Lun {
         if buffer.is_empty() {
             return Ok(buffer);
         }
-        let io = self.write_io(offset, buffer, fua)?;
-        Self::judge(self.session.submit(io).await)
+        let has_fua = self.shared.info.caching.has_fua;
+        let write = Transfer::Write {
+            fua: fua && has_fua,
+        };
+        let buffer = self.transfer(write, offset, buffer).await?;
+        if fua && !has_fua {
+            self.flush().await?;
+        }
+        Ok(buffer)
     }
 
     /// Puts every write that was acknowledged onto the medium.
@@ -177,12 +239,7 @@ impl Lun {
         match judge(&end.result?) {
             // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to
             // flush.
-            Err(LunError::Check {
-                key: SenseKey::IllegalRequest,
-                additional,
-            }) if additional.code == AdditionalSense::INVALID_OPERATION_CODE.code
-                && !self.shared.info.caching.write_cache =>
-            {
+            Err(error) if error.is_unknown_command() && !self.shared.info.caching.write_cache => {
                 Ok(())
             }
             result => result,
@@ -272,10 +329,7 @@ impl Lun {
                     Ok(()) => {
                         at += u64::from(run.blocks) * u64::from(self.shared.geometry.block_size);
                     }
-                    Err(LunError::Check {
-                        key: SenseKey::IllegalRequest,
-                        ..
-                    }) => {
+                    Err(error) if error.is_unsupported() => {
                         // It will refuse the next one as well: the rest is written as data,
                         // from here on.
                         self.shared.writes_same.store(false, Ordering::Relaxed);
@@ -330,10 +384,7 @@ impl Lun {
         let command = Command::lba_status(range.start / block, STATUS_LEN);
         let data = match self.session.fetch(self.shared.info.lun, command).await {
             Ok(data) => data,
-            Err(LunError::Check {
-                key: SenseKey::IllegalRequest,
-                ..
-            }) => return Ok(whole),
+            Err(error) if error.is_illegal_request() => return Ok(whole),
             Err(e) => return Err(e),
         };
         let mut at = range.start;
@@ -391,6 +442,10 @@ impl BlockDevice for Lun {
 
     fn wake_when_free(&self, waker: &Waker) {
         self.buffers().wake_when_free(waker);
+    }
+
+    fn losses(&self) -> u64 {
+        self.shared.losses.count()
     }
 
     fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {

@@ -2,16 +2,25 @@
 
 use std::time::Instant;
 
+use rustc_hash::FxHashMap;
+
 use super::error::judge;
-use super::{Lun, LunError};
-use crate::block::{BlockError, Completion, Operation, Submissions, Workload};
+use super::{Lun, LunError, Transfer};
+use crate::block::{
+    BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload,
+};
 use crate::engine::{self, IoData, IoEnd, ScsiIo, WorkQueue};
+use crate::request::RequestError;
 use crate::scsi::{BlockRange, Command, unmap_list};
 
-/// Kind of an operation, in the upper half of its token.
+/// Kind of a command, in the upper half of its token.
 const TRANSFER: u64 = 0;
 const DISCARD: u64 = 1 << 32;
 const FLUSH: u64 = 2 << 32;
+/// A part of an operation that takes several commands.
+const PIECE: u64 = 3 << 32;
+/// The flush that completes such an operation.
+const FINAL_FLUSH: u64 = 4 << 32;
 
 /// Sends a workload to the engine's thread, if it has one.
 pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
@@ -22,6 +31,7 @@ pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dy
         lun: lun.clone(),
         workload,
         submissions: Submissions::default(),
+        composites: FxHashMap::default(),
     };
     // An engine that is shut down drops it, as one that ends during the work.
     let _ = lun.session.run(Box::new(work));
@@ -33,26 +43,148 @@ struct LunWorkload {
     workload: Box<dyn Workload>,
     /// Empty between calls; kept for its memory.
     submissions: Submissions,
+    /// Operations that take several commands, by tag.
+    composites: FxHashMap<u32, Composite>,
+}
+
+/// An operation that takes several commands: a transfer beyond the unit's limit, a write to stable
+/// storage on a unit without FUA.
+struct Composite {
+    whole: SharedBuffer,
+    /// Pieces that have not completed.
+    left: usize,
+    then_flush: bool,
+    result: Result<(), LunError>,
 }
 
 impl LunWorkload {
-    /// Gives the engine what the workload has submitted. One that cannot be made into a command
-    /// completes at once, and its completion may submit more.
+    /// Submits the workload's operations to the engine. An operation that cannot be
+    /// expressed as a command completes immediately, and its completion may submit more.
     fn forward(&mut self, queue: &mut WorkQueue) {
         while !self.submissions.is_empty() {
             let mut failed = Vec::new();
-            for (tag, operation) in self.submissions.drain() {
-                match command(&self.lun, operation) {
-                    Ok((kind, io)) => queue.submit(u64::from(tag) | kind, io),
-                    Err(error) => failed.push((tag, error)),
+            let mut submissions = std::mem::take(&mut self.submissions);
+            for (tag, operation) in submissions.drain() {
+                if let Err(error) = self.submit(tag, operation, queue) {
+                    failed.push((tag, error));
                 }
             }
+            self.submissions = submissions;
             for (tag, error) in failed {
                 let completion = Err(BlockError::from(error));
                 self.workload
                     .complete(tag, completion, &mut self.submissions);
             }
         }
+    }
+
+    /// Submits the commands of an operation.
+    fn submit(
+        &mut self,
+        tag: u32,
+        operation: Operation,
+        queue: &mut WorkQueue,
+    ) -> Result<(), LunError> {
+        let lun = &self.lun;
+        let has_fua = lun.shared.info.caching.has_fua;
+        let (kind, io) = match operation {
+            Operation::Read { offset, buffer } => {
+                if self.is_long(&buffer) {
+                    return self.submit_pieces(tag, Transfer::Read, (offset, buffer), false, queue);
+                }
+                (TRANSFER, lun.transfer_io(Transfer::Read, offset, buffer)?)
+            }
+            Operation::Write {
+                offset,
+                buffer,
+                fua,
+            } => {
+                let then_flush = fua && !has_fua && !buffer.is_empty();
+                let write = Transfer::Write {
+                    fua: fua && has_fua,
+                };
+                if then_flush || self.is_long(&buffer) {
+                    return self.submit_pieces(tag, write, (offset, buffer), then_flush, queue);
+                }
+                (TRANSFER, lun.transfer_io(write, offset, buffer)?)
+            }
+            Operation::Flush => (FLUSH, lun.flush_io()),
+            Operation::Discard(range) => {
+                let len = range.end - range.start;
+                if len > lun.shared.geometry.max_discard {
+                    return Err(LunError::OutOfRange);
+                }
+                (DISCARD, discard(lun, lun.blocks(range.start, len)?)?)
+            }
+        };
+        queue.submit(u64::from(tag) | kind, io);
+        Ok(())
+    }
+
+    /// Returns whether a buffer is more than one command transfers.
+    fn is_long(&self, buffer: &Buffer) -> bool {
+        buffer.len() > self.lun.shared.max_command as usize
+    }
+
+    fn submit_pieces(
+        &mut self,
+        tag: u32,
+        transfer: Transfer,
+        (offset, buffer): (u64, Buffer),
+        then_flush: bool,
+        queue: &mut WorkQueue,
+    ) -> Result<(), LunError> {
+        let lun = &self.lun;
+        lun.check_transfer(offset, buffer.len())?;
+        let whole = SharedBuffer::new(buffer);
+        let (mut at, mut left) = (offset, 0);
+        for piece in whole.pieces(lun.shared.max_command as usize) {
+            let len = piece.len() as u64;
+            queue.submit(
+                u64::from(tag) | PIECE,
+                lun.transfer_io(transfer, at, piece)?,
+            );
+            (at, left) = (at + len, left + 1);
+        }
+        let composite = Composite {
+            whole,
+            left,
+            then_flush,
+            result: Ok(()),
+        };
+        self.composites.insert(tag, composite);
+        Ok(())
+    }
+
+    /// Completes a command of a composite operation. Returns the outcome of the operation with its
+    /// last command.
+    fn complete_composite(
+        &mut self,
+        tag: u32,
+        kind: u64,
+        end: IoEnd,
+        queue: &mut WorkQueue,
+    ) -> Option<Completion> {
+        let result = match kind {
+            PIECE => Lun::judge(end).map(drop),
+            _ => self.lun.judge_flush(end),
+        };
+        let composite = self.composites.get_mut(&tag)?;
+        composite.left -= usize::from(kind == PIECE);
+        if composite.result.is_ok() {
+            composite.result = result;
+        }
+        if composite.left > 0 {
+            return None;
+        }
+        if composite.result.is_ok() && std::mem::take(&mut composite.then_flush) {
+            queue.submit(u64::from(tag) | FINAL_FLUSH, self.lun.flush_io());
+            return None;
+        }
+        let Composite { whole, result, .. } = self.composites.remove(&tag)?;
+        let closed = LunError::from(RequestError::Closed);
+        let whole = result.and_then(|()| whole.into_whole().ok_or(closed));
+        Some(whole.map(Some).map_err(BlockError::from))
     }
 
     fn judge(&self, kind: u64, end: IoEnd) -> Completion {
@@ -66,26 +198,6 @@ impl LunWorkload {
                 .map(|()| None),
         };
         Ok(result?)
-    }
-}
-
-/// The command that carries out an operation, with its kind.
-fn command(lun: &Lun, operation: Operation) -> Result<(u64, ScsiIo), LunError> {
-    match operation {
-        Operation::Read { offset, buffer } => Ok((TRANSFER, lun.read_io(offset, buffer)?)),
-        Operation::Write {
-            offset,
-            buffer,
-            fua,
-        } => Ok((TRANSFER, lun.write_io(offset, buffer, fua)?)),
-        Operation::Flush => Ok((FLUSH, lun.flush_io())),
-        Operation::Discard(range) => {
-            let len = range.end - range.start;
-            if len > lun.shared.geometry.max_discard {
-                return Err(LunError::OutOfRange);
-            }
-            Ok((DISCARD, discard(lun, lun.blocks(range.start, len)?)?))
-        }
     }
 }
 
@@ -115,10 +227,15 @@ impl engine::Workload for LunWorkload {
     }
 
     fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue) {
-        let tag = token as u32;
-        let completion = self.judge(token & !u64::from(u32::MAX), end);
-        self.workload
-            .complete(tag, completion, &mut self.submissions);
+        let (tag, kind) = (token as u32, token & !u64::from(u32::MAX));
+        let completion = match kind {
+            PIECE | FINAL_FLUSH => self.complete_composite(tag, kind, end, queue),
+            _ => Some(self.judge(kind, end)),
+        };
+        if let Some(completion) = completion {
+            self.workload
+                .complete(tag, completion, &mut self.submissions);
+        }
         self.forward(queue);
     }
 

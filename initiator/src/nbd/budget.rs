@@ -1,18 +1,18 @@
-//! Shares of the connections of an export in the device's buffers.
+//! Shares of the device buffers for each connection of an export.
 //!
-//! A reply holds its buffer until the client has taken it, so a client that does not read holds
-//! what it was given for as long as it likes, on as many connections as it likes. Half of the
-//! buffers are therefore divided among the connections that there can be: a floor that each can
-//! have at any time, however much the others hold. A request that is larger than what can be had
-//! goes on in pieces that fit into the floor.
+//! A reply holds its buffer until the client has received it, so if a client doesn't read its
+//! socket, buffers are not released, and it can open many connections. So half of the buffers are
+//! reserved: each connection has a floor which is always available, regardless of buffers held by
+//! other connections. If a request is larger than the available share, it is split into pieces
+//! which fit into the floor.
 //!
-//! The rest is for all. A connection gets more of it only as long as it would hold no more than
-//! what stays free: one that does not read ends up with half of it, two with a third each. A
-//! sixteenth of the buffers is left to what the device does itself, such as checking the unit's
-//! identity.
+//! The remaining buffers are shared. A connection can only use more of them as long as it holds no
+//! more than the free remainder: a single client which doesn't read will hold up to a half, two
+//! clients a third each. One sixteenth is reserved for use by the device, for example to verify the
+//! unit's identity.
 //!
-//! Replies that are assembled in memory of their own are bounded in the same way: each connection
-//! can have one, and all together as many bytes beyond that as the device has of buffers.
+//! The same limits are used for replies which are assembled in separate memory: each connection can
+//! have one, plus a total which is equal to the size of the device buffers.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -23,45 +23,46 @@ use riser_memory::PAGE;
 
 use crate::block::{BufferWaiters, Span};
 
-/// Largest number of connections.
+/// Max number of connections.
 const MAX_CONNECTIONS: u64 = 64;
 
-/// Bytes of pages, of which a pool's buffers consist.
+/// Rounds up to the page size, because buffers are allocated from the pool in pages.
 fn in_pages(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE as u64)
 }
 
-/// The buffers of a device, and the memory of replies that are assembled, in bytes.
+/// Device buffers, and memory for assembled replies, in bytes.
 #[derive(Debug)]
 pub(super) struct Budget {
-    /// Bytes that each connection can have at any time.
+    /// Bytes which are always available to each connection.
     floor: u64,
     connections: u64,
-    /// Bytes that all connections together can have beyond their floors.
+    /// Max bytes used by all connections above their floors.
     shared: u64,
-    /// Bytes of replies that all connections together can assemble, one of each apart.
+    /// Max bytes of assembled replies for all connections, not including one reply per connection.
     assembled: u64,
     used: Mutex<Used>,
-    /// Bounded by the requests in flight and the connections.
+    /// Limited by the number of connections and requests in flight.
     waiters: BufferWaiters,
 }
 
-/// Bytes that are held.
+/// Bytes in use.
 #[derive(Debug, Default)]
 struct Used {
-    /// Bytes of all connections.
+    /// Total for all connections.
     total: u64,
-    /// Of that, beyond their floors.
+    /// Part of the total which exceeds the floors.
     shared: u64,
-    /// Bytes of replies that are assembled.
+    /// Bytes of assembled replies.
     assembled: u64,
 }
 
 impl Budget {
-    /// `total` bytes of buffers, of which the smallest useful one has `least`: a block.
+    /// Creates a budget for `total` buffer bytes. The smallest useful buffer is one block, with
+    /// `least` bytes.
     pub(super) fn new(total: u64, least: u64) -> Self {
         let half = total / 2;
-        // Whole pages: the longest piece that fits takes no more than that.
+        // Round down to pages, so that the largest piece will fit.
         let pages = half / MAX_CONNECTIONS / PAGE as u64;
         let floor = (pages * PAGE as u64).max(in_pages(least));
         Self {
@@ -74,7 +75,7 @@ impl Budget {
         }
     }
 
-    /// Number of connections that there can be.
+    /// Max number of connections.
     pub(super) fn connections(&self) -> usize {
         self.connections as usize
     }
@@ -84,21 +85,21 @@ impl Budget {
     }
 }
 
-/// Account of one connection at a [`Budget`].
+/// Budget account for a connection.
 #[derive(Debug)]
 pub(super) struct Account {
     budget: Arc<Budget>,
-    /// Changes under the budget's lock.
+    /// Must only be updated while holding the budget lock.
     held: AtomicU64,
-    /// As `held`, of replies that are assembled.
+    /// Same as `held`, for assembled replies.
     assembled: AtomicU64,
-    /// Requests that wait for a share.
+    /// Number of requests waiting for a share.
     waiting: AtomicUsize,
-    /// The connection, where it waits until none of them does.
+    /// Wakes the connection when there are no more waiting requests.
     behind: BufferWaiters,
 }
 
-/// A request that waits for a share.
+/// Request waiting for a share.
 struct Waiting<'a>(&'a Account);
 
 impl<'a> Waiting<'a> {
@@ -127,12 +128,12 @@ impl Account {
         }
     }
 
-    /// The most that a connection can take at any time, in bytes, if it holds nothing.
+    /// Max bytes which are always available to a connection, if it doesn't hold anything.
     pub(super) fn floor(&self) -> u64 {
         self.budget.floor
     }
 
-    /// Bytes beyond its floor that the connection would have, if it held `held`.
+    /// Bytes used above the floor if this connection holds `held` bytes.
     fn beyond(&self, held: u64) -> u64 {
         held.saturating_sub(self.budget.floor)
     }
@@ -141,16 +142,16 @@ impl Account {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// Returns whether `bytes` more are within the floor, or leave at least as much of the rest
-    /// free as this connection would hold of it. A device with all buffers free serves any
-    /// request.
+    /// Returns whether `bytes` more can be allocated: either they fit into the floor, or the free
+    /// remainder would be at least as large as this connection's use of it. If all buffers are
+    /// free, any request is allowed.
     fn may_take(&self, used: &Used, bytes: u64) -> bool {
         let (before, after) = (self.beyond(self.held()), self.beyond(self.held() + bytes));
         let shared = used.shared + after - before;
         used.total == 0 || after == 0 || after + shared <= self.budget.shared
     }
 
-    /// Takes what `most` covers, or else what `least` does, where that is within the floor.
+    /// Allocates a share for `most`, or for `least` if only that fits, and is within the floor.
     fn try_take(self: &Arc<Self>, most: &Span, least: &Span) -> Option<(Span, Share)> {
         let mut used = self.budget.used();
         let whole = in_pages(most.covering as u64);
@@ -171,8 +172,8 @@ impl Account {
         Some((*span, share))
     }
 
-    /// Takes a share for `most`, or for `least` where there is too little; or has `waker` woken
-    /// when there may be more.
+    /// Allocates a share for `most`, or for `least` if there isn't enough. On failure, `waker` will
+    /// be called when more may be available.
     pub(super) fn take_or_wake(
         self: &Arc<Self>,
         most: &Span,
@@ -181,19 +182,19 @@ impl Account {
     ) -> Option<(Span, Share)> {
         self.try_take(most, least).or_else(|| {
             self.budget.waiters.register(waker);
-            // Some may have come back before the waker was known.
+            // Check again, because buffers may have been released before we registered the waker.
             self.try_take(most, least)
         })
     }
 
-    /// Waits for a share for `most`, or for `least` where there is too little.
+    /// Waits for a share for `most`, or for `least` if there isn't enough.
     pub(super) async fn take(self: &Arc<Self>, most: &Span, least: &Span) -> (Span, Share) {
         self.wait(|waker| self.take_or_wake(most, least, waker))
             .await
     }
 
-    /// Takes a share for a reply of `len` bytes that is assembled: the connection's only one, or
-    /// one with which it holds no more than what stays free.
+    /// Allocates a share for an assembled reply with `len` bytes: either this is the only one on
+    /// the connection, or it holds no more than the free remainder.
     pub(super) fn try_assemble(self: &Arc<Self>, len: u64) -> Option<Share> {
         let mut used = self.budget.used();
         let bytes = in_pages(len);
@@ -210,7 +211,7 @@ impl Account {
         })
     }
 
-    /// Waits for what [`Self::try_assemble`] takes.
+    /// Waits until [`Self::try_assemble`] succeeds.
     pub(super) async fn assemble(self: &Arc<Self>, len: u64) -> Share {
         self.wait(|waker| {
             self.try_assemble(len).or_else(|| {
@@ -221,8 +222,9 @@ impl Account {
         .await
     }
 
-    /// Waits until `attempt` succeeds, which has the waker woken otherwise. No further requests are
-    /// read meanwhile: they could only wait too, and a share that comes back wakes all that wait.
+    /// Waits until `attempt` succeeds; on failure it must register the waker. The connection
+    /// doesn't read new requests in the meantime: they could only wait as well, and all waiters are
+    /// woken when a share is released.
     async fn wait<T>(&self, attempt: impl Fn(&Waker) -> Option<T>) -> T {
         let mut waiting = None;
         poll_fn(|cx| match attempt(cx.waker()) {
@@ -237,8 +239,8 @@ impl Account {
         .await
     }
 
-    /// Returns whether anything can be taken, and no request waits for more; if not, `waker` is
-    /// woken when that may have changed.
+    /// Returns whether a share is available and there are no waiting requests. If not, `waker` will
+    /// be called when this may have changed.
     pub(super) fn has_room(&self, waker: &Waker) -> bool {
         let has_room = || {
             self.waiting.load(Ordering::SeqCst) == 0
@@ -252,14 +254,14 @@ impl Account {
     }
 }
 
-/// What the bytes of a share are of.
+/// Type of memory used by a share.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Buffers,
     Assembled,
 }
 
-/// Bytes of a budget, given back when it is dropped.
+/// Share of a budget in bytes, released on drop.
 #[derive(Debug)]
 pub(super) struct Share {
     account: Arc<Account>,
@@ -296,14 +298,14 @@ mod tests {
     use super::*;
     use crate::block::Bell;
 
-    /// Takes a share of `pages` pages.
+    /// Allocates a share with `pages` pages.
     fn take(account: &Arc<Account>, pages: usize) -> Option<Share> {
         let span = Span::new(512, 0, pages * PAGE);
         let taken = account.take_or_wake(&span, &span, Waker::noop());
         taken.map(|(_, share)| share)
     }
 
-    /// As many shares of a page as can be had.
+    /// Allocates one-page shares until the limit is reached.
     fn take_all(account: &Arc<Account>) -> Vec<Share> {
         std::iter::from_fn(|| take(account, 1)).collect()
     }
@@ -323,7 +325,7 @@ mod tests {
         for (i, greedy) in accounts.iter().enumerate() {
             assert!(greedy.has_room(Waker::noop()));
             let shares = take_all(greedy);
-            // 448 pages are shared.
+            // There are 448 shared pages.
             let wanted = [8 + 224, 8 + 112, 8 + 56].get(i).copied().unwrap_or(8);
             assert!(shares.len() >= wanted, "{} of {i}", shares.len());
             assert!(i > 2 || shares.len() == wanted, "{} of {i}", shares.len());
@@ -356,7 +358,7 @@ mod tests {
         assert!(taken.is_ready());
         assert!(bell.events() > events, "the connection goes on");
         assert!(account.has_room(&waker));
-        // One that is given up does not wait either.
+        // Dropping the future should also stop waiting.
         let mut waiting = Box::pin(account.take(&span, &span));
         assert!(waiting.as_mut().poll(&mut cx).is_pending());
         assert!(!account.has_room(&waker));
@@ -374,7 +376,7 @@ mod tests {
             let shares: Vec<_> = std::iter::from_fn(|| account.try_assemble(len))
                 .take(1000)
                 .collect();
-            // 16 are for all.
+            // There are 16 shared pages.
             let wanted = [8, 4, 2].get(i).copied().unwrap_or(1);
             assert_eq!(shares.len(), wanted, "of {i}");
             held.push((account, shares));

@@ -1,4 +1,4 @@
-//! A connection: takes requests out of the stream and sets them off.
+//! Client connection: reads requests from the stream and starts them.
 
 use std::io;
 use std::ops::Range;
@@ -17,51 +17,52 @@ use super::proto::{self, Cookie, Errno};
 use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, NbdRequest};
 use crate::block::{
-    BlockDevice, Buffer, ByteDevice, Looks, Service, Span, Turn, ZeroOptions, task,
+    BlockDevice, Buffer, ByteDevice, Looks, LossCursor, Service, Span, Turn, ZeroOptions, task,
 };
 use crate::poll_fds::{Waited, WaitedFds};
 
-/// Size of the receive buffer: several options, or thousands of requests.
+/// Receive buffer size: enough for multiple options or thousands of requests.
 const RECEIVE: usize = 64 << 10;
 
-/// Bytes of a write from which on the next one is expected to be long too: then no more than
-/// [`AHEAD`] bytes are received beyond a payload, since what comes with the next header is copied.
+/// Min size for a long write. After one of these, we expect that the next write is also long, so we
+/// only receive up to [`AHEAD`] bytes after a payload, because data received with the next header
+/// must be copied.
 const LONG_WRITE: u32 = 32 << 10;
 const AHEAD: usize = 4 << 10;
 
-/// Receives of one turn, and requests, after which others have theirs.
+/// Max receive calls, and max requests, per turn. After this, other connections get a chance.
 const RECEIVES: usize = 16;
 const REQUESTS: usize = 64;
 
-/// Unsent bytes beyond which requests that are refused are not read any further.
+/// Max unsent bytes. Above this, we stop reading requests which are rejected.
 const MAX_BACKLOG: usize = 256 << 10;
 
-/// Condition that the thread waits for.
+/// Condition required to continue.
 enum Need {
-    /// More bytes from the client.
+    /// More data from the client.
     Bytes,
-    /// A finished request, a free buffer or room in the socket.
+    /// A completed request, a free buffer or socket buffer space.
     Room,
-    /// Another turn.
+    /// A new turn.
     Turn,
-    /// Nothing; the client is done.
+    /// Nothing, because the client is done.
     Nothing,
 }
 
-/// A write whose payload is on its way in.
+/// Write with a partially received payload.
 struct Receiving {
     answer: Arc<Answer>,
     fua: bool,
-    /// Of the next piece.
+    /// Offset for the next piece.
     offset: u64,
-    /// Bytes of the write from `offset` on.
+    /// Remaining bytes in this write, starting at `offset`.
     left: u32,
-    /// The next piece, and its share of the export's buffers, where there is no buffer for it yet.
+    /// Next piece and its share of the export's buffers, if there is no buffer for it yet.
     share: Option<(Span, Share)>,
     piece: Option<Filling>,
 }
 
-/// A piece of a write that is being filled.
+/// Piece of a write which is currently received.
 struct Filling {
     span: Span,
     buffer: Buffer,
@@ -69,27 +70,30 @@ struct Filling {
     filled: usize,
 }
 
-/// A connection of a client.
+/// Client connection.
 pub(super) struct Connection<D> {
     shared: Arc<Shared>,
     device: Arc<ByteDevice<D>>,
     machine: Machine,
     received: Vec<u8>,
-    /// Bytes in `received` that were not taken yet.
+    /// Unprocessed bytes in `received`.
     valid: Range<usize>,
-    /// The last write was a long one.
+    /// Set if the last write was a long write.
     writes_long: bool,
     receiving: Option<Receiving>,
     waker: Waker,
     ended: bool,
-    /// Events that the last turn knew of.
+    /// Event count seen in the last turn.
     seen: u64,
-    /// What the last turn lacked.
+    /// Set if the last turn needed more data.
     to_read: bool,
-    /// Requests that this turn may still take, refused ones and options included.
+    /// Remaining requests which can be processed in this turn, including options and rejected
+    /// requests.
     requests: usize,
     looks: Looks,
-    /// Gone with the connection.
+    /// Lost writes already reported to this client.
+    losses: Arc<LossCursor>,
+    /// Dropped with the connection.
     _presence: Arc<()>,
 }
 
@@ -103,6 +107,7 @@ impl<D: BlockDevice> Connection<D> {
         Self {
             waker: Waker::from(shared.bell().clone()),
             shared,
+            losses: Arc::new(device.loss_cursor()),
             device,
             machine: Machine::new(export),
             received: vec![0; RECEIVE],
@@ -118,15 +123,16 @@ impl<D: BlockDevice> Connection<D> {
         }
     }
 
-    /// Returns whether room has come back between noticing its lack and asking to be notified.
+    /// Checks again for room, because it may have become available before we registered for
+    /// notification.
     fn could_go_on(&self) -> bool {
-        // A missing buffer has its own waker, which counts as an event.
+        // If there is no buffer, it has a separate waker, which is counted as an event.
         self.receiving.is_none()
             && self.shared.has_room(&self.waker)
             && self.shared.backlog() <= Some(MAX_BACKLOG)
     }
 
-    /// Takes as many steps as the received bytes allow.
+    /// Processes as much of the received data as possible.
     fn advance(&mut self) -> Need {
         loop {
             if let Some(head) = self.machine.poll_output() {
@@ -140,7 +146,7 @@ impl<D: BlockDevice> Connection<D> {
             let backlog = self.shared.backlog();
             if self.ended || backlog.is_none() {
                 if let Some(write) = self.receiving.take() {
-                    // The client left in the middle of it.
+                    // The connection was closed during this write.
                     write.answer.fail(Errno::Io);
                 }
                 return Need::Nothing;
@@ -180,8 +186,8 @@ impl<D: BlockDevice> Connection<D> {
         }
     }
 
-    /// Moves payload to where it belongs, and sets off what is complete. Returns what is missing,
-    /// or `None` when the write is on its way.
+    /// Moves payload into its buffer and starts complete pieces. Returns the missing resource, or
+    /// `None` if the write has been started.
     fn advance_write(&mut self) -> Option<Need> {
         let write = self.receiving.as_mut().expect("the caller checked");
         loop {
@@ -201,7 +207,7 @@ impl<D: BlockDevice> Connection<D> {
                     let Some((mut span, share)) = share else {
                         return Some(Need::Room);
                     };
-                    // Asked again after registering the waker: the last buffer may have come back
+                    // Try again after registering the waker: the last buffer may have been released
                     // in between, and then nothing would wake this thread.
                     let buffer = try_buffer(&self.device, &mut span, offset, left).or_else(|| {
                         self.device.device().wake_when_free(&self.waker);
@@ -247,8 +253,8 @@ impl<D: BlockDevice> Connection<D> {
         }
     }
 
-    /// Receives what the socket has, payload straight into its buffer. Returns whether there was
-    /// anything, the end included.
+    /// Receives available data from the socket; payload is received directly into its buffer.
+    /// Returns whether there was data or the stream was closed.
     fn receive(&mut self) -> bool {
         if self.valid.is_empty() {
             self.valid = 0..0;
@@ -259,13 +265,13 @@ impl<D: BlockDevice> Connection<D> {
         let mut pieces = ArrayVec::<_, 2>::new();
         let mut direct = 0;
         if let Some(piece) = self.receiving.as_ref().and_then(|w| w.piece.as_ref()) {
-            // All that was received before is in the buffer already.
+            // All previous data has already been copied to the buffer.
             debug_assert!(self.valid.is_empty());
             direct = piece.span.len - piece.filled;
             let at = piece.span.head + piece.filled;
             pieces.push(ReceivePiece::part(piece.buffer.slice(), at..at + direct));
         }
-        // There is room: what is left is less than a message that is waited for.
+        // There is always enough space, because the remaining data is less than one message.
         let end = if self.writes_long { AHEAD } else { RECEIVE };
         pieces.push(ReceivePiece::from(&mut self.received[self.valid.end..end]));
         let received = sys::receive(self.shared.socket().as_fd(), &mut pieces);
@@ -319,6 +325,7 @@ impl<D: BlockDevice> Connection<D> {
         }
         let answer = Arc::new(Answer::new(self.shared.clone(), ticket, cookie));
         let device = self.device.clone();
+        let losses = self.losses.clone();
         match command {
             Command::Write { fua } => {
                 self.writes_long = len >= LONG_WRITE;
@@ -331,11 +338,13 @@ impl<D: BlockDevice> Connection<D> {
                     piece: None,
                 });
             }
-            Command::Flush => task::spawn(async move { answer.settle(device.flush().await) }),
+            Command::Flush => {
+                task::spawn(async move { answer.settle(device.flush_for(&losses).await) });
+            }
             Command::Trim { fua } => task::spawn(async move {
                 answer.settle(device.discard(range).await);
                 if fua {
-                    answer.settle(device.flush().await);
+                    answer.settle(device.flush_for(&losses).await);
                 }
             }),
             Command::WriteZeroes { fua, no_hole, fast } => {
@@ -348,7 +357,7 @@ impl<D: BlockDevice> Connection<D> {
                     answer.settle(device.write_zeroes(range, options).await);
                 });
             }
-            // Answered by dropping it.
+            // Dropping the request sends the reply.
             Command::Cache => {}
             Command::Read { .. } | Command::BlockStatus { .. } => unreachable!("handled above"),
         }
@@ -397,18 +406,19 @@ impl<D: BlockDevice> Service for Connection<D> {
             let has_sent = self.shared.flush();
             let need = self.advance();
             self.to_read = matches!(need, Need::Bytes);
-            // Before it is known that nothing has come back meanwhile.
+            // Must be set before checking for free resources.
             self.shared.want_tickets(!self.to_read);
             let goes_on = match need {
-                // Also if nothing can be sent any more: what is in flight takes memory and
-                // descriptors, so the client keeps its place until it has ended.
+                // Also used if we can no longer send: requests in flight still use memory and
+                // descriptors, so the client remains counted until they complete.
                 Need::Nothing if self.shared.is_idle() => return Turn::Over,
                 Need::Nothing => false,
                 Need::Turn => return Turn::Worked,
                 Need::Room => self.could_go_on(),
                 Need::Bytes => self.receive(),
             };
-            // Room that comes back is an event. Only a client that reads its answers again is not.
+            // Free resources cause an event, but if the client starts to read again, there is no
+            // event.
             if goes_on || has_sent {
                 self.looks.expect();
             } else {
@@ -431,7 +441,7 @@ impl<D: BlockDevice> Service for Connection<D> {
     fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
         out.push(Waited::reading(self.shared.bell().fd()));
         let to_write = self.shared.backlog() > Some(0);
-        // Without interest in the socket its hang-up must not end every sleep.
+        // If we don't need the socket, a closed connection must not prevent us from sleeping.
         if self.to_read || to_write {
             out.push(Waited {
                 fd: self.shared.socket(),
@@ -443,7 +453,7 @@ impl<D: BlockDevice> Service for Connection<D> {
 
     fn end_sleep(&mut self) {
         self.shared.bell().end_sleep();
-        // The socket may have ended the sleep.
+        // The socket may have caused the wakeup.
         self.looks.expect();
     }
 }
@@ -458,7 +468,7 @@ mod tests {
     use super::*;
     use crate::block::MemoryDevice;
 
-    /// A connection after its handshake, and its client.
+    /// Creates a connection after the handshake, and its client.
     fn connection() -> (Connection<MemoryDevice>, UnixStream) {
         let device = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
         let budget = Arc::new(Budget::new(device.buffer_bytes(), 512));
@@ -481,13 +491,13 @@ mod tests {
         bytes.extend([0; 4]);
         peer.write_all(&bytes).unwrap();
         while connection.turn() == Turn::Worked {}
-        // The greeting, and the export.
+        // Greeting and export info.
         peer.read_exact(&mut [0; 18 + 10]).unwrap();
         peer.set_nonblocking(true).unwrap();
         (connection, peer)
     }
 
-    /// Requests that are answered at once, without an effect.
+    /// Requests which complete immediately and do nothing.
     fn requests(number: usize) -> Vec<u8> {
         let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
         bytes.extend([0; 2]);
@@ -562,7 +572,8 @@ mod tests {
         let (mut connection, mut peer) = connection();
         let socket = connection.shared.socket();
         rustix::net::sockopt::set_socket_send_buffer_size(socket, 64 << 10).unwrap();
-        // More than the socket takes; with the second one it has no room for requests either.
+        // More than the socket buffer can hold. In the second case there is no space for new
+        // requests either.
         for len in [MAX_BACKLOG, 8 * MAX_BACKLOG] {
             connection.shared.push(Piece {
                 head: vec![0; len],
@@ -576,7 +587,7 @@ mod tests {
             assert!(connection.shared.backlog() > Some(0));
             assert!(connection.looks.is_quiet());
         }
-        // What it reads ends the sleep, and the next piece goes at once.
+        // Reading will wake the connection, so it should send the next piece immediately.
         let (mut read, mut room) = (0, vec![0; MAX_BACKLOG]);
         while read < 9 * MAX_BACKLOG {
             read += peer.read(&mut room).unwrap();
@@ -622,7 +633,7 @@ mod tests {
         connection.looks.put_off();
         peer.write_all(&requests(1)).unwrap();
         assert_eq!(connection.turn(), Turn::Waiting);
-        // As a request does that completes outside the connection's turn.
+        // Same as for a request which completes while the connection isn't running.
         connection.shared.push(Piece {
             head: vec![0; 16],
             data: None,

@@ -1,9 +1,8 @@
-//! Reading numbers and strings of what a peer sent.
+//! Parsing numbers and strings received from a peer.
 
 use super::proto::MAX_STRING;
 
-/// Rest of the data of an option, of its reply or of a chunk. The slice's length is the only
-/// authority.
+/// Remaining data of an option, option reply or chunk. Only the slice length is trusted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cursor<'a>(pub(super) &'a [u8]);
 
@@ -32,7 +31,7 @@ impl<'a> Cursor<'a> {
         Some(u64::from_be_bytes(*head))
     }
 
-    /// A string with its length before it, no longer than the protocol allows.
+    /// Reads a length-prefixed string, limited to the max size allowed by the protocol.
     pub(super) fn string(&mut self) -> Option<&'a [u8]> {
         let len = self.u32()? as usize;
         if len > MAX_STRING {

@@ -1,31 +1,31 @@
-//! Violations of the protocol by a client.
+//! Protocol errors caused by the client.
 
 use thiserror::Error;
 
-/// Reason why the stream cannot be used any longer. The connection ends without a further reply.
+/// Error in the stream from the client. The connection will be closed without a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum NbdFault {
-    /// The client's flags have a bit that we do not know.
+    /// Unknown bit set in the client flags.
     #[error("client flags {0:#x} have an unknown bit")]
     ClientFlags(u32),
-    /// An option does not begin with its magic number.
+    /// Option with an invalid magic number.
     #[error("option begins with {0:#x}")]
     OptionMagic(u64),
-    /// An option is longer than any that exists.
+    /// Option which is larger than any valid option.
     #[error("option {option} is {len} bytes long")]
     OptionLength {
-        /// Number of the option.
+        /// Option number.
         option: u32,
-        /// Length of its data, in bytes.
+        /// Data length in bytes.
         len: u32,
     },
-    /// `EXPORT_NAME`, which knows no error, named an export that does not exist.
+    /// Unknown export requested via `EXPORT_NAME`, which has no error reply.
     #[error("the client asks for an export that does not exist")]
     UnknownExport,
-    /// A request does not begin with its magic number.
+    /// Request with an invalid magic number.
     #[error("request begins with {0:#x}")]
     RequestMagic(u32),
-    /// Bytes after the end.
+    /// Data received after the stream was closed.
     #[error("the connection is closed")]
     Closed,
 }

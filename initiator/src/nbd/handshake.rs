@@ -1,4 +1,4 @@
-//! Options of the negotiation.
+//! Option negotiation.
 
 use super::Export;
 use super::cursor::Cursor;
@@ -7,7 +7,7 @@ use super::proto::{
     BASE_ALLOCATION, BASE_ALLOCATION_ID, MAX_REQUEST, OPTION_REPLY_MAGIC, info, opt, rep,
 };
 
-/// Appends a reply to an option.
+/// Appends an option reply.
 pub(super) fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
@@ -16,25 +16,25 @@ pub(super) fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(data);
 }
 
-/// Phase that follows an option.
+/// Phase after processing an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Further options may come.
+    /// The client can send more options.
     Options,
-    /// Transmission phase, with requests.
+    /// Transmission phase; the client can send requests.
     Transmission,
-    /// Nothing: the client has aborted the negotiation.
+    /// The client has aborted the negotiation.
     Closed,
 }
 
-/// The outcome of the negotiation so far.
+/// Negotiated state.
 #[derive(Clone, Debug)]
 pub(super) struct Handshake {
     pub(super) export: Export,
-    /// The answer to `EXPORT_NAME` has no padding.
+    /// Don't send padding with the `EXPORT_NAME` reply.
     pub(super) no_zeroes: bool,
     pub(super) structured: bool,
-    /// The context `base:allocation` has been selected.
+    /// Set if the context `base:allocation` has been selected.
     pub(super) base_allocation: bool,
 }
 
@@ -48,7 +48,7 @@ impl Handshake {
         }
     }
 
-    /// Answers one whole option.
+    /// Handles a complete option.
     pub(super) fn on_option(
         &mut self,
         out: &mut Vec<u8>,
@@ -56,7 +56,7 @@ impl Handshake {
         data: &[u8],
     ) -> Result<Phase, NbdFault> {
         let answer = match option {
-            // The only option whose success is not a reply, and which has no other.
+            // This is the only option with no option reply, neither for success nor for failure.
             opt::EXPORT_NAME => {
                 self.on_export_name(out, data)?;
                 return Ok(Phase::Transmission);
@@ -131,7 +131,7 @@ impl Handshake {
             reply(out, option, rep::INFO, &body);
         };
         let flags = self.export.transmission_flags(self.structured);
-        // INFO_EXPORT must be sent whether or not it was asked for; the others only if they were.
+        // INFO_EXPORT must always be sent, other info only if it was requested.
         send(info::EXPORT, &[&size.to_be_bytes(), &flags.to_be_bytes()]);
         if wants(info::NAME) {
             send(info::NAME, &[name.as_bytes()]);
@@ -163,7 +163,7 @@ impl Handshake {
     fn on_meta_context(&mut self, out: &mut Vec<u8>, option: u32, data: &[u8]) -> Result<(), u32> {
         let set = option == opt::SET_META_CONTEXT;
         if set {
-            // A new selection replaces the last, even where it fails.
+            // The new selection replaces the previous one, even if it fails.
             self.base_allocation = false;
         }
         let parse = || {

@@ -1,4 +1,4 @@
-//! One connection of an NBD server as a machine: bytes in, events and bytes out.
+//! State machine for an NBD server connection: bytes in, events and bytes out.
 //!
 //! ```text
 //! ClientFlags ──> Options ──EXPORT_NAME, GO──> Request <──payload done──> Payload
@@ -8,10 +8,11 @@
 //!  any of them ──fault, ABORT, DISC──> Closed
 //! ```
 //!
-//! The calling order: [`Machine::new`]; then, for ever, send what [`Machine::poll_output`] gives,
-//! and offer what the socket has to [`Machine::handle`], which takes as much as makes one step.
-//! After a [`Event::Request`] of a write, the payload follows in the stream; the driver takes those
-//! bytes itself, to any place, and reports them with [`Machine::handle_payload`].
+//! Call [`Machine::new`] first. Then, in a loop, send the output returned by
+//! [`Machine::poll_output`], and pass received data to [`Machine::handle`], which consumes the
+//! input for one step. If there is a [`Event::Request`] for a write, the stream continues with the
+//! payload: the driver should receive these bytes directly into a buffer and then call
+//! [`Machine::handle_payload`].
 
 use riser_state::become_state;
 
@@ -23,44 +24,44 @@ use super::proto::{
 };
 use super::transmission::{self, NbdRequest, Refusal, Verdict};
 
-/// The outcome of a step.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The client wants something done. It is valid, and within the export.
+    /// New request from the client. It has been validated, and is within the export.
     Request(NbdRequest),
-    /// The client leaves; requests in flight may still be answered.
+    /// The client has disconnected; requests in flight can still complete.
     Disconnect,
 }
 
-/// The progress of one call of [`Machine::handle`].
+/// Result of a call to [`Machine::handle`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Number of bytes of the input that it took. 0 without an event: it needs more.
+    /// Number of input bytes consumed. If it is 0 and there is no event, more data is required.
     pub consumed: usize,
-    /// Event that these bytes have led to.
+    /// Event caused by these bytes.
     pub event: Option<Event>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The greeting is out; four bytes of flags come.
+    /// The greeting has been sent; wait for the client flags, four bytes.
     ClientFlags,
     Options,
-    /// The rest of an option that was refused for its length.
+    /// Skip the remaining data for an option which was rejected because of its length.
     SkipOption {
         left: u32,
     },
     Request,
-    /// The payload of a write that was handed out.
+    /// Payload for a write request.
     Payload {
         left: u32,
     },
-    /// The payload of a write that was refused; then the refusal goes out.
+    /// Payload for a rejected write; the error is sent after it.
     SkipPayload {
         left: u32,
         reply: Refusal,
     },
-    /// The connection has ended.
+    /// The connection is closed.
     Closed,
 }
 
@@ -79,7 +80,7 @@ impl riser_state::State for State {
     }
 }
 
-/// A connection. See the module documentation.
+/// Connection state, see the module documentation.
 #[derive(Clone, Debug)]
 pub struct Machine {
     handshake: Handshake,
@@ -88,7 +89,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A connection that was just accepted. The greeting is the first output.
+    /// Creates a new connection. The first output is the greeting.
     #[must_use]
     pub fn new(export: Export) -> Self {
         let mut output = Vec::with_capacity(18);
@@ -107,24 +108,24 @@ impl Machine {
         become_state(&mut self.state, next);
     }
 
-    /// Bytes to send, in order, since the last call.
+    /// Returns bytes which should be sent next, in order.
     pub fn poll_output(&mut self) -> Option<Vec<u8>> {
         (!self.output.is_empty()).then(|| std::mem::take(&mut self.output))
     }
 
-    /// Returns whether reads and status requests must be answered in chunks.
+    /// Returns whether read and status replies must use chunks.
     #[must_use]
     pub fn is_structured(&self) -> bool {
         self.handshake.structured
     }
 
-    /// Returns whether nothing more is expected from the client.
+    /// Returns whether the client will not send more data.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.state == State::Closed
     }
 
-    /// Number of bytes of a write's payload that are next in the stream.
+    /// Number of payload bytes which are next in the stream.
     #[must_use]
     pub fn payload_left(&self) -> u32 {
         match self.state {
@@ -133,10 +134,10 @@ impl Machine {
         }
     }
 
-    /// The driver took `len` bytes of payload out of the stream.
+    /// Must be called when the driver has received `len` payload bytes from the stream.
     ///
     /// # Panics
-    /// If that is more than [`Machine::payload_left`].
+    /// If `len` exceeds [`Machine::payload_left`].
     pub fn handle_payload(&mut self, len: u32) {
         if len == 0 {
             return;
@@ -152,13 +153,13 @@ impl Machine {
         }
     }
 
-    /// One step on the bytes that the stream has, from its current position on.
+    /// Processes one step of the received data, starting at the current stream position.
     ///
-    /// It never needs more than [`MAX_OPTION`] bytes and an option's header at once, and while the
-    /// payload of a write is next it takes nothing.
+    /// It never requires more than an option header plus [`MAX_OPTION`] bytes at the same time. If
+    /// write payload is next, it doesn't consume anything.
     ///
     /// # Errors
-    /// The stream cannot be followed; the machine is closed.
+    /// Returns an error if the stream is invalid; the machine is then closed.
     pub fn handle(&mut self, input: &[u8]) -> Result<Progress, NbdFault> {
         let step = match self.state {
             State::ClientFlags => self.on_client_flags(input),
@@ -208,7 +209,7 @@ impl Machine {
             return Err(NbdFault::OptionMagic(magic));
         }
         if len as usize > MAX_OPTION {
-            // EXPORT_NAME has no answer but success.
+            // EXPORT_NAME has no error reply.
             if len > MAX_SKIPPED_OPTION || option == opt::EXPORT_NAME {
                 return Err(NbdFault::OptionLength { option, len });
             }
@@ -253,8 +254,8 @@ impl Machine {
                 self.become_state(State::Closed);
                 event = Some(Event::Disconnect);
             }
-            // A refused write still has its payload in the stream. Skipping it comes before the
-            // reply, so that the stream stays in step even if the client sends it late.
+            // If a write is rejected, we still need to skip its payload. This is done before
+            // sending the reply, so we don't lose sync, even if the client sends the payload late.
             Verdict::Refuse {
                 refusal,
                 chunked,

@@ -1,26 +1,25 @@
-//! Network Block Devices: fixed newstyle negotiation, as a server over a Unix socket and as a
-//! client.
+//! Network Block Device, fixed newstyle negotiation: server on a Unix socket, and client.
 //!
-//! - [`proto`]: the protocol's numbers, and messages encoded.
-//! - [`NbdUri`]: addresses of exports.
-//! - [`client`]: the client's side of the protocol; [`crate::disks::nbd`] has its socket.
-//! - [`Machine`]: one connection as bytes in, requests and bytes out. It owns no socket.
-//! - [`Server`]: listens, runs a machine per connection and its requests on a
+//! - [`proto`]: protocol constants and message encoding.
+//! - [`NbdUri`]: export addresses.
+//! - [`client`]: client protocol; see [`crate::disks::nbd`] for the socket I/O.
+//! - [`Machine`]: sans-I/O server connection: bytes in, requests and bytes out.
+//! - [`Server`]: accepts clients, runs a machine for each connection and executes the requests on a
 //!   [`ByteDevice`](crate::block::ByteDevice).
 //!
-//! Source: the NBD protocol document (`doc/proto.md` of the reference implementation).
+//! Source: NBD protocol specification (`doc/proto.md` in the reference implementation).
 //!
-//! The server speaks `NBD_OPT_EXPORT_NAME`, `ABORT`, `LIST`, `INFO`, `GO`, `STRUCTURED_REPLY`,
-//! `LIST_META_CONTEXT`, `SET_META_CONTEXT` with `base:allocation`; commands `READ`, `WRITE`,
-//! `DISC`, `FLUSH`, `TRIM`, `CACHE` (answered, without effect), `WRITE_ZEROES`, `BLOCK_STATUS`;
-//! several connections to one export.
+//! The server supports `NBD_OPT_EXPORT_NAME`, `ABORT`, `LIST`, `INFO`, `GO`, `STRUCTURED_REPLY`,
+//! `LIST_META_CONTEXT` and `SET_META_CONTEXT` with `base:allocation`; commands `READ`, `WRITE`,
+//! `DISC`, `FLUSH`, `TRIM`, `CACHE` (accepted, but does nothing), `WRITE_ZEROES`, `BLOCK_STATUS`;
+//! and multiple connections to the same export.
 //!
-//! Not spoken: TLS, extended headers, oldstyle negotiation, resizing.
+//! Not supported: TLS, extended headers, oldstyle negotiation, resizing.
 //!
 //! # Invariants
-//! A malformed request costs the client an error, and the connection only where the stream cannot
-//! be followed any more. Requests in flight and bytes held per connection are bounded; a client
-//! that does not read its replies stops being read.
+//! If a request is malformed, the client will get an error. We only close the connection if the
+//! stream can no longer be parsed. The number of requests in flight and bytes held per connection
+//! are limited: if a client doesn't read its replies, we stop reading its requests.
 
 mod budget;
 pub mod client;
@@ -42,25 +41,26 @@ pub use server::{Server, ServerHandle};
 pub use transmission::{Command, NbdRequest};
 pub use uri::{NbdServer, NbdUri, UriError};
 
-/// Properties of the export, as its clients see them.
+/// Export properties, as seen by clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
-    /// Name. An empty name asks for the default export, which this one is as well.
+    /// Name. Clients can also use an empty name to request this export, because it's the default.
     pub name: String,
-    /// A line for people; may be empty.
+    /// Human-readable description; can be empty.
     pub description: String,
-    /// Size of the export in bytes.
+    /// Export size in bytes.
     pub size: u64,
-    /// Best size and alignment of requests in bytes; any byte range is served.
+    /// Preferred request size and alignment in bytes; other byte ranges are also supported.
     pub preferred_block: u32,
-    /// The export refuses changes.
+    /// Reject write access.
     pub read_only: bool,
-    /// `TRIM` has an effect.
+    /// Set if `TRIM` is supported.
     pub can_trim: bool,
 }
 
 impl Export {
-    /// The transmission flags, with `NBD_FLAG_SEND_DF` where structured replies were negotiated.
+    /// Returns the transmission flags. `NBD_FLAG_SEND_DF` is set if structured replies were
+    /// negotiated.
     #[must_use]
     pub fn transmission_flags(&self, structured: bool) -> u16 {
         use proto::flag;
@@ -78,7 +78,7 @@ impl Export {
         flags | flag::SEND_FUA | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO
     }
 
-    /// Returns whether a name that a client gives means this export.
+    /// Returns whether a name sent by the client matches this export.
     #[must_use]
     pub fn is_named(&self, name: &[u8]) -> bool {
         name.is_empty() || name == self.name.as_bytes()

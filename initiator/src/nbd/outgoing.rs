@@ -1,14 +1,13 @@
-//! The sending side of a connection, shared by its thread and by the threads that complete
-//! requests.
+//! Send side of a connection, used by its thread and by threads which complete requests.
 //!
-//! A reply that is small, alone and finds room in the socket is sent by the thread that completes
-//! the request. Everything else waits in a queue for the connection's own thread, which sends many
-//! replies with one system call.
+//! If a reply is small and fits into the socket buffer, and there are no other replies, it is sent
+//! directly by the thread which completes the request. All other replies are queued for the
+//! connection thread, which can send many replies in a single system call.
 //!
-//! Bounds: [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] (and one request) bytes per connection are
-//! between the moment a request is read and the moment its last reply is in the socket; beyond
-//! them the connection is not read. The device's buffers among them, and the memory of replies that
-//! are assembled, are shared with the export's other connections: see [`super::budget`].
+//! Limits: each connection can have up to [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] bytes (plus
+//! one request) in flight, until the last reply has been sent to the socket. When a limit is
+//! reached, we stop reading from this connection. Device buffers and memory for assembled replies
+//! are shared with the other connections, see [`super::budget`].
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,26 +24,26 @@ use riser_memory::sys::{self, SendPiece};
 use super::budget::{Account, Share};
 use crate::block::{Bell, Buffer};
 
-/// Most requests of a connection in flight.
+/// Max requests in flight per connection.
 pub(super) const MAX_IN_FLIGHT: u32 = 256;
-/// Most bytes of a connection in flight, beyond which no further request is read.
+/// Max bytes in flight per connection. Above this, we stop reading new requests.
 pub(super) const MAX_BYTES: u64 = 64 << 20;
-/// Largest reply that a completing thread sends itself.
+/// Max reply size which can be sent by the completing thread.
 const INLINE_BYTES: usize = 16 << 10;
-/// With more requests in flight than this, replies are left to the connection's thread, which
-/// sends several at once.
+/// If there are more requests in flight, replies are sent by the connection thread, which can send
+/// multiple replies at the same time.
 const INLINE_IN_FLIGHT: u32 = 4;
-/// Most I/O vectors per system call.
+/// Max I/O vectors per system call.
 const MAX_IOV: usize = 64;
 
-/// A part of the stream to the client: bytes, and bytes of a buffer after them.
+/// Data to send to the client: bytes, and then a buffer range.
 pub(super) struct Piece {
     pub(super) head: Vec<u8>,
     pub(super) data: Option<(Buffer, Range<usize>)>,
-    /// The buffer's share of what the export has of them.
+    /// Share of the export's buffers used by this buffer.
     #[expect(dead_code, reason = "held for its drop")]
     pub(super) share: Option<Share>,
-    /// Given back when the piece is sent.
+    /// Released when the piece has been sent.
     #[expect(dead_code, reason = "held for its drop")]
     pub(super) ticket: Option<Arc<Ticket>>,
 }
@@ -58,27 +57,27 @@ impl Piece {
 #[derive(Default)]
 struct Queue {
     pieces: VecDeque<Piece>,
-    /// Bytes of all pieces.
+    /// Total bytes in all pieces.
     bytes: usize,
-    /// Bytes of the first piece that are sent.
+    /// Bytes already sent from the first piece.
     sent: usize,
-    /// The socket failed; nothing more goes out.
+    /// Socket error; nothing more can be sent.
     dead: bool,
 }
 
-/// State that a connection's thread and the completions of its requests share.
+/// State shared by the connection thread and request completions.
 pub(super) struct Shared {
     socket: UnixStream,
     queue: Mutex<Queue>,
     bell: Arc<Bell>,
-    /// The thread wants to know when a request is finished.
+    /// Set if the thread should be notified when a request completes.
     wants_tickets: AtomicBool,
     in_flight: AtomicU32,
     bytes: AtomicU64,
     account: Arc<Account>,
 }
 
-/// The share of the connection's bounds that one request takes until its replies are sent.
+/// Counts a request against the connection limits until its replies have been sent.
 pub(super) struct Ticket {
     shared: Arc<Shared>,
     bytes: u64,
@@ -112,19 +111,19 @@ impl Shared {
         self.socket.as_fd()
     }
 
-    /// Ends the stream from the client; what is in flight is still answered.
+    /// Stops reading from the client; requests in flight can still complete.
     pub(super) fn stop_reading(&self) {
-        // It may be closed already.
+        // It may already be closed.
         let _ = self.socket.shutdown(std::net::Shutdown::Read);
     }
 
-    /// Ends the connection; replies that are not sent yet are lost.
+    /// Closes the connection; unsent replies are lost.
     pub(super) fn hang_up(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         self.bell.ring();
     }
 
-    /// Takes a request into account.
+    /// Creates a ticket for a new request.
     pub(super) fn ticket(self: &Arc<Self>, bytes: u64) -> Arc<Ticket> {
         self.in_flight.fetch_add(1, Ordering::SeqCst);
         self.bytes.fetch_add(bytes, Ordering::SeqCst);
@@ -134,37 +133,37 @@ impl Shared {
         })
     }
 
-    /// Returns whether another request may be read; if not, `waker` or a ticket that comes back
-    /// ends that.
+    /// Returns whether a new request can be read. If not, there will be a notification via `waker`
+    /// or a released ticket.
     pub(super) fn has_room(&self, waker: &Waker) -> bool {
         self.in_flight.load(Ordering::SeqCst) < MAX_IN_FLIGHT
             && self.bytes.load(Ordering::SeqCst) < MAX_BYTES
             && self.account.has_room(waker)
     }
 
-    /// Account of the connection at the export's buffers.
+    /// Budget account for this connection.
     pub(super) fn account(&self) -> &Arc<Account> {
         &self.account
     }
 
-    /// Returns whether every request is answered and every answer sent.
+    /// Returns whether all requests are complete and all replies have been sent.
     pub(super) fn is_idle(&self) -> bool {
         self.in_flight.load(Ordering::SeqCst) == 0 && self.lock().pieces.is_empty()
     }
 
-    /// Bytes that wait to be sent, or `None` when nothing can be sent any more.
+    /// Number of queued bytes, or `None` if nothing more can be sent.
     pub(super) fn backlog(&self) -> Option<usize> {
         let queue = self.lock();
         (!queue.dead).then(|| queue.bytes - queue.sent)
     }
 
-    /// Sends a piece, or leaves it to the connection's thread.
+    /// Sends a piece, or adds it to the queue for the connection thread.
     pub(super) fn push(&self, piece: Piece) {
         let mut sent = Vec::new();
         let notify = {
             let mut queue = self.lock();
             if queue.dead {
-                // Dropped below, outside the lock.
+                // Will be dropped below, after unlocking.
                 sent.push(piece);
                 false
             } else {
@@ -179,17 +178,17 @@ impl Shared {
                 !queue.pieces.is_empty()
             }
         };
-        // A dropped piece gives back its buffer, which may wake a waiter.
+        // Dropping a piece releases its buffer, which may wake a waiter.
         drop(sent);
         if notify {
             self.bell.ring();
         } else {
-            // A client that has its answer is likely to send the next request.
+            // After receiving the reply, the client will likely send a new request.
             self.bell.note();
         }
     }
 
-    /// Sends what the socket takes of the queue; whether that was anything.
+    /// Sends as much of the queue as possible; returns whether anything was sent.
     pub(super) fn flush(&self) -> bool {
         let mut sent = Vec::new();
         let any = {
@@ -230,8 +229,8 @@ impl Shared {
                 },
             };
             queue.sent += n;
-            // A send may end inside a piece, which stays with its buffer until the rest has gone.
-            // Pieces that are done are dropped by the caller, without the lock, as that may wake
+            // A partially sent piece must keep its buffer until the remaining bytes are sent.
+            // Completed pieces are dropped by the caller after unlocking, because this can wake
             // tasks.
             while let Some(first) = queue.pieces.front() {
                 let len = first.len();
@@ -245,12 +244,12 @@ impl Shared {
         }
     }
 
-    /// Notifies the connection's thread that something happened.
+    /// Used to notify the connection thread about new events.
     pub(super) fn bell(&self) -> &Arc<Bell> {
         &self.bell
     }
 
-    /// Asks for a notification when a request is finished, or no longer.
+    /// Enables or disables notification when a request completes.
     pub(super) fn want_tickets(&self, wanted: bool) {
         self.wants_tickets.store(wanted, Ordering::SeqCst);
     }

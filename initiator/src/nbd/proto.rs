@@ -1,61 +1,61 @@
-//! Numbers of the NBD protocol, and the replies of its transmission phase. Everything is
-//! big-endian on the wire.
+//! NBD protocol constants, and replies for the transmission phase. All values are big-endian on the
+//! wire.
 
-/// First of the server's greeting, `NBDMAGIC`.
+/// First field in the server greeting, `NBDMAGIC`.
 pub const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// Second of the greeting, and first of every option, `IHAVEOPT`.
+/// Second field in the greeting, and first field in each option, `IHAVEOPT`.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// First of every reply to an option.
+/// First field in each option reply.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// First of every request.
+/// First field in each request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// First of a simple reply.
+/// First field in a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// First of a chunk of a structured reply.
+/// First field in a structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 
-/// Second of the greeting of a server that negotiates nothing (oldstyle).
+/// Second field in the greeting if the server doesn't support negotiation (oldstyle).
 pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 
-/// Port that IANA has assigned.
+/// Port assigned by IANA.
 pub const NBD_PORT: u16 = 10809;
 
-/// Length of a server's greeting in bytes.
+/// Server greeting length in bytes.
 pub const GREETING_LEN: usize = 18;
-/// Length of the header of a reply to an option, in bytes.
+/// Option reply header length in bytes.
 pub const OPTION_REPLY_LEN: usize = 20;
-/// Length of a simple reply in bytes.
+/// Simple reply length in bytes.
 pub const SIMPLE_REPLY_LEN: usize = 16;
-/// Length of the header of a structured reply chunk, in bytes.
+/// Structured reply chunk header length in bytes.
 pub const CHUNK_LEN: usize = 20;
-/// Length of a request's header in bytes.
+/// Request header length in bytes.
 pub const REQUEST_LEN: usize = 28;
-/// Length of an option's header in bytes.
+/// Option header length in bytes.
 pub const OPTION_LEN: usize = 16;
 
-/// Longest name or query that a client may send, in bytes.
+/// Max length for a name or query sent by the client, in bytes.
 pub const MAX_STRING: usize = 4096;
-/// Longest option that is looked at, in bytes. A longer one is refused.
+/// Max supported option length in bytes. Larger options are rejected.
 pub const MAX_OPTION: usize = 32 * 1024;
-/// Longest option that is skipped after it is refused; beyond it the connection ends.
+/// Max option length which can be skipped after rejection; above this we close the connection.
 pub const MAX_SKIPPED_OPTION: u32 = 1 << 20;
-/// Longest read or write, in bytes; what clients assume where nothing is negotiated.
+/// Max read or write size in bytes; this is also the client's default without negotiation.
 pub const MAX_REQUEST: u32 = 32 << 20;
 
-/// The one metadata context.
+/// The only metadata context.
 pub const BASE_ALLOCATION: &str = "base:allocation";
-/// Our id for [`BASE_ALLOCATION`].
+/// Our ID for [`BASE_ALLOCATION`].
 pub const BASE_ALLOCATION_ID: u32 = 1;
 
-/// Flags of the handshake.
+/// Handshake flags.
 pub mod handshake_flag {
-    /// Fixed newstyle, both ways.
+    /// Fixed newstyle, used by both sides.
     pub const FIXED_NEWSTYLE: u16 = 1;
-    /// No 124 zero bytes after the answer to `EXPORT_NAME`, both ways.
+    /// Don't send 124 zero bytes after the `EXPORT_NAME` reply, used by both sides.
     pub const NO_ZEROES: u16 = 2;
 }
 
-/// Transmission flags, the abilities of an export.
+/// Transmission flags, indicating supported export features.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod flag {
     pub const HAS_FLAGS: u16 = 1;
@@ -70,7 +70,7 @@ pub mod flag {
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
-/// Options of the negotiation.
+/// Negotiation options.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod opt {
     pub const EXPORT_NAME: u32 = 1;
@@ -83,7 +83,7 @@ pub mod opt {
     pub const SET_META_CONTEXT: u32 = 10;
 }
 
-/// Types of replies to options.
+/// Option reply types.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod rep {
     pub const ACK: u32 = 1;
@@ -101,7 +101,7 @@ pub mod rep {
     pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
 }
 
-/// Types of information about an export.
+/// Export information types.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod info {
     pub const EXPORT: u16 = 0;
@@ -110,7 +110,7 @@ pub mod info {
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// Numbers of the commands.
+/// Command numbers.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod cmd {
     pub const READ: u16 = 0;
@@ -123,7 +123,7 @@ pub mod cmd {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// Flags that commands may have.
+/// Command flags.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod cmd_flag {
     pub const FUA: u16 = 1;
@@ -133,7 +133,7 @@ pub mod cmd_flag {
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
-/// Types and flags of structured reply chunks, and the flags of `base:allocation` extents.
+/// Structured reply chunk types and flags, and `base:allocation` extent flags.
 #[allow(missing_docs, reason = "the names are the protocol document's")]
 pub mod chunk {
     pub const FLAG_DONE: u16 = 1;
@@ -147,7 +147,7 @@ pub mod chunk {
     pub const STATE_ZERO: u32 = 2;
 }
 
-/// The error numbers that a reply may carry.
+/// Error codes used in replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names are the protocol document's")]
@@ -160,8 +160,8 @@ pub enum Errno {
 }
 
 impl Errno {
-    /// Failure of a block operation that an error number of a server means. Numbers that the
-    /// protocol does not name are failures of input or output.
+    /// Converts an error code received from a server to a block error. Unknown codes are treated as
+    /// I/O errors.
     #[must_use]
     pub fn block_error(number: u32, message: &str) -> crate::block::BlockError {
         use crate::block::BlockError as E;
@@ -184,16 +184,16 @@ impl From<&crate::block::BlockError> for Errno {
             E::NoSpace => Self::NoSpc,
             E::Unsupported => Self::NotSup,
             E::OutOfRange => Self::Inval,
-            E::Io(_) | E::Medium(_) | E::TimedOut | E::Disconnected(_) => Self::Io,
+            E::Io(_) | E::Medium(_) | E::WritesLost | E::TimedOut | E::Disconnected(_) => Self::Io,
         }
     }
 }
 
-/// A client's name for a request; replies carry it back.
+/// Request ID set by the client, and returned in replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cookie(pub u64);
 
-/// Header of a request.
+/// Creates a request header.
 #[must_use]
 pub fn request_header(
     command: u16,
@@ -212,7 +212,7 @@ pub fn request_header(
     out
 }
 
-/// An option of the negotiation with its data.
+/// Creates a negotiation option with data.
 #[must_use]
 pub fn option(number: u32, data: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(OPTION_LEN + data.len());
@@ -223,7 +223,7 @@ pub fn option(number: u32, data: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A simple reply, without the data that a successful read appends.
+/// Creates a simple reply; for a successful read, data must be appended.
 #[must_use]
 pub fn simple_reply(cookie: Cookie, error: Option<Errno>) -> [u8; SIMPLE_REPLY_LEN] {
     let mut out = [0; SIMPLE_REPLY_LEN];
@@ -233,7 +233,7 @@ pub fn simple_reply(cookie: Cookie, error: Option<Errno>) -> [u8; SIMPLE_REPLY_L
     out
 }
 
-/// Header of a structured reply chunk whose payload is `len` bytes.
+/// Creates a structured reply chunk header for `len` bytes of payload.
 #[must_use]
 pub fn chunk_header(cookie: Cookie, kind: u16, flags: u16, len: u32) -> [u8; CHUNK_LEN] {
     let mut out = [0; CHUNK_LEN];
@@ -245,7 +245,7 @@ pub fn chunk_header(cookie: Cookie, kind: u16, flags: u16, len: u32) -> [u8; CHU
     out
 }
 
-/// A chunk of data read at `offset`, without the `len` bytes of data that follow it.
+/// Creates a data chunk for `offset`, not including the `len` bytes of data.
 #[must_use]
 pub fn data_chunk(cookie: Cookie, offset: u64, len: u32, done: bool) -> Vec<u8> {
     let mut out = Vec::with_capacity(28);
@@ -259,13 +259,13 @@ pub fn data_chunk(cookie: Cookie, offset: u64, len: u32, done: bool) -> Vec<u8> 
     out
 }
 
-/// The empty chunk that ends a reply.
+/// Creates an empty chunk, used to complete a reply.
 #[must_use]
 pub fn done_chunk(cookie: Cookie) -> Vec<u8> {
     chunk_header(cookie, chunk::NONE, chunk::FLAG_DONE, 0).to_vec()
 }
 
-/// A chunk that says that the request failed, at `offset` if that is known.
+/// Creates an error chunk for a failed request, with the error offset if known.
 #[must_use]
 pub fn error_chunk(cookie: Cookie, error: Errno, offset: Option<u64>, done: bool) -> Vec<u8> {
     let flags = u16::from(done) * chunk::FLAG_DONE;
@@ -276,7 +276,7 @@ pub fn error_chunk(cookie: Cookie, error: Errno, offset: Option<u64>, done: bool
     let mut out = Vec::with_capacity(34);
     out.extend(chunk_header(cookie, kind, flags, len));
     out.extend((error as u32).to_be_bytes());
-    // No message: the number says it.
+    // No message: the error code is enough.
     out.extend(0u16.to_be_bytes());
     if let Some(offset) = offset {
         out.extend(offset.to_be_bytes());
@@ -284,7 +284,7 @@ pub fn error_chunk(cookie: Cookie, error: Errno, offset: Option<u64>, done: bool
     out
 }
 
-/// The chunk that answers a `BLOCK_STATUS`: lengths and state flags.
+/// Creates a `BLOCK_STATUS` reply chunk with lengths and state flags.
 #[must_use]
 pub fn status_chunk(cookie: Cookie, extents: &[(u32, u32)]) -> Vec<u8> {
     let len = 4 + 8 * extents.len();

@@ -1,7 +1,7 @@
-//! Requests in flight, and their replies.
+//! Requests in flight and their replies.
 //!
-//! A request is answered by its last holder: [`Answer`] and `LastChunk` send the reply, or its
-//! end, when they are dropped, so that no request can be forgotten.
+//! A request is completed when it is dropped: [`Answer`] sends the reply and `LastChunk` sends the
+//! final chunk on drop, so we can't lose a request.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,16 +14,15 @@ use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, task};
 
-/// Most extents in one answer to `BLOCK_STATUS`.
+/// Max extents in a `BLOCK_STATUS` reply.
 const MAX_EXTENTS: usize = 4096;
 
-/// A simple reply that goes out when the last part of its request is done, even if that part is
-/// lost on the way.
+/// Simple reply which is sent when all parts of the request are done, even if a part is dropped.
 pub(super) struct Answer {
     shared: Arc<Shared>,
     ticket: Arc<Ticket>,
     cookie: Cookie,
-    /// The first failure; 0 for none.
+    /// First error; 0 if there is no error.
     error: AtomicU32,
 }
 
@@ -64,7 +63,7 @@ impl Drop for Answer {
     }
 }
 
-/// The end of a structured reply in several chunks: goes out when all of them have.
+/// Final chunk in a structured reply, sent when all data chunks have been sent.
 struct LastChunk {
     shared: Arc<Shared>,
     ticket: Arc<Ticket>,
@@ -82,7 +81,7 @@ impl Drop for LastChunk {
     }
 }
 
-/// Extents in the form of `base:allocation`, neighbours of one kind merged.
+/// Converts extents to `base:allocation` format, merging adjacent extents with the same type.
 pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
     let mut out: Vec<(u32, u32)> = Vec::new();
     for extent in extents {
@@ -91,7 +90,7 @@ pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
             ExtentKind::Hole => proto::chunk::STATE_HOLE | proto::chunk::STATE_ZERO,
             ExtentKind::Zero => proto::chunk::STATE_ZERO,
         };
-        // The whole range has 32 bits of length, so its parts do.
+        // The full range has a 32-bit length, so this fits.
         let len = u32::try_from(extent.len).expect("an extent is within the requested range");
         match out.last_mut() {
             Some((last, of)) if *of == flags => *last += len,
@@ -105,8 +104,8 @@ pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
     out
 }
 
-/// A share of the export's buffers for the first piece of a request is for one of these: the
-/// longest piece, or at least what the account may always have.
+/// Returns spans for the first piece of a request, used to allocate a share of the export's
+/// buffers: the largest possible piece, and the minimum which is always available to the account.
 pub(super) fn first_pieces<D: BlockDevice>(
     device: &ByteDevice<D>,
     account: &Account,
@@ -118,9 +117,9 @@ pub(super) fn first_pieces<D: BlockDevice>(
     (most, least)
 }
 
-/// A buffer for the first piece of a request. A buffer is a run of pages, and what others hold may
-/// leave none that is as long: then the piece is shortened. Only one of a page, or a block, is
-/// worth waiting for: that is what `span` is where there is none.
+/// Allocates a buffer for the first piece of a request. A buffer must use contiguous pages, which
+/// may not be available because of fragmentation: in this case we use a smaller piece. It only
+/// makes sense to wait for a single page or block, so `span` is set to this size on failure.
 pub(super) fn try_buffer<D: BlockDevice>(
     device: &ByteDevice<D>,
     span: &mut Span,
@@ -140,10 +139,10 @@ pub(super) fn try_buffer<D: BlockDevice>(
     }
 }
 
-/// A part of a reply, a buffer of the device for it, and its share of them.
+/// Part of a reply: range, device buffer and buffer share.
 type Part = (Span, Buffer, Share);
 
-/// State of a read in flight for its reply.
+/// State for a read in flight.
 pub(super) struct Reader<D> {
     pub(super) shared: Arc<Shared>,
     pub(super) device: Arc<ByteDevice<D>>,
@@ -153,8 +152,8 @@ pub(super) struct Reader<D> {
 }
 
 impl<D: BlockDevice> Reader<D> {
-    /// Reads and replies: with one transfer where the request and the buffers that can be had allow
-    /// it.
+    /// Reads data and sends the reply, using a single transfer if allowed by the request and the
+    /// available buffers.
     pub(super) async fn read(self, offset: u64, len: u32, dont_fragment: bool) {
         let first = self.piece(offset, len).await;
         if first.0.len == len as usize {
@@ -175,7 +174,8 @@ impl<D: BlockDevice> Reader<D> {
         }
     }
 
-    /// A long read for a client that takes it in pieces, each as soon as it is there.
+    /// Handles a large read if the client supports chunks; each chunk is sent as soon as it is
+    /// available.
     async fn read_in_chunks(self, first: Part, mut offset: u64, mut left: u32) {
         let mut next = Some(first);
         let last = Arc::new(LastChunk {
@@ -190,8 +190,8 @@ impl<D: BlockDevice> Reader<D> {
             };
             let (last, device) = (last.clone(), self.device.clone());
             let cookie = self.cookie;
-            // Chunks go in the order in which their reads end, which structured replies allow. The
-            // end of the reply is sent when the last task drops its share of `last`.
+            // Chunks are sent when their reads complete, because structured replies can be out of
+            // order. The final chunk is sent when the last task drops its reference to `last`.
             task::spawn(async move {
                 let piece = match device.read(span, buffer).await {
                     Ok(buffer) => Piece {
@@ -214,13 +214,13 @@ impl<D: BlockDevice> Reader<D> {
         }
     }
 
-    /// A long read for a client that takes it in one piece only: assembled in memory of its own.
+    /// Handles a large read if the client doesn't support chunks: assembled in separate memory.
     async fn read_assembled(self, first: Part, offset: u64, len: u32) {
         let account = self.shared.account();
         let (mut next, room) = match account.try_assemble(len.into()) {
             Some(room) => (Some(first), room),
             None => {
-                // Those that are assembled by now may wait for its buffer.
+                // Other assembled replies may be waiting for this buffer.
                 drop(first);
                 (None, account.assemble(len.into()).await)
             }
@@ -229,8 +229,8 @@ impl<D: BlockDevice> Reader<D> {
             Ok(whole) => whole,
             Err(error) => return self.refuse(&BlockError::Io(error.to_string()), offset),
         };
-        // Piece by piece, each in the device's memory only while it is read: the whole may be
-        // larger than what the device has, and waiting for all of it could lock up connections.
+        // Read piece by piece, so device memory is only used during each read: the full range may
+        // be larger than the device buffers, and waiting for all of it could cause a deadlock.
         let mut done = 0;
         while done < len as usize {
             let at = offset + done as u64;
@@ -256,7 +256,7 @@ impl<D: BlockDevice> Reader<D> {
         self.reply(offset, whole, 0..len as usize, room);
     }
 
-    /// The first part of what is left of the reply.
+    /// Allocates the next part of the reply.
     async fn piece(&self, offset: u64, left: u32) -> Part {
         let (account, left) = (self.shared.account(), left.into());
         let (most, least) = first_pieces(&self.device, account, offset, left);

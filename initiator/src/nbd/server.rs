@@ -1,5 +1,5 @@
-//! Listens on a Unix socket, and has every client served by the disk's thread, or by one of its own
-//! where that has none.
+//! Listens on a Unix socket. Clients are handled by the disk thread if there is one, otherwise by a
+//! new thread for each client.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -20,26 +20,26 @@ use super::connection::Connection;
 use super::outgoing::Shared;
 use crate::block::{BlockDevice, ByteDevice, serve, task};
 
-/// Clients that wait to be accepted.
+/// Max clients waiting for accept.
 const BACKLOG: i32 = 128;
 
-/// Size that is asked for the sending side of a client's socket, in bytes, so that a reply of some
-/// hundred kilobytes goes out at once.
+/// Send buffer size requested for client sockets in bytes. It should be large enough to send a
+/// reply with hundreds of kilobytes at once.
 const SEND_BUFFER: usize = 1 << 20;
 
-/// Longest time for a client that is being disconnected to read its last replies.
+/// Max time for a disconnecting client to read the remaining replies.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Interval at which clients that are to leave are looked at.
+/// Poll interval for disconnecting clients.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// A client that was accepted.
+/// Connected client.
 #[derive(Debug)]
 struct Client {
     shared: Weak<Shared>,
-    /// Gone with its connection, whose thread ends then.
+    /// Dropped with the connection; its thread exits after that.
     presence: Weak<()>,
-    /// Its own, if it has one.
+    /// Client thread, if it has one.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -48,7 +48,7 @@ impl Client {
         self.presence.strong_count() == 0
     }
 
-    /// Ends the connection, and waits until it is gone.
+    /// Closes the connection and waits until it is dropped.
     fn end(self) {
         if let Some(shared) = self.shared.upgrade() {
             shared.hang_up();
@@ -65,7 +65,7 @@ impl Client {
 
 type Clients = Arc<Mutex<Vec<Client>>>;
 
-/// An NBD server that is not running yet.
+/// NBD server, before it is started.
 #[derive(Debug)]
 pub struct Server<D> {
     listener: UnixListener,
@@ -76,11 +76,11 @@ pub struct Server<D> {
 }
 
 impl<D: BlockDevice> Server<D> {
-    /// Binds the socket, with access for its owner only. A socket there that no process listens on
-    /// is replaced.
+    /// Binds the socket; only the owner will have access. If there is an existing socket and no
+    /// process is listening on it, it will be replaced.
     ///
     /// # Errors
-    /// Those of binding it, `AddrInUse` where a server listens or where there is another file.
+    /// Returns an error from bind, or `AddrInUse` if there is already a server or a different file.
     pub fn bind(
         path: &Path,
         device: Arc<ByteDevice<D>>,
@@ -88,8 +88,8 @@ impl<D: BlockDevice> Server<D> {
         description: &str,
     ) -> io::Result<Self> {
         if let Ok(meta) = path.symlink_metadata() {
-            // A socket without a listener is left over from a process that was killed. To connect
-            // is the only way to know.
+            // If nobody is listening, this socket is a leftover from a killed process. We need to
+            // connect to find out.
             if !meta.file_type().is_socket() || UnixStream::connect(path).is_ok() {
                 return Err(io::ErrorKind::AddrInUse.into());
             }
@@ -117,10 +117,10 @@ impl<D: BlockDevice> Server<D> {
         })
     }
 
-    /// Starts to accept clients.
+    /// Starts accepting clients.
     ///
     /// # Errors
-    /// Those of starting a thread.
+    /// Returns an error if a thread can't be started.
     pub fn start(self) -> io::Result<ServerHandle> {
         let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
         let clients = Clients::default();
@@ -164,7 +164,8 @@ impl<D: BlockDevice> Server<D> {
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    // Out of descriptors, as a rule: give those who have some time to leave.
+                    // We are probably out of descriptors: wait until some clients have
+                    // disconnected.
                     tracing::warn!(%error, "NBD client cannot be accepted");
                     thread::sleep(Duration::from_millis(100));
                 }
@@ -178,7 +179,7 @@ impl<D: BlockDevice> Server<D> {
         if clients.len() >= self.budget.connections() {
             return Err(io::Error::other("too many clients"));
         }
-        // The kernel gives what its limit allows.
+        // The size can be limited by the kernel.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER);
         let account = Account::new(self.budget.clone());
         let shared = Arc::new(Shared::new(socket, account)?);
@@ -199,11 +200,11 @@ impl<D: BlockDevice> Server<D> {
     }
 }
 
-/// Listens on a socket that only its owner can connect to, from the moment it is there.
+/// Creates a listening socket which is only accessible by its owner from the start.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // Linux gives the file the mode that the socket has when it is bound, less the umask.
+    // On Linux, the file is created with the socket's mode (minus umask) when it is bound.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     net::listen(&socket, BACKLOG)?;
@@ -214,7 +215,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A running NBD server.
+/// Running NBD server.
 pub struct ServerHandle {
     stop: Arc<OwnedFd>,
     clients: Clients,
@@ -232,18 +233,18 @@ impl std::fmt::Debug for ServerHandle {
 }
 
 impl ServerHandle {
-    /// Number of clients at present.
+    /// Number of current clients.
     #[must_use]
     pub fn connections(&self) -> usize {
         let clients = lock(&self.clients);
         clients.iter().filter(|client| !client.is_gone()).count()
     }
 
-    /// Stops accepting, answers what is in flight, closes every connection, flushes the disk and
+    /// Stops accepting, completes requests in flight, closes all connections, flushes the disk and
     /// removes the socket.
     ///
     /// # Errors
-    /// The flush failed.
+    /// Returns an error if the flush failed.
     pub fn stop(mut self) -> io::Result<()> {
         self.shut_down();
         (self.flush)()
@@ -257,7 +258,8 @@ impl ServerHandle {
         if thread.join().is_err() {
             tracing::error!("the NBD server's thread panicked");
         }
-        // Before the clients go: no other client shall find it and wait in vain.
+        // Must be removed before closing the clients: otherwise new clients could find the socket
+        // and connect to it.
         let _ = std::fs::remove_file(&self.path);
         let clients = std::mem::take(&mut *lock(&self.clients));
         for client in &clients {

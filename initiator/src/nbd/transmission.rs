@@ -1,92 +1,92 @@
-//! Requests of the transmission phase: which are served, and how the others are refused.
+//! Request validation for the transmission phase.
 //!
-//! A range that is not within the export is `EINVAL`, but `ENOSPC` where it would have to hold data
-//! afterwards, as the protocol document has it. A change of a read-only export is `EPERM`.
+//! If a range exceeds the export, we return `ENOSPC` for commands which store data and `EINVAL`
+//! otherwise, as required by the specification. If the export is read-only, writes return `EPERM`.
 
 use super::fault::NbdFault;
 use super::handshake::Handshake;
 use super::proto::{Cookie, Errno, MAX_REQUEST, REQUEST_LEN, REQUEST_MAGIC, cmd, cmd_flag};
 
-/// A refusal that waits for the end of the payload.
+/// Error reply which is sent after the payload has been skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Refusal {
     pub(super) cookie: Cookie,
     pub(super) error: Errno,
 }
 
-/// A request that may be served.
+/// Validated request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NbdRequest {
-    /// The client's name for it.
+    /// Client's request ID.
     pub cookie: Cookie,
-    /// Command of the request.
+    /// Request command.
     pub command: Command,
     /// Offset of the first byte.
     pub offset: u64,
-    /// Length in bytes; 0 for a flush.
+    /// Length in bytes; 0 for flush.
     pub len: u32,
 }
 
-/// Command of a request on its range.
+/// Request command for this range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Read the range from the device.
     Read {
-        /// All in one chunk.
+        /// Reply with a single chunk.
         dont_fragment: bool,
     },
-    /// Write the payload that follows.
+    /// Write the payload after the header.
     Write {
-        /// Answer when it is on stable storage.
+        /// Data must be on stable storage before sending the reply.
         fua: bool,
     },
-    /// Put all finished writes onto stable storage.
+    /// Flush all completed writes to stable storage.
     Flush,
-    /// The contents are not needed any more.
+    /// Contents are no longer needed.
     Trim {
-        /// Answer when that is on stable storage.
+        /// Changes must be on stable storage before sending the reply.
         fua: bool,
     },
-    /// The contents will be read soon.
+    /// Contents will be read soon.
     Cache,
-    /// Make it read as zeroes.
+    /// Set contents to zero.
     WriteZeroes {
-        /// Answer when that is on stable storage.
+        /// Changes must be on stable storage before sending the reply.
         fua: bool,
-        /// The space must stay allocated.
+        /// The space must remain allocated.
         no_hole: bool,
-        /// Fail rather than write zeroes the slow way.
+        /// Fail if zeroing isn't faster than a normal write.
         fast: bool,
     },
-    /// Report which blocks are allocated.
+    /// Return allocation status.
     BlockStatus {
-        /// Report one extent only.
+        /// Return a single extent.
         one: bool,
     },
 }
 
 impl NbdRequest {
-    /// Number of bytes of payload that follow the header of a write.
+    /// Number of payload bytes after a write header.
     #[must_use]
     pub fn payload(&self) -> Option<u32> {
         matches!(self.command, Command::Write { .. }).then_some(self.len)
     }
 }
 
-/// Decision on a request.
+/// Validation result.
 pub(super) enum Verdict {
     Accept(NbdRequest),
     Refuse {
         refusal: Refusal,
-        /// The client expects chunks.
+        /// The client expects a reply in chunks.
         chunked: bool,
-        /// Payload to skip first.
+        /// Number of payload bytes to skip first.
         payload: u32,
     },
     Disconnect,
 }
 
-/// Judges the header of a request.
+/// Validates a request header.
 pub(super) fn judge(
     header: &[u8; REQUEST_LEN],
     handshake: &Handshake,
@@ -154,7 +154,7 @@ fn plan_command(
         ),
         _ => return Err(Errno::Inval),
     };
-    // FUA is allowed with every command, and means nothing with those that write nothing.
+    // FUA is allowed for all commands, but is ignored if the command doesn't write.
     if flags & !(allowed | cmd_flag::FUA) != 0 {
         return Err(Errno::Inval);
     }

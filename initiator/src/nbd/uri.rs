@@ -1,6 +1,6 @@
-//! Addresses of NBD exports, as the NBD project's `doc/uri.md` defines them.
+//! NBD export addresses, as defined in `doc/uri.md` by the NBD project.
 //!
-//! A URI of RFC 3986: the export's name and the values of the query are percent-encoded.
+//! These are RFC 3986 URIs: the export name and query values are percent-encoded.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,72 +10,72 @@ use thiserror::Error;
 
 use super::proto::{MAX_STRING, NBD_PORT};
 
-/// Reason for a string to be no address of an NBD export.
+/// Error for an invalid NBD address.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum UriError {
-    /// The scheme is none of NBD's.
+    /// Not an NBD scheme.
     #[error("an NBD address begins with `nbd://` or `nbd+unix://`")]
     Scheme,
-    /// The scheme demands encryption.
+    /// The scheme requires encryption.
     #[error("`{0}` demands TLS, which is not supported")]
     Tls(String),
-    /// A user is named, which only TLS has.
+    /// User name, only used for TLS.
     #[error("an NBD address without TLS has no user")]
     User,
-    /// The host is missing or malformed.
+    /// Missing or malformed host.
     #[error("host `{0}` is neither an address nor a name")]
     Host(String),
-    /// The port is no number from 1 to 65535.
+    /// The port isn't a number from 1 to 65535.
     #[error("port `{0}` is not a number from 1 to 65535")]
     Port(String),
-    /// A Unix socket has a host as well.
+    /// Host used with a Unix socket.
     #[error("`nbd+unix://{0}` names a host; write `nbd+unix:///EXPORT?socket=PATH`")]
     HostOfSocket(String),
-    /// A Unix socket has no path.
+    /// Unix socket without a path.
     #[error("`nbd+unix` needs the path of its socket: `?socket=PATH`")]
     NoSocket,
-    /// The path of the socket cannot be one.
+    /// Invalid socket path.
     #[error("socket `{0}` is not a path")]
     Socket(String),
-    /// A percent sign is not followed by two hexadecimal digits, or the bytes are not UTF-8.
+    /// Percent sign without two hex digits, or invalid UTF-8.
     #[error("`{0}` is not a percent-encoded UTF-8 string")]
     Encoding(String),
-    /// The name of the export has a NUL byte or is longer than the protocol allows.
+    /// The export name contains a NUL byte or exceeds the max length.
     #[error("the name of an export has at most {MAX_STRING} bytes and no NUL")]
     Export,
-    /// A key of the query does not exist, or not for this scheme.
+    /// Query key which is unknown, or not supported for this scheme.
     #[error("unknown key `{0}`")]
     UnknownKey(String),
-    /// A key occurs twice.
+    /// Duplicate key.
     #[error("key `{0}` occurs twice")]
     Repeated(String),
 }
 
-/// Location of an NBD server.
+/// NBD server location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NbdServer {
-    /// TCP.
+    /// TCP server.
     Tcp {
-        /// Name or address of the host, an IPv6 address without brackets.
+        /// Host name or address; IPv6 addresses don't include brackets.
         host: String,
         /// TCP port.
         port: u16,
     },
-    /// Path of a Unix socket.
+    /// Unix socket path.
     Unix(PathBuf),
 }
 
-/// Address of an export.
+/// Export address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdUri {
-    /// Location of the server.
+    /// Server location.
     pub server: NbdServer,
-    /// Name of the export; empty for the server's default one.
+    /// Export name; empty for the default export.
     pub export: String,
 }
 
 impl NbdUri {
-    /// Returns whether a text has one of the schemes of NBD, also of those that are not supported.
+    /// Returns whether the text uses an NBD scheme, even if it isn't supported.
     #[must_use]
     pub fn has_scheme(text: &str) -> bool {
         let scheme = text.split_once("://").map(|(scheme, _)| scheme);
@@ -107,7 +107,7 @@ impl FromStr for NbdUri {
         let mut socket = None;
         for pair in query.into_iter().flat_map(|query| query.split('&')) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-            // Unknown keys are errors: one that asks for TLS must not be ignored.
+            // We must reject unknown keys: for example, a key which requires TLS can't be ignored.
             match key {
                 "socket" if scheme == "nbd+unix" => {
                     if socket.replace(decode(value)?).is_some() {
@@ -124,7 +124,7 @@ impl FromStr for NbdUri {
             }
             "nbd+unix" => match socket {
                 None => return Err(UriError::NoSocket),
-                // An abstract socket begins with NUL, and has no path.
+                // Abstract sockets start with NUL and don't have a path.
                 Some(path) if path.is_empty() || path.contains('\0') => {
                     return Err(UriError::Socket(path.replace('\0', "%00")));
                 }
@@ -158,7 +158,7 @@ fn parse_authority(text: &str) -> Result<NbdServer, UriError> {
         }
     };
     let port = match port.strip_prefix(':') {
-        // RFC 3986 allows a colon without a port.
+        // RFC 3986 allows a colon without a port number.
         Some("") => NBD_PORT,
         Some(port) => {
             let is_number = port.bytes().all(|b| b.is_ascii_digit());
@@ -192,7 +192,7 @@ fn decode(text: &str) -> Result<String, UriError> {
     String::from_utf8(bytes).map_err(|_| bad())
 }
 
-/// Writes a string with all bytes encoded that have a meaning of their own somewhere in a URI.
+/// Writes a percent-encoded string; all bytes with a special meaning in URIs are encoded.
 fn encode(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
     for byte in text.bytes() {
         let is_plain = byte.is_ascii_alphanumeric() || b"-._~/:,@+".contains(&byte);
@@ -249,7 +249,7 @@ mod tests {
         }
     }
 
-    /// The table of `doc/uri.md`, and both kinds of addresses in each form.
+    /// See the table in `doc/uri.md`; test both address types in all forms.
     #[test]
     fn an_address_names_server_and_export() {
         for (text, want) in [

@@ -52,14 +52,18 @@
 //!   have ended. They are taken to be over that long after the end of the session.
 //! - **A portal that has come back in another group.** The old group has not heard of that login.
 //!   The time begins with it, since a target that says nothing at all may say more later.
-//! - **A process that takes the place of one that was killed** ([`Paths::recover`]). What that one
-//!   had outstanding is not known, so everything that changes or reads blocks waits until each of
-//!   its paths is fenced by a login at its own portal; which target port the old session was with
-//!   is not known either. The time begins with the process, for paths that do not come back.
+//! - **A process that takes the place of one that was killed** ([`Paths::recover`]). The outstanding
+//!   commands of the old process are not known, nor is the target port of its sessions. So
+//!   everything that changes or reads blocks waits. A login at a path's own portal fences it at
+//!   `riserd` only, and time at every other target. The time begins with the process.
 //!
 //! A write that stays in a backend or in the network for longer can then land late. A path that is
 //! lost in any other way is waited for without end, and writes that conflict, and reads, end when
 //! their time is over.
+//!
+//! # Time2Wait
+//! A target of iSCSI may demand a wait between the end of a session and the next login of the same
+//! initiator port (RFC 7143 clause 13.15), which also delays the login that fences a path.
 //!
 //! # One unit
 //! Before a path is used, each time it is made, and after a unit attention that can mean another
@@ -148,6 +152,11 @@ impl Paths {
         self.outputs.pop_front()
     }
 
+    /// Returns whether all paths are being closed.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.is_some()
+    }
+
     /// State of each path.
     pub fn views(&self) -> impl Iterator<Item = PathView> + '_ {
         self.paths.iter().map(Path::view)
@@ -201,14 +210,17 @@ impl Paths {
         if !effect.is_change() {
             return ghosts.any(|(_, ghost)| ghost.is_seen_by(effect));
         }
-        let fenced = |path: PathIndex| !self.paths[usize::from(path.0)].unfenced;
         let meets = |other: &RequestSpec| other.lun == lun && effect.conflicts(other.effect);
-        !request.behind.is_none_or(fenced)
+        !request.behind.is_none_or(|path| self.is_fenced(path))
             || ghosts.any(|(_, ghost)| effect.conflicts(*ghost))
             || self
                 .requests
                 .iter()
                 .any(|(_, other)| other.seq < request.seq && meets(&other.spec))
+    }
+
+    fn is_fenced(&self, path: PathIndex) -> bool {
+        !self.paths[usize::from(path.0)].unfenced
     }
 
     /// A path's session has ended a request.
@@ -354,6 +366,15 @@ impl Machine for Paths {
 
     fn next_deadline(&self) -> Option<Instant> {
         self.timer
+    }
+
+    fn is_settled(&self) -> bool {
+        let is_over = |request: &PathRequest| match request.assignment {
+            Assignment::On(_) => !request.spec.effect.is_change(),
+            Assignment::Waiting => request.behind.is_none_or(|path| self.is_fenced(path)),
+        };
+        self.paths.iter().all(|path| path.ghosts.is_empty())
+            && self.requests.iter().all(|(_, request)| is_over(request))
     }
 
     fn handle_timeout(&mut self, now: Instant) {

@@ -1,6 +1,6 @@
 //! Paths: opened, checked, lost, fenced, closed.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_state::become_state;
 
@@ -144,7 +144,7 @@ impl Paths {
                 }
                 self.set_access(index, found.access.unwrap_or(Access::Optimized), now);
                 if !is_live {
-                    self.hasten_fences(index);
+                    self.hasten_fences(index, now);
                 }
             }
             // A unit that is busy with other things is the same as before.
@@ -168,15 +168,22 @@ impl Paths {
 
     /// A path has become live: those that could be fenced by it need not wait for their own
     /// portals.
-    fn hasten_fences(&mut self, live: usize) {
+    fn hasten_fences(&mut self, live: usize, now: Instant) {
         for index in 0..self.paths.len() {
             if index == live || self.fence(index).is_none() {
                 continue;
             }
             match self.paths[index].stage {
                 Stage::Idle { .. } => {
-                    self.paths[index].own_next = false;
-                    self.open(index);
+                    let path = &mut self.paths[index];
+                    path.own_next = false;
+                    match (path.login_at.filter(|at| *at > now), &mut path.stage) {
+                        (Some(at), Stage::Idle { until }) => {
+                            *until = at.min(*until);
+                            self.arm(at);
+                        }
+                        _ => self.open(index),
+                    }
                 }
                 Stage::Opening { through } if through == index => {
                     self.paths[index].own_next = false;
@@ -245,6 +252,8 @@ impl Paths {
             _ => Proof::At(path.port),
         };
         path.unfenced = true;
+        // It begins again with the end of this session.
+        path.settled_at = None;
         path.is_ending = true;
         path.losses += 1;
         path.recheck = None;
@@ -263,6 +272,11 @@ impl Paths {
         if let Some(at) = path.settled_at {
             self.arm(at);
         }
+    }
+
+    /// The target of a path's session demands this wait between its end and the next login.
+    pub fn set_time2wait(&mut self, path: PathIndex, time2wait: Duration) {
+        self.paths[usize::from(path.0)].time2wait = time2wait;
     }
 
     /// A path's session is over, and so are its requests.
@@ -289,11 +303,17 @@ impl Paths {
         }
         let path = &mut self.paths[index];
         path.is_decided = true;
-        if !path.own_next && self.fence(index).is_some() {
+        let time2wait = std::mem::take(&mut path.time2wait);
+        path.login_at = Some(now + time2wait).filter(|at| *at > now);
+        let may_fence = !path.own_next && self.fence(index).is_some();
+        let path = &mut self.paths[index];
+        let until = match may_fence {
+            true => now + time2wait,
+            false => now + path.backoff.max(time2wait),
+        };
+        if may_fence && until <= now {
             self.open(index);
         } else {
-            let path = &mut self.paths[index];
-            let until = now + path.backoff;
             path.backoff = (path.backoff * 2).min(self.config.timing.backoff_max);
             become_state(&mut path.stage, Stage::Idle { until });
             self.arm(until);

@@ -99,6 +99,15 @@ impl Rig {
         self.check(path, Ok(found(access)));
     }
 
+    /// As [`Self::come`], at a target with a generation of its cache.
+    fn come_with_cache(&mut self, path: PathIndex, port: Option<PortTag>) {
+        self.paths.handle_live(path, port);
+        self.take();
+        let mut found = found(None);
+        found.unit.cache = Some([1; 16]);
+        self.check(path, Ok(found));
+    }
+
     /// As [`Self::come`], by SRP, at a target with such a generation of its cache.
     fn come_by_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
         let port = PortTag::Port(TargetPortId([7; 16]));
@@ -788,6 +797,29 @@ fn commands_at_an_srp_target_that_proves_nothing_are_given_time_to_end() {
     rig.answer(gone);
 }
 
+/// The time of an earlier loss is over while the session is being closed.
+#[test]
+fn earlier_loss_fences_no_later_session() {
+    let mut rig = srp(None);
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    assert_eq!(rig.started(), [(lost, A)]);
+    rig.lose(A, &[lost]);
+    rig.wait(ms(100));
+    rig.come_by_srp(A, None);
+    let late = rig.submit(write(8, 16));
+    assert_eq!(rig.started(), [(late, A)]);
+    rig.wait(ms(14_800));
+    rig.check(A, Err(Down::NoIdentity));
+    assert!(rig.saw(&Output::Close(A)));
+    rig.wait(ms(200));
+    rig.lose(A, &[late]);
+    assert_eq!(rig.started(), [], "its write may be held up");
+    rig.wait(ms(15_000));
+    let started = rig.started().into_iter().map(|(request, _)| request);
+    assert_eq!(started.collect::<Vec<_>>(), [lost, late]);
+}
+
 #[test]
 fn a_portal_that_comes_back_in_another_group_fences_after_a_while() {
     let mut rig = Rig::live();
@@ -838,7 +870,7 @@ fn sessions_that_were_lost_in_two_groups_are_not_fenced_by_a_login_in_one() {
 fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
     let mut rig = Rig::new(2);
     rig.paths.recover(rig.now);
-    rig.come(A, None);
+    rig.come_with_cache(A, GROUP);
     rig.close(B, ConnectError::Unreachable.into());
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
     let write = rig.submit(write(0, 8));
@@ -849,11 +881,37 @@ fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
     rig.wait(ms(200));
     assert_eq!(rig.started(), []);
     assert!(rig.saw(&open(B, B)), "{:?}", rig.seen);
-    rig.paths.handle_live(B, Some(PortTag::Group(2)));
-    rig.take();
-    rig.check(B, Ok(found(None)));
+    rig.come_with_cache(B, Some(PortTag::Group(2)));
     let started = rig.started().into_iter().map(|(request, _)| request);
     assert_eq!(started.collect::<Vec<_>>(), [write, read]);
+}
+
+/// A portal may have moved to another group since, at any target but `riserd`.
+#[test]
+fn takeover_trusts_no_unknown_group() {
+    let mut rig = Rig::new(2);
+    rig.paths.recover(rig.now);
+    rig.come(A, None);
+    rig.come(B, None);
+    let write = rig.submit(write(0, 8));
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started().len(), 1, "{write:?}");
+}
+
+/// RFC 7143 clause 13.15, also for the login that fences the path.
+#[test]
+fn path_waits_for_time2wait() {
+    let mut rig = Rig::live();
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    rig.paths.set_time2wait(A, ms(3_000));
+    rig.lose(A, &[lost]);
+    rig.wait(ms(2_900));
+    assert!(!rig.saw(&open(A, B)) && !rig.saw(&open(A, A)));
+    rig.wait(ms(100));
+    assert!(rig.saw(&open(A, B)), "{:?}", rig.seen);
 }
 
 #[test]

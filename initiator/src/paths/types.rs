@@ -173,6 +173,10 @@ pub(super) struct Path {
     /// the requests that were outstanding when the path was lost, and one of a dead process.
     pub(super) ghosts: Vec<(Option<WireLun>, Effect)>,
     pub(super) backoff: Duration,
+    /// Wait that the target of the last session demands before the next login.
+    pub(super) time2wait: Duration,
+    /// No login before that time.
+    pub(super) login_at: Option<Instant>,
     /// Longest duration of the next login.
     pub(super) patience: Duration,
     /// The next attempt goes to the own portal, even if there is something to fence.
@@ -201,6 +205,8 @@ impl Path {
             is_trusted: false,
             ghosts: Vec::new(),
             backoff: config.timing.backoff_min,
+            time2wait: Duration::ZERO,
+            login_at: None,
             patience: config.timing.login,
             own_next: false,
             is_decided: false,
@@ -223,7 +229,8 @@ impl Path {
         is_kept
             && match self.proof {
                 Proof::At(lost) => lost == port,
-                Proof::Own => is_own,
+                // The group of the dead process's session may have been another one.
+                Proof::Own => is_own && self.is_trusted,
                 Proof::None => false,
             }
     }

@@ -140,6 +140,18 @@ impl Answer {
     pub fn sense(&self) -> Option<Sense> {
         self.sense.as_deref().and_then(Sense::parse)
     }
+
+    /// Returns whether the command was executed successfully: GOOD, or CHECK CONDITION that only
+    /// reports how the target recovered from an error.
+    #[must_use]
+    pub fn is_success(&self) -> bool {
+        self.status == GOOD || self.check().is_some_and(|sense| sense.is_success())
+    }
+
+    /// Sense data of a CHECK CONDITION.
+    fn check(&self) -> Option<Sense> {
+        (self.status == CHECK_CONDITION).then(|| self.sense())?
+    }
 }
 
 /// Reason for a request to have no answer.
@@ -150,6 +162,9 @@ pub enum RequestError {
     /// with several paths none that reads or changes the same blocks.
     #[error("timed out")]
     TimedOut,
+    /// It was not sent before its time was up: a [`Retry::Probe`] behind other commands.
+    #[error("timed out before it was sent")]
+    NotSent,
     /// The connection broke, and the command is not one that may be sent twice.
     #[error("connection lost while a command that cannot be repeated was outstanding")]
     ConnectionLost,
@@ -196,8 +211,44 @@ pub(crate) enum Verdict {
 
 /// The unit attention condition that an answer reports (SAM-5 clause 5.14), if it does.
 pub(crate) fn attention_of(answer: &Answer) -> Option<AdditionalSense> {
-    let sense = (answer.status == CHECK_CONDITION).then(|| answer.sense())??;
+    let sense = answer.check()?;
     (sense.key == SenseKey::UnitAttention).then_some(sense.additional)
+}
+
+/// Returns whether an answer reports that the target does not present the logical unit: LOGICAL UNIT
+/// NOT SUPPORTED. The command was not executed.
+pub(crate) fn is_unit_missing(answer: &Answer) -> bool {
+    let code = AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED.code;
+    let is_missing = |sense: Sense| {
+        sense.key == SenseKey::IllegalRequest && sense.additional.code == code && !sense.is_deferred
+    };
+    answer.check().is_some_and(is_missing)
+}
+
+/// Returns whether an answer reports a deferred error, instead of executing the command.
+pub(crate) fn is_deferred(answer: &Answer) -> bool {
+    answer.check().is_some_and(|sense| sense.is_deferred)
+}
+
+/// Returns whether a logical unit that is not ready (04h) becomes ready by itself. The qualifiers
+/// are those for which Linux repeats a command after a delay.
+fn is_transient(qualifier: u8) -> bool {
+    /// IN PROCESS OF BECOMING READY.
+    const BECOMING_READY: u8 = 0x01;
+    /// FORMAT, REBUILD, RECALCULATION, OPERATION, LONG WRITE, SELF-TEST IN PROGRESS.
+    const IN_PROGRESS: std::ops::RangeInclusive<u8> = 0x04..=0x09;
+    /// NOTIFY (ENABLE SPINUP) REQUIRED: the disk waits for its turn to spin up.
+    const SPINUP: u8 = 0x11;
+    /// SPACE ALLOCATION IN PROGRESS: a thin disk is mapping blocks (SBC-3 4.7.3.7).
+    const SPACE_ALLOCATION: u8 = 0x14;
+    /// START STOP UNIT COMMAND, SANITIZE, CONFIGURATION IN PROGRESS.
+    const OPERATIONS: [u8; 3] = [0x1a, 0x1b, 0x1d];
+    /// DEPOPULATION, DEPOPULATION RESTORATION IN PROGRESS.
+    const DEPOPULATION: [u8; 2] = [0x24, 0x25];
+    matches!(qualifier, BECOMING_READY | SPINUP | SPACE_ALLOCATION)
+        || IN_PROGRESS.contains(&qualifier)
+        || OPERATIONS.contains(&qualifier)
+        || DEPOPULATION.contains(&qualifier)
 }
 
 /// Returns whether the unit may be another one after a unit attention, or of another size: a
@@ -224,6 +275,10 @@ pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
         BUSY | TASK_SET_FULL => Verdict::Wait,
         TASK_ABORTED => Verdict::Again,
         CHECK_CONDITION => match answer.sense() {
+            // The error belongs to an earlier command.
+            Some(Sense {
+                is_deferred: true, ..
+            }) => Verdict::Again,
             Some(Sense {
                 key: SenseKey::UnitAttention,
                 ..
@@ -234,9 +289,13 @@ pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
             }) => Verdict::Later,
             Some(Sense {
                 key: SenseKey::NotReady,
-                additional: AdditionalSense::BECOMING_READY,
+                additional:
+                    AdditionalSense {
+                        code: 0x04,
+                        qualifier,
+                    },
                 ..
-            }) => Verdict::Wait,
+            }) if is_transient(qualifier) => Verdict::Wait,
             // ASYMMETRIC ACCESS STATE TRANSITION: another path may be ready sooner.
             Some(Sense {
                 key: SenseKey::NotReady,

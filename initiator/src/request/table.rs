@@ -8,13 +8,18 @@ use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 use riser_scsi::lun::WireLun;
+use riser_scsi::opcode::{Kind, Opcode};
 use riser_state::{State, become_state};
 use slab::Slab;
 
 use super::{
-    Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, TASK_ABORTED, Verdict,
-    plan_verdict,
+    Answer, DataLen, Effect, GOOD, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+    TASK_ABORTED, Verdict, plan_verdict,
 };
+
+/// Repetitions of a request that the target fails to carry out without a SCSI reason, as on Linux
+/// (`SD_MAX_RETRIES`).
+const RETRIES: u8 = 5;
 
 /// End of one attempt at a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +27,8 @@ pub(crate) enum AttemptEnd {
     Answered(Answer),
     /// The target refused the request as such.
     Refused(RequestError),
+    /// The target could not carry the request out, for a reason that is not the request's.
+    Failed(RequestError),
     /// Task management ended it.
     Aborted,
     Lost,
@@ -88,6 +95,19 @@ pub(crate) struct Request<T> {
 }
 
 impl<T: Copy> Request<T> {
+    /// Returns whether a successful READ returned too few blocks. Parameter data may be
+    /// shorter than their allocation length.
+    fn is_short(&self, answer: &Answer) -> bool {
+        match (self.spec.effect, self.spec.len) {
+            (Effect::Read { .. }, DataLen::In(len)) => {
+                answer.status == GOOD
+                    && answer.transferred < len
+                    && Opcode::of(self.spec.cdb.as_bytes()).kind == Kind::Read
+            }
+            _ => false,
+        }
+    }
+
     /// Names the present attempt, where `index` is the request's.
     pub(crate) fn late(&self, index: u32) -> Late {
         Late {
@@ -149,8 +169,10 @@ pub(crate) struct Late {
 pub(crate) struct Requests<T> {
     limits: Limits,
     slab: Slab<Request<T>>,
-    /// Requests in state Queued, in order of submission. Bound: `limits.requests`, and probes.
+    /// Requests in state Queued, in order of submission. Bound: `limits.requests`.
     queue: VecDeque<u32>,
+    /// Probes in state Queued, which go first, in order of submission.
+    probes: VecDeque<u32>,
     next_seq: u64,
     starts: u64,
     /// Nothing is started but what asks which unit there is.
@@ -168,6 +190,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             limits,
             slab: Slab::with_capacity(limits.requests),
             queue: VecDeque::with_capacity(limits.requests),
+            probes: VecDeque::new(),
             next_seq: 0,
             starts: 0,
             is_held: false,
@@ -177,6 +200,17 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
 
     pub(crate) fn len(&self) -> usize {
         self.slab.len()
+    }
+
+    pub(crate) fn has_probe(&self) -> bool {
+        let mut all = self.slab.iter();
+        all.any(|(_, request)| request.spec.retry == Retry::Probe)
+    }
+
+    /// Returns whether any request changes the unit.
+    pub(crate) fn has_change(&self) -> bool {
+        let mut all = self.slab.iter();
+        all.any(|(_, request)| request.spec.effect.is_change())
     }
 
     pub(crate) fn find(&self, index: u32) -> Option<&Request<T>> {
@@ -205,15 +239,27 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             replayed: false,
             state: RequestState::Queued,
         }) as u32;
-        self.queue.push_back(index);
+        self.queue_of(spec.retry).push_back(index);
         Some(RequestId(index))
     }
 
-    /// The request to start next: the first one that does not have to wait for another, and behind
-    /// which none of its unit has to.
+    fn queue_of(&mut self, retry: Retry) -> &mut VecDeque<u32> {
+        match retry {
+            Retry::Probe => &mut self.probes,
+            Retry::Standard | Retry::Never => &mut self.queue,
+        }
+    }
+
+    /// The request to start next: a probe, which changes nothing, else the first request that does
+    /// not have to wait for another, and behind which none of its unit has to.
     pub(crate) fn next(&self) -> Option<u32> {
-        let is_next = |index: &&u32| !self.is_held || self.at(**index).spec.retry == Retry::Probe;
-        let mut queue = self.queue.iter().filter(is_next).copied();
+        if !self.probes.is_empty() {
+            return self.probes.front().copied();
+        }
+        if self.is_held {
+            return None;
+        }
+        let mut queue = self.queue.iter().copied();
         if self.replays == 0 {
             return queue.next();
         }
@@ -253,8 +299,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     /// A request of the queue is being sent. Returns the time at which its attempt is late.
     pub(crate) fn start(&mut self, index: u32, channel: u8, tag: T, now: Instant) -> Instant {
         let until = now + self.limits.attempt;
-        let at = self.queue.iter().position(|&i| i == index);
-        self.queue.remove(at.expect("a request of the queue"));
+        let queue = self.queue_of(self.at(index).spec.retry);
+        let at = queue.iter().position(|&i| i == index);
+        queue.remove(at.expect("a request of the queue"));
         let request = &mut self.slab[index as usize];
         request.attempts = request.attempts.saturating_add(1);
         request.started = self.starts;
@@ -266,6 +313,16 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         };
         become_state(&mut request.state, started);
         until
+    }
+
+    /// Number of attempts started so far.
+    pub(crate) fn starts(&self) -> u64 {
+        self.starts
+    }
+
+    /// Returns whether a request's last attempt began after that number of attempts.
+    pub(crate) fn is_started_since(&self, index: u32, starts: u64) -> bool {
+        self.at(index).started >= starts
     }
 
     /// A started request was not sent after all: it waits in the queue again, as if it had not left
@@ -361,6 +418,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Decides what becomes of a request whose attempt is over; `ending` says that the session is.
+    /// A request that would be repeated ends as closed then, so that another path can repeat it.
     pub(crate) fn settle(
         &mut self,
         index: u32,
@@ -370,17 +428,24 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     ) -> Settled {
         let request = &mut self.slab[index as usize];
         let in_time = now < request.spec.deadline;
-        let may_wait = in_time && !ending;
-        let may_repeat = request.attempts < self.limits.attempts && may_wait;
+        let may_repeat = request.attempts < self.limits.attempts && in_time;
         let may_replay = may_repeat && request.spec.effect.is_replayable();
+        let may_retry =
+            may_replay && request.attempts <= RETRIES && request.spec.retry != Retry::Never;
         match end {
             AttemptEnd::Answered(answer) => {
+                let closed = ending.then_some(Settled::Over(Err(RequestError::Closed)));
                 // What another nexus ended may have been carried out, as a whole or in part.
                 let is_ended = answer.status == TASK_ABORTED;
+                if may_retry && request.is_short(&answer) {
+                    return closed
+                        .or_else(|| self.back_off(index, now))
+                        .unwrap_or(Settled::Over(Ok(answer)));
+                }
                 let verdict = match request.spec.retry {
                     _ if is_ended && !may_replay => Verdict::Report,
                     Retry::Standard | Retry::Probe => match plan_verdict(&answer) {
-                        Verdict::Wait if may_wait => Verdict::Wait,
+                        Verdict::Wait if in_time => Verdict::Wait,
                         verdict if may_repeat => verdict,
                         _ => Verdict::Report,
                     },
@@ -388,6 +453,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                 };
                 match verdict {
                     Verdict::Report => Settled::Over(Ok(answer)),
+                    _ if let Some(closed) = closed => closed,
                     Verdict::Again if is_ended => self.replay(index),
                     Verdict::Again => self.enqueue(index),
                     Verdict::Later | Verdict::Wait => {
@@ -400,7 +466,16 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                     }
                 }
             }
-            AttemptEnd::Refused(error) => Settled::Over(Err(error)),
+            AttemptEnd::Failed(_) if may_retry && ending => {
+                Settled::Over(Err(RequestError::Closed))
+            }
+            AttemptEnd::Failed(error) if may_retry => {
+                self.mark_replayed(index);
+                self.back_off(index, now)
+                    .unwrap_or(Settled::Over(Err(error)))
+            }
+            AttemptEnd::Refused(error) | AttemptEnd::Failed(error) => Settled::Over(Err(error)),
+            AttemptEnd::Aborted if may_replay && ending => Settled::Over(Err(RequestError::Closed)),
             AttemptEnd::Aborted if may_replay => self.replay(index),
             AttemptEnd::Aborted => Settled::Over(Err(RequestError::TimedOut)),
             AttemptEnd::Lost if ending => Settled::Over(Err(RequestError::Closed)),
@@ -412,23 +487,30 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
 
     /// Queues a request again that may have been carried out.
     fn replay(&mut self, index: u32) -> Settled {
+        self.mark_replayed(index);
+        self.enqueue(index)
+    }
+
+    /// A request that is sent again may have been carried out.
+    fn mark_replayed(&mut self, index: u32) {
         let request = &mut self.slab[index as usize];
         if !request.replayed {
             request.replayed = true;
             self.replays += 1;
         }
-        self.enqueue(index)
     }
 
     /// Queues a request again, in the order of submission.
     pub(crate) fn enqueue(&mut self, index: u32) -> Settled {
         let request = &mut self.slab[index as usize];
         become_state(&mut request.state, RequestState::Queued);
-        let seq = self.at(index).seq;
-        let at = self
-            .queue
-            .partition_point(|&other| self.at(other).seq < seq);
-        self.queue.insert(at, index);
+        let Request { seq, spec, .. } = *self.at(index);
+        let queue = match spec.retry {
+            Retry::Probe => &self.probes,
+            Retry::Standard | Retry::Never => &self.queue,
+        };
+        let at = queue.partition_point(|&other| self.at(other).seq < seq);
+        self.queue_of(spec.retry).insert(at, index);
         Settled::Queued
     }
 
@@ -449,7 +531,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     pub(crate) fn remove(&mut self, index: u32) {
         let request = self.slab.remove(index as usize);
         if request.state == RequestState::Queued {
-            self.queue.retain(|&i| i != index);
+            self.queue_of(request.spec.retry).retain(|&i| i != index);
         }
         if request.replayed {
             self.replays -= 1;
@@ -551,6 +633,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         let ended = all.map(|id| (id, Err(RequestError::Closed))).collect();
         self.slab.clear();
         self.queue.clear();
+        self.probes.clear();
         self.replays = 0;
         ended
     }
@@ -563,6 +646,7 @@ mod tests {
 
     use super::super::{BUSY, Cdb, DataLen, Effect, GOOD};
     use super::*;
+    use crate::scsi::{BlockRange, Command};
 
     const LIMITS: Limits = Limits {
         requests: 4,
@@ -664,6 +748,21 @@ mod tests {
         });
     }
 
+    /// The connection breaks after the unit has responded, while the request's memory is in use.
+    #[test]
+    fn repeatable_request_of_ending_session_is_closed() {
+        let failed = AttemptEnd::Failed(RequestError::TargetFailure(1));
+        let ends = [answered(BUSY), answered(TASK_ABORTED), failed];
+        for end in ends.into_iter().chain([AttemptEnd::Aborted]) {
+            let now = Instant::now();
+            let (mut requests, index) = started(now);
+            requests.end_attempt(index, 0, end.clone(), now);
+            let settled = requests.settle(index, end.clone(), true, now);
+            let closed = Settled::Over(Err(RequestError::Closed));
+            assert_eq!(settled, closed, "{end:?}");
+        }
+    }
+
     /// Its deadline bounds that, and what comes afterwards is repeated as ever.
     #[test]
     fn a_target_that_asks_to_wait_is_waited_for() {
@@ -725,6 +824,51 @@ mod tests {
             requests.start(first, 0, 9, at);
         }
         panic!("unit 2 has waited {:?}", at - now);
+    }
+
+    /// Settles the first attempt at a command that returns no data with GOOD.
+    fn settle_short(command: Command, retry: Retry) -> Settled {
+        let now = Instant::now();
+        let mut requests: Requests<u16> = Requests::new(LIMITS);
+        let spec = RequestSpec {
+            cdb: command.cdb,
+            len: command.len,
+            effect: command.effect,
+            retry,
+            ..spec(now)
+        };
+        let RequestId(index) = requests.insert(spec).unwrap();
+        requests.start(index, 0, 7, now);
+        requests.end_attempt(index, 0, answered(GOOD), now);
+        requests.settle(index, answered(GOOD), false, now)
+    }
+
+    #[test]
+    fn short_read_is_repeated() {
+        let range = BlockRange { lba: 0, blocks: 8 };
+        let settled = settle_short(Command::read(range, 4096), Retry::Standard);
+        assert!(matches!(settled, Settled::Later(_)), "{settled:?}");
+    }
+
+    /// Parameter data may be shorter than their allocation length.
+    #[test]
+    fn short_lba_status_is_complete() {
+        let settled = settle_short(Command::lba_status(0, 1032), Retry::Standard);
+        assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+    }
+
+    #[test]
+    fn command_without_retries_is_not_repeated() {
+        let range = BlockRange { lba: 0, blocks: 8 };
+        let settled = settle_short(Command::read(range, 4096), Retry::Never);
+        assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+        let now = Instant::now();
+        let (mut requests, index) = started(now);
+        requests.slab[index as usize].spec.retry = Retry::Never;
+        let failed = AttemptEnd::Failed(RequestError::TargetFailure(1));
+        requests.end_attempt(index, 0, failed.clone(), now);
+        let settled = requests.settle(index, failed, false, now);
+        assert!(matches!(settled, Settled::Over(Err(_))), "{settled:?}");
     }
 
     /// ASYMMETRIC ACCESS STATE TRANSITION (04h/0Ah) is what several paths take for a reason to try

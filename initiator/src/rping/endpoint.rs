@@ -1,4 +1,4 @@
-//! One end of an rping connection: its objects, and waiting for what happens to them.
+//! Verbs objects for an rping connection, and the event loop used by client and server.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use riser_transport::verbs::{
 use super::{MAX_SIZE, MIN_SIZE, Options, RdmaInfo, RpingError};
 use crate::poll_fds::wait_readable;
 
-/// Messages the peer may have under way: one, and one more for a peer that is ahead.
+/// Number of receive buffers: one, and another in case the peer is ahead of us.
 const RECEIVES: u64 = 2;
 
-/// The memory of an end, in one region: two receive slots, one send slot, source and sink.
+/// Memory layout in a single region: two receive slots, one send slot, source and sink.
 struct Layout {
     source: usize,
     sink: usize,
@@ -36,9 +36,9 @@ pub(super) struct Endpoint<'a> {
     qp: Option<QpId>,
     messages: Vec<RdmaInfo>,
     sent: Option<WcOpcode>,
-    /// The peer has left, by a completion or an event.
+    /// The peer has disconnected, as seen by a completion or an event.
     gone: bool,
-    /// The event that ends the connection has come; it comes once.
+    /// The disconnect event has been received; we only get it once.
     ended: bool,
     completions: Vec<Completion>,
 }
@@ -59,7 +59,7 @@ fn posting(step: &'static str) -> impl Fn(PostError) -> RpingError {
 }
 
 impl<'a> Endpoint<'a> {
-    /// Registers memory and makes the queue.
+    /// Registers memory and creates the queue pair.
     pub(super) fn new(
         provider: &'a mut dyn Provider,
         options: &Options,
@@ -67,7 +67,7 @@ impl<'a> Endpoint<'a> {
         if !(MIN_SIZE..=MAX_SIZE).contains(&options.size) {
             return Err(RpingError::Size(options.size));
         }
-        // One region has messages and data, so one key is enough for both, here and at the peer.
+        // We use a single region for messages and data, so there is only one key on each side.
         let slots = RdmaInfo::LEN * (RECEIVES as usize + 1);
         let layout = Layout {
             send: RdmaInfo::LEN * RECEIVES as usize,
@@ -187,7 +187,7 @@ impl<'a> Endpoint<'a> {
             .map_err(posting("receive"))
     }
 
-    /// Posts a request and waits until it is done.
+    /// Posts a work request and waits for its completion.
     fn work(&mut self, step: &'static str, op: SendOp, sge: Sge) -> Result<(), RpingError> {
         let qp = self.queue()?;
         self.sent = None;
@@ -240,7 +240,7 @@ impl<'a> Endpoint<'a> {
         self.send("sending the sink's address", self.info(self.layout.sink))
     }
 
-    /// Sends the client the message to go on; its content does not matter.
+    /// Sends a message to the client so that it continues. The contents are ignored.
     pub(super) fn go_on(&mut self) -> Result<(), RpingError> {
         self.send("letting the client go on", self.info(self.layout.sink))
     }
@@ -267,7 +267,7 @@ impl<'a> Endpoint<'a> {
         self.work("writing the client's sink", SendOp::Write(remote), sge)
     }
 
-    /// The next message of the peer's.
+    /// Waits for the next message from the peer.
     pub(super) fn wait_message(
         &mut self,
         step: &'static str,
@@ -323,7 +323,7 @@ impl<'a> Endpoint<'a> {
         }
     }
 
-    /// One turn of the loop: takes in events and completions, or sleeps until there are some.
+    /// Runs the event loop once: processes events and completions, or sleeps if there are none.
     fn turn(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
         self.provider.progress(Instant::now());
         while let Some(event) = self.provider.poll_cm_event() {
@@ -341,7 +341,7 @@ impl<'a> Endpoint<'a> {
         Ok(())
     }
 
-    /// Takes in completions; answers how many.
+    /// Processes completions and returns the number of completions.
     fn reap(&mut self, step: &'static str) -> Result<usize, RpingError> {
         let mut completions = std::mem::take(&mut self.completions);
         completions.clear();
@@ -358,7 +358,7 @@ impl<'a> Endpoint<'a> {
 
     fn on_completion(&mut self, step: &'static str, c: &Completion) -> Result<(), RpingError> {
         if !c.status.is_ok() {
-            // A peer that leaves flushes our receives; that is its good-bye, not an error.
+            // If the peer disconnects, our receives are flushed. This is normal and not an error.
             if c.opcode.is_recv() {
                 self.gone = true;
                 return Ok(());
@@ -382,11 +382,13 @@ impl<'a> Endpoint<'a> {
         self.post_receive(c.wr_id.0)
     }
 
-    /// Sleeps until a descriptor of the device is readable, its deadline, or the limit.
+    /// Sleeps until a file descriptor is readable, or the device deadline or the limit expires.
     fn wait(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
-        // What goes wrong shows in completions and connection events.
+        // We can ignore these, because errors are also reported by completions and connection
+        // events.
         while self.provider.poll_async_event().is_some() {}
-        // Of completions that have been polled for since; one that stays ends each sleep.
+        // Drop events for completions that have already been polled; otherwise we would never
+        // sleep.
         while self.provider.poll_cq_event().is_some() {}
         if self.provider.progress(Instant::now()) > 0 {
             return Ok(());
@@ -411,7 +413,7 @@ impl<'a> Endpoint<'a> {
         }
     }
 
-    /// Says good-bye and waits for the peer's, unless that has come already.
+    /// Disconnects and waits for the peer to disconnect, unless this has already happened.
     pub(super) fn disconnect(&mut self) {
         let Some(id) = self.id else { return };
         let _ = self.provider.disconnect(id);
@@ -422,7 +424,7 @@ impl<'a> Endpoint<'a> {
 }
 
 impl Drop for Endpoint<'_> {
-    /// Frees what the run made, so that the device can be used again.
+    /// Releases all resources, so that the device can be used again.
     fn drop(&mut self) {
         if let Some(qp) = self.qp.take() {
             let _ = self.provider.destroy_qp(qp);
@@ -441,7 +443,7 @@ fn conn_param() -> ConnParam {
     ConnParam {
         responder_resources: 1,
         initiator_depth: 1,
-        // `rdma_rxe` takes 7 for "without end", and would never notice that its peer is gone.
+        // With `rdma_rxe`, 7 means infinite retries, and we would never detect a dead peer.
         retry_count: 6,
         ..Default::default()
     }

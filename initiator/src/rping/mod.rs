@@ -1,7 +1,7 @@
-//! `rping`: the ping-pong of rdma-core's tool of that name, as client and as server.
+//! `rping`: client and server for the ping test from rdma-core.
 //!
-//! It is what one runs first on a new network: it proves address resolution, connection management,
-//! SEND, RDMA READ and RDMA WRITE, and compares every byte.
+//! This should be the first test on a new network: it verifies address resolution, connection
+//! management, SEND, RDMA READ and RDMA WRITE, and compares all data.
 //!
 //! ```text
 //! client                                   server
@@ -14,10 +14,11 @@
 //!   compare source and sink
 //! ```
 //!
-//! Both sides run on any [`Provider`] and drive it themselves; nothing else uses the device
-//! meanwhile. Memory: two buffers of the ping's size and two of 16 bytes, registered for the run.
+//! Both sides can use any [`Provider`] and also drive it, so the device must not be used by
+//! anything else at the same time. Memory: two buffers for the ping data and two 16-byte buffers,
+//! which are registered for each run.
 //!
-//! Not implemented: the original's bandwidth and persistent-server modes.
+//! Not implemented: the bandwidth and persistent server modes of the original tool.
 
 mod endpoint;
 
@@ -28,23 +29,23 @@ use endpoint::Endpoint;
 use riser_transport::verbs::{CmError, Provider, VerbsError, WcStatus};
 use thiserror::Error;
 
-/// The port that the original listens on.
+/// Port used by the original tool.
 pub const DEFAULT_PORT: u16 = 7174;
 
-/// Largest ping, in bytes. The original stops at 64 KiB.
+/// Max ping size in bytes. The original tool supports up to 64 KiB.
 pub const MAX_SIZE: usize = 64 << 20;
 
-/// Smallest ping, in bytes: the text that it begins with.
+/// Min ping size in bytes: the length of the text at the start.
 pub const MIN_SIZE: usize = 32;
 
-/// Options of a run.
+/// Options for a run.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Pings; 0 goes on until the peer leaves.
+    /// Number of pings; 0 means to continue until the peer disconnects.
     pub count: u64,
-    /// Bytes of a ping, from [`MIN_SIZE`] to [`MAX_SIZE`].
+    /// Ping size in bytes, from [`MIN_SIZE`] to [`MAX_SIZE`].
     pub size: usize,
-    /// Longest time for any one step.
+    /// Timeout for each step.
     pub timeout: Duration,
 }
 
@@ -61,71 +62,72 @@ impl Default for Options {
 /// Result of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Pings whose data was compared (client) or echoed (server).
+    /// Number of pings with data compared (client) or echoed (server).
     pub pings: u64,
-    /// Bytes of data that went each way.
+    /// Number of data bytes sent in each direction.
     pub bytes: u64,
-    /// From the first ping to the last.
+    /// Time from the first ping to the last.
     pub elapsed: Duration,
 }
 
-/// Reason why a run failed.
+/// Error for a failed run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RpingError {
-    /// The ping's size is out of range.
+    /// Ping size out of range.
     #[error("a ping is {MIN_SIZE} to {MAX_SIZE} bytes, not {0}")]
     Size(usize),
-    /// A connection call failed.
+    /// Connection manager call failed.
     #[error("{step}: {source}")]
     Cm {
-        /// Step that was under way.
+        /// Current step.
         step: &'static str,
-        /// Error of the connection manager.
+        /// Connection manager error.
         source: CmError,
     },
-    /// A call of the verbs failed.
+    /// Verbs call failed.
     #[error("{step}: {source}")]
     Verbs {
-        /// Step that was under way.
+        /// Current step.
         step: &'static str,
-        /// Error of the device.
+        /// Device error.
         source: VerbsError,
     },
-    /// The peer refused the connection.
+    /// The connection was rejected by the peer.
     #[error("the peer refused the connection (reason {0})")]
     Rejected(u16),
-    /// A request ended badly.
+    /// Work request completed with an error.
     #[error("{step}: {status:?}")]
     Work {
-        /// Step that was under way.
+        /// Current step.
         step: &'static str,
-        /// Status of the completion.
+        /// Completion status.
         status: WcStatus,
     },
-    /// A step took too long.
+    /// Timeout in this step.
     #[error("{0}: no answer in time")]
     Timeout(&'static str),
-    /// The peer left before the end.
+    /// The peer disconnected early.
     #[error("the peer disconnected after {0} pings")]
     Disconnected(u64),
-    /// The peer said something that is not the protocol.
+    /// The peer sent an invalid message.
     #[error("the peer sent {0} bytes where 16 were due")]
     Protocol(u32),
-    /// Data that came back differ from those sent.
+    /// Received data doesn't match the sent data.
     #[error("ping {ping}: byte {offset} came back as {found:#04x}, sent as {sent:#04x}")]
     Mismatch {
-        /// Number of the ping, from 0.
+        /// Ping number, starting at 0.
         ping: u64,
-        /// Offset in the data, in bytes.
+        /// Data offset in bytes.
         offset: usize,
-        /// Byte that was sent.
+        /// Byte sent.
         sent: u8,
-        /// Byte that came back.
+        /// Byte received.
         found: u8,
     },
 }
 
-/// Range of a peer's buffer: the protocol's only message, 16 bytes in network byte order.
+/// Peer buffer range: this is the only message used by the protocol, 16 bytes in network byte
+/// order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RdmaInfo {
     pub(crate) addr: u64,
@@ -154,7 +156,7 @@ impl RdmaInfo {
     }
 }
 
-/// The data of a ping: the text that the original writes, printable, with a NUL at its end.
+/// Returns the data for a ping: the same printable text as in the original tool, terminated by NUL.
 fn ping_data(ping: u64, size: usize) -> Vec<u8> {
     let mut data = format!("rdma-ping-{ping}: ").into_bytes();
     data.truncate(size - 1);
@@ -166,10 +168,10 @@ fn ping_data(ping: u64, size: usize) -> Vec<u8> {
     data
 }
 
-/// Pings a server and compares what comes back.
+/// Pings a server and compares the returned data.
 ///
 /// # Errors
-/// [`RpingError`] names the step and what went wrong.
+/// Returns [`RpingError`] with the failed step and the cause.
 pub fn client(
     provider: &mut dyn Provider,
     server: SocketAddr,
@@ -206,11 +208,11 @@ fn compare(sent: &[u8], found: &[u8], ping: u64) -> Result<(), RpingError> {
     }
 }
 
-/// Serves one client until it leaves, or until `options.count` pings. `on_ready` learns the address
-/// that it listens on.
+/// Serves a single client until it disconnects, or until `options.count` pings. `on_ready` is
+/// called with the listen address.
 ///
 /// # Errors
-/// [`RpingError`] names the step and what went wrong.
+/// Returns [`RpingError`] with the failed step and the cause.
 pub fn server(
     provider: &mut dyn Provider,
     listen: SocketAddr,
@@ -234,7 +236,8 @@ pub fn server(
         report.bytes += u64::from(source.size);
         report.elapsed = started.elapsed();
         match told {
-            // A client that leaves as soon as it has its last answer need not acknowledge it.
+            // A client doesn't need to acknowledge the last message if it disconnects right after
+            // it.
             Err(RpingError::Work { .. } | RpingError::Disconnected(_)) => break,
             other => other?,
         }
@@ -266,7 +269,8 @@ mod tests {
         assert_eq!(info.emit(), bytes);
     }
 
-    /// A step may take an hour, so a side that waited for something that does not come would show.
+    /// A step can take an hour, so the test will hang if a side waits for a message that is never
+    /// sent.
     #[test]
     fn a_server_ends_when_its_client_has_left() {
         let open = |n: u8| {

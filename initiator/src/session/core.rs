@@ -5,13 +5,15 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
+use riser_scsi::lun::WireLun;
+use riser_scsi::opcode::Opcode;
 use riser_scsi::sense::{Sense, SenseKey};
 
 use super::functions::TaskFunctions;
 use super::{Lifecycle, SessionEvent, SessionState, SubmitError, Timing};
 use crate::request::table::{AttemptEnd, Late, Limits, RequestState, Requests, Settled};
 use crate::request::{
-    Answer, RequestError, RequestId, RequestResult, RequestSpec, may_change_unit,
+    Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, may_change_unit,
 };
 
 /// Functions that a late command may take one after the other: ABORT TASK, LOGICAL UNIT RESET and
@@ -36,6 +38,21 @@ pub(crate) enum Expired {
     /// It is not aborted in time, or the connection does not give its memory back: the connection
     /// is to be left.
     Leave,
+}
+
+/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED that a unit may report because of a reset of ours.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ResetReport {
+    /// Logical unit that was reset; all if `None`.
+    lun: Option<WireLun>,
+    /// Number of attempts that had begun by then. If a later one is executed, no report will follow.
+    starts: u64,
+}
+
+impl ResetReport {
+    fn is_of(&self, lun: WireLun) -> bool {
+        self.lun.is_none_or(|own| own == lun)
+    }
 }
 
 /// Bounds and times of a session.
@@ -65,9 +82,17 @@ pub(crate) struct Core<T, O> {
     /// Requests are held after each login; see
     /// [`Machine::set_guarded`](super::Machine::set_guarded).
     pub(crate) is_guarded: bool,
+    /// The unit is known to be the same; see [`Machine::release`](super::Machine::release).
+    is_checked: bool,
+    /// Until then commands of a lost connection, or of a dead process, may still change the medium.
+    pub(crate) settle_at: Option<Instant>,
+    /// A reset of ours that the unit may still report on this connection.
+    pub(crate) expected_report: Option<ResetReport>,
     pub(crate) last_heard: Instant,
     /// Silence of a target after which it is asked whether it is there.
     pub(crate) ping: Duration,
+    /// Time in which commands of a lost connection may still change the medium.
+    pub(crate) settle: Duration,
     /// Not after the earliest deadline of anything.
     timer: Option<Instant>,
 }
@@ -86,8 +111,12 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
             functions: TaskFunctions::new(config.channels, config.timing.tsk_mgmt),
             outputs: VecDeque::new(),
             is_guarded: false,
+            is_checked: false,
+            settle_at: None,
+            expected_report: None,
             last_heard: now,
             ping: config.ping,
+            settle: config.timing.settle,
             timer: None,
         }
     }
@@ -133,12 +162,63 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     /// The login is complete: requests flow, unless the unit is checked first.
     pub(crate) fn on_live(&mut self, now: Instant) {
         self.life.on_live(self.is_guarded);
+        // A new nexus reports its own beginning only.
+        self.expected_report = None;
+        self.is_checked = !self.is_guarded;
         self.last_heard = now;
         self.arm(now + self.ping);
         if self.is_guarded {
             self.requests.hold();
         }
         self.outputs.push_back(O::event(SessionEvent::Live));
+    }
+
+    /// Nothing but probes is started before [`Self::on_checked`].
+    pub(crate) fn hold(&mut self) {
+        self.is_checked = false;
+        self.requests.hold();
+    }
+
+    /// The unit is still the same.
+    pub(crate) fn on_checked(&mut self) {
+        self.is_checked = true;
+        self.life.on_usable();
+    }
+
+    /// Nothing but probes is started before that time, until which commands of a lost connection may
+    /// change the medium.
+    pub(crate) fn settle_until(&mut self, at: Instant) {
+        self.settle_at = Some(at);
+        self.requests.hold();
+        self.arm(at);
+    }
+
+    /// Takes the place of a process that was killed, whose commands may still change the medium.
+    pub(crate) fn recover(&mut self, now: Instant) {
+        self.is_checked = true;
+        self.settle_until(now + self.settle);
+    }
+
+    /// Lets every request be started, once the unit is known and the commands of old connections
+    /// are over; returns whether that is so.
+    pub(crate) fn release_settled(&mut self, now: Instant) -> bool {
+        match self.settle_at {
+            _ if !self.is_checked => false,
+            Some(at) if at > now => {
+                self.arm(at);
+                false
+            }
+            _ => {
+                self.settle_at = None;
+                self.requests.release();
+                true
+            }
+        }
+    }
+
+    /// See [`Machine::is_settled`](super::Machine::is_settled).
+    pub(crate) fn is_settled(&self) -> bool {
+        self.settle_at.is_none() && !self.requests.has_change()
     }
 
     /// Every connection is closed: ends the session, or waits for the next login.
@@ -196,7 +276,13 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         let request = self.requests.at(late.index);
         let overdue = request.spec.deadline <= now;
         match request.state {
-            RequestState::Queued => self.complete(late.index, Err(RequestError::TimedOut)),
+            RequestState::Queued => {
+                let error = match request.spec.retry {
+                    Retry::Probe => RequestError::NotSent,
+                    Retry::Standard | Retry::Never => RequestError::TimedOut,
+                };
+                self.complete(late.index, Err(error));
+            }
             RequestState::Backoff { .. } if overdue => {
                 self.complete(late.index, Err(RequestError::TimedOut));
             }
@@ -238,12 +324,56 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.is_guarded && sense.is_some_and(may_change)
     }
 
-    /// Reports a unit attention that an answer to a request brought, where the unit is watched.
-    pub(crate) fn report_attention(&mut self, index: u32, answer: &Answer) {
+    /// The unit has executed a command without a unit attention. A command that was sent
+    /// after a reset of ours would have reported it, so a later attention has another cause.
+    pub(crate) fn on_executed(&mut self, index: u32, answer: &Answer) {
+        if let Some(report) = self.expected_report
+            && answer.is_success()
+            && self.requests.is_started_since(index, report.starts)
+            && report.is_of(self.requests.at(index).spec.lun)
+            && !Opcode::of(self.requests.at(index).spec.cdb.as_bytes()).is_free_of_attention()
+        {
+            self.expected_report = None;
+        }
+    }
+
+    /// Task management of this session has reset a unit, or every unit.
+    pub(crate) fn on_own_reset(&mut self, lun: Option<WireLun>) {
+        if self.is_guarded {
+            self.expect_reset_report(lun);
+            self.outputs
+                .push_back(O::event(SessionEvent::UnitReset(lun)));
+        }
+    }
+
+    /// See [`Machine::expect_reset_report`](super::Machine::expect_reset_report).
+    pub(crate) fn expect_reset_report(&mut self, lun: Option<WireLun>) {
+        let starts = self.requests.starts();
+        self.expected_report = Some(ResetReport { lun, starts });
+    }
+
+    /// Reports an event of a unit to the session's user.
+    pub(crate) fn report_unit_event(&mut self, lun: WireLun, sense: Box<[u8]>) {
+        let is_reset = Sense::parse(&sense).is_some_and(|sense| {
+            !sense.is_deferred
+                && sense.key == SenseKey::UnitAttention
+                && (sense.additional.code, sense.additional.qualifier) == (0x29, 0x00)
+        });
+        let report = self
+            .expected_report
+            .take_if(|report| is_reset && report.is_of(lun));
+        self.outputs.push_back(O::event(SessionEvent::UnitEvent {
+            lun,
+            sense,
+            is_own_reset: report.is_some(),
+        }));
+    }
+
+    /// Reports the unit attention or deferred error of an answer, if the unit is watched.
+    pub(crate) fn report_sense(&mut self, index: u32, answer: &Answer) {
         if let (true, Some(sense)) = (self.is_guarded, answer.sense.clone()) {
             let lun = self.requests.at(index).spec.lun;
-            let event = SessionEvent::UnitEvent { lun, sense };
-            self.outputs.push_back(O::event(event));
+            self.report_unit_event(lun, sense);
         }
     }
 }

@@ -25,7 +25,7 @@ pub enum Down {
     #[error(transparent)]
     IscsiFault(#[from] IscsiFault),
     /// The target logged us out.
-    #[error("target logged out ({0:?})")]
+    #[error("target logged out: {0}")]
     Logout(TLogoutReason),
     /// The target asked for a logout, or announced that it drops the connection (RFC 7143 clause
     /// 11.9.1, events 1 to 3).
@@ -48,7 +48,7 @@ pub enum Down {
     Shrunk,
     /// The logical unit reports no identity, or is not there, so two paths cannot be proved to lead
     /// to the same one.
-    #[error("the logical unit does not say which one it is, or is not there")]
+    #[error("the target does not present the logical unit, or the unit reports no identity")]
     NoIdentity,
     /// The logical unit did not answer the check of its identity.
     #[error("the logical unit does not answer")]

@@ -61,6 +61,8 @@ pub(crate) struct Lifecycle {
     ever_live: bool,
     /// Wait before the next login, if that is needed.
     backoff: Duration,
+    /// Shortest wait before the next login, as the target demands (Time2Wait of iSCSI).
+    time2wait: Duration,
     login_patience: Duration,
 }
 
@@ -73,8 +75,19 @@ impl Lifecycle {
             reconnect,
             ever_live: false,
             backoff: timing.backoff_min,
+            time2wait: Duration::ZERO,
             login_patience: timing.login,
         }
+    }
+
+    /// The target demands this wait between the end of the connection and the next login.
+    pub(crate) fn set_time2wait(&mut self, time2wait: Duration) {
+        self.time2wait = time2wait;
+    }
+
+    /// The wait that the target demands before the next login.
+    pub(crate) fn time2wait(&self) -> Duration {
+        self.time2wait
     }
 
     pub(crate) fn state(&self) -> SessionState {
@@ -139,7 +152,8 @@ impl Lifecycle {
             become_state(&mut self.state, SessionState::Closed);
             return Some(SessionEvent::Closed(why));
         }
-        let until = now + self.backoff;
+        // It applies to one reconnect: the next login sets it again.
+        let until = now + self.backoff.max(std::mem::take(&mut self.time2wait));
         self.backoff = (self.backoff * 2).min(self.timing.backoff_max);
         become_state(&mut self.state, SessionState::Backoff { until });
         Some(SessionEvent::Reconnecting(why))

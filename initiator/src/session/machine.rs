@@ -1,6 +1,8 @@
 //! The calls of a session's owner that every protocol's machine takes.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use riser_scsi::lun::WireLun;
 
 use super::{Down, SubmitError};
 use crate::request::{RequestId, RequestSpec};
@@ -40,9 +42,13 @@ pub trait Machine {
     /// target (RFC 7143 clause 6.3.5). Those of another target are given time to end.
     fn release(&mut self, _ends_old: bool, _now: Instant) {}
 
+    /// Returns whether no command of the session that changes the unit is outstanding at the target,
+    /// nor may be executed there later.
+    fn is_settled(&self) -> bool;
+
     /// Commands of an earlier process with the same initiator port may still be on their way at the
-    /// target: nothing that waits is started before they have had time to end. A target of iSCSI
-    /// ends them with their session.
+    /// target: nothing that waits is started before they have had time to end. A login may end
+    /// them (RFC 7143 clause 6.3.5), but only at the portal group that they were sent to, which is not known.
     fn recover(&mut self, _now: Instant) {}
 
     /// The watched unit is of no use here: logs out and disconnects. Then it is the end, or another
@@ -53,5 +59,20 @@ pub trait Machine {
     /// was last.
     fn last_heard(&self) -> Option<Instant> {
         None
+    }
+
+    /// Another path has reset the unit, or every unit, with task management. The next command may
+    /// report that with a unit attention.
+    fn expect_reset_report(&mut self, _lun: Option<WireLun>) {}
+
+    /// Returns whether the unit may still report a reset of ours.
+    #[cfg(test)]
+    fn expects_reset_report(&self) -> bool {
+        false
+    }
+
+    /// The wait that the target demands between the end of its connection and the next login.
+    fn time2wait(&self) -> Duration {
+        Duration::ZERO
     }
 }

@@ -97,7 +97,11 @@ pub enum SessionEvent {
         lun: WireLun,
         /// The event, as sense data.
         sense: Box<[u8]>,
+        /// It is the report of a reset by our own task management.
+        is_own_reset: bool,
     },
+    /// Task management of the session has reset a unit, or every unit.
+    UnitReset(Option<WireLun>),
     /// The target has sent something about a command that had ended. Once for a command that was
     /// aborted is no mistake: its answer may cross the abort.
     Stale,

@@ -11,7 +11,7 @@ use super::core::{Core, Expired, SessionOutput};
 use super::functions::{FunctionEnd, TaskFunction};
 use super::{Down, Machine};
 use crate::request::table::RequestState;
-use crate::request::{Answer, attention_of, may_end_commands};
+use crate::request::{Answer, attention_of, is_deferred, may_end_commands};
 
 /// A session that ends late commands by task management. A fabric gives the methods without a body;
 /// the others are the same for all.
@@ -159,6 +159,7 @@ pub(crate) trait TaskManager: Machine {
     /// there before will not be answered. Those of other channels may have arrived behind the
     /// reset, so each is aborted on its own channel, where the function arrives behind it.
     fn on_reset(&mut self, lun: Option<WireLun>, here: u8, now: Instant) {
+        self.core().on_own_reset(lun);
         for (index, channel, tag) in self.core().requests.outstanding(lun) {
             if channel == here {
                 self.on_aborted(index, channel, tag, now);
@@ -182,9 +183,13 @@ pub(crate) trait TaskManager: Machine {
 
     /// Handles the consequences of a unit attention for the unit and for other commands. A reset
     /// may have ended those that were sent before without an answer; aborting them shows which,
-    /// once [`Self::pump_functions`] sends what is queued here.
+    /// once [`Self::pump_functions`] sends what is queued here. A deferred error is reported as well.
     fn on_attention(&mut self, index: u32, answer: &Answer) {
         let Some(attention) = attention_of(answer) else {
+            self.core().on_executed(index, answer);
+            if is_deferred(answer) {
+                self.core().report_sense(index, answer);
+            }
             return;
         };
         if may_end_commands(attention) {
@@ -193,6 +198,6 @@ pub(crate) trait TaskManager: Machine {
             }
         }
         self.hold_if(answer.sense());
-        self.core().report_attention(index, answer);
+        self.core().report_sense(index, answer);
     }
 }

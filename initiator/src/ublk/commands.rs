@@ -1,4 +1,4 @@
-//! Commands to a device's file and their ends, in a ring.
+//! Commands for the device file and their completions, using a ring.
 
 #![allow(
     unsafe_code,
@@ -14,27 +14,28 @@ use zerocopy::IntoBytes;
 
 use super::sys::{IoCmd, IoOp};
 
-/// The way of commands to the driver, which knows the thread that gives them: it must be the same
-/// one each time.
+/// Sends commands to the driver. The driver checks the calling thread, so this must always be used
+/// from the same thread.
 pub(super) trait Commands: Send {
-    /// Adds a command for a tag, of which none is outstanding.
+    /// Adds a command for a tag. There must not be an outstanding command for this tag.
     fn push(&mut self, op: IoOp, tag: u16, result: i32);
 
-    /// Gives the driver what was added. Returns false if the kernel cannot take all of it now: the
-    /// next call gives it the rest.
+    /// Submits the added commands to the driver. Returns false if the kernel can't accept all of
+    /// them now; the remaining commands are submitted by the next call.
     ///
     /// # Errors
-    /// Those of the system call. The driver does not get any further command then.
+    /// Returns an error from the system call. The driver will not receive any new commands after
+    /// this.
     fn submit(&mut self) -> io::Result<bool>;
 
-    /// The end of a command: its tag, and 0 for a request or a negative error number.
+    /// Returns the next completion: the tag, and 0 for a new request or a negative error code.
     fn pop(&mut self) -> Option<(u16, i32)>;
 
-    /// The descriptor that is readable while there are ends.
+    /// File descriptor to poll for completions.
     fn fd(&self) -> BorrowedFd<'_>;
 }
 
-/// A ring for the commands of one queue.
+/// Ring used for the commands of a single queue.
 pub(super) struct Ring {
     ring: IoUring,
     channel: File,
@@ -68,7 +69,7 @@ impl Commands for Ring {
             .cmd(bytes)
             .build()
             .user_data(tag.into());
-        // SAFETY: the entry names a descriptor that lives as long as the ring, and no memory.
+        // SAFETY: the entry uses a descriptor that lives as long as the ring, and no memory.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         pushed.expect("a ring has an entry for every tag");
     }
@@ -78,8 +79,8 @@ impl Commands for Ring {
             if let Err(error) = self.ring.submit() {
                 match error.raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // It has no memory for a request, which is when block devices are written to,
-                    // or wants ends to be taken first.
+                    // There is not enough memory for a request, which happens when the system
+                    // writes back to block devices, or the completions need to be processed first.
                     Some(libc::EAGAIN | libc::EBUSY) => return Ok(false),
                     _ => return Err(error),
                 }
@@ -94,7 +95,7 @@ impl Commands for Ring {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the ring is open as long as it is borrowed.
+        // SAFETY: the ring is open while it is borrowed.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
     }
 }

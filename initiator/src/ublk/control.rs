@@ -1,4 +1,4 @@
-//! Commands of a device's life.
+//! Control commands for creating, starting and removing devices.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -9,19 +9,19 @@ use zerocopy::IntoBytes;
 
 use super::sys::{ControlCmd, ControlOp, DevInfo, Params, feature};
 
-/// The number that lets the driver choose one.
+/// Let the driver choose the device number.
 const ANY: u32 = u32::MAX;
 
-/// No queue: a command is for the whole device.
+/// No queue: the command is for the whole device.
 const NO_QUEUE: u16 = u16::MAX;
 
-/// Features of every device of ours.
+/// Features used for all devices.
 const FEATURES: u64 = feature::USER_RECOVERY
     | feature::USER_RECOVERY_REISSUE
     | feature::CMD_IOCTL_ENCODE
     | feature::USER_COPY;
 
-/// Control device of the driver.
+/// Driver control device.
 pub(super) struct Control {
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
     file: File,
@@ -43,7 +43,7 @@ impl Control {
         Ok(Self { ring, file })
     }
 
-    /// Adds a device that is not there for others yet.
+    /// Adds a device. It isn't visible to users yet.
     pub(super) fn add(
         &mut self,
         number: Option<u32>,
@@ -74,7 +74,7 @@ impl Control {
         self.call(ControlOp::SetParams, id, 0, Some(params.as_mut_bytes()))
     }
 
-    /// Shows the device to others; returns when its queue has fetched all there is to fetch.
+    /// Makes the device visible to users; returns when its queue has fetched all tags.
     pub(super) fn start(&mut self, id: u32) -> io::Result<()> {
         self.call(ControlOp::Start, id, u64::from(std::process::id()), None)
     }
@@ -93,18 +93,18 @@ impl Control {
         Ok(info)
     }
 
-    /// Returns when the dead server has released the device.
+    /// Starts recovery; returns when the device has been released by the dead server.
     pub(super) fn start_recovery(&mut self, id: u32) -> io::Result<()> {
         self.call(ControlOp::StartRecovery, id, 0, None)
     }
 
-    /// Returns when the new server's queue has fetched all there is to fetch.
+    /// Completes recovery; returns when the queue of the new server has fetched all tags.
     pub(super) fn end_recovery(&mut self, id: u32) -> io::Result<()> {
         let pid = u64::from(std::process::id());
         self.call(ControlOp::EndRecovery, id, pid, None)
     }
 
-    /// Gives a command and waits for its end. The buffer is read or written by the driver.
+    /// Executes a command and waits for its completion. The driver will read or write the buffer.
     #[allow(unsafe_code, reason = "shows the kernel memory by its address")]
     fn call(
         &mut self,
@@ -127,13 +127,13 @@ impl Control {
         let entry = opcode::UringCmd80::new(types::Fd(self.file.as_raw_fd()), op as u32)
             .cmd(bytes)
             .build();
-        // SAFETY: the command's argument is copied into the entry; the buffer that it names is
-        // borrowed until this function returns, which is after the command's end.
+        // SAFETY: the command argument is copied into the entry; the buffer is borrowed until this
+        // function returns, which is after the command has completed.
         unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
         loop {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
-                // The command goes on, and the buffer must stay.
+                // The command is still running, so we must keep the buffer.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     tracing::error!(%error, ?op, "io_uring does not take or end a command");

@@ -1,4 +1,4 @@
-//! The descriptions of requests, and their data, in a device's file.
+//! Request descriptors and data, accessed via the device file.
 
 #![allow(
     unsafe_code,
@@ -13,19 +13,19 @@ use std::ptr::NonNull;
 use super::sys::{DATA_OFFSET, DESCS_OFFSET, IoDesc, TAG_SHIFT};
 use crate::block::{BlockError, Buffer};
 
-/// The descriptions of requests, which the kernel writes.
+/// Request descriptors, written by the kernel.
 pub(super) struct Descs {
     first: NonNull<IoDesc>,
     bytes: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone, and is only read.
+// SAFETY: the mapping is only used by this value, and is read-only.
 unsafe impl Send for Descs {}
 
 impl Descs {
     pub(super) fn map(channel: &File, depth: u16) -> io::Result<Self> {
         let bytes = usize::from(depth) * size_of::<IoDesc>();
-        // SAFETY: a new mapping, of a length that the driver checks.
+        // SAFETY: this creates a new mapping, and the driver checks the length.
         let at = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -42,30 +42,30 @@ impl Descs {
         }
     }
 
-    /// The request with a tag that has just been fetched.
+    /// Returns the descriptor for a request that was just fetched.
     pub(super) fn get(&self, tag: u16) -> IoDesc {
         assert!(usize::from(tag) < self.bytes / size_of::<IoDesc>());
-        // SAFETY: it is within the mapping; the kernel has written it before the fetch ended, and
-        // writes it again only after the request's result is committed.
+        // SAFETY: the index is within the mapping. The kernel writes this before the fetch
+        // completes, and doesn't write it again until we commit the result.
         unsafe { self.first.add(tag.into()).as_ptr().read_volatile() }
     }
 }
 
 impl Drop for Descs {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this address and length, and nothing refers to it any more.
+        // SAFETY: this address and length were returned by mmap, and there are no references to it.
         unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// Way of a copy.
+/// Copy direction.
 #[derive(Clone, Copy)]
 pub(super) enum Direction {
     ToRequest,
     FromRequest,
 }
 
-/// Copies between a request's pages and a buffer.
+/// Copies data between the request pages and a buffer.
 pub(super) fn copy(
     channel: &File,
     tag: u16,
@@ -79,8 +79,8 @@ pub(super) fn copy(
         let at = unsafe { buffer.slice().ptr().add(done) };
         let (fd, left) = (channel.as_raw_fd(), buffer.len() - done);
         let position = (from + done as u64) as i64;
-        // SAFETY: the buffer has `left` bytes from there on; its holder is the only one that uses
-        // it, and no operation on it is under way.
+        // SAFETY: the buffer has `left` bytes remaining at this offset. It is only used by its
+        // owner, and there is no operation in flight for it.
         let moved = unsafe {
             match direction {
                 Direction::ToRequest => libc::pwrite(fd, at.cast(), left, position),

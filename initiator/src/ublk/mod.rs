@@ -1,28 +1,31 @@
-//! Linux's user-space block devices: a disk as `/dev/ublkbN`.
+//! Linux user-space block devices: exports a disk as `/dev/ublkbN`.
 //!
-//! The driver `ublk_drv` (Linux 6.4 or later) speaks to a server by commands in `io_uring`:
+//! The driver `ublk_drv` (Linux 6.4 or later) uses `io_uring` commands to communicate with a
+//! server:
 //!
 //! ```text
 //! /dev/ublk-control  add, set parameters, start, stop, delete, recover     control
 //! /dev/ublkcN        fetch a request … commit its result and fetch again   queue
 //! ```
 //!
-//! One thread has all requests of a device: that of the disk, where it has one, so that no other
-//! thread is woken between a request and the wire. It hands each to the disk as a task, whose bytes
-//! are copied between the request and the disk's buffer by `pread` and `pwrite` on `/dev/ublkcN`,
-//! and which gives its result back to the thread, which alone may commit it.
+//! All requests for a device are handled by a single thread. We use the disk thread if there is
+//! one, so that there is no thread switch between a request and the network. For each request we
+//! spawn a task on the disk. The data is copied between the request and a disk buffer using `pread`
+//! and `pwrite` on `/dev/ublkcN`, and the task returns the result to the thread, because no other
+//! thread is allowed to commit it.
 //!
-//! # When the server dies
-//! The device stays, and what is sent to it waits. [`UblkDevice::recover`] takes it over: requests
-//! that the dead server had are given to the new one again. They may have been executed, or,
-//! worse, may be under way to the target still, and must not land after newer ones: so the new
-//! server logs in with the initiator port of the dead server, which makes the target end the old
-//! session first.
+//! # Server restart
+//! If the server dies, the device remains and new requests are queued. [`UblkDevice::recover`]
+//! takes over the device: requests that were sent to the dead server are sent again to the new
+//! server. They may already have been executed or, even worse, may still be in flight to the
+//! target, and must not be executed after newer requests. To ensure this, the new server logs in
+//! using the same initiator port as the dead server, so the target has to close the old session
+//! first.
 //!
 //! # Modules
-//! - `sys`: what the kernel and we exchange. `control`: the commands of a device's life.
-//! - `queue`: the service that has the requests. `commands`: its ring. `data`: what is in the
-//!   device's file.
+//! - `sys`: kernel interface. `control`: commands to create and remove devices.
+//! - `queue`: service that handles the requests. `commands`: ring used by it. `data`: device file
+//!   contents.
 
 mod commands;
 mod control;
@@ -44,35 +47,34 @@ use self::queue::Queue;
 use self::sys::State;
 use crate::block::BlockDevice;
 
-/// Longest time until the device files appear.
+/// Max time to wait for the device files.
 const APPEARS: Duration = Duration::from_secs(5);
 
-/// Requests of a device at once.
+/// Max number of requests per device.
 const DEPTH: u16 = 128;
 
-/// A disk of this process as a block device of the host.
+/// Block device on this host, backed by a disk in this process.
 ///
-/// A new device that is dropped goes away. One that was taken over stays, and waits for another
-/// server.
+/// On drop, a new device will be removed. A recovered device is kept, and waits for a new server.
 #[derive(Debug)]
 pub struct UblkDevice {
     control: Control,
     id: u32,
-    /// Until it is stopped.
+    /// `None` after the queue has been stopped.
     queue: Option<Queue>,
     is_new: bool,
 }
 
 impl UblkDevice {
-    /// Adds a device for a disk, with the number given or one that is free. `/dev/ublkbN` appears
-    /// with [`Self::start`]. `on_end` is called once, when the device is served no longer, because
-    /// it was stopped or because of an error that [`Self::stop`] returns: on the thread that serves
-    /// it, which it must not hold up.
+    /// Adds a device for a disk, using the given number or any free number. `/dev/ublkbN` will be
+    /// visible after [`Self::start`]. `on_end` is called once when the device is closed, because it
+    /// was stopped or because of an error, which is then returned by [`Self::stop`]. It is called
+    /// on the thread that serves the device, and must not block.
     ///
     /// # Errors
-    /// `Unsupported`: the disk has blocks larger than a page. `NotFound`: the driver is not loaded.
-    /// `AlreadyExists`: the number is taken. `PermissionDenied`. Any error of the driver for such a
-    /// disk.
+    /// `Unsupported` if the disk block size exceeds the page size, `NotFound` if the driver is not
+    /// loaded, `AlreadyExists` if the number is in use, `PermissionDenied`, or any other error from
+    /// the driver.
     pub fn add<D: BlockDevice>(
         disk: Arc<D>,
         number: Option<u32>,
@@ -101,11 +103,11 @@ impl UblkDevice {
         }
     }
 
-    /// Takes over the device of a server that has died, whose disk must be the same. Requests that
-    /// wait go on with [`Self::start`]. `on_end` is that of [`Self::add`].
+    /// Takes over a device after its server died. The disk must be the same. Pending requests will
+    /// resume on [`Self::start`]. See [`Self::add`] for `on_end`.
     ///
     /// # Errors
-    /// The device is not lost (see [`is_lost`]); any error of the driver.
+    /// Returns an error if the device is not lost (see [`is_lost`]), or any error from the driver.
     pub fn recover<D: BlockDevice>(
         disk: Arc<D>,
         id: u32,
@@ -123,10 +125,10 @@ impl UblkDevice {
         })
     }
 
-    /// Lets the device be used: it can be when this returns.
+    /// Starts the device. It can be used when this returns.
     ///
     /// # Errors
-    /// Any error of the driver.
+    /// Returns any error from the driver.
     pub fn start(&mut self) -> io::Result<()> {
         if self.is_new {
             self.control.start(self.id)
@@ -135,18 +137,18 @@ impl UblkDevice {
         }
     }
 
-    /// Number of the device.
+    /// Device number.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.id
     }
 
-    /// Takes the device away. Requests under way are answered first; programs that have it open
-    /// get errors from then on.
+    /// Removes the device. Requests in flight are completed first; if a program still has the
+    /// device open, it will get errors.
     ///
     /// # Errors
-    /// Any error of the driver; that which has ended the service of the device, which is removed
-    /// all the same.
+    /// Returns any error from the driver, or the error that stopped the service. In this case, the
+    /// device is still removed.
     pub fn stop(mut self) -> io::Result<()> {
         self.take_away()
     }
@@ -156,8 +158,8 @@ impl UblkDevice {
             return Ok(());
         };
         self.control.stop(self.id)?;
-        // The driver has ended what a service left that failed. The device would be in no list, so
-        // it goes in any case.
+        // After a service error, the driver fails all remaining requests. The device isn't in any
+        // list at this point, so we always need to remove it.
         let ended = queue.join();
         self.control.delete(self.id)?;
         ended
@@ -174,13 +176,13 @@ impl Drop for UblkDevice {
     }
 }
 
-/// The block device with a number.
+/// Block device path for this number.
 #[must_use]
 pub fn path(id: u32) -> PathBuf {
     format!("/dev/ublkb{id}").into()
 }
 
-/// Returns whether there is a device with that number, in use or not.
+/// Returns whether a device with this number exists, used or not.
 #[must_use]
 pub fn is_added(id: u32) -> bool {
     channel_path(id).exists()
@@ -190,7 +192,7 @@ fn channel_path(id: u32) -> PathBuf {
     format!("/dev/ublkc{id}").into()
 }
 
-/// Returns whether the device's server has died, and the device waits for another one.
+/// Returns whether the server for this device has died, and it is waiting for a new server.
 #[must_use]
 pub fn is_lost(id: u32) -> bool {
     Control::open()
@@ -198,17 +200,17 @@ pub fn is_lost(id: u32) -> bool {
         .is_ok_and(|info| info.state() == Some(State::Quiesced))
 }
 
-/// Takes away the device of a server that has died. What waits in it fails.
+/// Removes a device after its server died. Pending requests will fail.
 ///
 /// # Errors
-/// Any error of the driver.
+/// Returns any error from the driver.
 pub fn remove(id: u32) -> io::Result<()> {
     let mut control = Control::open()?;
     control.stop(id)?;
     control.delete(id)
 }
 
-/// Returns whether the device is claimed exclusively: by a mounted file system, a device mapper.
+/// Returns whether the device has been opened exclusively, for example by a mount or device mapper.
 #[must_use]
 pub fn is_in_use(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
@@ -216,7 +218,7 @@ pub fn is_in_use(path: &Path) -> bool {
         .is_err_and(|error| error == rustix::io::Errno::BUSY)
 }
 
-/// Opens the device's own file, which may take a moment to be there.
+/// Opens the device file. It may not be available immediately.
 fn channel(id: u32) -> io::Result<File> {
     let until = Instant::now() + APPEARS;
     loop {

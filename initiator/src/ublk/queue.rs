@@ -1,8 +1,9 @@
-//! The service that has a device's requests.
+//! Service that handles the requests for a device.
 //!
-//! The disk's thread takes them out of the ring by turns, and its completions give the results
-//! back, which a turn commits. Bytes are copied between a request and the disk's buffer by the
-//! system call that the driver has for it: a short read's as it completes, a long one's in a turn.
+//! The disk thread polls the ring for requests. Completions return their results to this thread,
+//! and they are committed in its next turn. Data is copied between the request and the disk buffer
+//! using the driver's system calls: for a short read on completion, for a long read in the thread's
+//! turn.
 
 use std::fs::File;
 use std::io;
@@ -17,19 +18,19 @@ use crate::block::{
 };
 use crate::poll_fds::{Waited, WaitedFds};
 
-/// Bytes of data of one turn, in either direction, after which others have theirs.
+/// Max data bytes per turn, in each direction. After this, other services get a chance.
 const TURN_BYTES: u64 = 1 << 20;
 
-/// Bytes of a read that its completion copies itself.
+/// Max read size that a completion can copy directly, in bytes.
 const INLINE_BYTES: usize = 32 << 10;
 
-/// A device's queue, which is served somewhere.
+/// Device queue handle.
 #[derive(Debug)]
 pub(super) struct Queue(Arc<Outcome>);
 
 impl Queue {
-    /// Starts to fetch requests from the device's file: on the disk's thread, or on one of its own
-    /// where the disk has none. `on_end` is called on that thread when they are served no longer.
+    /// Starts fetching requests from the device file. This uses the disk thread, or a new thread if
+    /// the disk doesn't have one. `on_end` is called on this thread after the queue is closed.
     pub(super) fn start<D: BlockDevice>(
         channel: &File,
         disk: Arc<D>,
@@ -55,28 +56,28 @@ impl Queue {
         Ok(Self(outcome))
     }
 
-    /// Waits for its end, which comes when the device is stopped.
+    /// Waits until the queue is closed, because the device was stopped.
     ///
     /// # Errors
-    /// It ended before.
+    /// Returns an error if the queue was closed before this.
     pub(super) fn join(self) -> io::Result<()> {
         self.0.wait()
     }
 }
 
-/// The result of a request.
+/// Request result.
 enum Done {
-    /// Bytes that were moved, or a negative error number.
+    /// Number of bytes transferred, or a negative error code.
     Result(i32),
-    /// A read whose bytes are to be copied.
+    /// Read with data to be copied.
     Read(Buffer),
 }
 
-/// State that requests share with the service.
+/// State shared between requests and the service.
 struct Shared<D> {
     disk: Arc<D>,
     channel: File,
-    /// Results on their way to the service.
+    /// Results to be processed by the service.
     done: Mutex<Vec<(u16, Done)>>,
     bell: Bell,
 }
@@ -98,27 +99,28 @@ impl<D> Shared<D> {
         self.bell.ring();
     }
 
-    /// Takes all results behind those that are there.
+    /// Appends all results to `into`.
     fn take(&self, into: &mut Vec<(u16, Done)>) {
         let mut all = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         into.append(&mut all);
     }
 }
 
-/// The service of a queue.
+/// Queue service.
 struct Server<D, C> {
     commands: C,
     descs: Descs,
     shared: Arc<Shared<D>>,
     depth: u16,
-    /// Tags that the driver or a request has; `None` before the first turn, which fetches: the
-    /// driver takes commands from the thread of the first one only.
+    /// Number of tags used by the driver or a request. `None` before the first turn, because we
+    /// must start fetching on the thread that will be used later: the driver only accepts commands
+    /// from the first thread.
     live: Option<u16>,
-    /// Events that the last turn knew of.
+    /// Event count seen in the last turn.
     seen: u64,
-    /// Results that wait for their turn, the first one last.
+    /// Results to be processed in the next turns, first result last.
     results: Vec<(u16, Done)>,
-    /// After all else: its end is that of the queue.
+    /// Must be dropped last: this signals that the queue is closed.
     ending: Ending,
 }
 
@@ -138,9 +140,10 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
             worked = true;
             self.fetched(tag, result, &mut left);
         }
-        // What was done within that call is committed with it.
+        // Requests that complete within this call are also committed by it.
         worked |= self.commit(&mut left);
-        // What the kernel cannot take yet is given to it in the next turn.
+        // If the kernel can't accept all commands now, we submit the remaining commands in the next
+        // turn.
         worked |= !self.commands.submit()?;
         Ok(match (self.live, worked) {
             (Some(0), _) => Turn::Over,
@@ -149,14 +152,14 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
         })
     }
 
-    /// Commits results, in the order in which they came; whether there were any.
+    /// Commits results in the order of completion; returns whether there were any.
     fn commit(&mut self, left: &mut u64) -> bool {
         if self.results.is_empty() {
             self.shared.take(&mut self.results);
             self.results.reverse();
         }
         let mut any = false;
-        // One without bytes costs a turn nothing.
+        // A result without data is not counted.
         while let Some((tag, done)) = self
             .results
             .pop_if(|(_, done)| *left > 0 || matches!(done, Done::Result(_)))
@@ -193,7 +196,7 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
 
 impl<D: BlockDevice, C: Commands> Service for Server<D, C> {
     fn turn(&mut self) -> Turn {
-        // Before anything is looked at, so that what happens meanwhile prevents the sleep.
+        // Must be set before checking for work, so that new events will prevent the sleep.
         self.seen = self.shared.bell.events();
         match self.step() {
             Ok(Turn::Over) => {
@@ -222,7 +225,7 @@ impl<D: BlockDevice, C: Commands> Service for Server<D, C> {
     }
 }
 
-/// Serves one request, on the threads that complete its operations.
+/// Executes a request. The code after an await runs on the thread that completed the operation.
 async fn serve_request<D: BlockDevice>(shared: Arc<Shared<D>>, tag: u16, desc: IoDesc) {
     let done = execute(&shared, tag, desc).await.unwrap_or_else(|error| {
         tracing::debug!(?desc, %error, "a request failed");
@@ -239,7 +242,7 @@ async fn execute<D: BlockDevice>(
     let disk = &shared.disk;
     let (offset, len) = (desc.offset(), desc.len());
     let op = desc.op().ok_or(BlockError::Unsupported)?;
-    // A flush has no place on the disk.
+    // The offset isn't used for a flush.
     if op != Op::Flush && !disk.geometry().contains(offset, len) {
         return Err(BlockError::OutOfRange);
     }
@@ -273,7 +276,7 @@ async fn execute<D: BlockDevice>(
     }
 }
 
-/// Copies what was read to its request; the result of the request.
+/// Copies read data to the request and returns the result.
 fn answer_read(channel: &File, tag: u16, buffer: &Buffer) -> i32 {
     match copy(channel, tag, buffer, Direction::ToRequest) {
         Ok(()) => buffer.len() as i32,
@@ -284,7 +287,7 @@ fn answer_read(channel: &File, tag: u16, buffer: &Buffer) -> i32 {
     }
 }
 
-/// Length of a transfer, within the limit that the device was given.
+/// Converts the transfer length, and checks it against the limit that was set for the device.
 fn transfer_len(disk: &impl BlockDevice, len: u64) -> Result<usize, BlockError> {
     if len > u64::from(disk.geometry().max_transfer) {
         return Err(BlockError::OutOfRange);

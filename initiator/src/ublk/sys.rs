@@ -1,5 +1,5 @@
-//! Messages between the kernel's `ublk_drv` and its servers: the structures of
-//! `linux/ublk_cmd.h`, in the host's byte order.
+//! Messages between `ublk_drv` in the kernel and its servers: the `linux/ublk_cmd.h` structures, in
+//! host byte order.
 
 use std::io;
 
@@ -8,20 +8,20 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::block::Geometry;
 
-/// Bytes of the unit of sizes and offsets.
+/// Unit for sizes and offsets in bytes.
 pub(super) const SECTOR: u64 = 512;
 
-/// Offset of the requests' descriptions in the device's file, for `mmap`.
+/// Device file offset of the request descriptors, used for `mmap`.
 pub(super) const DESCS_OFFSET: i64 = 0;
 
-/// Offset of the requests' data in the device's file: for tag `t` from `DATA_OFFSET + (t <<
-/// TAG_SHIFT)` on.
+/// Device file offset of the request data: the data for tag `t` starts at `DATA_OFFSET + (t <<
+/// TAG_SHIFT)`.
 pub(super) const DATA_OFFSET: u64 = 0x8000_0000;
 
-/// Bits of the offset within a tag's data; see [`DATA_OFFSET`].
+/// Number of offset bits for each tag, see [`DATA_OFFSET`].
 pub(super) const TAG_SHIFT: u32 = 25;
 
-/// The result of a fetch that will get nothing any more.
+/// Result of a fetch if there will be no more requests.
 pub(super) const ABORT: i32 = -libc::ENODEV;
 
 const fn ioctl(direction: u32, number: u32, size: usize) -> u32 {
@@ -31,7 +31,7 @@ const fn ioctl(direction: u32, number: u32, size: usize) -> u32 {
 const READ: u32 = 2;
 const READ_WRITE: u32 = 3;
 
-/// A command to `/dev/ublk-control`.
+/// Command for `/dev/ublk-control`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum ControlOp {
@@ -45,7 +45,7 @@ pub(super) enum ControlOp {
     EndRecovery = ioctl(READ_WRITE, 0x11, size_of::<ControlCmd>()),
 }
 
-/// A command to `/dev/ublkcN`.
+/// Command for `/dev/ublkcN`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum IoOp {
@@ -53,19 +53,19 @@ pub(super) enum IoOp {
     CommitAndFetch = ioctl(READ_WRITE, 0x21, size_of::<IoCmd>()),
 }
 
-/// Features of a device.
+/// Device features.
 pub(super) mod feature {
-    /// The device outlives its server.
+    /// The device is kept if the server dies.
     pub(crate) const USER_RECOVERY: u64 = 1 << 3;
-    /// Requests of a dead server are given to the next.
+    /// Requests from a dead server are sent again to the new server.
     pub(crate) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
-    /// Commands are numbered as ioctls are.
+    /// Use ioctl encoding for command numbers.
     pub(crate) const CMD_IOCTL_ENCODE: u64 = 1 << 6;
-    /// The server copies data by `pread` and `pwrite`.
+    /// The server copies data using `pread` and `pwrite`.
     pub(crate) const USER_COPY: u64 = 1 << 7;
 }
 
-/// Argument of a command to `/dev/ublk-control`: `struct ublksrv_ctrl_cmd`.
+/// Argument for a `/dev/ublk-control` command: `struct ublksrv_ctrl_cmd`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct ControlCmd {
@@ -79,7 +79,7 @@ pub(super) struct ControlCmd {
     pub(super) reserved: U32,
 }
 
-/// Description of a device: `struct ublksrv_ctrl_dev_info`.
+/// Device information: `struct ublksrv_ctrl_dev_info`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct DevInfo {
@@ -99,19 +99,19 @@ pub(super) struct DevInfo {
     pub(super) reserved2: U64,
 }
 
-/// State of a device.
+/// Device state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Dead,
     Live,
-    /// Its server has died, and requests wait.
+    /// The server has died, and requests are queued.
     Quiesced,
-    /// Its server has died, and requests fail.
+    /// The server has died, and requests fail.
     FailIo,
 }
 
 impl DevInfo {
-    /// State of the device; `None` for a state of a later kernel.
+    /// Device state, or `None` if the kernel returns an unknown state.
     pub(super) fn state(&self) -> Option<State> {
         match self.state.get() {
             0 => Some(State::Dead),
@@ -123,7 +123,7 @@ impl DevInfo {
     }
 }
 
-/// Argument of a command to `/dev/ublkcN`: `struct ublksrv_io_cmd`.
+/// Argument for a `/dev/ublkcN` command: `struct ublksrv_io_cmd`.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct IoCmd {
@@ -133,7 +133,7 @@ pub(super) struct IoCmd {
     pub(super) addr: U64,
 }
 
-/// A request: `struct ublksrv_io_desc`.
+/// Request descriptor: `struct ublksrv_io_desc`.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -145,7 +145,7 @@ pub(super) struct IoDesc {
     pub(super) addr: U64,
 }
 
-/// Operation of a request.
+/// Request operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
     Read,
@@ -156,7 +156,7 @@ pub(super) enum Op {
 }
 
 impl IoDesc {
-    /// Operation of the request; `None` for one that was never offered.
+    /// Request operation, or `None` if it's an operation we don't support.
     pub(super) fn op(&self) -> Option<Op> {
         match self.op_flags.get() & 0xff {
             0 => Some(Op::Read),
@@ -168,28 +168,28 @@ impl IoDesc {
         }
     }
 
-    /// Returns whether it is done only when it is on stable storage.
+    /// Returns whether the data must be on stable storage before completion.
     pub(super) fn fua(&self) -> bool {
         self.op_flags.get() & (1 << 13) != 0
     }
 
-    /// Returns whether zeroes must not be holes.
+    /// Returns whether the zeroes must not create a hole.
     pub(super) fn no_unmap(&self) -> bool {
         self.op_flags.get() & (1 << 15) != 0
     }
 
-    /// Its first byte on the disk; that of a flush means nothing.
+    /// Offset of the first byte; must be ignored for a flush.
     pub(super) fn offset(&self) -> u64 {
         self.start_sector.get().saturating_mul(SECTOR)
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub(super) fn len(&self) -> u64 {
         u64::from(self.sectors.get()) * SECTOR
     }
 }
 
-/// Parameters of a device: `struct ublk_params`, as far as we set them.
+/// Device parameters: `struct ublk_params`, only the types that we set.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(super) struct Params {
@@ -218,13 +218,13 @@ const ATTR_READ_ONLY: u32 = 1 << 0;
 const ATTR_VOLATILE_CACHE: u32 = 1 << 2;
 const ATTR_FUA: u32 = 1 << 3;
 
-/// Largest logical block that the driver takes: a page.
+/// Max logical block size supported by the driver: the page size.
 const PAGE: u32 = 4096;
 
-/// Checks that the driver takes such a disk, before a device is added for it.
+/// Checks if the driver supports this disk, before we add a device.
 ///
 /// # Errors
-/// `Unsupported`: its blocks are larger than a page.
+/// Returns `Unsupported` if the block size exceeds the page size.
 pub(super) fn check(geometry: &Geometry) -> io::Result<()> {
     if geometry.block_size > PAGE {
         let text = format!(
@@ -237,29 +237,30 @@ pub(super) fn check(geometry: &Geometry) -> io::Result<()> {
 }
 
 impl Params {
-    /// Parameters of a disk whose requests have at most `largest` bytes.
+    /// Creates parameters for a disk. Requests are limited to `largest` bytes.
     pub(super) fn of(geometry: &Geometry, largest: u32) -> Self {
         let shift = |bytes: u32| bytes.ilog2() as u8;
-        // The largest that is a whole number of blocks and fits the field.
+        // Round down to blocks, using the largest value that fits into this field.
         let sectors = |bytes: u64| {
             let blocks = bytes.min(u64::from(u32::MAX) * SECTOR) / u64::from(geometry.block_size);
             (blocks * u64::from(geometry.block_size) / SECTOR) as u32
         };
         let logical = shift(geometry.block_size);
-        // A page at most, which the driver wants, and no less than a block.
+        // The driver requires a value between the block size and the page size.
         let physical = shift(
             geometry
                 .physical_block_size
                 .min(PAGE)
                 .max(geometry.block_size),
         );
-        // A cache may be switched on later, of which the kernel is not notified, so it always
+        // The write cache can be enabled later, and we can't update the kernel, so always send
         // flushes.
         let mut attrs = ATTR_VOLATILE_CACHE;
         if geometry.read_only {
             attrs |= ATTR_READ_ONLY;
         }
-        // A disk without a cache may not know FUA; the kernel flushes after the write instead.
+        // Without a write cache, the disk may not support FUA; the kernel will send a flush
+        // instead.
         if geometry.volatile_cache {
             attrs |= ATTR_FUA;
         }
@@ -340,7 +341,7 @@ mod tests {
 
     #[test]
     fn a_disk_with_blocks_larger_than_a_page_is_no_panic() {
-        // READ CAPACITY may report anything up to 64 KiB.
+        // READ CAPACITY can report up to 64 KiB.
         let mut geometry = MemoryDevice::new(1 << 30, 4096).unwrap().geometry().clone();
         (geometry.block_size, geometry.physical_block_size) = (8192, 8192);
         assert_eq!(Params::of(&geometry, 256 << 10).physical_shift, 13);

@@ -1,9 +1,9 @@
-//! Parts that the addresses of all schemes are made of.
+//! Address components used by all schemes.
 //!
-//! The grammar is that of the tools which had these schemes before, libiscsi and Linux's
-//! `add_target`, and not RFC 3986: a `%` separates a password from its user instead of escaping a
-//! character, and a password may have any character but a slash or a question mark. So a library
-//! for URLs would read other passwords than the ones that users gave.
+//! The grammar is based on existing tools with these schemes, libiscsi and `add_target` in Linux,
+//! and not on RFC 3986. We can't use a URL library, because `%` is used to separate user and
+//! password and not to escape a character, and a password can contain any character except for a
+//! slash or a question mark. With a library, we would use the wrong password.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -11,15 +11,15 @@ use std::str::FromStr;
 
 use riser_scsi::iscsi::name::NameError;
 
-/// The largest logical unit number of the simple forms (flat space, SAM-5 clause 4.7.7.3).
+/// Max logical unit number in the simple format (flat space, SAM-5 clause 4.7.7.3).
 pub(super) const MAX_LUN: u16 = 0x3fff;
 
-/// The target's address, or a name for it.
+/// Target address, as an IP or a host name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Host {
-    /// A literal IP address.
+    /// Literal IP address.
     Ip(IpAddr),
-    /// A host name: letters, digits, dots, hyphens and underscores.
+    /// Host name: letters, digits, dots, hyphens and underscores.
     Name(String),
 }
 
@@ -33,12 +33,12 @@ impl fmt::Display for Host {
     }
 }
 
-/// Address and port of a target.
+/// Target address and port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Portal {
-    /// Host of the portal.
+    /// Portal host.
     pub host: Host,
-    /// Port number, if it is given.
+    /// Port number, if set.
     pub port: u16,
 }
 
@@ -57,10 +57,10 @@ impl From<SocketAddr> for Portal {
     }
 }
 
-/// Portals that one address may name at most.
+/// Max number of portals in an address.
 pub const MAX_PORTALS: usize = 16;
 
-/// Checks the portals of an address: that of its host and port, and those besides.
+/// Checks the portals of an address: the host and port, and the additional portals.
 pub(super) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result<(), UrlError> {
     if others.len() >= MAX_PORTALS {
         return Err(UrlError::TooManyPortals);
@@ -74,60 +74,60 @@ pub(super) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result
     Ok(())
 }
 
-/// Reason for a string to be no address.
+/// Error for an invalid address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    /// The scheme is missing or another one.
+    /// Missing or unknown scheme.
     #[error("address must begin with `srp://`, `iscsi://` or `iser://`")]
     Scheme,
-    /// The host is missing or malformed.
+    /// Missing or malformed host.
     #[error("host `{0}` is neither an address nor a name")]
     Host(String),
-    /// The port is no number from 1 to 65535.
+    /// The port isn't a number from 1 to 65535.
     #[error("port `{0}` is not a number from 1 to 65535")]
     Port(String),
-    /// The path is no logical unit number.
+    /// The path isn't a valid logical unit number.
     #[error("logical unit `{0}` is not a number from 0 to 16383")]
     Lun(String),
-    /// The path is no iSCSI name.
+    /// The path isn't a valid iSCSI name.
     #[error("target `{name}`: {why}")]
     Target {
-        /// The name as given.
+        /// Invalid name.
         name: String,
-        /// The rule of names that it breaks.
+        /// Reason why the name is invalid.
         why: NameError,
     },
-    /// A password without a user.
+    /// Password without a user.
     #[error("a password is given, but no user")]
     NoUser,
-    /// A key does not exist.
+    /// Unknown key.
     #[error("unknown key `{0}`")]
     UnknownKey(String),
-    /// A key occurs twice.
+    /// Duplicate key.
     #[error("key `{0}` occurs twice")]
     Repeated(String),
-    /// A portal is named twice.
+    /// Duplicate portal.
     #[error("portal `{0}` is named twice; every path needs one of its own")]
     SamePortal(String),
-    /// More portals than [`MAX_PORTALS`].
+    /// More than [`MAX_PORTALS`] portals.
     #[error("more than {MAX_PORTALS} portals")]
     TooManyPortals,
-    /// A key has no value.
+    /// Key without a value.
     #[error("key `{0}` has no value")]
     NoValue(String),
-    /// A value is none that its key takes.
+    /// Invalid value for this key.
     #[error("value `{value}` of key `{key}` is not {expected}")]
     Value {
-        /// Key of the pair.
+        /// Key.
         key: String,
-        /// Value that was given.
+        /// Invalid value.
         value: String,
-        /// The values that the key takes.
+        /// Values supported for this key.
         expected: &'static str,
     },
 }
 
-/// `host[:port]`; a colon within brackets belongs to the address.
+/// `host[:port]`; a colon in brackets is part of the address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Authority {
     pub(super) host: Host,
@@ -152,10 +152,10 @@ impl FromStr for Authority {
     }
 }
 
-/// A key of a query with its value.
+/// Query key and value.
 pub(super) type Pair<'a> = Result<(&'a str, &'a str), UrlError>;
 
-/// Writes the parts of a query that are there, then the further portals.
+/// Writes all query parts that are set, then the additional portals.
 pub(super) fn write_query<const N: usize>(
     f: &mut fmt::Formatter<'_>,
     parts: [(&str, Option<String>); N],
@@ -187,7 +187,7 @@ pub(super) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) 
     (rest, pairs)
 }
 
-/// One pair `key=value` to write.
+/// Single `key=value` pair to write.
 pub(super) struct Part<'a> {
     pub(super) key: &'a str,
     pub(super) value: &'a str,
@@ -255,7 +255,7 @@ impl Part<'_> {
         }
     }
 
-    /// A further portal, with the port that it has unless it is given.
+    /// Parses an additional portal; `port` is the default port.
     pub(super) fn portal(&self, port: u16) -> Result<Portal, UrlError> {
         let authority: Authority = self
             .value
@@ -273,7 +273,7 @@ impl Part<'_> {
     }
 }
 
-/// The number of a logical unit.
+/// Parses a logical unit number.
 pub(super) fn parse_lun(text: &str) -> Result<u16, UrlError> {
     decimal(text)
         .and_then(|lun| u16::try_from(lun).ok())
@@ -281,7 +281,7 @@ pub(super) fn parse_lun(text: &str) -> Result<u16, UrlError> {
         .ok_or_else(|| UrlError::Lun(text.to_owned()))
 }
 
-/// Digits only: no sign, no spaces.
+/// Only allows digits: no sign, no spaces.
 fn decimal(text: &str) -> Option<u32> {
     text.bytes()
         .all(|b| b.is_ascii_digit())
@@ -299,7 +299,7 @@ fn parse_host(text: &str) -> Result<Host, UrlError> {
         return Ok(Host::Ip(ip.into()));
     }
     let legal = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
-    // A name whose last label is all digits would be a mistyped IPv4 address.
+    // If the last label of a name only contains digits, it's most likely a mistyped IPv4 address.
     let numeric = text
         .rsplit('.')
         .next()
@@ -310,7 +310,7 @@ fn parse_host(text: &str) -> Result<Host, UrlError> {
     Ok(Host::Name(text.to_owned()))
 }
 
-/// Splits `host[:port]`; a colon within brackets belongs to the address.
+/// Splits `host[:port]`; a colon in brackets is part of the address.
 fn split_port(authority: &str) -> (&str, Option<&str>) {
     let after_bracket = match authority.rfind(']') {
         Some(at) => at,

@@ -1,16 +1,17 @@
-//! `iscsi://` and `iser://` addresses, in the form that libiscsi gave them.
+//! `iscsi://` and `iser://` addresses, using the libiscsi format.
 //!
 //! ```text
 //! iscsi://[user[%password]@]host[:port]/[target[/lun]][?key=value[&key=value…]]
 //! ```
 //!
-//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the
-//! caller. Without a port it is 3260. See [`IscsiUrl`]'s fields for the keys.
+//! The host can be an IPv4 address, an IPv6 address in brackets, or a name that must be resolved by
+//! the caller. The default port is 3260. For the supported keys, see the fields of [`IscsiUrl`].
 //!
 //! # Passwords
-//! A password in the address is seen by everyone who lists processes. It may be in a file
-//! (`password_file`) or in the environment ([`SECRET_ENV`](super::SECRET_ENV)) instead;
-//! [`IscsiUrl::credentials`] looks there in this order. Display and Debug show none.
+//! If a password is part of the address, it is visible to all users who can list processes. To
+//! avoid this, it can also be stored in a file (`password_file`) or an environment variable
+//! ([`SECRET_ENV`](super::SECRET_ENV)); [`IscsiUrl::credentials`] checks in this order. Display and
+//! Debug never print a password.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -25,68 +26,67 @@ use super::grammar::{
 };
 use super::secret::{PASSWORD_ENV, Secret, SecretError, Secrets, TARGET_PASSWORD_ENV, User};
 
-/// The carrier of the PDUs.
+/// PDU transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carrier {
     /// iSCSI over TCP (RFC 7143).
     #[default]
     Tcp,
-    /// RDMA, with the iSCSI extensions for it (RFC 7145).
+    /// RDMA, using iSER (RFC 7145).
     Iser,
 }
 
-/// The address of an iSCSI target, and parameters of the login.
+/// iSCSI target address and login parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IscsiUrl {
-    /// The carrier of the PDUs, which the scheme names.
+    /// PDU transport, depending on the scheme.
     pub carrier: Carrier,
-    /// Address or name of the portal.
+    /// Portal address or host name.
     pub host: Host,
-    /// Port number of the portal.
+    /// Portal port number.
     pub port: u16,
-    /// Name of the target, if the address has one.
+    /// Target name, if set.
     pub target: Option<IscsiName>,
-    /// Logical unit, if the address names one.
+    /// Logical unit number, if set.
     pub lun: Option<u16>,
-    /// `user` and `password` before the host, `password_file`: the initiator's own.
+    /// `user` and `password` before the host, `password_file`: initiator credentials.
     pub user: User,
-    /// `target_user`, `target_password`, `target_password_file`: those that the
-    /// target has to prove.
+    /// `target_user`, `target_password`, `target_password_file`: credentials which must be used by
+    /// the target.
     pub target_user: User,
-    /// `chap`: digests for CHAP, comma-separated, the best first: `md5`, `sha1`, `sha256`,
-    /// `sha3-256`.
+    /// `chap`: comma-separated list of CHAP digests, in order of preference: `md5`, `sha1`,
+    /// `sha256`, `sha3-256`.
     pub chap: Option<Vec<Algorithm>>,
-    /// `initiator`: name to log in under.
+    /// `initiator`: initiator name for the login.
     pub initiator: Option<IscsiName>,
-    /// `header_digest`: `crc32c` insists on it, `none` refuses it.
+    /// `header_digest`: `crc32c` requires a digest, `none` disables it.
     pub header_digest: Option<bool>,
-    /// Key `data_digest`, as `header_digest`.
+    /// `data_digest`: same as `header_digest`.
     pub data_digest: Option<bool>,
-    /// `immediate_data`: whether commands may carry data.
+    /// `immediate_data`: allow data in the command PDU.
     pub immediate_data: Option<bool>,
-    /// `initial_r2t`: whether all other data wait to be asked for.
+    /// `initial_r2t`: require an R2T for all other data.
     pub initial_r2t: Option<bool>,
-    /// `first_burst`: unsolicited data of a command at most, in bytes.
+    /// `first_burst`: max unsolicited data for a command, in bytes.
     pub first_burst: Option<u32>,
-    /// `max_burst`: longest sequence of data PDUs, in bytes.
+    /// `max_burst`: max data PDU sequence, in bytes.
     pub max_burst: Option<u32>,
-    /// `max_recv`: longest data segment to take, in bytes.
+    /// `max_recv`: max data segment to receive, in bytes.
     pub max_recv: Option<u32>,
-    /// `queue_size`: commands outstanding, 1 to 4096.
+    /// `queue_size`: max outstanding commands, 1 to 4096.
     pub queue_size: Option<u16>,
-    /// `src`: local address to connect from.
+    /// `src`: local address to use for the connection.
     pub src: Option<IpAddr>,
-    /// `portal`, as often as there are any: further portals that lead to the same target.
+    /// `portal`, can be used more than once: additional portals for the same target.
     pub portals: Vec<Portal>,
-    /// `paths=all`: every address of the host's name is a portal, and every one that the target
-    /// reports.
+    /// `paths=all`: use all addresses of the host name, and all portals reported by the target.
     pub all_paths: bool,
 }
 
 const LENGTH: &str = "a number from 512 to 16777215";
 
 impl IscsiUrl {
-    /// An address with no keys set.
+    /// Creates an address with no keys set.
     #[must_use]
     pub fn new(carrier: Carrier, host: Host) -> Self {
         Self {
@@ -113,25 +113,25 @@ impl IscsiUrl {
         }
     }
 
-    /// Returns whether RDMA carries the PDUs.
+    /// Returns whether the address uses RDMA.
     #[must_use]
     pub fn is_iser(&self) -> bool {
         self.carrier == Carrier::Iser
     }
 
-    /// The initiator's credentials and those of the target, with their passwords from the address,
-    /// a file or the environment.
+    /// Returns the initiator credentials and the target credentials, using passwords from the
+    /// address, a file or the environment.
     ///
     /// # Errors
-    /// [`SecretError`].
+    /// Returns [`SecretError`] if a password is not available.
     pub fn credentials(&self) -> Result<(Option<Credentials>, Option<Credentials>), SecretError> {
         let own = self.user.credentials(PASSWORD_ENV)?;
         let target = self.target_user.credentials(TARGET_PASSWORD_ENV)?;
         if own.is_none() && target.is_some() {
             return Err(SecretError::OneSided);
         }
-        // RFC 7143 9.2.1: with one secret, a target that does not know it could have us compute its
-        // proof.
+        // RFC 7143 9.2.1: if both secrets are the same, a target without the secret could use us to
+        // compute the response for it.
         if let (Some(own), Some(target)) = (&own, &target)
             && own.secret == target.secret
         {
@@ -140,8 +140,8 @@ impl IscsiUrl {
         Ok((own, target))
     }
 
-    /// Takes the passwords out of the address and out of the environment, so that the address can
-    /// be shown to other processes; those in files stay there.
+    /// Removes all passwords from the address and the environment, so the address can be visible to
+    /// other processes. Password files are not changed.
     pub fn take_secrets(&mut self) -> Secrets {
         let take = |user: &mut User, env: &str| {
             let wanted = user.name.is_some() && user.file.is_none();
@@ -154,7 +154,7 @@ impl IscsiUrl {
         }
     }
 
-    /// Puts back passwords that were taken out.
+    /// Restores passwords that were removed.
     pub fn put_secrets(&mut self, secrets: Secrets) {
         if secrets.password.is_some() {
             self.user.password = secrets.password;
@@ -165,8 +165,8 @@ impl IscsiUrl {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
-        // Each key may appear once, except `portal`: of two values neither would be the obvious
-        // one.
+        // Reject duplicate keys except for `portal`, because it wouldn't be clear which value
+        // should be used.
         let part = Part { key, value };
         let path = |p: &Part<'_>| Ok(PathBuf::from(p.value));
         let length = |p: &Part<'_>| p.number(512..=(1 << 24) - 1, LENGTH);
@@ -257,7 +257,7 @@ impl FromStr for IscsiUrl {
         };
         let (rest, query) = split_query(rest);
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-        // A password may have the character that ends it.
+        // Use the last separator, because a password can contain this character.
         let (user, authority) = match authority.rsplit_once('@') {
             Some((user, authority)) => (Some(user), authority),
             None => (None, authority),
@@ -298,7 +298,7 @@ impl FromStr for IscsiUrl {
     }
 }
 
-/// Text of the address without passwords.
+/// Formats the address without passwords.
 impl fmt::Display for IscsiUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.carrier {
@@ -319,8 +319,9 @@ impl fmt::Display for IscsiUrl {
                 write!(f, "/{lun}")?;
             }
         }
-        // Defaults are left out, so that an address which is parsed and written again stays as
-        // short as it was typed. Passwords never appear, since this text goes into logs and lists.
+        // We skip default values, so that an address doesn't get longer when it is parsed and
+        // formatted again. Passwords must never be included, because the text is used in logs and
+        // lists.
         let digest = |on: Option<bool>| on.map(|on| if on { "crc32c" } else { "none" }.to_owned());
         let flag = |on: Option<bool>| on.map(|on| u8::from(on).to_string());
         let file = |user: &User| user.file.as_ref().map(|p| p.display().to_string());

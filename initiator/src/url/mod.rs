@@ -1,6 +1,6 @@
-//! Addresses of targets: [`SrpUrl`], [`IscsiUrl`], and [`TargetUrl`], any of them.
+//! Target addresses: [`SrpUrl`], [`IscsiUrl`], and [`TargetUrl`] for either type.
 //!
-//! Every error names the part of the address it is about, and never a password.
+//! All errors contain the invalid part of the address, but never a password.
 
 #![forbid(unsafe_code)]
 
@@ -18,17 +18,17 @@ pub use self::iscsi::{Carrier, IscsiUrl};
 pub use self::secret::{SECRET_ENV, Secret, SecretError, Secrets, User};
 pub use self::srp::SrpUrl;
 
-/// The address of a target, of any protocol.
+/// Target address for any protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetUrl {
-    /// An SRP address, `srp://…`.
+    /// SRP address, `srp://…`.
     Srp(SrpUrl),
-    /// An address `iscsi://…` or `iser://…`.
+    /// iSCSI or iSER address, `iscsi://…` or `iser://…`.
     Iscsi(IscsiUrl),
 }
 
 impl TargetUrl {
-    /// The logical unit, if the address names one.
+    /// Logical unit number, if set.
     #[must_use]
     pub fn lun(&self) -> Option<u16> {
         match self {
@@ -37,7 +37,7 @@ impl TargetUrl {
         }
     }
 
-    /// The same target with another logical unit, or none.
+    /// Sets or removes the logical unit number.
     #[must_use]
     pub fn with_lun(mut self, lun: Option<u16>) -> Self {
         match &mut self {
@@ -47,7 +47,7 @@ impl TargetUrl {
         self
     }
 
-    /// The local address to connect from, if the address names one.
+    /// Local address to use for the connection, if set.
     #[must_use]
     pub fn src(&self) -> Option<IpAddr> {
         match self {
@@ -56,7 +56,7 @@ impl TargetUrl {
         }
     }
 
-    /// Returns whether an RDMA device is needed to reach it.
+    /// Returns whether this address requires an RDMA device.
     #[must_use]
     pub fn needs_device(&self) -> bool {
         match self {
@@ -65,7 +65,22 @@ impl TargetUrl {
         }
     }
 
-    /// Portals of the target besides the first.
+    /// Returns whether both addresses use the same logical unit. For iSCSI we compare the target
+    /// name, because it's unique, and for SRP the first portal.
+    #[must_use]
+    pub fn is_same_unit(&self, other: &Self) -> bool {
+        let is_same_target = match (self, other) {
+            (Self::Iscsi(one), Self::Iscsi(other)) => one.target == other.target,
+            (Self::Srp(one), Self::Srp(other)) => {
+                let ids = |url: &SrpUrl| (url.id_ext, url.ioc_guid);
+                (&one.host, one.port, ids(one)) == (&other.host, other.port, ids(other))
+            }
+            _ => false,
+        };
+        is_same_target && self.lun().unwrap_or(0) == other.lun().unwrap_or(0)
+    }
+
+    /// Additional target portals.
     #[must_use]
     pub fn portals(&self) -> &[Portal] {
         match self {
@@ -74,7 +89,8 @@ impl TargetUrl {
         }
     }
 
-    /// Returns whether all portals of the target are to be used, not only those in the address.
+    /// Returns whether all portals of the target should be used, not just the portals in the
+    /// address.
     #[must_use]
     pub fn wants_all(&self) -> bool {
         match self {
@@ -83,13 +99,13 @@ impl TargetUrl {
         }
     }
 
-    /// Returns whether it is one that several paths lead to.
+    /// Returns whether there can be multiple paths.
     #[must_use]
     pub fn is_multipath(&self) -> bool {
         self.wants_all() || !self.portals().is_empty()
     }
 
-    /// The same target by its first portal alone.
+    /// Returns the same target, using only the first portal.
     #[must_use]
     pub fn first(&self) -> Self {
         let (host, port) = self.authority();
@@ -99,7 +115,7 @@ impl TargetUrl {
         })
     }
 
-    /// The same target by one portal alone.
+    /// Returns the same target, using only this portal.
     #[must_use]
     pub fn by(&self, portal: Portal) -> Self {
         let mut url = self.clone();
@@ -117,32 +133,33 @@ impl TargetUrl {
         url
     }
 
-    /// Address or name of the target's host.
+    /// Target address or host name.
     #[must_use]
     pub fn host(&self) -> &Host {
         self.authority().0
     }
 
-    fn authority(&self) -> (&Host, u16) {
+    pub(crate) fn authority(&self) -> (&Host, u16) {
         match self {
             Self::Srp(url) => (&url.host, url.port),
             Self::Iscsi(url) => (&url.host, url.port),
         }
     }
 
-    /// The address that it means; a name is looked up, on this thread.
+    /// Resolves the host name, on the current thread.
     ///
     /// # Errors
-    /// The name has no address, or none of the family of [`Self::src`].
+    /// Returns an error if the name has no address, or no address in the same family as
+    /// [`Self::src`].
     pub fn resolve(&self) -> std::io::Result<SocketAddr> {
         let found = self.resolve_all()?.into_iter().next();
         found.ok_or_else(|| std::io::ErrorKind::NotFound.into())
     }
 
-    /// All the addresses that the first portal means, as [`Self::resolve`]; there may be none.
+    /// Returns all addresses for the first portal, see [`Self::resolve`]; can be empty.
     ///
     /// # Errors
-    /// The name cannot be looked up.
+    /// Returns an error if the lookup failed.
     pub fn resolve_all(&self) -> std::io::Result<Vec<SocketAddr>> {
         let (host, port) = self.authority();
         match host {
@@ -186,7 +203,7 @@ impl FromStr for TargetUrl {
     }
 }
 
-/// Text of the address without passwords.
+/// Formats the address without passwords.
 impl fmt::Display for TargetUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

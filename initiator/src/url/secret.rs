@@ -1,4 +1,4 @@
-//! Passwords of addresses.
+//! Passwords for addresses.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,29 +6,29 @@ use std::path::{Path, PathBuf};
 use riser_scsi::iscsi::chap::Credentials;
 use serde::{Deserialize, Serialize};
 
-/// Environment variable with the password of the initiator.
+/// Environment variable for the initiator password.
 pub(super) const PASSWORD_ENV: &str = "RISER_CHAP_PASSWORD";
 
-/// Environment variable with the password that the target has to know.
+/// Environment variable for the target password.
 pub(super) const TARGET_PASSWORD_ENV: &str = "RISER_CHAP_TARGET_PASSWORD";
 
-/// Environment variables that hold secrets, not to be handed to other programs.
+/// Environment variables containing secrets. These must not be passed to other programs.
 pub const SECRET_ENV: [&str; 2] = [PASSWORD_ENV, TARGET_PASSWORD_ENV];
 
-/// A password. Neither Debug nor Display of anything shows it; serialization does, and is for
-/// [`Secrets`] only.
+/// Password. It is never printed by Debug or Display. It can be serialized, but this should only be
+/// used for [`Secrets`].
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Secret(String);
 
 impl Secret {
-    /// Wraps a password, which debug output hides.
+    /// Creates a secret that is hidden in debug output.
     #[must_use]
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// Password in clear text.
+    /// Returns the password in clear text.
     #[must_use]
     pub fn reveal(&self) -> &str {
         &self.0
@@ -41,7 +41,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// The passwords of an address, to be handed to a process by a channel of its own.
+/// Passwords removed from an address, to be sent to a process using a separate channel.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Secrets {
     pub(super) password: Option<Secret>,
@@ -49,49 +49,49 @@ pub struct Secrets {
 }
 
 impl Secrets {
-    /// Returns whether there is none.
+    /// Returns whether there are no passwords.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.password.is_none() && self.target_password.is_none()
     }
 }
 
-/// A name for CHAP, and the place of its password.
+/// CHAP user, and where to get the password.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct User {
-    /// CHAP_N, the user's name.
+    /// CHAP_N, the user name.
     pub name: Option<String>,
-    /// Password, if it is in the address.
+    /// Password, if it's part of the address.
     pub password: Option<Secret>,
-    /// A file whose first line is the password.
+    /// File with the password in the first line.
     pub file: Option<PathBuf>,
 }
 
-/// Reason for credentials to be missing.
+/// Error if credentials are not available.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
-    /// The file cannot be read.
+    /// The file can't be read.
     #[error("cannot read the password file {}: {source}", path.display())]
     File {
-        /// Path of the file.
+        /// File path.
         path: PathBuf,
-        /// The error of the file system.
+        /// File system error.
         source: std::io::Error,
     },
-    /// A user without a password.
+    /// No password for this user.
     #[error("there is no password for user `{user}`; give it in {env} or in a file")]
     Missing {
-        /// Name of the user.
+        /// User name.
         user: String,
-        /// The environment variable that could hold it.
+        /// Environment variable that can be used for it.
         env: &'static str,
     },
-    /// The target has to prove itself to an initiator that does not.
+    /// The target can't be authenticated if the initiator isn't.
     #[error(
         "a target user is given, but no user: a target proves itself only to an initiator that does"
     )]
     OneSided,
-    /// Both sides have one secret.
+    /// Both sides use the same secret.
     #[error("user and target user have the same password: each needs its own")]
     Same,
 }

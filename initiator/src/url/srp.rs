@@ -4,13 +4,14 @@
 //! srp://host[:port]/[lun][?key=value[&key=value…]]
 //! ```
 //!
-//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the
-//! caller. Without a port it is [`DEFAULT_PORT`]. The keys bear the names that the Linux kernel's
-//! `add_target` file gives them, and mean the same; see [`SrpUrl`]'s fields. Numbers that the
-//! kernel writes in hexadecimal (`id_ext`, `ioc_guid`, `initiator_ext`, `service_id`, `pkey`) are
-//! hexadecimal here, with or without `0x`; the others are decimal.
+//! The host can be an IPv4 address, an IPv6 address in brackets, or a name that must be resolved by
+//! the caller. The default port is [`DEFAULT_PORT`]. The keys use the same names as the
+//! `add_target` file in the Linux kernel, and have the same meaning; see the fields of [`SrpUrl`].
+//! If the kernel uses hexadecimal numbers (`id_ext`, `ioc_guid`, `initiator_ext`, `service_id`,
+//! `pkey`), they are also hexadecimal here, with an optional `0x` prefix; all other numbers are
+//! decimal.
 //!
-//! Every error names the part of the address it is about.
+//! All errors contain the invalid part of the address.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -22,53 +23,53 @@ use super::grammar::{
     Authority, Host, Part, Portal, UrlError, check_portals, parse_lun, split_query, write_query,
 };
 
-/// RDMA/CM port of SRP targets without a port in the address.
+/// Default RDMA/CM port for SRP targets.
 const DEFAULT_PORT: u16 = 5555;
 
-/// The address of a target, and parameters of the login.
+/// SRP target address and login parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SrpUrl {
-    /// Address or name of the target.
+    /// Target address or host name.
     pub host: Host,
-    /// Port number of the RDMA CM.
+    /// RDMA CM port number.
     pub port: u16,
-    /// Logical unit, if the address names one.
+    /// Logical unit number, if set.
     pub lun: Option<u16>,
     /// `id_ext`: first half of the target port identifier. Defaults to `ioc_guid`.
     pub id_ext: Option<u64>,
-    /// `ioc_guid`: second half of the target port identifier. Defaults to zero, which means the
-    /// listener's own target.
+    /// `ioc_guid`: second half of the target port identifier. Defaults to zero, which is the
+    /// default target of the listener.
     pub ioc_guid: Option<u64>,
-    /// `service_id`: InfiniBand service id, instead of the one that the port maps to.
+    /// `service_id`: InfiniBand service ID; if not set, it is derived from the port.
     pub service_id: Option<u64>,
-    /// Key `pkey`: the partition key.
+    /// `pkey`: partition key.
     pub pkey: Option<u16>,
-    /// `initiator_ext`: first half of the initiator port identifier. Default: random.
+    /// `initiator_ext`: first half of the initiator port identifier. Defaults to a random value.
     pub initiator_ext: Option<u64>,
-    /// `queue_size`: commands outstanding on a channel, 1 to 4096.
+    /// `queue_size`: max outstanding commands per channel, 1 to 4096.
     pub queue_size: Option<u16>,
-    /// `max_it_iu_size`: longest information unit to ask for, in bytes.
+    /// `max_it_iu_size`: max information unit length to request, in bytes.
     pub max_it_iu_size: Option<u32>,
-    /// `cmd_sg_entries`: memory descriptors within a command, 1 to 255.
+    /// `cmd_sg_entries`: number of memory descriptors in a command, 1 to 255.
     pub cmd_sg_entries: Option<u8>,
-    /// `allow_ext_sg`: whether tables may lie outside the command.
+    /// `allow_ext_sg`: allow descriptor tables outside of the command.
     pub allow_ext_sg: Option<bool>,
-    /// `channels` (also `ch_count`): channels of the session, 1 to 64.
+    /// `channels` (also `ch_count`): number of channels for the session, 1 to 64.
     pub channels: Option<u8>,
-    /// `immediate`: whether to ask for immediate data.
+    /// `immediate`: request immediate data support.
     pub immediate: Option<bool>,
-    /// `register_always`: whether every command registers its own memory. Without, the target may
-    /// read and write every data buffer of this process, of any session, as long as its own session
-    /// lasts: for targets that are trusted with that.
+    /// `register_always`: register memory for each command. If not set, the target can read and
+    /// write all data buffers in this process, for all sessions, until its session is closed.
+    /// Should only be used with trusted targets.
     pub register_always: Option<bool>,
-    /// `src`: local address to connect from.
+    /// `src`: local address to use for the connection.
     pub src: Option<IpAddr>,
-    /// `portal`, as often as there are any: further addresses of the same target port.
+    /// `portal`, can be used more than once: additional addresses for the same target port.
     pub portals: Vec<Portal>,
 }
 
 impl SrpUrl {
-    /// An address with no keys set.
+    /// Creates an address with no keys set.
     #[must_use]
     pub fn new(host: Host) -> Self {
         Self {
@@ -92,7 +93,7 @@ impl SrpUrl {
         }
     }
 
-    /// The identifier of the target port that the address means.
+    /// Returns the target port identifier for this address.
     #[must_use]
     pub fn target_port(&self) -> TargetPortId {
         let guid = self.ioc_guid.or(self.id_ext).unwrap_or(0);
@@ -102,8 +103,8 @@ impl SrpUrl {
         })
     }
 
-    /// The identifier of the initiator port to log in from, given its GUID and an extension to use
-    /// where the address has none.
+    /// Returns the initiator port identifier for the login. The GUID is provided by the caller,
+    /// with a default extension that is used if it's not set in the address.
     #[must_use]
     pub fn initiator_port(&self, defaults: PortIdParts) -> InitiatorPortId {
         InitiatorPortId::from_parts(PortIdParts {
@@ -113,8 +114,8 @@ impl SrpUrl {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
-        // Keys are those of `ib_srp` where it has them, so that its parameters can be copied. Each
-        // may appear once, except `portal`.
+        // We use the same keys as `ib_srp`, so that its parameters can be copied. Duplicate keys
+        // are rejected, except for `portal`.
         let part = Part { key, value };
         match key {
             "id_ext" => part.once(&mut self.id_ext, Part::hex64),

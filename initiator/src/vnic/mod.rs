@@ -1,6 +1,7 @@
-//! A member of a virtual Ethernet: an interface of this host whose frames travel as datagrams over the
-//! fabric, and perhaps the manager of the whole Ethernet. It may be a member of several Ethernets, with
-//! an interface for each: they have queue pairs, group and manager in common.
+//! Virtual Ethernet member: a host interface which sends its frames as datagrams over the fabric.
+//! This host can also be the manager of the Ethernet. If it is a member of multiple Ethernets,
+//! there is an interface for each, but they all use the same queue pairs, multicast group and
+//! manager.
 //!
 //! ```text
 //!  TAP ⇄ VirtualPort ⇄ queue pair for frames ──────┐
@@ -9,7 +10,7 @@
 //!             EthernetManager ⇄ queue pair ─────────┘
 //! ```
 //!
-//! The machines are those of [`riser_fabric::vnic`]; this is the loop that drives them.
+//! The state machines are in [`riser_fabric::vnic`]; this is the event loop.
 
 mod queue;
 mod tap;
@@ -38,105 +39,105 @@ use crate::poll_fds::{Waited, WaitedFds, wait};
 use queue::{Event, MULTICAST_QPN, Queue, QueueConfig};
 pub use tap::{InterfaceState, MAX_NAME, Tap};
 
-/// Frames and packets that are taken in a turn of one kind.
+/// Max frames and packets of each type processed per poll.
 const BATCH: usize = 64;
-/// Time between two looks at the interface, which its user may change.
+/// Interval for checking the interface, because the user can change it.
 const LOOK: Duration = Duration::from_millis(500);
-/// Time after which a member without a manager says so.
+/// If no manager is found in this time, we log a message.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Address handles that are kept.
+/// Max number of cached address handles.
 const MAX_HANDLES: usize = 1024;
-/// Datagrams that may be on their way out and in, of frames and of management.
+/// Max datagrams in flight (send and receive), for data frames and for management.
 const DATA_SLOTS: (usize, usize) = (256, 1024);
 const MANAGEMENT_SLOTS: (usize, usize) = (64, 512);
-/// Longest time that the last datagrams may take to leave.
+/// Max time to wait until the last datagrams are sent.
 const FAREWELL: Duration = Duration::from_millis(200);
 
 const DATA: u32 = 0;
 const AGENT: u32 = 1;
 const MANAGER: u32 = 2;
 
-/// What a member is.
+/// Member configuration.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Address of the software NIC.
+    /// Software NIC address.
     pub addr: IpAddr,
-    /// Multicast group of the Ethernet.
+    /// Multicast group used by the Ethernet.
     pub group: IpAddr,
-    /// Names of the interfaces, one or more: the first is at the manager's first switch, and so on.
+    /// Interface names, at least one: the first name is used for the first switch, and so on.
     pub names: Vec<String>,
-    /// MAC address of the first interface, if not the one that the manager gives it.
+    /// MAC address for the first interface; if not set, it is assigned by the manager.
     pub mac: Option<Mac>,
-    /// The only manager that this member listens to.
+    /// If set, only accept this manager.
     pub manager: Option<IpAddr>,
-    /// This member is the manager, of such switches.
+    /// If set, act as manager for these switches.
     pub manage: Option<Manage>,
 }
 
-/// What a manager gives the members.
+/// Manager configuration.
 #[derive(Clone, Debug)]
 pub struct Manage {
-    /// The switches, one or more.
+    /// Switches, at least one.
     pub vesws: Vec<VeswConfig>,
-    /// Time between two searches for members.
+    /// Discovery interval.
     pub interval: Duration,
-    /// Time of silence after which a member is forgotten.
+    /// Members will be removed if they don't respond for this time.
     pub dead_after: Duration,
 }
 
-/// Reason why a member cannot be, or cannot go on.
+/// Error which prevents the member from starting or running.
 #[derive(Debug, thiserror::Error)]
 pub enum VnicError {
-    /// The software NIC does not open.
+    /// The software NIC can't be opened.
     #[error("no software NIC at {0}")]
     Device(IpAddr, #[source] io::Error),
-    /// The NIC refuses what a member needs.
+    /// Verbs error from the NIC.
     #[error("{step}")]
     Verbs {
-        /// Step that has failed.
+        /// Failed step.
         step: &'static str,
-        /// Reason of the NIC.
+        /// Underlying error.
         #[source]
         source: VerbsError,
     },
-    /// The interface's packets are too short for management.
+    /// The interface MTU is too small for management packets.
     #[error("the network at {0} carries packets of {1} bytes; a member needs {MIN_PATH_MTU}")]
     PathMtu(IpAddr, u32),
-    /// The interface cannot be made.
+    /// The interface can't be created.
     #[error("no interface {0}")]
     Create(String, #[source] io::Error),
-    /// The interface is gone, or does not take what it is given.
+    /// The interface was removed, or a setting was rejected.
     #[error("the interface {0} failed")]
     Interface(String, #[source] io::Error),
 }
 
-/// What an interface of a member has done.
+/// Interface statistics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Name of the interface.
+    /// Interface name.
     pub interface: String,
-    /// Frames of the host that were sent.
+    /// Frames sent by the host.
     pub sent: u64,
-    /// Frames that the host was given.
+    /// Frames received by the host.
     pub received: u64,
-    /// Frames of the host that were not sent.
+    /// Frames from the host which could not be sent.
     pub send_errors: u64,
-    /// Packets that no frame was taken from.
+    /// Received packets without a valid frame.
     pub receive_errors: u64,
 }
 
-/// A port, as the manager has configured it.
+/// Port configuration received from the manager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortStatus {
-    /// Number of the switch.
+    /// Switch number.
     pub vesw_id: u16,
-    /// Address of the port.
+    /// Port address.
     pub lid: Lid,
-    /// MAC address of the interface.
+    /// Interface MAC address.
     pub mac: Mac,
-    /// MTU of the interface.
+    /// Interface MTU.
     pub mtu: u16,
-    /// Frames pass.
+    /// Set if the port is forwarding frames.
     pub is_forwarding: bool,
 }
 
@@ -144,30 +145,30 @@ fn verbs(step: &'static str) -> impl Fn(VerbsError) -> VnicError {
     move |source| VnicError::Verbs { step, source }
 }
 
-/// An interface, at the virtual port of the same index.
+/// Interface. It uses the virtual port with the same index.
 struct Interface {
     tap: Tap,
-    /// The address that the user wants, and the one that the manager has given last.
+    /// MAC address configured by the user, and the last MAC address assigned by the manager.
     wanted_mac: Option<Mac>,
     given_mac: Option<Mac>,
     status: Option<PortStatus>,
 }
 
 impl Interface {
-    /// The error of a request about the interface.
+    /// Creates an error for this interface.
     fn failed(&self) -> impl Fn(io::Error) -> VnicError + use<> {
         let name = self.tap.name().to_owned();
         move |e| VnicError::Interface(name.clone(), e)
     }
 
-    /// The interface has a carrier while its port forwards and the NIC's port is up.
+    /// The carrier is only set when the port is forwarding and the NIC port is up.
     fn set_carrier(&self, is_linked: bool) -> Result<(), VnicError> {
         let is_forwarding = self.status.is_some_and(|status| status.is_forwarding);
         let set = self.tap.set_carrier(is_linked && is_forwarding);
         set.map_err(self.failed())
     }
 
-    /// Gives the interface what the manager has configured. Returns whether something is new.
+    /// Applies the manager's configuration to this interface. Returns whether there was a change.
     fn apply(
         &mut self,
         wanted: InterfaceConfig,
@@ -180,7 +181,7 @@ impl Interface {
         if let Some(mtu) = wanted.mtu {
             self.tap.set_mtu(mtu).map_err(&failed)?;
         }
-        // An address that the user has set since stays, until the manager gives another one.
+        // If the user has changed this address, keep it until the manager assigns a new address.
         let mac = self.wanted_mac.or(wanted.mac);
         if let Some(mac) = mac
             && self.given_mac != Some(mac)
@@ -216,7 +217,7 @@ impl Interface {
     }
 }
 
-/// A member of virtual Ethernets.
+/// Virtual Ethernet member.
 pub struct Node {
     nic: Roce,
     pd: PdId,
@@ -229,11 +230,11 @@ pub struct Node {
     vema: Vema,
     manager: Option<(Queue, EthernetManager)>,
     interfaces: Vec<Interface>,
-    /// The interface whose frames are taken first.
+    /// Interface to process first.
     first: usize,
     is_linked: bool,
     looked: Option<Instant>,
-    /// Time at which a manager is missed.
+    /// Time when we will log that there is no manager.
     missed: Option<Instant>,
     completions: Vec<Completion>,
     packet: Vec<u8>,
@@ -241,13 +242,13 @@ pub struct Node {
 }
 
 impl Node {
-    /// Opens the NIC and makes the interfaces.
+    /// Opens the NIC and creates the interfaces.
     ///
     /// # Errors
-    /// [`VnicError`].
+    /// Returns [`VnicError`] if the NIC or an interface can't be set up.
     ///
     /// # Panics
-    /// If there are no names of interfaces or more than 255, or no switches of a manager.
+    /// If there are no interface names or more than 255, or if there are no switches to manage.
     pub fn open(config: &Config) -> Result<Self, VnicError> {
         let roce = RoceConfig::new(config.addr);
         let mut nic = Roce::open(&roce).map_err(|e| VnicError::Device(config.addr, e))?;
@@ -313,7 +314,7 @@ impl Node {
             manager: config.manager.map(Gid::from),
         });
         let attr = AhAttr {
-            // Nothing leaves the network that the member is on.
+            // Don't send anything outside of the local network.
             hop_limit: 1,
             ..AhAttr::new(group)
         };
@@ -340,7 +341,7 @@ impl Node {
         })
     }
 
-    /// What the interfaces have done.
+    /// Returns interface statistics.
     #[must_use]
     pub fn reports(&self) -> Vec<Report> {
         let report = |(vport, interface): (u8, &Interface)| {
@@ -357,10 +358,10 @@ impl Node {
         (0..).zip(&self.interfaces).map(report).collect()
     }
 
-    /// Does what can be done now, and then sleeps until there is more, or `wake` is readable.
+    /// Processes available work, then sleeps until there are new events or `wake` is readable.
     ///
     /// # Errors
-    /// [`VnicError`]: the member cannot go on.
+    /// Returns [`VnicError`] if the member can't continue.
     pub fn turn(&mut self, wake: BorrowedFd<'_>) -> Result<(), VnicError> {
         let now = Instant::now();
         let mut done = self.nic.progress(now);
@@ -376,7 +377,7 @@ impl Node {
         Ok(())
     }
 
-    /// Takes packets and management datagrams in.
+    /// Processes received packets and management datagrams.
     fn take_completions(&mut self, now: Instant) -> Result<usize, VnicError> {
         let mut completions = std::mem::take(&mut self.completions);
         completions.clear();
@@ -436,12 +437,12 @@ impl Node {
         self.packet = packet;
     }
 
-    /// Address handle for a port of the fabric and a service class.
+    /// Returns the address handle for a fabric port and service class.
     fn handle(&mut self, gid: Gid, sc: u8) -> Option<AhId> {
         if gid == self.group {
             return Some(self.group_ah);
         }
-        // The class selectors of DSCP are the classes of the fabric (RFC 2474 4.2.2.1).
+        // We use the DSCP class selectors as fabric classes (RFC 2474 4.2.2.1).
         let traffic_class = sc.min(7) << 5;
         if let Some(ah) = self.handles.get(&(gid, traffic_class)) {
             return Some(*ah);
@@ -467,8 +468,8 @@ impl Node {
         }
     }
 
-    /// Sends frames of the host, as long as there is room for their packets. An interface with more frames
-    /// than there is room for would keep those behind it waiting, so another one is the first the next time.
+    /// Sends frames from the host, if there is enough room for the packets. A busy interface can
+    /// use all of the room, so we start with a different interface next time.
     fn take_frames(&mut self, now: Instant) -> Result<usize, VnicError> {
         let mut bytes = std::mem::take(&mut self.frame);
         let mut count = 0;
@@ -494,7 +495,7 @@ impl Node {
         Ok(count)
     }
 
-    /// Whether there is room for the packets of the longest frame over the shortest path.
+    /// Returns whether the packets for a max-size frame fit, with the smallest path MTU.
     fn has_room(&self) -> bool {
         self.data.room() > riser_fabric::vnic::MAX_FRAME / (MIN_PATH_MTU - 28)
     }
@@ -528,7 +529,7 @@ impl Node {
         }
     }
 
-    /// Looks at the interfaces, which their user may have changed, and at the state of the NIC's port.
+    /// Checks the interfaces, because the user can change them, and the state of the NIC port.
     fn look(&mut self, now: Instant) -> Result<(), VnicError> {
         while let Some(event) = self.nic.poll_async_event() {
             match event {
@@ -570,7 +571,7 @@ impl Node {
             .try_for_each(|interface| interface.set_carrier(is_linked))
     }
 
-    /// Sends what the manager and the agent have to say.
+    /// Sends pending management datagrams.
     fn manage(&mut self, now: Instant) {
         while self
             .manager
@@ -602,7 +603,7 @@ impl Node {
         }
     }
 
-    /// Gives the interfaces what the manager has configured.
+    /// Applies the manager's configuration to the interfaces.
     fn apply(&mut self) -> Result<(), VnicError> {
         for (vport, interface) in (0..).zip(&mut self.interfaces) {
             let Some(port) = self.vema.port_mut(vport) else {
@@ -611,14 +612,14 @@ impl Node {
             if let Some(wanted) = port.poll_interface()
                 && interface.apply(wanted, &port.info(), self.is_linked)?
             {
-                // What the interface is like now, the manager should know soon.
+                // The manager should know about the new state soon.
                 self.looked = None;
             }
         }
         Ok(())
     }
 
-    /// Sleeps until something comes, or is due.
+    /// Sleeps until there is an event or a timer expires.
     fn sleep(&mut self, wake: BorrowedFd<'_>) -> Result<(), VnicError> {
         while self.nic.poll_cq_event().is_some() {}
         let armed = self.nic.req_notify_cq(self.cq, Notify::Next);
@@ -646,7 +647,7 @@ impl Node {
         Ok(())
     }
 
-    /// Leaves: the manager is notified that the interfaces go down.
+    /// Notifies the manager that the interfaces will go down.
     pub fn leave(&mut self) {
         let mut has_left = false;
         for vport in 0..self.interfaces.len() as u8 {

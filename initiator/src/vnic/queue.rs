@@ -1,4 +1,4 @@
-//! A datagram queue pair with its memory: slots to receive into and to send from.
+//! Datagram queue pair with memory slots for send and receive.
 
 use riser_fabric::vnic::QpAddress;
 use riser_memory::Memory;
@@ -8,7 +8,7 @@ use riser_transport::verbs::{
     make_datagrams_ready,
 };
 
-/// Queue pair number of datagrams to a group (IBTA 3.5.3).
+/// Queue pair number used for multicast datagrams (IBTA 3.5.3).
 pub(super) const MULTICAST_QPN: u32 = 0xff_ffff;
 
 /// A datagram queue pair.
@@ -16,35 +16,35 @@ pub(super) struct Queue {
     qp: QpId,
     mr: Mr,
     memory: Memory,
-    /// Number on the wire.
+    /// Queue pair number on the wire.
     pub(super) qpn: u32,
     qkey: QKey,
     mtu: usize,
     receives: usize,
     free: Vec<usize>,
-    /// Receives that were taken and are to be posted again.
+    /// Completed receives which need to be posted again.
     taken: Vec<usize>,
 }
 
-/// What a queue is created with.
+/// Queue parameters.
 pub(super) struct QueueConfig {
-    /// Its value in the upper half of the ids of its requests.
+    /// Value used in the upper half of the work request ID.
     pub(super) number: u32,
     pub(super) qkey: u32,
-    /// Longest datagram, in bytes.
+    /// Max datagram size in bytes.
     pub(super) mtu: usize,
     pub(super) receives: usize,
     pub(super) sends: usize,
 }
 
-/// Bit of the id of a request that is a receive.
+/// Bit set in the work request ID for receives.
 const RECEIVE: u64 = 1 << 31;
 
-/// A completion of one of the queues.
+/// Queue completion.
 pub(super) enum Event {
-    /// A datagram has come, to this slot.
+    /// Received a datagram into this slot.
     Received { slot: usize, len: usize, qpn: u32 },
-    /// A slot is free again, or a receive has failed.
+    /// A send slot is available again, or a receive failed.
     Nothing,
 }
 
@@ -92,7 +92,7 @@ impl Queue {
         }
     }
 
-    /// Posts the receives that were taken once more.
+    /// Posts completed receives again.
     fn post_receives(&mut self, nic: &mut dyn Verbs, number: u64) -> Result<(), VerbsError> {
         while let Some(slot) = self.taken.pop() {
             let sges = [self.sge(slot, GRH_LEN + self.mtu)];
@@ -106,7 +106,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Takes in a completion of this queue.
+    /// Handles a completion for this queue.
     pub(super) fn take(&mut self, completion: &Completion) -> Event {
         let id = completion.wr_id.0 as u32;
         let slot = (u64::from(id) & !RECEIVE) as usize;
@@ -126,8 +126,8 @@ impl Queue {
         }
     }
 
-    /// Copies a datagram out of its slot, and returns where it has come from. The slot is then free
-    /// for the next one, once [`Queue::post_again`] was called.
+    /// Copies the datagram from its slot and returns the source address. The slot can be reused
+    /// after [`Queue::post_again`] is called.
     pub(super) fn read(
         &self,
         slot: usize,
@@ -147,7 +147,7 @@ impl Queue {
         })
     }
 
-    /// Posts what [`Queue::take`] has taken.
+    /// Posts receives again after [`Queue::take`] returned them.
     pub(super) fn post_again(
         &mut self,
         nic: &mut dyn Verbs,
@@ -156,12 +156,12 @@ impl Queue {
         self.post_receives(nic, u64::from(number) << 32)
     }
 
-    /// Number of datagrams that can be sent now.
+    /// Number of datagrams which can currently be sent.
     pub(super) fn room(&self) -> usize {
         self.free.len()
     }
 
-    /// Sends a datagram, or loses it where there is no room.
+    /// Sends a datagram, or drops it if the queue is full.
     pub(super) fn send(
         &mut self,
         nic: &mut dyn Verbs,

@@ -1,4 +1,4 @@
-//! A TAP device: an interface whose frames this process sends and receives (`tun(4)` of Linux).
+//! TAP device: this process sends and receives the frames of the interface (see Linux `tun(4)`).
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -21,32 +21,32 @@ const SIOCGIFHWADDR: Opcode = 0x8927;
 
 const IFF_TAP: u16 = 0x0002;
 const IFF_NO_PI: u16 = 0x1000;
-/// No other process may have the device at the same time.
+/// Don't allow other processes to use the device at the same time.
 const IFF_TUN_EXCL: u16 = 0x8000;
 const IFF_UP: u16 = 1;
 const ARPHRD_ETHER: u16 = 1;
 
-/// Longest name of an interface, in bytes (`IFNAMSIZ`, without the zero).
+/// Max interface name length in bytes (`IFNAMSIZ`, without the terminating zero).
 pub const MAX_NAME: usize = 15;
-/// Where the union of `struct ifreq` begins.
+/// Offset of the union in `struct ifreq`.
 const UNION: usize = 16;
 
-/// `struct ifreq` of 64-bit Linux: a name, and a union.
+/// `struct ifreq` on 64-bit Linux: a name and a union.
 type Ifreq = [u8; 40];
 
-/// A TAP device. It disappears with the value.
+/// TAP device. It is removed on drop.
 #[derive(Debug)]
 pub struct Tap {
     file: File,
-    /// Takes requests about the interface.
+    /// Socket used for interface requests.
     socket: OwnedFd,
     name: String,
 }
 
-/// What an interface is like at present.
+/// Current interface state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InterfaceState {
-    /// The interface is set up.
+    /// The interface is up.
     pub is_up: bool,
     /// MAC address.
     pub mac: Mac,
@@ -54,8 +54,8 @@ pub struct InterfaceState {
 
 #[allow(unsafe_code, reason = "ioctl(2) has no safe wrapper")]
 fn request<const OPCODE: Opcode>(fd: BorrowedFd<'_>, ifreq: &mut Ifreq) -> io::Result<()> {
-    // SAFETY: the requests of this file that are made here take a pointer to a `struct ifreq`, which
-    // has this size, and read or write no more.
+    // SAFETY: all requests used here expect a pointer to `struct ifreq`, which has this size, and
+    // don't read or write more.
     let request = unsafe { rustix::ioctl::Updater::<OPCODE, Ifreq>::new(ifreq) };
     // SAFETY: as above; the descriptor is borrowed for the call.
     unsafe { rustix::ioctl::ioctl(fd, request)? };
@@ -63,12 +63,11 @@ fn request<const OPCODE: Opcode>(fd: BorrowedFd<'_>, ifreq: &mut Ifreq) -> io::R
 }
 
 impl Tap {
-    /// Makes an interface of this name, without a carrier and not set up.
+    /// Creates a new interface with this name. It is down and the carrier is not set.
     ///
     /// # Errors
-    /// Those of the system: `PermissionDenied` without CAP_NET_ADMIN, `NotFound` without the device
-    /// file, `ResourceBusy` where the name is in use; `InvalidInput` for a name that no interface
-    /// can have.
+    /// Returns a system error: `PermissionDenied` without CAP_NET_ADMIN, `NotFound` without the
+    /// device file, `ResourceBusy` if the name is in use, `InvalidInput` if the name is invalid.
     pub fn create(name: &str) -> io::Result<Self> {
         let is_name = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b'%';
         let fits = (1..=MAX_NAME).contains(&name.len()) && name != "." && name != "..";
@@ -93,10 +92,10 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Learns the name of the interface, which its user may have changed.
+    /// Updates the interface name, because the user can change it.
     ///
     /// # Errors
-    /// Those of the system: `EBADFD` where the interface was deleted. `InvalidData` for a name that is
+    /// Returns a system error: `EBADFD` if the interface was deleted, `InvalidData` if the name is
     /// not UTF-8.
     pub fn find_name(&mut self) -> io::Result<()> {
         let mut ifreq = [0; size_of::<Ifreq>()];
@@ -115,7 +114,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Name of the interface, as it was when it was last looked at.
+    /// Interface name, as of the last check.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -127,23 +126,23 @@ impl Tap {
         ifreq
     }
 
-    /// Gives the interface a carrier, or takes it.
+    /// Sets or clears the carrier.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Returns a system error.
     #[allow(unsafe_code, reason = "ioctl(2) has no safe wrapper")]
     pub fn set_carrier(&self, on: bool) -> io::Result<()> {
-        // SAFETY: the request takes a pointer to an int, which it only reads.
+        // SAFETY: the request expects a pointer to an int, which is only read.
         let request = unsafe { rustix::ioctl::Setter::<TUNSETCARRIER, i32>::new(i32::from(on)) };
         // SAFETY: as above; the descriptor is borrowed for the call.
         unsafe { rustix::ioctl::ioctl(self.file.as_fd(), request)? };
         Ok(())
     }
 
-    /// Sets the MTU, in bytes.
+    /// Sets the MTU in bytes.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Returns a system error.
     pub fn set_mtu(&self, mtu: u16) -> io::Result<()> {
         let mut ifreq = self.ifreq();
         ifreq[UNION..UNION + 4].copy_from_slice(&i32::from(mtu).to_ne_bytes());
@@ -153,7 +152,7 @@ impl Tap {
     /// Sets the MAC address.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Returns a system error.
     pub fn set_mac(&self, mac: Mac) -> io::Result<()> {
         let mut ifreq = self.ifreq();
         ifreq[UNION..UNION + 2].copy_from_slice(&ARPHRD_ETHER.to_ne_bytes());
@@ -161,10 +160,10 @@ impl Tap {
         request::<SIOCSIFHWADDR>(self.socket.as_fd(), &mut ifreq)
     }
 
-    /// Sets the interface up, as `ip link set up` does.
+    /// Sets the interface up, like `ip link set up`.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Returns a system error.
     pub fn set_up(&self) -> io::Result<()> {
         let mut ifreq = self.ifreq();
         request::<SIOCGIFFLAGS>(self.socket.as_fd(), &mut ifreq)?;
@@ -173,10 +172,11 @@ impl Tap {
         request::<SIOCSIFFLAGS>(self.socket.as_fd(), &mut ifreq)
     }
 
-    /// The state of the interface, which its user may have changed.
+    /// Returns the current interface state, because the user can change it.
     ///
     /// # Errors
-    /// Those of [`Self::find_name`]; `ENODEV` where it is in another network namespace.
+    /// Returns an error from [`Self::find_name`]; `ENODEV` if it's in a different network
+    /// namespace.
     pub fn state(&mut self) -> io::Result<InterfaceState> {
         self.find_name()?;
         let mut ifreq = self.ifreq();
@@ -192,31 +192,33 @@ impl Tap {
         })
     }
 
-    /// Groups that the interface takes frames of.
+    /// Returns multicast groups joined by the interface.
     ///
     /// # Errors
-    /// Those of reading `/proc/net/dev_mcast`.
+    /// Returns an error if `/proc/net/dev_mcast` can't be read.
     pub fn multicast_macs(&self) -> io::Result<Vec<Mac>> {
-        // Of the thread, whose network namespace may be another one than the process's first.
+        // Use the thread's file, because its network namespace may not be the same as for the
+        // process.
         let text = std::fs::read_to_string("/proc/thread-self/net/dev_mcast")?;
         Ok(multicast_macs(&text, &self.name))
     }
 
-    /// Takes the next frame that the host sends; none where there is none.
+    /// Reads the next frame sent by the host; `None` if there are no frames.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Returns a system error.
     pub fn read(&self, frame: &mut [u8]) -> io::Result<Option<usize>> {
         match (&self.file).read(frame) {
             Ok(len) => Ok(Some(len)),
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
-            // A signal, or an interface that is not set up: there are no frames.
+            // Interrupted by a signal, or the interface is down: there are no frames.
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(None),
             Err(e) => Err(e),
         }
     }
 
-    /// Gives the host a frame. One that it does not take is lost, as on a wire.
+    /// Sends a frame to the host. If the host doesn't accept it, the frame is lost, just like on a
+    /// wire.
     pub fn write(&self, frame: &[u8]) {
         if let Err(error) = (&self.file).write(frame) {
             tracing::debug!(%error, "the host takes no frame");
@@ -230,8 +232,8 @@ impl AsFd for Tap {
     }
 }
 
-/// Groups of an interface, as `/proc/net/dev_mcast` lists them: index, name, users, global users,
-/// address.
+/// Parses `/proc/net/dev_mcast` and returns the groups for this interface: index, name, users,
+/// global users, address.
 fn multicast_macs(text: &str, name: &str) -> Vec<Mac> {
     let line = |line: &str| {
         let mut words = line.split_whitespace();

@@ -2,8 +2,8 @@
 //!
 //! - [`Job`]: a job, made by hand or from options by name.
 //! - [`Units`]: forms of sizes and times.
-//! - [`IGNORED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options that have no effect here, those of
-//!   which only some values are accepted, and those that are refused.
+//! - [`IGNORED`], [`NOTED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options without an effect here,
+//!   options with restricted values, and unsupported options.
 
 mod options;
 mod tables;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub use tables::{IGNORED, LIMITED, Limited, UNSUPPORTED, is_ignored};
+pub use tables::{IGNORED, LIMITED, Limited, NOTED, UNSUPPORTED, is_ignored};
 pub use values::{KbBase, Units};
 
 use super::outcome::OpKind;
@@ -156,15 +156,21 @@ pub enum Amount {
 }
 
 impl Amount {
+    /// In bytes of a whole, not rounded to blocks.
+    #[must_use]
+    pub fn exact(self, whole: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Percent(percent) => (u128::from(whole) * u128::from(percent) / 100) as u64,
+        }
+    }
+
     /// In bytes of a whole; a percentage is rounded down to multiples of `block`.
     #[must_use]
     pub fn of(self, whole: u64, block: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,
-            Self::Percent(percent) => {
-                let bytes = u128::from(whole) * u128::from(percent) / 100;
-                (bytes as u64) / block * block
-            }
+            Self::Percent(_) => self.exact(whole) / block * block,
         }
     }
 }
@@ -266,6 +272,14 @@ pub struct Job {
     pub total: Option<u64>,
     /// Operations that a clone does at most.
     pub number_ios: Option<u64>,
+    /// Times that a clone moves its bytes or does its operations.
+    pub loops: u64,
+    /// Time between the start of the group and that of the job.
+    pub startdelay: Duration,
+    /// Pause after `thinktime_blocks` operations, once they have completed.
+    pub thinktime: Duration,
+    /// Operations between two pauses.
+    pub thinktime_blocks: u64,
     /// Writes after which there is a flush; 0: none.
     pub fsync: u32,
     /// A flush is the last operation.
@@ -318,6 +332,10 @@ impl Default for Job {
             io_size: None,
             total: None,
             number_ios: None,
+            loops: 1,
+            startdelay: Duration::ZERO,
+            thinktime: Duration::ZERO,
+            thinktime_blocks: 1,
             fsync: 0,
             end_fsync: false,
             fua: false,
@@ -335,7 +353,7 @@ impl Default for Job {
 
 impl Job {
     /// Sets an option by fio's name of it; `value` is `None` where it stands alone. Returns false
-    /// for one of [`IGNORED`] or [`LIMITED`].
+    /// for one of [`IGNORED`], [`NOTED`] or [`LIMITED`].
     ///
     /// # Errors
     /// A line that says why the option or its value is refused.

@@ -1,6 +1,6 @@
 //! fio's options: what each does to a job, and which have no effect here.
 
-use super::tables::{IGNORED, LIMITED, UNSUPPORTED};
+use super::tables::{LIMITED, UNSUPPORTED, has_no_effect};
 use super::values::{
     Units, boolean, by_direction, distribution, number, pattern, percentage, range, split,
 };
@@ -16,7 +16,7 @@ pub(super) fn set(
     units: Units,
 ) -> Result<bool, String> {
     let value = value.map(str::trim).filter(|value| !value.is_empty());
-    if IGNORED.iter().any(|(known, _)| *known == name) {
+    if has_no_effect(name) {
         return Ok(false);
     }
     if let Some((_, is_accepted, why)) = LIMITED.iter().find(|(known, ..)| *known == name) {
@@ -112,6 +112,8 @@ fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<b
                 _ => return Err(format!("`{text}` is neither linear nor poisson")),
             };
         }
+        "thinktime" => job.thinktime = units.micros(text)?,
+        "thinktime_blocks" => job.thinktime_blocks = positive(number(text)?)?,
         "random_distribution" => job.distribution = distribution(text)?,
         "fsync" | "fdatasync" => job.fsync = number(text)?,
         "sync" => {
@@ -135,8 +137,12 @@ fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<boo
         "io_size" | "io_limit" => job.io_size = Some(units.amount(text)?),
         "total" => job.total = Some(positive(units.size(text)?)?),
         "number_ios" => job.number_ios = Some(positive(number(text)?)?),
+        "loops" => job.loops = positive(number(text)?)?,
+        "startdelay" => job.startdelay = units.time(text)?,
         "ramp_time" => job.ramp_time = units.time(text)?,
-        "runtime" => job.runtime = Some(units.time(text)?).filter(|time| !time.is_zero()),
+        "runtime" | "timeout" => {
+            job.runtime = Some(units.time(text)?).filter(|time| !time.is_zero());
+        }
         "zonemode" if text == "none" => {}
         "zonemode" => return Err(format!("zone mode `{text}` is not supported; none is")),
         _ => return Ok(false),
@@ -359,6 +365,7 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
     };
     let poisson = job.is_open_loop() && job.rate_process == RateProcess::Poisson;
     let has_rates = job.rates.iter().any(Option::is_some);
+    let thinks = !job.thinktime.is_zero();
     // Without a limit, where operations are counted instead.
     let io_size = job.io_size.filter(|size| *size != Amount::Bytes(u64::MAX));
     let options = [
@@ -391,6 +398,19 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
         ("io_size", io_size.map(amount)),
         ("total", job.total.map(size)),
         ("number_ios", job.number_ios.map(|n| n.to_string())),
+        ("loops", (job.loops > 1).then(|| job.loops.to_string())),
+        (
+            "startdelay",
+            Some(job.startdelay).filter(|t| !t.is_zero()).map(seconds),
+        ),
+        (
+            "thinktime",
+            thinks.then(|| format!("{}us", job.thinktime.as_micros())),
+        ),
+        (
+            "thinktime_blocks",
+            (thinks && job.thinktime_blocks > 1).then(|| job.thinktime_blocks.to_string()),
+        ),
         (
             "ramp_time",
             Some(job.ramp_time).filter(|t| !t.is_zero()).map(seconds),
@@ -419,6 +439,7 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::super::KbBase;
+    use super::super::tables::{IGNORED, NOTED};
     use super::*;
 
     const FIO: Units = Units::Fio(KbBase::Binary);
@@ -472,6 +493,12 @@ mod tests {
                 ("direct", "1"),
                 ("sessions", "64"),
             ],
+            &[
+                ("loops", "3"),
+                ("startdelay", "5"),
+                ("thinktime", "300"),
+                ("thinktime_blocks", "8"),
+            ],
         ] {
             let first = job(options);
             let described = first.options();
@@ -488,8 +515,10 @@ mod tests {
         let refused =
             |name: &str, value: Option<&str>| Job::default().set(name, value, FIO).unwrap_err();
         assert!(
-            refused("thinktime", Some("5")).contains("`thinktime` is not supported: there is no")
+            refused("rate_min", Some("5")).contains("`rate_min` is not supported: a rate that")
         );
+        assert!(refused("loops", Some("0")).contains("not possible"));
+        assert!(refused("startdelay", Some("5-10")).contains("is not a time"));
         assert!(refused("blokksize", Some("4k")).contains("`blokksize` is not known"));
         assert!(refused("bs", None).contains("`bs` has no value"));
         assert!(refused("rw", Some("sideways")).contains("`sideways` is none of"));
@@ -527,9 +556,12 @@ mod tests {
         }
         assert_eq!(set("verify_fatal", None), Ok(false));
         assert!(set("lat_percentiles", None).is_err());
-        for name in ["cpus_allowed", "nice", "write_lat_log", "include"] {
+        for name in ["latency_target", "directory", "steadystate", "exitall"] {
             let error = set(name, Some("5")).unwrap_err();
             assert!(error.contains("is not supported: "), "{error}");
+        }
+        for name in ["cpus_allowed", "nice", "write_lat_log", "log_hist_msec"] {
+            assert_eq!(set(name, Some("5")), Ok(false), "{name}");
         }
     }
 
@@ -563,7 +595,8 @@ mod tests {
     #[test]
     fn no_option_is_in_two_tables() {
         let limited = LIMITED.iter().map(|(name, ..)| name);
-        let others = IGNORED.iter().chain(UNSUPPORTED).map(|(name, _)| name);
+        let others = IGNORED.iter().chain(NOTED).chain(UNSUPPORTED);
+        let others = others.map(|(name, _)| name);
         let mut names: Vec<_> = others.chain(limited).collect();
         names.sort_unstable();
         let count = names.len();

@@ -54,6 +54,96 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("disk_util", "the device is no disk of this kernel"),
     ("log_avg_msec", "--interval is the length of an interval"),
     ("unit_base", "results are in bytes"),
+    ("threads", "clones run on the threads of their sessions"),
+    ("use_os_rand", "random numbers come from the seed"),
+    ("softrandommap", "random blocks are drawn without a map"),
+    ("disable_lat", "times are always taken"),
+    ("disable_clat", "times are always taken"),
+    ("disable_slat", "times are always taken"),
+    ("disable_bw", "throughput is always measured"),
+    ("disable_bw_measurement", "throughput is always measured"),
+    ("slat_percentiles", "there is no submission latency"),
+    ("bwavgtime", "--interval is the length of an interval"),
+    ("iopsavgtime", "--interval is the length of an interval"),
+    ("significant_figures", "numbers have a fixed form"),
+    ("gtod_cpu", "taking the time is no system call here"),
+    ("per_job_logs", "--csv has a column for the job"),
+    ("thinktime_spin", "a pause takes no processor time"),
+    (
+        "thinktime_blocks_type",
+        "all operations before a pause have been issued and completed",
+    ),
+    ("openfiles", "a job runs on one device"),
+    ("opendir", "a job runs on one device"),
+    ("file_service_type", "a job runs on one device"),
+    ("filename_format", "a job runs on one device"),
+    ("unique_filename", "a job runs on one device"),
+    ("lockfile", "a job runs on one device"),
+    ("create_on_open", "a device has its size"),
+    ("create_fsync", "a device has its size"),
+    ("allow_file_create", "a device has its size"),
+    ("pre_read", "caches are not filled"),
+    ("fadvise_hint", "the address says how the device is reached"),
+    ("write_hint", "the address says how the device is reached"),
+    ("iomem_align", "buffers are the device's own"),
+    ("mem_align", "buffers are the device's own"),
+    ("hugepage-size", "buffers are the device's own"),
+];
+
+/// Options that are accepted, have no effect, and may matter to users, who get a note. The reasons.
+pub const NOTED: &[(&str, &str)] = &[
+    ("nrfiles", "a job runs on one device"),
+    (
+        "verify_backlog",
+        "blocks are verified when a read meets them, and at the end",
+    ),
+    (
+        "verify_backlog_batch",
+        "blocks are verified when a read meets them, and at the end",
+    ),
+    (
+        "cpus_allowed",
+        "taskset(1) binds the whole command to processors",
+    ),
+    (
+        "cpus_allowed_policy",
+        "taskset(1) binds the whole command to processors",
+    ),
+    (
+        "cpumask",
+        "taskset(1) binds the whole command to processors",
+    ),
+    (
+        "numa_cpu_nodes",
+        "numactl(8) binds the whole command to nodes",
+    ),
+    (
+        "numa_mem_policy",
+        "numactl(8) binds the whole command to nodes",
+    ),
+    ("nice", "nice(1) sets the priority of the whole command"),
+    ("prio", "ionice(1) sets the priority of the whole command"),
+    (
+        "prioclass",
+        "ionice(1) sets the priority of the whole command",
+    ),
+    ("ioscheduler", "sysfs has the scheduler of a block device"),
+    (
+        "write_bw_log",
+        "--csv and --hdr-log write figures over time",
+    ),
+    (
+        "write_iops_log",
+        "--csv and --hdr-log write figures over time",
+    ),
+    (
+        "write_lat_log",
+        "--csv and --hdr-log write figures over time",
+    ),
+    (
+        "write_hist_log",
+        "--csv and --hdr-log write figures over time",
+    ),
 ];
 
 /// Name of an option, test of a value, and the reason why the values that fail it are refused.
@@ -136,11 +226,24 @@ fn is_percentile(text: &str) -> bool {
 /// Options of fio that are refused, with the reasons. So are those that fio does not have.
 pub const UNSUPPORTED: &[(&str, &str)] = &[
     (
-        "thinktime",
-        "there is no pause between operations; rate_iops plans their times",
+        "directory",
+        "a job runs on a device; an address on the command line replaces the directory",
     ),
-    ("startdelay", "all jobs of a group start together"),
-    ("loops", "time_based and runtime repeat a job"),
+    ("create_only", "a device has its size"),
+    (
+        "thinktime_iotime",
+        "a pause comes after a number of operations, thinktime_blocks",
+    ),
+    (
+        "bs_unaligned",
+        "offsets are multiples of the smallest block size",
+    ),
+    (
+        "blocksize_unaligned",
+        "offsets are multiples of the smallest block size",
+    ),
+    ("offset_align", "give offset in bytes"),
+    ("flow", "rate_iops gives each job its share"),
     ("zonesize", "rw=read:SKIP reads in strides"),
     ("zoneskip", "rw=read:SKIP reads in strides"),
     ("zonerange", "rw=read:SKIP reads in strides"),
@@ -154,8 +257,6 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
     ),
     ("latency_target", "--sweep shows the latency at each depth"),
     ("max_latency", "no operation is too late for a run"),
-    ("directory", "a job runs on a device"),
-    ("nrfiles", "a job runs on one device"),
     ("percentage_random", "a job is random or sequential"),
     (
         "rw_sequencer",
@@ -176,10 +277,6 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
         "a verified block has content that follows from its header",
     ),
     (
-        "verify_backlog",
-        "blocks are verified when a read meets them, and at the end",
-    ),
-    (
         "verify_interval",
         "headers are the smallest block size apart",
     ),
@@ -188,54 +285,8 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
     ("write_iolog", "operations are not recorded"),
     ("steadystate", "a run lasts as long as its options say"),
     ("wait_for", "stonewall waits for all jobs before"),
-    ("include", "a job file is one file"),
     ("exitall", "a group ends when all of its jobs have ended"),
     ("continue_on_error", "the first error ends the run"),
-    (
-        "cpus_allowed",
-        "taskset(1) binds the whole command to processors",
-    ),
-    (
-        "cpus_allowed_policy",
-        "taskset(1) binds the whole command to processors",
-    ),
-    (
-        "cpumask",
-        "taskset(1) binds the whole command to processors",
-    ),
-    (
-        "numa_cpu_nodes",
-        "numactl(8) binds the whole command to nodes",
-    ),
-    (
-        "numa_mem_policy",
-        "numactl(8) binds the whole command to nodes",
-    ),
-    ("nice", "nice(1) sets the priority of the whole command"),
-    ("prio", "ionice(1) sets the priority of the whole command"),
-    (
-        "prioclass",
-        "ionice(1) sets the priority of the whole command",
-    ),
-    (
-        "write_bw_log",
-        "--csv and --hdr-log write figures over time",
-    ),
-    (
-        "write_iops_log",
-        "--csv and --hdr-log write figures over time",
-    ),
-    (
-        "write_lat_log",
-        "--csv and --hdr-log write figures over time",
-    ),
-    (
-        "write_hist_log",
-        "--csv and --hdr-log write figures over time",
-    ),
-    ("filesize", "a device has its size"),
-    ("openfiles", "a job runs on one device"),
-    ("create_on_open", "a device has its size"),
     (
         "iodepth_low",
         "an operation is submitted as soon as there is room for it",
@@ -249,6 +300,12 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
 /// Returns whether an option has no effect here, with any value that is accepted.
 #[must_use]
 pub fn is_ignored(name: &str) -> bool {
-    IGNORED.iter().any(|(known, _)| *known == name)
-        || LIMITED.iter().any(|(known, ..)| *known == name)
+    has_no_effect(name) || LIMITED.iter().any(|(known, ..)| *known == name)
+}
+
+/// Returns whether an option has no effect here, with any value.
+pub(super) fn has_no_effect(name: &str) -> bool {
+    let mut tables = IGNORED.iter().chain(NOTED);
+    // Settings of fio's log files.
+    tables.any(|(known, _)| *known == name) || name.starts_with("log_")
 }

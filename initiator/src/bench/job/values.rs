@@ -49,11 +49,19 @@ impl Units {
         }
     }
 
-    /// A size, or a percentage.
+    /// A time, in microseconds if it has no unit.
+    pub(super) fn micros(self, text: &str) -> Result<Duration, String> {
+        match text.bytes().all(|b| b.is_ascii_digit()) {
+            true => Ok(Duration::from_micros(number(text)?)),
+            false => self.time(text),
+        }
+    }
+
+    /// A size, or a percentage. Files that are made from templates have `%%` for a percent sign.
     pub(super) fn amount(self, text: &str) -> Result<Amount, String> {
-        match text.strip_suffix('%') {
-            Some(percent) => Ok(Amount::Percent(percentage(percent)?)),
-            None => self.size(text).map(Amount::Bytes),
+        match text.ends_with('%') {
+            true => Ok(Amount::Percent(percentage(text.trim_end_matches('%'))?)),
+            false => self.size(text).map(Amount::Bytes),
         }
     }
 }
@@ -247,8 +255,18 @@ fn pair(text: &str) -> Result<(f64, f64), String> {
     parsed.ok_or_else(|| format!("`{text}` is not two percentages such as 80/20"))
 }
 
+/// Operations and blocks of zones, in percent. The last zone may have the blocks that are left.
 fn zones(text: &str) -> Result<Distribution, String> {
-    let zones = text.split(':').map(pair).collect::<Result<Vec<_>, _>>()?;
+    let (closed, last) = match text.strip_suffix('/') {
+        Some(open) => open.rsplit_once(':').unwrap_or(("", open)),
+        None => (text, ""),
+    };
+    let parts = closed.split(':').filter(|part| !part.is_empty());
+    let mut zones = parts.map(pair).collect::<Result<Vec<_>, _>>()?;
+    if !last.is_empty() {
+        let given: f64 = zones.iter().map(|zone| zone.1).sum();
+        zones.push(pair(&format!("{last}/{}", (100.0 - given).max(0.0)))?);
+    }
     let sum = |of: fn(&(f64, f64)) -> f64| zones.iter().map(of).sum::<f64>();
     let is_whole = |sum: f64| (sum - 100.0).abs() < 1e-6;
     if zones.len() > 256 || !is_whole(sum(|z| z.0)) || !is_whole(sum(|z| z.1)) {
@@ -372,11 +390,15 @@ mod tests {
         assert_eq!(distribution("zipf:1.2"), Ok(Distribution::Zipf(1.2)));
         let hot = Distribution::Zoned(vec![(80.0, 20.0), (20.0, 80.0)]);
         assert_eq!(distribution("zoned:80/20:20/80"), Ok(hot.clone()));
-        assert_eq!(distribution("hotspot:20/80"), Ok(hot));
+        assert_eq!(distribution("hotspot:20/80"), Ok(hot.clone()));
+        assert_eq!(distribution("zoned:80/20:20/"), Ok(hot));
         for text in [
             "zipf",
             "zipf:x",
             "zoned:80/20",
+            "zoned:80/",
+            "zoned:80/100:20/",
+            "zoned:",
             "zoned:100/0:0/100",
             "hot",
             "hotspot:120/80",

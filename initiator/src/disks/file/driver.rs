@@ -1,4 +1,4 @@
-//! Operations on a file, on the disk's thread.
+//! File operations on the disk thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,44 +18,45 @@ use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
 use crate::poll_fds::{Waited, WaitedFds};
 
-/// Operations in flight; further ones wait. One less than a power of two, since the ring adds one
-/// of its own.
+/// Max number of operations in flight; if there are more, they are queued. This is one less than a
+/// power of two, because we need an entry for the ring's waker.
 const CAPACITY: usize = 1023;
 
-/// File of a disk.
+/// File used by a disk.
 pub(super) struct Target {
     pub(super) file: OwnedFd,
     pub(super) is_device: bool,
-    /// Reads and writes go past the page cache, and have to be of whole blocks.
+    /// Reads and writes bypass the page cache and must be aligned to blocks.
     pub(super) is_direct: bool,
-    /// Size of a logical block in bytes.
+    /// Logical block size in bytes.
     pub(super) block: u32,
 }
 
-/// Flushes. The kernel reports a write-back that failed to one of them, and only once, so one runs
-/// at a time, answers all that came before it, and is remembered if it fails.
+/// Flush state. After a write-back error, the kernel will only return it once, to a single flush.
+/// So we only run one flush at a time, use its result for all flushes that were queued before it,
+/// and remember the error.
 #[derive(Default)]
 struct Flushes {
     is_running: bool,
-    /// Have the answer of the one that runs.
+    /// Flushes that use the result of the current flush.
     together: Vec<Operation>,
-    /// Came while it ran.
+    /// Flushes received after the current flush was started.
     waiting: Vec<Operation>,
-    /// Answer to every further one.
+    /// Error for all new flushes.
     failed: Option<BlockError>,
 }
 
-/// An operation in the ring or at the helper thread.
+/// Operation submitted to the ring or the helper thread.
 struct InFlight {
     operation: Operation,
-    /// Bytes of a transfer that are done: a completion may be short.
+    /// Number of bytes already transferred, because a completion can be short.
     done: usize,
 }
 
-/// Operations on the file.
+/// Backend for file operations.
 pub(super) struct FileBackend {
     ring: Ring,
-    /// Readable when there may be completions.
+    /// Becomes readable when there may be completions.
     event: OwnedFd,
     file: Handle,
     is_device: bool,
@@ -64,21 +65,21 @@ pub(super) struct FileBackend {
     in_flight: Slab<InFlight>,
     waiting: VecDeque<Operation>,
     flushes: Flushes,
-    /// For the system calls that the ring lacks.
+    /// Used for system calls that are not supported by the ring.
     helper: Offload<io::Result<Vec<Extent>>>,
-    /// Rung by the helper thread. That of the ring is an operation of it, whose completion may not
-    /// be counted in `event`.
+    /// Called by the helper thread. The ring's waker doesn't work here: it uses a ring operation,
+    /// and its completion may not signal `event`.
     helper_waker: Waker,
     completions: Vec<Completion>,
-    /// Something is queued that the kernel has not seen.
+    /// There are queued operations that have not been submitted to the kernel.
     has_queued: bool,
-    /// Answer to every further operation, where the ring has failed.
+    /// Set if the ring failed; returned for all new operations.
     failed: Option<BlockError>,
     is_closing: bool,
 }
 
 impl FileBackend {
-    /// Makes the ring, on the thread that will own it.
+    /// Creates the ring. Must be called on the thread that will use it.
     pub(super) fn new(target: Target) -> io::Result<Self> {
         let config = RingConfig {
             capacity: CAPACITY as u32,
@@ -89,7 +90,7 @@ impl FileBackend {
         let mut ring = Ring::new(config).map_err(io::Error::other)?;
         let event = ring.event_fd()?;
         let file = Handle::from(target.file);
-        // A registered file saves a look-up in each operation; without it they work as well.
+        // Registering the file avoids a lookup for each operation, but it is optional.
         let file = ring.register_file(&file).unwrap_or(file);
         let helper_waker = Waker::detached()?;
         let helper = Offload::new(CAPACITY, helper_waker.clone(), &SystemThreads)?;
@@ -127,14 +128,14 @@ impl FileBackend {
             && options.fast
             && !options.may_unmap
         {
-            // For a device without a command for it, the kernel writes zeroes as data.
+            // If a device doesn't support this command, the kernel will write zeroes instead.
             return operation.end(Err(BlockError::Unsupported));
         }
         let key = self.in_flight.insert(InFlight { operation, done: 0 });
         self.queue(key);
     }
 
-    /// Queues an operation, or the rest of one.
+    /// Queues an operation, or the remaining part of it.
     fn queue(&mut self, key: usize) {
         let queued = self.try_queue(key);
         self.has_queued = true;
@@ -188,7 +189,7 @@ impl FileBackend {
         }
     }
 
-    /// Has the helper thread make a system call that may wait.
+    /// Runs a blocking system call on the helper thread.
     fn offload(
         &mut self,
         key: usize,
@@ -209,7 +210,7 @@ impl FileBackend {
                 Command::Flush | Command::Write { fua: true, .. }
             )
         {
-            // A write to stable storage may have had the report that a flush waits for.
+            // A write with FUA may have received the error that we expect from a flush.
             self.flushes.failed.get_or_insert_with(|| error.clone());
         }
         if !matches!(operation.command, Command::Flush) {
@@ -242,13 +243,13 @@ impl FileBackend {
         };
         *done += count;
         let at = offset + *done as u64;
-        // Only the end of the file stops a read within a block there, and what is behind cannot be
-        // asked for.
+        // A read within a block can only be short at the end of the file, and we can't read past
+        // it.
         let is_read = matches!(operation.command, Command::Read { .. });
         let is_end = self.is_direct && is_read && !at.is_multiple_of(self.block);
         match *done == operation.memory().len() {
             true => self.end(key, Ok(Vec::new())),
-            // The kernel may stop early, at the end of a page cache's read or at a signal.
+            // The kernel may return early at the end of a page cache read or because of a signal.
             false if count > 0 && !is_end => self.queue(key),
             false => {
                 let what = format!("the file ends at byte {at}, before its size at the beginning");
@@ -257,7 +258,7 @@ impl FileBackend {
         }
     }
 
-    /// Ends the operations that the helper thread has carried out. Returns whether there were any.
+    /// Completes operations executed by the helper thread. Returns whether there were any.
     fn take_results(&mut self) -> bool {
         let mut any = false;
         while let Some((Token(key), result)) = self.helper.poll_result() {
@@ -267,7 +268,7 @@ impl FileBackend {
         any
     }
 
-    /// The ring is of no further use.
+    /// The ring can't be used anymore.
     fn fail(&mut self, error: &riser_reactor::RingError) {
         let error = BlockError::Io(error.to_string());
         tracing::error!(%error, "the ring of a disk has failed");
@@ -275,8 +276,8 @@ impl FileBackend {
         let waiting: Vec<_> = self.waiting.drain(..).collect();
         let in_flight: Vec<_> = self.in_flight.drain().collect();
         let flushes = std::mem::take(&mut self.flushes);
-        // The kernel may still use their memory, which the ring's own handles keep mapped; the
-        // buffers must not be used again.
+        // The kernel may still use this memory. It is kept mapped by the ring's handles, but we
+        // must not reuse the buffers.
         for InFlight { mut operation, .. } in in_flight {
             std::mem::forget(operation.buffer.take());
             operation.end(Err(error.clone()));
@@ -340,12 +341,12 @@ impl Backend for FileBackend {
         if self.failed.is_some() {
             return true;
         }
-        // What completes from here on ends the sleep.
+        // New completions after this will prevent the sleep.
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
         self.helper_waker.clear();
         let has_results = self.take_results();
-        // A park without a wait has the kernel run what it has deferred, which a submission alone
-        // does not, and queues the read of the waker again.
+        // Parking without a timeout lets the kernel run deferred work, which doesn't happen on
+        // submit, and it also queues the waker's read again.
         let submitted = self.ring.park(Some(Duration::ZERO));
         match submitted.and_then(|()| self.ring.reap(&mut self.completions)) {
             Ok(_) => self.completions.is_empty() && !has_results,
@@ -376,7 +377,7 @@ impl Backend for FileBackend {
     }
 }
 
-/// Returns whether the same operation may succeed the next time.
+/// Returns whether the same operation might succeed if it is retried.
 fn is_passing(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
 }
@@ -386,7 +387,7 @@ fn block_error(error: &io::Error) -> BlockError {
         Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => BlockError::NoSpace,
         Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY) => BlockError::Unsupported,
         Some(libc::EROFS | libc::EPERM | libc::EBADF) => BlockError::ReadOnly,
-        // As the block layer reports bad sectors and checksums.
+        // Used by the block layer to report bad sectors and checksum errors.
         Some(libc::ENODATA | libc::EILSEQ) => BlockError::Medium(error.to_string()),
         Some(libc::ETIMEDOUT) => BlockError::TimedOut,
         _ => BlockError::Io(error.to_string()),
@@ -445,7 +446,7 @@ mod tests {
         let mut backend = backend();
         let first = flush(&mut backend);
         let second = flush(&mut backend);
-        // What Linux says once.
+        // Linux will only report this once.
         backend.on_completion(0, Err(io::Error::from_raw_os_error(libc::EIO)));
         let third = flush(&mut backend);
         for ended in [result(first), result(second), result(third)] {
@@ -484,7 +485,7 @@ mod tests {
         backend.on_completion(0, Ok(100));
         let error = result(ended).unwrap_err().to_string();
         assert!(error.contains("ends at byte 1636"), "{error}");
-        // The page cache has no such limit.
+        // This limit doesn't apply to the page cache.
         backend.is_direct = false;
         let _ended = read(&mut backend);
         backend.on_completion(0, Ok(100));

@@ -1,16 +1,18 @@
-//! Local files and block devices as disks, by `io_uring`.
+//! Local files and block devices, using `io_uring`.
 //!
-//! - [`open`]: opens one.
-//! - [`FileConfig`]: options of opening one.
-//! - [`FileError`]: reasons why it failed.
+//! - [`open`]: opens a file or block device.
+//! - [`FileConfig`]: options for opening a disk.
+//! - [`FileError`]: error when opening a disk.
 //!
-//! A flush is `fdatasync(2)`, a write to stable storage one with `RWF_DSYNC`, a discard a punched
-//! hole (`BLKDISCARD` on a device), zeroes a zeroed range; allocation is found by `SEEK_HOLE`.
+//! We use `fdatasync(2)` to flush, `RWF_DSYNC` for writes to stable storage, punch a hole to
+//! discard (`BLKDISCARD` for devices), zero a range to write zeroes, and `SEEK_HOLE` to get the
+//! allocation status.
 //!
 //! # Invariants
-//! The size is that at the time of opening; reads beyond the end of a file that has become shorter
-//! fail. A device that is written is opened exclusively (`O_EXCL`): not while it is mounted, swap
-//! space, or part of another device. Whether a regular file is in use cannot be known.
+//! The size is fixed when the disk is opened. If the file is truncated later, reads past its end
+//! will fail. If a device is opened for writing, we use exclusive mode (`O_EXCL`): this will fail
+//! if it is mounted, used as swap, or part of another device. For a regular file we can't check if
+//! it is in use.
 
 mod driver;
 mod open;

@@ -1,4 +1,4 @@
-//! Opening a file or block device as a disk.
+//! Opens a file or block device as a disk.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
@@ -14,14 +14,14 @@ use super::sys;
 use crate::block::{Geometry, MAX_TRANSFER};
 use crate::disks::disk::{BUFFERS, MAX_RANGE, Properties, ThreadDisk};
 
-/// Way of opening a disk.
+/// Options for opening a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileConfig {
-    /// Reads and writes go past the kernel's page cache (`O_DIRECT`).
+    /// Bypass the kernel page cache (`O_DIRECT`).
     pub direct: bool,
-    /// It is opened for reading only.
+    /// Open the disk as read-only.
     pub read_only: bool,
-    /// Memory for buffers, in bytes; that of the largest transfer at least.
+    /// Buffer memory in bytes; should be enough for the largest transfer.
     pub buffers: u64,
 }
 
@@ -35,33 +35,33 @@ impl Default for FileConfig {
     }
 }
 
-/// Reason why a file cannot be used as a disk.
+/// Error when using a file as a disk.
 #[derive(Debug, Error)]
 pub enum FileError {
-    /// It cannot be opened or examined.
+    /// The file can't be opened or accessed.
     #[error("{source}")]
     Open {
-        /// Error of the system call.
+        /// System call error.
         source: io::Error,
     },
-    /// It is neither a regular file nor a block device.
+    /// Not a regular file or block device.
     #[error("it is {0}, neither a regular file nor a block device")]
     Kind(&'static str),
-    /// The device is mounted, swap space, part of another device, or opened exclusively.
+    /// The device is mounted, used as swap, part of another device, or opened exclusively.
     #[error("the device is in use: it is mounted, or part of another device or swap space")]
     InUse,
-    /// The file system has no direct I/O for it.
+    /// The file system doesn't support direct I/O for this file.
     #[error("its file system does not support direct I/O (O_DIRECT)")]
     NoDirect,
-    /// The size is not a number of blocks.
+    /// The size is not a multiple of the block size.
     #[error("it has {size} bytes, which is not a whole number of blocks of {block} bytes")]
     Size {
-        /// Size of the file in bytes.
+        /// File size in bytes.
         size: u64,
-        /// Size of a block in bytes.
+        /// Block size in bytes.
         block: u32,
     },
-    /// The disk's thread, ring or memory could not be had.
+    /// The disk thread, the ring or its memory could not be created.
     #[error("cannot start: {0}")]
     Start(#[source] io::Error),
 }
@@ -75,14 +75,14 @@ impl From<io::Error> for FileError {
 /// Opens a regular file or a block device.
 ///
 /// # Errors
-/// [`FileError`].
+/// Returns [`FileError`] if the file can't be used as a disk.
 pub fn open(path: &Path, config: FileConfig) -> Result<ThreadDisk, FileError> {
     let kind = std::fs::metadata(path)?;
     check_kind(&kind)?;
     let is_device = kind.file_type().is_block_device();
     let file = open_file(path, config, is_device)?;
     let metadata = file.metadata()?;
-    // Another file may have taken the path since.
+    // The file may have been replaced since we checked it.
     check_kind(&metadata)?;
     if metadata.file_type().is_block_device() != is_device {
         return Err(io::Error::from(io::ErrorKind::StaleNetworkFileHandle).into());
@@ -125,7 +125,7 @@ fn check_kind(metadata: &Metadata) -> Result<(), FileError> {
 fn open_file(path: &Path, config: FileConfig, is_device: bool) -> Result<File, FileError> {
     let mut options = OpenOptions::new();
     options.read(true).write(!config.read_only);
-    // A pipe that has taken the path meanwhile must not hold up the open.
+    // If the file has been replaced by a pipe, this open must not block.
     let mut flags = OFlags::NONBLOCK;
     if is_device && !config.read_only {
         flags |= OFlags::EXCL;
@@ -143,7 +143,7 @@ fn geometry(file: &File, metadata: &Metadata, config: FileConfig) -> Result<Geom
     let (size, logical, physical) = if is_device {
         let size = rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0));
         let logical = rustix::fs::ioctl_blksszget(fd).map_err(io::Error::from)?;
-        // Only a hint for users of the disk.
+        // This is only used as a hint.
         let physical = rustix::fs::ioctl_blkpbszget(fd).unwrap_or(4096);
         (size.map_err(io::Error::from)?, logical, physical)
     } else {
@@ -181,7 +181,8 @@ fn geometry(file: &File, metadata: &Metadata, config: FileConfig) -> Result<Geom
     })
 }
 
-/// A limit of a device's queue; 0 where there is none. Partitions have that of their disk.
+/// Reads a limit from the device queue; returns 0 if there is none. A partition uses the limits set
+/// for its disk.
 fn queue_limit(device: u64, name: &str) -> u64 {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     let dir = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
@@ -190,11 +191,11 @@ fn queue_limit(device: u64, name: &str) -> u64 {
     text.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Sets the flags that operations find.
+/// Sets the flags used for operations.
 fn prepare_flags(file: &File, direct: bool) -> Result<(), FileError> {
     let fd = file.as_fd();
-    // On a file in memory io_uring then carries out reads and writes in the call that submits them,
-    // instead of handing them to a thread. Others would be held up by it.
+    // If the file is in memory, io_uring will then read and write directly in the submit call,
+    // instead of using a worker thread. For other files this could block.
     sys::set_flags(fd, OFlags::NONBLOCK, sys::is_in_memory(fd))?;
     if direct {
         sys::set_flags(fd, OFlags::DIRECT, true).map_err(|error| match error.raw_os_error() {

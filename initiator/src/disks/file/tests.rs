@@ -9,7 +9,7 @@ use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Operatio
 use crate::disks::ThreadDisk;
 use crate::disks::testing::List;
 
-/// A file that is removed with this.
+/// Temporary file, removed on drop.
 struct Temp(PathBuf);
 
 impl Temp {
@@ -59,7 +59,7 @@ fn a_file_is_read_and_written_in_many_operations_at_once() {
             ..FileConfig::default()
         };
         let disk = match open(&temp.0, config) {
-            // A file system in memory may have no direct I/O.
+            // Direct I/O may not be supported for in-memory file systems.
             Err(FileError::NoDirect) if direct => continue,
             disk => Arc::new(disk.unwrap()),
         };
@@ -150,7 +150,7 @@ fn holes_are_reported_and_made() {
     block_on(BlockDevice::discard(&disk, mib..mib + kib64)).unwrap();
     assert_eq!(status(0..3 * mib), [extent(3 * mib, hole)]);
     assert_eq!(read(&disk, mib, 512).unwrap(), [0; 512]);
-    // Zeroed in both ways, also where the file system has no zeroed ranges.
+    // Must be zeroed in both cases, even if the file system doesn't support zero ranges.
     for may_unmap in [false, true] {
         file.write_all_at(&[3; 8192], 4096).unwrap();
         let options = ZeroOptions {
@@ -207,7 +207,7 @@ fn a_disk_that_is_opened_read_only_refuses_changes() {
     let zeroes = BlockDevice::write_zeroes(&disk, 0..512, ZeroOptions::default());
     assert_eq!(block_on(zeroes).unwrap_err(), BlockError::ReadOnly);
     assert_eq!(read(&disk, 0, 512).unwrap(), [0; 512]);
-    // Not even the permission is needed.
+    // We don't even need write permission.
     let mut permissions = std::fs::metadata(&temp.0).unwrap().permissions();
     permissions.set_readonly(true);
     std::fs::set_permissions(&temp.0, permissions).unwrap();
@@ -274,7 +274,7 @@ fn a_block_device_is_opened_exclusively() {
     drop((disk, reader));
 }
 
-/// A loop device over a file, which takes root.
+/// Loop device for a file; requires root.
 struct LoopDevice(PathBuf);
 
 impl LoopDevice {

@@ -1,4 +1,4 @@
-//! A socket that waits, but not beyond a point in time.
+//! Blocking socket with a deadline.
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-/// A connected stream socket during the negotiation.
+/// Connected stream socket, used for negotiation.
 pub(super) struct TimedStream {
     socket: OwnedFd,
     until: Instant,
@@ -18,25 +18,26 @@ impl TimedStream {
         Self { socket, until }
     }
 
-    /// The socket, which does not wait from now on.
+    /// Returns the socket in non-blocking mode.
     pub(super) fn into_socket(self) -> io::Result<OwnedFd> {
         rustix::io::ioctl_fionbio(&self.socket, true)?;
         Ok(self.socket)
     }
 
-    /// Sets what is left of the time. A server that sends byte by byte gets no more than that.
+    /// Sets the timeout to the remaining time, so the deadline also applies if a server sends
+    /// single bytes.
     fn arm(&self, which: Timeout) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        // Shorter times would be rounded to none, which waits without end.
+        // A smaller value would be rounded to 0, which means no timeout.
         let left = left.max(Duration::from_millis(1));
         Ok(set_socket_timeout(&self.socket, which, Some(left))?)
     }
 }
 
-/// The kernel reports the end of the time as the lack of bytes or room.
+/// If the timeout expires, the kernel returns `EAGAIN`.
 fn in_time<T>(result: rustix::io::Result<T>) -> io::Result<T> {
     match result {
         Err(rustix::io::Errno::AGAIN) => Err(io::ErrorKind::TimedOut.into()),

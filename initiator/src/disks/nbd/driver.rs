@@ -1,4 +1,4 @@
-//! Connection of a disk to its server, on the disk's thread.
+//! Server connection for a disk, used on the disk thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,63 +17,64 @@ use crate::nbd::client::{End, Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Requ
 use crate::nbd::proto::{Cookie, cmd, request_header};
 use crate::poll_fds::{Waited, WaitedFds};
 
-/// Room for replies that are received together and copied to their buffers.
+/// Receive buffer size. Data received here is copied to the request buffers.
 const RECEIVE: usize = 256 << 10;
-/// Receives of one round, after which clients have their turns.
+/// Max receive calls per round. After this, clients get a chance.
 const RECEIVES: usize = 16;
-/// Mean length of the reads in flight from which data are received straight into their buffers.
+/// If the average read in flight is at least this size, data is received directly into the request
+/// buffers.
 const BULK: u64 = 32 << 10;
-/// Room behind such data: the headers of what follows.
+/// Additional receive space after the data, used for the next headers.
 const BULK_ROOM: usize = 4096;
-/// Length of the header of a request.
+/// Request header length.
 const HEADER: u64 = 28;
 
-/// A request in flight.
+/// Request in flight.
 #[derive(Debug)]
 struct InFlight {
     operation: Operation,
     since: Instant,
-    /// Where its header ends in what is sent.
+    /// Stream offset where its header ends.
     header_end: u64,
 }
 
-/// Outcome of a receive.
+/// Result of a receive call.
 enum Received {
-    /// The socket has nothing.
+    /// No data available.
     Nothing,
-    /// Bytes came.
+    /// Data was received.
     Some {
-        /// All room was filled, so there may be more.
+        /// The buffer was filled completely, so there may be more data.
         has_more: bool,
     },
 }
 
-/// The connection.
+/// Server connection.
 pub(in crate::disks) struct NbdBackend {
     socket: OwnedFd,
     requests: Requests<InFlight>,
-    /// Operations beyond [`MAX_IN_FLIGHT`].
+    /// Queued operations, used if [`MAX_IN_FLIGHT`] is reached.
     waiting: VecDeque<Operation>,
     outgoing: Outgoing,
     received: Box<[u8]>,
-    /// Bytes in `received` that were not taken yet.
+    /// Unprocessed bytes in `received`.
     valid: Range<usize>,
-    /// Bytes of the reads in flight, and their number.
+    /// Total bytes and number of reads in flight.
     read_bytes: u64,
     reads: u64,
     timeout: Duration,
-    /// No request in flight was submitted before.
+    /// Lower bound for the submit time of all requests in flight.
     oldest: Instant,
-    /// Answer to every further operation.
+    /// Error for all new operations.
     failed: Option<BlockError>,
     is_closing: bool,
-    /// The server is notified of the end.
+    /// Set when the disconnect request has been sent.
     has_disconnected: bool,
 }
 
 impl NbdBackend {
-    /// A connection on a socket that does not wait, after its negotiation. Status is reported in
-    /// blocks of `block` bytes.
+    /// Creates a connection on a non-blocking socket after negotiation. Status is reported using
+    /// `block` bytes as the block size.
     pub(super) fn new(
         socket: OwnedFd,
         negotiated: &Negotiated,
@@ -165,7 +166,7 @@ impl NbdBackend {
                 self.reads -= 1;
                 self.read_bytes -= operation.memory().len() as u64;
             }
-            // A server may answer before it has read all data.
+            // A server can reply before it has read all data.
             Command::Write { .. } if !self.outgoing.is_empty() => {
                 let len = operation.memory().len() as u64;
                 self.outgoing.copy_out(header_end..header_end + len);
@@ -175,7 +176,7 @@ impl NbdBackend {
         operation.end(end.result.map(|()| end.extents));
     }
 
-    /// Ends the connection; every operation fails from now on.
+    /// Closes the connection; all operations will fail.
     fn fail(&mut self, error: BlockError) {
         tracing::info!(%error, "the connection to the NBD server has failed");
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
@@ -184,14 +185,14 @@ impl NbdBackend {
         (self.reads, self.read_bytes) = (0, 0);
         let in_flight = self.requests.drain().into_iter().map(|r| r.operation);
         let all: Vec<_> = in_flight.chain(self.waiting.drain(..)).collect();
-        // Tasks that are woken here may submit others, which find the error.
+        // Waking a task may submit new operations; they will see the error.
         for operation in all {
             operation.end(Err(error.clone()));
         }
     }
 
-    /// Receives and handles what there is. Returns whether there was anything, and whether that was
-    /// all.
+    /// Receives and processes available data. Returns whether there was any, and whether everything
+    /// was received.
     fn receive_all(&mut self) -> (bool, bool) {
         let mut worked = false;
         for _ in 0..RECEIVES {
@@ -215,12 +216,12 @@ impl NbdBackend {
         (worked, false)
     }
 
-    /// Fails the connection if a request is late.
+    /// Fails the connection if a request has timed out.
     fn check_time(&mut self, now: Instant) {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return;
         }
-        // The time noted is that of the oldest request there was, which may have ended since.
+        // The saved time may belong to a request that has since completed, so update it.
         let oldest = self.requests.tokens().map(|request| request.since).min();
         self.oldest = oldest.unwrap_or(self.oldest);
         if now >= self.oldest + self.timeout {
@@ -228,7 +229,7 @@ impl NbdBackend {
         }
     }
 
-    /// Receives what the socket has.
+    /// Receives data from the socket.
     fn receive(&mut self) -> io::Result<Received> {
         if self.valid.start > 0 {
             self.received.copy_within(self.valid.clone(), 0);
@@ -237,7 +238,7 @@ impl NbdBackend {
         let mut pieces = ArrayVec::<_, 2>::new();
         let mut direct = 0;
         if let Some((request, at, left)) = self.requests.payload() {
-            // All that was received before is in the buffer already.
+            // All previous data has already been copied to the buffer.
             debug_assert!(self.valid.is_empty());
             let memory = request.operation.memory().slice();
             pieces.push(ReceivePiece::part(memory, at..at + left));
@@ -269,7 +270,7 @@ impl NbdBackend {
         })
     }
 
-    /// Handles the bytes that were received.
+    /// Processes received data.
     fn handle(&mut self) -> Result<(), ReplyFault> {
         loop {
             if let Some((request, at, left)) = self.requests.payload() {
@@ -286,7 +287,7 @@ impl NbdBackend {
             let progress = self.requests.handle(&self.received[self.valid.clone()])?;
             self.valid.start += progress.consumed;
             match progress.event {
-                // One that guesses cookies could have us keep the data of writes that it never
+                // If a server could guess cookies, it could make us keep write data that it never
                 // reads.
                 Some(Event::Done(request, _)) if !self.outgoing.is_sent(request.header_end) => {
                     let early = ReplyFault::Early;
@@ -315,7 +316,7 @@ impl Backend for NbdBackend {
             let error = BlockError::Disconnected("the disk is closed".into());
             return operation.end(Err(error));
         }
-        // Behind those that wait already.
+        // Keep the order: add it after the operations that are already queued.
         if self.waiting.is_empty() && self.requests.in_flight() < MAX_IN_FLIGHT {
             self.start(operation, now);
         } else {
@@ -349,8 +350,9 @@ impl Backend for NbdBackend {
             return false;
         }
         let (worked, is_all) = self.receive_all();
-        // After this process, and not the server, has slept for so long, the replies have come
-        // already. More of them than one round takes are waited for.
+        // If this process was suspended, the replies have already been received, and the timeout
+        // isn't caused by the server. If a single round can't receive all of them, wait for the
+        // next round.
         if is_all && self.failed.is_none() {
             self.check_time(now);
         }
@@ -362,7 +364,7 @@ impl Backend for NbdBackend {
     }
 
     fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
-        // A socket that has failed would end every sleep.
+        // Polling a failed socket would always return immediately.
         if self.failed.is_none() {
             out.push(Waited {
                 fd: self.socket.as_fd(),
@@ -422,7 +424,7 @@ mod tests {
         ended
     }
 
-    /// A connection of that patience, and the server's end.
+    /// Creates a connection with this timeout, and the server socket.
     fn connection(patience: Duration) -> (NbdBackend, UnixStream) {
         let (ours, server) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
@@ -439,7 +441,7 @@ mod tests {
         (backend, server)
     }
 
-    /// Cookie of the request whose header the server reads next.
+    /// Reads the next request header and returns its cookie.
     fn read_cookie(server: &mut UnixStream) -> u64 {
         let mut header = [0; 28];
         server.read_exact(&mut header).unwrap();
@@ -462,7 +464,7 @@ mod tests {
         backend.complete(begun + 2 * patience);
         assert_eq!(block_on(read).unwrap().result, Err(BlockError::TimedOut));
         assert_eq!(backend.failed, Some(BlockError::TimedOut));
-        // The end of the connection does not change the reason.
+        // Closing the connection should not change the error.
         backend.complete(begun + 3 * patience);
         assert_eq!(backend.failed, Some(BlockError::TimedOut));
     }
@@ -477,7 +479,7 @@ mod tests {
         server
             .write_all(&simple_reply(Cookie(cookie), None))
             .unwrap();
-        // As after a suspend of this host.
+        // Same as if this host was suspended.
         backend.complete(Instant::now() + 2 * patience);
         assert_eq!(block_on(flush).unwrap().result, Ok(Vec::new()));
         assert!(backend.failed.is_none());
@@ -486,7 +488,7 @@ mod tests {
     #[test]
     fn a_reply_to_a_request_that_was_not_sent_ends_the_connection() {
         let (mut backend, mut server) = connection(Duration::from_secs(60));
-        // More than the socket takes, so the second header waits behind these data.
+        // The socket buffer can't hold this data, so the second header has to wait.
         let buffer = Buffer::anonymous(4 << 20).unwrap();
         let write = Command::Write {
             offset: 0,
@@ -498,14 +500,14 @@ mod tests {
         backend.flush(Instant::now());
         assert!(!backend.outgoing.is_empty());
         let cookie = read_cookie(&mut server);
-        // A write may fail before its data are read.
+        // The server can reject a write before reading its data.
         let reply = simple_reply(Cookie(cookie), Some(Errno::NoSpc));
         server.write_all(&reply).unwrap();
         backend.complete(Instant::now());
         let ended = block_on(first).unwrap();
         assert_eq!(ended.result, Err(BlockError::NoSpace));
         assert!(backend.failed.is_none());
-        // The cookie of the next request is no secret.
+        // The cookie of the next request can be predicted.
         let guessed = Cookie(cookie + (1 << 32) + 1);
         server.write_all(&simple_reply(guessed, None)).unwrap();
         backend.complete(Instant::now());

@@ -1,14 +1,13 @@
-//! Exports of NBD servers as disks: the client of the protocol in [`crate::nbd::client`] on a TCP
-//! or Unix socket.
+//! NBD exports, using the client in [`crate::nbd::client`] on a TCP or Unix socket.
 //!
-//! - [`connect`]: connects and negotiates, within a time.
-//! - [`NbdConfig`]: limits on that and on operations.
-//! - [`NbdError`]: reasons why it failed.
+//! - [`connect`]: connects and negotiates, with a timeout.
+//! - [`NbdConfig`]: timeouts and limits.
+//! - [`NbdError`]: error when connecting.
 //!
-//! Replies of a round are received by few system calls: data of a large read go straight to their
-//! buffer, small replies are taken in together and copied.
+//! In each round, replies are received using few system calls: data for a large read is received
+//! directly into its buffer, small replies are received together and then copied.
 //!
-//! Not here: TLS, several connections to one server, reconnection.
+//! Not supported: TLS, multiple connections to the same server, reconnect.
 
 mod connect;
 mod driver;
@@ -32,64 +31,64 @@ use crate::nbd::client::{HandshakeError, Negotiated, negotiate};
 use crate::nbd::proto::flag;
 use crate::nbd::{NbdServer, NbdUri};
 
-/// Size that is asked for the socket's buffers, in bytes, so that the requests and replies of a
-/// round fit. The kernel gives what its limit allows.
+/// Socket buffer size to request, in bytes. It should be large enough for all requests and replies
+/// in a round. The size can be limited by the kernel.
 const SOCKET_BUFFER: usize = 1 << 20;
 
-/// Limits on a connection.
+/// Connection limits.
 #[derive(Clone, Copy, Debug)]
 pub struct NbdConfig {
-    /// Longest time for connection and negotiation together. The look-up of the host's name comes
-    /// before, and takes the time that the resolver gives it.
+    /// Timeout for connect and negotiation. This doesn't include the host name lookup, which is
+    /// done before and uses the resolver timeout.
     pub connect: Duration,
-    /// Longest time for one operation. One that is late ends the connection.
+    /// Timeout for a single operation. If it expires, the connection is closed.
     pub operation: Duration,
-    /// Writes are refused here, even if the export takes them.
+    /// Reject writes, even if they are allowed by the export.
     pub read_only: bool,
-    /// Memory for buffers, in bytes; that of the largest transfer at least.
+    /// Buffer memory in bytes; should be enough for the largest transfer.
     pub buffers: u64,
 }
 
-/// Reason why an export cannot be used.
+/// Error when using an export.
 #[derive(Debug, Error)]
 pub enum NbdError {
-    /// The host has no address.
+    /// The host name can't be resolved.
     #[error("host `{host}` has no address: {source}")]
     Resolve {
-        /// Name of the host.
+        /// Host name.
         host: String,
-        /// Error of the look-up.
+        /// Lookup error.
         source: io::Error,
     },
-    /// No connection.
+    /// The connection failed.
     #[error("cannot connect: {0}")]
     Connect(#[source] io::Error),
-    /// The negotiation failed.
+    /// Negotiation failed.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
-    /// The size is not a number of blocks.
-    #[error("the export has {size} bytes, which is not a whole number of blocks of {block} bytes")]
+    /// The export is smaller than a block.
+    #[error("the export has {size} bytes, less than a block of {block} bytes")]
     Size {
-        /// Size of the export in bytes.
+        /// Export size in bytes.
         size: u64,
-        /// Size of a block in bytes.
+        /// Block size in bytes.
         block: u32,
     },
-    /// The longest request is shorter than a block.
+    /// The max request size is smaller than a block.
     #[error("the server takes at most {max} bytes at once, less than a block of {block} bytes")]
     MaxPayload {
-        /// Longest read or write in bytes.
+        /// Max read or write size in bytes.
         max: u32,
-        /// Size of a block in bytes.
+        /// Block size in bytes.
         block: u32,
     },
-    /// The disk's thread or memory could not be had.
+    /// The disk thread or its memory could not be created.
     #[error("cannot start: {0}")]
     Start(#[source] io::Error),
 }
 
 impl NbdError {
-    /// Returns whether the server did not answer in time.
+    /// Returns whether the server failed to respond in time.
     #[must_use]
     pub fn is_timeout(&self) -> bool {
         let (Self::Connect(error) | Self::Handshake(HandshakeError::Io(error))) = self else {
@@ -102,11 +101,11 @@ impl NbdError {
 /// Connects to an export.
 ///
 /// # Errors
-/// [`NbdError`].
+/// Returns [`NbdError`] if the export can't be used.
 pub fn connect(uri: &NbdUri, config: NbdConfig) -> Result<ThreadDisk, NbdError> {
     let until = Instant::now() + config.connect;
     let socket = open_socket(&uri.server, until)?;
-    // Without these sizes it only takes more system calls.
+    // If this fails, we only need more system calls.
     let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER);
     if matches!(uri.server, NbdServer::Unix(_)) {
         let _ = rustix::net::sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER);
@@ -154,13 +153,13 @@ fn open_socket(server: &NbdServer, until: Instant) -> Result<OwnedFd, NbdError> 
         return Err(resolve_error(io::ErrorKind::NotFound.into()));
     }
     let socket = connect_tcp(&addresses, until).map_err(NbdError::Connect)?;
-    // Requests are collected here, and must not wait for more in the kernel.
+    // We collect requests before sending them, so the kernel should not delay them.
     socket.set_nodelay(true).map_err(NbdError::Connect)?;
     Ok(socket.into())
 }
 
-/// Connects to the first address that answers. One that does not answer takes its part of the time
-/// that is left, so that the others have theirs.
+/// Connects to the first address that responds. The remaining time is divided by the number of
+/// addresses, so that an unreachable address doesn't use all of it.
 fn connect_tcp(addresses: &[SocketAddr], until: Instant) -> io::Result<TcpStream> {
     let mut last = io::ErrorKind::TimedOut.into();
     for (tried, address) in addresses.iter().enumerate() {
@@ -177,14 +176,14 @@ fn connect_tcp(addresses: &[SocketAddr], until: Instant) -> io::Result<TcpStream
     Err(last)
 }
 
-/// Connects to a server on this host. One whose queue is full is waited for until then.
+/// Connects to a local server. If its backlog is full, we retry until the deadline.
 fn connect_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
     use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
     let flags = SocketFlags::CLOEXEC;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let left = until.saturating_duration_since(Instant::now());
-    // A time of 0 stands for no limit.
+    // A timeout of 0 means no limit.
     let left = left.max(Duration::from_millis(1));
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(left))?;
     match net::connect(&socket, &SocketAddrUnix::new(path)?) {
@@ -194,14 +193,15 @@ fn connect_unix(path: &Path, until: Instant) -> io::Result<OwnedFd> {
     }
 }
 
-/// Size and limits of an export as a block device.
+/// Returns the block device geometry for an export.
 fn geometry(negotiated: &Negotiated, read_only: bool) -> Result<Geometry, NbdError> {
     let has = |flag: u16| negotiated.flags & flag != 0;
     let block_size = negotiated.min_block.max(512);
-    let size = negotiated.size;
-    if size == 0 || !size.is_multiple_of(block_size.into()) {
+    // The kernel's client also rounds down. A partial block at the end can't be accessed.
+    let size = negotiated.size - negotiated.size % u64::from(block_size);
+    if size == 0 {
         return Err(NbdError::Size {
-            size,
+            size: negotiated.size,
             block: block_size,
         });
     }

@@ -1,4 +1,4 @@
-//! Bytes on their way to the server: headers of requests, and data of writes where they are.
+//! Bytes to be sent to the server: request headers, and write data in the original buffers.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,19 +9,19 @@ use arrayvec::ArrayVec;
 use riser_memory::MemSlice;
 use riser_memory::sys::{self, SendPiece};
 
-/// Most pieces of one system call.
+/// Max pieces per system call.
 const PIECES: usize = 128;
 
-/// Bytes of headers that are sent and still held, beyond which they are moved out.
+/// Max header bytes to keep after sending. If there are more, they are removed from the buffer.
 const SENT_HEADERS: usize = 32 << 10;
 
-/// A part of the stream.
+/// Part of the stream.
 enum Part {
-    /// Number of bytes of headers.
+    /// Number of header bytes.
     Headers(usize),
-    /// Data of a write, in its buffer.
+    /// Write data in its buffer.
     Data(MemSlice),
-    /// Data of a write whose buffer went back to its owner.
+    /// Copied write data, because the buffer was returned to its owner.
     Copied(Vec<u8>),
 }
 
@@ -35,14 +35,14 @@ impl Part {
     }
 }
 
-/// The queue. Its length is bounded by the requests in flight.
+/// Send queue. The length is limited by the number of requests in flight.
 #[derive(Default)]
 pub(super) struct Outgoing {
     headers: Vec<u8>,
-    /// Bytes of `headers` that are sent.
+    /// Number of bytes in `headers` already sent.
     sent: usize,
     parts: VecDeque<Part>,
-    /// Bytes of the stream that were appended, and that were sent, since it began.
+    /// Stream offset of the last byte added, and of the last byte sent.
     end: u64,
     sent_to: u64,
 }
@@ -52,17 +52,17 @@ impl Outgoing {
         self.parts.is_empty()
     }
 
-    /// Whether the stream was sent up to that place.
+    /// Returns whether the stream has been sent up to this offset.
     pub(super) fn is_sent(&self, place: u64) -> bool {
         place <= self.sent_to
     }
 
-    /// The place that is appended to.
+    /// Current stream offset for new data.
     pub(super) fn end(&self) -> u64 {
         self.end
     }
 
-    /// Appends a header. Headers that follow one another are one piece.
+    /// Appends a header. Adjacent headers are merged into a single piece.
     pub(super) fn push_header(&mut self, header: &[u8]) {
         self.end += header.len() as u64;
         self.headers.extend_from_slice(header);
@@ -72,14 +72,14 @@ impl Outgoing {
         }
     }
 
-    /// Appends the data of a write.
+    /// Appends write data.
     pub(super) fn push_data(&mut self, data: MemSlice) {
         self.end += data.len() as u64;
         self.parts.push_back(Part::Data(data));
     }
 
-    /// Copies what was not sent yet of the data at `range` of the stream, whose owner gets the
-    /// buffer back: a server may fail a write before it has read the data.
+    /// Copies unsent data in this stream range, so that the buffer can be returned to its owner.
+    /// This is needed because a server can reject a write before reading its data.
     pub(super) fn copy_out(&mut self, range: Range<u64>) {
         let mut at = self.sent_to;
         for part in &mut self.parts {
@@ -96,10 +96,10 @@ impl Outgoing {
         }
     }
 
-    /// Sends as much as the socket takes.
+    /// Sends as much data as possible.
     ///
     /// # Errors
-    /// Those of `sendmsg(2)`, except for a lack of room.
+    /// Returns an error from `sendmsg(2)`, unless the socket buffer is full.
     pub(super) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
         while !self.parts.is_empty() {
             let mut pieces = ArrayVec::<_, PIECES>::new();
@@ -124,7 +124,7 @@ impl Outgoing {
             };
             drop(pieces);
             self.take(sent);
-            // A short count shows that the socket is full; another call would only say so.
+            // If the count is short, the socket is full, and we can avoid another call.
             if sent < total {
                 return Ok(());
             }
@@ -132,7 +132,7 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Takes what was sent out of the queue.
+    /// Removes sent data from the queue.
     fn take(&mut self, mut count: usize) {
         self.sent_to += count as u64;
         while count > 0 {
@@ -192,7 +192,7 @@ mod tests {
         }
         outgoing.send(ours.as_fd()).unwrap();
         assert!(!outgoing.is_empty(), "a socket holds less than 1 MiB");
-        // What is left belongs to its owner again, who changes it.
+        // The remaining data is returned to its owner, who will modify it.
         let end = outgoing.end();
         outgoing.copy_out(0..end);
         memory.fill(0, memory.len(), 0xff);
@@ -200,7 +200,7 @@ mod tests {
         let mut at = 0;
         while at < got.len() {
             let n = peer.read(&mut got[at..]).unwrap();
-            // What the kernel has already does not change.
+            // Data already sent to the kernel doesn't change.
             at += n;
             outgoing.send(ours.as_fd()).unwrap();
         }
@@ -219,7 +219,7 @@ mod tests {
             outgoing.push_data(zeroes.clone());
             places.push(start..outgoing.end());
         }
-        // Of the first header some is sent.
+        // The first header is partially sent.
         outgoing.take(20);
         outgoing.copy_out(places[1].clone());
         let is_copied = |part: &Part| match part {

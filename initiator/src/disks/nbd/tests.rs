@@ -1,4 +1,4 @@
-//! Against our own server, and scripted ones.
+//! Tests using our own server, and scripted servers.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -39,7 +39,7 @@ fn uri(path: &std::path::Path, export: &str) -> NbdUri {
     }
 }
 
-/// A disk in memory behind our own server, and a client of it.
+/// In-memory disk exported by our own server, with a client.
 struct Bed {
     memory: Arc<MemoryDevice>,
     server: ServerHandle,
@@ -135,7 +135,7 @@ fn a_disk_has_as_many_buffers_as_are_asked_for() {
 #[test]
 fn many_operations_are_in_flight_and_none_is_mixed_up() {
     let Bed { disk, server, .. } = bed(|_| {});
-    // Of many lengths, so that replies are received straight and by copies.
+    // Use many lengths, so that some replies are received directly and some are copied.
     let length = |n: u64| 512 << (n % 9);
     for round in 0..3u64 {
         let writes = (0..48u64).map(|n| {
@@ -222,7 +222,7 @@ fn a_server_that_goes_away_ends_what_is_in_flight_and_what_follows() {
     assert!(matches!(flush, Err(BlockError::Disconnected(_))));
 }
 
-/// Reads on the disk's own thread, one after the other.
+/// Sequential reads on the disk thread.
 struct Reader {
     disk: Arc<ThreadDisk>,
     done: std::sync::mpsc::Sender<String>,
@@ -283,7 +283,7 @@ fn a_workload_runs_on_the_thread_of_the_disk() {
     };
     let (list, seen) = List::new((0..40).map(write), 8);
     assert!(disk.drive(list).is_ok());
-    // The receiver ends as the workload does, without another call.
+    // The receiver is closed when the workload is done.
     let mut tags: Vec<u32> = Vec::new();
     for seen in seen {
         assert_eq!(seen.thread, "nbd-disk");
@@ -343,7 +343,7 @@ fn a_workload_has_its_times_and_ends_with_the_disk() {
     assert!(disk.drive(list).is_ok());
     assert_eq!(seen.iter().count(), 5);
     assert_eq!(memory.flushes(), before + 5);
-    // The first of these has ended, and the others are planned.
+    // The first flush has completed, and the other flushes are planned.
     let flushes = (0..5).map(|_| Operation::Flush);
     let (list, seen) = List::timed(flushes, Duration::from_secs(3600));
     assert!(disk.drive(list).is_ok());
@@ -355,7 +355,7 @@ fn a_workload_has_its_times_and_ends_with_the_disk() {
     server.stop().unwrap();
 }
 
-/// Reads the header of a request: flags, type, cookie and length.
+/// Reads a request header: flags, type, cookie and length.
 fn request(socket: &mut std::os::unix::net::UnixStream) -> (u16, u16, proto::Cookie, u32) {
     let mut header = [0; 28];
     socket.read_exact(&mut header).unwrap();
@@ -365,7 +365,7 @@ fn request(socket: &mut std::os::unix::net::UnixStream) -> (u16, u16, proto::Coo
     (short(4), short(6), proto::Cookie(cookie), len)
 }
 
-/// Answers a number of requests. Returns their types and flags.
+/// Replies to a number of requests. Returns their types and flags.
 fn answer_all(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(u16, u16)> {
     let mut seen = Vec::new();
     for _ in 0..count {
@@ -377,7 +377,7 @@ fn answer_all(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(
         socket.write_all(&reply).unwrap();
         seen.push((command, flags));
     }
-    // Until the client has taken leave.
+    // Wait until the client disconnects.
     let _ = socket.read_to_end(&mut Vec::new());
     seen
 }
@@ -463,7 +463,7 @@ fn zeroes_that_a_server_refuses_are_written_without_a_buffer_of_the_pool() {
     std::fs::remove_file(path).unwrap();
 }
 
-/// As [`scripted_with`], with flushes.
+/// Same as [`scripted_with`], with flush support.
 fn scripted<T: Send + 'static>(
     size: u64,
     serve: impl FnOnce(std::os::unix::net::UnixStream) -> T + Send + 'static,
@@ -471,7 +471,8 @@ fn scripted<T: Send + 'static>(
     scripted_with(proto::flag::SEND_FLUSH, size, serve)
 }
 
-/// Serves one client with a script: its socket after the negotiation, without structured replies.
+/// Serves a single client using a script: it gets the socket after negotiation, without structured
+/// replies.
 fn scripted_with<T: Send + 'static>(
     flags: u16,
     size: u64,
@@ -499,7 +500,7 @@ fn scripted_with<T: Send + 'static>(
         reply(opt::GO, rep::INFO, &export);
         reply(opt::GO, rep::ACK, &[]);
         socket.write_all(&bytes).unwrap();
-        // Flags, an option without data, and one with the name and one wish.
+        // Flags, an option without data, and an option with the name and one info request.
         let mut room = [0; 4 + 16 + 16 + 4 + 4 + 2 + 2];
         socket.read_exact(&mut room).unwrap();
         serve(socket)
@@ -513,7 +514,7 @@ fn a_server_that_breaks_the_protocol_ends_the_disk_with_a_reason() {
         let mut request = [0; 28];
         socket.read_exact(&mut request).unwrap();
         socket.write_all(&[0x11; 16]).unwrap();
-        // Until the client has hung up.
+        // Wait until the client closes the connection.
         let _ = socket.read_to_end(&mut Vec::new());
     });
     let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
@@ -543,7 +544,7 @@ fn a_server_that_does_not_answer_ends_the_disk_after_the_time() {
     thread.join().unwrap();
     std::fs::remove_file(path).unwrap();
 
-    // In the negotiation as well.
+    // The timeout should also apply during negotiation.
     let path = socket_path();
     let listener = UnixListener::bind(&path).unwrap();
     let config = NbdConfig {
@@ -604,8 +605,17 @@ fn a_disk_takes_leave_of_its_server() {
 }
 
 #[test]
+fn partial_block_at_the_end_is_ignored() {
+    let (path, thread) = scripted(1000, drop);
+    let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
+    assert_eq!(disk.geometry().capacity, 512);
+    thread.join().unwrap();
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn an_export_that_is_no_disk_is_refused() {
-    for size in [0, 1000] {
+    for size in [0, 511] {
         let (path, thread) = scripted(size, drop);
         let error = connect(&uri(&path, "disk"), CONFIG).unwrap_err();
         assert!(matches!(error, NbdError::Size { .. }), "{error}");
@@ -619,7 +629,7 @@ fn an_address_that_does_not_answer_leaves_time_for_the_next() {
     let full = TcpListener::bind("127.0.0.1:0").unwrap();
     rustix::net::listen(&full, 1).unwrap();
     let silent = full.local_addr().unwrap();
-    // The kernel drops further attempts while two wait to be accepted.
+    // The kernel drops new connections if there are already two waiting to be accepted.
     let _waiting = [(); 2].map(|()| TcpStream::connect(silent).unwrap());
     let answers = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = answers.local_addr().unwrap();

@@ -138,18 +138,29 @@ impl<E: Env> Driver<E> {
 
     /// Asks a target whether it is there, by way of the unit that is used.
     pub(super) fn ping(&mut self, index: usize, now: Instant) {
+        self.ping_within(index, PING, Done::Ping, now);
+    }
+
+    /// Sends a ping that ends after this time at the latest.
+    pub(super) fn ping_within(
+        &mut self,
+        index: usize,
+        timeout: Duration,
+        done: Done,
+        now: Instant,
+    ) {
         let session = &self.sessions[index];
         let watched = session.units.first().map(Watched::lun);
         let paths = session.paths.and_then(|(paths, _)| self.find(paths));
         let of_paths = paths.and_then(|paths| self.sessions[paths].link.paths());
         let lun = watched.or(of_paths.map(PathsLink::lun));
         let lun = lun.unwrap_or(LunId::new(0).expect("a number"));
-        let io = ScsiIo::new(lun, Command::test_unit_ready(), IoData::None, PING);
+        let io = ScsiIo::new(lun, Command::test_unit_ready(), IoData::None, timeout);
         let io = ScsiIo {
             retry: Retry::Probe,
             ..io
         };
-        self.submit(index, Io::new(io, Done::Ping, now), now);
+        self.submit(index, Io::new(io, done, now), now);
     }
 
     /// A request is over.
@@ -162,8 +173,12 @@ impl<E: Env> Driver<E> {
     ) {
         let io = self.sessions[index].ios[request.0 as usize].take();
         let io = io.expect("every request has its command");
-        let result = self.sessions[index].account(&io, result);
-        self.deliver(index, io, result);
+        if self.is_unit_missing(index, &io, &result) && io.deadline > now {
+            self.resubmit_after_check(index, io, now);
+        } else {
+            let result = self.sessions[index].account(&io, result);
+            self.deliver(index, io, result);
+        }
         self.refill(index, now);
         self.sessions[index].report_pending();
     }
@@ -201,8 +216,10 @@ impl<E: Env> Driver<E> {
     /// it is one of, and for its user.
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         self.observe(index, &event, now);
-        if let SessionEvent::Stale = event {
-            self.note_stale(index);
+        match event {
+            SessionEvent::Stale => self.note_stale(index),
+            SessionEvent::UnitReset(lun) => self.note_reset(index, lun),
+            _ => {}
         }
         let session = &mut self.sessions[index];
         if let SessionEvent::Reconnecting(_) = event {
@@ -213,20 +230,31 @@ impl<E: Env> Driver<E> {
             session.status.on_event(&event, self.env.date());
         }
         if let Some((paths, path)) = session.paths {
+            let time2wait = session.link.machine().time2wait();
             let input = match &event {
                 SessionEvent::Live => Some(Input::Live(paths, path, session.link.port())),
                 SessionEvent::Closed(why) => {
                     let heard = session.link.machine().last_heard();
                     Some(Input::Closed(paths, path, *why, heard))
                 }
-                SessionEvent::UnitEvent { sense, .. } => {
-                    let sense = Sense::parse(sense);
-                    sense.map(|sense| Input::Attention(paths, path, sense.additional))
-                }
-                SessionEvent::Reconnecting(_) | SessionEvent::Stale => None,
+                SessionEvent::UnitEvent {
+                    lun,
+                    sense,
+                    is_own_reset,
+                } => Sense::parse(sense).map(|sense| match sense.is_deferred {
+                    true => Input::Deferred(paths, *lun, sense),
+                    false => Input::Attention(paths, path, sense.additional, *is_own_reset),
+                }),
+                SessionEvent::Reconnecting(_)
+                | SessionEvent::UnitReset(_)
+                | SessionEvent::Stale => None,
             };
             self.inputs.extend(input);
+            if let SessionEvent::Closed(_) = event {
+                self.set_time2wait(paths, path, time2wait);
+            }
         }
+        let session = &mut self.sessions[index];
         match event {
             SessionEvent::Live => {
                 if let Some(reply) = session.reply.take() {
@@ -246,9 +274,21 @@ impl<E: Env> Driver<E> {
                 }
             }
             SessionEvent::Reconnecting(why) => {
-                tracing::warn!(target = %session.link.target().dst, "reconnecting: {why}");
+                if let Some(held) = session.outages.admit(now) {
+                    let more = match held {
+                        0 => String::new(),
+                        n => format!(" ({n} more since the last report)"),
+                    };
+                    match session.link.paths() {
+                        Some(_) => tracing::warn!("no path is left, reconnecting: {why}{more}"),
+                        None => {
+                            let target = session.link.target().dst;
+                            tracing::warn!(%target, "reconnecting: {why}{more}");
+                        }
+                    }
+                }
             }
-            SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
+            SessionEvent::UnitEvent { .. } | SessionEvent::UnitReset(_) | SessionEvent::Stale => {}
         }
     }
 }

@@ -3,13 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use riser_scsi::lun::LunId;
-use riser_scsi::sense::AdditionalSense;
+use riser_scsi::lun::{LunId, WireLun};
+use riser_scsi::sense::{AdditionalSense, Sense};
 
 use crate::block::Buffer;
 use crate::engine::io::{Done, Io, IoData, IoEnd, ScsiIo, SessionKey};
 use crate::paths::{PathIndex, PortTag};
-use crate::request::{GOOD, RequestId, RequestResult, Retry};
+use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::session::Down;
 
@@ -25,7 +25,12 @@ pub(super) enum Input {
     Ended(SessionKey, RequestId, Box<Io>, RequestResult),
     /// The unit has answered a question of a path's check, or not.
     PathAnswered(SessionKey, PathIndex, IoEnd),
-    Attention(SessionKey, PathIndex, AdditionalSense),
+    /// A ping on a path, sent because another path is back, has ended.
+    Pinged(SessionKey, PathIndex),
+    /// A unit attention, and whether it is the report of a reset of ours.
+    Attention(SessionKey, PathIndex, AdditionalSense, bool),
+    /// A deferred error of the unit.
+    Deferred(SessionKey, WireLun, Sense),
     /// The watched units of a session are to be checked.
     Check(SessionKey),
     /// A watched unit, named by its serial number, has answered, or not.
@@ -44,7 +49,7 @@ pub(super) fn answer_to_probe(end: IoEnd) -> (Option<Buffer>, Vec<u8>) {
     let mut data = Vec::new();
     let buffer = end.data.into_one();
     if let (Some(buffer), Ok(answer)) = (&buffer, &end.result)
-        && answer.status == GOOD
+        && answer.is_success()
     {
         data.resize((answer.transferred as usize).min(buffer.len()), 0);
         buffer.slice().read(0, &mut data);

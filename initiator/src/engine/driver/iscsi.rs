@@ -2,7 +2,8 @@
 //! TCP connection or an RDMA one.
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_scsi::iscsi::name::{Found, TargetAddress};
@@ -13,6 +14,7 @@ use super::iser::IserMover;
 use super::plan::IscsiOpen;
 use super::tcp::TcpMover;
 use crate::engine::env::Env;
+use crate::engine::hostname::HostName;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, MAX_PIECES};
 use crate::engine::oneshot::Sender;
@@ -20,6 +22,9 @@ use crate::engine::park::Waited;
 use crate::engine::rdma::Device;
 use crate::iscsi::session::{IscsiSession, Output};
 use crate::session::{ConnectError, IscsiFault, Machine};
+
+/// Interval at which the result of a lookup is polled.
+const LOOKUP: Duration = Duration::from_millis(20);
 
 /// The datamover of a session. A connection is at most one, and made and lost many times.
 enum Datamover {
@@ -33,6 +38,9 @@ pub(super) struct IscsiLink {
     target: Target,
     mover: Datamover,
     found: Option<Sender<Vec<Found>>>,
+    /// Name of the portal that the target has moved to, during its lookup, and the time of the next
+    /// poll for the result.
+    lookup: Option<(Arc<HostName>, Instant)>,
 }
 
 impl IscsiLink {
@@ -42,6 +50,7 @@ impl IscsiLink {
             target,
             mover,
             found: open.found,
+            lookup: None,
         }
     }
 
@@ -159,6 +168,7 @@ impl IscsiLink {
                 retired.map(|_| ())
             }
             (Output::Disconnect, mover) => {
+                self.lookup = None;
                 let is_gone = match mover {
                     Datamover::Tcp(mover) => mover.disconnect(),
                     Datamover::Iser(mover) => mover.begin_close(cx),
@@ -185,19 +195,52 @@ impl IscsiLink {
 
     /// Begins to connect to the target, or to the portal that it has moved to.
     fn connect<E: Env>(&mut self, moved: Option<&TargetAddress>, cx: &mut Context<'_, E>) {
-        let dst = match moved {
-            None => Ok(self.target.dst),
-            Some(moved) => literal(moved).ok_or(ConnectError::Redirected),
+        let Some(moved) = moved else {
+            self.target.renew();
+            self.connect_to(self.target.dst, cx);
+            return;
         };
-        let begun = dst.and_then(|dst| {
-            let target = Target { dst, ..self.target };
-            match &mut self.mover {
-                Datamover::Tcp(mover) => mover.connect(&target, cx.env),
-                Datamover::Iser(mover) => mover.resolve(&target, cx),
+        let host = moved.host.trim_start_matches('[').trim_end_matches(']');
+        match host.parse::<IpAddr>() {
+            Ok(ip) => self.connect_to(SocketAddr::new(ip, moved.port), cx),
+            Err(_) => {
+                let family = self.target.src.unwrap_or(self.target.dst);
+                let host = HostName::look_up(host, moved.port, Some(family));
+                self.lookup = Some((host, cx.now));
             }
-        });
+        }
+    }
+
+    fn connect_to<E: Env>(&mut self, dst: SocketAddr, cx: &mut Context<'_, E>) {
+        let target = Target {
+            dst,
+            ..self.target.clone()
+        };
+        let begun = match &mut self.mover {
+            Datamover::Tcp(mover) => mover.connect(&target, cx.env),
+            Datamover::Iser(mover) => mover.resolve(&target, cx),
+        };
         if let Err(error) = begun {
             self.machine.handle_connect_failed(error, cx.now);
+        }
+    }
+
+    /// Connects to the portal that the target has moved to, once its name is looked up.
+    fn poll_lookup<E: Env>(&mut self, cx: &mut Context<'_, E>) {
+        let Some((host, at)) = &mut self.lookup else {
+            return;
+        };
+        let Some(found) = host.poll() else {
+            *at = cx.now + LOOKUP;
+            return;
+        };
+        self.lookup = None;
+        match found {
+            Some(dst) => self.connect_to(dst, cx),
+            None => {
+                let error = ConnectError::Redirected;
+                self.machine.handle_connect_failed(error, cx.now);
+            }
         }
     }
 
@@ -219,34 +262,29 @@ impl IscsiLink {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let closing = match &self.mover {
-            Datamover::Tcp(_) => None,
-            Datamover::Iser(mover) => mover.closing_until(),
+        let connection = match &self.mover {
+            Datamover::Tcp(mover) => mover.next_deadline(),
+            Datamover::Iser(mover) => mover.next_deadline(),
         };
         self.machine
             .next_deadline()
             .into_iter()
-            .chain(closing)
+            .chain(connection)
+            .chain(self.lookup.as_ref().map(|(_, at)| *at))
             .min()
     }
 
     pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
-        if let Some((machine, mover)) = self.on_iser()
-            && mover.closing_until().is_some_and(|until| until <= cx.now)
-        {
-            mover.close_now(machine, cx);
+        if let Some((machine, mover)) = self.on_iser() {
+            if mover.closing_until().is_some_and(|until| until <= cx.now) {
+                mover.close_now(machine, cx);
+            }
+            mover.probe(cx);
         }
+        self.poll_lookup(cx);
         if let Some((machine, mover)) = self.on_tcp() {
             mover.look(machine, cx.now);
         }
         self.machine.handle_timeout(cx.now);
     }
-}
-
-/// The address of a portal that the target has moved to. A name would have to be looked up, for
-/// which this thread has no time.
-fn literal(address: &TargetAddress) -> Option<SocketAddr> {
-    let host = address.host.trim_start_matches('[').trim_end_matches(']');
-    let ip: IpAddr = host.parse().ok()?;
-    Some(SocketAddr::new(ip, address.port))
 }

@@ -53,7 +53,7 @@ pub(in crate::engine) enum Message {
     Submit(SessionKey, Box<ScsiIo>, Sender<IoEnd>),
     Work(SessionKey, Box<dyn Workload>),
     Watch(SessionKey, Box<Watch>),
-    Close(SessionKey, Option<Sender<()>>),
+    Close(SessionKey, Option<Sender<bool>>),
     /// A client of a disk to serve on the engine's thread.
     Host(Box<dyn Service>),
     /// A timer of that length.

@@ -15,6 +15,7 @@ mod iser;
 mod link;
 mod message;
 mod multipath;
+mod outages;
 mod plan;
 mod services;
 mod srp;
@@ -38,6 +39,7 @@ use self::link::Link;
 use self::message::Reply;
 pub(super) use self::message::{Message, Open, SessionGuard, User};
 use self::multipath::PathsLink;
+use self::outages::OutageLog;
 pub(super) use self::plan::{
     CHECK_LEN, IscsiOpen, PathPlan, PathsOpen, Plan, Protocol, SrpOpen, Transport,
 };
@@ -77,7 +79,9 @@ struct EngineSession {
     reply: Option<Reply>,
     /// The paths that it is one of.
     paths: Option<(SessionKey, PathIndex)>,
-    closers: Vec<Sender<()>>,
+    closers: Vec<Sender<bool>>,
+    /// The session was settled when it was closed; see [`Machine::is_settled`].
+    was_settled: bool,
     closed: bool,
     /// Units whose users want them to stay the same.
     units: Vec<Watched>,
@@ -89,6 +93,7 @@ struct EngineSession {
     is_unchecked: bool,
     /// Its connection is lost, and not made again yet.
     is_away: bool,
+    outages: OutageLog,
 }
 
 /// State of the engine's thread.
@@ -300,7 +305,11 @@ impl<E: Env> Driver<E> {
             }
             Message::Close(key, reply) => {
                 if let Some(index) = self.find(key) {
-                    self.sessions[index].closers.extend(reply);
+                    let session = &mut self.sessions[index];
+                    if !session.closed {
+                        session.was_settled = session.link.machine().is_settled();
+                    }
+                    session.closers.extend(reply);
                     self.close(index, now);
                 }
             }
@@ -365,12 +374,14 @@ impl<E: Env> Driver<E> {
             reply,
             paths,
             closers: Vec::new(),
+            was_settled: false,
             closed: false,
             units: Vec::new(),
             evidence: Evidence::default(),
             heard: None,
             is_unchecked: false,
             is_away: false,
+            outages: OutageLog::default(),
         });
         // One that was on its way when the engine was shut down ends as the others do, so that
         // its user hears of it.
@@ -489,6 +500,9 @@ impl<E: Env> Driver<E> {
                 self.inputs.push_back(answered);
             }
             Done::Ping => {}
+            Done::PathPing { paths, path } => {
+                self.inputs.push_back(Input::Pinged(paths, path));
+            }
         }
     }
 
@@ -527,7 +541,7 @@ impl<E: Env> Driver<E> {
             drop(session.units);
             session.link.release_device(self.device.as_mut());
             for closer in session.closers {
-                closer.send(());
+                closer.send(session.was_settled);
             }
         }
     }

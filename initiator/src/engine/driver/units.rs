@@ -5,7 +5,7 @@
 use std::sync::Weak;
 use std::time::Instant;
 
-use riser_scsi::lun::LunId;
+use riser_scsi::lun::{LunId, WireLun};
 use riser_scsi::sense::Sense;
 
 use super::inputs::{Input, answer_to_probe, probe};
@@ -14,9 +14,15 @@ use crate::block::Buffer;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoEnd, SessionKey};
 use crate::engine::status::{LinkState, Pending};
-use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
+use crate::request::{
+    Answer, RequestError, RequestResult, Retry, is_unit_missing, may_change_unit,
+};
+use crate::scsi::Capacity;
 use crate::session::{Down, SessionEvent};
-use crate::unit::{Check, Snapshot, WriteCache, books, is_cached, is_flush};
+use crate::unit::{Check, Losses, Snapshot, WriteCache, books, is_cached, is_flush};
+
+/// Generation of a cache that no unit has.
+const LOST_GENERATION: [u8; 16] = [0xff; 16];
 
 /// A unit to watch.
 pub(in crate::engine) struct Watch {
@@ -25,12 +31,14 @@ pub(in crate::engine) struct Watch {
     pub(in crate::engine) unit: Snapshot,
     /// It has a volatile cache (WCE).
     pub(in crate::engine) write_cache: bool,
+    /// It supports FUA (DPOFUA).
+    pub(in crate::engine) has_fua: bool,
     /// An earlier process with the same initiator port was killed.
     pub(in crate::engine) recovers: bool,
     /// The generation of the unit's cache that it had noted, if it had.
     pub(in crate::engine) noted: Option<[u8; 16]>,
-    /// Watched as long as this lives.
-    pub(in crate::engine) owner: Weak<()>,
+    /// Watched as long as this lives; counts losses of its cache.
+    pub(in crate::engine) owner: Weak<Losses>,
     /// For the unit's answers to its check: [`CHECK_LEN`](super::CHECK_LEN) bytes.
     pub(in crate::engine) buffer: Buffer,
 }
@@ -40,7 +48,8 @@ pub(super) struct Watched {
     serial: u64,
     lun: LunId,
     unit: Snapshot,
-    owner: Weak<()>,
+    owner: Weak<Losses>,
+    has_fua: bool,
     /// `None` while it is in use.
     buffer: Option<Buffer>,
     check: Check,
@@ -57,6 +66,15 @@ impl Watched {
     pub(super) fn lun(&self) -> LunId {
         self.lun
     }
+
+    /// The target may have lost its volatile cache.
+    fn on_cache_lost(&mut self) {
+        if self.cache.as_mut().is_some_and(WriteCache::on_lost)
+            && let Some(losses) = self.owner.upgrade()
+        {
+            losses.add();
+        }
+    }
 }
 
 impl EngineSession {
@@ -71,16 +89,17 @@ impl EngineSession {
 
     /// Tracks a unit's write cache; returns the result to report for the command.
     pub(super) fn account(&mut self, io: &Io, result: RequestResult) -> RequestResult {
-        let is_good = result.as_ref().is_ok_and(|answer| answer.status == GOOD);
-        if !is_good {
+        if !result.as_ref().is_ok_and(Answer::is_success) {
             return result;
         }
         let mut is_kept = true;
-        let units = self.units.iter_mut().filter(|u| u.lun == io.io.lun);
-        for cache in units.filter_map(|u| u.cache.as_mut()) {
+        for unit in self.units.iter_mut().filter(|u| u.lun == io.io.lun) {
+            let Some(cache) = &mut unit.cache else {
+                continue;
+            };
             if is_flush(&io.io.command) {
                 is_kept &= cache.end_flush(io.mark);
-            } else if is_cached(&io.io.command) {
+            } else if is_cached(&io.io.command, unit.has_fua) {
                 cache.on_written();
             }
         }
@@ -95,8 +114,12 @@ impl EngineSession {
     pub(super) fn pending(&self) -> Pending {
         let mut caches = self.units.iter().filter_map(|unit| unit.cache.as_ref());
         // Pings and the checks of a unit's identity are our own.
-        let is_own =
-            |io: &Io| matches!(io.done, Done::Ping | Done::Unit { .. } | Done::Check { .. });
+        let is_own = |io: &Io| {
+            matches!(
+                io.done,
+                Done::Ping | Done::PathPing { .. } | Done::Unit { .. } | Done::Check { .. }
+            )
+        };
         let ios = self.ios.iter().flatten().chain(&self.overflow);
         Pending {
             operations: ios.filter(|io| !is_own(io)).count(),
@@ -111,9 +134,13 @@ impl EngineSession {
         }
     }
 
-    /// Reports which generation a unit's cache is of, for a process that would take over. While a
-    /// loss is yet to be reported by a flush, that is the generation before, from which that
-    /// process learns of the loss.
+    /// Reports which generation a unit's cache is of, for a process that would take over. Until a
+    /// flush has reported a loss, that is a different generation, so that the first flush of that
+    /// process reports the loss: the previous one, or [`LOST_GENERATION`] if the unit does not offer
+    /// generations, or did not change its own.
+    ///
+    /// The report is written to a file by another thread. If the process is killed before that, the
+    /// loss is known only if the unit offers generations.
     pub(super) fn report_cache(&self) {
         let Some(unit) = self.units.first() else {
             return;
@@ -123,6 +150,8 @@ impl EngineSession {
         let generation = generation.filter(|_| unit.cache.is_some());
         if !unit.cache.is_some_and(|cache| cache.has_lost()) {
             self.status.set_cache(generation);
+        } else if self.status.report().cache == generation {
+            self.status.set_cache(Some(LOST_GENERATION));
         }
     }
 
@@ -131,6 +160,22 @@ impl EngineSession {
         match self.link.paths() {
             Some(paths) => paths.generation,
             None => unit.cache,
+        }
+    }
+
+    /// Reports a unit that has grown. Its users keep the capacity that they found.
+    pub(super) fn report_growth(&self, lun: LunId, found: Option<Capacity>) {
+        let unit = self.units.iter().find(|unit| unit.lun == lun);
+        let known = unit.and_then(|unit| unit.unit.capacity);
+        let (Some(known), Some(found)) = (known, found) else {
+            return;
+        };
+        let bytes = found.blocks * u64::from(found.block_size);
+        if found.blocks > known.blocks && self.status.set_grown(bytes) {
+            tracing::warn!(
+                lun = lun.number(),
+                "the logical unit has grown to {bytes} bytes: detach and attach it again to use the new size"
+            );
         }
     }
 
@@ -143,10 +188,47 @@ impl EngineSession {
 
     /// A target may have lost the caches of all units.
     pub(super) fn on_cache_lost(&mut self) {
-        for cache in self.units.iter_mut().filter_map(|u| u.cache.as_mut()) {
-            cache.on_lost();
-        }
+        self.units.iter_mut().for_each(Watched::on_cache_lost);
+        self.report_cache();
     }
+
+    /// Counts a loss that a unit attention shows. The check of the unit would be too late: a flush
+    /// that is in flight completes before.
+    fn judge_attention(&mut self) {
+        if !self.evidence.take_power_on() {
+            return;
+        }
+        // Otherwise, the generation that the check finds decides.
+        for unit in self.units.iter_mut().filter(|u| u.unit.cache.is_none()) {
+            unit.on_cache_lost();
+            warn_of_lost_cache(unit.lun);
+        }
+        self.report_cache();
+    }
+
+    /// A unit reported a deferred error.
+    pub(super) fn on_deferred_error(&mut self, lun: WireLun, sense: Sense) {
+        if !sense.is_deferred_failure() {
+            return;
+        }
+        let (key, additional) = (sense.key, sense.additional);
+        let lun = LunId::addressed(lun);
+        tracing::warn!(
+            lun = lun.map(LunId::number),
+            "deferred error: {key}: {additional}; acknowledged writes may be lost, and a flush that covers them fails"
+        );
+        let units = self.units.iter_mut().filter(|u| Some(u.lun) == lun);
+        units.for_each(Watched::on_cache_lost);
+        self.report_cache();
+    }
+}
+
+/// Logs that acknowledged writes to a unit may be lost.
+pub(super) fn warn_of_lost_cache(lun: LunId) {
+    tracing::warn!(
+        lun = lun.number(),
+        "the target may have lost its cache: the next flush after unflushed writes fails"
+    );
 }
 
 /// The books of a unit's cache when a process takes over from one that was killed. `found` is the
@@ -157,7 +239,11 @@ fn inherited(watch: &Watch, found: Option<[u8; 16]>) -> Option<WriteCache> {
     let known = watch.unit.cache.filter(|_| watch.write_cache);
     let noted = watch.noted.or(known);
     if noted.is_some() && noted != found {
-        cache.on_lost();
+        if cache.on_lost()
+            && let Some(losses) = watch.owner.upgrade()
+        {
+            losses.add();
+        }
         tracing::warn!(
             lun = watch.lun.number(),
             "the target may have lost its cache since this disk was served: the first flush fails"
@@ -186,6 +272,7 @@ impl<E: Env> Driver<E> {
             lun: watch.lun,
             unit: watch.unit,
             owner: watch.owner,
+            has_fua: watch.has_fua,
             buffer: Some(watch.buffer),
             check: Check::default(),
             is_checking: false,
@@ -214,7 +301,7 @@ impl<E: Env> Driver<E> {
         let session = &mut self.sessions[index];
         let has_units = !session.units.is_empty() && session.link.paths().is_none();
         match event {
-            SessionEvent::UnitEvent { .. } | SessionEvent::Stale => {}
+            SessionEvent::UnitEvent { .. } | SessionEvent::UnitReset(_) | SessionEvent::Stale => {}
             SessionEvent::Live => (session.is_unchecked, session.is_away) = (has_units, false),
             SessionEvent::Reconnecting(_) | SessionEvent::Closed(_) => {
                 (session.is_unchecked, session.is_away) = (false, true);
@@ -234,16 +321,50 @@ impl<E: Env> Driver<E> {
                 session.heard = session.heard.or(session.link.machine().last_heard());
                 session.evidence.on_down(*why);
             }
-            SessionEvent::UnitEvent { sense, .. } => {
-                if let Some(sense) = Sense::parse(sense) {
-                    session.evidence.on_attention(sense.additional);
+            SessionEvent::UnitEvent {
+                lun,
+                sense,
+                is_own_reset,
+            } => {
+                let sense = Sense::parse(sense);
+                if let Some(sense) = sense.filter(|sense| sense.is_deferred) {
+                    session.on_deferred_error(*lun, sense);
+                } else if let Some(sense) = sense {
+                    session
+                        .evidence
+                        .on_attention(sense.additional, *is_own_reset);
+                    session.judge_attention();
                     if may_change_unit(sense.additional) {
                         self.inputs.push_back(Input::Check(key));
                     }
                 }
             }
-            SessionEvent::Closed(_) | SessionEvent::Stale => {}
+            SessionEvent::Closed(_) | SessionEvent::UnitReset(_) | SessionEvent::Stale => {}
         }
+    }
+
+    /// Returns whether a command of a user failed because the target does not present the watched
+    /// unit any more. Paths try another one instead.
+    pub(super) fn is_unit_missing(&self, index: usize, io: &Io, result: &RequestResult) -> bool {
+        let session = &self.sessions[index];
+        let is_candidate = io.io.retry == Retry::Standard && !io.is_resubmitted && !session.closed;
+        is_candidate
+            && result.as_ref().is_ok_and(is_unit_missing)
+            && session.link.paths().is_none()
+            && session.units.iter().any(|unit| unit.lun == io.io.lun)
+    }
+
+    /// Checks a session's units before a command is sent once more. If the unit is missing, the
+    /// session is down, and commands wait until the target presents the unit again.
+    pub(super) fn resubmit_after_check(&mut self, index: usize, io: Io, now: Instant) {
+        let key = self.key(index);
+        self.sessions[index].link.machine().hold();
+        self.inputs.push_back(Input::Check(key));
+        let io = Io {
+            is_resubmitted: true,
+            ..io
+        };
+        self.submit(index, io, now);
     }
 
     /// Begins to identify every watched unit of a session.
@@ -308,8 +429,13 @@ impl<E: Env> Driver<E> {
             return;
         };
         let mut is_answered = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
+        let was_sent = !matches!(end.result, Err(RequestError::NotSent));
         let (buffer, data) = answer_to_probe(end);
         unit.buffer = buffer;
+        if !was_sent {
+            self.ask_unit(index, serial, now);
+            return;
+        }
         // Something happened after the first question, so the answers may be of two units.
         if is_answered && std::mem::take(&mut unit.is_stale) {
             if unit.check.begin_again() {
@@ -338,27 +464,15 @@ impl<E: Env> Driver<E> {
         let Some(unit) = self.unit(index, serial) else {
             return;
         };
-        let found = unit.check.found();
+        let found = unit.check.found().clone();
         if evidence.is_cache_lost(unit.unit.cache, found.cache) {
-            if let Some(cache) = &mut unit.cache {
-                cache.on_lost();
-            }
-            tracing::warn!(
-                lun = unit.lun.number(),
-                "the target may have lost its cache: a flush that acknowledged writes wait for fails"
-            );
+            unit.on_cache_lost();
+            warn_of_lost_cache(unit.lun);
         }
         unit.unit.cache = found.cache;
         unit.cache = books(unit.cache, found.write_cache);
-        if let (Some(was), Some(is)) = (&unit.unit.capacity, &found.capacity)
-            && is.blocks > was.blocks
-        {
-            tracing::info!(
-                lun = unit.lun.number(),
-                "the logical unit has grown to {} blocks; it is served as large as it was",
-                is.blocks
-            );
-        }
+        let lun = unit.lun;
+        self.sessions[index].report_growth(lun, found.capacity);
         self.sessions[index].report_cache();
         self.release_checked(index, now);
     }
@@ -422,13 +536,14 @@ mod tests {
     use crate::engine::tests::world::Sim;
     use crate::iscsi::session::fixture::config;
     use crate::paths::{PathIndex, PathsConfig, PortTag};
-    use crate::request::{Answer, CHECK_CONDITION};
+    use crate::request::{CHECK_CONDITION, GOOD};
     use crate::session::ConnectError;
     use riser_scsi::sense::AdditionalSense;
 
     fn target() -> Target {
         Target {
             dst: "127.0.0.1:1".parse().unwrap(),
+            host: None,
             src: None,
             service_id: None,
         }
@@ -467,6 +582,7 @@ mod tests {
             lun: LunId::new(0).unwrap(),
             unit: Snapshot::default(),
             write_cache: false,
+            has_fua: true,
             recovers: false,
             noted: None,
             owner: Weak::new(),
@@ -547,7 +663,7 @@ mod tests {
             let session = &mut driver.sessions[key.index];
             session.units.clear();
             session.status.set_cache(noted.or(found));
-            let owner = Arc::new(());
+            let owner = Arc::new(Losses::default());
             let watch = Watch {
                 lun: LunId::new(0).unwrap(),
                 unit: Snapshot {
@@ -555,6 +671,7 @@ mod tests {
                     ..Snapshot::default()
                 },
                 write_cache,
+                has_fua: true,
                 recovers,
                 noted,
                 owner: Arc::downgrade(&owner),
@@ -607,7 +724,7 @@ mod tests {
         let session = &mut driver.sessions[key.index];
         session.units.clear();
         session.link.paths_mut().unwrap().generation = Some([2; 16]);
-        let owner = Arc::new(());
+        let owner = Arc::new(Losses::default());
         let watch = Watch {
             lun,
             unit: Snapshot {
@@ -615,6 +732,7 @@ mod tests {
                 ..Snapshot::default()
             },
             write_cache: true,
+            has_fua: true,
             recovers: true,
             noted,
             owner: Arc::downgrade(&owner),
@@ -745,7 +863,19 @@ mod tests {
     fn identify_on(
         driver: &mut Driver<Sim>,
         pool: &BufferPool,
+        at: (SessionKey, PathIndex),
+        is_greeted: bool,
+        now: Instant,
+    ) {
+        identify_with(driver, pool, at, &[], is_greeted, now);
+    }
+
+    /// The same with a Cache Generation page.
+    fn identify_with(
+        driver: &mut Driver<Sim>,
+        pool: &BufferPool,
         (key, path): (SessionKey, PathIndex),
+        generation: &[u8],
         is_greeted: bool,
         now: Instant,
     ) {
@@ -755,7 +885,7 @@ mod tests {
         let serial = b"\0\x80\0\x02S1";
         // Once more the capacity, where an attention has come before the first answer.
         let at_last = is_greeted.then_some(&capacity[..]);
-        let answers = [&capacity[..], &inquiry, &[], serial, &[], &CACHING];
+        let answers = [&capacity[..], &inquiry, &[], serial, generation, &CACHING];
         for data in answers.into_iter().chain(at_last) {
             let answered = Input::PathAnswered(key, path, end(pool, Ok(data)));
             driver.inputs.push_back(answered);
@@ -773,7 +903,7 @@ mod tests {
         driver: Driver<Sim>,
         key: SessionKey,
         pool: BufferPool,
-        _owner: Arc<()>,
+        _owner: Arc<Losses>,
     }
 
     impl PathPair {
@@ -801,11 +931,12 @@ mod tests {
             driver.inputs.push_back(Input::Live(key, A, GROUP));
             driver.run_paths(now);
             identify_on(&mut driver, &pool, (key, A), false, now);
-            let owner = Arc::new(());
+            let owner = Arc::new(Losses::default());
             let watch = Watch {
                 lun,
                 unit: Snapshot::default(),
                 write_cache: true,
+                has_fua: true,
                 recovers: false,
                 noted: None,
                 owner: Arc::downgrade(&owner),
@@ -819,6 +950,33 @@ mod tests {
                 pool,
                 _owner: owner,
             }
+        }
+
+        fn lose(&mut self, path: PathIndex, why: Down, heard: Option<Instant>, at: Instant) {
+            let lost = Input::Closed(self.key, path, why, heard);
+            self.driver.inputs.push_back(lost);
+            self.driver.run_paths(at);
+        }
+
+        /// Paths that wait for their next login begin with it.
+        fn reopen(&mut self, at: Instant) {
+            let index = self.key.index;
+            self.driver.sessions[index]
+                .link
+                .machine()
+                .handle_timeout(at);
+            self.driver.drain(index, at);
+        }
+
+        /// The target is heard of on a path.
+        fn hear(&mut self, path: PathIndex, at: Instant) {
+            let link = self.driver.sessions[self.key.index].link.paths_mut();
+            link.unwrap().hear(path, at);
+        }
+
+        fn is_waiting(&mut self, path: PathIndex) -> bool {
+            let link = self.driver.sessions[self.key.index].link.paths_mut();
+            link.unwrap().is_waiting(path)
         }
 
         fn identify(&mut self, path: PathIndex, is_greeted: bool, at: Instant) {
@@ -871,12 +1029,370 @@ mod tests {
                 code: 0x29,
                 qualifier: greeting,
             };
-            driver.inputs.push_back(Input::Attention(key, B, greeting));
+            driver
+                .inputs
+                .push_back(Input::Attention(key, B, greeting, false));
             driver.run_paths(login);
             pair.identify(B, true, checked);
             let flushed = flush(&mut pair.driver, key, checked);
             let when = (login - now, checked - now);
             assert_eq!(flushed.is_err(), is_lost, "{when:?}: {flushed:?}");
+        }
+    }
+
+    /// A portal that flaps, one that is away for long, one whose service restarts, and one that
+    /// greets with a power-on: the other path shows that the target has been there.
+    #[test]
+    fn returning_path_keeps_cache_used_elsewhere() {
+        for (is_refused, greeting, away) in [
+            (false, None, 2),
+            (false, None, 30),
+            (true, None, 2),
+            (true, Some(1), 2),
+        ] {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            let key = pair.key;
+            pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+            pair.driver.run_paths(now);
+            pair.identify(B, false, now);
+            write(&mut pair.driver, key, now);
+            pair.lose(B, Down::ConnectionLost, Some(now), now);
+            if is_refused {
+                let at = now + Duration::from_secs(1);
+                pair.reopen(at);
+                let why = Down::Connect(ConnectError::Tcp(111));
+                pair.lose(B, why, None, at);
+            }
+            let back = now + Duration::from_secs(away);
+            pair.reopen(back);
+            pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+            if let Some(qualifier) = greeting {
+                let code = 0x29;
+                let greeting = AdditionalSense { code, qualifier };
+                pair.driver
+                    .inputs
+                    .push_back(Input::Attention(key, B, greeting, false));
+            }
+            pair.driver.run_paths(back);
+            pair.hear(A, back);
+            pair.identify(B, greeting.is_some(), back);
+            let report = pair.driver.sessions[key.index].status.report();
+            assert_eq!(report.link.state, LinkState::Live);
+            let flushed = flush(&mut pair.driver, key, back);
+            assert!(flushed.is_ok(), "{is_refused} {away}: {flushed:?}");
+        }
+    }
+
+    /// A path in use that has much to do may respond later than the check of a path that is back
+    /// would end.
+    #[test]
+    fn check_waits_for_path_in_use() {
+        let now = Instant::now();
+        let mut pair = PathPair::new(now);
+        let key = pair.key;
+        pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+        pair.driver.run_paths(now);
+        pair.identify(B, false, now);
+        pair.driver.inputs.push_back(Input::Pinged(key, A));
+        pair.driver.run_paths(now);
+        pair.lose(B, Down::ConnectionLost, Some(now), now);
+        let back = now + Duration::from_secs(2);
+        pair.reopen(back);
+        pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+        pair.driver.run_paths(back);
+        assert!(pair.is_waiting(B));
+        pair.driver.inputs.push_back(Input::Pinged(key, A));
+        pair.driver.run_paths(back);
+        assert!(!pair.is_waiting(B));
+    }
+
+    /// Collects the lines of a log.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<std::sync::Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Lines {
+        fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(text);
+            Ok(text.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn path_outage_is_logged_once() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let log = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .finish();
+        tracing::subscriber::with_default(log, || {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            pair.driver
+                .inputs
+                .push_back(Input::Live(pair.key, B, GROUP));
+            pair.driver.run_paths(now);
+            pair.identify(B, false, now);
+            pair.lose(B, Down::ConnectionLost, Some(now), now);
+            // Attempts to log in again fail.
+            for second in 1..4 {
+                let at = now + Duration::from_secs(second);
+                pair.reopen(at);
+                let why = Down::Connect(ConnectError::Tcp(111));
+                pair.lose(B, why, None, at);
+            }
+            let back = now + Duration::from_secs(10);
+            pair.reopen(back);
+            pair.driver
+                .inputs
+                .push_back(Input::Live(pair.key, B, GROUP));
+            pair.driver.run_paths(back);
+            pair.identify(B, false, back);
+        });
+        let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        let count = |what: &str| text.matches(what).count();
+        assert_eq!(count("path lost: connection lost"), 1, "{text}");
+        assert_eq!(count("path refused"), 0, "{text}");
+        // Of A and B at first, and of B again.
+        assert_eq!(count("path is live"), 3, "{text}");
+    }
+
+    /// A target may report a reset to other paths than the one that requested it.
+    #[test]
+    fn reset_by_one_path_is_expected_on_others() {
+        let now = Instant::now();
+        let mut pair = PathPair::new(now);
+        let (driver, key) = (&mut pair.driver, pair.key);
+        let mut session = |path| {
+            let link = driver.sessions[key.index].link.paths_mut().unwrap();
+            let session = link.session_of(path).unwrap();
+            driver.find(session).unwrap()
+        };
+        let (a, b) = (session(A), session(B));
+        let lun = Some(LunId::ZERO.encode());
+        driver.handle_event(a, SessionEvent::UnitReset(lun), now);
+        let mut is_expected = |index: usize| {
+            let machine = driver.sessions[index].link.machine();
+            machine.expects_reset_report()
+        };
+        assert_eq!((is_expected(a), is_expected(b)), (false, true));
+    }
+
+    /// A host with both portals restarts, and the loss of the other path is not noticed yet.
+    #[test]
+    fn silent_path_does_not_vouch_for_cache() {
+        let now = Instant::now();
+        let mut pair = PathPair::new(now);
+        let key = pair.key;
+        pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+        pair.driver.run_paths(now);
+        pair.identify(B, false, now);
+        write(&mut pair.driver, key, now);
+        pair.lose(B, Down::ConnectionLost, Some(now), now);
+        let at = now + Duration::from_secs(1);
+        pair.reopen(at);
+        let why = Down::Connect(ConnectError::Tcp(111));
+        pair.lose(B, why, None, at);
+        let back = now + Duration::from_secs(3);
+        pair.reopen(back);
+        pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+        pair.driver.run_paths(back);
+        pair.identify(B, false, back);
+        let flushed = flush(&mut pair.driver, key, back);
+        assert_eq!(flushed, Err(RequestError::CacheLost));
+    }
+
+    /// Each path may show the loss: by the length of the outage, by a refused connection, or by its
+    /// greeting.
+    #[test]
+    fn outage_of_all_paths_counts_once() {
+        for (refused, greeting, away, losses) in [
+            (None, None, 30, 1),
+            (None, None, 2, 0),
+            (Some(A), None, 2, 1),
+            (Some(B), None, 2, 1),
+            (None, Some(1), 2, 1),
+        ] {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            let key = pair.key;
+            pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+            pair.driver.run_paths(now);
+            pair.identify(B, false, now);
+            write(&mut pair.driver, key, now);
+            for path in [A, B] {
+                pair.lose(path, Down::ConnectionLost, Some(now), now);
+            }
+            if let Some(path) = refused {
+                let at = now + Duration::from_secs(1);
+                pair.reopen(at);
+                let why = Down::Connect(ConnectError::Tcp(111));
+                pair.lose(path, why, None, at);
+            }
+            let back = now + Duration::from_secs(away);
+            pair.reopen(back);
+            let failed = [A, B].map(|path| {
+                pair.driver.inputs.push_back(Input::Live(key, path, GROUP));
+                if let Some(qualifier) = greeting {
+                    let code = 0x29;
+                    let greeting = AdditionalSense { code, qualifier };
+                    let attention = Input::Attention(key, path, greeting, false);
+                    pair.driver.inputs.push_back(attention);
+                }
+                pair.driver.run_paths(back);
+                pair.identify(path, greeting.is_some(), back);
+                let flushed = flush(&mut pair.driver, key, back);
+                write(&mut pair.driver, key, back);
+                usize::from(flushed.is_err())
+            });
+            let counted = failed.into_iter().sum::<usize>();
+            assert_eq!(counted, losses, "{refused:?} {greeting:?} {away}");
+        }
+    }
+
+    const POWER_ON: AdditionalSense = AdditionalSense {
+        code: 0x29,
+        qualifier: 1,
+    };
+
+    /// The connection of the path that reports a power-on breaks before its check ends, and the
+    /// other path has nothing to report.
+    #[test]
+    fn power_on_reported_by_lost_path_is_counted() {
+        for is_early in [true, false] {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            let key = pair.key;
+            pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+            pair.driver.run_paths(now);
+            pair.identify(B, false, now);
+            write(&mut pair.driver, key, now);
+            for path in [A, B] {
+                pair.lose(path, Down::ConnectionLost, Some(now), now);
+            }
+            let back = now + Duration::from_secs(2);
+            pair.reopen(back);
+            let report = Input::Attention(key, B, POWER_ON, false);
+            pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+            if is_early {
+                pair.driver.inputs.push_back(report);
+                pair.driver.run_paths(back);
+                pair.driver.inputs.push_back(Input::Live(key, A, GROUP));
+                pair.driver.run_paths(back);
+                pair.identify(A, false, back);
+            } else {
+                pair.driver.inputs.push_back(Input::Live(key, A, GROUP));
+                pair.driver.run_paths(back);
+                pair.identify(A, false, back);
+                pair.driver.inputs.push_back(report);
+                pair.driver.run_paths(back);
+            }
+            pair.lose(B, Down::ConnectionLost, Some(back), back);
+            let flushed = flush(&mut pair.driver, key, back);
+            assert_eq!(flushed, Err(RequestError::CacheLost), "{is_early}");
+            // The check of the path does not count the loss again.
+            write(&mut pair.driver, key, back);
+            let later = back + Duration::from_secs(2);
+            pair.reopen(later);
+            pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+            pair.driver.run_paths(later);
+            pair.identify(B, false, later);
+            let flushed = flush(&mut pair.driver, key, later);
+            assert!(flushed.is_ok(), "{is_early}: {flushed:?}");
+        }
+    }
+
+    /// A node reports its restart while the path to another node is in use, which flaps later.
+    #[test]
+    fn refuted_power_on_is_never_counted() {
+        let now = Instant::now();
+        let mut pair = PathPair::new(now);
+        let key = pair.key;
+        pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+        pair.driver.run_paths(now);
+        pair.identify(B, false, now);
+        write(&mut pair.driver, key, now);
+        pair.lose(B, Down::ConnectionLost, Some(now), now);
+        let at = |seconds| now + Duration::from_secs(seconds);
+        pair.reopen(at(2));
+        pair.driver.inputs.push_back(Input::Live(key, B, GROUP));
+        let report = Input::Attention(key, B, POWER_ON, false);
+        pair.driver.inputs.push_back(report);
+        pair.driver.run_paths(at(2));
+        for path in [B, A] {
+            pair.lose(path, Down::ConnectionLost, Some(at(3)), at(3));
+        }
+        pair.reopen(at(5));
+        for path in [A, B] {
+            pair.driver.inputs.push_back(Input::Live(key, path, GROUP));
+            pair.driver.run_paths(at(5));
+            pair.identify(path, false, at(5));
+        }
+        let flushed = flush(&mut pair.driver, key, at(5));
+        assert!(flushed.is_ok(), "{flushed:?}");
+    }
+
+    /// A check of the other path found the generation from before the restart and ended late.
+    #[test]
+    fn outdated_generation_hides_no_later_loss() {
+        let now = Instant::now();
+        let mut pair = PathPair::new(now);
+        let key = pair.key;
+        let find = |pair: &mut PathPair, path, generation: u8| {
+            let page = [&b"\0\xc0\0\x18RISERGEN"[..], &[generation; 16]].concat();
+            let (driver, pool) = (&mut pair.driver, &pair.pool);
+            driver.inputs.push_back(Input::Live(key, path, GROUP));
+            driver.run_paths(now);
+            identify_with(driver, pool, (key, path), &page, false, now);
+            let flushed = flush(driver, key, now);
+            write(driver, key, now);
+            flushed.is_err()
+        };
+        let lose = |pair: &mut PathPair, path| {
+            pair.lose(path, Down::ConnectionLost, Some(now), now);
+            pair.reopen(now + Duration::from_secs(60));
+        };
+        lose(&mut pair, A);
+        find(&mut pair, A, 1);
+        assert!(!find(&mut pair, B, 1));
+        lose(&mut pair, A);
+        lose(&mut pair, B);
+        assert!(find(&mut pair, A, 2), "restarted");
+        find(&mut pair, B, 1);
+        lose(&mut pair, B);
+        find(&mut pair, B, 2);
+        lose(&mut pair, A);
+        lose(&mut pair, B);
+        assert!(find(&mut pair, A, 3), "restarted again");
+    }
+
+    /// A busy unit does not respond to the check, which is repeated.
+    #[test]
+    fn unanswered_recheck_keeps_path() {
+        for error in [RequestError::NotSent, RequestError::TimedOut] {
+            let now = Instant::now();
+            let mut pair = PathPair::new(now);
+            let key = pair.key;
+            pair.lose(B, Down::Connect(ConnectError::Tcp(111)), None, now);
+            let silent = IoEnd {
+                result: Err(error),
+                data: IoData::One(pair.pool.try_take(4096).unwrap()),
+            };
+            pair.driver
+                .inputs
+                .push_back(Input::PathAnswered(key, A, silent));
+            pair.driver.run_paths(now);
+            let paths = pair.driver.sessions[key.index].link.paths_mut().unwrap();
+            let session = paths.session_of(A).unwrap();
+            let index = pair.driver.find(session).unwrap();
+            assert!(!pair.driver.sessions[index].closed, "{error}");
+            let report = pair.driver.sessions[key.index].status.report();
+            assert_eq!(report.link.state, LinkState::Live, "{error}");
         }
     }
 
@@ -905,7 +1421,7 @@ mod tests {
                 pair.driver.inputs.push_back(match event {
                     'L' => Input::Live(key, B, GROUP),
                     'C' => Input::Closed(key, A, Down::ConnectionLost, Some(now)),
-                    _ => Input::Attention(key, B, greeting),
+                    _ => Input::Attention(key, B, greeting, false),
                 });
                 pair.driver.run_paths(then);
             }
@@ -923,7 +1439,7 @@ mod tests {
     fn watch_units(
         driver: &mut Driver<Sim>,
         key: SessionKey,
-        (pool, owner): (&BufferPool, &Arc<()>),
+        (pool, owner): (&BufferPool, &Arc<Losses>),
         (unit, count): (&Snapshot, u32),
         now: Instant,
     ) {
@@ -933,6 +1449,7 @@ mod tests {
                 lun: LunId::new(number).unwrap(),
                 unit: unit.clone(),
                 write_cache: true,
+                has_fua: true,
                 recovers: false,
                 noted: None,
                 owner: Arc::downgrade(owner),
@@ -977,7 +1494,7 @@ mod tests {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         let pool = BufferPool::new(1 << 20).unwrap();
-        let owner = Arc::new(());
+        let owner = Arc::new(Losses::default());
         let units = (&Snapshot::default(), 2);
         watch_units(&mut driver, key, (&pool, &owner), units, now);
         write(&mut driver, key, now);
@@ -988,6 +1505,7 @@ mod tests {
         let power_on = SessionEvent::UnitEvent {
             lun: LunId::ZERO.encode(),
             sense: Box::new([0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 1, 0, 0, 0, 0]),
+            is_own_reset: false,
         };
         driver.handle_event(key.index, power_on, first);
         driver.run_paths(first);
@@ -1016,7 +1534,7 @@ mod tests {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         let pool = BufferPool::new(1 << 20).unwrap();
-        let owner = Arc::new(());
+        let owner = Arc::new(Losses::default());
         let units = (&Snapshot::default(), 1);
         watch_units(&mut driver, key, (&pool, &owner), units, now);
         write(&mut driver, key, now);
@@ -1056,7 +1574,7 @@ mod tests {
         for refusal in [0x25, 0x24] {
             let (mut driver, key) = driver(now);
             let pool = BufferPool::new(1 << 20).unwrap();
-            let owner = Arc::new(());
+            let owner = Arc::new(Losses::default());
             let mut unit = Snapshot::default();
             unit.identity.serial = Some("S1".into());
             watch_units(&mut driver, key, (&pool, &owner), (&unit, 1), now);
@@ -1070,6 +1588,83 @@ mod tests {
             identify_unit(&mut driver, &pool, (key, 0), answer, now);
             let report = driver.sessions[key.index].status.report();
             assert!(report.paths.is_empty(), "{refusal:x}: {:?}", report.paths);
+        }
+    }
+
+    /// Of a command of a user, a check or a ping, by one path or the only one.
+    #[test]
+    fn deferred_error_loses_cache() {
+        let sense = [0x71, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0];
+        let lun = LunId::ZERO.encode();
+        let now = Instant::now();
+        let mut pair = PathPair::new(now);
+        let key = pair.key;
+        let deferred = Input::Deferred(key, lun, Sense::parse(&sense).unwrap());
+        pair.driver.inputs.push_back(deferred);
+        pair.driver.run_paths(now);
+        let flushed = flush(&mut pair.driver, key, now);
+        assert_eq!(flushed, Err(RequestError::CacheLost));
+
+        let (mut driver, key) = driver(now);
+        let pool = BufferPool::new(1 << 20).unwrap();
+        let owner = Arc::new(Losses::default());
+        let units = (&Snapshot::default(), 1);
+        watch_units(&mut driver, key, (&pool, &owner), units, now);
+        write(&mut driver, key, now);
+        let event = SessionEvent::UnitEvent {
+            lun,
+            sense: Box::new(sense),
+            is_own_reset: false,
+        };
+        driver.handle_event(key.index, event, now);
+        let flushed = flush(&mut driver, key, now);
+        assert_eq!(flushed, Err(RequestError::CacheLost));
+        assert_eq!(owner.count(), 1);
+    }
+
+    /// If the process is killed before a flush has reported the loss, the next one reports it.
+    #[test]
+    fn unreported_loss_survives_the_process() {
+        let sense = [0x71, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0];
+        for generation in [None, Some([1; 16])] {
+            let now = Instant::now();
+            let (mut first, key) = driver(now);
+            let pool = BufferPool::new(1 << 20).unwrap();
+            let owner = Arc::new(Losses::default());
+            let unit = Snapshot {
+                cache: generation,
+                ..Snapshot::default()
+            };
+            watch_units(&mut first, key, (&pool, &owner), (&unit, 1), now);
+            let noted = |driver: &Driver<Sim>| driver.sessions[key.index].status.report().cache;
+            write(&mut first, key, now);
+            assert_eq!(noted(&first), generation);
+            let event = SessionEvent::UnitEvent {
+                lun: LunId::ZERO.encode(),
+                sense: Box::new(sense),
+                is_own_reset: false,
+            };
+            first.handle_event(key.index, event, now);
+            let left = noted(&first);
+
+            let (mut second, key) = driver(now);
+            second.sessions[key.index].units.clear();
+            second.sessions[key.index].status.set_cache(left);
+            let watch = Watch {
+                lun: LunId::new(0).unwrap(),
+                unit,
+                write_cache: true,
+                has_fua: true,
+                recovers: true,
+                noted: left,
+                owner: Arc::downgrade(&owner),
+                buffer: pool.try_take(4096).unwrap(),
+            };
+            second.watch(key.index, watch, now);
+            let flushed = flush(&mut second, key, now);
+            assert_eq!(flushed, Err(RequestError::CacheLost), "{generation:?}");
+            assert_eq!(noted(&second), generation);
+            flush(&mut second, key, now).unwrap();
         }
     }
 }

@@ -27,19 +27,15 @@ use riser_transport::verbs::{PortSpace, Provider, VerbsError};
 
 use super::io::Target;
 use super::rdma::{Device, MAX_SEND_SGE, Owner, RdmaConn, RdmaLimits, RdmaProtocol, Resources};
-use crate::iscsi::ISER_RECV;
 use crate::iscsi::session::{ControlPdu, MAX_CONTROLS};
+use crate::iscsi::{ISER_RECV, ISER_TEXT};
 use crate::session::ConnectError;
 
 /// Headers before a data segment, in bytes.
 const HEADERS: usize = 28 + 48;
 
-/// Longest data segment of a control PDU, sent or received during login and discovery (RFC 7143
-/// 13.12: the default of MaxRecvDataSegmentLength).
-const LARGE_DATA: usize = 8192;
-
-/// Length of a message buffer for such PDUs.
-const LARGE_LEN: usize = HEADERS + LARGE_DATA;
+/// Length of a message buffer for control PDUs that are sent or received during login and discovery.
+const LARGE_LEN: usize = HEADERS + ISER_TEXT as usize;
 
 /// Number of such receives, and of message buffers for sending.
 const LARGE: u16 = 4;
@@ -140,9 +136,11 @@ impl IserConn {
         })
     }
 
-    /// Posts the receives of full-feature phase; false if the connection is broken.
+    /// Posts the receives of full-feature phase; false if the connection is broken. A discovery
+    /// session keeps the ones of its login: shorter receives would be filled first.
     pub(super) fn enter_full_feature<P: Provider>(&mut self, device: &mut Device<P>) -> bool {
-        self.post_recvs(device, LARGE..self.config.receives())
+        let receives = LARGE..self.config.receives();
+        self.config.discovery || self.post_recvs(device, receives)
     }
 
     fn post_recvs<P: Provider>(
@@ -201,7 +199,7 @@ impl IserConn {
                 return true;
             };
             let pdu = self.waiting.pop_front().expect("not empty");
-            if pdu.data.len() > LARGE_DATA {
+            if pdu.data.len() > ISER_TEXT as usize {
                 return false;
             }
             self.message.clear();

@@ -20,10 +20,12 @@ use arrayvec::ArrayVec;
 use riser_memory::{MemSlice, Memory};
 use riser_transport::mr_pool::{MrPool, PooledMr};
 use riser_transport::verbs::{
-    Access, CmError, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId, PortSpace, Provider,
-    QpCap, QpId, QpInitAttr, QpType, SendFlags, SendOp, SendWr, Sge, VerbsError,
+    Access, CmError, CmEventKind, CmId, CmOption, Completion, ConnParam, CqId, Mr, PdId, PortSpace,
+    Provider, QpCap, QpId, QpInitAttr, QpType, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
+    VerbsError,
 };
 
+use super::probe::{ACK_TIMEOUT, Probe};
 use super::task::{NewTask, Tasks};
 use super::{Device, MAX_REGIONS, MAX_SEND_SGE, Owner, Resources, WorkRequest};
 use crate::engine::io::Target;
@@ -58,8 +60,9 @@ pub(in crate::engine) struct RdmaLimits {
 }
 
 impl RdmaLimits {
+    /// One entry is that of the probe.
     fn send_entries(&self) -> u32 {
-        self.command_entries + self.message_entries
+        self.command_entries + self.message_entries + 1
     }
 
     /// Completions that a connection can have outstanding.
@@ -135,6 +138,8 @@ pub(in crate::engine) struct RdmaConn<const R: usize> {
     is_connecting: bool,
     /// The connection is closed when what is on its way has ended, or then at the latest.
     closing_until: Option<Instant>,
+    /// Of an established connection on the software NIC. Other devices have timeouts of their own.
+    probe: Option<Probe>,
 }
 
 impl<const R: usize> RdmaConn<R> {
@@ -146,11 +151,21 @@ impl<const R: usize> RdmaConn<R> {
         target: &Target,
         limits: RdmaLimits,
     ) -> Result<Self, ConnectError> {
+        let id = device.provider.create_id(space);
+        let id = id.map_err(ConnectError::Cm)?;
+        let is_software_nic = device.is_software_nic();
         let provider = &mut device.provider;
-        let id = provider.create_id(space).map_err(ConnectError::Cm)?;
-        if let Err(e) = provider.resolve_addr(id, target.src, target.dst, RESOLVE) {
+        let timeout = match is_software_nic {
+            true => provider.set_option(id, CmOption::AckTimeout(ACK_TIMEOUT)),
+            false => Ok(()),
+        };
+        let begun = timeout.map_err(ConnectError::Cm).and_then(|()| {
+            let resolved = provider.resolve_addr(id, target.src, target.dst, RESOLVE);
+            resolved.map_err(ConnectError::Address)
+        });
+        if let Err(error) = begun {
             let _ = provider.destroy_id(id);
-            return Err(ConnectError::Address(e));
+            return Err(error);
         }
         device.own_id(id, owner);
         Ok(Self {
@@ -161,6 +176,7 @@ impl<const R: usize> RdmaConn<R> {
             tasks: Tasks::new(limits.commands, limits.command_entries),
             is_connecting: false,
             closing_until: None,
+            probe: None,
         })
     }
 
@@ -169,6 +185,7 @@ impl<const R: usize> RdmaConn<R> {
         &mut self,
         device: &mut Device<P>,
         event: CmEventKind,
+        now: Instant,
     ) -> CmStep {
         if self.closing_until.is_some() {
             // It was the answer to the request, or the end.
@@ -194,6 +211,7 @@ impl<const R: usize> RdmaConn<R> {
             },
             CmEventKind::Established { param } => {
                 self.is_connecting = false;
+                self.probe = device.is_software_nic().then(|| Probe::new(now));
                 CmStep::Established(param)
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => CmStep::Lost,
@@ -276,8 +294,31 @@ impl<const R: usize> RdmaConn<R> {
         let waits = self.is_connecting || has_logout;
         if waits {
             self.closing_until = Some(now + CLOSING_PATIENCE);
+            self.probe = None;
         }
         waits
+    }
+
+    /// The time of the next [`Self::probe`].
+    pub(super) fn probe_at(&self) -> Option<Instant> {
+        self.probe.as_ref()?.deadline()
+    }
+
+    /// Probes the peer if it has been silent for long enough.
+    pub(super) fn probe<P: Provider>(&mut self, device: &mut Device<P>, now: Instant) {
+        let (Some(probe), Some(rings)) = (&mut self.probe, &self.rings) else {
+            return;
+        };
+        if !probe.begin_due(now) {
+            return;
+        }
+        let nowhere = RemoteAddr {
+            addr: 0,
+            rkey: RKey(0),
+        };
+        let id = WorkRequest::Probe.id();
+        let wr = SendWr::new(id.0, SendOp::Write(nowhere), &[]);
+        device.post_send(rings.qp, &[wr]);
     }
 
     /// The time at which a connection that is being closed is released at the latest.
@@ -464,6 +505,7 @@ impl<const R: usize> RdmaConn<R> {
         &mut self,
         device: &mut Device<P>,
         completion: &Completion,
+        now: Instant,
     ) -> Completed {
         let Some(work) = WorkRequest::of(completion.wr_id) else {
             return Completed::Nothing;
@@ -472,6 +514,9 @@ impl<const R: usize> RdmaConn<R> {
             let owner = self.owner;
             tracing::debug!(?work, status = ?completion.status, ?owner, "work request failed");
             return Completed::Failed;
+        }
+        if let Some(probe) = &mut self.probe {
+            probe.on_completion(now);
         }
         let slot = match work {
             WorkRequest::Recv(slot) => {
@@ -486,6 +531,12 @@ impl<const R: usize> RdmaConn<R> {
                 return Completed::Message(slot);
             }
             WorkRequest::Message(number) => return Completed::Sent(number),
+            WorkRequest::Probe => {
+                if let Some(probe) = &mut self.probe {
+                    probe.on_acknowledged(now);
+                }
+                return Completed::Nothing;
+            }
             WorkRequest::Register(slot) => slot,
             WorkRequest::Command(slot) => {
                 self.tasks.on_sent(slot);
@@ -583,11 +634,9 @@ fn create_queues<P: Provider>(
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
     use riser_transport::mr_pool::MrState;
-    use riser_transport::verbs::RKey;
-
-    use super::*;
 
     const LIMITS: RdmaLimits = RdmaLimits {
         commands: 2,
@@ -607,6 +656,7 @@ mod tests {
         let dst = (nic.addr(), 1).into();
         let target = Target {
             dst,
+            host: None,
             src: Some((nic.addr(), 0).into()),
             service_id: None,
         };

@@ -80,11 +80,16 @@ impl<P: Provider> Device<P> {
     /// The READs by which a target with these parameters may fetch data at once, instead of being
     /// sent them with commands; 0 where that would gain nothing.
     pub(in crate::engine) fn fetches(&self, param: &ConnParam) -> u8 {
-        match groups_packets(self.provider.device_attr().provider) {
+        match self.is_software_nic() {
             // Named from our point of view: what we may be asked for at once.
             true => param.responder_resources,
             false => 0,
         }
+    }
+
+    /// Returns whether the device is the software NIC, on RoCEv2.
+    pub(super) fn is_software_nic(&self) -> bool {
+        is_software_nic(self.provider.device_attr().provider)
     }
 
     /// The owner that an event is for. An event without one may end a disconnect.
@@ -210,10 +215,10 @@ impl<P: Provider> Device<P> {
     }
 }
 
-/// Returns whether a provider sends packets of one length in a row together. In shared memory there
-/// is nothing to group, TCP does it by itself, and a device of the host's sends each by itself; both would only have a key
-/// and a READ more for each write.
-fn groups_packets(provider: &str) -> bool {
+/// Returns whether a provider is the software NIC, which sends packets of one length in a row
+/// together. In shared memory there is nothing to group, TCP does it by itself, and a device of the
+/// host's sends each by itself; both would only have a key and a READ more for each write.
+fn is_software_nic(provider: &str) -> bool {
     !matches!(provider, "shm" | "rdma_core" | "iwarp")
 }
 
@@ -269,7 +274,7 @@ mod tests {
             ..ConnParam::default()
         };
         assert_eq!(device.fetches(&param), 7);
-        let by_itself = ["shm", "rdma_core"].map(groups_packets);
-        assert_eq!((by_itself, groups_packets("roce")), ([false; 2], true));
+        let by_itself = ["shm", "rdma_core"].map(is_software_nic);
+        assert_eq!((by_itself, is_software_nic("roce")), ([false; 2], true));
     }
 }

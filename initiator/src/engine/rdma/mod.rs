@@ -9,6 +9,7 @@
 mod conn;
 mod device;
 mod posts;
+mod probe;
 mod slot;
 mod task;
 mod work;

@@ -78,7 +78,7 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
         now: Instant,
     ) -> Option<ConnEvent> {
         let conn = self.conn.as_mut()?;
-        let event = match conn.rdma_mut().handle_event(device, event) {
+        let event = match conn.rdma_mut().handle_event(device, event, now) {
             CmStep::Pending => return None,
             CmStep::Connect => match connect(conn, device, resources, login) {
                 Ok(()) => return None,
@@ -120,6 +120,19 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
     /// The time at which a connection that is being closed is closed at the latest.
     pub(in crate::engine) fn closing_until(&self) -> Option<Instant> {
         self.conn.as_ref()?.rdma().closing_until()
+    }
+
+    /// The time at which the connection is to be closed or probed.
+    pub(in crate::engine) fn next_deadline(&self) -> Option<Instant> {
+        let rdma = self.conn.as_ref()?.rdma();
+        rdma.closing_until().or_else(|| rdma.probe_at())
+    }
+
+    /// As [`RdmaConn::probe`], if there is a connection.
+    pub(in crate::engine) fn probe<P: Provider>(&mut self, device: &mut Device<P>, now: Instant) {
+        if let Some(conn) = &mut self.conn {
+            conn.rdma_mut().probe(device, now);
+        }
     }
 
     /// Begins to close the connection; returns whether it is closed.

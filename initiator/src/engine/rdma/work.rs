@@ -17,6 +17,8 @@ pub(in crate::engine) enum WorkRequest {
     Invalidate(u16, RKey),
     /// The SEND of another message, from the buffer of that number.
     Message(u16),
+    /// The probe of a silent peer.
+    Probe,
 }
 
 impl WorkRequest {
@@ -27,6 +29,7 @@ impl WorkRequest {
             Self::Register(slot) => (2, slot, 0),
             Self::Invalidate(slot, key) => (3, slot, key.0),
             Self::Message(slot) => (4, slot, 0),
+            Self::Probe => (5, 0, 0),
         };
         WrId(kind << 56 | u64::from(key) << 16 | u64::from(slot))
     }
@@ -39,6 +42,7 @@ impl WorkRequest {
             2 => Self::Register(slot),
             3 => Self::Invalidate(slot, RKey((id.0 >> 16) as u32)),
             4 => Self::Message(slot),
+            5 => Self::Probe,
             _ => return None,
         })
     }
@@ -57,6 +61,7 @@ mod tests {
             WorkRequest::Register(0x100),
             WorkRequest::Invalidate(0xffff, key),
             WorkRequest::Message(0),
+            WorkRequest::Probe,
         ] {
             assert_eq!(WorkRequest::of(work.id()), Some(work));
         }

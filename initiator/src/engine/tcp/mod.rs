@@ -16,12 +16,19 @@ mod socket;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 
 pub(super) use self::recv::{Incoming, Item as Received};
 pub(super) use self::send::{Item, Outgoing, Source};
 use self::socket::{Connecting, Socket};
+
+/// Silence of the peer's host, while it owes an acknowledgement, after which it counts as gone.
+const SILENCE: Duration = Duration::from_secs(4);
+
+/// Bounds of the time between checks of that.
+const CHECKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
 /// A socket with its two streams.
 #[derive(Debug)]
@@ -30,6 +37,8 @@ pub(super) struct TcpConn {
     connected: bool,
     /// Bytes that the peer had acknowledged at the last look.
     acknowledged: u64,
+    /// Time of the next [`Self::check`], once connected.
+    check_at: Option<Instant>,
     pub(super) incoming: Incoming,
     pub(super) outgoing: Outgoing,
 }
@@ -41,6 +50,7 @@ impl TcpConn {
             socket: Socket::new(socket),
             connected: false,
             acknowledged: 0,
+            check_at: None,
             incoming: Incoming::new(),
             outgoing: Outgoing::default(),
         }
@@ -59,7 +69,7 @@ impl TcpConn {
     ///
     /// # Errors
     /// It could not be made.
-    pub(super) fn poll_connected(&mut self) -> io::Result<bool> {
+    pub(super) fn poll_connected(&mut self, now: Instant) -> io::Result<bool> {
         if self.connected {
             return Ok(false);
         }
@@ -67,6 +77,7 @@ impl TcpConn {
             Connecting::Pending => Ok(false),
             Connecting::Done => {
                 self.connected = true;
+                self.check_at = Some(now + CHECKS.1);
                 Ok(true)
             }
         }
@@ -102,6 +113,23 @@ impl TcpConn {
         let acknowledged = acknowledged.max(self.acknowledged);
         let last = std::mem::replace(&mut self.acknowledged, acknowledged);
         (acknowledged > last).then_some(last..acknowledged)
+    }
+
+    /// The time of the next [`Self::check`].
+    pub(super) fn check_at(&self) -> Option<Instant> {
+        self.check_at
+    }
+
+    /// Returns whether the peer's host has vanished: it acknowledges nothing. A target that hangs
+    /// has a host that does.
+    pub(super) fn check(&mut self, now: Instant) -> bool {
+        if self.check_at.is_none_or(|at| at > now) {
+            return false;
+        }
+        let silence = self.socket.peer_silence().unwrap_or_default();
+        let left = SILENCE.saturating_sub(silence);
+        self.check_at = Some(now + left.clamp(CHECKS.0, CHECKS.1));
+        left.is_zero()
     }
 
     /// Receives once; how many bytes came, `None` where there are none.
@@ -155,5 +183,101 @@ fn read_parts(slice: &MemSlice, mut take: impl FnMut(&[u8])) {
         slice.read(at, part);
         take(part);
         at += part.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::net::{TcpListener, TcpStream};
+    use std::thread;
+
+    use riser_memory::sys::{self, SendPiece};
+    use riser_transport::loopback::Endpoint;
+    use rustix::net::sockopt;
+
+    use super::*;
+    use crate::engine::env::Env;
+    use crate::engine::system::System;
+
+    /// Longest time from the last packet of a host until its connection is left.
+    const BOUND: Duration = Duration::from_secs(5);
+
+    fn connection() -> (TcpConn, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut system: System<Endpoint> = System::new(Box::new(|| Ok(None)));
+        let socket = system.connect_tcp(None, listener.local_addr().unwrap());
+        let mut conn = TcpConn::new(socket.unwrap());
+        let (peer, _) = listener.accept().unwrap();
+        while !conn.poll_connected(Instant::now()).unwrap() {}
+        (conn, peer)
+    }
+
+    /// Drops every packet that arrives for a socket, as a host does that has vanished.
+    #[allow(unsafe_code, reason = "the standard library attaches no filters")]
+    fn vanish(peer: &TcpStream) {
+        use std::os::fd::AsRawFd as _;
+        let mut drop_all = [libc::sock_filter {
+            code: (libc::BPF_RET | libc::BPF_K) as u16,
+            jt: 0,
+            jf: 0,
+            k: 0,
+        }];
+        let program = libc::sock_fprog {
+            len: 1,
+            filter: drop_all.as_mut_ptr(),
+        };
+        // SAFETY: the kernel copies the program, which outlives the call.
+        let result = unsafe {
+            libc::setsockopt(
+                peer.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_ATTACH_FILTER,
+                (&raw const program).cast(),
+                size_of::<libc::sock_fprog>() as libc::socklen_t,
+            )
+        };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+    }
+
+    fn send(conn: &TcpConn, bytes: &[u8]) -> io::Result<usize> {
+        sys::send(conn.fd(), &[SendPiece::from(bytes)])
+    }
+
+    /// Checks a connection until it fails; `None` if it does not within the bound.
+    fn time_until_left(conn: &mut TcpConn) -> Option<Duration> {
+        let begun = Instant::now();
+        while begun.elapsed() < BOUND {
+            let failed = sockopt::socket_error(conn.fd()).unwrap();
+            if conn.check(Instant::now()) || failed.is_err() {
+                return Some(begun.elapsed());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        None
+    }
+
+    #[test]
+    fn vanished_host_is_noticed_while_idle() {
+        let (mut conn, peer) = connection();
+        vanish(&peer);
+        assert!(time_until_left(&mut conn).is_some());
+    }
+
+    #[test]
+    fn vanished_host_is_noticed_with_data_in_flight() {
+        let (mut conn, peer) = connection();
+        vanish(&peer);
+        send(&conn, b"a command").unwrap();
+        assert!(time_until_left(&mut conn).is_some());
+    }
+
+    /// As a target does whose disk hangs.
+    #[test]
+    fn host_that_reads_nothing_is_kept() {
+        let (mut conn, mut peer) = connection();
+        while send(&conn, &[0; 1 << 16]).is_ok() {}
+        assert_eq!(time_until_left(&mut conn), None);
+        peer.read_exact(&mut [0; 1 << 16]).unwrap();
     }
 }

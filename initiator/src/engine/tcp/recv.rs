@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_of_a_stranger_is_refused() {
+    fn invalid_header_is_refused() {
         let none = |_: &[u8; BHS_LEN], _| Err(IscsiFault::DataRange);
         let mut stream = Vec::new();
         data_in(0, &[0; 4], Digests::default(), &mut stream);
@@ -395,7 +395,7 @@ mod tests {
         incoming.set(LOGIN_SEGMENT, Digests::default());
         feed(&mut incoming, &stream);
         assert!(incoming.next(none, |_| &[]).is_err());
-        for (at, byte, wanted) in [(4, 1, "headers"), (5, 1, "data segment")] {
+        for (at, byte, wanted) in [(4, 1, "header segments"), (5, 1, "data segment")] {
             let mut bad = stream.clone();
             bad[at] = byte;
             let mut incoming = Incoming::new();

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use arrayvec::ArrayVec;
 use riser_memory::sys::{self, ReceivePiece, SendPiece};
@@ -71,6 +72,12 @@ impl Socket {
     /// Bytes that were sent and are not acknowledged; none where the system does not say.
     pub(super) fn unacknowledged(&self) -> u64 {
         sys::unacknowledged(self.0.as_fd()).unwrap_or(0)
+    }
+
+    /// Time since the peer's host last acknowledged anything, if it owes an acknowledgement; `None`
+    /// where the system does not report it.
+    pub(super) fn peer_silence(&self) -> Option<Duration> {
+        sys::peer_silence(self.0.as_fd()).ok().flatten()
     }
 
     /// Receives to where the stream goes next; `None` if nothing has come.

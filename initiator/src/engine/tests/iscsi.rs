@@ -103,7 +103,10 @@ impl Peer {
 
     /// Answers the login requests of a session without CHAP.
     fn log_in(&mut self) {
-        for text in [&b"AuthMethod=None\0"[..], b"InitialR2T=Yes\0"] {
+        for text in [
+            &b"AuthMethod=None\0"[..],
+            b"InitialR2T=Yes\0DefaultTime2Wait=0\0",
+        ] {
             let (request, _) = self.pdu();
             let mut bhs = [0; BHS_LEN];
             (bhs[0], bhs[1]) = (0x23, request[1]);

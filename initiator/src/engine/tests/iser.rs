@@ -3,6 +3,7 @@
 use riser_memory::Memory;
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iser::{Buffers, HEADER_LEN, put_control};
+use riser_transport::loopback::Blocked;
 use riser_transport::verbs::{
     Access, CmEventKind, ConnParam, CqId, Mr, PdId, PortSpace, Provider, QpCap, QpId, QpInitAttr,
     QpType, RdmaCm, RecvWr, SendOp, SendWr, Sge, Verbs, WrId,
@@ -154,4 +155,26 @@ fn a_redirection_is_followed_by_a_connection_of_its_own() {
     client.shutdown();
     let ended = block_on(connecting).unwrap_err();
     assert!(matches!(ended, EngineError::Login(Down::Closed)), "{ended}");
+}
+
+/// Its device is probed although a login waits for its response.
+#[test]
+fn vanished_target_is_noticed() {
+    let mut peer = Peer::new(&[3260]);
+    let ip = peer.nic.addr();
+    let client = client();
+    let url = format!("iser://{ip}/iqn.2026-01.com.example:disk/0");
+    let url: IscsiUrl = url.parse().unwrap();
+    let connecting = begin(client.connect(&url));
+    peer.accept();
+    let begun = world::now();
+    let gone = Blocked {
+        inbound: true,
+        outbound: true,
+    };
+    world::fabric().partition(ip, gone);
+    assert!(block_on(connecting).is_err());
+    let took = world::now() - begun;
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    client.shutdown();
 }

@@ -1,5 +1,5 @@
-//! A queue with a pair of sockets in the place of `/dev/fuse`: each message is a request or an
-//! answer.
+//! Tests a queue using a socket pair instead of `/dev/fuse`: each message is a request or a
+//! response.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -19,11 +19,11 @@ use crate::block::{BlockError, Extent, MemoryDevice, Outcome, ZeroOptions};
 
 const SIZE: u64 = 1 << 20;
 
-/// A disk in memory that keeps the addresses of what is written, and may hold operations up.
+/// In-memory disk which records the buffer addresses used for writes, and can delay operations.
 struct Watched {
     disk: MemoryDevice,
     geometry: Geometry,
-    /// Address and length of each write's buffer.
+    /// Buffer address and length for each write.
     writes: Mutex<Vec<(u64, usize)>>,
     is_shut: AtomicBool,
     waiting: Mutex<Vec<Waker>>,
@@ -35,7 +35,7 @@ impl Watched {
         Self::with(disk, geometry)
     }
 
-    /// One that claims another geometry.
+    /// Creates a disk which reports this geometry.
     fn with(disk: MemoryDevice, geometry: Geometry) -> Arc<Self> {
         Arc::new(Self {
             disk,
@@ -132,7 +132,7 @@ struct Bed {
     outcome: Arc<Outcome>,
 }
 
-/// An answer: the name of its request, the error number, and what follows.
+/// Response: request ID, error code and remaining data.
 type Answer = (u64, i32, Vec<u8>);
 
 impl Bed {
@@ -162,7 +162,7 @@ impl Bed {
         }
     }
 
-    /// With transfers of 64 KiB.
+    /// Limits transfers to 64 KiB.
     fn short_transfers() -> Self {
         let disk = MemoryDevice::new(SIZE, 512).unwrap();
         Self::new(disk.with_geometry(|g| g.max_transfer = 64 << 10))
@@ -194,7 +194,7 @@ impl Bed {
         self.send_io(Opcode::Write, unique, offset, payload.len(), payload);
     }
 
-    /// Gives it turns until it waits.
+    /// Polls until idle.
     fn run(&mut self) {
         while self.queue.turn() == Turn::Worked {}
     }
@@ -220,7 +220,7 @@ impl Bed {
     }
 }
 
-/// Bytes that differ from one another and from those of another seed.
+/// Test data, where the bytes and seeds all differ.
 fn data(len: usize, seed: u8) -> Vec<u8> {
     let bytes = (0..len).map(|at| (at * 7 / 5) as u8 ^ seed);
     bytes.collect()
@@ -271,7 +271,7 @@ fn short_and_unaligned_writes_come_to_their_place_and_leave_the_room() {
         assert!(bed.device.bytes(range) == data, "{len} bytes at {at}");
     }
     assert_eq!(bed.room(), room);
-    // The last one has a block's rest on each side and takes two transfers.
+    // The last write has partial blocks on both sides and requires two transfers.
     assert!(bed.device.bytes(0..1001).iter().all(|byte| *byte == 0));
 }
 
@@ -289,7 +289,7 @@ fn at_the_end_of_the_disk_writes_are_cut_and_reads_are_short() {
     bed.run();
     let end = bytes[8192 - 100..8192].to_vec();
     assert_eq!(bed.answers(), [(3, 0, end), (4, 0, Vec::new())]);
-    // A write that claims more than it has.
+    // Invalid write: more bytes claimed than sent.
     bed.send_io(Opcode::Write, 5, 0, 4096, &[1; 512]);
     bed.run();
     assert_eq!(bed.answers(), [(5, libc::EINVAL, Vec::new())]);
@@ -332,7 +332,7 @@ fn a_write_without_a_free_buffer_waits_and_others_go_on() {
     let answers = bed.answers();
     assert_eq!(answers.len(), 1);
     assert_eq!((answers[0].0, answers[0].1), (3, 0));
-    // The room is used for other requests meanwhile.
+    // The room is used for other requests in between.
     bed.send(Opcode::Lookup, 4, &[b'x'; 600]);
     bed.run();
     assert_eq!(bed.answers(), [(4, libc::ENOENT, Vec::new())]);
@@ -349,7 +349,7 @@ fn a_write_without_a_free_buffer_waits_and_others_go_on() {
 fn a_disk_with_few_buffers_keeps_them_for_its_transfers() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let disk = disk.with_geometry(|g| g.max_transfer = 64 << 10);
-    // One transfer, and the blocks that are kept for partial writes.
+    // One transfer, plus the blocks used for partial writes.
     let mut bed = Bed::new(disk.with_buffer_budget((64 << 10) + 4 * 512));
     let bytes = data(64 << 10, 8);
     for at in [0, 1 << 19] {
@@ -371,13 +371,13 @@ fn requests_beyond_the_bound_stay_with_the_kernel() {
     }
     bed.run();
     assert_eq!(bed.in_flight(), MAX_IN_FLIGHT as usize);
-    // It sleeps, and not for the descriptor, which has more.
+    // It should sleep, without polling the descriptor, which has more data.
     assert!(bed.queue.prepare_sleep());
     let mut waited = crate::poll_fds::WaitedFds::new();
     bed.queue.put_waited(&mut waited);
     assert_eq!(waited.len(), 1);
     bed.device.open();
-    // The answers have ended the sleep.
+    // The responses caused a wakeup.
     crate::poll_fds::wait(waited, None);
     bed.queue.end_sleep();
     bed.run();
@@ -413,8 +413,8 @@ fn a_turn_sends_a_number_of_bytes_however_many_answers_wait() {
     }
     bed.run();
     bed.device.open();
-    // The pair of sockets has no room for all of a turn's bytes, but what it does not take is not
-    // answered another time.
+    // The socket buffer can't hold everything sent in this poll. Make sure that responses aren't
+    // sent twice.
     let mut turns = 0;
     while bed.queue.turn() == Turn::Worked {
         turns += 1;
@@ -428,7 +428,7 @@ fn a_turn_sends_a_number_of_bytes_however_many_answers_wait() {
 fn the_hole_of_a_disk_that_reports_none_is_its_end_at_once() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let mut geometry = disk.geometry().clone();
-    // A walk through it would take years.
+    // A full scan would take years.
     (geometry.capacity, geometry.reports_status) = (1 << 62, false);
     let mut bed = Bed::of(Watched::with(disk, geometry));
     let seek = |bed: &mut Bed, whence: i32, from: u64| {
@@ -461,7 +461,7 @@ fn requests_in_flight_end_before_the_mount_does() {
     bed.device.is_shut.store(true, Ordering::SeqCst);
     let bytes = data(4096, 1);
     bed.send_write(1, 0, &bytes);
-    // Not a request: the stream cannot be followed.
+    // Not a request: we can't parse the stream after this.
     rustix::io::write(&bed.peer, &[0; 50]).unwrap();
     bed.run();
     assert_eq!(bed.queue.turn(), Turn::Waiting);

@@ -1,13 +1,15 @@
 //! The connection: made, lost, made again, closed; and the login on it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::chap::CHALLENGE_LEN;
 use riser_scsi::iscsi::login::{
     ConnectionParams, InitiatorConfig, InitiatorLogin, LoginError, LoginStep, SessionParams,
 };
+use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::iscsi::pdu::{
-    LoginResponse, LogoutReason, LogoutRequest, TextRequest, TextResponse,
+    LoginResponse, LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus, TextRequest,
+    TextResponse,
 };
 use riser_scsi::iscsi::text::{self, Collector};
 use riser_scsi::iscsi::{Cid, CmdSn, Numbers, StatSn, Tsih, Ttt};
@@ -15,7 +17,8 @@ use riser_state::become_state;
 
 use super::types::{ConnState, Slot};
 use super::{
-    ControlPdu, IscsiSession, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, TEXT_TAG,
+    ControlPdu, IscsiSession, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, MAX_TARGETS, Output,
+    TEXT_TAG,
 };
 use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState, TaskManager};
 
@@ -32,7 +35,7 @@ impl IscsiSession {
         self.exp_stat_sn = StatSn(0);
         self.core.functions.clear(0);
         self.pinged = None;
-        self.targets = Collector::default();
+        self.targets = Collector::with_limit(MAX_TARGETS);
         become_state(&mut self.conn, ConnState::XptWait(until));
         self.core.arm(until);
         self.core
@@ -105,8 +108,11 @@ impl IscsiSession {
                 self.max_cmd_sn = numbers.max_cmd_sn;
                 self.on_full_feature(session, connection, now);
             }
-            Ok(LoginStep::Redirect { to, .. }) => {
+            Ok(LoginStep::Redirect { to, permanent }) => {
                 self.moves += 1;
+                if permanent && (self.moved.is_none() || self.moved == self.home) {
+                    self.home = Some(to.clone());
+                }
                 // Two portals may redirect to each other without end.
                 if self.moves > MAX_REDIRECTIONS {
                     self.fail_login(ConnectError::Redirected);
@@ -125,10 +131,13 @@ impl IscsiSession {
         self.tear_down(error.into(), false);
     }
 
-    /// The next attempt goes where the first one went, and is redirected as often as that one may
-    /// be.
+    /// The next attempt begins at the target's own address again, and may be redirected as often as
+    /// the first one. A target that has moved permanently is also tried where it was before, in
+    /// turn.
     pub(super) fn forget_move(&mut self) {
-        self.moved = None;
+        let was_home = self.moved.is_some() && self.moved == self.home;
+        let was_live = self.conn == ConnState::LoggedIn;
+        self.moved = self.home.clone().filter(|_| was_live || !was_home);
         self.moves = 0;
     }
 
@@ -147,15 +156,57 @@ impl IscsiSession {
         }
         self.login = None;
         self.moves = 0;
+        // The portal that had moved serves the target again.
+        self.home = self.home.take().filter(|_| self.moved.is_some());
         self.params = Some((session, connection));
         become_state(&mut self.conn, ConnState::LoggedIn);
         self.core.outputs.push_back(Output::FullFeature(connection));
+        let time2wait = Duration::from_secs(session.time2wait.into());
+        self.core.life.set_time2wait(time2wait);
         self.core.on_live(now);
+        self.fence(now);
         if self.is_discovery() {
             let mut wish = Vec::new();
-            text::put(&mut wish, "SendTargets", "All");
+            let sought = self.config.sought.as_ref();
+            text::put(
+                &mut wish,
+                "SendTargets",
+                sought.map_or("All", IscsiName::as_str),
+            );
             self.send_text(Ttt::NONE, wish);
         } else {
+            self.pump(now);
+        }
+    }
+
+    /// A login has succeeded. Its portal group has terminated the commands of the session that it
+    /// reinstates; commands at another group need time to complete.
+    fn fence(&mut self, now: Instant) {
+        match self.unfenced {
+            Some(group) if group == self.portal_group => {
+                self.unfenced = None;
+                self.core.settle_at = None;
+            }
+            Some(_) => {
+                let settle = self.core.settle;
+                self.core.settle_at.get_or_insert(now + settle);
+            }
+            None => {}
+        }
+        match self.core.settle_at {
+            Some(at) => self.core.settle_until(at),
+            None => {
+                self.core.release_settled(now);
+            }
+        }
+    }
+
+    /// Starts everything again, once the unit is known and the commands of lost sessions are over.
+    pub(super) fn release_settled(&mut self, now: Instant) {
+        if self.core.settle_at.is_some_and(|at| at <= now) {
+            self.unfenced = None;
+        }
+        if self.core.release_settled(now) {
             self.pump(now);
         }
     }
@@ -246,7 +297,10 @@ impl IscsiSession {
         become_state(&mut self.conn, ConnState::Free);
         self.params = None;
         self.pinged = None;
-        self.core.end_channel(0, now);
+        if self.core.end_channel(0, now) {
+            self.unfenced.get_or_insert(self.portal_group);
+            self.core.settle_at = None;
+        }
         if self.state() == SessionState::LoggingIn {
             // The target has moved.
             self.connect(now);
@@ -295,6 +349,15 @@ impl IscsiSession {
         self.core
             .outputs
             .push_back(Output::Send(ControlPdu { bhs, data }));
+    }
+
+    /// The target has responded to the logout, and demands this wait before the next login.
+    pub(super) fn on_logout_response(&mut self, response: &LogoutResponse) {
+        if response.status == LogoutStatus::Closed {
+            let time2wait = Duration::from_secs(response.time2wait.into());
+            self.core.life.set_time2wait(time2wait);
+        }
+        self.on_logged_out();
     }
 
     pub(super) fn on_logged_out(&mut self) {

@@ -15,6 +15,7 @@ pub(crate) fn config() -> SessionConfig {
     SessionConfig {
         name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
         target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
+        sought: None,
         isid: Isid([0x80, 1, 2, 3, 4, 5]),
         credentials: None,
         target_credentials: None,
@@ -22,8 +23,14 @@ pub(crate) fn config() -> SessionConfig {
         offer: Offer::default()
             .with(Key::InitialR2T, 0)
             .with(Key::FirstBurstLength, 1024)
-            .with(Key::MaxBurstLength, 4096),
-        keys: vec![Key::InitialR2T, Key::FirstBurstLength, Key::MaxBurstLength],
+            .with(Key::MaxBurstLength, 4096)
+            .with(Key::DefaultTime2Wait, 0),
+        keys: vec![
+            Key::InitialR2T,
+            Key::FirstBurstLength,
+            Key::MaxBurstLength,
+            Key::DefaultTime2Wait,
+        ],
         digests: Digests::default(),
         queue_size: 4,
         max_requests: 16,

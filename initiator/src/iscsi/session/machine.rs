@@ -1,6 +1,8 @@
 //! The session as its owner drives it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use riser_scsi::lun::WireLun;
 
 use super::IscsiSession;
 use super::types::ConnState;
@@ -39,6 +41,9 @@ impl Machine for IscsiSession {
         if self.core.is_login_due(now) {
             self.connect(now);
         }
+        if self.core.settle_at.is_some() {
+            self.release_settled(now);
+        }
         self.expire_connection(now);
         self.expire_ping(now);
         self.expire_functions(now);
@@ -51,13 +56,20 @@ impl Machine for IscsiSession {
     }
 
     fn hold(&mut self) {
-        self.core.requests.hold();
+        self.core.hold();
     }
 
     fn release(&mut self, _ends_old: bool, now: Instant) {
-        self.core.life.on_usable();
-        self.core.requests.release();
-        self.pump(now);
+        self.core.on_checked();
+        self.release_settled(now);
+    }
+
+    fn recover(&mut self, now: Instant) {
+        self.core.recover(now);
+    }
+
+    fn is_settled(&self) -> bool {
+        self.unfenced.is_none() && self.core.is_settled()
     }
 
     fn leave(&mut self, why: Down, last: bool, now: Instant) {
@@ -68,5 +80,18 @@ impl Machine for IscsiSession {
 
     fn last_heard(&self) -> Option<Instant> {
         Some(self.core.last_heard)
+    }
+
+    fn expect_reset_report(&mut self, lun: Option<WireLun>) {
+        self.core.expect_reset_report(lun);
+    }
+
+    #[cfg(test)]
+    fn expects_reset_report(&self) -> bool {
+        self.core.expected_report.is_some()
+    }
+
+    fn time2wait(&self) -> Duration {
+        self.core.life.time2wait()
     }
 }

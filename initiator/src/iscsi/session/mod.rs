@@ -27,12 +27,19 @@
 //!
 //! # Replay
 //! Error recovery level 0: each failure on the connection ends it, and the session logs in
-//! again with the same ISID and no TSIH. That reinstates the session (RFC 7143 6.3.5): the target
+//! again with the same ISID and no TSIH, after the time that the target demands (Time2Wait). That
+//! reinstates the session (RFC 7143 6.3.5): the target
 //! ends the tasks of the old one before it answers the login. So the requests for which it makes no
 //! difference to be carried out twice are sent again, in the order of their submission and none
 //! while an earlier one with an overlapping effect is outstanding, exactly as on SRP; see
 //! [`crate::srp::session`]. Others end with
 //! [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
+//!
+//! Only a login at the same target portal group reinstates a session. After a redirection, or where
+//! an address has moved, another group has not heard of the old session, whose writes may still be on
+//! their way to the disk. Then nothing is started before
+//! [`Timing::settle`](crate::session::Timing::settle) has passed since the login, nor is it after
+//! the end of a process whose portal group is not known.
 //!
 //! # Discovery
 //! A session without a target asks for all targets (SendTargets=All), reports them
@@ -76,6 +83,9 @@ const MAX_SILENCE: u32 = 12;
 /// Redirections followed in a row.
 const MAX_REDIRECTIONS: u8 = 4;
 
+/// Longest list of targets that a portal may report, in bytes: some ten thousand targets.
+const MAX_TARGETS: usize = 4 << 20;
+
 /// Tags of what is not a command; commands have smaller low halves.
 const TMF_TAG: u32 = 0xfff1;
 pub(crate) const PING_TAG: Itt = Itt(0xfff2);
@@ -91,8 +101,13 @@ pub struct IscsiSession {
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
     portal_group: Option<u16>,
+    /// Portal group of a lost session whose changes may still reach the medium, if there is one.
+    /// Nothing is started before they are over, so there is no second one.
+    unfenced: Option<Option<u16>>,
     /// Address to which the target has moved; `moves` counts the times in a row.
     moved: Option<TargetAddress>,
+    /// Address to which the target has moved permanently.
+    home: Option<TargetAddress>,
     moves: u8,
     slots: Vec<Slot>,
     free: Vec<u16>,
@@ -134,7 +149,9 @@ impl IscsiSession {
             login: None,
             params: None,
             portal_group: None,
+            unfenced: None,
             moved: None,
+            home: None,
             moves: 0,
             slots: vec![Slot::default(); config.queue_size.into()],
             // The last is taken first, so slots in use stay close together.
@@ -146,7 +163,7 @@ impl IscsiSession {
             exp_stat_sn: StatSn(0),
             tmf_serial: 0,
             pinged: None,
-            targets: Collector::default(),
+            targets: Collector::with_limit(MAX_TARGETS),
             config,
         };
         session.connect(now);

@@ -1,11 +1,11 @@
 //! PDUs that arrive, and the data in them.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
-    AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, Opcode, R2t, Reject, ScsiResponse,
-    TmfStatus,
+    AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, Opcode, R2t, Reject, RejectReason,
+    ScsiResponse, TmfStatus,
 };
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, Ttt};
 use riser_scsi::sense::Sense;
@@ -15,7 +15,7 @@ use super::types::ConnState;
 use super::{DataOrder, IscsiSession, LOGOUT_TAG, Output, PING_TAG, Placement};
 use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
-use crate::session::{Down, FunctionEnd, IscsiFault, SessionEvent, TaskManager};
+use crate::session::{Down, FunctionEnd, IscsiFault, TaskManager};
 
 /// Longest ping that is answered with its data, in bytes.
 const MAX_ECHO: usize = 8192;
@@ -92,7 +92,7 @@ impl IscsiSession {
             FromTarget::TextResponse(response) => self.on_text(&response, frame.data, now)?,
             FromTarget::DataIn(data) => self.on_data_in(&data, 0, now)?,
             FromTarget::LogoutResponse(response) if response.itt == LOGOUT_TAG => {
-                self.on_logged_out();
+                self.on_logout_response(&response);
             }
             FromTarget::R2t(r2t) => self.on_r2t(&r2t, now)?,
             FromTarget::AsyncMessage(message) => self.on_async(&message, frame.data, now)?,
@@ -215,7 +215,7 @@ impl IscsiSession {
         let request = task.request;
         if response.response != 0 {
             let error = RequestError::TargetFailure(response.response);
-            self.end_attempt(request, response.itt, AttemptEnd::Refused(error), now);
+            self.end_attempt(request, response.itt, AttemptEnd::Failed(error), now);
             return Ok(());
         }
         let sense = ScsiResponse::sense_of(data)?;
@@ -247,9 +247,11 @@ impl IscsiSession {
                 (moved.ok_or(IscsiFault::Residual { residual, len })?, 0)
             }
         };
-        // On iSER only the target knows how much it wrote.
+        // On iSER only the target knows how much it moved. On TCP it cannot have written data that
+        // it neither received unsolicited nor requested by R2T.
         let transferred = match task.len {
             DataLen::In(_) if !self.is_rdma() => transferred.min(task.received),
+            DataLen::Out(_) if !self.is_rdma() => transferred.min(task.solicited),
             _ => transferred,
         };
         let answer = Answer {
@@ -332,18 +334,20 @@ impl IscsiSession {
                 let sense: Box<[u8]> = Box::from(ScsiResponse::sense_of(data)?);
                 let lun = message.lun;
                 self.hold_if(Sense::parse(sense.as_ref()));
-                self.core
-                    .outputs
-                    .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
+                self.core.report_unit_event(lun, sense);
             }
             // A target that wants to negotiate again gets a new login, which is one.
             AsyncEvent::LogoutRequested | AsyncEvent::Negotiate => {
                 self.log_out(Down::LogoutRequested, false, now);
             }
             // Which tasks had been answered before only a new session knows for sure.
-            AsyncEvent::ConnectionDropped
-            | AsyncEvent::SessionDropped
-            | AsyncEvent::TasksTerminated => self.tear_down(Down::LogoutRequested, false),
+            AsyncEvent::ConnectionDropped | AsyncEvent::SessionDropped => {
+                let [_, time2wait, _] = message.parameters;
+                let time2wait = Duration::from_secs(time2wait.into());
+                self.core.life.set_time2wait(time2wait);
+                self.tear_down(Down::LogoutRequested, false);
+            }
+            AsyncEvent::TasksTerminated => self.tear_down(Down::LogoutRequested, false),
         }
         Ok(())
     }
@@ -359,6 +363,14 @@ impl IscsiSession {
                 // It is there, even if it rejects pings.
                 self.pinged = None;
                 Ok(())
+            }
+            // The target has discarded the PDU, and a new session sends the command again.
+            _ if matches!(
+                reason,
+                RejectReason::DataDigestError | RejectReason::WaitingForLogout
+            ) =>
+            {
+                Err(IscsiFault::Rejected(reason))
             }
             Ok(Opcode::ScsiCommand) => {
                 if let Some(task) = self.task(itt) {

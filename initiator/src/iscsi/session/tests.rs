@@ -6,6 +6,7 @@ use riser_state::testing::{assert_all_taken, table};
 
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::lun::WireLun;
 use riser_scsi::srp::TaskAttr;
 use riser_testkit::{fuzz, one_of};
 
@@ -87,7 +88,7 @@ impl Rig {
         assert_eq!(second.bhs[1], 0x87, "operational, to full feature");
         self.login_response(
             0x87,
-            b"InitialR2T=No\0FirstBurstLength=1024\0MaxBurstLength=4096\0",
+            b"InitialR2T=No\0FirstBurstLength=1024\0MaxBurstLength=4096\0DefaultTime2Wait=0\0",
         );
         assert!(matches!(self.next(), Output::FullFeature(_)));
         assert_eq!(self.next(), Output::Event(SessionEvent::Live));
@@ -780,6 +781,124 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     assert_eq!(rig.started().0, after);
     rig.session.handle_retired(late, rig.now);
     assert_eq!(rig.started().0, late);
+}
+
+/// Logical unit of the commands of [`Rig`].
+const UNIT: WireLun = [0, 3, 0, 0, 0, 0, 0, 0];
+
+/// A session with a watched unit whose task management has just reset it.
+fn reset_unit() -> Rig {
+    let mut config = config();
+    config.ping = 1000 * SEC;
+    let mut rig = Rig::connecting(config);
+    rig.log_in();
+    rig.session.set_guarded(true);
+    let late = rig.submit((DataLen::None, Effect::Other));
+    rig.started();
+    rig.advance(10 * SEC);
+    let abort = rig.sent();
+    let mut refused = bhs(0x22, 0x80, word(&abort.bhs, 16));
+    refused[2] = 5;
+    rig.receive(refused, &[]);
+    let reset = rig.sent();
+    assert_eq!(reset.bhs[1], 0x85, "LOGICAL UNIT RESET");
+    rig.receive(bhs(0x22, 0x80, word(&reset.bhs, 16)), &[]);
+    let event = SessionEvent::UnitReset(Some(UNIT));
+    assert_eq!(rig.next(), Output::Event(event));
+    rig.retired(late);
+    assert_eq!(rig.completed(late), Err(RequestError::TimedOut));
+    rig
+}
+
+/// A command is executed.
+fn execute(rig: &mut Rig) {
+    let id = rig.submit((DataLen::None, Effect::None));
+    let (_, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(id);
+    rig.completed(id).unwrap();
+}
+
+/// The unit reports the attention to a command; returns whether it counts as the report of a reset of
+/// ours.
+fn is_own_reset(rig: &mut Rig, asc: u8, ascq: u8) -> bool {
+    let id = rig.submit((DataLen::None, Effect::None));
+    let (_, command) = rig.started();
+    unit_attention(rig, word(&command.bhs, 16), asc, ascq);
+    let event = rig.next();
+    let Output::Event(SessionEvent::UnitEvent { is_own_reset, .. }) = event else {
+        panic!("{event:?}");
+    };
+    rig.retired(id);
+    rig.session.release(true, rig.now);
+    let (again, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(again);
+    rig.completed(id).unwrap();
+    is_own_reset
+}
+
+#[test]
+fn own_reset_is_reported_once() {
+    let mut rig = reset_unit();
+    // Another attention does not replace the report.
+    rig.session.set_guarded(true);
+    let id = rig.submit((DataLen::None, Effect::None));
+    let (_, command) = rig.started();
+    unit_attention(&mut rig, word(&command.bhs, 16), 0x2a, 0x01);
+    let event = rig.next();
+    let is_ours = |event: &Output| matches!(event, Output::Event(SessionEvent::UnitEvent { is_own_reset, .. }) if *is_own_reset);
+    assert!(!is_ours(&event), "{event:?}");
+    rig.retired(id);
+    rig.session.release(true, rig.now);
+    let (_, command) = rig.started();
+    unit_attention(&mut rig, word(&command.bhs, 16), 0x29, 0x00);
+    let event = rig.next();
+    assert!(is_ours(&event), "{event:?}");
+    rig.retired(id);
+    rig.session.release(true, rig.now);
+    let (_, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(id);
+    rig.completed(id).unwrap();
+    assert!(!is_own_reset(&mut rig, 0x29, 0x00));
+}
+
+/// Otherwise a much later power-on would be treated as the report of the reset.
+#[test]
+fn executed_command_ends_wait_for_reset_report() {
+    let mut rig = reset_unit();
+    execute(&mut rig);
+    assert!(!is_own_reset(&mut rig, 0x29, 0x00));
+}
+
+/// A target may report the reset to every path but this one.
+#[test]
+fn unreported_reset_of_other_path_is_forgotten() {
+    let mut rig = Rig::live();
+    rig.session.set_guarded(true);
+    rig.session.expect_reset_report(None);
+    assert!(is_own_reset(&mut rig, 0x29, 0x00));
+    rig.session.expect_reset_report(Some(UNIT));
+    execute(&mut rig);
+    assert!(!is_own_reset(&mut rig, 0x29, 0x00));
+    // Commands to another unit report nothing about this one, and the reverse.
+    let other = Some([0, 9, 0, 0, 0, 0, 0, 0]);
+    rig.session.expect_reset_report(other);
+    assert!(!is_own_reset(&mut rig, 0x29, 0x00));
+}
+
+#[test]
+fn login_ends_wait_for_reset_report() {
+    let mut rig = Rig::live();
+    rig.session.set_guarded(true);
+    rig.session.expect_reset_report(None);
+    rig.session.handle_broken(rig.now);
+    rig.gone();
+    rig.reconnecting(Down::ConnectionLost);
+    rig.log_in();
+    rig.session.release(true, rig.now);
+    assert!(!is_own_reset(&mut rig, 0x29, 0x00));
 }
 
 /// Over RDMA, a connection has a slot for each command of the queue size, and it is in use until
@@ -1624,4 +1743,306 @@ fn hostile_iscsi_target() {
             run(actions);
         }
     });
+}
+
+impl Rig {
+    /// Logs in at a portal group, with this time to wait after an unexpected end.
+    fn log_in_at(&mut self, group: u16, time2wait: u16) {
+        (self.stat_sn, self.exp_cmd_sn) = (100, 1);
+        self.session.handle_connected([7; 33], self.now);
+        self.sent();
+        let text = format!("TargetPortalGroupTag={group}\0AuthMethod=None\0");
+        self.login_response(0x81, text.as_bytes());
+        self.sent();
+        let text = format!("DefaultTime2Wait={time2wait}\0");
+        self.login_response(0x87, text.as_bytes());
+        assert!(matches!(self.next(), Output::FullFeature(_)));
+        assert_eq!(self.next(), Output::Event(SessionEvent::Live));
+    }
+
+    /// The connection is lost with a write outstanding, and a new one is made.
+    fn lose_with_a_write(&mut self) -> RequestId {
+        let write = self.submit(out(512, 0));
+        self.started();
+        self.lose();
+        write
+    }
+
+    fn lose(&mut self) {
+        self.session.handle_broken(self.now);
+        self.gone();
+        self.reconnecting(Down::ConnectionLost);
+    }
+
+    /// The wait before the next login.
+    fn wait_for_login(&self) -> Duration {
+        match self.session.state() {
+            SessionState::Backoff { until } => until - self.now,
+            state => panic!("{state:?}"),
+        }
+    }
+
+    /// Logs in at a portal that redirects to `to`.
+    fn redirected(&mut self, status: u8, to: &str) {
+        (self.stat_sn, self.exp_cmd_sn) = (100, 1);
+        self.session.handle_connected([7; 33], self.now);
+        self.sent();
+        let mut pdu = bhs(0x23, 0x80, 0);
+        pdu[8..14].copy_from_slice(&[0x80, 1, 2, 3, 4, 5]);
+        pdu[20..24].fill(0);
+        (pdu[36], pdu[37]) = (1, status);
+        self.receive(pdu, format!("TargetAddress={to}\0").as_bytes());
+        self.gone();
+    }
+
+    fn connects_to(&mut self, host: Option<&str>) {
+        match self.next() {
+            Output::Connect(to) => assert_eq!(to.as_ref().map(|to| &*to.host), host),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// RFC 7143 clause 6.3.5: a login reinstates a session with the same portal group only. Another group
+/// ends nothing of the old session, whose writes may still be on their way to the disk.
+#[test]
+fn other_portal_group_delays_replay() {
+    for guarded in [true, false] {
+        let mut rig = Rig::connecting(config());
+        rig.log_in_at(1, 0);
+        rig.session.set_guarded(guarded);
+        let write = rig.lose_with_a_write();
+        rig.log_in_at(2, 0);
+        rig.session.release(false, rig.now);
+        rig.advance(2 * SEC);
+        rig.idle();
+        // Nothing is proved by another login there, nor is there more to wait for.
+        rig.lose();
+        rig.log_in_at(2, 0);
+        rig.session.release(false, rig.now);
+        rig.idle();
+        let settle_at = rig.session.core.settle_at.unwrap();
+        while rig.now < settle_at {
+            rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+            rig.advance(SEC.min(settle_at - rig.now));
+        }
+        assert_eq!(rig.started().0, write);
+    }
+}
+
+#[test]
+fn same_portal_group_replays_at_once() {
+    let mut rig = Rig::connecting(config());
+    rig.log_in_at(1, 0);
+    let write = rig.lose_with_a_write();
+    rig.log_in_at(2, 0);
+    rig.lose();
+    rig.log_in_at(1, 0);
+    assert_eq!(rig.started().0, write);
+}
+
+#[test]
+fn reads_need_no_portal_group() {
+    let mut rig = Rig::connecting(config());
+    rig.log_in_at(1, 0);
+    let read = rig.submit(READ);
+    rig.started();
+    rig.lose();
+    rig.log_in_at(2, 0);
+    assert_eq!(rig.started().0, read);
+}
+
+/// The portal group of the dead process's session is not known.
+#[test]
+fn takeover_of_dead_process_settles() {
+    let mut rig = Rig::connecting(config());
+    rig.log_in_at(1, 0);
+    rig.session.set_guarded(true);
+    rig.session.recover(rig.now);
+    rig.session.hold();
+    let write = rig.submit(out(512, 0));
+    rig.session.release(false, rig.now);
+    for _ in 0..14 {
+        rig.idle();
+        rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+        rig.advance(SEC);
+    }
+    rig.idle();
+    rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+    rig.advance(SEC);
+    assert_eq!(rig.started().0, write);
+}
+
+/// RFC 7143 clause 13.15: the shortest time before an implicit logout, which the login of the same
+/// initiator port is, after an unexpected end of the connection.
+#[test]
+fn default_time2wait_delays_login() {
+    let mut rig = Rig::connecting(config());
+    rig.log_in_at(1, 5);
+    rig.session.handle_broken(rig.now);
+    rig.gone();
+    assert_eq!(rig.wait_for_login(), 5 * SEC);
+    // A login that fails demands nothing.
+    rig.next();
+    rig.advance(5 * SEC);
+    rig.connects_to(None);
+    rig.session
+        .handle_connect_failed(ConnectError::Tcp(111), rig.now);
+    assert!(rig.wait_for_login() < SEC);
+}
+
+#[test]
+fn async_message_sets_time2wait() {
+    for event in [2, 3] {
+        let mut rig = Rig::connecting(config());
+        rig.log_in_at(1, 5);
+        let mut message = bhs(0x32, 0x80, u32::MAX);
+        message[36] = event;
+        message[40..42].copy_from_slice(&[0, 9]);
+        rig.receive(message, &[]);
+        rig.gone();
+        assert_eq!(rig.wait_for_login(), 9 * SEC, "event {event}");
+    }
+}
+
+#[test]
+fn logout_response_sets_time2wait() {
+    let mut rig = Rig::connecting(config());
+    rig.log_in_at(1, 5);
+    let mut message = bhs(0x32, 0x80, u32::MAX);
+    message[36] = 1;
+    rig.receive(message, &[]);
+    let logout = rig.sent();
+    let mut response = bhs(0x26, 0x80, word(&logout.bhs, 16));
+    response[40..42].copy_from_slice(&[0, 2]);
+    rig.receive(response, &[]);
+    rig.gone();
+    assert_eq!(rig.wait_for_login(), 2 * SEC);
+}
+
+/// Otherwise a busy path would fail each of its checks.
+#[test]
+fn probe_overtakes_queued_data() {
+    let mut rig = Rig::live();
+    for start in 0..8 {
+        rig.submit(out(512, 100 * start));
+    }
+    let (first, command) = rig.started();
+    for _ in 1..4 {
+        rig.started();
+    }
+    let mut probe = rig.spec(READ);
+    probe.retry = Retry::Probe;
+    let probe = rig.session.submit(probe, rig.now).unwrap();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(first);
+    rig.completed(first).unwrap();
+    assert_eq!(rig.started().0, probe);
+}
+
+/// RFC 7143 clause 7.8: immediate data of a discarded command are recovered when the task is retried.
+#[test]
+fn rejected_digest_repeats_write() {
+    // DATA DIGEST ERROR, WAITING FOR LOGOUT
+    for reason in [0x02, 0x0c] {
+        let mut rig = Rig::live();
+        let write = rig.submit(out(512, 0));
+        let (_, command) = rig.started();
+        let mut reject = bhs(0x3f, 0x80, u32::MAX);
+        reject[2] = reason;
+        rig.receive(reject, &command.bhs);
+        rig.gone();
+        let Output::Event(SessionEvent::Reconnecting(Down::IscsiFault(fault))) = rig.next() else {
+            panic!("no new login");
+        };
+        assert!(matches!(fault, IscsiFault::Rejected(_)));
+        rig.advance(SEC);
+        rig.connects_to(None);
+        rig.log_in();
+        assert_eq!(rig.started().0, write);
+    }
+    // INVALID PDU FIELD is the command's own.
+    let mut rig = Rig::live();
+    let write = rig.submit(out(512, 0));
+    let (_, command) = rig.started();
+    let mut reject = bhs(0x3f, 0x80, u32::MAX);
+    reject[2] = 0x09;
+    rig.receive(reject, &command.bhs);
+    rig.retired(write);
+    rig.completed(write).unwrap_err();
+}
+
+#[test]
+fn permanent_move_is_remembered() {
+    const TEMPORARY: u8 = 1;
+    const PERMANENT: u8 = 2;
+    for (status, next) in [(TEMPORARY, None), (PERMANENT, Some("192.0.2.2"))] {
+        let mut rig = Rig::connecting(config());
+        rig.redirected(status, "192.0.2.2:3260,1");
+        rig.connects_to(Some("192.0.2.2"));
+        rig.log_in();
+        rig.session.handle_broken(rig.now);
+        rig.gone();
+        rig.next();
+        rig.advance(SEC);
+        rig.connects_to(next);
+        // The other address is tried when this one fails, and this one again after that.
+        for next in [None, next] {
+            rig.session
+                .handle_connect_failed(ConnectError::Tcp(111), rig.now);
+            rig.next();
+            rig.advance(SEC);
+            rig.connects_to(next);
+        }
+    }
+}
+
+/// As Linux does after DID_ERROR.
+#[test]
+fn failed_response_repeats_request() {
+    let mut rig = Rig::connecting(SessionConfig {
+        max_attempts: 32,
+        ..config()
+    });
+    rig.log_in();
+    let read = rig.submit((DataLen::In(512), Effect::Read { start: 0, end: 1 }));
+    for attempt in 0..6 {
+        let (id, command) = rig.started();
+        assert_eq!(id, read);
+        let mut response = bhs(0x21, 0x80, word(&command.bhs, 16));
+        match attempt {
+            // TARGET FAILURE
+            0..5 => response[2] = 1,
+            // GOOD, without data
+            _ => {
+                response[1] |= 2;
+                put(&mut response, 44, 512);
+            }
+        }
+        rig.receive(response, &[]);
+        rig.retired(read);
+        rig.advance(SEC);
+    }
+    assert_eq!(rig.completed(read).unwrap().transferred, 0);
+    // Another effect is not repeated.
+    let other = rig.submit((DataLen::None, Effect::Other));
+    let (_, command) = rig.started();
+    let mut response = bhs(0x21, 0x80, word(&command.bhs, 16));
+    response[2] = 1;
+    rig.receive(response, &[]);
+    rig.retired(other);
+    let failed = rig.completed(other);
+    assert_eq!(failed, Err(RequestError::TargetFailure(1)));
+}
+
+/// A target that reports success before it has received the data of a write has not written them.
+#[test]
+fn good_write_counts_only_solicited_data() {
+    let mut rig = Rig::live();
+    let write = rig.submit(out(4096, 0));
+    let (request, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(request);
+    let unsolicited = 1024;
+    assert_eq!(rig.completed(write).unwrap().transferred, unsolicited);
 }

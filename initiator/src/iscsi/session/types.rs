@@ -25,6 +25,8 @@ pub struct SessionConfig {
     pub name: IscsiName,
     /// Target to log in to; none for a discovery session.
     pub target: Option<IscsiName>,
+    /// Target whose portals a discovery session requests, instead of all targets.
+    pub sought: Option<IscsiName>,
     /// With the name it makes the initiator port. A session with the same port is replaced.
     pub isid: Isid,
     /// Credentials by which the initiator proves itself.

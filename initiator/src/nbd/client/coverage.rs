@@ -1,16 +1,16 @@
-//! Parts of a read that have arrived.
+//! Ranges received for a read.
 
 use std::ops::Range;
 
-/// Disjoint ranges of bytes, in order, neighbours joined.
+/// Disjoint byte ranges, sorted; adjacent ranges are merged.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Coverage(Vec<Range<u32>>);
 
 impl Coverage {
-    /// Adds a range, which is not empty. Returns false if a part of it was there before.
+    /// Adds a non-empty range. Returns false if it overlaps with a previous range.
     pub(super) fn add(&mut self, new: Range<u32>) -> bool {
         let at = self.0.partition_point(|old| old.end < new.start);
-        // From here on ranges end at the begin of the new one, or later.
+        // All ranges starting here have an end which is at or after the start of the new range.
         let joins = |old: Option<&Range<u32>>, place: u32, is_end: bool| {
             old.is_some_and(|old| place == if is_end { old.end } else { old.start })
         };
@@ -37,7 +37,7 @@ impl Coverage {
         self.0.len()
     }
 
-    /// Returns whether every byte up to `len` is there.
+    /// Returns whether all bytes up to `len` were received.
     pub(super) fn is_whole(&self, len: u32) -> bool {
         self.0.len() == 1 && self.0[0] == (0..len)
     }

@@ -1,4 +1,4 @@
-//! Negotiation with a server: fixed newstyle, one option after the other.
+//! Fixed newstyle negotiation with a server, one option at a time.
 
 use std::io::{self, Read, Write};
 
@@ -10,101 +10,101 @@ use crate::nbd::proto::{
     OPTION_REPLY_LEN, OPTION_REPLY_MAGIC, flag, handshake_flag, info, opt, rep,
 };
 
-/// Most replies to one option. A server sends one for each piece of information.
+/// Max replies for an option. The server sends a reply for each piece of information.
 const MAX_REPLIES: usize = 64;
 
-/// Outcome of a negotiation.
+/// Negotiation result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Negotiated {
-    /// Size of the export in bytes.
+    /// Export size in bytes.
     pub size: u64,
-    /// Transmission flags of the export ([`flag`]).
+    /// Transmission flags for the export ([`flag`]).
     pub flags: u16,
-    /// Smallest length and alignment of requests, in bytes; 1 where the server does not say.
+    /// Min request size and alignment in bytes; 1 if not reported by the server.
     pub min_block: u32,
-    /// Length and alignment that the server prefers, in bytes, if it says.
+    /// Preferred request size and alignment in bytes, if reported by the server.
     pub preferred_block: Option<u32>,
-    /// Longest read or write, in bytes.
+    /// Max read or write size in bytes.
     pub max_payload: u32,
-    /// Replies may come in chunks.
+    /// Replies can use chunks.
     pub structured: bool,
-    /// Number of the context `base:allocation`, if it was selected.
+    /// ID of the context `base:allocation`, if selected.
     pub allocation_context: Option<u32>,
 }
 
-/// Reason why a negotiation has failed.
+/// Negotiation error.
 #[derive(Debug, Error)]
 pub enum HandshakeError {
-    /// The connection failed or ended.
+    /// Connection error, or the connection was closed.
     #[error("the connection failed during the negotiation: {0}")]
     Io(#[from] io::Error),
-    /// The first bytes are not those of an NBD server.
+    /// The first bytes don't match an NBD server.
     #[error("no NBD server answers there: it begins with {0:#018x}")]
     Magic(u64),
-    /// The server has oldstyle negotiation, or the first form of newstyle.
+    /// The server uses oldstyle negotiation, or the initial form of newstyle.
     #[error("the server does not speak fixed newstyle negotiation")]
     Oldstyle,
-    /// A reply does not belong to the option that was sent.
+    /// Reply for a different option.
     #[error("the server answers option {sent} with a reply to option {answered}")]
     OtherOption {
-        /// Option that was sent.
+        /// Option which we sent.
         sent: u32,
-        /// Option that the reply names.
+        /// Option number in the reply.
         answered: u32,
     },
-    /// A reply does not begin with its magic number.
+    /// Reply with an invalid magic number.
     #[error("reply to option {option} begins with {magic:#018x}")]
     ReplyMagic {
-        /// Option that was sent.
+        /// Option which we sent.
         option: u32,
         /// First eight bytes of the reply.
         magic: u64,
     },
-    /// A reply is longer than any that exists, or malformed.
+    /// Reply which is malformed, or larger than any valid reply.
     #[error("reply of type {kind} to option {option} is malformed ({len} bytes)")]
     Malformed {
-        /// Option that was sent.
+        /// Option which we sent.
         option: u32,
-        /// Type of the reply.
+        /// Reply type.
         kind: u32,
-        /// Length of its data, in bytes.
+        /// Data length in bytes.
         len: u32,
     },
-    /// The server answers one option without end.
+    /// Too many replies for the same option.
     #[error("the server sends more than {MAX_REPLIES} replies to option {0}")]
     TooManyReplies(u32),
-    /// The server has no such export.
+    /// The server doesn't have this export.
     #[error("the server has no export `{export}`{}", said(.message))]
     UnknownExport {
-        /// Name that was asked for.
+        /// Requested name.
         export: String,
-        /// Explanation of the server; may be empty.
+        /// Message from the server; can be empty.
         message: String,
     },
-    /// The server demands encryption.
+    /// The server requires encryption.
     #[error("the server demands TLS, which is not supported{}", said(.0))]
     Tls(String),
-    /// The server refuses an option.
+    /// The server rejected an option.
     #[error("the server refuses option {option} with error {error}{}", said(.message))]
     Refused {
-        /// Option that was sent.
+        /// Option which we sent.
         option: u32,
-        /// Number of the error, without its highest bit.
+        /// Error number, with the highest bit cleared.
         error: u32,
-        /// Explanation of the server; may be empty.
+        /// Message from the server; can be empty.
         message: String,
     },
-    /// The server ends the answer to `GO` without the size of the export.
+    /// The server completed `GO` but didn't send the export size.
     #[error("the server does not report the size of the export")]
     NoSize,
-    /// Block sizes that break the protocol's rules.
+    /// Invalid block sizes.
     #[error("the server reports impossible block sizes: {min}, {preferred}, {max}")]
     BlockSizes {
-        /// Minimum that was reported, in bytes.
+        /// Reported minimum in bytes.
         min: u32,
-        /// Preferred size that was reported, in bytes.
+        /// Reported preferred size in bytes.
         preferred: u32,
-        /// Maximum that was reported, in bytes.
+        /// Reported maximum in bytes.
         max: u32,
     },
 }
@@ -116,11 +116,11 @@ fn said(message: &str) -> String {
     }
 }
 
-/// Negotiates the use of an export. The stream waits for the server, for a time that its owner
-/// bounds.
+/// Negotiates access to an export. The stream blocks while waiting for the server, so the owner
+/// should set a timeout.
 ///
 /// # Errors
-/// [`HandshakeError`].
+/// Returns [`HandshakeError`] if negotiation failed.
 pub fn negotiate(
     stream: &mut (impl Read + Write),
     export: &str,
@@ -136,8 +136,8 @@ pub fn negotiate(
         allocation_context: None,
     };
     let mut options = Options { stream, export };
-    // Structured replies come first: metadata contexts need them. A server that refuses either
-    // serves reads and writes all the same.
+    // Structured replies must be negotiated first, because they're required for metadata contexts.
+    // If the server rejects either option, we can still read and write.
     negotiated.structured = options.structured_reply()?;
     if negotiated.structured {
         negotiated.allocation_context = options.allocation_context()?;
@@ -146,16 +146,16 @@ pub fn negotiate(
         options.export_name(&mut negotiated, no_zeroes)?;
     }
     if negotiated.flags & flag::HAS_FLAGS == 0 {
-        // A server without flags is one without abilities.
+        // If there are no flags, no features are supported.
         negotiated.flags = 0;
     }
     Ok(negotiated)
 }
 
-/// Exchanges the greeting. Returns whether the answer to `EXPORT_NAME` has no padding.
+/// Exchanges the greeting. Returns whether the `EXPORT_NAME` reply is sent without padding.
 fn greet(stream: &mut (impl Read + Write)) -> Result<bool, HandshakeError> {
-    // An oldstyle server and one that speaks another protocol may send less than a greeting, so the
-    // first magic number is judged before more is awaited.
+    // An oldstyle server, or a different protocol, may send less data than a greeting. So we need
+    // to check the first magic number before reading more.
     let mut greeting = [0; GREETING_LEN];
     stream.read_exact(&mut greeting[..8])?;
     let magic = |at: usize, greeting: &[u8]| {
@@ -180,7 +180,7 @@ fn greet(stream: &mut (impl Read + Write)) -> Result<bool, HandshakeError> {
     Ok(own & handshake_flag::NO_ZEROES != 0)
 }
 
-/// A reply to an option.
+/// Option reply.
 struct OptionReply {
     kind: u32,
     data: Vec<u8>,
@@ -191,10 +191,10 @@ impl OptionReply {
         self.kind >= 1 << 31
     }
 
-    /// Text of an error for people.
+    /// Human-readable error text.
     fn message(&self) -> String {
         let text = String::from_utf8_lossy(&self.data);
-        // It goes to a terminal.
+        // This will be printed on a terminal.
         text.chars().filter(|c| !c.is_control()).collect()
     }
 
@@ -207,7 +207,7 @@ impl OptionReply {
     }
 }
 
-/// The phase of options.
+/// Option phase.
 struct Options<'a, S> {
     stream: &'a mut S,
     export: &'a str,
@@ -234,7 +234,7 @@ impl<S: Read + Write> Options<'_, S> {
         if answered != sent {
             return Err(HandshakeError::OtherOption { sent, answered });
         }
-        // The length is the server's, so no memory is taken for it before it is judged.
+        // The length was sent by the server, so it must be checked before allocating memory.
         if len as usize > MAX_OPTION {
             return Err(HandshakeError::Malformed {
                 option: sent,
@@ -247,7 +247,7 @@ impl<S: Read + Write> Options<'_, S> {
         Ok(OptionReply { kind, data })
     }
 
-    /// Returns the replies to an option up to the last: an acknowledgement or an error.
+    /// Returns all replies for an option, up to the final acknowledgement or error.
     fn replies(
         &mut self,
         option: u32,
@@ -272,14 +272,14 @@ impl<S: Read + Write> Options<'_, S> {
         Ok(last.kind == rep::ACK)
     }
 
-    /// Name of the export with its length before it.
+    /// Length-prefixed export name.
     fn name(&self) -> Vec<u8> {
         let mut data = (self.export.len() as u32).to_be_bytes().to_vec();
         data.extend(self.export.as_bytes());
         data
     }
 
-    /// Selects `base:allocation`. Returns the server's number of it, if the server has it.
+    /// Selects `base:allocation`. Returns the context ID used by the server, if supported.
     fn allocation_context(&mut self) -> Result<Option<u32>, HandshakeError> {
         let option = opt::SET_META_CONTEXT;
         let mut data = self.name();
@@ -296,11 +296,11 @@ impl<S: Read + Write> Options<'_, S> {
             }
             Ok(())
         })?;
-        // An unknown export is reported by `GO`, with an error of its own.
+        // If the export is unknown, `GO` will return a specific error.
         Ok(id.filter(|_| last.kind == rep::ACK))
     }
 
-    /// Begins the transmission. Returns false where the server does not know the option.
+    /// Starts the transmission phase. Returns false if the server doesn't support this option.
     fn go(&mut self, negotiated: &mut Negotiated) -> Result<bool, HandshakeError> {
         let mut data = self.name();
         data.extend(1u16.to_be_bytes());
@@ -328,7 +328,8 @@ impl<S: Read + Write> Options<'_, S> {
         }
     }
 
-    /// Begins the transmission in the older way. A server that refuses the export hangs up.
+    /// Starts the transmission phase using the old option. If the server rejects the export, it
+    /// closes the connection.
     fn export_name(
         &mut self,
         negotiated: &mut Negotiated,
@@ -353,7 +354,7 @@ impl<S: Read + Write> Options<'_, S> {
     }
 }
 
-/// Takes a piece of information about the export. Returns whether it is its size.
+/// Handles export information. Returns whether it contains the size.
 fn take_info(reply: &OptionReply, negotiated: &mut Negotiated) -> Result<bool, HandshakeError> {
     let malformed = || reply.malformed(opt::GO);
     let mut cursor = Cursor(&reply.data);
@@ -373,9 +374,8 @@ fn take_info(reply: &OptionReply, negotiated: &mut Negotiated) -> Result<bool, H
             let mut size = || cursor.u32().ok_or_else(malformed);
             let (min, preferred, max) = (size()?, size()?, size()?);
             cursor.finish().ok_or_else(malformed)?;
-            // Block size constraints of the protocol document: powers of two, the minimum at most
-            // 64 KiB, the preferred size at least 512 bytes, the maximum a multiple of the minimum
-            // or without limit.
+            // Constraints from the protocol specification: sizes are powers of two, min is at most
+            // 64 KiB, preferred is at least 512 bytes, and max is a multiple of min or unlimited.
             let is_possible = min.is_power_of_two()
                 && min <= 65536
                 && preferred.is_power_of_two()
@@ -394,7 +394,7 @@ fn take_info(reply: &OptionReply, negotiated: &mut Negotiated) -> Result<bool, H
             negotiated.max_payload = max;
             Ok(false)
         }
-        // Names and descriptions are of no use here.
+        // We don't use names and descriptions.
         _ => Ok(false),
     }
 }

@@ -1,17 +1,18 @@
-//! The client's side of the protocol.
+//! Client protocol.
 //!
-//! - [`negotiate`]: the handshake, on a stream that waits.
-//! - [`Negotiated`]: its outcome.
-//! - [`Requests`]: the transmission phase as a machine: requests and bytes in, bytes and ends out.
+//! - [`negotiate`]: handshake on a blocking stream.
+//! - [`Negotiated`]: handshake result.
+//! - [`Requests`]: state machine for the transmission phase: requests and bytes in, bytes and
+//!   completions out.
 //!
-//! Of the options it uses `STRUCTURED_REPLY`, `SET_META_CONTEXT` with `base:allocation`, and `GO`
-//! with the block sizes; `EXPORT_NAME` at servers that do not know `GO`.
+//! The client uses the options `STRUCTURED_REPLY`, `SET_META_CONTEXT` with `base:allocation`, and
+//! `GO` with block sizes; if `GO` is not supported, `EXPORT_NAME` is used instead.
 //!
 //! # Invariants
-//! A server's bytes never panic. What is held of them is bounded: replies to options by
-//! [`MAX_OPTION`](super::proto::MAX_OPTION) bytes each and a number of them, a read's chunks by
-//! [`MAX_PIECES`](requests::MAX_PIECES) ranges, a status by
-//! [`MAX_EXTENTS`](requests::MAX_EXTENTS) extents.
+//! Data from the server never causes a panic, and we limit the memory used for it: option replies
+//! to [`MAX_OPTION`](super::proto::MAX_OPTION) bytes each and a max number, read chunks to
+//! [`MAX_PIECES`](requests::MAX_PIECES) ranges, status to [`MAX_EXTENTS`](requests::MAX_EXTENTS)
+//! extents.
 
 mod coverage;
 mod handshake;

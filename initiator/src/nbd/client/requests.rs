@@ -1,4 +1,4 @@
-//! Requests in flight on a connection, and the replies to them.
+//! Requests in flight on a connection, and reply processing.
 //!
 //! ```text
 //! Reply ──simple reply of a read, data chunk──> Payload ──last chunk──> End ──> Reply
@@ -7,10 +7,10 @@
 //!   └──status chunk──> Extents ──> Reply or End    any of them ──fault, drain──> Closed
 //! ```
 //!
-//! The calling order: [`Requests::submit`] gives the header to send, which the data of a write
-//! follow. What the socket has is offered to [`Requests::handle`], which takes as much as makes one
-//! step. Data of a read are next in the stream where [`Requests::payload`] says so: the driver
-//! takes these bytes itself, to their place, and reports them with [`Requests::handle_payload`].
+//! Call [`Requests::submit`] to get a header, and send it, for writes followed by the data. Pass
+//! received data to [`Requests::handle`], which consumes the input for one step. If
+//! [`Requests::payload`] returns a range, read data is next in the stream: the driver should
+//! receive these bytes directly into the buffer and then call [`Requests::handle_payload`].
 
 use riser_state::become_state;
 use slab::Slab;
@@ -24,58 +24,58 @@ use crate::nbd::proto::{
     STRUCTURED_REPLY_MAGIC, chunk, cmd, cmd_flag,
 };
 
-/// Most requests in flight on a connection. The protocol has no limit; servers stop reading at
-/// one of theirs.
+/// Max requests in flight per connection. The protocol doesn't define a limit; servers have their
+/// own, and then stop reading.
 pub const MAX_IN_FLIGHT: usize = 1024;
-/// Most separate ranges of one read that are remembered.
+/// Max separate ranges tracked for a read.
 pub(super) const MAX_PIECES: usize = 16_384;
-/// Most extents that are kept of one reply; the range that they cover is shorter then.
+/// Max extents returned for a reply; if there are more, a smaller range is reported.
 pub(super) const MAX_EXTENTS: usize = 4096;
 
-/// A request. Offsets and lengths are bytes, and within the export.
+/// Request. Offsets and lengths are in bytes, and must be within the export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// Reads data.
     Read {
         /// First byte.
         offset: u64,
-        /// Number of bytes, not 0.
+        /// Number of bytes, must not be 0.
         len: u32,
     },
-    /// Writes the data that follow the header.
+    /// Writes the data after the header.
     Write {
         /// First byte.
         offset: u64,
-        /// Number of bytes, not 0.
+        /// Number of bytes, must not be 0.
         len: u32,
-        /// Done only when the data are on stable storage.
+        /// Data must be on stable storage before the reply.
         fua: bool,
     },
-    /// Puts finished writes on stable storage.
+    /// Flushes completed writes to stable storage.
     Flush,
-    /// Gives up contents.
+    /// Discards contents.
     Trim {
         /// First byte.
         offset: u64,
-        /// Number of bytes, not 0.
+        /// Number of bytes, must not be 0.
         len: u32,
     },
-    /// Makes a range read as zeroes.
+    /// Sets a range to zero.
     WriteZeroes {
         /// First byte.
         offset: u64,
-        /// Number of bytes, not 0.
+        /// Number of bytes, must not be 0.
         len: u32,
-        /// The space must stay allocated.
+        /// The space must remain allocated.
         no_hole: bool,
-        /// The zeroes must be on stable storage.
+        /// Zeroes must be on stable storage before the reply.
         fua: bool,
     },
-    /// Asks which parts of a range are allocated.
+    /// Requests the allocation status of a range.
     BlockStatus {
         /// First byte.
         offset: u64,
-        /// Number of bytes, not 0.
+        /// Number of bytes, must not be 0.
         len: u32,
     },
 }
@@ -105,90 +105,91 @@ impl Request {
     }
 }
 
-/// Violation of the protocol by a server in its replies. The stream cannot be followed any longer.
+/// Protocol error in a reply from the server. The stream can no longer be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ReplyFault {
-    /// A reply does not begin with a magic number.
+    /// Reply with an invalid magic number.
     #[error("a reply begins with {0:#010x}")]
     Magic(u32),
-    /// A reply to a request that is not in flight.
+    /// Reply for a request which is not in flight.
     #[error("a reply names the request {0:#x}, which is not in flight")]
     Cookie(u64),
-    /// A reply to a request that was not sent yet.
+    /// Reply received before the request was sent.
     #[error("a reply comes before its request was sent")]
     Early,
-    /// A chunk without structured replies, or a simple reply to a read with them.
+    /// Chunk without structured replies enabled, or simple read reply with structured replies
+    /// enabled.
     #[error("a reply has the form that was not negotiated")]
     Form,
-    /// A chunk whose type does not belong to its request, or is not known.
+    /// Chunk type which is unknown or doesn't match the request.
     #[error("a chunk of type {kind} does not belong to its request")]
     Kind {
-        /// Type of the chunk.
+        /// Chunk type.
         kind: u16,
     },
-    /// A chunk whose length is not that of its type.
+    /// Invalid length for this chunk type.
     #[error("a chunk of type {kind} has {len} bytes")]
     Length {
-        /// Type of the chunk.
+        /// Chunk type.
         kind: u16,
-        /// Length of its payload, in bytes.
+        /// Payload length in bytes.
         len: u32,
     },
-    /// Data beyond what was asked for, or twice.
+    /// Data which was not requested, or already received.
     #[error(
         "a reply brings {len} bytes from byte {offset} on, which were not asked for or came before"
     )]
     Data {
-        /// First byte on the export.
+        /// First byte in the export.
         offset: u64,
         /// Number of bytes.
         len: u32,
     },
-    /// A read ends with a part of its data missing.
+    /// The reply is complete, but some data is missing.
     #[error("the reply to a read from byte {offset} on lacks data")]
     Missing {
         /// First byte of the read.
         offset: u64,
     },
-    /// A read is answered in more than [`MAX_PIECES`] separate ranges.
+    /// Read reply with more than [`MAX_PIECES`] separate ranges.
     #[error("the reply to a read is in more than {MAX_PIECES} separate pieces")]
     TooManyPieces,
-    /// Extents of a context that was not selected, of no length, or none at all.
+    /// No extents, an extent with zero length, or a context which was not selected.
     #[error("a status reply has no extents, or none that were asked for")]
     Extents,
-    /// An error chunk or a failure without an error number.
+    /// Error reply without an error code.
     #[error("a chunk reports a failure with error 0")]
     NoError,
-    /// Bytes after a fault.
+    /// Data received after a fault.
     #[error("the connection is closed")]
     Closed,
 }
 
-/// End of a request.
+/// Request completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct End {
-    /// Failure that the server reports, if there is one.
+    /// Error reported by the server, if any.
     pub result: Result<(), BlockError>,
-    /// Extents of the range of a status request, from its start on, in whole blocks.
+    /// Extents for a status request, starting with the first byte, in whole blocks.
     pub extents: Vec<Extent>,
 }
 
-/// Outcome of a step.
+/// Result of a step.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Event<T> {
-    /// A request has ended.
+    /// The request is complete.
     Done(T, End),
-    /// A part of a read is zeroes: the caller fills it. Offsets count from the request's first
-    /// byte; [`Requests::token`] names the request.
+    /// Part of a read which must be filled with zeroes by the caller. Offsets are relative to the
+    /// request; use [`Requests::token`] to get the request.
     Hole(usize, std::ops::Range<usize>),
 }
 
-/// Progress of one call of [`Requests::handle`].
+/// Result of a call to [`Requests::handle`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Progress<T> {
-    /// Number of bytes of the input that it took. 0 without an event: it needs more.
+    /// Number of input bytes consumed. If it is 0 and there is no event, more data is required.
     pub consumed: usize,
-    /// Event that these bytes have led to.
+    /// Event caused by these bytes.
     pub event: Option<Event<T>>,
 }
 
@@ -203,16 +204,16 @@ impl<T> Progress<T> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// The header of a reply is next.
+    /// A reply header is next.
     Reply,
-    /// Data of a read, from byte `at` of it on.
+    /// Read data, starting at offset `at`.
     Payload {
         key: usize,
         at: u32,
         left: u32,
         is_last: bool,
     },
-    /// Extents of a status.
+    /// Extents for a status request.
     Extents {
         key: usize,
         left: u32,
@@ -220,7 +221,7 @@ enum State {
     },
     /// The reply is complete.
     End { key: usize },
-    /// The server has broken the protocol, or the requests were removed.
+    /// Protocol error, or the requests were removed.
     Closed,
 }
 
@@ -237,7 +238,7 @@ impl riser_state::State for State {
     }
 }
 
-/// A request in flight.
+/// Request in flight.
 #[derive(Debug)]
 struct Pending<T> {
     token: T,
@@ -248,22 +249,22 @@ struct Pending<T> {
     error: Option<BlockError>,
 }
 
-/// Requests in flight on a connection; each bears a token of its caller's.
+/// Requests in flight on a connection; the caller provides a token for each.
 #[derive(Debug)]
 pub struct Requests<T> {
     pending: Slab<Pending<T>>,
     state: State,
-    /// Distinguishes requests that have had the same place.
+    /// Used to detect a stale cookie if the slot was reused.
     generation: u32,
     structured: bool,
     allocation_context: Option<u32>,
-    /// Extents are reported in multiples of it.
+    /// Extent lengths are reported as multiples of this value.
     block: u32,
 }
 
 impl<T> Requests<T> {
-    /// None in flight, on a connection whose negotiation had this outcome. Extents are reported in
-    /// whole blocks of `block` bytes.
+    /// Creates an empty set for a connection with these negotiated features. Extents are reported
+    /// in whole blocks with `block` bytes.
     #[must_use]
     pub fn new(structured: bool, allocation_context: Option<u32>, block: u32) -> Self {
         Self {
@@ -282,19 +283,19 @@ impl<T> Requests<T> {
         self.pending.len()
     }
 
-    /// Tokens of the requests in flight.
+    /// Tokens for requests in flight.
     pub fn tokens(&self) -> impl Iterator<Item = &T> {
         self.pending.iter().map(|(_, pending)| &pending.token)
     }
 
-    /// Token of the request that an [`Event::Hole`] names.
+    /// Token for the request in an [`Event::Hole`].
     #[must_use]
     pub fn token(&self, key: usize) -> &T {
         &self.pending[key].token
     }
 
-    /// Takes all requests out, as they will not be answered any more. The stream cannot be followed
-    /// from then on: what is left of it may belong to one of them.
+    /// Removes all requests, because there will be no more replies. The stream can't be used after
+    /// this, because the remaining data may belong to a removed request.
     pub fn drain(&mut self) -> Vec<T> {
         if self.state != State::Closed {
             become_state(&mut self.state, State::Closed);
@@ -302,10 +303,10 @@ impl<T> Requests<T> {
         self.pending.drain().map(|pending| pending.token).collect()
     }
 
-    /// Adds a request. Returns the header to send.
+    /// Adds a request and returns the header to send.
     ///
     /// # Panics
-    /// If [`MAX_IN_FLIGHT`] requests are in flight.
+    /// If there are already [`MAX_IN_FLIGHT`] requests in flight.
     pub fn submit(&mut self, request: Request, token: T) -> [u8; REQUEST_LEN] {
         assert!(self.pending.len() < MAX_IN_FLIGHT, "too many requests");
         self.generation = self.generation.wrapping_add(1);
@@ -321,8 +322,8 @@ impl<T> Requests<T> {
         request.header(Cookie(u64::from(generation) << 32 | key as u64))
     }
 
-    /// Place of the data that are next in the stream: the request's token, the offset from its
-    /// first byte, and the number of bytes.
+    /// If read data is next in the stream, returns the request token, the offset in this request
+    /// and the number of bytes.
     #[must_use]
     pub fn payload(&self) -> Option<(&T, usize, usize)> {
         match self.state {
@@ -333,10 +334,10 @@ impl<T> Requests<T> {
         }
     }
 
-    /// The driver took `len` bytes of data out of the stream.
+    /// Must be called when the driver has received `len` bytes of data from the stream.
     ///
     /// # Panics
-    /// If that is more than [`Requests::payload`] says.
+    /// If `len` exceeds the value returned by [`Requests::payload`].
     pub fn handle_payload(&mut self, len: usize) {
         let State::Payload {
             key,
@@ -357,12 +358,12 @@ impl<T> Requests<T> {
         }
     }
 
-    /// One step on the bytes that the stream has, from its current position on. It never needs more
-    /// than the header of a chunk and an error message ([`MAX_STRING`]) at once, and takes nothing
-    /// while data are next.
+    /// Processes one step of the received data, starting at the current stream position. It never
+    /// requires more than a chunk header and an error message ([`MAX_STRING`]) at the same time. If
+    /// read data is next, it doesn't consume anything.
     ///
     /// # Errors
-    /// The stream cannot be followed; nothing more can be handled.
+    /// Returns an error if the stream is invalid; the connection can't be used after this.
     pub fn handle(&mut self, input: &[u8]) -> Result<Progress<T>, ReplyFault> {
         let step = match self.state {
             State::Reply => self.on_reply(input),
@@ -389,7 +390,7 @@ impl<T> Requests<T> {
         }
     }
 
-    /// The request that a reply names.
+    /// Looks up the request for a reply.
     fn find(&mut self, cookie: u64) -> Result<usize, ReplyFault> {
         let key = (cookie & u64::from(u32::MAX)) as usize;
         let generation = (cookie >> 32) as u32;
@@ -495,7 +496,8 @@ impl<T> Requests<T> {
                 become_state(&mut self.state, State::Extents { key, left, is_last });
                 Ok(Progress::took(CHUNK_LEN + 4))
             }
-            // Every type with the highest bit set is an error, also those of a later protocol.
+            // If the highest bit is set, the type is an error, even if it's defined by a later
+            // version.
             (kind, _) if kind >= 1 << 15 => self.on_error(body, kind, len, key, is_last),
             (kind, _) => Err(ReplyFault::Kind { kind }),
         }
@@ -510,7 +512,7 @@ impl<T> Requests<T> {
         is_last: bool,
     ) -> Result<Progress<T>, ReplyFault> {
         let bad_length = ReplyFault::Length { kind, len };
-        // Number, length of the message, message, and perhaps an offset.
+        // Error code, message length, message, and optional offset.
         if !(6..=6 + MAX_STRING as u32 + 8).contains(&len) {
             return Err(bad_length);
         }
@@ -525,7 +527,7 @@ impl<T> Requests<T> {
             return Err(ReplyFault::NoError);
         }
         let message: String = message.chars().filter(|c| !c.is_control()).collect();
-        // The first error of several is kept: it is the cause, as a rule.
+        // If there are multiple errors, keep the first, because it's usually the cause.
         let kept = &mut self.pending[key].error;
         kept.get_or_insert_with(|| Errno::block_error(error, &message));
         if is_last {
@@ -534,7 +536,7 @@ impl<T> Requests<T> {
         Ok(Progress::took(CHUNK_LEN + len as usize))
     }
 
-    /// Notes that a part of a read has come. Returns it, counted from the request's first byte.
+    /// Adds a received part of a read. Returns the range relative to the request.
     fn cover(
         &mut self,
         key: usize,
@@ -623,7 +625,7 @@ impl<T> Requests<T> {
     }
 }
 
-/// State that follows on a chunk.
+/// Next state after a chunk.
 fn after(key: usize, is_last: bool) -> State {
     match is_last {
         true => State::End { key },
@@ -631,11 +633,11 @@ fn after(key: usize, is_last: bool) -> State {
     }
 }
 
-/// Extents of a status reply as whole blocks, up to `limit` bytes. A block in which data and a hole
-/// meet is data.
+/// Converts extents from a status reply to whole blocks, up to `limit` bytes. If a block contains
+/// both data and a hole, it is treated as data.
 fn whole_blocks(extents: &[(u32, u32)], limit: u64, block: u64) -> Vec<Extent> {
     let mut out: Vec<Extent> = Vec::new();
-    // `at` is the end of what is in `out`, and `end` that of the extents looked at so far.
+    // `at` is the end of the output, and `end` is the end of the processed extents.
     let (mut at, mut end) = (0, 0);
     let mut push = |len: u64, kind: ExtentKind| match out.last_mut() {
         Some(last) if last.kind == kind => last.len += len,
@@ -663,7 +665,8 @@ fn whole_blocks(extents: &[(u32, u32)], limit: u64, block: u64) -> Vec<Extent> {
             push(to - at, kind);
             at = to;
         }
-        // The last block of this extent is not all of it: the next one begins within.
+        // The last block is only partially covered by this extent: the next extent starts within
+        // it.
         if kind != ExtentKind::Data && end > at {
             push(block.min(limit - at), ExtentKind::Data);
             at = (at + block).min(limit);
@@ -708,7 +711,7 @@ mod tests {
         assert_eq!(table(&states()), expected);
     }
 
-    /// Requests with a read of two bytes and a status in flight, and their cookies.
+    /// Creates a two-byte read and a status request in flight, and returns the cookies.
     fn two() -> (Requests<char>, Cookie, Cookie) {
         let mut requests = Requests::new(true, Some(1), 512);
         let cookie = |header: [u8; REQUEST_LEN]| {
@@ -757,7 +760,7 @@ mod tests {
             let (mut r, read, _) = two();
             handle(&mut r, &proto::data_chunk(read, 0, 2, true));
             r.handle_payload(1);
-            // The data that are still to come are those of no request.
+            // The remaining data doesn't belong to any request.
             assert_eq!(r.drain(), ['a', 'b']);
             assert!(r.payload().is_none());
             assert_eq!(r.handle(&[0]), Err(ReplyFault::Closed));
@@ -777,25 +780,25 @@ mod tests {
             kinds(&[(1024, 0), (512, HOLE), (512, 2)], 4096),
             [(1024, Data), (512, Hole), (512, Zero)]
         );
-        // Beyond the limit nothing is reported.
+        // Nothing should be reported past the limit.
         assert_eq!(kinds(&[(1 << 30, HOLE)], 4096), [(4096, Hole)]);
         assert_eq!(kinds(&[(4096, 0), (4096, HOLE)], 4096), [(4096, Data)]);
-        // 700 bytes of data and a hole: the hole begins with the next block.
+        // 700 bytes of data, then a hole: the hole should start at the next block.
         assert_eq!(
             kinds(&[(700, 0), (3396, HOLE)], 4096),
             [(1024, Data), (3072, Hole)]
         );
-        // 700 bytes of a hole, then data.
+        // 700-byte hole, then data.
         assert_eq!(
             kinds(&[(700, HOLE), (3396, 0)], 4096),
             [(512, Hole), (3584, Data)]
         );
-        // Small extents within one block.
+        // Multiple small extents in the same block.
         assert_eq!(
             kinds(&[(100, HOLE), (100, HOLE), (824, HOLE)], 1024),
             [(512, Data), (512, Hole)]
         );
-        // A hole without zeroes promises nothing.
+        // If the zero flag isn't set for a hole, the contents are unknown.
         assert_eq!(kinds(&[(512, chunk::STATE_HOLE)], 512), [(512, Data)]);
     }
 }

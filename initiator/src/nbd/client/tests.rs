@@ -54,7 +54,7 @@ impl Write for Own {
     }
 }
 
-/// A server that sends the same bytes to every client; then the connection ends.
+/// Server which sends fixed bytes to all clients and then closes the connection.
 struct Script(Cursor<Vec<u8>>, Vec<u8>);
 
 impl Read for Script {
@@ -105,7 +105,8 @@ fn export_info(size: u64, flags: u16) -> Vec<u8> {
     reply(opt::GO, rep::INFO, &data)
 }
 
-/// Negotiates with a server that greets properly, refuses structured replies, and says the rest.
+/// Negotiates with a server which sends a valid greeting, rejects structured replies, and then
+/// sends `rest`.
 fn scripted(rest: &[Vec<u8>]) -> Result<Negotiated, HandshakeError> {
     let mut bytes = greeting(3);
     bytes.extend(reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]));
@@ -144,13 +145,13 @@ fn a_server_without_go_is_asked_in_the_older_way() {
     assert_eq!(negotiated.size, 5 << 20);
     assert_eq!(negotiated.flags, flag::HAS_FLAGS | flag::READ_ONLY);
     assert!(!negotiated.structured);
-    // It hangs up where it has no such export.
+    // The server closes the connection if the export doesn't exist.
     let error = scripted(std::slice::from_ref(&refused)).unwrap_err();
     assert!(
         matches!(error, HandshakeError::UnknownExport { .. }),
         "{error}"
     );
-    // Without the flag for it, the answer is padded.
+    // Without this flag, the reply is padded.
     let mut bytes = greeting(1);
     bytes.extend(reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]));
     bytes.extend(refused);
@@ -240,10 +241,10 @@ fn cookie(header: &[u8]) -> Cookie {
     Cookie(u64::from_be_bytes(header[8..16].try_into().unwrap()))
 }
 
-/// Ends of requests in order, and the data of reads with their places.
+/// Completed requests in order, and read data with offsets.
 type Fed = (Vec<(char, End)>, Vec<(char, usize, Vec<u8>)>);
 
-/// Hands over all bytes.
+/// Feeds all bytes.
 fn feed(requests: &mut Requests<char>, mut bytes: &[u8]) -> Result<Fed, ReplyFault> {
     let (mut ends, mut data) = (Vec::new(), Vec::new());
     loop {
@@ -314,7 +315,7 @@ fn replies_find_their_requests_in_any_order() {
     assert_eq!(ends, [('c', FINE), ('b', failed), ('a', FINE)]);
     assert_eq!(data, [('c', 0, vec![1, 2]), ('a', 0, vec![3, 4, 5, 6])]);
     assert_eq!(r.in_flight(), 0);
-    // A place that is used again has another cookie.
+    // When a slot is reused, the cookie must be different.
     let again = cookie(&r.submit(Request::Flush, 'd'));
     assert!(again != a && again != b && again != c);
     let late = proto::simple_reply(a, None);
@@ -361,7 +362,7 @@ fn a_read_may_come_in_chunks_with_holes_among_them() {
         ('a', 768, vec![8; 256]),
     ];
     assert_eq!(got, want);
-    // A hole that ends the reply, and an error with words.
+    // The reply is completed by a hole, then there is an error with a message.
     let c = cookie(&r.submit(read(512), 'c'));
     let d = cookie(&r.submit(read(512), 'd'));
     let mut bytes = hole(c, 4096, 512, chunk::FLAG_DONE);
@@ -392,7 +393,7 @@ fn replies_that_break_the_protocol_are_faults() {
     let error = |c, len: u32, rest: &[u8]| [&header(c, chunk::ERROR, len)[..], rest].concat();
     let length = |kind, len| Length { kind, len };
     let bad = |offset, len| Data { offset, len };
-    // Of a request for bytes 4096 to 5120, and one for the status of a range.
+    // Reply for a read of bytes 4096 to 5120 and a status request.
     type Answer<'a> = &'a dyn Fn(Cookie, Cookie) -> Vec<u8>;
     let cases: &[(Answer<'_>, ReplyFault)] = &[
         (&|_, _| vec![0; 20], Magic(0)),
@@ -476,7 +477,8 @@ fn what_is_remembered_of_a_reply_is_bounded() {
 }
 
 proptest! {
-    /// Random bytes after a valid beginning neither panic nor make a read end without its data.
+    /// Random bytes after a valid start must not cause a panic, or complete a read with missing
+    /// data.
     #[test]
     fn a_hostile_stream_never_panics(
         bytes in proptest::collection::vec(any::<u8>(), 0..400),

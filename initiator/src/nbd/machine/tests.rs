@@ -1,4 +1,4 @@
-//! Scripts of client bytes and the server's bytes, written out by hand from the protocol document.
+//! Scripted client and server data, written by hand based on the protocol specification.
 
 use super::super::transmission::Command;
 use super::*;
@@ -18,7 +18,7 @@ fn export() -> Export {
     }
 }
 
-/// A client that has sent its flags.
+/// Creates a connection where the client has sent its flags.
 fn in_options() -> Machine {
     let mut m = Machine::new(export());
     assert_eq!(
@@ -30,7 +30,7 @@ fn in_options() -> Machine {
     m
 }
 
-/// A client that transmits, with structured replies and status if wanted.
+/// Creates a connection in transmission phase, optionally with structured replies and status.
 fn in_transmission(structured: bool) -> Machine {
     let mut m = in_options();
     if structured {
@@ -63,7 +63,7 @@ fn request(flags: u16, kind: u16, offset: u64, len: u32) -> Vec<u8> {
     out
 }
 
-/// Feeds everything; payload of accepted writes is thrown away.
+/// Feeds all bytes; payload for accepted writes is discarded.
 fn feed(m: &mut Machine, mut input: &[u8]) -> Vec<Event> {
     let mut events = Vec::new();
     loop {
@@ -127,7 +127,7 @@ fn every_transition_is_taken() {
         let mut m = in_transmission(false);
         feed(&mut m, &request(0, 1, 0, 8));
         m.handle_payload(8);
-        // Beyond the end, and in two parts.
+        // Past the end of the export, in two parts.
         feed(&mut m, &request(0, 1, SIZE, 8));
         feed(&mut m, &[0; 4]);
         feed(&mut m, &[0; 4]);
@@ -139,7 +139,7 @@ fn every_transition_is_taken() {
 #[test]
 fn go_tells_size_flags_and_block_sizes() {
     let mut m = in_options();
-    // GO for "disk", asking for block sizes.
+    // GO for "disk", requesting block sizes.
     feed(&mut m, &option(7, b"\0\0\0\x04disk\0\x01\0\x03"));
     let want = [
         // NBD_REP_INFO, NBD_INFO_EXPORT: 1 MiB, flags.
@@ -176,7 +176,7 @@ fn without_no_zeroes_the_answer_to_export_name_is_padded() {
     assert_eq!(m.poll_output().unwrap().len(), 8 + 2 + 124);
 }
 
-/// The codes of the replies to one option.
+/// Returns the reply codes for an option.
 fn replies(m: &mut Machine) -> Vec<u32> {
     let out = m.poll_output().unwrap_or_default();
     let mut rest = out.as_slice();
@@ -202,22 +202,22 @@ fn each_option_has_its_answer() {
         // LIST, and LIST with data.
         (3, vec![], vec![2, 1]),
         (3, vec![1], vec![0x8000_0003]),
-        // GO for what does not exist; with a length that lies; with a byte too many.
+        // GO for an unknown export; with an invalid length; with an extra byte.
         (7, name(b"nope", b"\0\0"), vec![0x8000_0006]),
         (7, name(b"disk", b"\0\x02\0\0"), vec![0x8000_0003]),
         (7, name(b"disk", b"\0\0\0"), vec![0x8000_0003]),
         (7, b"\xff\xff\xff\xff\0\0".to_vec(), vec![0x8000_0003]),
-        // STARTTLS, PEEK_EXPORT, EXTENDED_HEADERS and options that do not exist.
+        // STARTTLS, PEEK_EXPORT, EXTENDED_HEADERS and unknown options.
         (5, vec![], vec![0x8000_0001]),
         (4, vec![], vec![0x8000_0001]),
         (11, vec![], vec![0x8000_0001]),
         (0xdead_beef, vec![0; 100], vec![0x8000_0001]),
-        // Metadata before structured replies.
+        // Metadata context without structured replies.
         (10, name(b"disk", base), vec![0x8000_0003]),
         // Structured replies, with data and without.
         (8, vec![0], vec![0x8000_0003]),
         (8, vec![], vec![1]),
-        // Metadata: all, by namespace, by name, unknown, for another export, cut short.
+        // Metadata context: all, by namespace, by name, unknown, different export, truncated.
         (9, name(b"disk", b"\0\0\0\0"), vec![4, 1]),
         (9, name(b"", b"\0\0\0\x01\0\0\0\x05base:"), vec![4, 1]),
         (10, name(b"disk", base), vec![4, 1]),
@@ -230,9 +230,9 @@ fn each_option_has_its_answer() {
             vec![0x8000_0003],
         ),
         (10, name(b"disk", b"\xff\xff\xff\xff"), vec![0x8000_0003]),
-        // Longer than anything we look at.
+        // Exceeds the max supported length.
         (7, vec![0; MAX_OPTION + 1], vec![0x8000_0009]),
-        // And it still works.
+        // The connection can still be used.
         (6, name(b"disk", b"\0\0"), vec![3, 1]),
         (2, vec![], vec![1]),
     ];
@@ -353,7 +353,7 @@ fn bad_requests_are_refused_and_the_stream_goes_on() {
             assert_eq!(feed(&mut m, &bytes), []);
             let mut want = Vec::new();
             if structured && kind == 0 {
-                // An error chunk, done, without a message.
+                // Error chunk, done flag set, no message.
                 want.extend(b"\x66\x8e\x33\xef\0\x01\x80\x01COOKIE!!\0\0\0\x06");
                 want.extend(error.to_be_bytes());
                 want.extend([0, 0]);
@@ -422,7 +422,7 @@ fn replies_have_the_documents_bytes() {
     );
 }
 
-/// Streams that are mostly well-formed, so that they get far.
+/// Mostly valid streams, to get good coverage.
 fn stream() -> impl Strategy<Value = Vec<u8>> {
     let data = proptest::collection::vec(any::<u8>(), 0..64);
     let opt = (0..12u32, data.clone()).prop_map(|(code, data)| option(code, &data));
@@ -467,7 +467,7 @@ proptest! {
         for cut in cuts {
             pending.extend(&bytes[at..cut]);
             at = cut;
-            // What is not consumed is offered again, as a driver does.
+            // Unconsumed input is passed again, just like in a driver.
             loop {
                 let payload = (m.payload_left() as usize).min(pending.len());
                 m.handle_payload(payload as u32);

@@ -60,7 +60,6 @@ impl SrpSession {
             }
         }
         if channel.0 == 0 && self.state() == SessionState::LoggingIn {
-            self.is_checked = false;
             self.core.on_live(now);
             for extra in 1..self.config.channels {
                 self.connect(extra, now);
@@ -127,7 +126,7 @@ impl SrpSession {
         become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();
         if self.core.end_channel(channel.0, now) {
-            self.settle_at = Some(now + self.config.timing.settle);
+            self.core.settle_at = Some(now + self.config.timing.settle);
         }
         self.on_member_down(now);
     }

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use riser_scsi::lun::WireLun;
+
 use super::SrpSession;
 use crate::request::{RequestId, RequestSpec};
 use crate::session::{Down, Machine, SessionState, SubmitError, TaskManager};
@@ -29,7 +31,7 @@ impl Machine for SrpSession {
         if self.core.is_login_due(now) {
             self.connect(0, now);
         }
-        if self.settle_at.is_some() {
+        if self.core.settle_at.is_some() {
             self.release_settled(now);
         }
         self.expire_connections(now);
@@ -44,24 +46,23 @@ impl Machine for SrpSession {
     }
 
     fn hold(&mut self) {
-        self.is_checked = false;
-        self.core.requests.hold();
+        self.core.hold();
     }
 
     fn release(&mut self, ends_old: bool, now: Instant) {
         if ends_old {
-            self.settle_at = None;
+            self.core.settle_at = None;
         }
-        self.is_checked = true;
-        self.core.life.on_usable();
+        self.core.on_checked();
         self.release_settled(now);
     }
 
     fn recover(&mut self, now: Instant) {
-        self.settle_at = Some(now + self.config.timing.settle);
-        self.is_checked = true;
-        self.core.requests.hold();
-        self.release_settled(now);
+        self.core.recover(now);
+    }
+
+    fn is_settled(&self) -> bool {
+        self.core.is_settled()
     }
 
     fn leave(&mut self, why: Down, last: bool, now: Instant) {
@@ -73,5 +74,9 @@ impl Machine for SrpSession {
 
     fn last_heard(&self) -> Option<Instant> {
         Some(self.core.last_heard)
+    }
+
+    fn expect_reset_report(&mut self, lun: Option<WireLun>) {
+        self.core.expect_reset_report(lun);
     }
 }

@@ -23,11 +23,11 @@
 //! new connection, each when the one before it fails or is not answered either. A command that has
 //! no room on its connection waits here, so that none is sent behind its own abort or a reset.
 //!
-//! A target that has nothing to answer and says nothing for [`SessionConfig::ping`] is asked
-//! whether it is there ([`Output::Ping`]). One that is gone does not acknowledge the question,
-//! which breaks the connection soon. The question is a command with the times of any other; if it
-//! cannot be aborted, no reset follows but a new connection, since a reset would end the commands
-//! of every other initiator.
+//! A target that is silent for [`SessionConfig::ping`] is pinged ([`Output::Ping`]), also while
+//! commands wait. The ping is a command with the times of any other; if it cannot be aborted, no
+//! reset follows but a new connection, since a reset would end the commands of every other
+//! initiator. That the target's host has vanished its connection notices sooner, also where the
+//! request limit leaves no room for a ping.
 //!
 //! # Short writes
 //! Where the target takes immediate data, a short write carries its data while few writes are
@@ -81,7 +81,7 @@ use crate::request::Effect;
 use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, RequestError};
 use crate::session::{
-    ConnectError, Core, CoreConfig, Down, FunctionEnd, SessionEvent, SessionState, TaskManager,
+    ConnectError, Core, CoreConfig, Down, FunctionEnd, SessionState, TaskManager,
 };
 
 /// One session. See the module's documentation.
@@ -90,11 +90,6 @@ pub struct SrpSession {
     config: SessionConfig,
     core: Core<Tag, Output>,
     members: Vec<Member>,
-    /// The unit is known to be the same; see
-    /// [`Machine::release`](crate::session::Machine::release).
-    is_checked: bool,
-    /// Until then commands of a connection that was lost may still change the medium.
-    settle_at: Option<Instant>,
 }
 
 impl SrpSession {
@@ -121,8 +116,6 @@ impl SrpSession {
             members: (0..config.channels)
                 .map(|i| Member::new(&config, i))
                 .collect(),
-            is_checked: false,
-            settle_at: None,
         };
         session.connect(0, now);
         session
@@ -218,9 +211,7 @@ impl SrpSession {
                 let sense: Box<[u8]> = Box::from(sense);
                 self.hold_if(Sense::parse(&sense));
                 self.core.outputs.push_back(Output::Answer(channel, answer));
-                self.core
-                    .outputs
-                    .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
+                self.core.report_unit_event(lun, sense);
             }
             Received::Logout(reason) => self.tear_down(Down::Logout(reason), false),
             Received::Stale => self.core.on_stale(),

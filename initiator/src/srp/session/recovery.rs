@@ -29,8 +29,8 @@ impl SrpSession {
         }
     }
 
-    /// Asks a target that is silent whether it is there. The question is a request; requests that
-    /// are outstanding have times of their own.
+    /// Pings a target that is silent, also while commands wait for it: a target that was killed after
+    /// it had acknowledged them has nothing left to acknowledge. The ping is a request.
     pub(super) fn expire_ping(&mut self, now: Instant) {
         if self.state() != SessionState::Live {
             return;
@@ -41,7 +41,7 @@ impl SrpSession {
             return;
         }
         self.core.arm(now + self.core.ping);
-        if self.core.requests.len() == 0 {
+        if !self.core.requests.has_probe() {
             self.core.outputs.push_back(Output::Ping);
         }
     }

@@ -140,14 +140,8 @@ impl SrpSession {
     /// Starts everything again, once the unit is known and the commands of old connections are
     /// over.
     pub(super) fn release_settled(&mut self, now: Instant) {
-        match self.settle_at {
-            _ if !self.is_checked => {}
-            Some(at) if at > now => self.core.arm(at),
-            _ => {
-                self.settle_at = None;
-                self.core.requests.release();
-                self.pump(now);
-            }
+        if self.core.release_settled(now) {
+            self.pump(now);
         }
     }
 

@@ -12,7 +12,7 @@ use crate::request::{
     BUSY, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
     TASK_ABORTED,
 };
-use crate::session::{Machine, SrpLoginError, SubmitError, Timing};
+use crate::session::{Machine, SessionEvent, SrpLoginError, SubmitError, Timing};
 use crate::srp::channel::{ChannelConfig, CommandData};
 
 const MS: Duration = Duration::from_millis(1);
@@ -1017,12 +1017,10 @@ fn a_silent_target_is_asked_again_and_again_whether_it_is_there() {
         rig.answer(ping, 0, &[]);
         rig.completed(ping).unwrap();
     }
-    // What is outstanding has times of its own, and what the target says counts.
+    // Anything that the target sends counts as well.
     rig.wait(4 * SEC);
     let sent = rig.submit(Effect::None);
     rig.started();
-    rig.wait(3 * SEC);
-    rig.idle();
     rig.answer(sent, 0, &[]);
     rig.completed(sent).unwrap();
     rig.wait(5 * SEC - MS);
@@ -1030,6 +1028,23 @@ fn a_silent_target_is_asked_again_and_again_whether_it_is_there() {
     rig.wait(5 * SEC);
     assert_eq!(rig.next(), Output::Ping);
     rig.idle();
+}
+
+/// It may have been killed after it had acknowledged the command's packets.
+#[test]
+fn silent_target_is_pinged_while_command_waits() {
+    let mut rig = Rig::pinging();
+    let sent = rig.submit(Effect::None);
+    rig.started();
+    rig.wait(5 * SEC - MS);
+    rig.idle();
+    rig.wait(MS);
+    rig.ping();
+    // One at a time.
+    rig.wait(4 * SEC);
+    rig.idle();
+    rig.answer(sent, 0, &[]);
+    rig.completed(sent).unwrap();
 }
 
 /// As with a disk that takes longer for it than a command may take.

@@ -22,7 +22,7 @@ pub struct SessionConfig {
     pub max_requests: usize,
     /// Waits and intervals of the session.
     pub timing: Timing,
-    /// Silence of a target, with nothing outstanding, after which it is asked whether it is there.
+    /// Silence of a target after which it is pinged.
     pub ping: Duration,
     /// Attempts at one request at most.
     pub max_attempts: u8,

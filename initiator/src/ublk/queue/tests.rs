@@ -1,5 +1,5 @@
-//! A queue with a list in the place of the driver's ring, and a file in the place of the device's:
-//! descriptions at its beginning, data where the driver has them.
+//! Tests a queue using a list instead of the driver ring, and a regular file instead of the device
+//! file: descriptors are at the start, and data uses the same offsets as the driver.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -15,13 +15,13 @@ use crate::block::MemoryDevice;
 const SIZE: u64 = 8 << 20;
 const DEPTH: u16 = 16;
 
-/// Commands that the driver has got, and the ends that it gives them.
+/// Commands received by the driver, and their completions.
 struct List {
     ends: mpsc::Receiver<(u16, i32)>,
     pushed: Vec<(u32, u16, i32)>,
     submitted: mpsc::Sender<(u32, u16, i32)>,
     breaks: bool,
-    /// The next call takes nothing.
+    /// If set, the next call will not accept any commands.
     is_busy: bool,
     readable: OwnedFd,
 }
@@ -106,7 +106,7 @@ impl Bed {
         }
     }
 
-    /// Whose first turn has fetched.
+    /// Runs the first turn, which starts fetching.
     fn fetching() -> Self {
         let mut bed = Self::new(MemoryDevice::new(SIZE, 512).unwrap());
         bed.run();
@@ -124,7 +124,7 @@ impl Bed {
         self.submitted.try_iter().collect()
     }
 
-    /// The driver hands out a request.
+    /// Adds a new request, as done by the driver.
     fn request(&self, tag: u16, op: u32, offset: u64, len: u64) {
         let desc = IoDesc {
             op_flags: op.into(),
@@ -257,7 +257,7 @@ fn commands_that_the_kernel_has_no_memory_for_are_given_again() {
     bed.server.commands.is_busy = true;
     assert_eq!(bed.server.turn(), Turn::Worked);
     assert!(bed.commands().is_empty());
-    // A turn in which nothing else happens gives them.
+    // The commands should be submitted even if there is nothing else to do in this turn.
     bed.server.commands.is_busy = true;
     assert_eq!(bed.server.turn(), Turn::Worked);
     assert_eq!(bed.server.turn(), Turn::Waiting);

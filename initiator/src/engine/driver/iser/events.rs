@@ -65,7 +65,8 @@ impl IserMover {
         let Some(conn) = self.slot.conn() else {
             return Ok(());
         };
-        match conn.rdma.handle_completion(cx.device(), completion) {
+        let now = cx.now;
+        match conn.rdma.handle_completion(cx.device(), completion, now) {
             Completed::Nothing => Ok(()),
             Completed::Failed => Err(MoverError::Broken),
             Completed::Message(slot) => self.receive(slot, completion.byte_len, machine, cx.now),

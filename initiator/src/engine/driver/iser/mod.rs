@@ -59,6 +59,17 @@ impl IserMover {
         self.slot.closing_until()
     }
 
+    /// The time at which the connection is to be closed or probed.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.slot.next_deadline()
+    }
+
+    /// Probes the target if it has been silent for long enough.
+    pub(super) fn probe<E: Env>(&mut self, cx: &mut Context<'_, E>) {
+        let now = cx.now;
+        self.slot.probe(cx.device(), now);
+    }
+
     /// Begins to find the path.
     pub(super) fn resolve<E: Env>(
         &mut self,

@@ -28,7 +28,8 @@ impl SrpLink {
         let Some(conn) = self.conn(channel) else {
             return;
         };
-        match conn.rdma.handle_completion(cx.device(), completion) {
+        let now = cx.now;
+        match conn.rdma.handle_completion(cx.device(), completion, now) {
             Completed::Nothing => {}
             // The logout that was awaited cannot be sent any more.
             Completed::Failed if conn.rdma.closing_until().is_some() => self.close_now(channel, cx),

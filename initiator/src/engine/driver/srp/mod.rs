@@ -176,6 +176,9 @@ impl SrpLink {
     /// Begins to find the path for a channel.
     fn resolve<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         let owner = cx.owner(channel.0);
+        if channel.0 == 0 {
+            self.target.renew();
+        }
         match SrpConn::resolve(cx.device(), owner, &self.target, self.config) {
             Ok(conn) => self.slot(channel).set(conn),
             Err(error) => self.machine.handle_connect_failed(channel, error, cx.now),
@@ -207,11 +210,11 @@ impl SrpLink {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let closings = self.slots.iter().filter_map(ConnSlot::closing_until);
+        let connections = self.slots.iter().filter_map(ConnSlot::next_deadline);
         self.machine
             .next_deadline()
             .into_iter()
-            .chain(closings)
+            .chain(connections)
             .min()
     }
 
@@ -222,6 +225,8 @@ impl SrpLink {
             if until.is_some_and(|until| until <= cx.now) {
                 self.close_now(channel, cx);
             }
+            let now = cx.now;
+            self.slot(channel).probe(cx.device(), now);
         }
         self.machine.handle_timeout(cx.now);
     }

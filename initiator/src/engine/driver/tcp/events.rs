@@ -11,6 +11,7 @@ use crate::engine::io::Io;
 use crate::engine::tcp::{Received, Source, TcpConn};
 use crate::iscsi::session::IscsiSession;
 use crate::request::RequestId;
+use crate::session::{Down, Machine as _};
 
 /// Receives of one connection in one round at most, so that no session starves another.
 const ROUND: usize = 8;
@@ -23,7 +24,8 @@ impl TcpMover {
         env: &mut E,
         now: Instant,
     ) -> bool {
-        match self.conn.as_mut().map(TcpConn::poll_connected) {
+        let conn = self.conn.as_mut();
+        match conn.map(|conn| conn.poll_connected(now)) {
             None | Some(Ok(false)) => false,
             Some(Ok(true)) => {
                 log_in(machine, env, now);
@@ -63,13 +65,18 @@ impl TcpMover {
         sent
     }
 
-    /// Looks, before anything is found to be late, whether what was sent arrives at the target.
+    /// Looks, before anything is found to be late, whether the target's host is there, and whether
+    /// what was sent arrives at the target.
     /// What a socket takes shows nothing of that, and it may take some MiB, which a slow network
     /// has for minutes.
     pub(in crate::engine::driver) fn look(&mut self, machine: &mut IscsiSession, now: Instant) {
         let Some(conn) = &mut self.conn else {
             return;
         };
+        if conn.check(now) {
+            machine.leave(Down::Unresponsive, false, now);
+            return;
+        }
         if let Some(arrived) = conn.poll_acknowledged() {
             let outgoing = &conn.outgoing;
             machine.handle_progress(

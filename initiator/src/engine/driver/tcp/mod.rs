@@ -2,6 +2,8 @@
 
 mod events;
 
+use std::time::Instant;
+
 use riser_scsi::iscsi::login::ConnectionParams;
 
 use super::context::MoverError;
@@ -39,6 +41,11 @@ impl TcpMover {
         let socket = env.connect_tcp(target.src, target.dst);
         self.conn = Some(TcpConn::new(socket.map_err(|e| tcp_error(&e))?));
         Ok(())
+    }
+
+    /// The time at which the connection is to be checked.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.conn.as_ref()?.check_at()
     }
 
     fn push(&mut self, item: Item) -> Result<(), MoverError> {

@@ -4,6 +4,8 @@
 //! paths' machine when nothing else is being carried out ([`Driver::run_paths`]): the machine may
 //! close the session that an input is about.
 
+mod cache;
+
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -24,9 +26,6 @@ use crate::scsi::{Command, VPD_LEN};
 use crate::session::{Down, Machine};
 use crate::unit::{Check, Evidence};
 
-/// Generations of caches that are remembered.
-const GONE: usize = 16;
-
 struct Member {
     target: Target,
     protocol: Protocol,
@@ -43,8 +42,18 @@ struct Member {
     evidence: Evidence,
     /// Time of the last unit attention.
     attended: Option<Instant>,
-    /// Time at which the target was last heard of on the path, while it is not known to be the
-    /// same.
+    /// The unit was checked with success on the present session.
+    is_in_use: bool,
+    /// Its loss, or that it was refused, is in the log.
+    is_logged: bool,
+    /// The session starts nothing but probes before the unit is checked.
+    is_held: bool,
+    /// Pings that have not ended; see [`Driver::ping_others`].
+    pings: u32,
+    /// The check begins once the pings on the other paths have ended.
+    is_waiting: bool,
+    /// Time at which the target was last heard of on the path, once it was in use. It is brought up
+    /// to date by [`Driver::note_heard`].
     heard: Option<Instant>,
     /// Time of its last login.
     login: Option<Instant>,
@@ -93,38 +102,6 @@ impl Member {
                 .then(|| reported.unwrap_or(Access::Optimized)),
         }
     }
-
-    /// The path is in use with what its check found; returns the generation of the cache that may
-    /// be lost, if one may be.
-    fn settle(&mut self, before: Before) -> Option<Option<[u8; 16]>> {
-        let is = self.check.found().cache;
-        let own = self.cache.replace(is);
-        let was = before.generation.map(Some).or(own).or(before.cache);
-        let mut evidence = std::mem::take(&mut self.evidence);
-        if own.is_none() {
-            // While another path is in use, the greeting of a first login says nothing of a cache
-            // that only others have used. After an outage of all paths, it may be of that.
-            if before.outage.is_none() {
-                evidence = Evidence::default();
-            }
-            (evidence.outage, evidence.refused) = (before.outage, before.refused);
-        }
-        self.heard = None;
-        was.filter(|was| evidence.is_cache_lost(*was, is))
-    }
-}
-
-/// What was known of a unit's cache on all paths, before one of them is in use again.
-struct Before {
-    /// The generation that was found last, on any path: one that is back may have found an older
-    /// one, whose loss is counted already.
-    generation: Option<[u8; 16]>,
-    /// What any path has found, for one that was in use never before.
-    cache: Option<Option<[u8; 16]>>,
-    /// Duration for which the unit was not heard of on any path; `None` while one is in use.
-    outage: Option<Duration>,
-    /// A path that was in use was refused a connection.
-    refused: bool,
 }
 
 /// The paths to a unit, and their sessions.
@@ -139,6 +116,10 @@ pub(super) struct PathsLink {
     /// Generations of caches that are known to be gone, so that each is counted once, however many
     /// paths find it gone. Bound: [`GONE`].
     gone: VecDeque<[u8; 16]>,
+    /// Time of the last refused connection on a path that had been in use.
+    refused: Option<Instant>,
+    /// Time of the last loss of the cache that was counted.
+    lost: Option<Instant>,
 }
 
 impl PathsLink {
@@ -163,6 +144,11 @@ impl PathsLink {
             cache: None,
             evidence: Evidence::default(),
             attended: None,
+            is_in_use: false,
+            is_logged: false,
+            is_held: true,
+            pings: 0,
+            is_waiting: false,
             heard: None,
             login: None,
         };
@@ -173,6 +159,8 @@ impl PathsLink {
             dones: Vec::new(),
             generation: None,
             gone: VecDeque::new(),
+            refused: None,
+            lost: None,
         }
     }
 
@@ -197,34 +185,22 @@ impl PathsLink {
         self.machine.handle_timeout(cx.now);
     }
 
-    /// What was known before the last login of a path.
-    fn before(&self, path: PathIndex) -> Before {
-        let login = self.members[usize::from(path.0)].login;
-        let used = || self.members.iter().filter(|m| m.cache.is_some());
-        Before {
-            generation: self.generation,
-            cache: used().find_map(|m| m.cache),
-            outage: self
-                .last_heard()
-                .zip(login)
-                .map(|(heard, login)| login.saturating_duration_since(heard)),
-            refused: used().any(|m| m.evidence.refused),
+    /// Logs the loss of a path, or that it is refused, once for each outage.
+    fn log_closed(&mut self, path: PathIndex, was_in_use: bool) {
+        let view = self.machine.views().nth(path.0.into());
+        let Some(why) = view.and_then(|view| view.why) else {
+            return;
+        };
+        let is_ending = self.machine.is_ending();
+        let member = self.member(path);
+        if is_ending || std::mem::replace(&mut member.is_logged, true) {
+            return;
         }
-    }
-
-    /// When the unit was last heard of; `None` while a path is in use, and before one was.
-    fn last_heard(&self) -> Option<Instant> {
-        let used = self.members.iter().filter(|m| m.cache.is_some());
-        let heard: Option<Vec<_>> = used.map(|m| m.heard).collect();
-        heard?.into_iter().max()
-    }
-
-    /// An outage has begun, after the unit was last heard of: what paths that were never in use have
-    /// seen before says nothing of it.
-    fn forget_unused(&mut self, heard: Instant) {
-        let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
-        let old = unused.filter(|m| m.attended.is_none_or(|at| at <= heard));
-        old.for_each(|m| m.evidence.forget());
+        let portal = member.target.dst;
+        match was_in_use {
+            true => tracing::warn!(%portal, "path lost: {why}"),
+            false => tracing::warn!(%portal, "path refused: {why}"),
+        }
     }
 
     fn member(&mut self, path: PathIndex) -> &mut Member {
@@ -251,35 +227,48 @@ impl<E: Env> Driver<E> {
                 Input::PathAnswered(paths, path, end) => {
                     self.handle_path_answer(paths, path, end, now);
                 }
-                Input::Live(paths, path, port) => self.on_paths(paths, now, |link, _| {
-                    let member = link.member(path);
-                    let outage = member.heard.map(|heard| now - heard);
-                    member.evidence.on_login(outage);
-                    member.login = Some(now);
-                    link.machine.handle_live(path, port);
-                }),
-                Input::Closed(paths, path, why, heard) => self.on_paths(paths, now, |link, _| {
-                    let member = link.member(path);
-                    member.session = None;
-                    member.evidence.on_down(why);
-                    // What was lost before it was in use is judged by the other paths.
-                    let was_in_use = member.cache.is_some() && member.heard.is_none();
-                    if member.cache.is_some() {
-                        member.heard = member.heard.or(heard);
+                Input::Live(paths, path, port) => {
+                    self.note_heard(paths);
+                    self.ping_others(paths, path, now);
+                    self.on_paths(paths, now, |link, _| {
+                        let (outage, refused) = link.outage(now);
+                        let member = link.member(path);
+                        member.evidence.refused = refused;
+                        member.evidence.on_login(outage);
+                        member.login = Some(now);
+                        link.machine.handle_live(path, port);
+                    });
+                }
+                Input::Pinged(paths, path) => self.handle_pinged(paths, path, now),
+                Input::Closed(paths, path, why, heard) => {
+                    self.note_heard(paths);
+                    self.judge_attentions(paths, path, now);
+                    self.on_paths(paths, now, |link, _| {
+                        let was_in_use = link.note_closed(path, why, heard, now);
+                        link.machine.handle_closed(path, why, now);
+                        link.log_closed(path, was_in_use);
+                    });
+                }
+                Input::Attention(paths, path, attention, is_own_reset) => {
+                    self.on_paths(paths, now, |link, _| {
+                        let member = link.member(path);
+                        member.evidence.on_attention(attention, is_own_reset);
+                        member.attended = Some(now);
+                        if may_change_unit(attention) {
+                            member.is_held = true;
+                            link.machine.handle_attention(path);
+                        }
+                    });
+                    self.judge_attentions(paths, path, now);
+                    if let Some(index) = self.find(paths) {
+                        self.count_reported(index, now);
                     }
-                    if let Some(heard) = link.last_heard().filter(|_| was_in_use) {
-                        link.forget_unused(heard);
+                }
+                Input::Deferred(paths, lun, sense) => {
+                    if let Some(index) = self.find(paths) {
+                        self.sessions[index].on_deferred_error(lun, sense);
                     }
-                    link.machine.handle_closed(path, why, now);
-                }),
-                Input::Attention(paths, path, attention) => self.on_paths(paths, now, |link, _| {
-                    let member = link.member(path);
-                    member.evidence.on_attention(attention);
-                    member.attended = Some(now);
-                    if may_change_unit(attention) {
-                        link.machine.handle_attention(path);
-                    }
-                }),
+                }
                 Input::Ended(paths, request, io, result) => {
                     self.on_paths(paths, now, |link, ios| {
                         let at = request.0 as usize;
@@ -291,6 +280,21 @@ impl<E: Env> Driver<E> {
             }
         }
         worked
+    }
+
+    /// The target of a path's session, which is over, demands this wait before the next login.
+    pub(super) fn set_time2wait(&mut self, key: SessionKey, path: PathIndex, wait: Duration) {
+        if let Some((_, link)) = self.paths(key) {
+            link.machine.set_time2wait(path, wait);
+        }
+    }
+
+    /// The session of a path in use.
+    fn member_in_use(&mut self, key: SessionKey, at: usize) -> Option<usize> {
+        let (_, link) = self.paths(key)?;
+        let member = link.members.get(at).filter(|m| m.is_in_use)?;
+        let session = member.session?;
+        self.find(session)
     }
 
     /// Gives paths an input, if they are still there, and carries out what follows.
@@ -324,7 +328,7 @@ impl<E: Env> Driver<E> {
                 through,
                 patience,
             } => {
-                let target = link.member(through).target;
+                let target = link.member(through).target.clone();
                 let protocol = link.member(path).protocol.once(patience);
                 self.open_path(index, path, target, protocol, now);
             }
@@ -335,7 +339,9 @@ impl<E: Env> Driver<E> {
                 member.is_stale = member.check.doubt();
                 if member.buffer.is_some() {
                     member.begin_check();
-                    self.ask(index, path, now);
+                    if !link.awaits_others(path) {
+                        self.ask(index, path, now);
+                    }
                 }
             }
             Output::Close(path) => {
@@ -403,8 +409,11 @@ impl<E: Env> Driver<E> {
         };
         let lun = link.lun;
         let member = link.member(path);
-        let (Some(session), Some(buffer)) = (member.session, member.buffer.take()) else {
-            // The session is over, which is the machine's next input.
+        let Some(session) = member.session else {
+            // It is over, which is the machine's next input.
+            return;
+        };
+        let Some(buffer) = member.buffer.take() else {
             return;
         };
         let done = Done::Check { paths, path };
@@ -420,7 +429,7 @@ impl<E: Env> Driver<E> {
     fn handle_path_answer(&mut self, key: SessionKey, path: PathIndex, end: IoEnd, now: Instant) {
         // An attention that waits behind this input makes the check void already.
         let is_again = |input: &Input| match input {
-            Input::Attention(own, on, attention) => {
+            Input::Attention(own, on, attention, _) => {
                 (*own, *on) == (key, path) && may_change_unit(*attention)
             }
             _ => false,
@@ -435,9 +444,15 @@ impl<E: Env> Driver<E> {
             Ok(answer) => member.is_grouping || member.check.is_conclusive(answer),
             Err(_) => false,
         };
+        let was_sent = !matches!(end.result, Err(RequestError::NotSent));
         let (buffer, data) = answer_to_probe(end);
         member.buffer = buffer;
         member.is_stale |= is_again;
+        // The commands ahead of a probe have separate deadlines.
+        if !was_sent && member.is_in_use {
+            self.ask(index, path, now);
+            return;
+        }
         if is_answered && member.is_stale {
             if member.begin_again() {
                 self.ask(index, path, now);
@@ -457,49 +472,37 @@ impl<E: Env> Driver<E> {
         let view = link.machine.views().nth(path.0.into());
         let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
         if is_answered && is_good {
-            self.settle_path(index, path);
+            self.settle_path(index, path, now);
         }
-        // A session whose unit was not identified holds its requests back, so it ends instead.
+        // A session that holds its requests back until the unit is identified ends instead. One that
+        // was only asked about its access goes on.
+        let is_held = self
+            .paths(key)
+            .is_none_or(|(_, link)| link.member(path).is_held);
         if let Some(member) = session.and_then(|key| self.find(key)) {
             self.with_link(member, now, |link, _| match is_answered {
                 // It has had no connection before.
                 true if is_good => link.machine().release(true, now),
-                true => {}
-                false => link.machine().close(now),
+                false if is_held => link.machine().close(now),
+                true | false => {}
             });
         }
         self.drain(index, now);
         self.sessions[index].report_pending();
     }
+}
 
-    /// A path is in use again: counts what its target may have lost meanwhile.
-    fn settle_path(&mut self, index: usize, path: PathIndex) {
-        let Some(link) = self.sessions[index].link.paths_mut() else {
-            return;
-        };
-        let (lun, before) = (link.lun, link.before(path));
-        let found = link.member(path).check.found();
-        let (is, is_on) = (found.cache, found.write_cache);
-        let lost = link.member(path).settle(before);
-        link.generation = is;
-        self.count_lost(index, lost);
-        // Only now: what may be lost is counted by the state before.
-        self.sessions[index].on_write_cache(lun, is_on);
-        self.sessions[index].report_cache();
+#[cfg(test)]
+impl PathsLink {
+    pub(super) fn hear(&mut self, path: PathIndex, at: Instant) {
+        self.member(path).heard = Some(at);
     }
 
-    /// Counts the cache of a unit that may be lost, once for each generation.
-    fn count_lost(&mut self, index: usize, lost: Option<Option<[u8; 16]>>) {
-        let (Some(link), Some(lost)) = (self.sessions[index].link.paths_mut(), lost) else {
-            return;
-        };
-        if let Some(generation) = lost {
-            if link.gone.contains(&generation) {
-                return;
-            }
-            link.gone.truncate(GONE - 1);
-            link.gone.push_front(generation);
-        }
-        self.sessions[index].on_cache_lost();
+    pub(super) fn is_waiting(&mut self, path: PathIndex) -> bool {
+        self.member(path).is_waiting
+    }
+
+    pub(super) fn session_of(&mut self, path: PathIndex) -> Option<SessionKey> {
+        self.member(path).session
     }
 }

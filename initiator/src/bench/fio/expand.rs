@@ -1,0 +1,70 @@
+//! Text of a line: comments, variables and words.
+
+/// A number of this host.
+type HostNumber = fn() -> u64;
+
+/// Words that stand for numbers of this host.
+const WORDS: [(&str, HostNumber); 3] = [
+    ("$ncpus", || {
+        std::thread::available_parallelism().map_or(1, |count| count.get() as u64)
+    }),
+    ("$pagesize", || rustix::param::page_size() as u64),
+    ("$mb_memory", || {
+        let pages = rustix::system::sysinfo();
+        pages.totalram.saturating_mul(pages.mem_unit.into()) >> 20
+    }),
+];
+
+/// The line up to a comment, which begins with `;` or `#`. As in fio, no value contains these.
+pub(super) fn without_comment(line: &str) -> &str {
+    line.find([';', '#']).map_or(line, |at| &line[..at])
+}
+
+/// Replaces each `${NAME}` by the variable of the environment, and fio's words for numbers of this host.
+pub(super) fn expand(line: &str, env: &dyn Fn(&str) -> Option<String>) -> Result<String, String> {
+    let mut out = String::new();
+    let mut rest = line;
+    while let Some(start) = rest.find("${") {
+        let (before, variable) = rest.split_at(start);
+        let end = variable.find('}');
+        let end = end.ok_or_else(|| format!("`{variable}` has no closing brace"))?;
+        let name = &variable[2..end];
+        let value = env(name);
+        let value = value.ok_or_else(|| format!("the environment has no variable `{name}`"))?;
+        out += before;
+        out += &value;
+        rest = &variable[end + 1..];
+    }
+    out += rest;
+    for (word, number) in WORDS {
+        if out.contains(word) {
+            out = out.replace(word, &number().to_string());
+        }
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn comments_begin_anywhere() {
+        assert_eq!(without_comment("a=b;c#d"), "a=b");
+        assert_eq!(without_comment("a=b #c;"), "a=b ");
+        assert_eq!(without_comment("#a"), "");
+    }
+
+    #[test]
+    fn words_are_numbers_of_this_host() {
+        let expanded = |line| expand(line, &|_| None).unwrap();
+        let cpus: u64 = expanded("$ncpus").parse().unwrap();
+        assert!(cpus >= 1);
+        assert_eq!(
+            expanded("bs=$pagesize"),
+            format!("bs={}", rustix::param::page_size())
+        );
+        assert!(expanded("$mb_memory").parse::<u64>().unwrap() > 0);
+        assert_eq!(expanded("a=$other"), "a=$other");
+    }
+}

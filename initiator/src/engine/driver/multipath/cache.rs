@@ -1,0 +1,312 @@
+//! Whether a unit with several paths has lost its volatile cache.
+//!
+//! A path that returns shows no loss while another one has reached the target all the time. An outage
+//! of all paths is weighed as a whole, and its loss is counted once.
+
+use std::time::{Duration, Instant};
+
+use riser_scsi::lun::WireLun;
+
+use super::super::units::warn_of_lost_cache;
+use super::{Driver, Member, PathsLink};
+use crate::engine::env::Env;
+use crate::engine::io::{Done, SessionKey};
+use crate::paths::PathIndex;
+use crate::session::Down;
+use crate::unit::Evidence;
+
+/// Generations of caches that are remembered.
+const GONE: usize = 16;
+
+/// Longest wait of a path that is back for a response on another path.
+const VOUCH: Duration = Duration::from_secs(15);
+
+impl PathsLink {
+    /// When the unit was last heard of on any path.
+    fn last_heard(&self) -> Option<Instant> {
+        self.members.iter().filter_map(|m| m.heard).max()
+    }
+
+    fn is_in_use(&self) -> bool {
+        self.members.iter().any(|m| m.is_in_use)
+    }
+
+    /// Duration for which the unit was not heard of on any path before a login, and whether a
+    /// connection was refused in that time.
+    pub(super) fn outage(&self, login: Instant) -> (Option<Duration>, bool) {
+        let heard = self.last_heard();
+        let outage = heard.map(|heard| login.saturating_duration_since(heard));
+        (outage, self.refused > heard)
+    }
+
+    /// Returns whether another path, in use from before the loss of this one until after its login,
+    /// shows that the unit has been there all the time. It also does so for an outage of all paths
+    /// whose loss of the cache is counted.
+    fn is_covered(&self, path: PathIndex) -> bool {
+        let at = usize::from(path.0);
+        let Member { heard, login, .. } = self.members[at];
+        let since = heard.max(self.lost);
+        let others = self.members.iter().enumerate().filter(|(i, _)| *i != at);
+        let mut in_use = others.map(|(_, m)| m).filter(|m| m.is_in_use);
+        match self.members[at].cache {
+            // A greeting says nothing of a cache that only the other paths have used.
+            None => in_use.next().is_some(),
+            Some(_) => in_use.any(|m| m.login <= since && m.heard >= login),
+        }
+    }
+
+    /// Returns whether the check of a path that is back waits for the pings on other paths. A path
+    /// that was never in use needs no proof of them.
+    pub(super) fn awaits_others(&mut self, path: PathIndex) -> bool {
+        let at = usize::from(path.0);
+        let Member {
+            is_in_use, cache, ..
+        } = self.members[at];
+        let mut others = self.members.iter().enumerate().filter(|(i, _)| *i != at);
+        let awaits = !is_in_use && cache.is_some() && others.any(|(_, m)| m.pings > 0);
+        self.members[at].is_waiting = awaits;
+        awaits
+    }
+
+    /// A path is in use with what its check found; returns the generation of the cache that may be
+    /// lost, if one may be.
+    fn settle(&mut self, path: PathIndex) -> Option<Option<[u8; 16]>> {
+        let is_covered = self.is_covered(path);
+        // A path that was never in use is compared with the result of another path.
+        let known = self.members.iter().find_map(|m| m.cache);
+        let login = self.member(path).login;
+        let outage = login.map(|login| self.outage(login));
+        // The last one of all paths, first: a path that is back may have found an older one, whose
+        // loss is counted already.
+        let generation = self.generation.map(Some);
+        let is_outdated = self.is_outdated(path);
+        let member = self.member(path);
+        let is = member.check.found().cache;
+        let before = member.cache.replace(is);
+        let was = generation.or(before).or(known);
+        let mut evidence = std::mem::take(&mut member.evidence);
+        if !member.is_in_use {
+            tracing::info!(portal = %member.target.dst, "path is live");
+            member.is_logged = false;
+            member.heard = member.heard.max(login);
+            if is_covered {
+                evidence = Evidence::default();
+            }
+            (evidence.outage, evidence.refused) =
+                outage.filter(|_| !is_covered).unwrap_or_default();
+        }
+        (member.is_in_use, member.is_held) = (true, false);
+        let lost = was.filter(|was| evidence.is_cache_lost(*was, is));
+        match is_outdated {
+            // The last generation is still in use, and its loss must be counted later.
+            true => lost.filter(|_| before != Some(is)).map(|_| None),
+            false => lost,
+        }
+    }
+
+    /// Returns whether the check of a path found a generation that another path has found gone, as when
+    /// several machines serve the unit.
+    fn is_outdated(&self, path: PathIndex) -> bool {
+        let found = self.members[usize::from(path.0)].check.found().cache;
+        found.is_some_and(|generation| self.gone.contains(&generation))
+    }
+
+    /// Returns whether a path that is not in use has reported a loss that no path in use can refute.
+    /// We cannot wait for the check of that path, because its connection may break before.
+    fn is_loss_reported(&self) -> bool {
+        let is_reported = |member: &Member| {
+            let since = match member.cache {
+                None => member.attended,
+                Some(_) => member.heard.max(self.lost),
+            };
+            let mut in_use = self.members.iter().filter(|m| m.is_in_use);
+            !member.is_in_use
+                && member.evidence.has_powered_on()
+                && in_use.all(|other| other.login > since)
+        };
+        self.is_in_use() && self.generation.is_none() && self.members.iter().any(is_reported)
+    }
+
+    /// A path in use is lost: forgets the reports of unused paths that it has refuted.
+    fn forget_covered(&mut self) {
+        for at in 0..self.members.len() {
+            let Member {
+                is_in_use, cache, ..
+            } = self.members[at];
+            if !is_in_use && cache.is_some() && self.is_covered(PathIndex(at as u8)) {
+                self.members[at].evidence.forget();
+            }
+        }
+    }
+
+    /// An outage has begun, after the unit was last heard of: what paths that were never in use have
+    /// seen before says nothing of it.
+    fn forget_unused(&mut self, heard: Instant) {
+        let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
+        let old = unused.filter(|m| m.attended.is_none_or(|at| at <= heard));
+        old.for_each(|m| m.evidence.forget());
+    }
+
+    /// A path's session is over, and was last heard of then. Returns whether it was in use.
+    pub(super) fn note_closed(
+        &mut self,
+        path: PathIndex,
+        why: Down,
+        heard: Option<Instant>,
+        now: Instant,
+    ) -> bool {
+        if self.member(path).is_in_use {
+            let member = self.member(path);
+            member.heard = heard.or(member.heard);
+            self.forget_covered();
+        }
+        let member = self.member(path);
+        member.session = None;
+        member.is_waiting = false;
+        let was_in_use = std::mem::take(&mut member.is_in_use);
+        member.is_held = true;
+        let mut end = Evidence::default();
+        end.on_down(why);
+        if end.refused && member.cache.is_some() {
+            self.refused = Some(now);
+        }
+        if let Some(heard) = self
+            .last_heard()
+            .filter(|_| was_in_use && !self.is_in_use())
+        {
+            self.forget_unused(heard);
+        }
+        was_in_use
+    }
+}
+
+impl<E: Env> Driver<E> {
+    /// Notes when the target was last heard of on each path in use.
+    pub(super) fn note_heard(&mut self, key: SessionKey) {
+        for at in 0..self.paths(key).map_or(0, |(_, link)| link.members.len()) {
+            let session = self.member_in_use(key, at);
+            let heard = session.and_then(|i| self.sessions[i].link.machine().last_heard());
+            if let Some((_, link)) = self.paths(key) {
+                link.members[at].heard = link.members[at].heard.max(heard);
+            }
+        }
+    }
+
+    /// A session has reset its unit. If it is one of several paths, each of the others may report
+    /// that.
+    pub(in super::super) fn note_reset(&mut self, index: usize, lun: Option<WireLun>) {
+        let Some((paths, path)) = self.sessions[index].paths else {
+            return;
+        };
+        for at in 0..self.paths(paths).map_or(0, |(_, link)| link.members.len()) {
+            let session = self
+                .paths(paths)
+                .and_then(|(_, link)| link.members[at].session);
+            if at != usize::from(path.0)
+                && let Some(other) = session.and_then(|session| self.find(session))
+            {
+                self.sessions[other].link.machine().expect_reset_report(lun);
+            }
+        }
+    }
+
+    /// A path is back: pings the target on the other paths, which shows whether it was there all the
+    /// time. The check of the path waits for the pings, because a busy path may respond later than
+    /// the check ends. A path that does not respond at all is lost sooner than the wait ends.
+    pub(super) fn ping_others(&mut self, key: SessionKey, back: PathIndex, now: Instant) {
+        for at in 0..self.paths(key).map_or(0, |(_, link)| link.members.len()) {
+            let path = PathIndex(at as u8);
+            if path != back
+                && let Some(session) = self.member_in_use(key, at)
+                && let Some((_, link)) = self.paths(key)
+            {
+                link.member(path).pings += 1;
+                let done = Done::PathPing { paths: key, path };
+                self.ping_within(session, VOUCH, done, now);
+            }
+        }
+    }
+
+    /// A ping of [`Self::ping_others`] has ended: begins the checks that waited for it.
+    pub(super) fn handle_pinged(&mut self, key: SessionKey, path: PathIndex, now: Instant) {
+        let Some((index, link)) = self.paths(key) else {
+            return;
+        };
+        let pings = &mut link.member(path).pings;
+        *pings = pings.saturating_sub(1);
+        let paths = (0..link.members.len()).map(|at| PathIndex(at as u8));
+        let mut ready: Vec<_> = paths.collect();
+        ready.retain(|path| link.member(*path).is_waiting && !link.awaits_others(*path));
+        for path in ready {
+            self.ask(index, path, now);
+        }
+        self.drain(index, now);
+    }
+
+    /// Counts a loss that unit attentions on a path in use show. The check of the unit would be too
+    /// late: a flush that is in flight completes before, and the path may be lost.
+    pub(super) fn judge_attentions(&mut self, key: SessionKey, path: PathIndex, now: Instant) {
+        let Some((index, link)) = self.paths(key) else {
+            return;
+        };
+        let member = link.member(path);
+        if member.is_in_use {
+            let evidence = std::mem::take(&mut member.evidence);
+            let cache = member
+                .cache
+                .filter(|was| evidence.is_cache_lost(*was, *was));
+            self.count_lost(index, cache, now);
+        }
+    }
+
+    /// A path is in use again: counts a loss of the cache that its check found.
+    pub(super) fn settle_path(&mut self, index: usize, path: PathIndex, now: Instant) {
+        let key = self.key(index);
+        self.note_heard(key);
+        let Some(link) = self.sessions[index].link.paths_mut() else {
+            return;
+        };
+        let lun = link.lun;
+        let found = link.member(path).check.found();
+        let (is, is_on, capacity) = (found.cache, found.write_cache, found.capacity);
+        let is_outdated = link.is_outdated(path);
+        let lost = link.settle(path);
+        if !is_outdated {
+            link.generation = is;
+        }
+        self.count_lost(index, lost, now);
+        self.count_reported(index, now);
+        // Only now: the loss is counted with the previous state.
+        self.sessions[index].on_write_cache(lun, is_on);
+        self.sessions[index].report_cache();
+        self.sessions[index].report_growth(lun, capacity);
+    }
+
+    /// Counts a loss reported by a path that has not been used since.
+    pub(super) fn count_reported(&mut self, index: usize, now: Instant) {
+        let link = self.sessions[index].link.paths_mut();
+        if link.is_some_and(|link| link.is_loss_reported()) {
+            self.count_lost(index, Some(None), now);
+        }
+    }
+
+    /// Counts the cache of a unit that may be lost, once for each generation.
+    fn count_lost(&mut self, index: usize, lost: Option<Option<[u8; 16]>>, now: Instant) {
+        let (Some(link), Some(lost)) = (self.sessions[index].link.paths_mut(), lost) else {
+            return;
+        };
+        if let Some(generation) = lost {
+            if link.gone.contains(&generation) {
+                return;
+            }
+            link.gone.truncate(GONE - 1);
+            link.gone.push_front(generation);
+        }
+        link.lost = Some(now);
+        // Any loss that the other paths have reported so far is reported by the next flush.
+        let unused = link.members.iter_mut().filter(|m| !m.is_in_use);
+        unused.for_each(|m| m.evidence.forget());
+        warn_of_lost_cache(link.lun);
+        self.sessions[index].on_cache_lost();
+    }
+}

@@ -1,0 +1,106 @@
+//! Targets that vanish without a message, and targets that only look dead.
+
+use std::future::Future;
+use std::net::IpAddr;
+use std::pin::Pin;
+
+use riser_scsi::lun::LunId;
+use riser_transport::loopback::Blocked;
+
+use super::*;
+
+/// Longest time from the last packet of a target until its session is left.
+const BOUND: Duration = Duration::from_secs(5);
+
+const GONE: Blocked = Blocked {
+    inbound: true,
+    outbound: true,
+};
+
+/// A session with the usual times.
+fn session(queue_size: u16) -> Rig {
+    let target = FakeTarget::start(BLOCKS);
+    let builder = Client::builder().pool(8 << 20).queue_size(queue_size);
+    let client = world::add_engine(builder.region_segments(1));
+    let url: SrpUrl = format!("srp://{}", target.addr).parse().unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    Rig {
+        target,
+        client,
+        session,
+    }
+}
+
+fn pass(time: Duration) {
+    let until = world::now() + time;
+    while world::now() < until {
+        world::step(Some(until));
+    }
+}
+
+/// Submits a command that waits for its response for a minute.
+fn submit(session: &Session) -> Pin<Box<impl Future<Output = IoEnd> + use<>>> {
+    let lun = LunId::new(0).unwrap();
+    let command = Command::test_unit_ready();
+    let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(60));
+    begin(session.submit(io))
+}
+
+/// Drops every packet from and to a target, and returns the time until its session is left.
+fn time_until_left(session: &Session, target: IpAddr) -> Duration {
+    let begun = world::now();
+    world::fabric().partition(target, GONE);
+    let status = session.status();
+    eventually("the end of the connection", || {
+        status.link() != LinkState::Live
+    });
+    world::now() - begun
+}
+
+#[test]
+fn vanished_target_is_noticed_while_idle() {
+    let rig = session(64);
+    pass(Duration::from_secs(60));
+    let took = time_until_left(&rig.session, rig.target.addr.ip());
+    assert!(took < BOUND, "{took:?}");
+    rig.client.shutdown();
+}
+
+#[test]
+fn vanished_target_is_noticed_by_unacknowledged_commands() {
+    let rig = session(64);
+    rig.target.knobs.swallow.store(1, Ordering::SeqCst);
+    world::fabric().partition(rig.target.addr.ip(), GONE);
+    let command = submit(&rig.session);
+    let took = time_until_left(&rig.session, rig.target.addr.ip());
+    assert!(took < BOUND, "{took:?}");
+    drop(command);
+    rig.client.shutdown();
+}
+
+/// The commands use up the request limit, so no further command can show that the target is gone.
+#[test]
+fn vanished_target_is_noticed_behind_acknowledged_commands() {
+    let rig = session(2);
+    rig.target.knobs.swallow.store(64, Ordering::SeqCst);
+    let commands: Vec<_> = (0..64).map(|_| submit(&rig.session)).collect();
+    pass(Duration::from_secs(1));
+    let took = time_until_left(&rig.session, rig.target.addr.ip());
+    assert!(took < BOUND, "{took:?}");
+    drop(commands);
+    rig.client.shutdown();
+}
+
+/// As with a disk that hangs: the target acknowledges the command and responds much later.
+#[test]
+fn target_that_acknowledges_commands_stays_live() {
+    let rig = session(2);
+    rig.target.knobs.swallow.store(2, Ordering::SeqCst);
+    let commands = [submit(&rig.session), submit(&rig.session)];
+    pass(Duration::from_secs(20));
+    assert_eq!(rig.session.status().link(), LinkState::Live);
+    assert_eq!(rig.target.knobs.logins.load(Ordering::SeqCst), 1);
+    assert_eq!(rig.target.knobs.aborts.load(Ordering::SeqCst), 0);
+    drop(commands);
+    rig.client.shutdown();
+}

@@ -1,5 +1,5 @@
-//! Allocators that count what is allocated and not freed: one reports each allocation, and one knows
-//! what a part of a program has.
+//! Allocators that track how much memory has been allocated but not freed. One can be used to get a
+//! callback for each allocation, and one to track the memory used by a part of the program.
 
 #![allow(
     unsafe_code,
@@ -10,15 +10,16 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The system's allocator, with a count of bytes in use. For `#[global_allocator]`.
+/// Uses the system allocator and counts the number of bytes in use. This should be set as the
+/// `#[global_allocator]`.
 pub struct Counting {
     in_use: AtomicUsize,
     on_alloc: fn(),
 }
 
 impl Counting {
-    /// An allocator that calls `on_alloc` before each allocation. What `on_alloc` allocates calls
-    /// it again.
+    /// Creates an allocator that calls `on_alloc` before each allocation. If `on_alloc` allocates,
+    /// it will be called again.
     pub const fn new(on_alloc: fn()) -> Self {
         Self {
             in_use: AtomicUsize::new(0),
@@ -26,59 +27,60 @@ impl Counting {
         }
     }
 
-    /// Bytes that all threads have allocated and not freed, without what the system's allocator
-    /// adds.
+    /// Returns the number of bytes currently allocated by all threads, not including any overhead
+    /// of the system allocator.
     pub fn in_use(&self) -> usize {
         self.in_use.load(Ordering::Relaxed)
     }
 }
 
-// SAFETY: everything is passed on to the system's allocator unchanged.
+// SAFETY: all calls are passed to the system allocator without changes.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         (self.on_alloc)();
         self.in_use.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are the system allocator's.
+        // SAFETY: the caller must uphold the same requirements as for the system allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         self.in_use.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are the system allocator's.
+        // SAFETY: the caller must uphold the same requirements as for the system allocator.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
 
-/// Bytes before each allocation of [`Attributed`], if it needs no larger alignment.
+/// Number of bytes to add before each allocation in [`Attributed`], unless a larger alignment is
+/// required.
 const HEAD: usize = 16;
 
 thread_local! {
-    /// What this thread allocates is the part's.
+    /// Set if allocations on this thread should be counted for the part.
     static IS_PART: Cell<bool> = const { Cell::new(false) };
-    /// Bytes that the part has, on this thread.
+    /// Number of bytes currently counted for the part on this thread.
     static OF_PART: Cell<isize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, which knows how much of what is in use was allocated by a part of a
-/// program, also when others free it. For `#[global_allocator]`.
+/// Uses the system allocator and tracks how much memory was allocated by a part of the program,
+/// even if it's freed by other code. This should be set as the `#[global_allocator]`.
 ///
-/// Each allocation has a head that says whose it is: what a part gives to others, as a message
-/// does, would otherwise stay in its account.
+/// Each allocation has a header with its owner. Without this, memory would still be counted for the
+/// part after it has been passed to other code, such as a message.
 pub struct Attributed;
 
 impl Attributed {
-    /// Runs what belongs to the part.
+    /// Runs code that belongs to the part.
     pub fn part<T>(run: impl FnOnce() -> T) -> T {
         Self::attribute(true, run)
     }
 
-    /// Runs what does not belong to it, in the midst of what does.
+    /// Runs code that doesn't belong to the part, but is called from it.
     pub fn others<T>(run: impl FnOnce() -> T) -> T {
         Self::attribute(false, run)
     }
 
     fn attribute<T>(is_part: bool, run: impl FnOnce() -> T) -> T {
-        /// Ends it by a panic as well.
+        /// Restores the previous state, including after a panic.
         struct Before(bool);
         impl Drop for Before {
             fn drop(&mut self) {
@@ -89,14 +91,15 @@ impl Attributed {
         run()
     }
 
-    /// Bytes that this thread has allocated in [`Self::part`], and that were not freed, since it
-    /// began. Frees on other threads are charged to those threads.
+    /// Returns the number of bytes that were allocated in [`Self::part`] on this thread since it
+    /// was started, and have not been freed. If memory is freed on another thread, this is counted
+    /// on that thread.
     #[must_use]
     pub fn in_use() -> isize {
         OF_PART.get()
     }
 
-    /// The layout of an allocation with its head, and the length of the head.
+    /// Returns the layout of an allocation including its header, and the header length.
     fn with_head(layout: Layout) -> Option<(Layout, usize)> {
         let head = HEAD.max(layout.align());
         let size = layout.size().checked_add(head)?;
@@ -104,10 +107,10 @@ impl Attributed {
         Some((layout, head))
     }
 
-    /// Writes the head of an allocation, and returns its memory.
+    /// Writes the header of an allocation and returns a pointer to the memory after it.
     ///
     /// # Safety
-    /// `start` is null, or the start of an allocation with a head of that length.
+    /// `start` must be null, or the start of an allocation with a header of this length.
     unsafe fn enter(start: *mut u8, head: usize, size: usize) -> *mut u8 {
         if start.is_null() {
             return start;
@@ -116,7 +119,7 @@ impl Attributed {
         if is_part {
             OF_PART.set(OF_PART.get() + size as isize);
         }
-        // SAFETY: the caller's promise; the head is not shorter than [`HEAD`].
+        // SAFETY: guaranteed by the caller, and the header is not shorter than [`HEAD`].
         unsafe {
             *start = u8::from(is_part);
             start.add(head)
@@ -124,14 +127,15 @@ impl Attributed {
     }
 }
 
-// SAFETY: the system's allocator gives memory for the head and, behind it, of the alignment and the
-// size that was asked for; the same layout is computed when it is freed.
+// SAFETY: we request enough memory from the system allocator for the header, followed by the
+// requested size with the requested alignment. The same layout is calculated again when the memory
+// is freed.
 unsafe impl GlobalAlloc for Attributed {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let Some((whole, head)) = Self::with_head(layout) else {
             return std::ptr::null_mut();
         };
-        // SAFETY: the size is not 0, and the allocation has a head.
+        // SAFETY: the size is not zero, and the allocation has a header.
         unsafe { Self::enter(System.alloc(whole), head, layout.size()) }
     }
 
@@ -139,13 +143,13 @@ unsafe impl GlobalAlloc for Attributed {
         let Some((whole, head)) = Self::with_head(layout) else {
             return std::ptr::null_mut();
         };
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { Self::enter(System.alloc_zeroed(whole), head, layout.size()) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         let (whole, head) = Self::with_head(layout).expect("it was allocated so");
-        // SAFETY: the caller's promise, so that is the start of an allocation of ours.
+        // SAFETY: guaranteed by the caller, so this must be the start of one of our allocations.
         unsafe {
             let start = ptr.sub(head);
             if *start != 0 {
@@ -160,7 +164,7 @@ unsafe impl GlobalAlloc for Attributed {
         let Some(size) = new_size.checked_add(head) else {
             return std::ptr::null_mut();
         };
-        // SAFETY: as above; the head moves with the rest, so the memory stays whose it was.
+        // SAFETY: see above. The header is moved with the data, so the owner doesn't change.
         unsafe {
             let start = System.realloc(ptr.sub(head), whole, size);
             if start.is_null() {
@@ -179,12 +183,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_stays_whose_it_was() {
+    fn reallocated_memory_keeps_owner() {
         let layout = Layout::from_size_align(100, 64).unwrap();
         let larger = Layout::from_size_align(1000, 64).unwrap();
         let before = Attributed::in_use();
         let of_part = || Attributed::in_use() - before;
-        // SAFETY: each is freed once, with its layout.
+        // SAFETY: each allocation is freed once, using the same layout.
         unsafe {
             let own = Attributed::part(|| Attributed.alloc(layout));
             let other = Attributed::part(|| Attributed::others(|| Attributed.alloc_zeroed(layout)));

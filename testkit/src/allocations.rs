@@ -1,7 +1,7 @@
-//! Allocations on the data path of our programs, by the place in our code that makes them.
+//! Finds allocations on the data path and the function in our code that made them.
 //!
-//! Counts what the threads of the data path allocate: the workers of `riserd` and the engine of
-//! `riser`. A test makes [`record`] the callback of its allocator:
+//! We count all allocations made by data path threads, which are the workers in `riserd` and the
+//! engine in `riser`. A test has to use [`record`] as the callback of its allocator:
 //!
 //! ```ignore
 //! #[global_allocator]
@@ -16,27 +16,29 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Beginnings of the names of the threads whose allocations count.
+/// Name prefixes of the threads to check.
 const THREADS: [&[u8]; 2] = [b"riser-worker", b"riser-engine"];
 
-/// Functions of ours that are named for an allocation, from the one that makes it outwards.
+/// Maximum number of functions to show for an allocation, starting at the innermost function.
 const CALLERS: usize = 4;
 
-/// Rounds of which one must allocate nothing, and calls of a test in each.
+/// Maximum number of rounds until there should be no allocation, and the number of calls in each
+/// round.
 const ROUNDS: usize = 10;
 const CALLS: u8 = 30;
 
-/// Allocations count now.
+/// Set if allocations should be counted.
 static COUNTS: AtomicBool = AtomicBool::new(false);
-/// Number of allocations, by place.
+/// Number of allocations for each location.
 static ALLOCATIONS: Mutex<BTreeMap<String, u64>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
-    /// An allocation is being recorded, which allocates.
+    /// Set while we record an allocation, because this also allocates.
     static RECORDS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Records an allocation of the calling thread, if that is of the data path and allocations count.
+/// Records an allocation if it was made by a data path thread and allocations are currently
+/// counted.
 pub fn record() {
     if !COUNTS.load(Ordering::Relaxed) || !is_of_data_path() || RECORDS.replace(true) {
         return;
@@ -46,16 +48,17 @@ pub fn record() {
     RECORDS.set(false);
 }
 
-/// Calls `round` until the data path allocates nothing during many calls.
+/// Calls `round` until there is a round without any allocations on the data path.
 ///
-/// Lists grow to what the load of the machine makes them hold, so the first calls may allocate, and
-/// one may later; what is allocated for each operation is so in every round.
+/// We need to allow allocations in the first rounds, and possibly in a later round, because buffers
+/// will grow to the size required for the current load. But if there is an allocation for each
+/// operation, it will happen in every round.
 ///
 /// # Panics
 ///
-/// If something is allocated in each of ten rounds. The message names `what`, and the places of the
-/// last round with their numbers of allocations. And if this process has no thread of the data path,
-/// so that nothing would count.
+/// Panics if there were allocations in all of the ten rounds. The message contains `what`, and the
+/// locations in the last round with their number of allocations. Also panics if this process has no
+/// data path thread, because then nothing would be counted.
 #[track_caller]
 pub fn allocates_nothing(what: &str, mut round: impl FnMut(u8)) {
     assert!(
@@ -75,10 +78,10 @@ pub fn allocates_nothing(what: &str, mut round: impl FnMut(u8)) {
     panic!("{what}: {found:#?}");
 }
 
-/// Returns the names of this process's threads of the data path.
+/// Returns the names of all data path threads in this process.
 pub fn threads() -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
-    // One that has just ended has no name.
+    // If a thread has just exited, it has no name.
     let names =
         tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
     let names = names.map(|name| name.trim_end().to_owned());
@@ -93,20 +96,21 @@ fn allocations() -> std::sync::MutexGuard<'static, BTreeMap<String, u64>> {
     ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The standard library's name of a thread may allocate, and is gone when the thread ends.
+/// We can't use the thread name from the standard library: it may allocate, and it's not available
+/// when a thread exits.
 fn is_of_data_path() -> bool {
     let mut name = [0u8; 16];
-    // SAFETY: the kernel writes 16 bytes at most.
+    // SAFETY: the kernel writes up to 16 bytes.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
     is_counted(&name)
 }
 
-/// The innermost functions of ours in a backtrace. The whole of it stands for an allocation that no
-/// function of ours has made.
+/// Returns the innermost functions of our code in a backtrace. If it doesn't contain any of our
+/// code, returns the whole backtrace.
 fn place(trace: &str) -> String {
     let function = |line: &str| {
         let line = line.trim();
-        // What was inlined has no number of its own.
+        // Inlined functions don't have a number.
         let function = match line.split_once(": ") {
             Some((number, function)) if number.parse::<u32>().is_ok() => function,
             _ => line,
@@ -131,7 +135,7 @@ mod tests {
 
     use super::*;
 
-    /// What a test says of a thread whose every call allocates.
+    /// Runs the check with a thread that allocates in every call.
     fn verdict(name: &str) -> Result<(), String> {
         let run = || catch_unwind(|| allocates_nothing("a read", |_| record()));
         let thread = thread::Builder::new().name(name.to_owned());
@@ -139,12 +143,13 @@ mod tests {
         ended.map_err(|panic| *panic.downcast::<String>().unwrap())
     }
 
-    /// One function, since all tests of a process share what is recorded.
+    /// This has to be a single function, because recorded allocations are shared by all tests in a
+    /// process.
     #[test]
-    fn only_allocations_of_the_data_path_fail_a_test() {
+    fn only_data_path_allocations_fail() {
         let why = verdict("some-thread").unwrap_err();
         assert!(why.contains("no thread of the data path"), "{why}");
-        // One that waits, as where a daemon has nothing to do.
+        // A thread that is waiting, like a daemon with nothing to do.
         let (started, is_there) = channel();
         let (end, ended) = channel::<()>();
         let waits = move || {
@@ -175,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_named_by_the_functions_of_ours() {
+    fn place_lists_own_functions() {
         let trace = "   0: std::backtrace::Backtrace::create\n\
                      \x20            at /rustc/library/std/src/backtrace.rs:331:13\n\
                      \x20  2: riser_testkit::allocations::record\n\

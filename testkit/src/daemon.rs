@@ -1,4 +1,4 @@
-//! The daemon's program in a directory of its own.
+//! Runs the daemon in a temporary directory.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::eventually;
 use crate::programs::{give, without_rights};
 
-/// The path of `riserd`, which Cargo builds for the tests of its package before it runs them.
+/// Path of `riserd`. Cargo builds the program before it runs the tests in this package.
 pub static RISERD: LazyLock<String> = LazyLock::new(|| {
     let test = std::env::current_exe().expect("a test has a name");
     let folder = test.parent().and_then(Path::parent);
@@ -18,7 +18,7 @@ pub static RISERD: LazyLock<String> = LazyLock::new(|| {
     folder.join("riserd").display().to_string()
 });
 
-/// A running daemon in a directory of its own.
+/// A running daemon in a temporary directory.
 pub struct Daemon {
     pub process: Child,
     pub dir: PathBuf,
@@ -29,12 +29,12 @@ impl Daemon {
         Self::start_as(name, |daemon| daemon.configure(address, "{ 0: a }"))
     }
 
-    /// A daemon that serves nothing yet.
+    /// Starts a daemon without any targets.
     pub fn start_empty(name: &str) -> Self {
         Self::start_as(name, |daemon| daemon.write("targets: []\n"))
     }
 
-    /// A daemon of this configuration, whose log is kept.
+    /// Starts a daemon with this configuration and writes its output to a log.
     pub fn start_logging(name: &str, text: &str) -> Self {
         Self::start_as(name, |daemon| {
             daemon.write(text);
@@ -56,8 +56,8 @@ impl Daemon {
         daemon
     }
 
-    /// The program, about to run [`WITHOUT_RIGHTS`](crate::programs::WITHOUT_RIGHTS) with this
-    /// configuration, as the service does. All that is in its directory belongs to it.
+    /// Returns a command to run the program [`WITHOUT_RIGHTS`](crate::programs::WITHOUT_RIGHTS),
+    /// same as the service, with this configuration. The user will own all files in the directory.
     pub fn command(&self, config: &Path) -> Command {
         give(&self.dir);
         let mut command = without_rights(&*RISERD);
@@ -65,19 +65,19 @@ impl Daemon {
         command
     }
 
-    /// The file of its configuration.
+    /// Returns the path of the configuration file.
     pub fn config(&self) -> PathBuf {
         self.dir.join("riserd.yaml")
     }
 
-    /// Starts the program, and waits until it serves.
+    /// Starts the program and waits until it's ready.
     pub fn run(&mut self, more: &[&str]) {
         let mut command = self.command(&self.config());
         command.args(more).stderr(self.stderr());
         self.spawn(command);
     }
 
-    /// Starts it with this command, likewise.
+    /// Same, but uses the given command.
     pub fn spawn(&mut self, mut command: Command) {
         let daemon = self;
         let _ = std::fs::remove_file(daemon.socket());
@@ -90,7 +90,7 @@ impl Daemon {
         });
     }
 
-    /// Kills it at once, and starts it again.
+    /// Kills the daemon immediately and starts it again.
     pub fn restart(&mut self, more: &[&str]) {
         self.kill();
         self.run(more);
@@ -112,7 +112,7 @@ impl Daemon {
         self.write(&text);
     }
 
-    /// Writes a configuration, with what all of them have.
+    /// Writes a configuration and adds the settings used in all tests.
     pub fn write(&self, text: &str) {
         let text = format!(
             "{text}admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
@@ -122,7 +122,7 @@ impl Daemon {
         std::fs::write(self.config(), text).unwrap();
     }
 
-    /// Where its log is, if it is kept.
+    /// Returns the path of the log, if enabled.
     pub fn log(&self) -> PathBuf {
         self.dir.join("riserd.log")
     }

@@ -1,8 +1,10 @@
-//! Histories for fuzz targets: the actions of a property test, chosen by a fuzzer's bytes.
+//! Creates histories for fuzz targets: these are the actions of a property test, selected by the
+//! fuzzer's input.
 //!
-//! A strategy of proptest asks for random numbers; here it gets the bytes instead, so a fuzzer that
-//! sees coverage decides which actions come, and in which order. Each action has a piece of the
-//! input of its own: a fuzzer that changes, removes or repeats a piece leaves the others as they are.
+//! A proptest strategy normally uses random numbers. Here we pass the input bytes instead, so that
+//! a fuzzer with coverage can decide which actions to run and in which order. Each action uses a
+//! separate chunk of the input. This way, if the fuzzer changes, removes or repeats a chunk, all
+//! other actions stay the same.
 
 use std::fmt::Debug;
 use std::sync::LazyLock;
@@ -11,17 +13,18 @@ use proptest::prelude::Rng as _;
 use proptest::strategy::{BoxedStrategy, NewTree, Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-/// Bytes in front of the actions, for what a history begins with.
+/// Number of bytes before the first action, used for the start of a history.
 pub const HEAD: usize = 16;
 
-/// Bytes of an action. Longer byte strings of an action end in bytes that no input chooses.
+/// Number of bytes per action. If an action has longer byte strings, the rest can't be selected by
+/// the input.
 pub const PIECE: usize = 64;
 
-/// Actions of the longest history.
+/// Maximum number of actions in a history.
 pub const MOST: usize = 128;
 
-/// Numbers behind the end of a piece. They vary, since a strategy that draws a number again until it
-/// is in range would never end with zeros.
+/// Numbers to use at the end of a chunk. They must not be constant: if a strategy tries again until
+/// a number is in range, it would never return with just zeros.
 static REST: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let words = std::iter::repeat_with(|| {
@@ -33,14 +36,14 @@ static REST: LazyLock<Vec<u8>> = LazyLock::new(|| {
     words.take(512).flatten().collect()
 });
 
-/// One of several strategies, as `prop_oneof!` makes, which draws nothing for those that it does not
-/// choose: there each of them takes half of the bytes that are left. In turn it does not shrink from
-/// one to another.
+/// Selects one of several strategies, like `prop_oneof!`, but doesn't use any bytes for strategies
+/// that were not selected. In `prop_oneof!`, each of them would use half of the remaining bytes.
+/// The disadvantage is that this can't shrink from one strategy to another.
 #[derive(Clone, Debug)]
 pub struct OneOf<T>(Vec<(u32, BoxedStrategy<T>)>);
 
 impl<T: Debug> OneOf<T> {
-    /// These, with their weights.
+    /// Creates this from strategies and their weights.
     pub fn new(options: impl IntoIterator<Item = (u32, BoxedStrategy<T>)>) -> Self {
         Self(options.into_iter().collect())
     }
@@ -62,7 +65,7 @@ impl<T: Debug> Strategy for OneOf<T> {
     }
 }
 
-/// As `prop_oneof!`, by [`OneOf`](crate::fuzz::OneOf).
+/// Same as `prop_oneof!`, but uses [`OneOf`](crate::fuzz::OneOf).
 #[macro_export]
 macro_rules! one_of {
     ($($weight:expr => $strategy:expr),+ $(,)?) => {
@@ -71,12 +74,12 @@ macro_rules! one_of {
     ($($strategy:expr),+ $(,)?) => { $crate::one_of![$(1 => $strategy),+] };
 }
 
-/// A strategy behind a pointer.
+/// Boxes a strategy.
 pub fn boxed<S: Strategy + 'static>(strategy: S) -> BoxedStrategy<S::Value> {
     strategy.boxed()
 }
 
-/// The value that a strategy makes of a piece; `None` if it has none for these bytes.
+/// Creates a value from a chunk. Returns `None` if the strategy has no value for these bytes.
 pub fn value<S: Strategy>(strategy: &S, piece: &[u8]) -> Option<S::Value> {
     let bytes = [piece, &REST].concat();
     let rng = TestRng::from_seed(RngAlgorithm::PassThrough, &bytes);
@@ -85,7 +88,8 @@ pub fn value<S: Strategy>(strategy: &S, piece: &[u8]) -> Option<S::Value> {
     Some(tree.current())
 }
 
-/// The beginning of a history and its actions; `None` if the bytes are too few for one action.
+/// Returns the start of a history and its actions, or `None` if there are not enough bytes for an
+/// action.
 pub fn history<H: Strategy, S: Strategy>(
     head: &H,
     action: &S,
@@ -107,13 +111,13 @@ mod tests {
 
     use super::*;
 
-    /// A strategy that draws again what is out of its range.
+    /// A strategy that tries again if the number is out of range.
     fn numbers() -> impl Strategy<Value = Vec<u32>> {
         proptest::collection::vec(0u32..1_000_003, 1..200)
     }
 
     #[test]
-    fn a_piece_chooses_its_own_action_only() {
+    fn chunk_selects_only_its_action() {
         let mut bytes = [0x5a; HEAD + 3 * PIECE];
         let before = history(&Just(()), &numbers(), &bytes).unwrap().1;
         bytes[HEAD + PIECE + 11] ^= 0xff;
@@ -124,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_choose_by_weight_and_nothing_is_drawn_for_the_others() {
+    fn bytes_select_by_weight() {
         let nested = one_of![Just(2_u32), 3..1000_u32];
         let strategy = one_of![3 => Just(0_u32), 1 => Just(1_u32), 4 => nested];
         let of = |number: u32, rest: u32| {

@@ -1,15 +1,20 @@
-//! Fixtures that the tests of several crates share.
+//! Fixtures shared by the tests of several crates.
 //!
-//! - [`eventually`] waits for what happens by itself; no test has a wait loop of its own.
-//! - [`skip`](mod@skip) reports that a test cannot run on this machine, so that it is counted.
-//! - [`programs`] starts `riserd` and `riser` as processes, and tools that judge them; [`daemon`]
-//!   runs a `riserd` in a folder of its own, and [`metered`] one that reports its metrics over TCP.
-//! - [`alloc`] counts allocations, and what is allocated and not freed; [`allocations`] names the
-//!   places where the data path allocates.
-//! - [`fuzz`] lets a fuzzer's bytes choose what a strategy of a property test would choose by chance.
+//! - [`eventually`] waits for a condition; tests should use this instead of writing their own loop.
+//! - [`skip`](mod@skip) reports that a test can't run on this machine, so that it's counted as
+//!   skipped.
+//! - [`programs`] starts `riserd` and `riser`, and the tools used to check them. [`daemon`] runs a
+//!   `riserd` in a temporary directory, and [`metered`] runs a `riserd` that provides metrics over
+//!   TCP.
+//! - [`hung_mount`] mounts a file on a file system that can stop responding.
+//! - [`alloc`] tracks allocations and the memory in use; [`allocations`] finds the code that
+//!   allocates on the data path.
+//! - [`fuzz`] uses the fuzzer's input to select the values of a property test, instead of choosing
+//!   them at random.
 //!
-//! No crate of ours is beneath this one, so every crate's tests can use it, unit tests included,
-//! without building that crate twice. Peers that speak our protocols are in `riser-test-peers`.
+//! This crate must not depend on any of our other crates, so that it can be used in all tests,
+//! including unit tests, without building a crate twice. See `riser-test-peers` for peers that use
+//! our protocols.
 
 #![allow(
     missing_docs,
@@ -21,6 +26,7 @@ pub mod alloc;
 pub mod allocations;
 pub mod daemon;
 pub mod fuzz;
+pub mod hung_mount;
 pub mod metered;
 pub mod programs;
 pub mod skip;

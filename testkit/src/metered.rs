@@ -1,4 +1,4 @@
-//! A `riserd` that reports its metrics over TCP, and work for it.
+//! Runs a `riserd` that provides metrics over TCP, and generates load for it.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::eventually_some;
 use crate::programs::Pair;
 
-/// The body of what an address answers with success.
+/// Returns the body of an HTTP response, or `None` if it was not successful.
 #[must_use]
 pub fn get(address: &str, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
@@ -24,7 +24,7 @@ pub fn get(address: &str, path: &str) -> Option<String> {
     (head.split(' ').nth(1)? == "200").then(|| body.to_owned())
 }
 
-/// A process that goes with this value.
+/// A process that is killed on drop.
 pub struct Running(pub Child);
 
 impl Drop for Running {
@@ -34,20 +34,20 @@ impl Drop for Running {
     }
 }
 
-/// A daemon with one disk, over SRP and iSCSI.
+/// A daemon with a single disk, exported via SRP and iSCSI.
 pub struct Metered {
-    /// The daemon, and `riser` beside it.
+    /// The daemon, along with `riser`.
     pub pair: Pair,
-    /// Its target's name.
+    /// Target name.
     pub iqn: String,
-    /// Its address.
+    /// Address of the daemon.
     pub host: String,
-    /// The address of its metrics.
+    /// Address used for metrics.
     pub metrics: String,
 }
 
 impl Metered {
-    /// Serves at 127.0.`network`.1.
+    /// Starts the daemon on 127.0.`network`.1.
     #[must_use]
     pub fn serve(network: u8) -> Self {
         let host = format!("127.0.{network}.1");
@@ -79,7 +79,7 @@ impl Metered {
     }
 }
 
-/// Reads and writes for `seconds`, in the background.
+/// Runs reads and writes in the background for this number of seconds.
 #[must_use]
 pub fn load(pair: &Pair, seconds: u32) -> Running {
     let mut command = pair.command(&["bench", &pair.url(), "--rw", "randrw", "--bs", "4k"]);

@@ -1,4 +1,4 @@
-//! `riserd` and `riser` as processes, tools that judge them, and tests that cannot run here.
+//! Runs `riserd`, `riser` and the tools used to check them, and handles tests that can't run here.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -11,17 +11,17 @@ use std::sync::{LazyLock, Once};
 
 pub use crate::skip::skip;
 
-/// The variable that says that the programs are up to date: who runs the tests has built them.
+/// If this variable is set, the programs have already been built by the caller.
 pub const ARE_BUILT: &str = "RISER_PROGRAMS_ARE_BUILT";
 
-/// The signal that nothing can catch.
+/// This signal can't be caught.
 const SIGKILL: i32 = 9;
 
-/// The folder of this build's programs, which are brought up to date once, unless [`ARE_BUILT`] is
+/// Returns the directory of the programs. They are built on the first call, unless [`ARE_BUILT`] is
 /// set.
 ///
-/// Cargo waits for any other Cargo that works in the same folder, so `cargo xtask test`, which
-/// lints while tests run, sets it.
+/// Cargo waits if another instance uses the same directory, so `cargo xtask test` sets this
+/// variable because it runs the lints at the same time as the tests.
 #[must_use]
 pub fn folder() -> PathBuf {
     static BUILT: Once = Once::new();
@@ -35,8 +35,8 @@ pub fn folder() -> PathBuf {
             return;
         }
         let mut cargo = Command::new(env!("CARGO"));
-        // With `--examples`, though there are none, dependencies have the features that they have
-        // in tests, so that nothing is built a second time.
+        // There are no examples, but we need `--examples` so that dependencies use the same
+        // features as in tests and don't have to be built again.
         cargo.args(["build", "-q", "--bins", "--examples"]);
         for package in ["riser-target", "riser-initiator", "riser-configfs-emu"] {
             cargo.args(["-p", package]);
@@ -50,19 +50,19 @@ pub fn folder() -> PathBuf {
     folder.to_owned()
 }
 
-/// A user that owns nothing else.
+/// A user that doesn't own any other files.
 const NOBODY: u32 = 65534;
 
-/// Words before a program that run it as a user without capabilities, with as much locked memory as
-/// the service may have if this process may give it so much. None where it is not root, or where
-/// that user cannot run programs where they are.
+/// Command prefix to run a program as a user without capabilities. If we are allowed to, this also
+/// sets the locked memory limit to the value used for the service. Empty if we are not root, or if
+/// this user can't run programs from their directory.
 pub static WITHOUT_RIGHTS: LazyLock<Vec<String>> = LazyLock::new(|| {
     let user = format!(
         "setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --inh-caps=-all \
          --bounding-set=-all"
     );
     let memory = "prlimit --memlock=unlimited:unlimited";
-    // In a folder below that of the programs, which need not be built yet.
+    // This test is in a subdirectory of the programs, which may not have been built yet.
     let test = std::env::current_exe().expect("a test has a name");
     let can_run = |words: &Vec<String>| {
         let mut attempt = Command::new(&words[0]);
@@ -76,7 +76,7 @@ pub static WITHOUT_RIGHTS: LazyLock<Vec<String>> = LazyLock::new(|| {
     way.map(std::mem::take).unwrap_or_default()
 });
 
-/// A program, about to run [`WITHOUT_RIGHTS`].
+/// Returns a command to run a program with the prefix [`WITHOUT_RIGHTS`].
 #[must_use]
 pub fn without_rights(program: impl AsRef<OsStr>) -> Command {
     match &WITHOUT_RIGHTS[..] {
@@ -89,10 +89,10 @@ pub fn without_rights(program: impl AsRef<OsStr>) -> Command {
     }
 }
 
-/// Gives a path, and all that is below it, to programs [`WITHOUT_RIGHTS`].
+/// Changes the owner of a path, including everything below it, to the user in [`WITHOUT_RIGHTS`].
 ///
 /// # Panics
-/// If it is not there.
+/// Panics if the path doesn't exist.
 pub fn give(path: &Path) {
     if WITHOUT_RIGHTS.is_empty() {
         return;
@@ -105,7 +105,7 @@ pub fn give(path: &Path) {
     }
 }
 
-/// The first of these tools that is not installed.
+/// Returns the first of these tools that is not installed.
 #[must_use]
 pub fn missing<'a>(tools: &[&'a str]) -> Option<&'a str> {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -115,14 +115,14 @@ pub fn missing<'a>(tools: &[&'a str]) -> Option<&'a str> {
     tools.iter().copied().find(|tool| !is_there(tool))
 }
 
-/// Runs a tool that must succeed; gives its standard output.
+/// Runs a tool, which must be successful, and returns its standard output.
 pub fn tool(name: &str, args: impl IntoIterator<Item = impl AsRef<OsStr>>) -> String {
     let mut command = Command::new(name);
     command.args(args);
     succeeded(&mut command)
 }
 
-/// Runs a command that must succeed; gives its standard output.
+/// Runs a command, which must be successful, and returns its standard output.
 pub fn succeeded(command: &mut Command) -> String {
     let Output {
         status,
@@ -137,9 +137,9 @@ pub fn succeeded(command: &mut Command) -> String {
     text
 }
 
-/// A `riserd` of its own with one disk, and `riser` beside it.
+/// A `riserd` with a single disk, along with `riser`.
 pub struct Pair {
-    /// A folder that goes with this value.
+    /// Directory that is removed on drop.
     pub dir: PathBuf,
     programs: PathBuf,
     daemon: Option<Child>,
@@ -148,21 +148,23 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Serves `backend`, the text of a backend of riserd's configuration, at 127.0.`network`.1.
+    /// Starts a daemon on 127.0.`network`.1 that exports `backend`, which is part of the riserd
+    /// configuration.
     #[must_use]
     pub fn new(network: u8, backend: &str) -> Self {
         let portals = format!("[{{ protocol: srp, listen: 127.0.{network}.1 }}]");
         Self::with_target(network, backend, &format!("portals: {portals}"))
     }
 
-    /// Serves `backend` on the target that these lines of riserd's configuration describe, with its
-    /// portals, beside its name and its one logical unit: to all initiators, unless they have rules.
+    /// Same, but also sets the target using the given lines of the configuration. These should
+    /// contain the portals, in addition to the name and a single logical unit. All initiators have
+    /// access if there are no rules.
     #[must_use]
     pub fn with_target(network: u8, backend: &str, target: &str) -> Self {
         Self::start(network, backend, target, false)
     }
 
-    /// The same with a riserd that has the rights of this process, for what only its user may open.
+    /// Same, but runs riserd as the current user, which is needed to open files owned by it.
     #[must_use]
     pub fn with_rights(network: u8, backend: &str, target: &str) -> Self {
         Self::start(network, backend, target, true)
@@ -202,8 +204,8 @@ impl Pair {
         pair
     }
 
-    /// Starts riserd, again if it was ended: [`WITHOUT_RIGHTS`], as the service is, unless it has
-    /// them.
+    /// Starts riserd, or starts it again if it was stopped. Like the service, this uses
+    /// [`WITHOUT_RIGHTS`] unless it should run as the current user.
     pub fn serve(&mut self) {
         let log = self.dir.join("riserd.log");
         let log = File::options().create(true).append(true).open(log).unwrap();
@@ -223,13 +225,13 @@ impl Pair {
         self.daemon = Some(daemon);
     }
 
-    /// The number of riserd's process, while it runs.
+    /// Returns the process ID of riserd if it's running.
     #[must_use]
     pub fn process(&self) -> Option<u32> {
         self.daemon.as_ref().map(Child::id)
     }
 
-    /// Kills riserd. Returns whether it ended by that, rather than before.
+    /// Kills riserd. Returns false if the process had already exited.
     pub fn kill(&mut self) -> bool {
         let Some(mut daemon) = self.daemon.take() else {
             return false;
@@ -239,14 +241,14 @@ impl Pair {
         status.is_ok_and(|status| status.signal() == Some(SIGKILL))
     }
 
-    /// Asks riserd to end, as a service manager does.
+    /// Sends SIGTERM to riserd, same as a service manager.
     pub fn ask_to_end(&self) {
         if let Some(id) = self.process() {
             tool("kill", ["-TERM", &id.to_string()]);
         }
     }
 
-    /// Asks riserd to end and waits until it has.
+    /// Sends SIGTERM to riserd and waits until it has exited.
     pub fn terminate(&mut self) {
         self.ask_to_end();
         if let Some(mut daemon) = self.daemon.take() {
@@ -255,19 +257,19 @@ impl Pair {
         }
     }
 
-    /// The address of its disk.
+    /// Returns the address of the disk.
     #[must_use]
     pub fn url(&self) -> String {
         format!("srp://127.0.{}.1/0", self.network)
     }
 
-    /// A path within [`Self::dir`].
+    /// Returns a path in [`Self::dir`].
     #[must_use]
     pub fn path(&self, name: &str) -> String {
         self.dir.join(name).to_str().unwrap().to_owned()
     }
 
-    /// `riser` with these arguments.
+    /// Returns a `riser` command with these arguments.
     #[must_use]
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(self.programs.join("riser"));
@@ -283,7 +285,7 @@ impl Pair {
         command
     }
 
-    /// Runs `riser`, which must succeed.
+    /// Runs `riser`, which must be successful.
     pub fn riser(&self, args: &[&str]) -> String {
         succeeded(&mut self.command(args))
     }

@@ -1,31 +1,31 @@
-//! Reports that something could not be tried on this machine, in the file where the test command
-//! counts it.
+//! Reports tests that can't run on this machine, using a file that is read by the test command to
+//! count them.
 //!
-//! A line of the file has three fields, with tabs between them: the kind of thing, its name, and
-//! the reason why it was not tried.
+//! Each line has three fields, separated by tabs: the kind of test, its name, and the reason why it
+//! was skipped.
 
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-/// The environment variable that names the file.
+/// Environment variable with the path of this file.
 pub const LOG: &str = "RISER_SKIP_LOG";
 
-/// The kind of a test function.
+/// The kind used for test functions.
 pub const FUNCTION: &str = "function";
 
-/// Reports that the running test, or a part of it, `what`, did not run, and why. The test counts as
-/// skipped.
+/// Reports that the current test, or a part of it (`what`), was skipped, and the reason. The whole
+/// test is then counted as skipped.
 ///
 /// # Panics
 ///
-/// If the file cannot be written.
+/// Panics if the file can't be written.
 pub fn skip(what: &str, why: &str) {
     let why = why.lines().next().unwrap_or("no reason given");
     let _ = std::io::stderr().write_all(format!("SKIP: {what}: {why}\n").as_bytes());
     if let Some(log) = std::env::var_os(LOG) {
         let thread = std::thread::current();
-        // The harness runs a test in a thread of its name.
+        // The test harness uses the test name as the name of its thread.
         let test = thread.name().filter(|name| *name != "main").unwrap_or(what);
         let name = format!("{} {test}", program());
         note(Path::new(&log), FUNCTION, &name, &format!("{what}: {why}")).unwrap();
@@ -36,7 +36,7 @@ pub fn skip(what: &str, why: &str) {
 ///
 /// # Errors
 ///
-/// If the file cannot be written.
+/// Returns an error if the file can't be written.
 pub fn note(log: &Path, kind: &str, name: &str, why: &str) -> std::io::Result<()> {
     let flat = |text: &str| text.replace(['\t', '\n'], " ");
     let line = format!("{kind}\t{}\t{}\n", flat(name), flat(why));
@@ -44,7 +44,7 @@ pub fn note(log: &Path, kind: &str, name: &str, why: &str) -> std::io::Result<()
     log.write_all(line.as_bytes())
 }
 
-/// The name of the test program, without the hash that Cargo gives it.
+/// Returns the name of the test program without Cargo's hash.
 fn program() -> String {
     let path = std::env::current_exe().unwrap_or_default();
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();

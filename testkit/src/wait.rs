@@ -1,17 +1,18 @@
-//! Waiting for what another thread, process or peer does.
+//! Waits for another thread, process or peer.
 
 use std::fmt::Debug;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The time between two looks.
+/// Polling interval.
 const INTERVAL: Duration = Duration::from_millis(2);
 
-/// Waits until something holds.
+/// Waits until a condition is true.
 ///
 /// # Panics
 ///
-/// If it does not hold by the deadline; the message says `what` did not happen.
+/// Panics if this doesn't happen before the deadline. The message contains `what` we were waiting
+/// for.
 #[track_caller]
 pub fn eventually(what: &str, deadline: Duration, mut holds: impl FnMut() -> bool) {
     eventually_ok(what, deadline, || {
@@ -19,21 +20,22 @@ pub fn eventually(what: &str, deadline: Duration, mut holds: impl FnMut() -> boo
     });
 }
 
-/// Waits until there is a value, and returns it.
+/// Waits until a value is available and returns it.
 ///
 /// # Panics
 ///
-/// If there is none by the deadline.
+/// Panics if there is no value before the deadline.
 #[track_caller]
 pub fn eventually_some<T>(what: &str, deadline: Duration, mut get: impl FnMut() -> Option<T>) -> T {
     eventually_ok(what, deadline, || get().ok_or("it is not there"))
 }
 
-/// Repeats an attempt until it succeeds, and returns its result.
+/// Retries an operation until it succeeds and returns its result.
 ///
 /// # Panics
 ///
-/// If none has succeeded by the deadline; the message has the last error.
+/// Panics if the operation has not succeeded before the deadline. The message contains the last
+/// error.
 #[track_caller]
 pub fn eventually_ok<T, E: Debug>(
     what: &str,
@@ -42,8 +44,8 @@ pub fn eventually_ok<T, E: Debug>(
 ) -> T {
     let until = Instant::now() + deadline;
     loop {
-        // A thread may have waited for a core beyond the deadline, so an attempt comes after it,
-        // too.
+        // We need to check the deadline first: if this thread was delayed by a busy CPU, there
+        // should still be an attempt after the deadline.
         let is_late = Instant::now() >= until;
         match attempt() {
             Ok(value) => return value,
@@ -58,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_holds_at_last_is_enough() {
+    fn eventually_polls_condition_repeatedly() {
         let mut looks = 0;
         eventually("three looks", Duration::from_secs(60), || {
             looks += 1;
@@ -71,14 +73,14 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a login: \"refused\"")]
-    fn the_last_error_is_reported() {
+    fn last_error_is_reported() {
         let attempt = || Err::<(), _>("refused");
         eventually_ok("a login", Duration::ZERO, attempt);
     }
 
     #[test]
     #[should_panic(expected = "not within 1ms: the end of the world")]
-    fn what_never_holds_fails_with_its_name() {
+    fn timeout_panics_with_name() {
         eventually("the end of the world", Duration::from_millis(1), || false);
     }
 }

@@ -1,4 +1,4 @@
-//! The way of an initiator over RDMA to its target: an address, a route, a queue pair.
+//! Connection setup for an RDMA initiator: resolves the address and route and creates a queue pair.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use riser_transport::verbs::{
     CmEvent, CmEventKind, CmId, CqId, PdId, PortSpace, Provider, QpCap, QpId, QpInitAttr, QpType,
 };
 
-/// What moves the world on while the initiator waits.
+/// Called while the initiator is waiting, to drive the other side.
 pub type Pump<'a, P> = &'a mut dyn FnMut(&mut P);
 
-/// A connection that has not been asked for yet.
+/// A connection that is ready to send a connection request.
 pub(crate) struct Dialed {
     pub(crate) pd: PdId,
     pub(crate) cq: CqId,
@@ -18,8 +18,8 @@ pub(crate) struct Dialed {
     pub(crate) qp: QpId,
 }
 
-/// Finds the way to a target, and makes a queue pair for that many sends and receives, with one
-/// completion queue.
+/// Resolves the route to a target, then creates a queue pair with this number of send and receive
+/// work requests and a single completion queue.
 pub(crate) fn dial<P: Provider>(
     dev: &mut P,
     space: PortSpace,

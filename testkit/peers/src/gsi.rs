@@ -1,4 +1,4 @@
-//! Queue pair 1 of an initiator, for tests: asks an I/O unit for its attributes.
+//! Queue pair 1 of an initiator, used in tests to query the attributes of an I/O unit.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use riser_transport::wire::dm::{Attribute, DmHeader, Method, Status};
 
 use crate::mini::real;
 
-/// Queue pair 1 of an initiator's device.
+/// Queue pair 1 on an initiator's device.
 pub struct Gsi {
     pub dev: Roce,
     pd: PdId,
@@ -52,7 +52,7 @@ impl Gsi {
         }]
     }
 
-    /// Asks for an attribute, again after a while as one does with datagrams.
+    /// Queries an attribute. As with any datagram, the request is sent again after a timeout.
     pub fn ask(
         &mut self,
         server: IpAddr,

@@ -1,4 +1,5 @@
-//! A minimal iSER initiator for tests: one connection, our own login machine, no recovery.
+//! A minimal iSER initiator for tests. It uses a single connection and our own login state machine,
+//! and doesn't support recovery.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -29,7 +30,7 @@ const RX: usize = 8448;
 const TX: usize = 8448;
 const TX_SLOTS: usize = 32;
 const DATA: usize = 72 << 20;
-/// Where data that the target writes go.
+/// Offset of the buffer for data written by the target.
 const READ_AT: usize = 36 << 20;
 
 pub struct Client<P: Provider> {
@@ -42,25 +43,25 @@ pub struct Client<P: Provider> {
     tx: MemSlice,
     tx_mr: Mr,
     data: MemSlice,
-    /// For a target that invalidates nothing.
+    /// Used if the target doesn't invalidate keys.
     data_mr: Mr,
-    /// For one that does: a region for each command.
+    /// Used if the target does invalidate keys; this needs a separate region for each command.
     pool: Option<MrPool>,
     regions: Vec<PooledMr>,
     next_tx: usize,
     cmd_sn: u32,
     said: VecDeque<(FromTarget, Vec<u8>)>,
-    /// What the target said in its private data.
+    /// Private data received from the target.
     pub answer: CmHeader,
     pub session: Option<SessionParams>,
     connection: Option<ConnectionParams>,
-    /// Answers that asked to invalidate a key.
+    /// Number of responses that requested to invalidate a key.
     pub invalidated: usize,
     closed: bool,
 }
 
 impl<P: Provider> Client<P> {
-    /// Connects; whether keys may be invalidated is said in the private data.
+    /// Connects to the target. The private data indicates whether remote invalidation is supported.
     pub fn connect(
         dev: P,
         dst: SocketAddr,
@@ -73,7 +74,7 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// As [`Client::connect`]; gives the device back with the error.
+    /// Same as [`Client::connect`], but returns the device along with the error.
     pub fn try_connect(
         mut dev: P,
         dst: SocketAddr,
@@ -135,12 +136,12 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// Gives the device back, and leaves the connection as it is.
+    /// Returns the device without closing the connection.
     pub fn leave_open(self) -> P {
         self.dev
     }
 
-    /// Logs in to a target, or for discovery.
+    /// Logs in to a target or to a discovery session.
     pub fn login(
         &mut self,
         target: Option<&str>,
@@ -220,7 +221,7 @@ impl<P: Provider> Client<P> {
         self.post(&bytes);
     }
 
-    /// Sends the first request of a login, and waits for its answer.
+    /// Sends the first login request and waits for the response.
     pub fn begin_login(&mut self, pdu: &[u8], pump: Pump<'_, P>) {
         let mut header = [0; 28];
         header[0] = 0x10;
@@ -229,7 +230,7 @@ impl<P: Provider> Client<P> {
         assert!(matches!(answer, FromTarget::LoginResponse(_)), "{answer:?}");
     }
 
-    /// Posts a message.
+    /// Posts a message to the send queue.
     fn post(&mut self, bytes: &[u8]) {
         let slot = self.next_tx % TX_SLOTS;
         self.next_tx += 1;
@@ -244,7 +245,7 @@ impl<P: Provider> Client<P> {
             .unwrap();
     }
 
-    /// Takes what has arrived.
+    /// Processes everything received so far.
     fn poll(&mut self) {
         let mut completions: Vec<Completion> = Vec::new();
         let _ = self.dev.poll_cq(self.cq, 64, &mut completions);
@@ -273,7 +274,7 @@ impl<P: Provider> Client<P> {
             let data = frame.data.to_vec();
             self.post_recv(slot);
             match pdu {
-                // The target asks whether this end is alive.
+                // The target checks whether the initiator is still alive.
                 FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => {
                     let answer = FromInitiator::NopOut(crate::pdus::pong(&ping, self.cmd_sn));
                     self.send(Buffers::default(), &answer, &[]);
@@ -291,12 +292,13 @@ impl<P: Provider> Client<P> {
         pool.put(&mut self.dev, mr).unwrap();
     }
 
-    /// Waits for the next PDU.
+    /// Waits until the next PDU is received.
     fn next(&mut self, pump: Pump<'_, P>) -> (FromTarget, Vec<u8>) {
         for _ in 0..2_000_000 {
             self.poll();
             if let Some(said) = self.said.pop_front() {
-                // What it acknowledges goes out even if this device is not driven for a while.
+                // Send any pending acknowledgements now, because this device may not be driven
+                // again for some time.
                 pump(&mut self.dev);
                 return said;
             }
@@ -321,7 +323,7 @@ impl<P: Provider> Client<P> {
         scsi_command(tag, self.cmd_sn - 1, cdb, writes, len)
     }
 
-    /// Advertises the data memory from `at` on.
+    /// Advertises the data buffer, starting at this offset.
     fn buffer(&mut self, at: usize) -> Option<RemoteBuffer> {
         let Some(pool) = &mut self.pool else {
             return Some(RemoteBuffer {
@@ -343,8 +345,8 @@ impl<P: Provider> Client<P> {
         })
     }
 
-    /// Sends a write: `immediate` bytes with the command, more up to `first_burst` unsolicited, the
-    /// rest to be fetched.
+    /// Sends a write command with `immediate` bytes of immediate data. More data is sent as
+    /// unsolicited data up to `first_burst`, and the target will fetch the rest.
     pub fn send_write(
         &mut self,
         tag: u32,
@@ -370,7 +372,7 @@ impl<P: Provider> Client<P> {
         self.send(buffers, &pdu, &data[..immediate]);
         let (mut at, mut sn) = (immediate, 0);
         while at < unsolicited {
-            // Pieces of no particular length.
+            // Use an arbitrary size for each packet.
             let end = (at + 3001).min(unsolicited);
             let pdu = DataOut {
                 is_final: end == unsolicited,
@@ -387,7 +389,7 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// As [`Client::send_write`], and waits for the answer.
+    /// Same as [`Client::send_write`], but waits for the response.
     pub fn write(
         &mut self,
         lba: u32,
@@ -400,7 +402,7 @@ impl<P: Provider> Client<P> {
         self.status(77, pump)
     }
 
-    /// Sends a read.
+    /// Sends a read command.
     pub fn send_read(&mut self, tag: u32, lba: u32, blocks: u16) {
         let len = u32::from(blocks) * 512;
         let command = self.scsi(tag, &cdb10(0x28, lba, blocks), false, len);
@@ -411,7 +413,7 @@ impl<P: Provider> Client<P> {
         self.send(buffers, &FromInitiator::ScsiCommand(command), &[]);
     }
 
-    /// Reads blocks: status and data.
+    /// Reads blocks and returns the status and data.
     pub fn read(&mut self, lba: u32, blocks: u16, pump: Pump<'_, P>) -> (u8, Vec<u8>) {
         let len = usize::from(blocks) * 512;
         self.send_read(78, lba, blocks);
@@ -420,8 +422,8 @@ impl<P: Provider> Client<P> {
         (status, read.to_vec())
     }
 
-    /// Sends a command with any CDB, whose data the target fetches: `out`, or `len` bytes that come
-    /// in. Returns its status, with the data or the sense data.
+    /// Sends a command with the given CDB. The target either fetches the data in `out` or returns
+    /// up to `len` bytes. Returns the status and the data, or the sense data.
     pub fn command(
         &mut self,
         cdb: &[u8],
@@ -449,7 +451,7 @@ impl<P: Provider> Client<P> {
                 let read = self.data.slice(READ_AT..READ_AT + len as usize);
                 (0, read.expect("within the memory").to_vec())
             }
-            // Sense data come behind their length (RFC 7143 11.4.7.2).
+            // Sense data is sent after its length (RFC 7143 11.4.7.2).
             (FromTarget::ScsiResponse(response), data) => {
                 (response.status, data.get(2..).unwrap_or_default().to_vec())
             }
@@ -457,7 +459,7 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// Takes the unit attention of a new nexus.
+    /// Clears the unit attention of a new nexus.
     pub fn settle(&mut self, pump: Pump<'_, P>) {
         for status in [2, 0] {
             let command = self.scsi(79, &[0; 6], false, 0);
@@ -467,7 +469,7 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// Asks a discovery session for all targets.
+    /// Requests a list of all targets in a discovery session.
     pub fn send_targets(&mut self, pump: Pump<'_, P>) -> Vec<u8> {
         let (request, out) = crate::pdus::send_targets(self.cmd_sn);
         let pdu = FromInitiator::TextRequest(request);
@@ -499,13 +501,13 @@ impl<P: Provider> Client<P> {
         }
     }
 
-    /// Logs out and sees the connection end.
+    /// Logs out and waits until the connection is closed.
     pub fn logout(&mut self, pump: Pump<'_, P>) {
         self.ask_for_logout(pump);
         self.wait_closed(pump);
     }
 
-    /// Logs out, and leaves it to the caller to disconnect.
+    /// Logs out, but doesn't disconnect. This must be done by the caller.
     pub fn ask_for_logout(&mut self, pump: Pump<'_, P>) {
         let request = LogoutRequest {
             immediate: true,
@@ -522,7 +524,7 @@ impl<P: Provider> Client<P> {
         };
     }
 
-    /// Waits for the end of the connection.
+    /// Waits until the connection is closed.
     pub fn wait_closed(&mut self, pump: Pump<'_, P>) {
         for _ in 0..2_000_000 {
             self.poll();
@@ -534,7 +536,7 @@ impl<P: Provider> Client<P> {
         panic!("the connection did not end");
     }
 
-    /// Disconnects, and releases the device.
+    /// Disconnects and releases the device.
     pub fn disconnect(mut self, pump: Pump<'_, P>) {
         for mr in std::mem::take(&mut self.regions) {
             self.put(mr);

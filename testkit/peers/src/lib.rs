@@ -1,15 +1,15 @@
-//! Minimal initiators, for tests of targets: one connection each, no recovery, and nothing that is
-//! done for the user.
+//! Minimal initiators used to test targets. Each has a single connection, doesn't support recovery,
+//! and leaves everything else to the test.
 //!
-//! - [`mini`]: SRP on any provider.
-//! - [`iser_client`]: iSER on any provider.
-//! - [`tcp`]: iSCSI on a TCP socket.
-//! - [`gsi`]: queue pair 1 of an initiator, which asks an I/O unit for its attributes.
+//! - [`mini`]: SRP using any provider.
+//! - [`iser_client`]: iSER using any provider.
+//! - [`tcp`]: iSCSI using a TCP socket.
+//! - [`gsi`]: queue pair 1 of an initiator, used to query the attributes of an I/O unit.
 //!
-//! [`pdus`] makes CDBs and requests of iSCSI as most tests want them.
+//! [`pdus`] creates CDBs and iSCSI requests with the values needed by most tests.
 //!
-//! They use the wire formats of `riser-scsi`, and of the initiator nothing. What waits counts its
-//! attempts, or has a deadline, and fails when it has used them up.
+//! We only use the wire formats in `riser-scsi` and no code from the real initiator. Any code that
+//! waits must have a limit on attempts or a deadline, and will fail if this is exceeded.
 
 #![allow(
     missing_docs,

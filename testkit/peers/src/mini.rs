@@ -1,4 +1,5 @@
-//! A minimal SRP initiator for tests: one channel, one command at a time or many, no recovery.
+//! A minimal SRP initiator for tests. It uses a single channel, supports one or many commands at a
+//! time, and doesn't support recovery.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -24,7 +25,7 @@ const TX: usize = 8320;
 const TX_SLOTS: usize = 32;
 pub const DATA: usize = 4 << 20;
 
-/// What a login asks for.
+/// Creates a login request.
 pub fn login_req(initiator: u8, target: TargetPortId) -> LoginReq {
     LoginReq {
         tag: Tag(1),
@@ -38,14 +39,14 @@ pub fn login_req(initiator: u8, target: TargetPortId) -> LoginReq {
     }
 }
 
-/// How a connection attempt failed.
+/// Reason why a connection attempt failed.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refused {
     Login(LoginRejReason),
     Other(String),
 }
 
-/// An answer to a request.
+/// Response to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     pub tag: u64,
@@ -55,7 +56,7 @@ pub struct Answer {
     pub sense: Vec<u8>,
 }
 
-/// Something else that the target said.
+/// Any other message received from the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Said {
     Answer(Answer),
@@ -73,7 +74,7 @@ pub struct Mini<P: Provider> {
     rx_mr: Mr,
     tx: MemSlice,
     tx_mr: Mr,
-    /// Memory that the target may read and write.
+    /// Memory that can be read and written by the target.
     pub data: MemSlice,
     pub data_mr: Mr,
     next_tx: usize,
@@ -84,7 +85,7 @@ pub struct Mini<P: Provider> {
 }
 
 impl<P: Provider> Mini<P> {
-    /// Connects and logs in, as the RDMA CM does.
+    /// Connects and logs in using the RDMA CM.
     pub fn connect(
         dev: P,
         dst: SocketAddr,
@@ -96,7 +97,7 @@ impl<P: Provider> Mini<P> {
         Self::connect_with(dev, dst, PortSpace::Tcp, private_data, pump)
     }
 
-    /// Connects to a bare service id and logs in, as on InfiniBand.
+    /// Connects and logs in using a service ID, as on InfiniBand.
     pub fn connect_service(
         dev: P,
         dst: SocketAddr,
@@ -111,7 +112,7 @@ impl<P: Provider> Mini<P> {
         Self::connect_with(dev, dst, space, private_data, pump)
     }
 
-    /// Connects with this private data.
+    /// Connects using this private data.
     pub fn connect_with(
         mut dev: P,
         dst: SocketAddr,
@@ -167,7 +168,7 @@ impl<P: Provider> Mini<P> {
         match wait_event(&mut mini.dev, pump).kind {
             CmEventKind::Established { param } => {
                 mini.rsp = LoginRsp::parse(&param.private_data).unwrap();
-                // The message that establishes the connection at the target leaves here.
+                // Send the message that is needed to establish the connection on the target.
                 pump(&mut mini.dev);
                 Ok(mini)
             }
@@ -186,7 +187,7 @@ impl<P: Provider> Mini<P> {
         }
     }
 
-    /// Asks for a connection, and does not look at what comes back.
+    /// Sends a connection request and ignores the response.
     pub fn request(dev: &mut P, dst: SocketAddr, private_data: Vec<u8>, pump: Pump<'_, P>) {
         let Dialed { cm, .. } = dial(dev, PortSpace::Tcp, dst, (4, 4), pump);
         let param = ConnParam {
@@ -194,7 +195,7 @@ impl<P: Provider> Mini<P> {
             ..ConnParam::default()
         };
         dev.connect(cm, &param).unwrap();
-        // The request leaves here.
+        // Send the request now.
         pump(dev);
     }
 
@@ -204,7 +205,7 @@ impl<P: Provider> Mini<P> {
         let _ = self.dev.destroy_cq(self.cq);
     }
 
-    /// Disconnects, and gives the device back.
+    /// Disconnects and returns the device.
     pub fn disconnect(mut self, pump: Pump<'_, P>) -> P {
         let _ = self.dev.disconnect(self.cm);
         for _ in 0..100_000 {
@@ -231,7 +232,7 @@ impl<P: Provider> Mini<P> {
         let _ = self.dev.post_recv(self.qp, &[wr]);
     }
 
-    /// Sends bytes as one message.
+    /// Sends a single message with these bytes.
     pub fn send(&mut self, iu: &[u8]) {
         let slot = self.next_tx % TX_SLOTS;
         self.next_tx += 1;
@@ -246,12 +247,12 @@ impl<P: Provider> Mini<P> {
             .unwrap();
     }
 
-    /// A descriptor of a part of the data memory.
+    /// Creates a descriptor for a part of the data buffer.
     pub fn desc(&self, offset: usize, len: u32) -> MemDesc {
         MemDesc::new(self.data_mr.addr + offset as u64, self.data_mr.rkey.0, len)
     }
 
-    /// Sends a command for a unit.
+    /// Sends a command to a logical unit.
     pub fn send_cmd(
         &mut self,
         tag: u64,
@@ -278,12 +279,12 @@ impl<P: Provider> Mini<P> {
         self.send(&iu);
     }
 
-    /// Sends a task-management request.
+    /// Sends a task management request.
     pub fn send_tmf(&mut self, tag: u64, function: TskMgmtFunction, task: u64) {
         self.send_tmf_to(tag, 0, function, task);
     }
 
-    /// Sends a function for a unit.
+    /// Sends a task management request for a logical unit.
     pub fn send_tmf_to(&mut self, tag: u64, lun: u8, function: TskMgmtFunction, task: u64) {
         let mut iu = [0; 48];
         TskMgmt {
@@ -298,7 +299,7 @@ impl<P: Provider> Mini<P> {
         self.send(&iu);
     }
 
-    /// Takes what has arrived.
+    /// Processes everything received so far.
     pub fn poll(&mut self) {
         let mut completions: Vec<Completion> = Vec::new();
         let _ = self.dev.poll_cq(self.cq, 64, &mut completions);
@@ -324,7 +325,7 @@ impl<P: Provider> Mini<P> {
                 FromTarget::CredReq(req) => Said::Credit(req.req_lim_delta),
                 FromTarget::TLogout(iu) => Said::Logout(iu.reason.into()),
                 FromTarget::AerReq(req) => {
-                    // The target sends no other event before this one is answered.
+                    // The target will not send another event before it has received this response.
                     let mut rsp = [0; 16];
                     AerRsp { tag: req.tag }.emit(&mut rsp);
                     self.send(&rsp);
@@ -342,12 +343,13 @@ impl<P: Provider> Mini<P> {
         }
     }
 
-    /// Waits for the next thing that the target says.
+    /// Waits until the next message is received from the target.
     pub fn next(&mut self, pump: Pump<'_, P>) -> Said {
         for _ in 0..2_000_000 {
             self.poll();
             if let Some(said) = self.said.pop_front() {
-                // What it acknowledges goes out even if this device is not driven for a while.
+                // Send any pending acknowledgements now, because this device may not be driven
+                // again for some time.
                 pump(&mut self.dev);
                 return said;
             }
@@ -357,7 +359,7 @@ impl<P: Provider> Mini<P> {
         panic!("nothing was said");
     }
 
-    /// Waits for the end of the connection.
+    /// Waits until the connection is closed.
     pub fn wait_closed(&mut self, pump: Pump<'_, P>) {
         for _ in 0..2_000_000 {
             self.poll();
@@ -369,7 +371,7 @@ impl<P: Provider> Mini<P> {
         panic!("the connection did not end");
     }
 
-    /// Waits for an answer.
+    /// Waits for a response.
     pub fn answer(&mut self, pump: Pump<'_, P>) -> Answer {
         match self.next(pump) {
             Said::Answer(answer) => answer,
@@ -377,7 +379,7 @@ impl<P: Provider> Mini<P> {
         }
     }
 
-    /// A command and its answer.
+    /// Sends a command and waits for the response.
     pub fn command(
         &mut self,
         cdb: &[u8],
@@ -389,7 +391,7 @@ impl<P: Provider> Mini<P> {
         self.answer(pump)
     }
 
-    /// Reads the unit attention of a new nexus.
+    /// Clears the unit attention of a new nexus.
     pub fn settle(&mut self, pump: Pump<'_, P>) {
         let first = self.command(&[0; 6], DataBuffer::None, DataBuffer::None, pump);
         assert_eq!(first.status, 2, "power on");
@@ -410,14 +412,14 @@ impl<P: Provider> Mini<P> {
     }
 }
 
-/// Drives a device of our own in real time.
+/// Drives a device in real time.
 pub fn real<P: Provider>(dev: &mut P) {
     if dev.progress(Instant::now()) == 0 {
         std::thread::sleep(Duration::from_micros(50));
     }
 }
 
-/// A configuration with one RAM disk of 16 MiB.
+/// Creates a configuration with a single 16 MiB RAM disk.
 pub fn config(addr: IpAddr, workers: usize, rest: &str) -> String {
     format!(
         "backends:\n  d: {{ kind: ram, size: 16MiB }}\n\

@@ -1,11 +1,13 @@
-//! Requests of an initiator as most tests want them. A test that wants another field sets it.
+//! Initiator requests with the values needed by most tests. If a test needs a different value, it
+//! should set this field.
 
 use riser_scsi::iscsi::pdu::{
     DataOut, NopIn, NopOut, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
 };
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt, text};
 
-/// A SIMPLE command to LUN 0 that moves `len` bytes, with its last unsolicited data.
+/// Creates a SIMPLE command for LUN 0 with a length of `len` bytes. The final bit is set, so no
+/// unsolicited data will follow.
 pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
     let mut whole = [0; 16];
     whole[..cdb.len()].copy_from_slice(cdb);
@@ -25,7 +27,7 @@ pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -
     }
 }
 
-/// An immediate Text Request for all targets, with its text.
+/// Creates an immediate Text Request that queries all targets, and its text.
 pub fn send_targets(cmd_sn: u32) -> (TextRequest, Vec<u8>) {
     let mut keys = Vec::new();
     text::put(&mut keys, "SendTargets", "All");
@@ -42,11 +44,12 @@ pub fn send_targets(cmd_sn: u32) -> (TextRequest, Vec<u8>) {
     (request, keys)
 }
 
-/// A Login Request that leads to full-feature phase at once, with its text: two names, and more keys
-/// that each end with a zero. The command after it has the number one.
+/// Creates a Login Request, including its text, that moves directly to the full feature phase. The
+/// text contains two names and additional keys, which must each be terminated with a null byte. The
+/// next command must use number 1.
 pub fn login(isid: [u8; 6], initiator: &str, target: &str, more: &str) -> Vec<u8> {
     let mut bhs = [0; 48];
-    // Immediate, and from operational negotiation to full-feature phase.
+    // Immediate, with a transition from operational negotiation to the full feature phase.
     (bhs[0], bhs[1]) = (0x43, 0x87);
     bhs[8..14].copy_from_slice(&isid);
     bhs[24..28].copy_from_slice(&1u32.to_be_bytes());
@@ -59,7 +62,7 @@ pub fn login(isid: [u8; 6], initiator: &str, target: &str, more: &str) -> Vec<u8
     pdu
 }
 
-/// Data of a write to LUN 0.
+/// Creates write data for LUN 0.
 pub fn data_out(tag: u32, ttt: Ttt, sn: u32, offset: u32, is_final: bool) -> DataOut {
     DataOut {
         is_final,
@@ -72,7 +75,7 @@ pub fn data_out(tag: u32, ttt: Ttt, sn: u32, offset: u32, is_final: bool) -> Dat
     }
 }
 
-/// An immediate function for LUN 0.
+/// Creates an immediate task management request for LUN 0.
 pub fn tmf_request(tag: u32, cmd_sn: u32, function: TmfFunction, referenced: u32) -> TmfRequest {
     TmfRequest {
         immediate: true,
@@ -87,7 +90,7 @@ pub fn tmf_request(tag: u32, cmd_sn: u32, function: TmfFunction, referenced: u32
     }
 }
 
-/// An immediate ping.
+/// Creates an immediate ping.
 pub fn nop_out(tag: u32, cmd_sn: u32) -> NopOut {
     NopOut {
         immediate: true,
@@ -99,7 +102,7 @@ pub fn nop_out(tag: u32, cmd_sn: u32) -> NopOut {
     }
 }
 
-/// The answer to a target that asks whether the initiator is alive.
+/// Creates the response to a ping sent by the target.
 pub fn pong(ping: &NopIn, cmd_sn: u32) -> NopOut {
     NopOut {
         lun: ping.lun,
@@ -108,7 +111,7 @@ pub fn pong(ping: &NopIn, cmd_sn: u32) -> NopOut {
     }
 }
 
-/// A CDB of 10 bytes with an address and a length in blocks, such as READ (10).
+/// Creates a 10-byte CDB with an address and a number of blocks, such as READ (10).
 pub fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
     let [a, b, c, d] = lba.to_be_bytes();
     let [e, f] = blocks.to_be_bytes();

@@ -1,5 +1,5 @@
-//! A minimal iSCSI initiator on a socket, or on another stream, for tests: our own login machine,
-//! one command at a time.
+//! A minimal iSCSI initiator for tests that uses a socket or another stream. It uses our own login
+//! state machine and can send one command at a time.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -15,7 +15,7 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt, chap};
 use socket2::{Domain, Socket, Type};
 
-/// A connection of an initiator.
+/// A connection to a target.
 pub struct Client<S = TcpStream> {
     pub socket: S,
     framer: Framer,
@@ -48,7 +48,7 @@ impl Client {
         }
     }
 
-    /// A connection with a number, for a new session or an existing one.
+    /// Opens a connection with this connection ID for a new or existing session.
     pub fn join(
         port: u16,
         target: &str,
@@ -62,7 +62,7 @@ impl Client {
         }
     }
 
-    /// Where a login is sent, and whether for good.
+    /// Returns the address used to redirect a login, and whether this is permanent.
     pub fn redirected(port: u16, target: &str) -> (String, bool) {
         let (_, elsewhere) = Self::attempt(port, target, 1, (0, 0), None).unwrap();
         elsewhere.expect("sent elsewhere")
@@ -91,12 +91,12 @@ impl Client {
         Self::attempt_at_level(here, to, (Some(target), secret), isid, numbers, 0)
     }
 
-    /// A discovery session.
+    /// Opens a discovery session.
     pub fn discovery(port: u16, isid: u8) -> Result<Self, LoginError> {
         Self::rediscovery(port, isid, 0)
     }
 
-    /// A connection for a discovery session that may be there.
+    /// Opens a connection for a discovery session, which may already exist.
     pub fn rediscovery(port: u16, isid: u8, tsih: u16) -> Result<Self, LoginError> {
         let here = SocketAddr::from(([127, 0, 0, 1], 0));
         let to = SocketAddr::from(([127, 0, 0, 1], port));
@@ -113,7 +113,7 @@ impl Client {
         Ok(attempt.0)
     }
 
-    /// A connection at error recovery level 2, for a new session or an existing one.
+    /// Opens a connection with error recovery level 2 for a new or existing session.
     pub fn recoverable(port: u16, target: &str, isid: u8, numbers: (u16, u16)) -> Self {
         let here = SocketAddr::from(([127, 0, 0, 1], 0));
         let to = SocketAddr::from(([127, 0, 0, 1], port));
@@ -141,7 +141,8 @@ impl Client {
 }
 
 impl<S: Read + Write> Client<S> {
-    /// A connection for a new session, over a stream that leads to the portal.
+    /// Opens a connection for a new session, using a stream that is already connected to the
+    /// portal.
     pub fn login_on(socket: S, target: &str, isid: u8) -> Result<Self, LoginError> {
         let attempt = Self::attempt_on(socket, (Some(target), None), isid, (0, 0), 0)?;
         Ok(attempt.0)
@@ -169,7 +170,7 @@ impl<S: Read + Write> Client<S> {
             tsih: Tsih(tsih),
             cid: Cid(cid),
             cmd_sn: CmdSn(1),
-            // Alice's, unless another name is in front of it.
+            // The user name is Alice, unless the secret has a different name as its prefix.
             credentials: secret.map(|secret| {
                 let (name, secret) = secret.split_once(':').unwrap_or(("alice", secret));
                 let (name, secret) = (name.into(), secret.into());
@@ -222,8 +223,8 @@ impl<S: Read + Write> Client<S> {
         self.socket.write_all(&bytes).unwrap();
     }
 
-    /// The next PDU; `None` at the end of the connection. A target that asks whether this end is alive
-    /// has its answer before.
+    /// Receives the next PDU. Returns `None` if the connection was closed. If the target sends a
+    /// ping, we first send the response.
     pub fn receive(&mut self) -> Option<(FromTarget, Numbers, Vec<u8>)> {
         loop {
             match self.receive_any()? {
@@ -256,7 +257,7 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// A command; its status and data.
+    /// Sends a command and returns its status and data.
     pub fn command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) -> (u8, Vec<u8>) {
         self.send_command(cdb, writes, len, data);
         self.answer()
@@ -264,6 +265,16 @@ impl<S: Read + Write> Client<S> {
 
     pub fn send_command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) {
         self.send_with(TaskAttr::Simple, cdb, writes, len, data);
+    }
+
+    /// Sends a command to a logical unit. It either writes `data` or reads up to `read` bytes.
+    pub fn send_to(&mut self, lun: u8, cdb: &[u8], data: &[u8], read: u32) {
+        let (sn, writes) = (self.cmd_sn, !data.is_empty());
+        let len = read.max(data.len() as u32);
+        let mut command = crate::pdus::scsi_command(sn, sn, cdb, writes, len);
+        command.lun[1] = lun;
+        self.cmd_sn += 1;
+        self.send(command.header(), data);
     }
 
     pub fn send_with(
@@ -294,7 +305,7 @@ impl<S: Read + Write> Client<S> {
         self.send(command.header(), data);
     }
 
-    /// Asks a discovery session for all targets.
+    /// Requests a list of all targets in a discovery session.
     pub fn send_targets(&mut self) -> Vec<u8> {
         let (request, out) = crate::pdus::send_targets(self.cmd_sn);
         self.send(FromInitiator::TextRequest(request).header(), &out);
@@ -350,7 +361,7 @@ mod tests {
 
     use super::*;
 
-    /// A target's bytes, and those that it gets.
+    /// Bytes to be received from a target, and the bytes that were sent to it.
     struct Script(Cursor<Vec<u8>>, Vec<u8>);
 
     impl Read for Script {
@@ -392,7 +403,8 @@ mod tests {
         };
         assert_eq!(answer.itt, Itt(9));
         assert!(client.receive().is_none(), "the end");
-        // RFC 7143 11.18: immediate, without a tag of its own, with that of the ping.
+        // RFC 7143 11.18: this must be immediate, use the target transfer tag of the ping, and not
+        // have its own task tag.
         let sent = client.socket.1;
         assert_eq!((sent.len(), sent[0], sent[1]), (48, 0x40, 0x80));
         assert_eq!(

@@ -63,7 +63,6 @@ riser run --addr 127.0.0.1 -- ib_write_bw -n 100 &
 SERVER=$!
 wait_for 10 riser run --addr 127.0.0.2 -- ib_write_bw -n 100 127.0.0.1
 wait "$SERVER"
-riser run --sockets -- true
 # Links in the package: no folder has to be made, as in a root that is read-only.
 TMPDIR=/nowhere XDG_RUNTIME_DIR=/nowhere riser run -- ibv_devinfo | grep -q PORT_ACTIVE || fail "no links"
 
@@ -156,6 +155,7 @@ Y
 systemctl enable --now riser@disk0
 # The next boot starts what this target wants.
 systemctl show -P Wants multi-user.target | grep -qw riser@disk0.service || fail "the next boot does not attach it"
+systemctl show -P Before riser@disk0.service | grep -qw remote-fs-pre.target || fail "fstab may mount it too early"
 riser list
 written
 is_there

@@ -1,5 +1,5 @@
-//! Chromium without a window, driven by its DevTools protocol over pipes: messages of JSON, each
-//! with a zero byte behind it.
+//! Runs headless Chromium using the DevTools protocol over pipes, which sends JSON messages
+//! terminated by a null byte.
 
 #![allow(
     clippy::missing_panics_doc,
@@ -17,22 +17,23 @@ use serde_json::{Value, json};
 
 use riser_testkit::programs::tool;
 
-/// How long a page may take for something.
+/// Maximum time to wait for a page.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A browser with one page. It ends with this value, and by itself after some minutes.
+/// A browser with a single page. It's stopped on drop, and will exit after several minutes in any
+/// case.
 pub struct Browser {
     process: Child,
     commands: File,
     answers: BufReader<File>,
     session: Option<String>,
     last: u64,
-    /// What went wrong in the page's own code.
+    /// Uncaught exceptions in the page's code.
     pub exceptions: Vec<String>,
 }
 
 impl Browser {
-    /// Starts it, with its files in a new folder within `dir`.
+    /// Starts the browser with its files in a new directory in `dir`.
     #[must_use]
     pub fn start(dir: &Path) -> Self {
         let profile = dir.join("browser");
@@ -65,7 +66,7 @@ impl Browser {
             .unwrap();
         Self {
             process,
-            // The shell opens its ends in this order.
+            // This must be the same order as used by the shell to open its side of the pipes.
             commands: File::options().write(true).open(&commands).unwrap(),
             answers: BufReader::new(File::open(&answers).unwrap()),
             session: None,
@@ -74,7 +75,7 @@ impl Browser {
         }
     }
 
-    /// Gives a command, and waits for its result.
+    /// Sends a command and waits for the result.
     fn call(&mut self, method: &str, params: Value) -> Value {
         self.last += 1;
         let mut command = json!({ "id": self.last, "method": method, "params": params });
@@ -99,7 +100,7 @@ impl Browser {
         }
     }
 
-    /// Opens a page of this size, in pixels.
+    /// Opens a page using this size in pixels.
     pub fn open(&mut self, url: &str, width: u32, height: u32) {
         let target = self.call("Target.createTarget", json!({ "url": "about:blank" }));
         let target = json!({ "targetId": target["targetId"], "flatten": true });
@@ -113,7 +114,7 @@ impl Browser {
         self.call("Page.navigate", json!({ "url": url }));
     }
 
-    /// What an expression of JavaScript is on the page.
+    /// Evaluates a JavaScript expression on the page and returns its value.
     pub fn value(&mut self, expression: &str) -> Value {
         let params = json!({ "expression": expression, "returnByValue": true });
         let result = self.call("Runtime.evaluate", params);
@@ -133,7 +134,7 @@ impl Browser {
         }
     }
 
-    /// Takes a picture of the page, a PNG.
+    /// Takes a screenshot of the page as a PNG.
     #[must_use]
     pub fn picture(&mut self) -> Vec<u8> {
         let picture = self.call("Page.captureScreenshot", json!({ "format": "png" }));
@@ -143,7 +144,8 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // `timeout` passes it on to the browser; a kill would leave that behind.
+        // `timeout` will forward this signal to the browser. If we killed it instead, the browser
+        // would keep running.
         let id = self.process.id().to_string();
         let _ = Command::new("kill").args(["-TERM", &id]).status();
         let _ = self.process.wait();

@@ -1,23 +1,23 @@
-//! RoCEv2 packets of a capture, found without the decoders under test.
+//! Parses the RoCEv2 packets in a capture without using the decoders to be tested.
 
-/// A RoCEv2 packet: sender, base transport header, and what follows up to the ICRC.
+/// A RoCEv2 packet with the sender, the base transport header and the data up to the ICRC.
 pub struct Packet<'a> {
     /// IPv4 address of the sender.
     pub source: [u8; 4],
-    /// Opcode of the base transport header.
+    /// Opcode in the base transport header.
     pub opcode: u8,
-    /// Queue pair that the packet is for.
+    /// Destination queue pair.
     pub destination_qp: u32,
-    /// What follows the base transport header, without padding and ICRC.
+    /// Data after the base transport header, not including padding and ICRC.
     pub rest: &'a [u8],
-    /// The payload of the UDP datagram, from the base transport header to the ICRC.
+    /// UDP payload, from the base transport header to the ICRC.
     pub datagram: &'a [u8],
 }
 
-/// The RoCEv2 packets over IPv4 in a little-endian pcap file of Ethernet frames.
+/// Returns the IPv4 RoCEv2 packets in a little-endian pcap file with Ethernet frames.
 ///
 /// # Panics
-/// If it is another kind of file, or is damaged.
+/// Panics if the file has a different type or is corrupt.
 pub fn packets(capture: &[u8]) -> impl Iterator<Item = Packet<'_>> {
     assert_eq!(capture[..4], [0xd4, 0xc3, 0xb2, 0xa1]);
     let mut at = 24;

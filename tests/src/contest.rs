@@ -1,8 +1,8 @@
-//! Initiators of different protocols that write and read the same few blocks of one unit, judged
-//! by one history.
+//! Initiators using different protocols that read and write the same few blocks of a unit. A single
+//! history is used to verify the results.
 //!
-//! - [`Initiator`]: one initiator port of this process, with one session at a time.
-//! - [`Contest`]: several of them at work, and clients of an NBD export beside them.
+//! - [`Initiator`]: an initiator port in this process, which has a single session at a time.
+//! - [`Contest`]: runs several initiators at the same time, and also clients of an NBD export.
 
 use std::net::Ipv4Addr;
 use std::ops::Range;
@@ -24,26 +24,26 @@ use crate::load::{Chance, Kind, Nbd, Op};
 
 pub const IQN: &str = "iqn.2026-01.com.example:contended";
 
-/// The disk, in blocks. All writers work on all of it.
+/// Size of the disk in blocks. All writers use the whole disk.
 pub const DISK: Range<u64> = 0..48;
 const LONGEST: u64 = 20;
 
-/// The disk's size in bytes.
+/// Size of the disk in bytes.
 pub const SIZE: u64 = DISK.end * BLOCK as u64;
 
-/// Threads of each initiator, and clients of an NBD export, unless a test chooses another number.
+/// Default number of threads per initiator, and of clients for an NBD export.
 const THREADS: u64 = 2;
 
-/// How long anything may take on the slowest machine.
+/// Timeout for any operation, which should be enough for a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A target's lines of riserd's configuration, with a portal of each protocol at
+/// Returns the riserd configuration for a target that has a portal for each protocol on
 /// 127.0.`network`.1.
 pub fn portals(network: u8) -> String {
     portals_at(loopback(network, 1))
 }
 
-/// The same, at an address.
+/// Same, but uses the given address.
 pub fn portals_at(address: Ipv4Addr) -> String {
     let portals = ["srp", "iser", "iscsi"]
         .map(|protocol| format!("{{ protocol: {protocol}, listen: {address} }}"));
@@ -54,7 +54,7 @@ fn loopback(network: u8, host: u16) -> Ipv4Addr {
     Ipv4Addr::new(127, 0, network, host as u8)
 }
 
-/// The address of the contended unit over a protocol.
+/// Returns the URL of the unit for a protocol.
 pub fn url(scheme: &str, target: Ipv4Addr) -> String {
     match scheme {
         "srp" => format!("srp://{target}/0"),
@@ -62,20 +62,21 @@ pub fn url(scheme: &str, target: Ipv4Addr) -> String {
     }
 }
 
-/// One initiator port, with one session at a time.
+/// An initiator port, which has a single session at a time.
 pub struct Initiator {
     scheme: &'static str,
     client: Client,
     url: TargetUrl,
     port: Port,
     lun: Mutex<Lun>,
-    /// A session is being replaced: what it had outstanding ends with it.
+    /// Set while the session is being replaced. In this case, its outstanding commands will fail.
     is_replacing: AtomicBool,
     cut: AtomicU64,
 }
 
 impl Initiator {
-    /// Logs in to the target of [`portals`] at one address from another.
+    /// Logs in to the target created by [`portals`], using the given addresses for the target and
+    /// host.
     pub fn new(scheme: &'static str, target: Ipv4Addr, host: Ipv4Addr, port: u16) -> Arc<Self> {
         let timing = Timing {
             attempt: Duration::from_millis(400),
@@ -118,7 +119,8 @@ impl Initiator {
         self.lun().session().clone()
     }
 
-    /// Another session of the same initiator port in place of this one, with commands outstanding.
+    /// Replaces the session with a new session for the same initiator port while there are
+    /// outstanding commands.
     pub fn replace(&self) {
         self.is_replacing.store(true, Ordering::SeqCst);
         block_on(self.session().close());
@@ -135,8 +137,8 @@ impl Initiator {
                 Ok(()) => {
                     done.fetch_add(1, Ordering::Relaxed);
                 }
-                // Only the end of the session that it was sent by is an excuse: such a session
-                // repeats nothing, not even after a unit attention.
+                // The only valid reason to fail is that the session was closed: the old session
+                // doesn't retry any commands, not even after a unit attention.
                 Err(error) => {
                     let is_excused = self.is_replacing.load(Ordering::SeqCst)
                         || !std::ptr::eq(self.lun().session().status(), lun.session().status());
@@ -150,14 +152,14 @@ impl Initiator {
 }
 
 fn log_in(client: &Client, url: &TargetUrl) -> Lun {
-    // A daemon that has just been started does not serve yet.
+    // If the daemon was just started, it may not be ready yet.
     eventually_ok(&format!("a login to {url}"), PATIENCE, || {
         let session = block_on(client.connect(url.clone())).map_err(|e| e.to_string())?;
         block_on(session.with_timeout(PATIENCE).lun(0)).map_err(|e| e.to_string())
     })
 }
 
-/// A thread at work, and what it has done.
+/// A worker thread and the number of operations it has completed.
 struct Worker {
     scheme: &'static str,
     done: Arc<AtomicU64>,
@@ -171,11 +173,11 @@ impl Worker {
     }
 }
 
-/// Initiators at work on one disk of [`DISK`] blocks, all zeroes at first.
+/// Initiators that use the same disk of [`DISK`] blocks, which must be set to zero at the start.
 pub struct Contest {
     history: Arc<History>,
     pub initiators: Vec<Arc<Initiator>>,
-    /// Of each initiator, and as many clients of an NBD export.
+    /// Number of threads per initiator, and of clients for an NBD export.
     threads: u64,
     seed: u64,
     stop: Arc<AtomicBool>,
@@ -183,7 +185,8 @@ pub struct Contest {
 }
 
 impl Contest {
-    /// Logs initiators of these protocols in to the target of [`portals`], and sets them to work.
+    /// Logs in to the target created by [`portals`] with an initiator for each protocol, and starts
+    /// the load.
     pub fn new(schemes: &[&'static str], network: u8, seed: u64) -> Self {
         let target = loopback(network, 1);
         let initiator = |(scheme, port): (&&'static str, u16)| {
@@ -196,7 +199,8 @@ impl Contest {
         )
     }
 
-    /// Sets initiators, whose ports are numbered from 1 on, to work with some threads each.
+    /// Starts the load on these initiators using several threads for each. Ports are numbered
+    /// starting at 1.
     pub fn of(initiators: Vec<Arc<Initiator>>, threads: u64, seed: u64) -> Self {
         let mut contest = Self {
             history: Arc::new(History::new(DISK.end as usize).with_repeats()),
@@ -219,8 +223,8 @@ impl Contest {
         contest
     }
 
-    /// Sets clients of an NBD export of the same disk to work, which is another port. The export
-    /// repeats what was not answered, so none of their requests fails.
+    /// Adds clients for an NBD export of the same disk, using a separate port. The requests should
+    /// never fail, because the export retries any commands without a response.
     pub fn add_nbd(&mut self, socket: &Path) {
         let ports = self.workers.len() as u64 / self.threads;
         let port = Port(ports as u16 + 1);
@@ -261,17 +265,17 @@ impl Contest {
         });
     }
 
-    /// Number of operations that were carried out.
+    /// Returns the number of completed operations.
     pub fn done(&self) -> u64 {
         self.counts().iter().sum()
     }
 
-    /// Number of versions that the history keeps, of all blocks.
+    /// Returns the number of versions kept in the history for all blocks.
     pub fn versions(&self) -> usize {
         self.history.versions()
     }
 
-    /// Number of COMPARE AND WRITEs that have succeeded.
+    /// Returns the number of successful COMPARE AND WRITE commands.
     pub fn swapped(&self) -> u64 {
         self.history.swapped()
     }
@@ -282,7 +286,7 @@ impl Contest {
             .collect()
     }
 
-    /// Waits until every thread has done `more` further operations.
+    /// Waits until every thread has completed `more` operations.
     pub fn go_on(&mut self, what: &str, more: u64) {
         let before = self.counts();
         let until = Instant::now() + PATIENCE;
@@ -309,13 +313,13 @@ impl Contest {
         }
     }
 
-    /// Ends the work, and lets each initiator read everything once more. Returns figures.
+    /// Stops the load and reads the whole disk again with each initiator. Returns a summary.
     pub fn end(mut self) -> String {
         self.stop.store(true, Ordering::Relaxed);
         let mut done = Vec::new();
         let mut workers = self.workers.drain(..).peekable();
         while let Some(&Worker { scheme, .. }) = workers.peek() {
-            // The threads of a port have been started one after another.
+            // The threads of a port were started in sequence.
             let of_port = workers
                 .by_ref()
                 .take(self.threads as usize)

@@ -1,24 +1,24 @@
-//! Captures as Wireshark's dissectors see them.
+//! Uses Wireshark's dissectors to parse captures.
 
 use std::path::Path;
 
 use riser_testkit::programs::tool;
 
-/// What the dissectors say of a packet.
+/// Dissector output for a packet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// The protocols found in it, outermost first, with colons between them.
+    /// Protocols found in the packet, starting with the outermost and separated by colons.
     pub protocols: String,
-    /// The summary.
+    /// Summary of the packet.
     pub info: String,
-    /// Opcode of the base transport header, in decimal.
+    /// Opcode in the base transport header, in decimal.
     pub opcode: String,
 }
 
-/// Dissects a capture of RoCE, without these protocols.
+/// Dissects a RoCE capture with these protocols disabled.
 ///
 /// # Panics
-/// If a packet is not RoCE, is malformed, or has something that an expert would call wrong.
+/// Panics if a packet is not RoCE, is malformed, or has an expert severity that indicates an error.
 #[must_use]
 pub fn dissect(capture: &Path, without: &[&str]) -> Vec<Row> {
     let fields = [
@@ -49,7 +49,8 @@ fn row(line: &str) -> Row {
     };
     assert!(protocols.contains("infiniband"), "not dissected: {line}");
     assert_eq!(malformed, "", "malformed: {line}");
-    // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is wrong.
+    // Expert severities: 0x200000 is a chat, 0x400000 is a note, and higher values indicate an
+    // error.
     let is_wrong = severities
         .split(',')
         .filter_map(|n| n.parse::<u32>().ok())

@@ -1,74 +1,78 @@
-//! What a disk may answer: a checker of versions, block by block.
+//! A checker for the data returned by a disk, based on a version for each block.
 //!
-//! Each block of 512 bytes that a test writes says which write it is from ([`Version`]) and which
-//! block it is for, in all of its bytes. A [`History`] is notified when writes and reads begin and
-//! end, and decides whether there is an order of the writes to each block that explains all that
-//! was read.
+//! Each 512-byte block written in a test contains the number of the write ([`Version`]) and the
+//! block number, which are encoded in all of its bytes. A [`History`] must be notified when any
+//! read or write is started and completed. It then checks if there is an order of writes for each
+//! block that is consistent with the data returned by all reads.
 //!
-//! # What is promised
+//! # Guarantees
 //!
-//! - A block is whole: it holds what one write put there. Writes of several blocks that overlap and
-//!   are concurrent may be mixed, but only at the bounds of blocks (SBC-4 clause 4.29 promises
-//!   less).
-//! - A write takes effect at one instant between its begin and its end. So a read sees the latest
-//!   acknowledged write, or one that is concurrent with that write or with the read.
-//! - What was overwritten does not come back: not after a re-login, not after a reset, not at
-//!   another reader.
+//! - A block is atomic: all of its data is from the same write. If writes with several blocks
+//!   overlap and are concurrent, their data may be mixed, but only at block boundaries (SBC-4
+//!   clause 4.29 guarantees less than this).
+//! - A write takes effect at a single point in time between its start and its completion. This
+//!   means that a read must return either the last acknowledged write or any write that is
+//!   concurrent with this write or with the read.
+//! - Data that was overwritten must never be returned again: not after a new login, not after a
+//!   reset, and not to any other reader.
 //!
-//! # Writes without an acknowledgement
+//! # Unacknowledged writes
 //!
-//! | end of a write | it took effect | until |
+//! | result of a write | has it been applied? | could be applied until |
 //! | --- | --- | --- |
 //! | [`acknowledge`](History::acknowledge) | yes | the acknowledgement |
-//! | [`refuse`](History::refuse): the target answered with an error | perhaps, each block by itself | that answer: the command has ended (SAM-5 clause 5.4) |
-//! | [`lose`](History::lose): timed out, connection lost | perhaps | the next fence of its initiator port |
+//! | [`refuse`](History::refuse): the target returned an error | possibly, separately for each block | the response, because the command has completed (SAM-5 clause 5.4) |
+//! | [`lose`](History::lose): timeout, connection lost | possibly | the next fence of its initiator port |
 //!
-//! A *fence* of an initiator port is the end of any command of that port that began after the loss:
-//! nothing that is sent later overtakes a command that timed out (`RequestError::TimedOut`), and a
-//! login that replaces a session is not served before the commands of the old session have ended.
-//! With several paths ([`History::with_paths`]) that holds for commands that share a block, since
-//! only those wait for a path that is lost.
-//! The checker sees it by itself, from the number of the port that each read and write is given.
+//! A *fence* is the completion of any command from the same initiator port that was started after
+//! the loss: a command can't overtake an earlier command that timed out (`RequestError::TimedOut`),
+//! and if a login replaces a session, it must not be accepted before all commands of the old
+//! session have completed. If there are several paths ([`History::with_paths`]), this is only true
+//! for commands that use the same block, because only these commands have to wait for a lost path.
+//! The checker can detect a fence because we pass the port number for each read and write.
 //!
-//! # Writes that are repeated
+//! # Retried writes
 //!
-//! An initiator that loses its session, or whose commands are aborted, sends a write again that was
-//! not answered; so it may take effect several times until it ends, with other writes in between.
-//! The target cannot know that. [`History::with_repeats`] allows it: an acknowledged write then has
-//! taken effect at least once between its begin and its end, and not afterwards.
+//! If an initiator loses its session, or if its commands are aborted, it will retry any writes that
+//! have no response. So a write can be applied several times until it completes, with other writes
+//! in between, and the target is not able to detect this. [`History::with_repeats`] allows this
+//! behavior: an acknowledged write must then have been applied at least once between its start and
+//! its completion, but never after this.
 //!
-//! # Power cuts
+//! # Power failures
 //!
-//! [`History::with_power_cuts`] allows [`power_cut`](History::power_cut): what a volatile cache held
-//! may be lost then, block by block (`history/durability.rs` has the rules). A write is *durable*
-//! once it was [acknowledged as such](History::acknowledge_durable), or once a
-//! [flush](History::end_flush) that began after its acknowledgement was answered GOOD. After a cut,
-//! each block holds one version: any one that no durable version came wholly after. So a block that
-//! was not flushed holds the last durable version, or any that was written since, and never another.
+//! [`History::with_power_cuts`] allows the use of [`power_cut`](History::power_cut), which can lose
+//! any data in a volatile cache, separately for each block (see `history/durability.rs` for the
+//! rules). A write is *durable* if it was [acknowledged as durable](History::acknowledge_durable),
+//! or if a [flush](History::end_flush) was started after its acknowledgement and has returned GOOD.
+//! After a power failure, each block contains a single version, which can be any version unless a
+//! durable version was started after it completed. So if a block was not flushed, it must contain
+//! the last durable version or any version written since, but no other data.
 //!
 //! # Zeroes
 //!
-//! Blocks that are zeroed or unmapped ([`begin_zero`](History::begin_zero)) cannot say which write
-//! they are from. A read of zeroes counts as one of the zeroing that there is; where there are
-//! several, it only has to be of one of them.
+//! If a block is set to zero or unmapped ([`begin_zero`](History::begin_zero)), it can't contain a
+//! version. If a read returns zeroes, we assume that this is the only write of zeroes. If there are
+//! several, it's enough if the data could be from any of them.
 //!
 //! # Compare and swap
 //!
-//! If a COMPARE AND WRITE ([`begin_swap`](History::begin_swap)) has succeeded
-//! ([`acknowledge_swap`](History::acknowledge_swap)), the block held what was expected, and no
-//! other that expected the same version has succeeded; if the comparison failed
-//! ([`refute`](History::refute)), nothing was written.
+//! If a COMPARE AND WRITE ([`begin_swap`](History::begin_swap)) was successful
+//! ([`acknowledge_swap`](History::acknowledge_swap)), the block must have contained the expected
+//! data, and there must be no other successful command that expected the same version. If the
+//! comparison failed ([`refute`](History::refute)), no data was written.
 //!
-//! # How it decides
+//! # Algorithm
 //!
-//! Versions are unique, so a block is a register of which it is known what each read saw. All that
-//! concerns one version is its *zone*, from the first end of an operation on it to the last begin.
-//! If that is forwards in time, the block must have had the version during the whole zone;
-//! otherwise the version had the block at some instant of the zone. An order exists if and only if
-//! no two forward zones overlap and no backward zone lies within a forward zone (Gibbons and
-//! Korach, "Testing Shared Memories", 1997, section 4). A write that may be repeated counts as
-//! several: one for each read that began before it ended, and one for all later reads. Instants are
-//! the order in which the history is notified.
+//! Versions are unique, so a block is a register and we know the version returned by each read. The
+//! *zone* of a version includes all of its operations, and is defined by the first completion and
+//! the last start of any of them. If the completion is before the start (forward), the block must
+//! have contained this version for the whole zone. Otherwise (backward), it must have contained
+//! this version at some point in the zone. A valid order exists if and only if no two forward zones
+//! overlap and no backward zone is inside a forward zone (Gibbons and Korach, "Testing Shared
+//! Memories", 1997, section 4). If a write can be retried, it's handled as several writes: one for
+//! each read that was started before the write completed, and one for all later reads. Time is
+//! measured as the order of notifications.
 
 mod durability;
 
@@ -80,22 +84,22 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use durability::Durability;
 pub use durability::FlushId;
 
-/// Length of a block in bytes.
+/// Block size in bytes.
 pub const BLOCK: usize = 512;
 
-/// Which initiator port a command is from.
+/// Initiator port that sent a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Port(pub u16);
 
 impl Port {
-    /// Bit of the ports whose data are marked.
+    /// Set in the port number if its data should be marked.
     const MARKED: u16 = 0x8000;
 
-    /// Bytes that all marks begin with; the port follows.
+    /// Prefix of all marks, followed by the port number.
     pub const MARK: [u8; 4] = [0xb1, 0x0c, 0x5e, 0xa7];
 
-    /// A port whose data are marked, so that a part of them is known wherever it turns up: each
-    /// word of a block, beside its first two, begins with [`Self::MARK`] and the port.
+    /// Creates a port that marks its data, so that we can find any part of it later: all words of a
+    /// block except for the first two start with [`Self::MARK`] and the port number.
     #[must_use]
     pub const fn marked(number: u16) -> Self {
         Self(number | Self::MARKED)
@@ -106,12 +110,13 @@ impl Port {
     }
 }
 
-/// Which write the content of a block is from. Zeroes are of version 0 of port 0: never written.
+/// Identifies the write that was used to create the data in a block. Zeroes have version 0 of port
+/// 0, which is never written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
-    /// The order in which writes began, from 1 on.
+    /// Sequence number in the order that writes were started, beginning with 1.
     pub sequence: u64,
-    /// Who wrote.
+    /// Port that sent this write.
     pub writer: Port,
 }
 
@@ -121,7 +126,7 @@ impl Version {
         writer: Port(0),
     };
 
-    /// The words of a block, which depend on the version and the block's address.
+    /// Returns the words of a block, which depend on both the version and the block number.
     fn words(self, block: u64) -> impl Iterator<Item = u64> {
         let names = [block, self.sequence << 16 | u64::from(self.writer.0)];
         let mark = u64::from(u32::from_be_bytes(Port::MARK)) << 32 | u64::from(self.writer.0) << 16;
@@ -138,20 +143,21 @@ impl Version {
         names.into_iter().chain((2..64).map(mix))
     }
 
-    /// The version of a write; their numbers begin with 1.
+    /// Creates a version for a write. Sequence numbers start at 1.
     #[must_use]
     pub const fn new(sequence: u64, writer: Port) -> Self {
         Self { sequence, writer }
     }
 
-    /// Fills a block.
+    /// Fills a block with data.
     pub fn fill(self, block: u64, bytes: &mut [u8]) {
         for (word, bytes) in self.words(block).zip(bytes.chunks_exact_mut(8)) {
             bytes.copy_from_slice(&word.to_be_bytes());
         }
     }
 
-    /// The version of a block; `None` if it is not whole, or of another block.
+    /// Parses the version in a block. Returns `None` if the data is not consistent or belongs to
+    /// another block.
     #[must_use]
     pub fn of(block: u64, bytes: &[u8]) -> Option<Self> {
         if bytes.iter().all(|b| *b == 0) {
@@ -177,58 +183,59 @@ impl fmt::Display for Version {
     }
 }
 
-/// What no order of the writes explains.
+/// An error found by the checker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Violation {
-    /// A block holds parts of several writes, data written to another block, or data never written.
+    /// A block contains data from several writes, data for another block, or data that was never
+    /// written.
     Torn {
-        /// The block.
+        /// Block number.
         block: u64,
-        /// The first byte that is not what the block's first words say.
+        /// Offset of the first byte that is different from the expected value.
         byte: usize,
-        /// Whose the first words are.
+        /// Version found at the start of the block.
         said: Version,
-        /// The word of that byte.
+        /// Word that contains this byte.
         found: u64,
     },
-    /// A block holds a version that has been overwritten, or that was never written there.
+    /// A block contains a version that was already overwritten or was never written to this block.
     Stale {
-        /// The block.
+        /// Block number.
         block: u64,
-        /// What was read.
+        /// Version returned by the read.
         seen: Version,
     },
-    /// Two versions of a block each had it before the other.
+    /// The order of two versions is not possible, because each must be before the other.
     Disorder {
-        /// The block.
+        /// Block number.
         block: u64,
-        /// The versions.
+        /// The two versions.
         versions: [Version; 2],
-        /// The zones of both, in instants.
+        /// The zone of each version.
         zones: [(u64, u64); 2],
     },
-    /// A write was acknowledged and flushed before the power was cut, and the block held an older
-    /// version afterwards.
+    /// A write was acknowledged and flushed before a power failure, but the block contains an older
+    /// version.
     Lost {
-        /// The block.
+        /// Block number.
         block: u64,
-        /// What was lost.
+        /// Version that was lost.
         version: Version,
-        /// What was there instead.
+        /// Version returned by the read.
         seen: Version,
     },
-    /// A write that had not taken effect, or had not been let through, was read.
+    /// A read has returned data from a write that was never applied, because its comparison failed.
     Refuted {
-        /// The block.
+        /// Block number.
         block: u64,
-        /// The write.
+        /// Version of this write.
         version: Version,
     },
-    /// Two writes were let through by a comparison with the same version, which was written once.
+    /// Two comparisons were successful with the same version, but it was only written once.
     SwappedTwice {
-        /// The block.
+        /// Block number.
         block: u64,
-        /// What both replaced.
+        /// Version replaced by both writes.
         version: Version,
     },
 }
@@ -280,39 +287,39 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Names a write that has begun.
+/// ID of a write that was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WriteId(u64);
 
-/// Names a read that has begun.
+/// ID of a read that was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ReadId(u64);
 
-/// A version of one block.
+/// A version of a single block.
 #[derive(Clone, Debug)]
 struct Entry {
     version: Version,
-    /// It is zeroes, which bear no version.
+    /// Set for zeroes, which don't contain a version.
     is_zero: bool,
-    /// When the write began.
+    /// Start time of the write.
     begin: u64,
-    /// When the write has taken effect at the latest; `u64::MAX` while that is not known.
+    /// Latest time at which the write can be applied, or `u64::MAX` if it's not known yet.
     end: u64,
-    /// It did take effect: it was acknowledged, or read.
+    /// Set if the write must have been applied, because it was acknowledged or returned by a read.
     is_certain: bool,
-    /// The first end of an operation on it.
+    /// Completion time of the first operation.
     first_end: u64,
-    /// The last begin of an operation on it.
+    /// Start time of the last operation.
     last_begin: u64,
-    /// The zones of single reads of a write that may be repeated. All are backward.
+    /// Zones for single reads of a write that can be retried. These are always backward.
     glimpses: Vec<(u64, u64)>,
-    /// When it was acknowledged.
+    /// Time of the acknowledgement, if any.
     acknowledged: Option<u64>,
-    /// No power cut undoes it, but for a newer version.
+    /// Set if this version can't be lost in a power failure, unless there is a newer version.
     is_durable: bool,
-    /// Its zone before the first power cut that came after its end.
+    /// Zone of this version before the first power failure after its completion.
     origin: Option<(u64, u64)>,
-    /// A write that succeeded because the block had this version.
+    /// Set if a comparison with this version was successful.
     is_swapped: bool,
 }
 
@@ -339,7 +346,7 @@ impl Entry {
         (a.min(b), a.max(b))
     }
 
-    /// Whether a block must have had the version for the whole zone.
+    /// Returns true if the block must have contained this version for the whole zone.
     fn is_forward(&self) -> bool {
         self.first_end < self.last_begin
     }
@@ -355,7 +362,8 @@ impl Entry {
         self.encloses(other) || other.encloses(self)
     }
 
-    /// Whether the block had this version throughout a time in which it must have had the other.
+    /// Returns true if the block contained this version during the whole time in which it must have
+    /// contained the other version.
     fn encloses(&self, other: &Self) -> bool {
         let (a, b) = self.zone();
         let whole = (!other.is_forward()).then_some(other.zone());
@@ -363,7 +371,7 @@ impl Entry {
         self.is_forward() && zones.any(|(c, d)| a < c && d < b)
     }
 
-    /// A read that began and ended then has seen it.
+    /// Handles a read that has returned this version.
     fn on_read(&mut self, begin: u64, end: u64, repeats: bool) {
         self.is_certain = true;
         if repeats && begin < self.end {
@@ -380,12 +388,12 @@ impl Entry {
 struct Write {
     version: Version,
     begin: u64,
-    /// Number of power cuts before it began.
+    /// Number of power failures before this was started.
     cuts: usize,
     blocks: Range<u64>,
-    /// It reads its block as well.
+    /// Set if this also reads the block.
     is_swap: bool,
-    /// When it was lost, if it was.
+    /// Time when this write was lost, if any.
     lost: Option<u64>,
 }
 
@@ -393,7 +401,7 @@ struct Write {
 struct Read {
     port: Port,
     begin: u64,
-    /// Number of power cuts before it began.
+    /// Number of power failures before this was started.
     cuts: usize,
     blocks: Range<u64>,
 }
@@ -402,25 +410,25 @@ struct Read {
 struct State {
     clock: u64,
     sequence: u64,
-    /// Writes may be repeated until they end.
+    /// Set if writes can be retried until they complete.
     repeats: bool,
-    /// A fence is one for writes that share a block with it.
+    /// Set if a fence only affects writes to the same block.
     by_block: bool,
     blocks: Vec<Vec<Entry>>,
-    /// Writes that may still take effect.
+    /// Writes that could still be applied.
     writes: HashMap<WriteId, Write>,
     reads: BTreeMap<ReadId, Read>,
-    /// COMPARE AND WRITEs that have succeeded.
+    /// Number of successful COMPARE AND WRITE commands.
     swapped: u64,
     durability: Durability,
 }
 
-/// What was written and read on one disk. See the module's documentation.
+/// All reads and writes on a disk. See the module documentation.
 #[derive(Debug)]
 pub struct History(Mutex<State>);
 
 impl History {
-    /// The history of a disk with `blocks` blocks, all zeroes.
+    /// Creates the history for a disk of `blocks` blocks, which must all be zero.
     #[must_use]
     pub fn new(blocks: usize) -> Self {
         let nothing = Entry {
@@ -443,29 +451,29 @@ impl History {
         }))
     }
 
-    /// The same, where initiators may repeat writes that have not ended.
+    /// Allows initiators to retry a write until it completes.
     #[must_use]
     pub fn with_repeats(self) -> Self {
         self.lock().repeats = true;
         self
     }
 
-    /// The same, where initiators have several paths to the disk.
+    /// Allows initiators to use several paths to the disk.
     #[must_use]
     pub fn with_paths(self) -> Self {
         self.lock().by_block = true;
         self
     }
 
-    /// A panic of another test thread leaves nothing half changed that matters.
+    /// Ignore a panic in another test thread, because the state is still valid.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A write of these blocks is about to be sent; `bytes` gets its data.
+    /// Must be called before a write is sent. The data to write is copied to `bytes`.
     ///
     /// # Panics
-    /// If the blocks are none of the disk's, or `bytes` is not as long as they are.
+    /// Panics if the blocks are out of range, or if `bytes` doesn't have the correct length.
     pub fn begin_write(&self, port: Port, blocks: Range<u64>, bytes: &mut [u8]) -> WriteId {
         assert_eq!(
             bytes.len() as u64,
@@ -480,10 +488,10 @@ impl History {
         id
     }
 
-    /// A COMPARE AND WRITE of this block is about to be sent; `bytes` gets the data to write.
+    /// Must be called before a COMPARE AND WRITE is sent. The data to write is copied to `bytes`.
     ///
     /// # Panics
-    /// As of [`begin_write`](Self::begin_write).
+    /// See [`begin_write`](Self::begin_write).
     pub fn begin_swap(&self, port: Port, block: u64, bytes: &mut [u8]) -> WriteId {
         let id = self.begin_write(port, block..block + 1, bytes);
         let mut state = self.lock();
@@ -491,45 +499,46 @@ impl History {
         id
     }
 
-    /// A command that zeroes these blocks is about to be sent.
+    /// Must be called before a command that sets these blocks to zero is sent.
     ///
     /// # Panics
-    /// If the blocks are none of the disk's.
+    /// Panics if the blocks are out of range.
     pub fn begin_zero(&self, port: Port, blocks: Range<u64>) -> WriteId {
         self.lock().begin_write(port, blocks, true)
     }
 
-    /// A write was answered GOOD.
+    /// Must be called when a write has returned GOOD.
     ///
     /// # Errors
-    /// [`Violation`]: what was read cannot be, now that this write is known to have been in effect.
+    /// Returns a [`Violation`] if previous reads are not consistent with this write.
     ///
     /// # Panics
-    /// If the write has ended before.
+    /// Panics if this write has already completed.
     pub fn acknowledge(&self, id: WriteId) -> Result<(), Violation> {
         self.lock().acknowledge(id, false)
     }
 
-    /// A write was answered GOOD, and is on the medium by then: one with FUA, or of a unit without a
-    /// volatile cache.
+    /// Must be called when a write has returned GOOD and its data is already on the medium, because
+    /// FUA was set or the unit doesn't have a volatile cache.
     ///
     /// # Errors
-    /// [`Violation`], as of [`acknowledge`](Self::acknowledge).
+    /// Returns a [`Violation`], see [`acknowledge`](Self::acknowledge).
     ///
     /// # Panics
-    /// If the write has ended before.
+    /// Panics if this write has already completed.
     pub fn acknowledge_durable(&self, id: WriteId) -> Result<(), Violation> {
         self.lock().acknowledge(id, true)
     }
 
-    /// A COMPARE AND WRITE of one block was answered GOOD; `expected` is what it compared with, and
-    /// `is_durable` says whether it is on the medium.
+    /// Must be called when a COMPARE AND WRITE for a single block has returned GOOD. `expected` is
+    /// the data used in the comparison, and `is_durable` indicates whether the new data is on the
+    /// medium.
     ///
     /// # Errors
-    /// [`Violation`].
+    /// Returns a [`Violation`] if this is not possible.
     ///
     /// # Panics
-    /// If the write has ended before.
+    /// Panics if this write has already completed.
     pub fn acknowledge_swap(
         &self,
         id: WriteId,
@@ -538,7 +547,8 @@ impl History {
     ) -> Result<(), Violation> {
         let mut state = self.lock();
         let (begin, block, cuts) = state.names_of(id);
-        // After a power cut in between, it is not known which of the two states it has met.
+        // If there was a power failure in between, we don't know which of the two states was used
+        // in the comparison.
         if cuts == state.durability.cuts() {
             let now = state.tick();
             state.see(block, expected, (begin, now))?;
@@ -548,13 +558,14 @@ impl History {
         state.acknowledge(id, is_durable)
     }
 
-    /// A COMPARE AND WRITE was answered MISCOMPARE: nothing was written.
+    /// Must be called when a COMPARE AND WRITE has returned MISCOMPARE, so that no data was
+    /// written.
     ///
     /// # Errors
-    /// [`Violation::Refuted`]: what it would have written was read.
+    /// Returns [`Violation::Refuted`] if its data was returned by a read.
     ///
     /// # Panics
-    /// If the write has ended before.
+    /// Panics if this write has already completed.
     pub fn refute(&self, id: WriteId) -> Result<(), Violation> {
         let mut state = self.lock();
         let (begin, block, _) = state.names_of(id);
@@ -571,11 +582,11 @@ impl History {
         }
     }
 
-    /// A write was answered with an error: it has ended, and each of its blocks may have been
-    /// written.
+    /// Must be called when a write has returned an error. The write has completed, but it could
+    /// have been applied to any of its blocks.
     ///
     /// # Panics
-    /// If the write has ended before.
+    /// Panics if this write has already completed.
     pub fn refuse(&self, id: WriteId) {
         let mut state = self.lock();
         let (begin, ..) = state.names_of(id);
@@ -585,10 +596,11 @@ impl History {
         state.fence(port, begin, blocks, now);
     }
 
-    /// A write was not answered: it may take effect until a fence of its port.
+    /// Must be called when there is no response to a write. It could still be applied until there
+    /// is a fence for its port.
     ///
     /// # Panics
-    /// If the write has ended before.
+    /// Panics if this write has already completed.
     pub fn lose(&self, id: WriteId) {
         let mut state = self.lock();
         let now = state.tick();
@@ -596,7 +608,8 @@ impl History {
         assert!(write.lost.replace(now).is_none(), "it was lost before");
     }
 
-    /// How many writes may take effect although they are over for those who sent them.
+    /// Returns the number of writes that could still be applied, although the initiator will not
+    /// wait for them.
     #[must_use]
     pub fn lost(&self) -> usize {
         self.lock()
@@ -606,20 +619,20 @@ impl History {
             .count()
     }
 
-    /// Number of COMPARE AND WRITEs that have succeeded.
+    /// Returns the number of successful COMPARE AND WRITE commands.
     #[must_use]
     pub fn swapped(&self) -> u64 {
         self.lock().swapped
     }
 
-    /// Number of versions that are kept, of all blocks: those that can still be read, and those that
-    /// a command under way may have read.
+    /// Returns the number of versions we need to keep for all blocks. These can still be returned
+    /// by a new read, or could be used by a pending command.
     #[must_use]
     pub fn versions(&self) -> usize {
         self.lock().blocks.iter().map(Vec::len).sum()
     }
 
-    /// A read of these blocks is about to be sent.
+    /// Must be called before a read is sent.
     pub fn begin_read(&self, port: Port, blocks: Range<u64>) -> ReadId {
         let mut state = self.lock();
         let begin = state.tick();
@@ -634,24 +647,25 @@ impl History {
         ReadId(begin)
     }
 
-    /// A read was answered GOOD, with these data.
+    /// Must be called when a read has returned GOOD, with the data received.
     ///
     /// # Errors
-    /// [`Violation`].
+    /// Returns a [`Violation`] if this data is not possible.
     ///
     /// # Panics
-    /// If the read has ended before, or `bytes` is not as long as its blocks are.
+    /// Panics if this read has already completed, or if `bytes` doesn't have the correct length.
     pub fn end_read(&self, id: ReadId, bytes: &[u8]) -> Result<(), Violation> {
         let mut state = self.lock();
         let read = state.reads.get(&id).expect("a read under way").clone();
         let len = (read.blocks.end - read.blocks.start) * BLOCK as u64;
         assert_eq!(bytes.len() as u64, len, "the whole answer");
         let now = state.tick();
-        // What the fence ends makes older versions be forgotten, but none that this read may have
-        // seen.
+        // This fence could remove old versions, but we need to keep all versions that this read may
+        // have returned.
         state.fence(read.port, read.begin, read.blocks.clone(), now);
         state.reads.remove(&id);
-        // One that was answered across a power cut may have been carried out before it, or after.
+        // If there was a power failure before the response, the read may have been executed before
+        // or after it.
         let is_across = read.cuts != state.durability.cuts();
         for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
             match is_across {
@@ -662,7 +676,7 @@ impl History {
         Ok(())
     }
 
-    /// A read failed, or has no answer.
+    /// Must be called when a read has failed or there is no response.
     pub fn abandon_read(&self, id: ReadId) {
         self.lock().reads.remove(&id);
     }
@@ -674,7 +688,8 @@ impl State {
         self.clock
     }
 
-    /// When a write began, its first block, and the number of power cuts before it.
+    /// Returns the start time of a write, its first block, and the number of power failures before
+    /// it.
     fn names_of(&self, id: WriteId) -> (u64, u64, usize) {
         let write = self.writes.get(&id).expect("a write under way");
         (write.begin, write.blocks.start, write.cuts)
@@ -715,7 +730,8 @@ impl State {
             entry.acknowledged = Some(now);
             entry.is_durable = is_durable;
         }
-        // One that began before a power cut may have been carried out, and lost, before it.
+        // If the write was started before a power failure, it may have been executed before it and
+        // then lost.
         let is_certain = is_durable || cuts == self.durability.cuts();
         let (port, result) = self.end_write(id, now, is_certain);
         if is_durable {
@@ -754,7 +770,8 @@ impl State {
         (write.version.writer, result)
     }
 
-    /// When the oldest command began that may still answer what it has read.
+    /// Returns the start time of the oldest pending command that could return data it has already
+    /// read.
     fn oldest_read(&self) -> Option<u64> {
         let swaps = self.writes.values();
         let swaps = swaps.filter(|w| w.is_swap && w.lost.is_none());
@@ -762,8 +779,9 @@ impl State {
         reads.into_iter().chain(swaps.map(|w| w.begin)).min()
     }
 
-    /// A command of this port that began then, and was about these blocks, has ended: what the port
-    /// had lost before has ended too. One of no blocks is a login, which ends all.
+    /// Handles the completion of a command from this port that was started at `begin` and used
+    /// these blocks. Any commands that were lost before this have completed as well. If there are
+    /// no blocks, this is a login, which completes all of them.
     fn fence(&mut self, port: Port, begin: u64, blocks: Range<u64>, now: u64) {
         let is_met = |w: &Write| {
             blocks.is_empty() || w.blocks.start < blocks.end && blocks.start < w.blocks.end
@@ -782,7 +800,7 @@ impl State {
         }
     }
 
-    /// The version that the bytes of a block name.
+    /// Returns the version for the data in a block.
     fn version_of(&self, block: u64, bytes: &[u8]) -> Result<Version, Violation> {
         let Some(seen) = Version::of(block, bytes) else {
             let said = u64::from_be_bytes(bytes[8..16].try_into().expect("eight bytes"));
@@ -808,7 +826,8 @@ impl State {
         }
     }
 
-    /// The place of what was read among a block's versions; `None` if several may be meant.
+    /// Returns the index of the version that was read, or `None` if there is more than one possible
+    /// version.
     fn place_of(&self, block: u64, bytes: &[u8]) -> Result<Option<usize>, Violation> {
         let seen = self.version_of(block, bytes)?;
         let is_it = |e: &Entry| match seen == Version::NONE {
@@ -837,14 +856,14 @@ impl State {
         Ok(())
     }
 
-    /// A write that began then was let through because the block had this content.
+    /// Handles a successful comparison with this data by a write that was started at `begin`.
     fn swap(&mut self, block: u64, expected: &[u8], begin: u64) -> Result<(), Violation> {
         let Some(at) = self.place_of(block, expected)? else {
             return Ok(());
         };
         let entry = &mut self.blocks[block as usize][at];
-        // One that may be repeated until it ends may have been there twice, and so may one that a
-        // power cut has brought back.
+        // If a write can be retried until it completes, the version may have been written twice.
+        // This could also happen after a power failure.
         let is_once = entry.end < begin && entry.origin.is_none();
         let version = entry.version;
         match std::mem::replace(&mut entry.is_swapped, is_once) && is_once {
@@ -854,7 +873,7 @@ impl State {
     }
 }
 
-/// Whether a version of a block goes together with the others.
+/// Checks if this version is consistent with all other versions of the block.
 fn check(block: u64, entries: &[Entry], at: usize) -> Result<(), Violation> {
     let entry = &entries[at];
     match entries.iter().find(|other| entry.conflicts(other)) {
@@ -867,10 +886,11 @@ fn check(block: u64, entries: &[Entry], at: usize) -> Result<(), Violation> {
     }
 }
 
-/// Forgets versions that can neither be read again nor stand against one that can: another version
-/// came wholly after them and before each read that has not ended. Who reads one of them reads what
-/// was overwritten; a zone that reaches from theirs to the present contains that other version's.
-/// Returns them.
+/// Removes versions we no longer need. A version can be removed if there is another version
+/// that was started after its completion, and that completed before any pending read was started.
+/// If a read returned the old version, we would still report an error because it was overwritten:
+/// any zone that starts in the old version's zone and includes the current time would contain the
+/// zone of the other version. Returns the removed versions.
 fn prune(entries: &mut Vec<Entry>, oldest_read: u64) -> Vec<Entry> {
     let newest = entries
         .iter()

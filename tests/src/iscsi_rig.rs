@@ -1,4 +1,4 @@
-//! What the tests of the iSCSI initiator share: a server with one disk, and a client of it.
+//! Test setup for the iSCSI initiator: a server with a single disk, and a client connected to it.
 
 use std::net::TcpStream;
 use std::process::{Output, Stdio};
@@ -24,7 +24,7 @@ pub const TARGET_SECRET: &str = "target-secret-1";
 pub const CHAP: &str = "chap:\n  users: [{ name: me, secret: initiator-secret }]\n  \
                     mutual: { name: you, secret: target-secret-1 }";
 
-/// A server at 127.0.`number`.1, and a client.
+/// A client, and a server on 127.0.`number`.1.
 pub struct Rig {
     pub client: Client,
     pub config: Config,
@@ -34,7 +34,7 @@ pub struct Rig {
 }
 
 pub fn start(config: &Config) -> Server {
-    // A port may take a moment to be free again.
+    // The port may not be available immediately after its last use.
     eventually_ok("a server", Duration::from_secs(10), || {
         Server::start(config)
     })
@@ -49,7 +49,7 @@ pub fn builder() -> ClientBuilder {
 }
 
 impl Rig {
-    /// A client without a device, for TCP.
+    /// Creates a client for TCP, which doesn't need a device.
     pub fn tcp(number: u8, backend: &str, more: &str) -> Self {
         Self::new(
             number,
@@ -60,7 +60,7 @@ impl Rig {
         )
     }
 
-    /// A client with a software NIC at 127.0.`number`.2, for iSER.
+    /// Creates a client for iSER with a software NIC on 127.0.`number`.2.
     pub fn iser(number: u8, backend: &str, more: &str, faults: Option<FaultConfig>) -> Self {
         let client = builder().build(move || {
             let mut config = RoceConfig::new(std::net::Ipv4Addr::new(127, 0, number, 2).into());
@@ -146,7 +146,7 @@ pub fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
-/// Writes and reads pieces that do not end where blocks or PDUs do.
+/// Reads and writes with sizes that are not aligned to blocks or PDUs.
 pub fn scattered(lun: &Lun, keys: &str) {
     let io = |command, data| ScsiIo::new(lun.info().lun, command, data, Duration::from_secs(30));
     let lens = [1, 511, 1023, 1025, 4096, 3, 8189, 100_000, 51_552];
@@ -186,20 +186,21 @@ pub fn pair(network: u8, scheme: &str, more: &str) -> Pair {
     if scheme != "iscsi" {
         return pair;
     }
-    // It has just been started.
+    // The server was just started.
     eventually("riserd listens", || {
         TcpStream::connect((format!("127.0.{network}.1"), 3260)).is_ok()
     });
     pair
 }
 
-/// Waits until something holds, for as long as it may take on the slowest machine.
+/// Waits until a condition is true, using a timeout that is enough for a slow machine.
 #[track_caller]
 pub fn eventually(what: &str, holds: impl FnMut() -> bool) {
     riser_testkit::eventually(what, Duration::from_secs(60), holds);
 }
 
-/// Waits until the file behind the disk of [`pair`] has some data: what writes to it is under way.
+/// Waits until the file used for the disk of [`pair`] contains data, so that we know the writes
+/// have started.
 pub fn wait_for_writes(pair: &Pair) {
     use std::os::unix::fs::MetadataExt;
     let disk = pair.path("disk.img");
@@ -216,7 +217,7 @@ pub fn run(pair: &Pair, args: &[&str], password: &str) -> Output {
     command.output().unwrap()
 }
 
-/// Random writes, each read back and compared.
+/// Returns arguments to run random writes and verify them.
 pub fn fio(uri: &str) -> Vec<String> {
     [
         "--name=verify",

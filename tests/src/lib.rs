@@ -1,23 +1,24 @@
-//! Tests that need more than one crate; they are in `tests/tests/`.
+//! Tests that require more than one crate. They are in `tests/tests/`.
 //!
-//! - `golden_*`: bytes from specifications and captures of other implementations.
-//! - `fuzz_*`: fuzz targets, which plain `cargo test` runs on their seeds and on random inputs.
+//! - `golden_*`: use data from specifications and captures of other implementations.
+//! - `fuzz_*`: fuzz targets. When run with `cargo test`, they use their seeds and random inputs.
 //!
-//! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop`
-//! runs them.
+//! `tests/vm/` contains the cases that use a stock Linux kernel as the peer, which are run by
+//! `cargo xtask interop`.
 //!
-//! This library is what several of them share:
+//! This library contains code that is shared by several tests:
 //!
-//! | module | what it is for |
+//! | module | purpose |
 //! | --- | --- |
-//! | [`iscsi_rig`] | the initiator's library before a target in the same process, over iSCSI and iSER |
-//! | [`load`], [`history`] | verified reads and writes, and a checker of what a disk answers |
-//! | [`contest`] | initiators of all protocols that write the same blocks |
-//! | [`capture`], [`dissect`] | captures, as bytes and as Wireshark's dissectors see them |
-//! | [`seeds`], [`mutator`] | the corpora of the fuzz targets, and messages that are almost right |
+//! | [`iscsi_rig`] | the initiator library with a target in the same process, using iSCSI and iSER |
+//! | [`load`], [`history`] | verified reads and writes, and a checker for the data returned by a disk |
+//! | [`contest`] | initiators of all protocols that write to the same blocks |
+//! | [`capture`], [`dissect`] | captures, both as bytes and as parsed by Wireshark's dissectors |
+//! | [`seeds`], [`mutator`] | fuzz target corpora, and almost valid messages |
 //! | [`browser`] | pages in a browser |
 //!
-//! What the tests of other crates need as well is in `riser-testkit` and `riser-test-peers`.
+//! See `riser-testkit` and `riser-test-peers` for code that is also used in the tests of other
+//! crates.
 
 #![allow(missing_docs, reason = "for tests, which panic when something fails")]
 

@@ -1,4 +1,5 @@
-//! Verified load: reads, writes, zeroes, swaps and flushes of a few blocks, judged by a history.
+//! Verified load: reads, writes, sets to zero, swaps and flushes a few blocks, and checks the
+//! results using a history.
 
 use std::io::{Read, Write};
 use std::ops::Range;
@@ -14,10 +15,11 @@ use riser_initiator::lun::{Lun, LunError};
 use riser_initiator::request::{Cdb, DataLen};
 use riser_scsi::sense::{Sense, SenseKey};
 
-/// The status of a command that another initiator's task management has ended (SAM-5 5.3.1).
+/// Status of a command that was aborted by another initiator's task management request (SAM-5
+/// 5.3.1).
 const TASK_ABORTED: u8 = 0x40;
 
-/// A generator of numbers that are the same in every run.
+/// A generator of random numbers, which are the same in every run.
 #[derive(Clone, Debug)]
 pub struct Chance(u64);
 
@@ -39,23 +41,25 @@ impl Chance {
     }
 }
 
-/// The seed of a test, and how long it takes: a variable sets each, for replays and long runs.
+/// Returns a setting for a test, such as the seed or the size. It can be set by an environment
+/// variable to reproduce a failure or for a long run.
 pub fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |n| n.parse().expect("a number"))
 }
 
-/// Why an operation failed.
+/// Reason why an operation failed.
 #[derive(Debug)]
 pub struct Failed {
-    /// The Linux error number that says it best.
+    /// Closest Linux error number.
     pub errno: i32,
-    /// The target has answered, so the command is over.
+    /// Set if there was a response from the target, so that the command has completed.
     pub is_answered: bool,
     pub text: String,
 }
 
-/// Whether a command that ended so can have no effect any more. After a unit attention, or where
-/// another initiator has aborted it, an attempt before the last one may still be at the disk.
+/// Returns true if a command with this error can't have any effect later. After a unit attention,
+/// or if it was aborted by another initiator, an earlier attempt could still be pending on the
+/// disk.
 fn is_final(error: &LunError) -> bool {
     match error {
         LunError::Check { key, .. } => {
@@ -76,37 +80,37 @@ impl From<LunError> for Failed {
     }
 }
 
-/// What the load works on.
+/// Disk used by the load.
 pub trait Disk: Send {
     fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), Failed>;
     fn write(&mut self, offset: u64, bytes: &[u8], fua: bool) -> Result<(), Failed>;
     fn flush(&mut self) -> Result<(), Failed>;
 
-    /// Zeroes blocks, by a command of its own where the disk has one.
+    /// Sets blocks to zero, using a separate command if supported by the disk.
     fn zero(&mut self, offset: u64, len: usize, fua: bool) -> Result<(), Failed> {
         self.write(offset, &vec![0; len], fua)
     }
 
-    /// Writes a block if it holds what is expected. Nothing is repeated.
+    /// Writes a block if it contains the expected data. This is never retried.
     fn swap(&mut self, _offset: u64, _expected: &[u8], _bytes: &[u8], _fua: bool) -> Swapped {
         unreachable!("only a disk of SCSI is asked to swap")
     }
 }
 
-/// How a COMPARE AND WRITE ended.
+/// Result of a COMPARE AND WRITE.
 #[derive(Debug)]
 pub enum Swapped {
     Done,
-    /// The block held something else.
+    /// The block contains different data.
     Differs,
-    /// It has no answer, or one that does not say.
+    /// There was no response, or the result is not known.
     Unknown(Failed),
 }
 
 impl Disk for Lun {
     fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), Failed> {
         let buffer = block_on(self.buffers().take(bytes.len()));
-        // What the target does not send is not taken for an answer.
+        // Fill the buffer first, so that we can detect data not sent by the target.
         buffer.slice().fill(0, bytes.len(), 0xee);
         let buffer = block_on(Lun::read(self, offset, buffer))?;
         buffer.slice().read(0, bytes);
@@ -117,7 +121,7 @@ impl Disk for Lun {
         let buffer = block_on(self.buffers().take(bytes.len()));
         buffer.slice().write(0, bytes);
         let buffer = block_on(Lun::write(self, offset, buffer, fua))?;
-        // Nothing may leave a buffer that its owner has again.
+        // After this has returned, no data must be sent from this buffer.
         buffer.slice().fill(0, bytes.len(), 0xdd);
         Ok(())
     }
@@ -126,7 +130,7 @@ impl Disk for Lun {
         Ok(block_on(Lun::flush(self))?)
     }
 
-    /// By WRITE SAME.
+    /// Uses WRITE SAME.
     fn zero(&mut self, offset: u64, len: usize, fua: bool) -> Result<(), Failed> {
         let range = offset..offset + len as u64;
         let options = ZeroOptions {
@@ -136,7 +140,7 @@ impl Disk for Lun {
         Ok(block_on(Lun::write_zeroes(self, range, options))?)
     }
 
-    /// By COMPARE AND WRITE.
+    /// Uses COMPARE AND WRITE.
     fn swap(&mut self, offset: u64, expected: &[u8], bytes: &[u8], fua: bool) -> Swapped {
         let buffer = block_on(self.buffers().take(2 * BLOCK));
         buffer.slice().write(0, expected);
@@ -168,7 +172,7 @@ impl Disk for Lun {
     }
 }
 
-/// A client of an NBD export, with one request at a time and simple replies.
+/// A client for an NBD export that sends one request at a time and uses simple replies.
 pub struct Nbd {
     socket: UnixStream,
     cookie: u64,
@@ -180,7 +184,7 @@ impl Nbd {
         let mut greeting = [0; 18];
         socket.read_exact(&mut greeting).unwrap();
         assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
-        // Fixed newstyle without zeroes; NBD_OPT_EXPORT_NAME of the default export.
+        // Fixed newstyle without zeroes; NBD_OPT_EXPORT_NAME for the default export.
         socket
             .write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\0")
             .unwrap();
@@ -250,12 +254,13 @@ pub enum Kind {
     Write,
     Flush,
     Zero,
-    /// COMPARE AND WRITE of one block, with what was read of it just before.
+    /// COMPARE AND WRITE of a block, using the data that was read immediately before.
     Swap,
 }
 
 impl Kind {
-    /// What any disk can do, zeroes often enough that other writes meet them.
+    /// Operations supported by any disk. There are enough writes of zeroes so that other writes
+    /// will overlap them.
     pub const OF_DISKS: &'static [Self] = &[
         Self::Read,
         Self::Read,
@@ -267,7 +272,7 @@ impl Kind {
         Self::Flush,
     ];
 
-    /// What a disk of SCSI can do.
+    /// Operations supported by a SCSI disk.
     pub const OF_SCSI: &'static [Self] = &[
         Self::Read,
         Self::Read,
@@ -286,13 +291,14 @@ impl Kind {
 #[derive(Clone, Debug)]
 pub struct Op {
     pub kind: Kind,
-    /// Of all kinds but a flush.
+    /// Used by all operations except flush.
     pub blocks: Range<u64>,
     fua: bool,
 }
 
 impl Op {
-    /// Reads and writes as often, and seldom a flush, within these blocks.
+    /// Creates a random operation in this range. Reads and writes have the same probability, and
+    /// flushes are rare.
     pub fn random(chance: &mut Chance, within: &Range<u64>, longest: u64) -> Self {
         let kind = match chance.below(17) {
             0 => Kind::Flush,
@@ -308,7 +314,7 @@ impl Op {
         }
     }
 
-    /// One of these kinds, within these blocks.
+    /// Creates a random operation in this range, using one of the given kinds.
     pub fn of_kinds(
         kinds: &[Kind],
         chance: &mut Chance,
@@ -333,10 +339,10 @@ impl Op {
         self.blocks.start < range.end && range.start < self.blocks.end
     }
 
-    /// Carries it out.
+    /// Executes this operation.
     ///
     /// # Panics
-    /// If the history has a fault to find with how it ended.
+    /// Panics if the history returns an error.
     pub fn carry_out(
         &self,
         disk: &mut dyn Disk,
@@ -373,8 +379,8 @@ impl Op {
                         history.refuse(id);
                         return Err(error);
                     }
-                    // A raw command is its user's to repeat: a connection that ends or an attention
-                    // is no failure of the disk.
+                    // A raw command must be retried by the user, so if there is a unit attention or
+                    // if the connection is closed, this is not an error.
                     Swapped::Unknown(_) => history.lose(id),
                 }
                 Ok(())

@@ -1,13 +1,12 @@
-//! Messages that are almost right: valid ones with fields at their boundaries, cut off, made longer,
-//! or put together.
+//! Creates almost valid messages from valid messages: sets fields to boundary values, truncates or
+//! extends them, or joins two messages.
 
 use std::sync::Arc;
 
 use crate::load::Chance;
 use crate::seeds;
 
-/// Valid messages, and what is done to them.
-/// Cheap to clone.
+/// A set of valid messages, and a generator to modify them. This is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Mutator {
     valid: Arc<[Vec<u8>]>,
@@ -15,10 +14,10 @@ pub struct Mutator {
 }
 
 impl Mutator {
-    /// One of its own stream of random numbers.
+    /// Creates a mutator with a separate stream of random numbers.
     ///
     /// # Panics
-    /// If there is no valid message.
+    /// Panics if there are no valid messages.
     pub fn new(valid: impl IntoIterator<Item = Vec<u8>>, seed: u64, stream: u64) -> Self {
         let valid: Arc<[_]> = valid.into_iter().filter(|m| !m.is_empty()).collect();
         assert!(!valid.is_empty(), "there are valid messages");
@@ -26,14 +25,14 @@ impl Mutator {
         Self { valid, chance }
     }
 
-    /// One whose messages are those of a fuzz target.
+    /// Creates a mutator using the messages of a fuzz target.
     pub fn of(seeds: &str, seed: u64, stream: u64) -> Self {
         let valid = seeds::corpus(seeds).into_iter().map(|(_, message)| message);
         Self::new(valid, seed, stream)
     }
 
-    /// One whose messages are PDUs of iSCSI. The first byte of that fuzz target chooses digests, and
-    /// how a stream is cut.
+    /// Creates a mutator for iSCSI PDUs. For this fuzz target, the first byte is used to select the
+    /// digests and how the stream is split.
     pub fn of_pdus(seed: u64, stream: u64) -> Self {
         let messages = seeds::corpus("stream").into_iter();
         let pdus = messages.map(|(_, mut message)| match message.is_empty() {
@@ -43,7 +42,7 @@ impl Mutator {
         Self::new(pdus, seed, stream)
     }
 
-    /// The same with random numbers of another seed.
+    /// Returns a copy that uses random numbers with another seed.
     #[must_use]
     pub fn with_seed(&self, seed: u64, stream: u64) -> Self {
         let chance = Chance::new(seed, stream);
@@ -53,13 +52,13 @@ impl Mutator {
         }
     }
 
-    /// One of the valid messages.
+    /// Returns a valid message.
     pub fn valid(&mut self) -> Vec<u8> {
         let at = self.chance.below(self.valid.len() as u64) as usize;
         self.valid[at].clone()
     }
 
-    /// The next message.
+    /// Returns the next message.
     pub fn message(&mut self) -> Vec<u8> {
         let mut message = self.valid();
         for _ in 0..self.chance.below(4) {
@@ -75,7 +74,7 @@ impl Mutator {
         }
         let at = self.chance.below(message.len() as u64) as usize;
         match self.chance.below(12) {
-            // A number of some width at its boundaries, or at those of what was sent.
+            // Set a number to a boundary value, or to a value close to the original.
             0..6 => {
                 let width = 1 << self.chance.below(4);
                 let at = at - at % width;
@@ -100,7 +99,7 @@ impl Mutator {
             6 | 7 => message[at] ^= 1 << self.chance.below(8),
             8 => message.truncate(at),
             9 => message.extend(std::iter::repeat_n(0xa5, 1 + at % 300)),
-            // The head of this one, and the tail of another.
+            // Join the start of this message with the end of another message.
             10 => {
                 let other = self.valid();
                 message.truncate(at);

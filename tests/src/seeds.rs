@@ -1,34 +1,36 @@
-//! Messages to begin with, for fuzz targets whose decoders refuse most bytes at their headers.
+//! Seed messages for fuzz targets, which are needed because the decoders would reject most inputs
+//! based on the header.
 //!
-//! They are files in `__fuzz__/TARGET/corpus`, where bolero finds them, too: `seed-*` are valid
-//! messages, which `fuzz_seeds.rs` makes; `found-*` reach more of the decoder, and `cargo xtask fuzz`
-//! has found them.
+//! The files are in `__fuzz__/TARGET/corpus`, so that bolero can find them as well. `seed-*` are
+//! valid messages created by `fuzz_seeds.rs`. `found-*` cover more of the decoder and were found
+//! using `cargo xtask fuzz`.
 
 use std::path::PathBuf;
 
-/// Which seed, and what happens to it.
+/// Index of a seed, and the changes to apply.
 pub type Changes = (u8, Vec<(u8, u16, u8)>);
 
-/// Where the seeds of a target are.
+/// Returns the directory with the seeds of a target.
 #[must_use]
 pub fn dir(target: &str) -> PathBuf {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/__fuzz__");
     PathBuf::from(root).join(target).join("corpus")
 }
 
-/// The corpus of a target: its seeds and what was found from them, with their names, in order.
+/// Returns the corpus of a target with file names, in order. This includes the seeds and the inputs
+/// that were found by fuzzing.
 ///
 /// # Panics
-/// If there is nothing.
+/// Panics if the corpus is empty.
 #[must_use]
 pub fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     files(target, &["seed-", "found-"])
 }
 
-/// The seeds of a target with their names, in order.
+/// Returns the seeds of a target with file names, in order.
 ///
 /// # Panics
-/// If there are none.
+/// Panics if there are no seeds.
 #[must_use]
 pub fn load(target: &str) -> Vec<(String, Vec<u8>)> {
     files(target, &["seed-"])
@@ -48,7 +50,8 @@ fn files(target: &str, prefixes: &[&str]) -> Vec<(String, Vec<u8>)> {
     found
 }
 
-/// A seed with a few changes: bytes replaced, flipped, inserted, removed, or cut off from there on.
+/// Applies changes to a seed: a byte can be replaced, flipped, inserted or removed, or the message
+/// can be truncated.
 #[must_use]
 pub fn change(seeds: &[(String, Vec<u8>)], (which, edits): &Changes) -> Vec<u8> {
     let mut bytes = seeds[usize::from(*which) % seeds.len()].1.clone();

@@ -1,8 +1,8 @@
-//! Neither program allocates memory for a read or a write of 4 KiB once it has warmed up: the
-//! worker of `riserd` and the engine of `riser`, over each protocol, through real sockets, with a
-//! load that runs on the engine's thread as that of `riser bench` does.
+//! Checks that after warm-up, neither program allocates memory for a 4 KiB read or write. This
+//! covers the worker in `riserd` and the engine in `riser` for each protocol, using real sockets
+//! and a load that runs on the engine thread, same as in `riser bench`.
 //!
-//! `target/tests/allocations.rs` has other lengths and other ways of data, for the target alone.
+//! See `target/tests/allocations.rs` for tests of the target with other sizes and data paths.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
@@ -29,7 +29,7 @@ const IQN: &str = "iqn.2026-01.org.example:disk";
 const TARGET: Ipv4Addr = Ipv4Addr::new(127, 80, 2, 1);
 const INITIATOR: Ipv4Addr = Ipv4Addr::new(127, 80, 2, 2);
 const BLOCK: usize = 4096;
-/// Operations of one call of a test; more than are in flight at once.
+/// Number of operations per call. This must be larger than the number in flight.
 const OPERATIONS: u64 = 40;
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -39,7 +39,7 @@ enum Kind {
     Write,
 }
 
-/// State that a load shares with the test.
+/// State shared between the load and the test.
 #[derive(Default)]
 struct Progress {
     done: AtomicU64,
@@ -48,17 +48,18 @@ struct Progress {
     failure: Mutex<Option<String>>,
 }
 
-/// Reads or writes of the same blocks in turn, each with a buffer of its own, until it is stopped.
+/// Alternates between reads and writes of the same blocks until it's stopped. Each operation uses a
+/// separate buffer.
 struct Load {
     kind: Kind,
-    /// Those that are not in flight.
+    /// Buffers that are currently not in flight.
     buffers: Vec<Buffer>,
     offset: u64,
     progress: Arc<Progress>,
 }
 
 impl Load {
-    /// An operation on the next of 64 blocks.
+    /// Returns an operation for the next of 64 blocks.
     fn operation(&mut self, buffer: Buffer) -> Operation {
         let offset = self.offset;
         self.offset = (offset + BLOCK as u64) % (64 * BLOCK as u64);
@@ -105,7 +106,7 @@ impl Drop for Load {
     }
 }
 
-/// Runs a load, and counts what is allocated during many of its operations.
+/// Runs a load and counts the allocations made during many of its operations.
 fn check(name: &str, lun: &Arc<Lun>, kind: Kind, depth: usize) {
     let buffer = || block_on(lun.buffers().take(BLOCK));
     let progress = Arc::new(Progress::default());
@@ -131,7 +132,7 @@ fn check(name: &str, lun: &Arc<Lun>, kind: Kind, depth: usize) {
     });
 }
 
-/// Serves a file in memory where there is a folder for that.
+/// Serves a file, which is stored in memory if there is a directory for this.
 fn serve(image: &Path) -> Server {
     let portals = ["srp", "iser", "iscsi"]
         .map(|protocol| format!("{{ protocol: {protocol}, listen: {TARGET} }}"));
@@ -172,7 +173,8 @@ fn reads_and_writes_of_4_kib_allocate_nothing_in_either_program() {
         .pool(8 << 20)
         .build(move || Roce::open(&config));
     let client = client.unwrap();
-    // Of both programs, or one of them would allocate unnoticed.
+    // We must find the threads of both programs; otherwise one of them could allocate without being
+    // noticed.
     let threads = allocations::threads();
     for name in ["riser-worker-0", "riser-engine"] {
         assert!(threads.iter().any(|thread| thread == name), "{threads:?}");

@@ -1,8 +1,8 @@
-//! Configurations one after the other on a running target, while initiators write and read one of
-//! its disks: a real target and real initiators on loopback, in one process. Some configurations
-//! cannot be had, and then nothing has changed.
+//! Applies a sequence of configurations to a running target while initiators read and write a disk,
+//! using a real target and real initiators on loopback in the same process. Some of the
+//! configurations are not valid and must not change anything.
 //!
-//! `RISER_CHANGES` sets how many configurations there are (default 40); the long test command takes
+//! `RISER_CHANGES` sets the number of configurations (default 40); the long test command uses
 //! 1,000.
 
 #![allow(
@@ -28,10 +28,10 @@ use riser_target::server::Server;
 const HOST: &str = "127.0.0.91";
 const IQN: &str = "iqn.2026-01.com.example:kept";
 const REGION: u64 = 1 << 20;
-/// How often a change is tried before that cannot be made.
+/// Number of invalid changes to try before each valid change.
 const FAILING: u64 = 3;
 
-/// A generator of numbers that are the same in every run.
+/// A generator of random numbers, which are the same in every run.
 struct Chance(u64);
 
 impl Chance {
@@ -47,8 +47,8 @@ impl Chance {
     }
 }
 
-/// A configuration with the target that is used, as it always is, and others by chance. Backends
-/// grow with the rounds.
+/// Creates a configuration that always contains the target in use, and randomly adds other targets.
+/// Backends will grow in each round.
 fn config(chance: &mut Chance, round: u64, image: &str) -> String {
     let grown = 1 + round / 8;
     let mut text = format!(
@@ -122,8 +122,8 @@ fn parse(text: &str) -> Config {
     Config::parse(text, "apply.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
 }
 
-/// Makes of a configuration one that cannot be had: at first sight, when its files are opened, and
-/// when its sockets are bound, at which time its files are longer already.
+/// Makes a configuration invalid, so that it will fail when it's parsed, when its files are opened,
+/// or when its sockets are bound. In the last case, the files have already been extended.
 fn spoil(text: &str, chance: &mut Chance, round: u64, taken: SocketAddr) -> (String, &'static str) {
     let late = |text: &str, listen: SocketAddr, backend: &str| {
         let target = format!(
@@ -149,7 +149,7 @@ fn spoil(text: &str, chance: &mut Chance, round: u64, taken: SocketAddr) -> (Str
     }
 }
 
-/// A file of this test's own, gone when the value is.
+/// A file used in this test, which is removed on drop.
 struct Image(PathBuf);
 
 impl Drop for Image {
@@ -158,7 +158,7 @@ impl Drop for Image {
     }
 }
 
-/// Writes and reads a region until `stop` is set; returns how often.
+/// Writes and reads a region until `stop` is set. Returns the number of iterations.
 fn work(client: &Client, lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
     let mut round = 0u64;
     while !stop.load(Ordering::Relaxed) {
@@ -179,7 +179,7 @@ fn work(client: &Client, lun: &Lun, place: u64, stop: &AtomicBool, done: &Atomic
     }
 }
 
-/// The nexuses of the target that is used: by protocol, their numbers.
+/// Returns the nexus numbers of the target in use, along with the protocol.
 fn nexuses(server: &Server) -> Vec<(&'static str, u64)> {
     let mut all = Vec::new();
     for snapshot in server.snapshot() {
@@ -241,7 +241,7 @@ fn a_session_that_a_change_does_not_concern_does_not_notice_it() {
             std::thread::spawn(move || work(&client, &lun, place as u64, &stop, &done[place]))
         })
         .collect();
-    // It is made when a unit needs it.
+    // The file is created when it's needed by a unit.
     let length = || std::fs::metadata(&path).map_or(0, |m| m.len());
     let mut failed = BTreeMap::new();
     for round in 1..=changes {
@@ -265,7 +265,8 @@ fn a_session_that_a_change_does_not_concern_does_not_notice_it() {
             .unwrap_or_else(|e| panic!("change {round}: {e}"));
         assert_eq!(server.shared().registry.catalog().targets.len(), targets);
         assert!(threads.iter().all(|thread| !thread.is_finished()));
-        // Each session does something between two changes, however slow the machine is.
+        // Wait until each session has made progress between two changes, even if this machine is
+        // slow.
         let at = |done: &AtomicU64| done.load(Ordering::Relaxed);
         let seen: Vec<u64> = done.iter().map(at).collect();
         while done.iter().zip(&seen).any(|(done, seen)| at(done) == *seen) {

@@ -1,12 +1,12 @@
-//! Two initiators of different protocols that write and read the same few blocks of one unit, while
-//! sessions are replaced, commands are reset, and the disk hangs.
+//! Two initiators with different protocols read and write the same few blocks of a unit while
+//! sessions are replaced, commands are reset and the disk hangs.
 //!
-//! A history judges every block that is read: what was acknowledged is there, what was overwritten
-//! does not come back. Initiators repeat what was not answered, so a write may take effect more
-//! than once until it ends ([`History::with_repeats`]).
+//! A history verifies every block that is read: acknowledged data must be present, and data that
+//! was overwritten must never be returned. Initiators retry commands if there is no response, so a
+//! write can be applied more than once until it completes ([`History::with_repeats`]).
 //!
-//! `RISER_CONFLICT_STEPS` sets how much happens in each test (default 12), `RISER_CONFLICT_SEED`
-//! what.
+//! `RISER_CONFLICT_STEPS` sets the number of steps for each test (default 12), and
+//! `RISER_CONFLICT_SEED` sets the random seed.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -36,7 +36,7 @@ fn seed(test: &str) -> (u64, u64) {
     (seed, steps)
 }
 
-/// A file of this test's own, gone when the value is.
+/// A file used in this test, which is removed on drop.
 struct Image(PathBuf);
 
 impl Drop for Image {
@@ -45,7 +45,7 @@ impl Drop for Image {
     }
 }
 
-/// A third initiator, which resets the unit.
+/// A third initiator, used to reset the unit.
 struct Resetter(tcp::Client);
 
 impl Resetter {
@@ -54,7 +54,7 @@ impl Resetter {
         Self(tcp::Client::login_at(to, IQN, 9, None).unwrap())
     }
 
-    /// LOGICAL UNIT RESET; returns when it is answered.
+    /// Sends a LOGICAL UNIT RESET and waits for the response.
     fn reset(&mut self) {
         let client = &mut self.0;
         let request = TmfRequest {
@@ -78,7 +78,7 @@ impl Resetter {
     }
 }
 
-/// A disk that is slow at times and hangs at others.
+/// Makes the disk slow or hang at random times.
 fn trouble(faults: &Faults, chance: &mut Chance) {
     let offset = chance.below(DISK.end) * BLOCK as u64;
     match chance.below(3) {
@@ -117,7 +117,7 @@ fn sessions_are_replaced_and_commands_reset(schemes: [&'static str; 2], network:
     for step in 0..steps {
         contest.go_on(&format!("before step {step}"), 8);
         trouble(&faults, &mut chance);
-        // What follows meets commands that wait at the disk.
+        // This means that there are commands waiting for the disk in the next step.
         thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(20)));
         let held = thread::spawn({
             let (faults, hold) = (faults.clone(), chance.below(300));
@@ -130,7 +130,7 @@ fn sessions_are_replaced_and_commands_reset(schemes: [&'static str; 2], network:
             0 => contest.initiators[0].replace(),
             1 => contest.initiators[1].replace(),
             2 => resetter.reset(),
-            // Both at once, and a reset in the middle.
+            // Do both at the same time, with a reset in the middle.
             _ => thread::scope(|scope| {
                 for initiator in &contest.initiators {
                     scope.spawn(|| initiator.replace());

@@ -1,10 +1,10 @@
-//! A disk that fails on purpose, under verified load over every protocol and through NBD.
+//! Injects disk errors while there is a verified load using all protocols and NBD.
 //!
-//! What a disk fails fails the commands that touch it, each with the error that says so. It ends no
-//! session, concerns no other command, and spoils no byte.
+//! If the disk returns an error, this must fail the commands that use the affected blocks with the
+//! correct error. It must not close a session, affect any other command or corrupt data.
 //!
-//! `RISER_FAILING_ROUNDS` sets how often each test goes through its faults (default 1),
-//! `RISER_FAILING_SEED` what the load does.
+//! `RISER_FAILING_ROUNDS` sets the number of rounds for each test (default 1), and
+//! `RISER_FAILING_SEED` sets the random seed for the load.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -32,22 +32,22 @@ use riser_tests::load::{Chance, Disk, Failed, Kind, Nbd, Op, setting};
 
 const IQN: &str = "iqn.2026-01.com.example:failing";
 const SCHEMES: [&str; 3] = ["srp", "iser", "iscsi"];
-/// The disk, in blocks, and those of it that fail.
+/// The disk in blocks, and the range of bad blocks.
 const DISK: Range<u64> = 0..1024;
 const BAD: Range<u64> = 400..520;
-/// What may be read and written at once: within a command, by RDMA and after an R2T.
+/// Maximum size of a read or write, which is large enough to use immediate data, RDMA and R2Ts.
 const LONGEST: u64 = 320;
-/// How long anything may take on the slowest machine.
+/// Timeout for any operation, which should be enough for a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What may happen at a time.
+/// Errors that are currently allowed.
 #[derive(Clone, Debug)]
 struct Rule {
-    /// For those whose names begin so.
+    /// Applies to all threads with this name prefix.
     whose: &'static str,
-    /// Kinds of operations that may fail, with which error.
+    /// Operations that may fail, and the expected error.
     fails: Vec<(Kind, i32)>,
-    /// Only where they touch the bad blocks.
+    /// Set if only operations that use bad blocks may fail.
     in_bad: bool,
 }
 
@@ -71,10 +71,10 @@ impl Rule {
     }
 }
 
-/// What all threads of the load share.
+/// State shared by all threads of the load.
 struct Shared {
     history: History,
-    /// What was allowed, one after the other; the last one is now.
+    /// All rules that were set, in order. The last rule is the current one.
     rules: Mutex<Vec<Rule>>,
     stop: AtomicBool,
 }
@@ -87,7 +87,7 @@ impl Shared {
             .clone()
     }
 
-    /// Works until it is stopped; counts what succeeded and what failed.
+    /// Runs the load until it's stopped, and counts successful and failed operations.
     fn work(&self, disk: &mut dyn Disk, me: &Me, chance: &mut Chance, counts: &Counts) {
         let Me { who, port, within } = me;
         while !self.stop.load(Ordering::Relaxed) {
@@ -119,7 +119,7 @@ impl Shared {
 struct Me {
     who: String,
     port: Port,
-    /// The blocks that it uses.
+    /// Blocks to use.
     within: Range<u64>,
 }
 
@@ -144,7 +144,7 @@ struct Worker {
     counts: Arc<Counts>,
 }
 
-/// A server with a disk that fails, an initiator of each protocol, and their load.
+/// A server with a failing disk, an initiator for each protocol, and the load.
 struct Bench {
     faults: Arc<Faults>,
     shared: Arc<Shared>,
@@ -225,8 +225,8 @@ impl Bench {
         self.workers.push(worker);
     }
 
-    /// An initiator of each protocol, with three threads at its disk and one at an NBD export of
-    /// it.
+    /// Starts an initiator for each protocol, using three threads for its disk and one thread for
+    /// an NBD export of this disk.
     fn load(&mut self, seed: u64) {
         for scheme in SCHEMES {
             self.load_as("", seed, scheme, DISK, Timing::default(), PATIENCE);
@@ -259,13 +259,13 @@ impl Bench {
         self.work(seed, me("NBD"), Nbd::connect(&socket));
     }
 
-    /// From now on another rule holds.
+    /// Sets a new rule.
     fn allow(&self, rule: Rule) {
         let mut rules = self.shared.rules.lock().unwrap();
         rules.push(rule);
     }
 
-    /// Waits until it holds, while every thread goes on.
+    /// Waits until the condition is true, and checks that all threads are still running.
     fn wait(&mut self, what: &str, mut holds: impl FnMut(&[Worker]) -> bool) {
         let until = Instant::now() + PATIENCE;
         while !holds(&self.workers) {
@@ -287,7 +287,8 @@ impl Bench {
         }
     }
 
-    /// Waits until every thread has done `good` further operations, and `failed` have failed.
+    /// Waits until every thread has completed `good` more operations successfully and `failed` more
+    /// with an error.
     fn wait_for(&mut self, what: &str, good: u64, failed: u64) {
         let before: Vec<_> = self.workers.iter().map(|w| w.counts.now()).collect();
         self.wait(what, |workers| {
@@ -314,14 +315,14 @@ impl Bench {
         self.sessions.iter().map(of).collect()
     }
 
-    /// Asserts that none of the first `first` initiators has lost its session.
+    /// Checks that the first `first` initiators are still connected.
     fn assert_no_session_was_lost(&self, first: usize, after: &str) {
         let lost = self.reconnects();
         let mut first = lost.iter().take(first);
         assert!(first.all(|(_, n, _)| *n == 0), "{after}: {lost:?}");
     }
 
-    /// Ends the load, and reads the whole disk once more.
+    /// Stops the load and reads the whole disk again.
     fn end(mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         for worker in &mut self.workers {
@@ -406,7 +407,8 @@ fn a_medium_that_fails_fails_only_the_commands_that_touch_it() {
     ];
     for _ in 0..rounds {
         for (what, on, error, fails) in &cases {
-            // Once: exactly one command fails. For ever: one of each thread at least.
+            // If the fault is set for a single command, exactly one must fail. If it's permanent,
+            // there must be at least one failure for each thread.
             let before = bench.failures();
             bench.allow(Rule::fails(fails.clone()));
             bench.faults.set(vec![fault(*on, Some(1), *error)]);
@@ -419,7 +421,7 @@ fn a_medium_that_fails_fails_only_the_commands_that_touch_it() {
             bench.wait_for(what, 10, 0);
             bench.assert_no_session_was_lost(SCHEMES.len(), what);
         }
-        // The initiator repeats by itself what the disk has given up.
+        // If the disk has aborted a command, the initiator will retry it.
         let given_up = |on| fault(on, Some(5), BackendError::Aborted);
         bench
             .faults
@@ -461,8 +463,8 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
             BackendError::Medium { offset: None },
         );
         bench.faults.set(vec![once]);
-        // Every thread's flushes fail, more than once; what it reads and writes goes on, FUA
-        // included.
+        // The flushes of every thread must fail more than once, but reads and writes must continue
+        // to work, including FUA.
         bench.wait_for("after a failed flush", 60, 3);
         let failure = {
             let server = bench.server.as_ref().unwrap();
@@ -471,7 +473,7 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
             catalog.store_of(unit).unwrap().flush_failure()
         };
         assert_eq!(failure.map(|f| f.errno), Some(libc::EIO));
-        // No flush succeeds meanwhile.
+        // No flush must succeed during this time.
         for (scheme, session) in &bench.sessions {
             let lun = block_on(session.lun(0)).unwrap();
             assert!(block_on(lun.flush()).is_err(), "{scheme}");
@@ -490,12 +492,12 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
     bench.end();
 }
 
-/// What waits at a disk that hangs is given up by those who sent it, and comes late. It spoils
-/// nothing that was written since; and who does not touch those blocks goes on.
+/// If the disk hangs, pending commands will time out in the initiator and complete later. They must
+/// not overwrite any newer data, and operations on other blocks must continue to work.
 #[test]
 fn a_disk_that_hangs_stops_only_what_touches_it() {
     let (seed, rounds) = seed("a_disk_that_hangs");
-    // What is given up is repeated.
+    // Commands that time out will be retried.
     let history = History::new(DISK.end as usize).with_repeats();
     let mut bench = Bench::new(163, history);
     for scheme in SCHEMES {

@@ -1,8 +1,8 @@
-//! Fuzz target: the configuration file.
+//! Fuzz target for the configuration file.
 
 use riser_target::config::Config;
 
-/// A file that every mutation starts from.
+/// A valid file, used as the start for all mutations.
 const SEED: &str = "\
 backends:
   disk: { kind: file, path: /var/lib/disk.img, size: 1GiB, create: true }
@@ -14,7 +14,7 @@ targets:
 limits: { max_sessions: 4 }
 ";
 
-/// Any text is a configuration or an error with a place in the text.
+/// For any text, the result must be a configuration or an error with a location.
 fn parse(text: &str) {
     if let Err(error) = Config::parse(text, "fuzz.yaml") {
         let shown = error.to_string();
@@ -27,7 +27,7 @@ fn arbitrary_text() {
     bolero::check!().for_each(|bytes: &[u8]| parse(&String::from_utf8_lossy(bytes)));
 }
 
-/// Text that is nearly right reaches further than noise does.
+/// Almost valid text covers more code than random text.
 #[test]
 fn mutated_file() {
     bolero::check!()

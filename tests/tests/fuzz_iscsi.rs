@@ -1,4 +1,4 @@
-//! Fuzz targets for iSCSI: framing, PDUs, text, CHAP values, names and the target's login.
+//! Fuzz targets for iSCSI: framing, PDUs, text, CHAP values, names, and login on the target.
 
 use riser_scsi::iscsi::chap;
 use riser_scsi::iscsi::frame::{Digests, Framer};
@@ -11,8 +11,8 @@ use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, ScsiRespons
 use riser_scsi::iscsi::{BHS_LEN, Tsih, text};
 use riser_tests::seeds;
 
-/// A stream that is cut anyhow gives PDUs that fit their limits; what parses is written and parses
-/// again to the same.
+/// No matter how the stream is split, all PDUs must be within the limits. If a PDU can be parsed,
+/// writing and parsing it again must return the same value.
 fn check_stream(bytes: &[u8]) {
     let Some((&flags, stream)) = bytes.split_first() else {
         return;
@@ -60,7 +60,7 @@ fn changed_stream() {
         .for_each(|changes| check_stream(&seeds::change(&seeds, changes)));
 }
 
-/// Text, values and names of a peer.
+/// Parses text, values and names received from a peer.
 fn check_words(bytes: &[u8]) {
     for (key, value) in text::pairs(bytes).filter_map(Result::ok) {
         assert!(key.len() <= text::MAX_KEY && !value.chars().any(char::is_control));
@@ -122,7 +122,7 @@ impl Gatekeeper for Gate {
     }
 }
 
-/// An exchange of login PDUs: the answers are bounded, and no initiator logs in.
+/// Sends login PDUs: the size of the responses must be limited, and the login must not succeed.
 #[test]
 fn login() {
     bolero::check!().for_each(|bytes: &[u8]| {
@@ -152,7 +152,7 @@ fn login() {
     });
 }
 
-/// Keys with values that are legal, or nearly so.
+/// Keys with valid and almost valid values.
 const KEYS: [(&str, &[&str]); 14] = [
     ("SessionType", &["Normal", "Discovery"]),
     ("AuthMethod", &["CHAP,None", "CHAP", "None", "KRB5,CHAP"]),
@@ -173,8 +173,8 @@ const KEYS: [(&str, &[&str]); 14] = [
     ("X-example", &["anything", "NotUnderstood"]),
 ];
 
-/// Logins of keys that exist, in stages that exist: they get as far as a peer can who does not know
-/// the secret, and no further.
+/// Uses existing keys and login stages. Without the secret, the peer must not be able to complete
+/// the login.
 #[test]
 fn login_of_known_keys() {
     bolero::check!()
@@ -190,7 +190,7 @@ fn login_of_known_keys() {
                 }
                 let mut bhs = [0; BHS_LEN];
                 bhs[0] = 0x43;
-                // Transit, continue, and the two stages.
+                // Transit, continue, and the current and next stages.
                 bhs[1] = u8::from(*transits) << 7 | u8::from(*continues) << 6 | stages & 0x0f;
                 let frame = riser_scsi::iscsi::frame::Frame {
                     bhs: &bhs,

@@ -1,11 +1,12 @@
-//! Fuzz targets for what iSER reads: headers, messages, private data.
+//! Fuzz targets for data parsed by iSER: headers, messages and private data.
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget};
 use riser_scsi::iser::{CmHeader, Header, Message, put_control};
 use riser_tests::seeds;
 
-/// A message that is legal is as long as it says, and is the same when it is written again.
+/// A valid message must have the length set in its header, and must be the same when it's written
+/// again.
 fn check_message(bytes: &[u8]) {
     let mut message = bytes.to_vec();
     for first in [None, Some(0x10), Some(0x1c), Some(0x20), Some(0x30)] {
@@ -18,8 +19,8 @@ fn check_message(bytes: &[u8]) {
                 assert!((whole..whole + 4).contains(&message.len()));
                 let mut out = Vec::new();
                 put_control(buffers, *frame.bhs, frame.ahs, frame.data, &mut out);
-                // Data that were announced and left in the advertised buffer are no longer
-                // announced.
+                // If data was announced but is sent via the advertised buffer, it's not announced
+                // any more.
                 let mut bhs = *frame.bhs;
                 if frame.data.is_empty() {
                     bhs[5..8].fill(0);
@@ -63,7 +64,7 @@ fn parse_pdu(frame: &Frame<'_>) {
     let _ = FromTarget::parse(frame);
 }
 
-/// The header in the private data of a connection request or answer.
+/// Parses the header in the private data of a connection request or response.
 fn check_private_data(bytes: &[u8]) {
     let header = CmHeader::parse(bytes);
     assert_eq!(CmHeader::parse(&header.bytes()), header);

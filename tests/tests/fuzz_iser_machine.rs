@@ -1,6 +1,6 @@
-//! A fuzz target that drives a live iSER connection with actions: messages of any kind, completions
-//! in order, time, and every way to the end. Nothing panics, what waits is bounded, and in the end
-//! everything has come back.
+//! Fuzz target for an active iSER connection. The input selects actions, such as messages of any
+//! type, completions in order, time steps, and all ways to close the connection. There must not be
+//! a panic, queues must be limited, and all resources must be released at the end.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use riser_scsi::config::{BlockSize, Config, Identity as UnitIdentity, Limits, Pr
 use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::frame::{self, Digests};
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, Refusal, Terms};
+use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, LoginFault, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Tsih};
@@ -21,9 +21,7 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
 use riser_target::fabric::{LunMap, Mapping, TaskAction, TaskIdx, Unit, UnitIdx};
-use riser_target::iscsi::{
-    Action, Channel, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, SpareTasks, Window,
-};
+use riser_target::iscsi::{Action, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, SpareTasks, Window};
 use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
 };
@@ -62,7 +60,16 @@ impl Gate for Open {
         })
     }
 
-    fn refused(&mut self, _: LoginStatus, _: Option<&Identity>) {}
+    fn refused(
+        &mut self,
+        _: LoginStatus,
+        _: Option<&Identity>,
+        _: Option<&LoginFault>,
+        _: Option<&str>,
+    ) {
+    }
+
+    fn stop_waiting(&mut self) {}
 
     fn count(&mut self, _: SessionEvent) {}
 
@@ -97,7 +104,7 @@ fn unit() -> Arc<Unit> {
             naa: Naa::LocallyAssigned(1),
         },
         limits: Limits {
-            // Most commands go in pieces.
+            // Small enough so that most commands are split.
             window: 4096,
             ..Limits::default()
         },
@@ -116,9 +123,10 @@ fn unit() -> Arc<Unit> {
     Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 64))
 }
 
-/// A worker around one connection, as in `target/src/iser/fixture.rs`, which cannot be used here.
-/// There the device moves bytes, and an initiator's key or address that leads nowhere fails the
-/// test; here the bytes may say anything, so nothing is moved, and what is checked are bounds.
+/// A worker with a single connection. This is similar to `target/src/iser/fixture.rs`, which can't
+/// be used here: in that fixture, the device moves data, and an invalid key or address from the
+/// initiator fails the test. Here the input can be arbitrary, so we don't move any data and only
+/// check the limits.
 struct Rig {
     now: Instant,
     pool: Pool,
@@ -231,7 +239,7 @@ impl Rig {
         }
     }
 
-    /// A PDU whose header begins and ends with given bytes.
+    /// Sends a PDU, using the given bytes for the start and end of its header.
     fn pdu(&mut self, first: &[u8; 2], rest: &[u8], data: &[u8]) {
         let mut bhs = [0; 48];
         bhs[..2].copy_from_slice(first);
@@ -292,7 +300,8 @@ fn machine() {
     bolero::check!().for_each(|bytes: &[u8]| {
         let mut rig = Rig::new();
         let mut cmd_sn = 1_u32;
-        // Without it, the target must do with what comes before a login.
+        // Skip the login for some inputs, so that the target has to handle PDUs received before a
+        // login.
         if bytes.first().is_some_and(|b| b & 3 != 0) {
             rig.log_in();
         }
@@ -303,7 +312,7 @@ fn machine() {
             let (kind, rest) = (step[0], &step[1..]);
             let at = |i: usize| rest.get(i).copied().unwrap_or(0);
             match kind % 12 {
-                // A command with the next number: READ or WRITE of some blocks.
+                // A READ or WRITE command with the next sequence number.
                 0..=3 => {
                     let is_write = kind & 16 != 0;
                     let mut head = [0; 40];
@@ -328,14 +337,14 @@ fn machine() {
                     head[35] = at(2);
                     rig.pdu(&[0x05, at(3) & 0x80], &head, &[2; 200]);
                 }
-                // A function, or a NOP, with the bytes at hand.
+                // A task management request or NOP, using the next bytes of the input.
                 5 => rig.pdu(
                     &[0x42, 0x80 | (at(0) % 9)],
                     &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, at(1)],
                     &[],
                 ),
                 6 => rig.pdu(&[0x40, 0x80], &[0; 12], rest),
-                // Any opcode.
+                // An arbitrary opcode.
                 7 => rig.pdu(&[at(0), at(1)], rest, rest),
                 8 => rig.send(rest),
                 9 => {
@@ -347,7 +356,7 @@ fn machine() {
                 10 => rig.end_chain(),
                 _ => {
                     rig.now += Duration::from_secs(u64::from(at(0) % 16));
-                    rig.with(|c, cx| c.input(cx, Channel::handle_timeout));
+                    rig.with(IserChannel::handle_timeout);
                 }
             }
         }

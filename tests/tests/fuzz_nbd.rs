@@ -1,4 +1,4 @@
-//! Fuzz targets: a connection of the NBD server, driven by a client's bytes.
+//! Fuzz targets for a connection of the NBD server, using the input as data received from a client.
 
 use riser_initiator::nbd::proto::{self, MAX_REQUEST, NBD_MAGIC, OPTION_MAGIC, REQUEST_MAGIC};
 use riser_initiator::nbd::{Command, Event, Export, Machine, NbdRequest};
@@ -6,14 +6,14 @@ use riser_tests::seeds;
 
 const SIZE: u64 = 1 << 20;
 
-/// What a client sends.
+/// A message sent by a client.
 #[derive(Debug, Clone, bolero::TypeGenerator)]
 enum Piece {
-    /// An option that exists, or nearly: its data are a name, then this.
+    /// An option that is valid or almost valid. Its data contains a name and then these bytes.
     Option(u8, Name, Vec<u8>),
-    /// A request: flags, type, offset and length.
+    /// A request with flags, type, offset and length.
     Request(u8, u8, u32, u16, Place),
-    /// Anything.
+    /// Arbitrary bytes.
     Bytes(Vec<u8>),
 }
 
@@ -25,7 +25,7 @@ enum Name {
     Other,
 }
 
-/// Where a request is.
+/// Location of a request.
 #[derive(Debug, Clone, Copy, bolero::TypeGenerator)]
 enum Place {
     Anywhere,
@@ -58,14 +58,14 @@ fn put(pieces: &[Piece], flags: u8) -> Vec<u8> {
                     Place::Beyond => (offset << 44, len << 16),
                 };
                 out.extend(REQUEST_MAGIC.to_be_bytes());
-                // Most requests have none.
+                // Most requests have no flags.
                 let flags = if *flags < 64 { flags % 32 } else { 0 };
                 out.extend(u16::from(flags).to_be_bytes());
                 out.extend(u16::from(kind % 9).to_be_bytes());
                 out.extend(b"COOKIE!!");
                 out.extend(offset.to_be_bytes());
                 out.extend(len.to_be_bytes());
-                // The payload of a write.
+                // Payload of a write.
                 if kind % 9 == 1 && len <= 1 << 16 {
                     out.extend(vec![7; len as usize]);
                 }
@@ -76,7 +76,8 @@ fn put(pieces: &[Piece], flags: u8) -> Vec<u8> {
     out
 }
 
-/// Gives the machine a stream in pieces of a length; what it answers, and what it asks for.
+/// Sends a stream to the state machine, split into pieces of this length. Returns its responses and
+/// events.
 fn run(stream: &[u8], piece: usize, read_only: bool) -> (Vec<u8>, Vec<Event>) {
     let mut machine = Machine::new(Export {
         name: "disk".into(),
@@ -110,7 +111,7 @@ fn run(stream: &[u8], piece: usize, read_only: bool) -> (Vec<u8>, Vec<Event>) {
             if end == stream.len() {
                 break;
             }
-            // The rest is ignored.
+            // Any further data is ignored.
             end = (end + piece).min(stream.len());
         }
     }
@@ -118,7 +119,7 @@ fn run(stream: &[u8], piece: usize, read_only: bool) -> (Vec<u8>, Vec<Event>) {
     (output, events)
 }
 
-/// What is handed to a disk is within it, and allowed.
+/// Checks that a request passed to a disk is in range and allowed.
 fn check(machine: &Machine, request: &NbdRequest, read_only: bool) {
     let end = request.offset.checked_add(request.len.into());
     assert!(end.is_some_and(|end| end <= SIZE), "{request:?}");
@@ -135,15 +136,15 @@ fn check(machine: &Machine, request: &NbdRequest, read_only: bool) {
     assert_eq!(machine.payload_left(), request.payload().unwrap_or(0));
 }
 
-/// For any bytes of a client: what reaches the disk is within it, and neither that nor the answers
-/// depend on how the stream was cut.
+/// For any data from a client, requests passed to the disk must be in range, and the result must
+/// not depend on how the stream was split.
 fn check_stream(stream: &[u8], piece: usize, read_only: bool) {
     let whole = run(stream, stream.len(), read_only);
     let cut = run(stream, piece, read_only);
     assert_eq!(whole, cut);
     let (output, _) = whole;
     assert_eq!(output[..8], NBD_MAGIC.to_be_bytes());
-    // The output is bounded by a small multiple of the input.
+    // The output size must be limited to a small multiple of the input size.
     assert!(output.len() <= 64 + 16 * stream.len());
 }
 
@@ -173,12 +174,13 @@ fn nbd_session() {
         });
 }
 
-/// The option that begins transmission.
+/// Option to start the transmission phase.
 fn go() -> Piece {
     Piece::Option(proto::opt::GO as u8, Name::Ours, vec![0, 0])
 }
 
-/// The pieces of [`nbd_session`] reach transmission, and requests are accepted there.
+/// Checks that the messages in [`nbd_session`] can reach the transmission phase and that requests
+/// are accepted.
 #[test]
 fn sessions_reach_the_disk() {
     let write = Piece::Request(0, 1, 4096, 512, Place::Anywhere);
@@ -186,7 +188,7 @@ fn sessions_reach_the_disk() {
     let (output, events) = run(&put(&[go(), write, read], 3), 5, false);
     assert_eq!(events.len(), 2, "{output:02x?} {events:?}");
     for (name, stream) in seeds::load("nbd_stream") {
-        // A request, or the end that the client asks for.
+        // Either a request, or a disconnect that was requested by the client.
         assert_eq!(run(&stream, 5, false).1.len(), 1, "{name}");
     }
 }

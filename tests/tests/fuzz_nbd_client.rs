@@ -1,4 +1,4 @@
-//! Fuzz targets: the client of NBD servers, driven by a server's bytes.
+//! Fuzz targets for the NBD client, using the input as data received from a server.
 
 use std::io::{self, Cursor, Read, Write};
 
@@ -7,14 +7,14 @@ use riser_initiator::nbd::client::{
 };
 use riser_tests::seeds;
 
-/// Number of the context that was selected, as the seeds have it.
+/// ID of the selected context, which is the same in the seeds.
 const CONTEXT: u32 = 1;
 
 const READ: u32 = 64;
 const STATUS: u32 = 1 << 20;
 const BLOCK: u32 = 512;
 
-/// What is in flight. The token of each is its place.
+/// Requests in flight. The token of each request is its index.
 const REQUESTS: [Request; 4] = [
     Request::Read {
         offset: 4096,
@@ -32,18 +32,18 @@ const REQUESTS: [Request; 4] = [
     },
 ];
 
-/// Outcome of a server's replies.
+/// Result of processing replies from a server.
 #[derive(Debug, PartialEq)]
 struct Outcome {
-    /// Ends by the places of their requests.
+    /// Completions, with the index of the request.
     ends: Vec<(usize, End)>,
-    /// Data of the read, where they have come.
+    /// Data received for the read.
     data: [Option<u8>; READ as usize],
     fault: Option<ReplyFault>,
 }
 
 impl Outcome {
-    /// Takes a part of the read, which comes once.
+    /// Stores a part of the read, which must not be received twice.
     fn place(&mut self, at: usize, bytes: impl Iterator<Item = u8>) {
         for (place, byte) in self.data[at..].iter_mut().zip(bytes) {
             assert_eq!(place.replace(byte), None, "{at}");
@@ -68,8 +68,8 @@ impl Outcome {
     }
 }
 
-/// Gives the client a stream in pieces of a length. The first byte says whether replies come in
-/// chunks.
+/// Sends a stream to the client, split into pieces of this length. The first byte selects whether
+/// structured replies are used.
 fn run(input: &[u8], piece: usize) -> Outcome {
     let structured = input.first().is_some_and(|flags| flags & 1 != 0);
     let stream = input.get(1..).unwrap_or_default();
@@ -117,7 +117,7 @@ fn run(input: &[u8], piece: usize) -> Outcome {
             if end == stream.len() {
                 break;
             }
-            // The rest is ignored.
+            // Any further data is ignored.
             end = (end + piece).min(stream.len());
         }
     }
@@ -129,8 +129,8 @@ fn run(input: &[u8], piece: usize) -> Outcome {
     outcome
 }
 
-/// For any replies of a server: every request ends at most once, a read that succeeds has all of
-/// its data, and nothing depends on how the stream was cut.
+/// For any replies from a server, a request must complete at most once, a successful read must have
+/// all of its data, and the result must not depend on how the stream was split.
 fn check_replies(input: &[u8]) {
     let whole = run(input, input.len().max(1));
     assert_eq!(run(input, 5), whole);
@@ -158,7 +158,7 @@ fn seeds_of_replies_end_requests() {
     }
 }
 
-/// A server that sends the same bytes to every client; then the connection ends.
+/// A server that sends the same data to every client and then closes the connection.
 struct Script<'a> {
     input: Cursor<&'a [u8]>,
     sent: usize,
@@ -187,12 +187,12 @@ fn negotiate_with(bytes: &[u8]) -> Result<Negotiated, HandshakeError> {
         sent: 0,
     };
     let result = negotiate(&mut script, "disk");
-    // Flags, and an option of each kind; no answer makes it more.
+    // Client flags, and one option of each type. This must not depend on the replies.
     assert!(script.sent <= 256, "{} bytes", script.sent);
     result
 }
 
-/// For any bytes of a server: what is agreed on is possible.
+/// For any data from a server, the negotiated values must be valid.
 fn check_negotiation(bytes: &[u8]) {
     let Ok(negotiated) = negotiate_with(bytes) else {
         return;

@@ -1,5 +1,5 @@
-//! Differential fuzz targets: what we do beside small models that are written from the standards,
-//! and share no code with it.
+//! Differential fuzz targets: compare our implementation with small models that are based on the
+//! standards and don't share any code with it.
 
 #[path = "reference/disk.rs"]
 mod disk;

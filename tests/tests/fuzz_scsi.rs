@@ -1,5 +1,5 @@
-//! Fuzz targets: a live logical unit, driven by arbitrary CDBs, and by those of commands that it
-//! knows; and the parameter data that an initiator reads.
+//! Fuzz targets for an active logical unit using both arbitrary and valid CDBs, and for parameter
+//! data that is parsed by an initiator.
 
 use std::io;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use riser_scsi::sense::Sense;
 use riser_scsi::step::{Allocation, BlockOp, Expected, Step, StepResult, TaskAttribute};
 use riser_tests::seeds;
 
-/// More steps than any command may take on the small disk of this test.
+/// No command should need more steps than this with the small disk used here.
 const MANY: usize = 10_000;
 
-/// Takes every change of reservations, so that initiators can have them persist.
+/// Accepts all changes to reservations, so that initiators can use persistent reservations.
 #[derive(Debug)]
 struct Forgetful;
 
@@ -83,11 +83,11 @@ fn logical_unit() -> LogicalUnit {
     lu
 }
 
-/// Which of two initiators sends a command, its CDB, and how much it wants to send and receive.
+/// Which of the two initiators to use, the CDB, and the number of bytes to send and receive.
 type Command = (bool, Vec<u8>, u16, u16);
 
-/// Every command ends in an answer after a bounded number of steps, each within the medium and the
-/// buffer that the command asked for, for any bytes.
+/// For any CDB, the command must return a response after a limited number of steps. All steps must
+/// be within the medium and the buffer requested by the command.
 #[test]
 fn cdb() {
     bolero::check!()
@@ -95,8 +95,8 @@ fn cdb() {
         .for_each(|(commands, fill)| carry_out_all(commands, fill));
 }
 
-/// Operation codes, and the service actions of those that have some: READ, WRITE, VERIFY, COMPARE
-/// AND WRITE, WRITE SAME, UNMAP, reservations, MODE SENSE and SELECT, and those that describe the
+/// Operation codes with service actions, if any: READ, WRITE, VERIFY, COMPARE AND WRITE, WRITE
+/// SAME, UNMAP, reservations, MODE SENSE and SELECT, and commands that return information about the
 /// unit.
 const COMMANDS: [(u8, &[u8]); 38] = [
     (0x00, &[]),
@@ -139,8 +139,8 @@ const COMMANDS: [(u8, &[u8]); 38] = [
     (0xaf, &[]),
 ];
 
-/// A CDB of a command that exists, in its length. `near` keeps addresses and lengths small, so that
-/// most are on the medium.
+/// Creates the CDB of an existing command with the correct length. If `near` is set, address and
+/// length are small, so that most are in range.
 fn known_cdb(which: u8, action: u8, fields: [u8; 15], near: bool) -> Vec<u8> {
     let (opcode, actions) = COMMANDS[usize::from(which) % COMMANDS.len()];
     let len = match opcode >> 5 {
@@ -152,7 +152,7 @@ fn known_cdb(which: u8, action: u8, fields: [u8; 15], near: bool) -> Vec<u8> {
     let mut cdb = vec![opcode];
     cdb.extend_from_slice(&fields[..len - 1]);
     if near {
-        // Flags seldom, addresses below 4096, lengths of one byte.
+        // Flags are rarely set, addresses are below 4096, and the length is a single byte.
         let last = len - 1;
         cdb[1] &= 0x01;
         cdb[last] = 0;
@@ -176,8 +176,8 @@ fn known_cdb(which: u8, action: u8, fields: [u8; 15], near: bool) -> Vec<u8> {
     cdb
 }
 
-/// Commands that the unit knows, with parameters that it mostly takes: these get further than most
-/// bytes.
+/// Uses commands that are supported by the unit with mostly valid parameters. This covers more code
+/// than arbitrary bytes.
 #[test]
 fn known_commands() {
     type Known = (bool, u8, u8, [u8; 15], bool, u16, u16);
@@ -194,8 +194,8 @@ fn known_commands() {
         });
 }
 
-/// Each of those commands has a form that the unit carries out, or refuses for its parameters
-/// alone.
+/// For each command there must be a form that is executed by the unit, or only rejected because of
+/// its parameters.
 #[test]
 fn known_commands_are_known() {
     let lu = logical_unit();
@@ -257,7 +257,7 @@ fn carry_out_all(commands: &[Command], fill: &[u8]) {
     }
 }
 
-/// Checks that a step stays within its bounds, and says that it is done.
+/// Checks that a step is in range and completes it.
 fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -> StepResult {
     let size = lu.capacity_bytes();
     let on_medium = |offset: u64, len: u64| assert!(offset + len <= size);
@@ -305,10 +305,10 @@ fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -
     StepResult::Done
 }
 
-/// Parameter data of a target, read as everything that it may be: sizes can be computed with, and
-/// nothing is found beyond what was received.
+/// Parses the parameter data from a target as each of the supported types. All sizes must be valid,
+/// and there must be no access beyond the end of the received data.
 fn check_parameter_data(data: &[u8]) {
-    if let Some(capacity) = received::Capacity::parse(data) {
+    if let Ok(capacity) = received::Capacity::parse(data) {
         let bytes = capacity.blocks.checked_mul(capacity.block_size.into());
         assert!(bytes.is_some(), "{capacity:?}");
     }

@@ -1,5 +1,6 @@
-//! Seeds of the fuzz targets of decoders: messages of two Linux kernels from the captures of
-//! `tests/data`, and a few of ours where those have none. `RISER_WRITE_SEEDS=1` writes them.
+//! Creates the seeds for the decoder fuzz targets: messages sent between two Linux kernels in the
+//! captures in `tests/data`, and some created here if they are not in a capture. Set
+//! `RISER_WRITE_SEEDS=1` to write the files.
 
 use std::collections::BTreeMap;
 
@@ -29,12 +30,12 @@ const CAPTURES: [(&str, &[u8]); 3] = [
     ("rej", include_bytes!("../data/rej.pcap")),
 ];
 
-/// Seeds by the names of their targets and their own.
+/// Seeds by target and name.
 #[derive(Default)]
 struct Seeds(BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>);
 
 impl Seeds {
-    /// Adds one, unless there is one of this kind that is as short.
+    /// Adds a seed, unless there already is one of the same kind that is not longer.
     fn add(&mut self, target: &'static str, kind: impl Into<String>, bytes: &[u8]) {
         let of_target = self.0.entry(target).or_default();
         let seed = of_target
@@ -49,14 +50,14 @@ impl Seeds {
 fn of_captures() -> Seeds {
     let mut seeds = Seeds::default();
     for (name, capture) in CAPTURES {
-        // Messages of several packets, by whom they are for.
+        // Messages with several packets, by destination.
         let mut partial = BTreeMap::<_, Vec<u8>>::new();
         for datagram in packets(capture).map(|packet| packet.datagram) {
             let opcode = datagram[0];
             seeds.add("packet", format!("{opcode:02x}"), datagram);
             let packet = Packet::parse(datagram).unwrap();
             match opcode {
-                // A datagram on queue pair 1.
+                // A datagram for queue pair 1.
                 0x64 => mad(&mut seeds, name, packet.payload),
                 0x00 => drop(partial.insert(datagram[5..8].to_vec(), packet.payload.to_vec())),
                 0x01 | 0x02 | 0x04 | 0x16 | 0x17 => {
@@ -91,7 +92,7 @@ fn of_captures() -> Seeds {
     seeds
 }
 
-/// Data of a target by the command that asks for them.
+/// Data returned by a target, with the name of the command.
 const PARAMETER_DATA: [(&str, &[u8]); 12] = [
     (
         "inquiry",
@@ -99,7 +100,7 @@ const PARAMETER_DATA: [(&str, &[u8]); 12] = [
     ),
     ("page-00", b"\0\0\0\x05\0\x80\x83\xb0\xb2"),
     ("page-80", b"\0\x80\0\x04abcd"),
-    // NAA 6h, a T10 vendor identification, a relative target port, a SCSI name string.
+    // NAA 6h, a T10 vendor identification, a relative target port and a SCSI name string.
     (
         "page-83",
         b"\0\x83\0\x3c\x01\x03\0\x10\x60\x01\x40\x51\x23\x45\x67\x89\xab\xcd\xef\x01\x23\x45\x67\x89\
@@ -137,14 +138,14 @@ const PARAMETER_DATA: [(&str, &[u8]); 12] = [
     ),
 ];
 
-/// Sessions of an NBD client: flags, an option, then a request.
+/// Adds NBD client sessions: flags, an option, and then a request.
 fn nbd(seeds: &mut Seeds) {
     const GO: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x0a\0\0\0\x04disk\0\0";
     const LIST: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x03\0\0\0\0IHAVEOPT\0\0\0\x02\0\0\0\0";
     const OLD: &[u8] = b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\x04disk";
     let request = |kind: u8, len: u16| -> Vec<u8> {
         let [high, low] = len.to_be_bytes();
-        // The cookie, the offset, and half of the length. A flush is of the whole disk.
+        // Cookie, offset, and the first half of the length. A flush is always for the whole disk.
         let at = match kind {
             3 => b"COOKIE!!\0\0\0\0\0\0\0\0\0\0",
             _ => b"COOKIE!!\0\0\0\0\0\0\x10\0\0\0",
@@ -162,7 +163,7 @@ fn nbd(seeds: &mut Seeds) {
     seeds.add("nbd_stream", "list", LIST);
 }
 
-/// What NBD servers say to our client before the transmission.
+/// Adds data sent by NBD servers to our client before the transmission phase.
 fn nbd_negotiations(seeds: &mut Seeds) {
     let greeting = b"NBDMAGICIHAVEOPT\0\x03";
     let reply = |option: u32, kind: u32, data: &[u8]| {
@@ -204,10 +205,10 @@ fn nbd_negotiations(seeds: &mut Seeds) {
     seeds.add("nbd_negotiation", "export-name", &older);
 }
 
-/// Replies of NBD servers to the requests that `fuzz_nbd_client.rs` has in flight, with a byte in
-/// front that says whether they come in chunks.
+/// Adds replies from NBD servers to the requests that `fuzz_nbd_client.rs` has in flight. The first
+/// byte selects whether structured replies are used.
 fn nbd_replies(seeds: &mut Seeds) {
-    // Number of the request, and its place.
+    // The number of the request, and its index.
     let cookie = |n: u64| Cookie((n + 1) << 32 | n);
     let (read, write, flush, status) = (cookie(0), cookie(1), cookie(2), cookie(3));
     let simple = [
@@ -239,8 +240,8 @@ fn nbd_replies(seeds: &mut Seeds) {
     seeds.add("nbd_replies", "errors", &failed.concat());
 }
 
-/// Logins in parts, each with its flags in front and FFh behind it, as the target `login` takes
-/// them.
+/// Adds logins that are split into parts, each with a prefix for its flags and a suffix of FFh.
+/// This is the format used in the `login` target.
 fn logins(seeds: &mut Seeds) {
     for (kind, text) in [
         ("chap", &b"\x81AuthMethod=CHAP,None\0\xff\x81CHAP_A=5,7\0\xff\x81CHAP_N=user\0CHAP_R=0x00112233\0"[..]),
@@ -252,7 +253,7 @@ fn logins(seeds: &mut Seeds) {
     }
 }
 
-/// Requests for attributes of an I/O unit, and answers with them.
+/// Adds requests for the attributes of an I/O unit, and the responses.
 fn device_management(seeds: &mut Seeds) {
     let attributes = [
         (
@@ -297,7 +298,7 @@ fn device_management(seeds: &mut Seeds) {
 }
 
 fn mad(seeds: &mut Seeds, name: &str, mad: &[u8]) {
-    // Base version, management class, class version: the connection manager's.
+    // Base version, management class and class version for the connection manager.
     if mad[..3] != [1, 7, 2] {
         return;
     }
@@ -316,17 +317,17 @@ fn mad(seeds: &mut Seeds, name: &str, mad: &[u8]) {
 
 fn srp(seeds: &mut Seeds, iu: &[u8]) {
     let (target, kind) = match iu[0] {
-        // A command: its buffer formats as well.
+        // For a command, use the buffer formats as well.
         0x02 => ("from_initiator", format!("02-{:02x}", iu[5])),
         opcode @ (0x00..0x80) => ("from_initiator", format!("{opcode:02x}")),
-        // A response: what it says besides.
+        // For a response, use the flags as well.
         0xc1 => ("from_target", format!("c1-{:02x}", iu[18])),
         opcode => ("from_target", format!("{opcode:02x}")),
     };
     seeds.add(target, kind, iu);
 }
 
-/// Bytes of iSER's header.
+/// Size of the iSER header.
 const ISER_HEADER: usize = 28;
 
 fn iser(seeds: &mut Seeds, message: &[u8]) {
@@ -336,7 +337,7 @@ fn iser(seeds: &mut Seeds, message: &[u8]) {
     };
     seeds.add("message", kind.as_str(), message);
     if message[0] >> 4 == 1 {
-        // The same PDU on TCP, after a byte that says: no digests, in pieces of 64 bytes.
+        // The same PDU over TCP. The first byte selects no digests and pieces of 64 bytes.
         let mut stream = vec![0xfc];
         stream.extend_from_slice(&message[ISER_HEADER..]);
         stream.resize(1 + (stream.len() - 1).next_multiple_of(4), 0);
@@ -350,7 +351,7 @@ fn iser(seeds: &mut Seeds, message: &[u8]) {
     }
 }
 
-/// Values that the captures do not have.
+/// Adds values that are not in the captures.
 fn words(seeds: &mut Seeds) {
     for (kind, word) in [
         ("hex", "0x00ff17"),
@@ -367,7 +368,7 @@ fn words(seeds: &mut Seeds) {
     }
 }
 
-/// Information units that the captures do not have.
+/// Adds information units that are not in the captures.
 fn information_units(seeds: &mut Seeds) {
     let descs = [
         MemDesc::new(0x1000, 0x11, 512),
@@ -434,7 +435,7 @@ fn information_units(seeds: &mut Seeds) {
     }
 }
 
-/// PDUs that the capture does not have.
+/// Adds PDUs that are not in the capture.
 fn pdus(seeds: &mut Seeds) {
     let (lun, itt, ttt) = ([0; 8], Itt(7), Ttt::NONE);
     let (cmd_sn, exp_stat_sn) = (CmdSn(5), StatSn(6));
@@ -515,7 +516,7 @@ fn remove(target: &str, prefix: &str) {
     }
 }
 
-/// What is checked in is what the captures give.
+/// The files in the repository must be the same as those created from the captures.
 #[test]
 fn seeds_are_those_of_the_captures() {
     let made = of_captures().0;
@@ -536,7 +537,7 @@ fn seeds_are_those_of_the_captures() {
     }
 }
 
-/// Each seed gets past every header: its decoder takes it.
+/// All seeds must be accepted by the decoder.
 #[test]
 fn decoders_take_the_seeds() {
     type Takes = fn(&[u8]) -> bool;

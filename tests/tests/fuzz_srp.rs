@@ -1,9 +1,9 @@
-//! Fuzz targets for SRP's information units, in both directions.
+//! Fuzz targets for SRP information units in both directions.
 
 use riser_scsi::srp::{DataBuffer, FromInitiator, FromTarget, ImmediateDataOffset, LoginReq};
 use riser_tests::seeds;
 
-/// What a target parses, written again, parses to the same.
+/// If a target can parse the data, writing and parsing it again must return the same value.
 fn check_from_initiator(bytes: &[u8]) {
     let mut iu = bytes.to_vec();
     for opcode in [0x00, 0x01, 0x02, 0x03, 0x41, 0x42] {
@@ -34,7 +34,7 @@ fn changed_from_initiator() {
         .for_each(|changes| check_from_initiator(&seeds::change(&seeds, changes)));
 }
 
-/// Walks all that a command describes.
+/// Reads all descriptors in a command.
 fn visit(iu: &FromInitiator<'_>) {
     let FromInitiator::Cmd(cmd) = iu else { return };
     for buffer in [&cmd.data_out, &cmd.data_in] {
@@ -44,7 +44,7 @@ fn visit(iu: &FromInitiator<'_>) {
     }
 }
 
-/// What an initiator parses, written again, parses to the same.
+/// If an initiator can parse the data, writing and parsing it again must return the same value.
 fn check_from_target(bytes: &[u8]) {
     let mut iu = bytes.to_vec();
     for opcode in [0x80, 0x81, 0xc0, 0xc1, 0xc2] {
@@ -72,7 +72,7 @@ fn changed_from_target() {
         .for_each(|changes| check_from_target(&seeds::change(&seeds, changes)));
 }
 
-/// The login request that RDMA/CM private data carries.
+/// Parses the login request in RDMA CM private data.
 fn check_login_in_private_data(bytes: &[u8]) {
     let _ = LoginReq::parse_rdma(bytes);
 }

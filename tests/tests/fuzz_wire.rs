@@ -1,8 +1,8 @@
-//! Fuzz targets for everything that is decoded from a RoCEv2 packet.
+//! Fuzz targets for all data that is decoded from a RoCEv2 packet.
 //!
-//! Each is an ordinary test that replays its corpus and tries random inputs; `changed_*` tries
-//! valid messages with a few changes, which get past the headers;
-//! `cargo bolero test -p riser-tests NAME` explores with coverage.
+//! Each target is a normal test that uses its corpus and random inputs. `changed_*` uses valid
+//! messages with a few changes, so that headers are accepted. Use `cargo bolero test -p riser-tests
+//! NAME` to run a target with coverage.
 
 use riser_tests::seeds;
 use riser_transport::wire::cm_msg::CmMessage;
@@ -12,13 +12,13 @@ use riser_transport::wire::icrc::{ICRC_LEN, IcrcFlow};
 use riser_transport::wire::packet::{Packet, emit_headers};
 use riser_transport::wire::{Bth, Opcode};
 
-/// A packet that parses is the same when it is written again.
+/// If a packet can be parsed, it must be the same when it's written again.
 fn check_packet(datagram: &[u8]) {
     let Ok(packet) = Packet::parse(datagram) else {
         return;
     };
     let headers = emit_headers(&packet.bth, &packet.ext);
-    // What is reserved in a congestion notification is ignored, and written as zeroes.
+    // In a congestion notification, reserved fields are ignored and always written as zero.
     let is_cnp = packet.bth.opcode() == Some(Opcode::Cnp);
     let compared = if is_cnp { Bth::LEN } else { headers.len() };
     assert_eq!(datagram[..compared], headers.as_slice()[..compared]);
@@ -42,12 +42,12 @@ fn changed_packet() {
         .for_each(|changes| check_packet(&seeds::change(&seeds, changes)));
 }
 
-/// A message that parses survives being written and parsed again.
+/// If a message can be parsed, writing and parsing it again must return the same value.
 fn check_cm_message(bytes: &[u8]) {
     let mut mad = [0; 256];
     let len = bytes.len().min(mad.len());
     mad[..len].copy_from_slice(&bytes[..len]);
-    // Most random bytes are of no class we know; these are made to be of the CM's.
+    // Most random bytes are for an unknown class, so we set the class to the connection manager.
     mad[..4].copy_from_slice(&[1, 7, 2, 3]);
     mad[16] = 0;
     let _ = CmMessage::parse(bytes);
@@ -74,7 +74,7 @@ fn changed_cm_message() {
         .for_each(|changes| check_cm_message(&seeds::change(&seeds, changes)));
 }
 
-/// The header of the RDMA CM, in front of a user's private data.
+/// Parses the RDMA CM header, which is sent before the user's private data.
 fn check_cma_header(bytes: &[u8]) {
     if let Ok((header, user)) = CmaHeader::parse(bytes) {
         assert_eq!(user.len() + header.emit().len(), bytes.len());
@@ -96,7 +96,7 @@ fn changed_cma_header() {
         .for_each(|changes| check_cma_header(&seeds::change(&seeds, changes)));
 }
 
-/// Device-management MADs, as a target gets them.
+/// Parses the device management MADs received by a target.
 fn check_dm_mad(bytes: &[u8]) {
     let mut mad = [0; 256];
     let len = bytes.len().min(mad.len());
@@ -128,7 +128,7 @@ fn changed_dm_mad() {
         .for_each(|changes| check_dm_mad(&seeds::change(&seeds, changes)));
 }
 
-/// One flipped bit anywhere changes the ICRC.
+/// Changing any single bit must change the ICRC.
 #[test]
 fn icrc_sees_every_bit() {
     bolero::check!()
@@ -143,7 +143,7 @@ fn icrc_sees_every_bit() {
             let before = flow.compute(bytes, 0);
             let mut changed = bytes.clone();
             let bit = at % (bytes.len() * 8);
-            // The fifth byte of the BTH is the only one that routers may change.
+            // The fifth byte of the BTH is the only byte that may be changed by a router.
             if bit / 8 != 4 {
                 changed[bit / 8] ^= 1 << (bit % 8);
                 assert_ne!(before, flow.compute(&changed, 0));

@@ -1,5 +1,5 @@
-//! The CM machine fed with what Linux kernels sent each other: their requests
-//! are understood, their repetitions recognised, their connections ended.
+//! Sends captured messages between Linux kernels to our connection manager: requests must be
+//! accepted, duplicates must be detected, and connections must be closed.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use riser_transport::cm::{Cm, CmConfig, CmState, IbCmEventKind};
 use riser_transport::wire::cm_msg::{CaGuid, CmMessage, RejReason, ServiceId};
 use riser_transport::wire::{GSI_QKEY, Packet};
 
-/// The CM MADs of a capture with their sources.
+/// Returns the source and data of all CM MADs in a capture.
 fn mads(name: &str) -> Vec<(IpAddr, Vec<u8>)> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("data")
@@ -42,8 +42,8 @@ fn passive() -> Cm {
 
 #[test]
 fn requests_of_the_kernel_are_offered_with_what_the_queue_pair_needs() {
-    // (capture, queue pair, first PSN, MTU, retries, RNR retries, responder
-    // resources, initiator depth), as another dissector shows them.
+    // Capture, queue pair, first PSN, MTU, retries, RNR retries, responder resources and initiator
+    // depth, as shown by another dissector.
     let cases = [
         ("rej.pcap", 0x11, 0x42_677b, 4096, 7, 7, 1, 1),
         ("golden_srp.pcap", 0x13, 0x28_9669, 4096, 7, 7, 4, 0),
@@ -74,7 +74,7 @@ fn requests_of_the_kernel_are_offered_with_what_the_queue_pair_needs() {
             (resources, depth),
             "{name}"
         );
-        // The kernel's own repetition makes no second connection.
+        // If the kernel sends a request again, this must not create another connection.
         cm.handle_mad(now, from, &mad).unwrap();
         assert_eq!((cm.poll_event(), cm.id_count()), (None, 2), "{name}");
         assert_eq!(cm.state(event.id), CmState::ReqRcvd);

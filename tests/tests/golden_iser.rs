@@ -1,5 +1,5 @@
-//! iSER against bytes that we did not make: a capture of `ib_iser` talking to LIO. No literal here
-//! uses our constants.
+//! Tests iSER using data that was not created by us: a capture of `ib_iser` and LIO. The expected
+//! values never use our own constants.
 
 use std::collections::HashMap;
 
@@ -18,15 +18,15 @@ const CAPTURE: &[u8] = include_bytes!("../data/golden_iser.pcap");
 /// Host part of the initiator's address.
 const INITIATOR: u8 = 2;
 
-/// A message that a SEND carried.
+/// A message that was sent using SEND.
 struct Sent {
     source: u8,
-    /// The key that it invalidated.
+    /// Key that was invalidated by this message.
     invalidated: Option<u32>,
     bytes: Vec<u8>,
 }
 
-/// The messages that SENDs carried, put together from their packets.
+/// Returns all messages sent using SEND, reassembled from their packets.
 fn sends() -> Vec<Sent> {
     let mut partial = HashMap::<_, Vec<u8>>::new();
     let mut whole = Vec::new();
@@ -77,7 +77,8 @@ fn private_data_of_both_kernels_read_and_write_back() {
     let mut seen = Vec::new();
     for packet in packets(CAPTURE).filter(|p| p.opcode == 0x64) {
         let mad = &packet.rest[8..];
-        // Private data of a REQ begin at byte 140 of the message, after 36 bytes of the RDMA CM's.
+        // The private data of a REQ starts at byte 140 of the message, after 36 bytes used for the
+        // RDMA CM.
         let private = match u16::from_be_bytes([mad[16], mad[17]]) {
             0x10 => &mad[24 + 140 + 36..],
             0x13 => &mad[24 + 36..],
@@ -113,7 +114,7 @@ fn every_message_of_the_capture_reads_and_writes_back() {
     assert_eq!((from_initiator, from_target), (42, 42));
 }
 
-/// Every key that an answer invalidates is one that the command of the same tag advertised.
+/// If a response invalidates a key, it must have been advertised by the command with the same tag.
 #[test]
 fn answers_invalidate_what_commands_advertised() {
     let mut advertised = HashMap::new();
@@ -132,7 +133,7 @@ fn answers_invalidate_what_commands_advertised() {
     assert!(invalidated > 30, "{invalidated}");
 }
 
-/// The buffer that a write advertises begins behind the data that came with it.
+/// The buffer advertised for a write starts after the data that was sent with the command.
 #[test]
 fn a_write_advertises_what_is_still_to_come() {
     let mut commands = HashMap::new();
@@ -187,7 +188,8 @@ impl Gatekeeper for Gate {
     fn random(&mut self, _: &mut [u8]) {}
 }
 
-/// Our login takes what the kernel offers, and answers each key that wants an answer.
+/// Our login state machine must accept the keys offered by the kernel and return a value for each
+/// key that needs a response.
 #[test]
 fn the_login_of_a_kernel_is_taken() {
     let sent = sends();

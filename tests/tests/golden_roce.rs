@@ -1,9 +1,9 @@
-//! Bytes that we did not write: captures of two Linux kernels talking to each
-//! other over `rdma_rxe`, replayed whole, and the headers of the specification
-//! spelled out by hand. No constant of ours appears in an expectation.
+//! Tests using data that was not created by us: captures of two Linux kernels that use `rdma_rxe`,
+//! and headers written by hand based on the specification. The expected values never use our own
+//! constants.
 //!
-//! `golden_srp.pcap`: `ib_srp` and `ib_srpt`; `golden_iser.pcap`: `ib_iser` and
-//! LIO; `rej.pcap`: `rping` refused by a user-space peer.
+//! `golden_srp.pcap`: `ib_srp` and `ib_srpt`; `golden_iser.pcap`: `ib_iser` and LIO; `rej.pcap`:
+//! `rping`, rejected by a user-space peer.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use riser_transport::wire::{
     RdmaPortSpace, RejReason, Reth, RnrTimer, ServiceId, emit_headers, pad_len,
 };
 
-/// One captured RoCEv2 packet.
+/// A captured RoCEv2 packet.
 struct Captured {
     flow: IcrcFlow,
     src: SocketAddr,
@@ -28,7 +28,7 @@ fn u16_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// All packets of a capture; panics on a frame that is not RoCEv2 over IPv4.
+/// Returns all packets in a capture. Panics if a frame is not RoCEv2 over IPv4.
 fn capture(name: &str) -> Vec<Captured> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("data")
@@ -68,7 +68,7 @@ const CAPTURES: [(&str, usize); 3] = [
     ("rej.pcap", 3),
 ];
 
-/// The same extended headers, made again from their decoded values.
+/// Creates the same extended headers again from the decoded values.
 fn rebuilt(ext: &ExtHeaders, opcode: u8) -> ExtHeaders {
     ExtHeaders {
         deth: ext.deth.map(|h| Deth::new(h.qkey(), h.src_qpn())),
@@ -81,7 +81,7 @@ fn rebuilt(ext: &ExtHeaders, opcode: u8) -> ExtHeaders {
         atomic_ack: ext.atomic_ack.map(|h| AtomicAckEth::new(h.original())),
         imm: ext.imm.map(|h| ImmDt::new(h.data())),
         ieth: ext.ieth.map(|h| Ieth::new(h.rkey())),
-        // The captured kernels do not speak XRC.
+        // The kernels in these captures don't use XRC.
         xrc: None,
     }
 }
@@ -105,7 +105,7 @@ fn every_captured_packet_parses_and_encodes_to_the_same_bytes() {
             let headers = again.len();
             again.extend_from_slice(packet.payload);
             again.resize(again.len() + pad_len(packet.payload.len()), 0);
-            // The ICRC in pieces, as a sender that gathers would make it.
+            // Calculate the ICRC in several pieces, like a sender with a gather list.
             let mut icrc = captured.flow.start(bytes.len() as u16, captured.ip_id);
             icrc.update_headers(&again[..headers]);
             for piece in again[headers..].chunks(700) {
@@ -128,7 +128,7 @@ fn every_captured_icrc_matches_with_and_without_the_identification() {
                 Ok(()),
                 "{at}"
             );
-            // The identification is recovered from the ICRC alone.
+            // The identification must be recovered using just the ICRC.
             assert_eq!(captured.flow.check(&captured.datagram, 0), Ok(id), "{at}");
             let mut bad = captured.datagram.clone();
             let last = bad.len() - 5;
@@ -189,7 +189,7 @@ fn every_captured_cm_mad_encodes_to_the_same_bytes() {
     assert_eq!(counts, [10, 3, 3]);
 }
 
-/// Values as tshark's dissector names them for the first packet of `rej.pcap`.
+/// Expected values as shown by tshark's dissector for the first packet in `rej.pcap`.
 #[test]
 fn the_fields_of_a_kernel_req_are_what_another_dissector_says() {
     let messages = cm_messages("rej.pcap");
@@ -234,7 +234,7 @@ fn the_fields_of_a_kernel_req_are_what_another_dissector_says() {
     assert_eq!((path.local_lid, path.remote_lid), (65535, 65535));
     assert_eq!(path.local_gid.to_string(), "::ffff:10.99.0.1");
     assert_eq!(path.remote_gid.to_string(), "::ffff:10.99.0.2");
-    // Bytes 13 1e e0 00: twenty bits of label, six reserved, six of rate.
+    // Bytes 13 1e e0 00: 20 bits for the label, 6 reserved bits, and 6 bits for the rate.
     assert_eq!(
         (path.flow_label.value(), path.packet_rate.value()),
         (0x131ee, 0)
@@ -292,7 +292,7 @@ fn the_handshake_of_two_kernels_refers_to_itself() {
         (dreq.remote_comm_id, dreq.local_comm_id)
     );
 
-    // The starting PSN of a message is where its receiver begins to send.
+    // The starting PSN in a message is used for the first packet sent by its receiver.
     let packets = capture("golden_srp.pcap");
     let (active, passive) = (packets[0].src.ip(), packets[1].src.ip());
     let first = |from: IpAddr, to: Qpn| {
@@ -307,7 +307,7 @@ fn the_handshake_of_two_kernels_refers_to_itself() {
     assert_eq!(first(passive, req.qpn), req.starting_psn);
     assert_eq!(first(active, rep.qpn), rep.starting_psn);
 
-    // An SRP login: 56 bytes of the consumer after the address header.
+    // This is an SRP login: the address header is followed by 56 bytes for the consumer.
     let (_, login) = CmaHeader::parse(&req.private_data[..]).unwrap();
     assert_eq!(login.len(), 56);
     assert_eq!((&login[8..10], login[10]), (&[0x00, 0x06][..], 0x80));
@@ -316,8 +316,8 @@ fn the_handshake_of_two_kernels_refers_to_itself() {
 
 #[test]
 fn an_mra_is_laid_out_as_specified() {
-    // Written by hand: MAD header, ids, "REQ acknowledged" in the top bits,
-    // service timeout 21 in the top five bits, private data.
+    // Written by hand: MAD header, IDs, "REQ acknowledged" in the top bits, service timeout 21 in
+    // the top five bits, and private data.
     let mut mad = [0u8; 256];
     mad[..4].copy_from_slice(&[0x01, 0x07, 0x02, 0x03]);
     mad[8..16].copy_from_slice(&[0, 0, 0, 0, 0, 0, 0x12, 0x34]);
@@ -341,7 +341,7 @@ fn an_mra_is_laid_out_as_specified() {
     assert_eq!(message.emit(transaction), mad);
 }
 
-/// Headers of one opcode and their bytes, each field on a line of its own.
+/// Headers of a single opcode with the expected bytes. Each field is on a separate line.
 #[test]
 fn each_header_has_the_bytes_of_the_specification() {
     let bth = |opcode: Opcode| {

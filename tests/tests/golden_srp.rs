@@ -1,5 +1,6 @@
-//! SRP information units against bytes that we did not make: a capture of `ib_srp` talking to
-//! `ib_srpt`, and layouts written out by hand from SRP r16a. No literal here uses our constants.
+//! Tests SRP information units using data that was not created by us: a capture of `ib_srp` and
+//! `ib_srpt`, and layouts written by hand based on SRP r16a. The expected values never use our own
+//! constants.
 
 use riser_scsi::srp::{
     BufferFormats, Cmd, DataBuffer, FromInitiator, FromTarget, ImmediateDataOffset, LoginRej,
@@ -10,7 +11,7 @@ use riser_tests::capture::packets;
 
 const CAPTURE: &[u8] = include_bytes!("../data/golden_srp.pcap");
 
-/// The messages that SENDs carried, put together from their packets, and who sent them.
+/// Returns all messages sent using SEND, reassembled from their packets, and their source.
 fn sends() -> Vec<([u8; 4], Vec<u8>)> {
     let mut partial = std::collections::HashMap::<_, Vec<u8>>::new();
     let mut whole = Vec::new();
@@ -35,7 +36,7 @@ fn sends() -> Vec<([u8; 4], Vec<u8>)> {
     whole
 }
 
-/// CM MADs of the capture: attribute, private data from the given byte of the MAD on.
+/// Returns the CM MADs in this capture: attribute, and private data starting at the given byte.
 fn mads() -> impl Iterator<Item = (u16, &'static [u8])> {
     packets(CAPTURE).filter(|p| p.opcode == 0x64).map(|p| {
         let mad = &p.rest[8..];
@@ -50,8 +51,8 @@ fn every_login_of_the_capture_reads_and_writes_back() {
     for (attribute, message) in mads() {
         match attribute {
             0x10 => {
-                // Private data of a REQ begins at byte 140 of the message; a 36-byte header of the
-                // RDMA CM comes first.
+                // The private data of a REQ starts at byte 140 of the message, and the first 36
+                // bytes are the RDMA CM header.
                 let private = &message[140 + 36..];
                 assert_eq!(private.len(), 56);
                 let req = LoginReq::parse_rdma(private).unwrap();
@@ -109,8 +110,7 @@ fn every_information_unit_of_the_capture_reads_and_writes_back() {
                 if let DataBuffer::Immediate { data, .. } = cmd.data_out {
                     immediates += 1;
                     assert_eq!(data.len(), message.len() - 68);
-                    // The sender leaves what its buffer held between the descriptor and the
-                    // offset.
+                    // The sender doesn't clear the buffer between the descriptor and the offset.
                     out[52..68].copy_from_slice(&message[52..68]);
                 }
             }
@@ -196,8 +196,8 @@ fn task_management_layout() {
     assert_eq!(out, iu);
 }
 
-/// SRP r16a, SRP_RSP: flags in byte 18, status in 19, residuals in 20-27, lengths in 28-35;
-/// response data before sense data.
+/// SRP r16a, SRP_RSP: flags in byte 18, status in 19, residuals in 20-27, lengths in 28-35.
+/// Response data is before sense data.
 #[test]
 fn response_layout() {
     #[rustfmt::skip]
@@ -224,7 +224,7 @@ fn response_layout() {
     assert_eq!(out, iu);
 }
 
-/// SRP r16a: the sixteen-byte information units, and SRP_AER_REQ.
+/// SRP r16a: all information units with 16 bytes, and SRP_AER_REQ.
 #[test]
 fn short_layouts() {
     #[rustfmt::skip]
@@ -259,7 +259,7 @@ fn short_layouts() {
     }
 }
 
-/// SRP r16a, SRP_LOGIN_REQ, 64 bytes, with the immediate-data fields of SRP-2.
+/// SRP r16a, SRP_LOGIN_REQ, 64 bytes, with the immediate data fields from SRP-2.
 #[test]
 fn login_request_layout() {
     #[rustfmt::skip]

@@ -1,5 +1,5 @@
-//! The initiator's iSCSI against the real server: the engine in one process with it, and `riser`
-//! beside `riserd`.
+//! Tests the iSCSI initiator with the real server, using either the engine in the same process, or
+//! `riser` and `riserd`.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -98,7 +98,7 @@ fn both_sides_prove_themselves_or_no_session_begins() {
         let error = rig.try_connect(user, keys).unwrap_err().to_string();
         assert!(error.contains(why), "{user}: {error}");
     }
-    // A file in the place of an address.
+    // A file instead of an address.
     let path = std::env::temp_dir().join(format!("riser-chap-{}", std::process::id()));
     fs::write(&path, format!("{SECRET}\n")).unwrap();
     let keys = format!("?password_file={}", path.display());
@@ -178,7 +178,7 @@ fn many_sessions_share_a_server() {
     let rig = Rig::tcp(86, "{ kind: ram, size: 64MiB }", "");
     let sessions: Vec<Session> = (0..32)
         .map(|i| match i {
-            // One name or many: each session is a port of its own.
+            // The name can be the same or different, but each session must use a separate port.
             0..16 => rig.connect("?queue_size=8"),
             _ => rig.connect(&format!(
                 "?initiator=iqn.2026-01.com.example:i{i}&queue_size=8"

@@ -1,4 +1,4 @@
-//! The initiator's iSCSI against `tgtd`, a target that is not ours.
+//! Tests the iSCSI initiator with `tgtd`, which is an external target.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -18,7 +18,8 @@ use riser_testkit::programs::{missing, skip, tool};
 const IQN: &str = "iqn.2026-01.com.example:tgt";
 const PORTAL: &str = "127.0.89.1:3260";
 
-/// The number of this daemon's control socket, apart from those of others.
+/// Returns the number to use for the control socket of this daemon, so that we don't conflict with
+/// another instance.
 fn control() -> String {
     (1000 + std::process::id() % 30_000).to_string()
 }
@@ -156,7 +157,7 @@ fn tgt_is_a_target_like_any_other() {
         &["--tid", "1", "--user", "you", "--outgoing"],
     );
     let me = "me%initiator-secret@";
-    // The number of SHA-256 is that of SHA-1 for tgtd.
+    // tgtd uses the number of SHA-1 for SHA-256.
     let mutual = "?chap=md5&target_user=you&target_password=target-secret-1";
     for keys in ["?chap=md5", mutual] {
         block_on(block_on(client.connect(&url(me, keys))).unwrap().close());

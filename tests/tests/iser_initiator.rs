@@ -1,4 +1,4 @@
-//! The initiator's iSER against the real server, over the software NIC on loopback.
+//! Tests the iSER initiator with the real server, using the software NIC on loopback.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -171,6 +171,6 @@ fn an_attached_disk_keeps_what_is_written() {
     pair.kill();
     pair.serve();
     load.join().unwrap();
-    // It fails if the process does not end within `--timeout`.
+    // This will fail if the process doesn't exit within `--timeout`.
     pair.riser(&["detach", &socket]);
 }

@@ -1,4 +1,5 @@
-//! `riser mount` of a disk of `riserd`: a file system that outlives its attachments. Needs root.
+//! Tests `riser mount` with a `riserd` disk: the file system must keep its data across several
+//! attachments. Requires root.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -13,8 +14,8 @@ use std::time::Duration;
 use riser_testkit::programs::{Pair, missing, skip, tool};
 use riser_testkit::{eventually, eventually_some};
 
-/// A disk with a file system on it, its address, and a directory to mount it on; `None` where that
-/// cannot be done here.
+/// Creates a disk with a file system. Returns its address and a directory to use as the mount
+/// point, or `None` if this is not supported here.
 fn formatted(test: &str, network: u8, backend: &str) -> Option<(Pair, String, String)> {
     if let Some(tool) = missing(&["mkfs.ext4", "e2fsck", "losetup", "mount"]) {
         skip(test, &format!("{tool} is not installed"));
@@ -35,7 +36,7 @@ fn formatted(test: &str, network: u8, backend: &str) -> Option<(Pair, String, St
     Some((pair, url, dir))
 }
 
-/// Runs `riser mount` with these arguments. False where there is no loop device for it.
+/// Runs `riser mount` with these arguments. Returns false if no loop device is available.
 fn mount(pair: &Pair, args: &[&str]) -> bool {
     let mounted = pair
         .command(&[&["mount"][..], args].concat())
@@ -49,14 +50,14 @@ fn mount(pair: &Pair, args: &[&str]) -> bool {
     true
 }
 
-/// The number of mounts on a directory.
+/// Returns the number of mounts on a directory.
 fn mounts(dir: &str) -> usize {
     let list = fs::read_to_string("/proc/self/mountinfo").unwrap();
     let is_on = |line: &&str| line.split(' ').nth(4) == Some(dir);
     list.lines().filter(is_on).count()
 }
 
-/// Whether something is mounted on a directory.
+/// Returns true if a directory is currently a mount point.
 fn is_mounted(dir: &str) -> bool {
     mounts(dir) > 0
 }
@@ -73,7 +74,8 @@ fn a_mounted_file_system_keeps_what_was_written() {
     let bytes: Vec<u8> = (0..9_000_000u32)
         .map(|i| (i.wrapping_mul(i) >> 9) as u8)
         .collect();
-    // The first is ended by `riser detach`, the second by umount, each from other hands.
+    // In the first round we use `riser detach`, and in the second we use umount. Both are run by
+    // another process.
     for round in 0..2 {
         if !mount(&pair, &[&url, &dir]) {
             return skip(NAME, "no loop device can be had");
@@ -81,7 +83,7 @@ fn a_mounted_file_system_keeps_what_was_written() {
         if round == 0 {
             fs::write(&file, &bytes).unwrap();
             tool("sync", ["-f", &file]);
-            // The target goes away and comes back below a file system in use.
+            // Restart the target while the file system is in use.
             pair.kill();
             pair.serve();
             fs::write(format!("{dir}/second"), &bytes).unwrap();
@@ -95,7 +97,7 @@ fn a_mounted_file_system_keeps_what_was_written() {
         }
         assert!(!Path::new(&file).exists());
     }
-    // It is no longer attached, so the daemon's file can be looked at.
+    // The disk is now detached, so we can check the daemon's file.
     let listed = |pair: &Pair| pair.riser(&["list", "-o", "json"]);
     eventually("nothing is attached", Duration::from_secs(60), || {
         listed(&pair).trim() == "[]"
@@ -113,7 +115,8 @@ fn a_file_system_whose_target_is_gone_is_detached_at_once() {
     if !mount(&pair, &[&url, &dir, "--io-timeout=never"]) {
         return skip(NAME, "no loop device can be had");
     }
-    // The same disk is not mounted twice: neither would know of the other.
+    // The same disk must not be mounted twice, because the two mounts would not know about each
+    // other.
     let other = pair.path("other");
     fs::create_dir(&other).unwrap();
     let again = pair.command(&["mount", &url, &other]).output().unwrap();
@@ -123,7 +126,7 @@ fn a_file_system_whose_target_is_gone_is_detached_at_once() {
     eventually("the target is down", Duration::from_secs(60), || {
         pair.riser(&["list"]).contains(" down ")
     });
-    // Operations never end by themselves, so neither of the two waits for one.
+    // These operations never complete, so we must not wait for them.
     let refused = pair.command(&["detach", &dir]).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(4), "{said}");
@@ -156,7 +159,7 @@ fn a_mount_on_top_of_a_mounted_file_system_stays() {
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(said.contains("something else is mounted"), "{said}");
     }
-    // The process that serves it does not take it for its own either.
+    // The process that serves this disk must not treat it as its own either.
     let list = pair.riser(&["list", "-o", "json"]);
     let list: serde_json::Value = serde_json::from_str(&list).unwrap();
     tool("kill", ["-TERM", &list[0]["pid"].to_string()]);
@@ -189,13 +192,13 @@ fn a_bind_mount_over_what_is_attached_stays() {
         assert!(said.contains("something else is mounted"), "{said}");
         assert_eq!(mounts(&dir), before, "the bind mount was taken away");
     };
-    // It has the source of the mount below it.
+    // There is another mount on top of it.
     tool("mount", ["--bind", &dir, &dir]);
     refuses(&[]);
     refuses(&["--force"]);
     tool("umount", [&dir]);
     pair.riser(&["detach", &dir]);
-    // The same over a file.
+    // Same, but using a file.
     pair.riser(&["attach", &url, "--fuse", &dir]);
     tool("mount", ["--bind", &dir, &dir]);
     refuses(&[]);
@@ -224,7 +227,7 @@ fn a_file_system_that_is_mounted_elsewhere_too_is_served_on() {
     eventually("it waits for the other", Duration::from_secs(60), || {
         fs::read_to_string(log).is_ok_and(|log| log.contains("mounted elsewhere too"))
     });
-    // To detach it now is to wait, too: a signal would cut it off.
+    // Detaching must also wait in this case, because a signal would interrupt the operation.
     let detach = ["detach", &dir, "--timeout", "1s"];
     let refused = pair.command(&detach).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
@@ -248,7 +251,7 @@ fn a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use() {
         return skip(NAME, "no loop device can be had");
     }
     pair.riser(&["detach", &dir]);
-    // Its report waits for room, until the process that it is for has gone.
+    // Its report is blocked until the process that should receive it has exited.
     let (starter, report) = UnixStream::pair().unwrap();
     report.set_nonblocking(true).unwrap();
     for len in [4096, 1] {

@@ -1,4 +1,4 @@
-//! Several paths to one logical unit: portals that are taken away under load, and a network that
+//! Tests several paths to the same logical unit: portals are removed under load, and a network
 //! delivers old writes late.
 
 #![allow(missing_docs, reason = "a test")]
@@ -23,10 +23,10 @@ use riser_testkit::programs::Pair;
 use riser_tests::iscsi_rig::{IQN, buffer_of, builder, eventually, get, pattern, put, start};
 use riser_tests::load::{Disk, Nbd};
 
-/// How long anything may take that happens by itself.
+/// Timeout for any event that should happen without our help.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A server of a file at 127.0.`number`.1 and 127.0.`number`.3, and a client.
+/// A client, and a server that serves a file on 127.0.`number`.1 and 127.0.`number`.3.
 struct Rig {
     client: Client,
     server: Option<Server>,
@@ -54,7 +54,7 @@ impl Rig {
         rig
     }
 
-    /// Serves at these addresses, and no longer at others.
+    /// Serves only these addresses.
     fn serve(&mut self, hosts: &[u8]) {
         if let Some(server) = self.server.take() {
             server.shutdown().unwrap();
@@ -124,14 +124,14 @@ fn wait_for(session: &Session, wanted: &[PathState]) {
     });
 }
 
-/// When [`verify`] is to end, and how often it has compared everything.
+/// Used to stop [`verify`], and to get the number of completed iterations.
 #[derive(Default)]
 struct Progress {
     is_over: AtomicBool,
     rounds: AtomicU64,
 }
 
-/// Writes pieces at once all over the disk and compares what is there, again and again.
+/// Writes to the whole disk in parallel and verifies the data, in a loop.
 fn verify(lun: &Lun, progress: &Progress) {
     const PIECE: usize = 16 << 10;
     let mut round = 0;
@@ -158,7 +158,7 @@ fn verify(lun: &Lun, progress: &Progress) {
     }
 }
 
-/// Portals go and come back, in turn, under verified writes.
+/// Removes and adds portals in turn while there are verified writes.
 fn portals_come_and_go(scheme: &'static str, number: u8) {
     let mut rig = Rig::new(scheme, number);
     let session = rig.connect(1, 3);
@@ -170,7 +170,8 @@ fn portals_come_and_go(scheme: &'static str, number: u8) {
         move || verify(&lun, &progress)
     });
     for hosts in [&[1][..], &[3], &[1, 3], &[3], &[1, 3]] {
-        // A write that was lost with a portal of SRP waits for that very portal, and others for it.
+        // If a write was lost with an SRP portal, it has to wait for the same portal, and other
+        // writes have to wait for this write.
         if scheme != "srp" || states(&session) == [PathState::Live; 2] {
             let before = progress.rounds.load(Ordering::Relaxed);
             eventually("further rounds", || {
@@ -209,17 +210,17 @@ fn portals_come_and_go_on_srp() {
     portals_come_and_go("srp", 103);
 }
 
-/// A proxy between a client and a portal: it forwards, or keeps what the client sends.
+/// A proxy between a client and a portal, which either forwards or holds data sent by the client.
 struct Proxy {
     hold: Arc<Hold>,
     is_cut: Arc<AtomicBool>,
-    /// Directions of connections that are not at their end.
+    /// Number of connection directions that are still open.
     forwarding: Arc<AtomicUsize>,
     /// Both sides of each connection.
     links: Arc<Mutex<Vec<(TcpStream, TcpStream)>>>,
 }
 
-/// Whether a proxy is to keep what the client sends, and has kept something.
+/// Indicates whether a proxy should hold data from the client, and whether it currently does.
 #[derive(Default)]
 struct Hold {
     is_wanted: AtomicBool,
@@ -262,7 +263,8 @@ impl Proxy {
                 let forwarding = forwarding.clone();
                 thread::spawn(move || {
                     forward(&server_2, &client_2, &Hold::default());
-                    // What the target says after the client has gone is lost, up to its end.
+                    // If the client has closed its side, discard any remaining data from the
+                    // target.
                     let _ = std::io::copy(&mut &server_2, &mut std::io::sink());
                     forwarding.fetch_sub(1, Ordering::SeqCst);
                 });
@@ -271,7 +273,7 @@ impl Proxy {
         proxy
     }
 
-    /// The client's connections are lost, the target's are not; no other is made.
+    /// Closes the client's connections, but not the target's. New connections are not allowed.
     fn cut(&self) {
         self.is_cut.store(true, Ordering::SeqCst);
         for (client, _) in &*self.links.lock().unwrap() {
@@ -280,8 +282,8 @@ impl Proxy {
     }
 }
 
-/// Copies until the end. The target's side stays open when the client's ends, as it does where the
-/// network between them is cut.
+/// Copies data until the connection is closed. If the client closes the connection, the target's
+/// side stays open, as if the network between them was disconnected.
 fn forward(mut from: &TcpStream, mut to: &TcpStream, hold: &Hold) {
     let mut bytes = vec![0; 64 << 10];
     loop {
@@ -317,7 +319,7 @@ fn a_write_that_the_network_delivers_late_does_not_undo_a_newer_one() {
             let io = lun.write_io(i << 16, data, false).unwrap();
             lun.session().submit(io)
         };
-        // Half of them are held.
+        // Half of these writes are held.
         let writes: Vec<_> = (0..8).map(write).collect();
         eventually("writes that are held", || {
             proxy.hold.has_some.load(Ordering::SeqCst)
@@ -333,7 +335,8 @@ fn a_write_that_the_network_delivers_late_does_not_undo_a_newer_one() {
         for (i, data) in (0u64..).zip(&newer) {
             put(&lun, i << 16, data);
         }
-        // What was held arrives now, at a connection that the target has closed or closes then.
+        // The data is now delivered to a connection that the target has already closed or is about
+        // to close.
         proxy.hold.is_wanted.store(false, Ordering::SeqCst);
         eventually("the end of what was held", || {
             proxy.forwarding.load(Ordering::SeqCst) == 0
@@ -357,7 +360,7 @@ fn portals_of_different_disks_are_never_mixed() {
     let url: TargetUrl = format!("iscsi://127.0.105.1/{IQN}/0?portal=127.0.106.1")
         .parse()
         .unwrap();
-    // Both call themselves alike, but for the disk.
+    // Both use the same identity, except for the disk.
     let error = block_on(one.client.connect(url)).unwrap_err();
     assert!(
         matches!(error, EngineError::Login(Down::OtherUnit)),
@@ -430,7 +433,8 @@ fn an_attachment_shows_its_paths() {
         human.contains("path 127.0.108.3:3260: lost, lost 1 time(s): "),
         "{human}"
     );
-    // The daemon that was killed may hold the disk for a while; the last flush would fail.
+    // The daemon that was killed may still hold the disk for some time, which would cause the last
+    // flush to fail.
     let mut disk = Nbd::connect(socket.as_ref());
     eventually_ok("the disk is served again", PATIENCE, || disk.flush());
     drop(disk);

@@ -1,4 +1,4 @@
-//! A disk of `riserd`, attached with `riser attach --nbd`, before NBD clients that are not ours.
+//! Tests a `riserd` disk that is attached using `riser attach --nbd` with external NBD clients.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -10,7 +10,7 @@ use riser_testkit::programs::{Pair, missing, skip, tool};
 
 const SIZE: u64 = 96 << 20;
 
-/// An ext4 file system with files in it, as an image of [`SIZE`] bytes.
+/// Creates an image of [`SIZE`] bytes that contains an ext4 file system with files.
 fn image(pair: &Pair) -> String {
     let tree = pair.dir.join("tree");
     fs::create_dir(&tree).unwrap();
@@ -63,7 +63,8 @@ fn images_pass_through_an_nbd_attachment_unchanged() {
     let uri = format!("nbd+unix:///lun0?socket={socket}");
     assert_eq!(tool("nbdinfo", ["--size", &uri]).trim(), SIZE.to_string());
 
-    // In with one, compared by another, out again, and checked by the tool that made it.
+    // Copy the image to the disk, compare and copy it back using different clients, and check it
+    // with the tool that created it.
     tool("nbdcopy", ["--flush", &image, &uri]);
     let same = tool(
         "qemu-img",
@@ -81,7 +82,7 @@ fn images_pass_through_an_nbd_attachment_unchanged() {
         "riserd's file is not what went in"
     );
 
-    // In again by qemu, over a target that is killed meanwhile and comes back.
+    // Copy it again using qemu, while the target is killed and restarted.
     tool("fio", fio(&uri, "before"));
     let file = pair.path("disk.img");
     let written = || fs::metadata(&file).unwrap().modified().unwrap();
@@ -112,7 +113,7 @@ fn images_pass_through_an_nbd_attachment_unchanged() {
     pair.riser(&["detach", &socket]);
 }
 
-/// Random writes, each read back and compared.
+/// Returns arguments to run random writes and verify them.
 fn fio(uri: &str, name: &str) -> Vec<String> {
     [
         &format!("--name={name}"),

@@ -1,5 +1,5 @@
-//! Prometheus as the judge of `riserd`'s metrics, our alert rules, and every expression of our
-//! dashboard while the daemon has work.
+//! Uses Prometheus to check the metrics of `riserd`, our alert rules, and all expressions in our
+//! dashboard while the daemon is under load.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -17,13 +17,13 @@ const PROMETHEUS: &str = "127.0.109.1:9990";
 const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/prometheus/");
 const DASHBOARD: &str = include_str!("../../deploy/grafana/riserd.json");
 
-/// Logs in to an iSCSI target; the connection, and the status of its login.
+/// Sends a login to an iSCSI target. Returns the connection and the login status.
 fn log_in(host: &str, target: &str) -> (TcpStream, u8) {
     let keys = format!(
         "InitiatorName=iqn.2026-01.com.example:me\0SessionType=Normal\0TargetName={target}\0"
     );
     let mut pdu = vec![0u8; 48];
-    // A login request that goes on to full-feature phase, from operational negotiation.
+    // A login request with a transition from operational negotiation to the full feature phase.
     (pdu[0], pdu[1], pdu[7], pdu[8]) = (0x43, 0x87, keys.len() as u8, 0x80);
     pdu.extend(keys.as_bytes());
     pdu.resize(pdu.len().next_multiple_of(4), 0);
@@ -42,8 +42,7 @@ fn receive(stream: &mut TcpStream) -> [u8; 48] {
     bhs
 }
 
-/// What happens rarely, once: a login that fails, a function of task management, a command that
-/// fails.
+/// Triggers rare events: a failed login, a task management request, and a command that fails.
 fn rare_events(served: &Metered) {
     let (_, status) = log_in(&served.host, "iqn.2026-01.com.example:absent");
     assert_eq!(status, 2, "there is no such target");
@@ -60,7 +59,7 @@ fn rare_events(served: &Metered) {
         (0x22, 0),
         "the function is complete"
     );
-    // A command with an operation code that there is not, after two unit attentions.
+    // A command with an unknown operation code, after two unit attentions.
     let mut pdu = [0u8; 48];
     (pdu[0], pdu[1], pdu[19], pdu[32]) = (0x41, 0x81, 10, 0xff);
     for _ in 0..3 {
@@ -86,7 +85,7 @@ fn query(expression: &str) -> Vec<Value> {
     answer["data"]["result"].as_array().unwrap().clone()
 }
 
-/// The expressions of all panels, with their titles.
+/// Returns the expressions and titles of all panels.
 fn expressions() -> Vec<(String, String)> {
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
     let mut all = Vec::new();
@@ -120,7 +119,8 @@ fn rules_do_what_their_tests_say() {
     }
 }
 
-/// A dashboard distinguishes hosts: all queries go by instance, and each line names its host.
+/// A dashboard can show several hosts, so all queries must be grouped by instance, and each legend
+/// must contain the host.
 #[test]
 fn every_panel_goes_by_instance() {
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
@@ -148,7 +148,7 @@ fn every_panel_goes_by_instance() {
     }
 }
 
-/// Shared memory is no network, though its series have the names of a network's.
+/// Shared memory is not a network, although its series use the same names.
 #[test]
 fn panels_of_the_network_leave_shared_memory_out() {
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
@@ -166,7 +166,7 @@ fn panels_of_the_network_leave_shared_memory_out() {
     }
 }
 
-/// The names of our alerts.
+/// Returns the names of our alerts.
 fn alerts() -> Vec<String> {
     let rules = fs::read_to_string(format!("{RULES}riserd.rules.yml")).unwrap();
     let names = rules
@@ -177,7 +177,7 @@ fn alerts() -> Vec<String> {
     names
 }
 
-/// Of each alert, when it fires, and when it does not.
+/// There must be a test for every alert, both firing and not firing.
 #[test]
 fn every_alert_has_a_test() {
     let tests = fs::read_to_string(format!("{RULES}riserd.test.yml")).unwrap();
@@ -226,7 +226,7 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     eventually_some("a scrape", wait, || query("up == 1").pop());
     let _load = load(pair, 60);
     rare_events(&served);
-    // A rate takes two looks at a series that is there.
+    // To calculate a rate, Prometheus needs two samples of an existing series.
     eventually_some("rates", wait, || {
         query("rate(riser_commands_total{op=\"write\"}[15s]) > 0").pop()
     });
@@ -255,7 +255,7 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     let checked = check.wait_with_output().unwrap();
     assert!(checked.status.success(), "{checked:?}");
 
-    // A machine that stalls for a moment makes an alert pending, until it goes on.
+    // If this machine stalls for a moment, an alert can be pending until it resumes.
     let wait = Duration::from_secs(30);
     let alerts = alerts().len();
     eventually_ok("no alert under load", wait, || {

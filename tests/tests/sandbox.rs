@@ -1,7 +1,8 @@
-//! What the daemon may still do in its sandbox, and what the service may do, by systemd's own
-//! measure, from the unit alone; the package's test looks at the running one.
+//! Tests the operations available to the daemon in its sandbox, and the permissions of the service
+//! as calculated by systemd from the unit file. The package test checks the running service.
 //!
-//! That the daemon can do in its sandbox all that it has to is shown by every test that starts one.
+//! To verify that the daemon has all permissions it needs, we rely on all other tests that start a
+//! daemon.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(unsafe_code, reason = "system calls that are to be refused")]
@@ -14,21 +15,23 @@ use riser_testkit::daemon::{Daemon, RISERD};
 use riser_testkit::programs::{WITHOUT_RIGHTS, folder, missing, succeeded};
 use riser_testkit::skip::skip;
 
-/// Services, with the most that each may be exposed, of 100, by `systemd-analyze security`. They are 20
-/// and 17; without its empty set of capabilities the first one would be 40. Those of the fabric keep one.
+/// Services, and the maximum exposure level (up to 100) in `systemd-analyze security`. The current
+/// values are 20 and 17. Without the empty capability set, the first service would have a value of
+/// 40. Fabric services have one capability.
 const SERVICES: [(&str, u32, &[&str]); 3] = [
     ("riserd", 25, &[]),
     ("riser-sa", 20, &["CAP_NET_ADMIN"]),
     ("riser-iwpmd", 20, &["CAP_NET_ADMIN"]),
 ];
 
-/// The file of a unit.
+/// Returns the path of a unit file.
 fn unit(name: &str) -> String {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/systemd");
     format!("{folder}/{name}")
 }
 
-/// With systemd's default, five failures in ten seconds would be the end of it until the next boot.
+/// By default, systemd would stop the service until the next boot after five failures in ten
+/// seconds.
 #[test]
 fn services_are_started_until_they_serve() {
     for (name, ..) in SERVICES {
@@ -49,14 +52,14 @@ fn services_are_confined() {
             .args(["security", "--offline=true", "--no-pager"])
             .arg(format!("--threshold={exposure}"))
             .arg(unit(&format!("{name}.service")))
-            // Only there are crosses crosses.
+            // The output only contains cross symbols in this locale.
             .env("LC_ALL", "C.UTF-8")
             .output()
             .unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(text.contains("Overall exposure level"), "{output:?}");
         assert!(output.status.success(), "{text}");
-        // Each line that begins with a cross is a thing that it may do.
+        // Lines that start with a cross are allowed operations.
         let may: Vec<_> = text.lines().filter(|line| line.starts_with('✗')).collect();
         assert!(
             may.iter().any(|line| line.contains("PrivateNetwork=")),
@@ -74,9 +77,9 @@ fn services_are_confined() {
     }
 }
 
-/// Calls with arguments with which each of them fails, or changes nothing, where it is allowed.
+/// System calls with arguments for which they fail or don't change anything if allowed.
 const REFUSED: [(&str, libc::c_long, [libc::c_long; 4]); 27] = [
-    // Namespaces; clone(2) with flags that exclude each other.
+    // Namespaces. For clone(2), we use a conflicting combination of flags.
     ("unshare", libc::SYS_unshare, [0; 4]),
     ("setns", libc::SYS_setns, [-1, 0, 0, 0]),
     (
@@ -85,7 +88,7 @@ const REFUSED: [(&str, libc::c_long, [libc::c_long; 4]); 27] = [
         [NEWUSER_AND_FS, 0, 0, 0],
     ),
     ("clone3", libc::SYS_clone3, [0; 4]),
-    // Mounts and roots.
+    // Mounts and root directories.
     ("mount", libc::SYS_mount, [0; 4]),
     ("umount2", libc::SYS_umount2, [0; 4]),
     ("move_mount", libc::SYS_move_mount, [-1, 0, -1, 0]),
@@ -98,14 +101,14 @@ const REFUSED: [(&str, libc::c_long, [libc::c_long; 4]); 27] = [
         libc::SYS_open_by_handle_at,
         [-1, 0, 0, 0],
     ),
-    // The kernel.
+    // Kernel.
     ("init_module", libc::SYS_init_module, [0; 4]),
     ("finit_module", libc::SYS_finit_module, [-1, 0, 0, 0]),
     ("bpf", libc::SYS_bpf, [-1, 0, 0, 0]),
     ("perf_event_open", libc::SYS_perf_event_open, [0, 0, -1, -1]),
     ("clock_settime", libc::SYS_clock_settime, [-1, 0, 0, 0]),
     ("userfaultfd", libc::SYS_userfaultfd, [-1, 0, 0, 0]),
-    // Other processes, and other users.
+    // Other processes and users.
     ("ptrace", libc::SYS_ptrace, [-1, 0, 0, 0]),
     (
         "process_vm_readv",
@@ -114,7 +117,7 @@ const REFUSED: [(&str, libc::c_long, [libc::c_long; 4]); 27] = [
     ),
     ("setuid", libc::SYS_setuid, [-1, 0, 0, 0]),
     ("setgroups", libc::SYS_setgroups, [-1, 0, 0, 0]),
-    // Sockets, of which the families and types here are allowed otherwise.
+    // Sockets. All of these families and types would normally be allowed.
     (
         "a raw socket",
         libc::SYS_socket,
@@ -143,21 +146,22 @@ const REFUSED: [(&str, libc::c_long, [libc::c_long; 4]); 27] = [
     ("typing", libc::SYS_ioctl, [-1, libc::TIOCSTI as _, 0, 0]),
 ];
 
-/// A user namespace cannot be had with the parent's `fs_struct` (clone(2)).
+/// A user namespace is not allowed in combination with the parent's `fs_struct` (clone(2)).
 const NEWUSER_AND_FS: libc::c_long = (libc::CLONE_NEWUSER | libc::CLONE_FS) as _;
 
-/// The error of a call, or zero.
+/// Returns the error of a system call, or zero.
 fn errno((_, number, args): &(&str, libc::c_long, [libc::c_long; 4])) -> i32 {
     let [a, b, c, d] = *args;
-    // SAFETY: none of these calls does anything with such arguments, but for sockets, which nothing
-    // else knows of.
+    // SAFETY: with these arguments the calls have no effect, except for creating sockets that are
+    // not used.
     match unsafe { libc::syscall(*number, a, b, c, d) } {
         -1 => std::io::Error::last_os_error().raw_os_error().unwrap(),
         _ => 0,
     }
 }
 
-/// Lines of `/proc/PID/status` for every thread of a process: a key, and a number in this base.
+/// Returns the value in `/proc/PID/status` for every thread of a process, using the given key and
+/// number base.
 fn of_threads(pid: u32, key: &str, base: u32) -> Vec<u64> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let value = |status: String| {
@@ -165,7 +169,7 @@ fn of_threads(pid: u32, key: &str, base: u32) -> Vec<u64> {
         let line = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
         u64::from_str_radix(line.unwrap().trim(), base).unwrap()
     };
-    // One may have ended meanwhile.
+    // The thread may have exited in the meantime.
     let statuses =
         threads.filter_map(|t| fs::read_to_string(t.unwrap().path().join("status")).ok());
     statuses.map(value).collect()
@@ -173,7 +177,7 @@ fn of_threads(pid: u32, key: &str, base: u32) -> Vec<u64> {
 
 #[test]
 fn a_confined_process_is_refused_what_reaches_beyond_it() {
-    // A filter cannot be taken off again, so there is a process for it.
+    // A filter can't be removed, so we need a separate process.
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "--ignored", "--nocapture", "inside"]);
     let said = succeeded(&mut child);
@@ -190,23 +194,23 @@ fn inside() {
     for call in &REFUSED {
         assert_eq!(errno(call), libc::ENOSYS, "{}", call.0);
     }
-    // A kernel may be without some of them, of which this shows nothing.
+    // The kernel may not support all of them, so these are not checked.
     let there = before
         .iter()
         .filter(|error| **error != libc::ENOSYS)
         .count();
     assert!(there > REFUSED.len() / 2, "{before:?}");
-    // Threads, programs and ordinary sockets are there.
+    // Threads, programs and normal sockets must still work.
     std::thread::spawn(|| ()).join().unwrap();
     succeeded(&mut Command::new("true"));
     std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     std::net::TcpListener::bind("[::1]:0").unwrap();
-    // What is executed is no less confined.
+    // A program that is executed must have the same restrictions.
     let unshare = Command::new("unshare").args(["--user", "true"]).status();
     assert!(!unshare.unwrap().success());
 }
 
-/// First one that root has started, and then one without rights, as the service is.
+/// Start the daemon as root first, and then without privileges, same as the service.
 #[test]
 fn a_daemon_is_confined_and_stays_so_over_upgrades() {
     assert!(folder().join("riserd").exists());
@@ -222,7 +226,7 @@ fn a_daemon_is_confined_and_stays_so_over_upgrades() {
     stays_confined(&daemon, if is_root { 0 } else { own });
 }
 
-/// Over upgrades, started with these capabilities.
+/// Upgrades a daemon that was started with these capabilities.
 fn stays_confined(daemon: &Daemon, had: u64) {
     for upgrades in 0..3 {
         let pid = daemon.process.id();
@@ -232,7 +236,7 @@ fn stays_confined(daemon: &Daemon, had: u64) {
                 .all(|flag| *flag == 1)
         );
         assert!(of_threads(pid, "Seccomp", 10).iter().all(|mode| *mode == 2));
-        // Each would cost time with every call.
+        // We must not add filters, because each would make every system call slower.
         let filters = of_threads(pid, "Seccomp_filters", 10);
         let started_with = of_threads(std::process::id(), "Seccomp_filters", 10)[0];
         assert!(

@@ -1,8 +1,8 @@
-//! Many sessions at once, and many one after the other: a real target and real initiators on
-//! loopback, in one process.
+//! Tests many sessions, both at the same time and in sequence, using a real target and real
+//! initiators on loopback in the same process.
 //!
-//! `RISER_CONNECT_CYCLES` sets how many sessions come and go (default 200); the long test command
-//! takes 10,000.
+//! `RISER_CONNECT_CYCLES` sets the number of sessions to connect and disconnect (default 200); the
+//! long test command uses 10,000.
 
 #![allow(
     clippy::print_stdout,
@@ -28,13 +28,13 @@ use riser_testkit::eventually;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting::new(|| ());
 
-/// Resident memory is the process's, so one test runs at a time.
+/// Resident memory is measured for the whole process, so only a single test can run at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 const SESSIONS: u64 = 64;
 const REGION: u64 = 1 << 20;
 
-/// A target at `host` with one RAM disk that has a region for each session.
+/// Starts a target on `host` with a RAM disk that has a region for each session.
 fn serve(host: &str) -> (Server, SocketAddr) {
     let text = format!(
         "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
@@ -47,14 +47,14 @@ fn serve(host: &str) -> (Server, SocketAddr) {
     (server, addr)
 }
 
-/// The address of LUN 0, for an initiator port of its own.
+/// Returns the address of LUN 0 using a separate initiator port.
 fn url(addr: SocketAddr, initiator: u64) -> SrpUrl {
     format!("srp://{addr}/0?initiator_ext={initiator:x}&queue_size=8")
         .parse()
         .unwrap()
 }
 
-/// Bytes that only the session and the round could have written.
+/// Creates data that is unique for the session and round.
 fn pattern(session: u64, round: u64, len: usize) -> Vec<u8> {
     let mut x = session << 32 | round | 1 << 63;
     let mut next = || {
@@ -82,7 +82,7 @@ fn sixty_four_sessions_write_and_read_at_once() {
             std::thread::spawn(move || {
                 let session = block_on(client.connect(&url(addr, 0x100 + n)));
                 let lun = session.map(|session| (block_on(session.lun(0)), session));
-                // A thread that has failed lets the others notice.
+                // If a thread fails, it must not block the other threads.
                 logged_in.wait();
                 let (lun, _session) = lun.unwrap();
                 let lun = lun.unwrap();
@@ -149,9 +149,9 @@ fn many_searches_at_once_find_what_there_is() {
     server.shutdown().unwrap();
 }
 
-/// Sessions over TCP, and as many over iSER.
+/// Number of TCP sessions, and also of iSER sessions.
 const ISCSI_SESSIONS: u64 = 128;
-/// Commands under way at once in each of them.
+/// Number of commands in flight for each session.
 const DEPTH: u64 = 32;
 const BLOCK: u64 = 4096;
 const IQN: &str = "iqn.2026-01.com.example:scale";
@@ -169,10 +169,10 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
         (2 * ISCSI_SESSIONS * DEPTH * BLOCK) >> 20
     );
     let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
-    // One engine has too few completion queues for all sessions.
+    // A single engine doesn't have enough completion queues for all sessions.
     let clients = [86, 87].map(|host| {
         Client::builder()
-            // Each session keeps a buffer of its own to identify the unit.
+            // Each session also needs a buffer to identify the unit.
             .pool((ISCSI_SESSIONS * (DEPTH + 1) * BLOCK) as usize)
             .open(format!("127.0.0.{host}").parse().unwrap())
             .unwrap()
@@ -245,23 +245,24 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
     server.shutdown().unwrap();
 }
 
-/// Sessions that are open at once while others come and go.
+/// Number of sessions that are open at the same time during this test.
 const OPEN: usize = 4;
 
-/// Most bytes in use that a session may leave on average: the numbers of its queue pairs rest for a
-/// while on both sides, and tables that double take up to twice what they hold.
+/// Maximum number of bytes in use that may be left by a session on average. Queue pair numbers are
+/// not reused immediately on either side, and tables that double their size can be twice as large
+/// as needed.
 const LEFT: usize = 40;
 
-/// Bytes in use that come and go anyhow, with messages that are under way.
+/// Number of bytes by which memory in use can change because of messages in flight.
 const SWAY: usize = 128 << 10;
 
-/// Most that resident memory may grow, in bytes, while thousands of sessions come and go: a leak of
-/// memory that is mapped, a page at least of each session, is more. What the allocator keeps for
-/// later is less.
+/// Maximum growth of resident memory in bytes while thousands of sessions are connected and
+/// disconnected. If mapped memory was leaked, with at least a page per session, it would be larger
+/// than this. Memory cached by the allocator is smaller.
 const GROWTH: usize = 8 << 20;
 
-/// A session over one protocol after the other, each with a name of its own, and what it reads and
-/// writes.
+/// Opens a session, using a different protocol each time and a unique name, then reads and writes
+/// data.
 fn come(client: &Client, addr: SocketAddr, n: u64) -> Lun {
     let who = 0x1000 + n;
     let lun = match ["srp", "iscsi", "iser"][(n % 3) as usize] {
@@ -322,7 +323,8 @@ fn sessions_that_come_and_go_leave_nothing() {
             server.sessions() == 0
         });
     };
-    // The least of several looks: what has just ended may not be given back yet.
+    // Use the minimum of several samples, because resources of a session that was just closed may
+    // not have been released yet.
     let looks = |from: u64| {
         let look = |n: u64| {
             run(from + n * 20..from + n * 20 + 20);
@@ -330,7 +332,8 @@ fn sessions_that_come_and_go_leave_nothing() {
         };
         (0..5).map(look).min().unwrap()
     };
-    // What a process keeps for its longest queues is there after the first sessions.
+    // After the first sessions, the buffers for the largest queues in this process have been
+    // allocated.
     let first = (cycles / 10).max(300);
     run(0..first);
     let before = looks(first);
@@ -352,7 +355,7 @@ fn sessions_that_come_and_go_leave_nothing() {
     server.shutdown().unwrap();
 }
 
-/// Resident memory of this process, in bytes.
+/// Returns the resident memory of this process in bytes.
 fn resident() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     statm

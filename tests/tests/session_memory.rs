@@ -1,5 +1,6 @@
-//! Memory that sessions occupy in a real `riserd`: a deep one over each protocol, and a thousand
-//! idle ones. What is bounded is resident memory, of which rings and queues have only what was used.
+//! Measures memory used by sessions in a real `riserd`, using sessions with a deep queue for each
+//! protocol, and a thousand idle sessions. We check resident memory, which only includes the used
+//! part of rings and queues.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(
@@ -21,25 +22,26 @@ use riser_testkit::programs::folder;
 const IQN: &str = "iqn.2026-01.com.example:memory";
 const FABRICS: [&str; 3] = ["srp", "iscsi", "iser"];
 
-/// Commands of a deep session.
+/// Number of commands in a deep session.
 const DEPTH: u64 = 128;
-/// Bytes of each of them. A write of them comes in one message, in a receive of the target's.
+/// Size of each command in bytes. A write fits in a single message and a single receive buffer on
+/// the target.
 const BLOCK: u64 = 4096;
-/// Deep sessions at once.
+/// Number of deep sessions.
 const DEEP: u64 = 8;
-/// The same bytes of each session are written and read again, so a disk in memory does not grow.
+/// Every session writes and reads the same region again, so that a disk in memory doesn't grow.
 const REGION: u64 = DEPTH * BLOCK;
-/// What a deep session may occupy, in bytes.
+/// Maximum memory for a deep session in bytes.
 const OF_DEEP: u64 = 3 << 19;
 
-/// Idle sessions, over all protocols.
+/// Total number of idle sessions for all protocols.
 const IDLE: u64 = 1000;
-/// Sessions of one initiator process.
+/// Number of sessions per initiator process.
 const OF_CLIENT: u64 = 60;
-/// What they may occupy together, in bytes.
+/// Maximum memory for all idle sessions in bytes.
 const OF_IDLE: u64 = 128 << 20;
 
-/// A daemon at an address of its own.
+/// A daemon with a separate address.
 struct Daemon {
     process: Child,
     dir: PathBuf,
@@ -51,8 +53,8 @@ impl Daemon {
         let dir = std::env::temp_dir().join(format!("riser-mem-{}-{host}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let (socket, state) = (dir.join("admin.sock"), dir.join("state"));
-        // Without memory that is shared with this process: its rings are of the processes, and not
-        // of their sessions.
+        // Disable memory shared with this process, because its rings belong to the processes and
+        // not to the sessions.
         let text = format!(
             "backends: {{ a: {{ kind: ram, size: {}KiB }} }}\n\
              targets:\n  - name: memory\n    iqn: {IQN}\n    portals:\n      \
@@ -83,7 +85,7 @@ impl Daemon {
         daemon
     }
 
-    /// Resident memory of the daemon, in bytes.
+    /// Returns the resident memory of the daemon in bytes.
     fn resident(&self) -> u64 {
         let path = format!("/proc/{}/status", self.process.id());
         let status = std::fs::read_to_string(path).unwrap();
@@ -92,7 +94,7 @@ impl Daemon {
         kib.unwrap().parse::<u64>().unwrap() << 10
     }
 
-    /// A session of an initiator of its own.
+    /// Opens a session using a new initiator.
     fn open(&self, client: &Client, fabric: &str, who: u64, depth: u64) -> Lun {
         let host = &self.host;
         let session = match fabric {
@@ -123,7 +125,8 @@ fn client(host: &str, pool: u64) -> Client {
     builder.open(host.parse().unwrap()).unwrap()
 }
 
-/// Writes and reads each session's region, all commands of all sessions at once.
+/// Writes and reads the region of every session, using all commands of all sessions at the same
+/// time.
 fn work(luns: &[Lun], len: u64) {
     let places = |lun: u64| (0..DEPTH).map(move |i| (lun % DEEP) * REGION + i * BLOCK % REGION);
     let all = || {
@@ -155,15 +158,15 @@ fn work(luns: &[Lun], len: u64) {
     }
 }
 
-/// Deep sessions over one protocol, after others have had the daemon make what it makes once: its
-/// disk, its data buffers, what its device receives into. Contexts are of commands, and shared by
-/// sessions; so the sessions are deep at the same time, and those before are of a protocol with
-/// contexts of another kind, or are not deep.
+/// Opens deep sessions for a protocol. Before this, we open other sessions so that the daemon has
+/// already allocated its disk, data buffers and the receive buffers of its device. Contexts are for
+/// commands and are shared by all sessions. So the sessions need to be deep at the same time, and
+/// the sessions before must either use a protocol with different contexts or not be deep.
 fn deep(host: u8, fabric: &str) {
     let daemon = Daemon::start(format!("127.89.0.{host}"), 1);
     let other = if fabric == "srp" { "iscsi" } else { "srp" };
     let first = client(&format!("127.89.1.{host}"), 64 << 20);
-    // As much data at once as that of all sessions below.
+    // Use the same total amount of data as in all sessions below.
     let before = [daemon.open(&first, other, 1, DEPTH)];
     for _ in 0..4 {
         work(&before, DEEP * BLOCK);
@@ -209,7 +212,8 @@ fn a_deep_session_of_iser_occupies_little() {
 #[test]
 fn a_thousand_idle_sessions_occupy_little() {
     let daemon = Daemon::start("127.89.0.4".to_owned(), 2);
-    // One of each, which stays: what the daemon makes once is not the others'.
+    // Keep one session for each protocol open, so that initialization in the daemon is not counted
+    // for the other sessions.
     let first = client("127.89.1.4", 4 << 20);
     let use_it = |lun: &Lun| {
         let buffer = block_on(lun.buffers().take(8192));
@@ -236,7 +240,7 @@ fn a_thousand_idle_sessions_occupy_little() {
         (all / IDLE) >> 10
     );
     assert!(all <= OF_IDLE, "{all} bytes for {IDLE} sessions");
-    // They are still there.
+    // These sessions must still be open.
     for lun in [&luns[0], &luns[IDLE as usize - 1], &before[0]] {
         use_it(lun);
     }

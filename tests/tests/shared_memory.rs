@@ -1,4 +1,4 @@
-//! `riser` and `riserd` on one host: when they share memory, and when they do not.
+//! Tests when `riser` and `riserd` on the same host use shared memory.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -16,7 +16,7 @@ use riser_transport::shm::{ShmListener, ShmUsers, ask_listener};
 
 const IQN: &str = "iqn.2026-01.com.example:shm";
 
-/// A daemon that runs as this process's user, which memory is shared with.
+/// A daemon that runs as the current user, so that we can share memory with it.
 struct Daemon {
     process: Child,
     dir: PathBuf,
@@ -28,7 +28,8 @@ impl Daemon {
         Self::of_target(host, IQN, 3260, transport)
     }
 
-    /// One of several at an address, each with a target and a TCP port of its own.
+    /// Starts one of several daemons on the same address, each using a separate target and TCP
+    /// port.
     fn of_target(host: u8, iqn: &str, port: u16, transport: &str) -> Self {
         let name = iqn.rsplit(':').next().unwrap();
         let dir = format!("riser-{name}-{}-{host}", std::process::id());
@@ -86,7 +87,7 @@ impl Daemon {
         self.get("/metrics")
     }
 
-    /// What the admin API answers.
+    /// Returns a response from the admin API.
     fn get(&self, path: &str) -> String {
         let mut stream = UnixStream::connect(self.dir.join("admin.sock")).unwrap();
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
@@ -96,7 +97,7 @@ impl Daemon {
         answer
     }
 
-    /// Name of the device over which a disk was reached.
+    /// Returns the name of the device used to access a disk.
     fn device(&self, url: &str, provider: &str, words: &[&str]) -> String {
         let output = self.bench(url, provider, words);
         let errors = String::from_utf8_lossy(&output.stderr);
@@ -133,7 +134,7 @@ fn a_daemon_of_shared_memory_serves_every_rdma_protocol() {
         assert_eq!(daemon.device(&url, "shm", &write), shm);
         assert_eq!(daemon.device(&url, "auto", &["--rw", "randread"]), shm);
     }
-    // A figure of the network is never one of shared memory.
+    // If the user requests a network benchmark, we must never use shared memory.
     let output = daemon.bench(&daemon.urls()[0], "roce", &["--timeout", "3s"]);
     assert!(!output.status.success());
 }
@@ -164,7 +165,7 @@ fn where_a_daemon_offers_no_shared_memory_the_network_is_used() {
     assert!(!output.status.success());
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said);
-    let reason = format!("no process of this host shares memory at {}", daemon.addr);
+    let reason = format!("no process on this host shares memory at {}", daemon.addr);
     assert!(said.contains(&reason), "{said}");
 }
 
@@ -203,7 +204,7 @@ fn discovery_is_logged_with_the_address_of_the_initiator() {
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
-    // Not a link's own name, 240.0.0.1 and so on.
+    // This must not be the internal name of the link, such as 240.0.0.1.
     let log = daemon.log();
     let mut lines = log.lines().filter(|line| line.contains("targets reported"));
     let line = lines.next().expect("discovery is in the audit log");
@@ -214,7 +215,7 @@ fn discovery_is_logged_with_the_address_of_the_initiator() {
 #[test]
 fn no_memory_is_shared_at_an_address_whose_portals_cannot_be_served() {
     let addr = IpAddr::from([127, 88, 0, 7]);
-    // The software NIC's port.
+    // The port used for the software NIC.
     let _taken = UdpSocket::bind((addr, 4791)).unwrap();
     let daemon = Daemon::start(7, "{ shm: true }");
     assert_eq!(daemon.addr, addr.to_string());
@@ -228,7 +229,7 @@ fn a_process_that_has_taken_the_name_for_shared_memory_leaves_the_network_alone(
     let _taken = ShmListener::bind(addr).unwrap();
     let daemon = Daemon::start(5, "{ shm: true }");
     assert_eq!(daemon.addr, addr.to_string());
-    // It never answers.
+    // This socket never responds.
     let found = daemon.device(&daemon.urls()[0], "auto", &["--rw", "read"]);
     assert!(found.starts_with("roce-"), "{found}");
 }

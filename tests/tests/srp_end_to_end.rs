@@ -1,4 +1,4 @@
-//! The initiator's engine against the real server, in one process, over UDP on loopback.
+//! Tests the initiator engine with the real server in the same process, using UDP on loopback.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use riser_testkit::eventually;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig};
 
-/// A server at 127.0.`number`.1 with the given backend, and a client at 127.0.`number`.2.
+/// A server on 127.0.`number`.1 that uses the given backend, and a client on 127.0.`number`.2.
 struct Rig {
     client: Client,
     config: Config,
@@ -235,7 +235,7 @@ fn a_restarted_server_is_found_again() {
             lun.write_io(65536, buffer_of(&lun, &pattern(round, 4096)), true)
                 .unwrap(),
         );
-        // The session waits with the write: its server is gone.
+        // The session is waiting with the write, because its server is not running.
         eventually("the session is down", Duration::from_secs(60), || {
             session.status().link() != LinkState::Live
         });
@@ -259,7 +259,7 @@ fn many_sessions_share_a_server() {
         .iter()
         .map(|s| block_on(s.lun(0)).unwrap())
         .collect();
-    // A session counts once the server knows that its connection is established.
+    // A session is counted when the server knows that its connection has been established.
     assert_eq!(rig.server.as_ref().unwrap().sessions(), 32);
     for round in 0..4 {
         let writes: Vec<_> = luns

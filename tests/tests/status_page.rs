@@ -1,5 +1,5 @@
-//! The status page of `riserd` in a browser. With `RISER_SCREENSHOT` in the environment, a picture
-//! of it under load goes to that file.
+//! Tests the status page of `riserd` in a browser. If `RISER_SCREENSHOT` is set, a screenshot under
+//! load is written to this file.
 
 use std::path::Path;
 use std::thread;
@@ -33,10 +33,10 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
         format!("$('{table}').tBodies[0].rows[{row}].cells[{column}].textContent")
     };
     assert_eq!(browser.value(&cell("luns", 0, 0)), "t");
-    assert_eq!(browser.value(&cell("luns", 0, 2)), "32.0 MiB");
-    browser.wait_for(&format!("/^[1-9]/.test({})", cell("luns", 0, 4)));
+    assert_eq!(browser.value(&cell("luns", 0, 3)), "32.0 MiB");
+    browser.wait_for(&format!("/^[1-9]/.test({})", cell("luns", 0, 5)));
     browser.wait_for(&format!("{} === 'srp'", cell("sessions", 0, 2)));
-    // Which host it is, where it serves, from what, and what has happened.
+    // The page must show the host name, addresses, backends and recent events.
     let host = host_name();
     assert_eq!(browser.value("$('host').textContent"), host.as_str());
     assert_eq!(browser.value("document.title"), format!("{host} – riserd"));
@@ -57,17 +57,37 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
         "{backend}"
     );
     browser.wait_for("$('events').textContent.includes('logged in protocol=srp')");
-    // A unit attention is no error, and says what it is.
+    // A unit attention is not an error, and its description must be shown.
     let last = |column: u32| format!("$('luns').tBodies[0].rows[0].cells[{column}]");
-    assert_eq!(browser.value(&format!("{}.textContent", last(11))), "0");
+    assert_eq!(browser.value(&format!("{}.textContent", last(12))), "0");
     browser.wait_for(&format!(
         "/: UNIT ATTENTION: [1-9]/.test({}.title)",
-        last(12)
+        last(13)
     ));
     let errors = "lunRow({ target: 't', lun: 0, size: 1, errors: 3, attentions: 1, \
-                  faults: { 'read: MEDIUM ERROR': 3, 'other: UNIT ATTENTION': 1 } })[11].join('|')";
+                  faults: { 'read: MEDIUM ERROR': 3, 'other: UNIT ATTENTION': 1, 'read: TASK SET FULL': 9 } })[12].join('|')";
     assert_eq!(browser.value(errors), "3||read: MEDIUM ERROR: 3");
-    // The daemon keeps the history: a page that is loaded again has it at once.
+    // Problems must be shown in the banner, and units with problems must be first.
+    let banner = "banner({ missing: 'backend a: gone\\n1 of 2 workers answer', unsaved: true, \
+                  backends: [{ name: 'c', is_filling: true, threshold: 80 }], problems: [\
+                  { state: 'NOT SERVED', kind: 'backend', name: 'a', error: 'gone', failing: false }, \
+                  { state: 'FAILING', kind: 'backend', name: 'b', error: 'full', failing: true }] })\
+                  .map(([text, kind]) => kind + ' ' + text.split(':').slice(0, 2).join(':')).join('|')";
+    assert_eq!(
+        browser.value(banner),
+        "bad NOT SERVED: backend a|warn FAILING: backend b|bad 1 of 2 workers answer|\
+         warn FILLING: backend c|warn UNSAVED: the configuration file does not have the served configuration; \
+         `riserd save FILE` writes it"
+    );
+    let ranks = "[{ state: 'FAILING' }, {}].map(lun => rank(lun, undefined)).join()";
+    assert_eq!(browser.value(ranks), "0,3");
+    // Axis labels must be exact.
+    assert_eq!(
+        browser.value("marked(22.5e6, ['', ' k', ' M'], 1000)"),
+        "22.5 M"
+    );
+    assert_eq!(browser.value("span(1e-7)"), "100 ns");
+    // The history is kept in the daemon, so it must be available immediately after a reload.
     browser.wait_for("samples.length >= 5");
     let before = browser.value("samples[0].time");
     let known = browser.value("samples.length").as_u64().unwrap();
@@ -80,18 +100,18 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
         browser.value("document.querySelector('header a').href"),
         format!("{url}metrics")
     );
-    // Where the host's clock is set back it goes on, and has each sample once.
+    // If the host's clock is set back, the page must continue to work and show each sample once.
     browser.value("samples.forEach(sample => sample.time += 3600)");
     let last = browser.value("newest(samples)").as_u64().unwrap();
     browser.wait_for(&format!("newest(samples) > {}", last + 1));
     let each = "new Set(samples.map(sample => sample.number)).size === samples.length";
     assert_eq!(browser.value(each), true);
-    // Logins do not displace what went wrong.
+    // Login events must not replace errors.
     let many = "keep([{ number: 1, routine: false }, \
                 ...Array.from({ length: 300 }, (_, i) => ({ number: i + 2, routine: true }))])";
     assert_eq!(browser.value(&format!("{many}[0].number")), 1);
     assert_eq!(browser.value(&format!("{many}.length")), 201);
-    // Names are text, with any characters.
+    // Names must be shown as text and can contain any characters.
     let evil = "fill('sessions', [['<b id=evil>x</b>', '', '', '', '', 0, 0, 0, 0]], [0], '')";
     browser.value(evil);
     assert_eq!(browser.value("$('evil')"), serde_json::Value::Null);

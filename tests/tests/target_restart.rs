@@ -1,31 +1,32 @@
-//! What an initiator does when the daemon behind its portal is killed and comes back: with nothing
-//! of what was in its volatile cache, with another disk, or without one.
+//! Tests an initiator when the daemon is killed and started again: with an empty volatile cache,
+//! with a different disk, or without a disk.
 
 #![allow(missing_docs, reason = "a test")]
 
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_initiator::block::task::block_on;
-use riser_initiator::engine::{Client, Session};
+use riser_initiator::engine::{Client, LinkState, Session};
 use riser_initiator::lun::{Lun, LunError};
 use riser_initiator::paths::PathState;
 use riser_initiator::request::RequestError;
 use riser_initiator::session::Down;
 use riser_initiator::url::TargetUrl;
 use riser_target::backend::{Direct, Source, Spec, open_in_time};
-use riser_testkit::programs::Pair;
+use riser_testkit::programs::{Pair, tool};
 use riser_testkit::{eventually, eventually_ok};
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
 const PATIENCE: Duration = Duration::from_secs(120);
 const PIECE: usize = 64 << 10;
 
-/// A daemon at 127.0.`network`.1 that serves a disk by every protocol.
+/// Starts a daemon on 127.0.`network`.1 that exports a disk using all protocols.
 fn pair(network: u8, backend: &str) -> Pair {
     let portals = ["srp", "iser", "iscsi"]
         .map(|protocol| format!("{{ protocol: {protocol}, listen: 127.0.{network}.1 }}"));
@@ -74,8 +75,53 @@ fn restart(pair: &mut Pair) {
     pair.serve();
 }
 
-/// A RAM disk loses what was written, so the flush behind it fails; once, and only if there was
-/// something to lose.
+fn signal(pair: &Pair, signal: &str) {
+    let process = pair.process().expect("it runs").to_string();
+    tool("kill", [signal, &process]);
+}
+
+/// If a process is stopped, it doesn't send or reject anything, same as a host without a network
+/// connection.
+fn stopped_daemon_is_noticed(network: u8, scheme: &str) {
+    let pair = pair(network, "{ kind: ram, size: 16MiB }");
+    let session = connect(network, &url(network, scheme), scheme);
+    let lun = block_on(session.lun(0)).unwrap();
+    let is_over = AtomicBool::new(false);
+    let took = thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    write(&lun, 0, false).unwrap();
+                }
+            });
+        }
+        thread::sleep(Duration::from_secs(1));
+        signal(&pair, "-STOP");
+        let begun = Instant::now();
+        eventually("the end of the connection", PATIENCE, || {
+            session.status().link() != LinkState::Live
+        });
+        let took = begun.elapsed();
+        signal(&pair, "-CONT");
+        is_over.store(true, Ordering::Relaxed);
+        took
+    });
+    // The limit is less than five seconds, plus some time for a busy machine.
+    assert!(took < Duration::from_secs(6), "{took:?}");
+}
+
+#[test]
+fn stopped_daemon_is_noticed_over_srp() {
+    stopped_daemon_is_noticed(153, "srp");
+}
+
+#[test]
+fn stopped_daemon_is_noticed_over_iser() {
+    stopped_daemon_is_noticed(154, "iser");
+}
+
+/// A RAM disk loses its data, so the next flush must fail, but only once and only if there was data
+/// to lose.
 fn a_restart_fails_a_flush_once(network: u8, scheme: &str) {
     let mut pair = pair(network, "{ kind: ram, size: 16MiB, write_cache: true }");
     let session = connect(network, &url(network, scheme), scheme);
@@ -84,13 +130,13 @@ fn a_restart_fails_a_flush_once(network: u8, scheme: &str) {
     restart(&mut pair);
     assert_eq!(flush(&lun), lost());
     assert_eq!(flush(&lun), Ok(()));
-    // Another command is the first to find the target again.
+    // Another command is the first to use the target after the restart.
     write(&lun, 0, false).unwrap();
     restart(&mut pair);
     let buffer = block_on(lun.buffers().take(PIECE));
     block_on(lun.read(0, buffer)).unwrap();
     assert_eq!(flush(&lun), lost());
-    // What was on the medium was not in the cache.
+    // This data was already on the medium and not in the cache.
     write(&lun, 0, true).unwrap();
     restart(&mut pair);
     assert_eq!(flush(&lun), Ok(()));
@@ -151,14 +197,14 @@ fn a_restart_fails_a_flush_once_with_several_paths() {
     write(&lun, 0, false).unwrap();
     restart(&mut pair);
     assert_eq!(flush(&lun), lost());
-    // The other path finds the same loss, which has been reported.
+    // The other path also detects this loss, but it was already reported.
     write(&lun, 0, false).unwrap();
     live(&session);
     assert_eq!(flush(&lun), Ok(()));
 }
 
-/// The path that was in use stays away, and another one is the first to find that the cache is
-/// lost.
+/// The path that was in use is not available again, and another path is the first to detect the
+/// lost cache.
 #[test]
 fn a_restart_fails_a_flush_once_on_a_path_that_was_not_there_before() {
     let portal = |host| format!("portals: [{{ protocol: iscsi, listen: 127.0.247.{host} }}]");
@@ -174,7 +220,8 @@ fn a_restart_fails_a_flush_once_on_a_path_that_was_not_there_before() {
     exchange(&mut pair, &portal(1), &portal(3));
     assert_eq!(flush(&lun), lost());
     assert_eq!(flush(&lun), Ok(()));
-    // The first path comes back to a third cache. What it found last is gone for long, and counted.
+    // When the first path is available again, there is a third cache. The state it has last seen is
+    // old, but was already counted.
     write(&lun, 0, false).unwrap();
     exchange(&mut pair, &portal(3), &portal(1));
     assert_eq!(flush(&lun), lost());
@@ -193,7 +240,8 @@ fn a_restart_over_a_file_fails_no_flush() {
     assert!(session.status().reconnects() >= 1);
 }
 
-/// The kernel may be slow to end the I/O of a daemon that was killed, and holds its locks as long.
+/// After a daemon is killed, the kernel can take some time to complete its I/O and will keep its
+/// locks during this time.
 #[test]
 fn a_restart_over_a_file_whose_lock_is_still_held_fails_nothing() {
     let backend = "{ kind: file, path: DIR/disk, size: 16MiB, create: true, write_cache: true }";
@@ -203,6 +251,7 @@ fn a_restart_over_a_file_whose_lock_is_still_held_fails_nothing() {
     write(&lun, 0, false).unwrap();
     pair.kill();
     let spec = Spec {
+        name: "disk".into(),
         source: Source::File {
             path: pair.dir.join("disk"),
             size: None,
@@ -231,7 +280,7 @@ fn a_restart_over_a_file_whose_lock_is_still_held_fails_nothing() {
     release.join().unwrap();
 }
 
-/// Connections through a port of ours, which can be cut.
+/// Forwards connections from a local port, and can close them.
 struct Proxy {
     address: String,
     open: Arc<Mutex<Vec<TcpStream>>>,
@@ -292,7 +341,7 @@ fn named(name: &str, size: &str) -> String {
     format!("{{ kind: file, path: DIR/{name}, size: {size}, create: true, serial: {name} }}")
 }
 
-/// Serves another configuration: one in which the disk, or its number, is replaced.
+/// Changes the configuration to replace the disk or its number.
 fn exchange(pair: &mut Pair, from: &str, to: &str) {
     pair.kill();
     let (path, dir) = (
@@ -341,7 +390,7 @@ fn an_attachment_says_why_it_has_ended() {
     let one = named("disk-one", "16MiB");
     let mut pair = pair(149, &one);
     let socket = pair.path("nbd");
-    // The daemon serves when a login succeeds.
+    // If a login succeeds, the daemon is ready.
     drop(connect(149, &url(149, "iscsi"), "iscsi"));
     let url = url(149, "iscsi").to_string();
     pair.riser(&["attach", &url, "--nbd", &socket]);

@@ -1,6 +1,5 @@
-//! Debian's `targetcli` and `targetctl` configure a running `riserd` through the tree that
-//! `riserd-configfs` shows of it, and `riser` uses what they have configured: over iSCSI, iSER and
-//! SRP.
+//! Uses Debian's `targetcli` and `targetctl` to configure a running `riserd` via the tree provided
+//! by `riserd-configfs`, and then uses this configuration with `riser` over iSCSI, iSER and SRP.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -15,27 +14,27 @@ use riser_transport::roce::nic::device_guid;
 const TARGET: &str = "iqn.2026-01.com.example:t";
 const ALICE: &str = "iqn.2026-01.com.example:alice";
 const BOB: &str = "iqn.2026-01.com.example:bob";
-/// The port of SRP, which is the address 10.91.0.1.
+/// SRP port, which is the address 10.91.0.1.
 const PORT: &str = "00000000000000000000ffff0a5b0001";
 
-/// A `riserd` in a network namespace of its own, its tree mounted there, and a folder.
+/// A `riserd` in a separate network namespace, its mounted tree and a directory.
 struct Rig {
     dir: PathBuf,
     programs: PathBuf,
-    /// Keeps the namespace.
+    /// Process that keeps the namespace alive.
     keeper: Child,
     daemon: Option<Child>,
     tree: Option<Child>,
 }
 
-/// Waits until something holds.
+/// Waits until a condition is true.
 #[track_caller]
 fn until(what: &str, holds: impl Fn() -> bool) {
     eventually(what, Duration::from_secs(60), holds);
 }
 
 impl Rig {
-    /// `None`, and a line for people, where it is not possible.
+    /// Prints a message and returns `None` if this is not supported here.
     fn new(test: &str) -> Option<Self> {
         let tools = [
             "unshare",
@@ -102,7 +101,7 @@ impl Rig {
             .unwrap()
     }
 
-    /// A program in the network namespace.
+    /// Returns a command that runs in the network namespace.
     fn inside(&self, program: &Path) -> Command {
         let mut command = Command::new("nsenter");
         command
@@ -113,7 +112,7 @@ impl Rig {
         command
     }
 
-    /// Starts riserd with what it served last.
+    /// Starts riserd with its last configuration.
     fn serve(&mut self) {
         let mut daemon = self.inside(&self.programs.join("riserd"));
         daemon
@@ -124,7 +123,7 @@ impl Rig {
         until("riserd", || self.dir.join("admin.sock").exists());
     }
 
-    /// Ends riserd as a service manager does, and starts it again.
+    /// Restarts riserd in the same way as a service manager.
     fn restart(&mut self) {
         let mut daemon = self.daemon.take().unwrap();
         let pid = daemon.id().to_string();
@@ -133,7 +132,7 @@ impl Rig {
         self.serve();
     }
 
-    /// Runs a shell command where the tree is the kernel's.
+    /// Runs a shell command with the tree mounted instead of the kernel's.
     fn run(&self, command: &str) -> Output {
         let script = Path::new(env!("CARGO_MANIFEST_DIR"));
         let script = script.join("../configfs-emu/tests/rig/namespace.sh");
@@ -148,7 +147,7 @@ impl Rig {
         unshare.output().unwrap()
     }
 
-    /// As [`Rig::run`], of a command that must succeed; gives what it printed.
+    /// Same as [`Rig::run`], but the command must be successful. Returns its output.
     fn must(&self, command: &str) -> String {
         let Output {
             status,
@@ -161,7 +160,7 @@ impl Rig {
         said
     }
 
-    /// What the daemon's own configuration says.
+    /// Returns the configuration from the daemon.
     fn config(&self) -> serde_json::Value {
         let mut save = Command::new(self.programs.join("riserd"));
         save.args(["save", "-o", "json", "--socket"])
@@ -180,7 +179,7 @@ impl Rig {
         riser
     }
 
-    /// Writes to a logical unit and reads what was written, in a session each.
+    /// Writes to a logical unit, then reads and verifies the data in a new session.
     fn used(&self, url: &str, secret: &str, seed: u8) {
         let data: Vec<u8> = (0..300_000u32)
             .map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8 ^ seed)
@@ -200,7 +199,7 @@ impl Rig {
         assert!(read.stdout == data, "{url} holds other data");
     }
 
-    /// Whether an initiator is let in.
+    /// Returns true if an initiator can log in.
     fn lets_in(&self, url: &str, secret: &str) -> bool {
         let args = ["inquiry", url, "--timeout", "5s"];
         let tried = self.riser(&args, secret).output().unwrap();
@@ -229,7 +228,7 @@ impl Drop for Rig {
     }
 }
 
-/// The addresses of what is configured below, each with the secret that it takes.
+/// Returns the addresses that are configured below, and the secret for each.
 fn addresses() -> [(String, &'static str); 4] {
     let iscsi = |scheme: &str, user: &str, lun: u8, who: &str, more: &str| {
         format!("{scheme}://{user}@10.91.0.1/{TARGET}/{lun}?initiator={who}&src=10.91.0.2{more}")
@@ -246,7 +245,8 @@ fn addresses() -> [(String, &'static str); 4] {
     ]
 }
 
-/// SRP in words of rtslib: `targetcli` shows its targets only where there is an RDMA adapter.
+/// Configures SRP using rtslib, because `targetcli` only shows SRP targets if there is an RDMA
+/// adapter.
 fn srp() -> String {
     let guid = device_guid("10.91.0.2".parse().unwrap());
     format!(
@@ -259,7 +259,7 @@ fn srp() -> String {
     )
 }
 
-/// What a person types.
+/// Returns the commands typed by a user.
 fn session() -> String {
     let tpg = format!("/iscsi/{TARGET}/tpg1");
     format!(
@@ -301,7 +301,7 @@ fn targetcli_configures_a_running_daemon() {
     what_is_refused_changes_nothing(&rig);
     what_others_change_is_shown(&rig);
 
-    // The daemon keeps its configuration; the mounted tree finds it again.
+    // The daemon keeps its configuration, and it must be shown when the tree is mounted again.
     let before = rig.config();
     rig.restart();
     assert_eq!(rig.config(), before);
@@ -329,7 +329,7 @@ fn targetcli_configures_a_running_daemon() {
     assert_eq!(rig.config()["targets"], serde_json::json!([]));
 }
 
-/// After all initiators have logged in twice.
+/// Must be called after all initiators have logged in twice.
 fn commands_are_counted(rig: &Rig) {
     let said = rig.must(&format!(
         "cd /sys/kernel/config/target
@@ -344,15 +344,15 @@ fn commands_are_counted(rig: &Rig) {
     let [file, memory, port, alice, logins, logouts] = counts[..] else {
         panic!("{said}");
     };
-    // SRP uses the memory as well.
+    // SRP uses the RAM disk as well.
     assert!(file > 0 && port > 0 && memory > port, "{said}");
-    // No other process uses the file.
+    // No other client uses the file.
     assert_eq!(alice, file, "{said}");
     assert_eq!((logins, logouts), (6, 6), "{said}");
 }
 
-/// What rtslib has saved is what the daemon serves, and what the daemon serves is restored by
-/// rtslib.
+/// A configuration saved by rtslib must be the same as served by the daemon, and the daemon's
+/// configuration must be restored by rtslib.
 fn files_are_converted(rig: &Rig) {
     let convert = |args: &[&str]| {
         let mut convert = rig.inside(&rig.programs.join("riserd-configfs"));
@@ -376,7 +376,7 @@ fn files_are_converted(rig: &Rig) {
         .iter()
         .map(|change| change["path"].as_str().unwrap())
         .collect();
-    // What the file has no words for.
+    // These settings are not supported in the file.
     assert_eq!(paths, ["/workers", "/limits", "/admin", "/state"]);
 
     let exported = rig.dir.join("exported.json");
@@ -438,7 +438,7 @@ fn what_is_refused_changes_nothing(rig: &Rig) {
     assert_eq!(rig.config(), before);
 }
 
-/// Applies a configuration to the daemon, as another administrator does.
+/// Applies a configuration to the daemon, like another administrator.
 fn what_others_change_is_shown(rig: &Rig) {
     let before = rig.config();
     let mut other = before.clone();
@@ -461,7 +461,7 @@ fn what_others_change_is_shown(rig: &Rig) {
     let lun = format!("/iscsi/{TARGET}/tpg1/luns/lun5");
     let said = rig.must(&format!("targetcli ls {lun}"));
     assert!(said.contains("[ramdisk/more"), "{said}");
-    // The work of both stays.
+    // The changes made by both must be kept.
     rig.must(&format!("targetcli /iscsi/{TARGET}/tpg1/luns delete lun5"));
     assert!(rig.config()["backends"].get("more").is_some());
     apply(&before);

@@ -1,4 +1,5 @@
-//! An iSER session as Wireshark's dissectors see it: login, I/O each way, sense data, logout.
+//! Uses Wireshark's dissectors to check an iSER session with login, I/O in both directions, sense
+//! data and logout.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -17,7 +18,7 @@ use riser_transport::verbs::Provider;
 
 const IQN: &str = "iqn.2026-01.org.example:disk";
 
-/// Runs a session whose packets, of both directions, go to a file.
+/// Runs a session and captures its packets in both directions.
 fn session(capture: &Path) {
     let text = format!(
         "identity: test\nbackends: {{ d: {{ kind: ram, size: 16MiB }} }}\n\
@@ -37,7 +38,8 @@ fn session(capture: &Path) {
     let keys = [(Key::InitialR2T, 0), (Key::FirstBurstLength, 65536)];
     client.login(Some(IQN), 1, &keys, pump).unwrap();
     client.settle(pump);
-    // By READ, with the command, with data of its own, and a mixture.
+    // Data is sent by READ, along with the command, as separate data, and as a combination of
+    // these.
     for (len, immediate, first_burst) in [
         (8192, 0, 0),
         (4096, 4096, 0),

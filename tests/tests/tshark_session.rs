@@ -1,4 +1,4 @@
-//! A whole session as Wireshark's dissectors see it: ports asked for, logins, I/O, logout.
+//! Uses Wireshark's dissectors to check a whole session with port query, logins, I/O and logout.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -24,7 +24,7 @@ fn buffer(lun: &Lun, len: usize) -> Buffer {
     buffer
 }
 
-/// Runs a session whose packets, of both directions, go to a file.
+/// Runs a session and captures its packets in both directions.
 fn session(capture: &Path) {
     let text = "identity: test\n\
                 backends:\n  disk: { kind: ram, size: 16MiB }\n\
@@ -41,12 +41,12 @@ fn session(capture: &Path) {
     let url: SrpUrl = "srp://127.0.73.1/0?channels=2".parse().unwrap();
     let session = block_on(client.connect(&url)).unwrap();
     let lun = block_on(session.lun(0)).unwrap();
-    // Immediate data, one packet, many packets; direct and read back.
+    // Use immediate data, a single packet, and many packets; both direct and with READ.
     for len in [512, 8192, 65536, 1 << 20] {
         block_on(lun.write(0, buffer(&lun, len), false)).unwrap();
         block_on(lun.read(0, buffer(&lun, len))).unwrap();
     }
-    // On a busy machine packets are lost, and READs are asked for in small parts until the window
+    // If this machine is busy, packets can be lost. READ requests are then small until the window
     // has recovered.
     for _ in 0..16 {
         block_on(lun.write(0, buffer(&lun, 1 << 20), false)).unwrap();
@@ -55,7 +55,7 @@ fn session(capture: &Path) {
     let beyond = block_on(lun.read(64 << 20, buffer(&lun, 512)));
     assert!(beyond.is_err(), "an answer with sense data");
     block_on(session.close());
-    // One that is refused.
+    // A session that is rejected.
     let stranger: SrpUrl = "srp://127.0.73.1/0?id_ext=1&ioc_guid=2".parse().unwrap();
     assert!(block_on(client.connect(&stranger)).is_err());
     std::thread::sleep(Duration::from_millis(100));
@@ -71,7 +71,7 @@ fn tshark_understands_a_whole_session() {
     }
     let capture = std::env::temp_dir().join(format!("riser-session-{}.pcap", std::process::id()));
     session(&capture);
-    // Dissectors that guess at payloads see in ours what is not there.
+    // These dissectors try to guess the payload type, and would find packets that don't exist.
     let guesses = ["rpcordma", "smb_direct", "nvme-rdma", "iser"];
     let rows = dissect(&capture, &guesses);
     std::fs::remove_file(&capture).unwrap();

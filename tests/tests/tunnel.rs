@@ -1,6 +1,6 @@
-//! The tunnels of the book's page on security: a target behind one, over RDMA and TCP, and what can
-//! be seen of it from outside. In network namespaces, with the host's WireGuard or `wireguard-go`,
-//! and with the host's ESP.
+//! Tests the tunnels described on the security page of the book: a target is used via a tunnel over
+//! RDMA and TCP, and we check the packets that are visible outside. This uses network namespaces,
+//! WireGuard from the host or `wireguard-go`, and ESP from the host.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints which way it was tried")]
@@ -27,17 +27,17 @@ use riser_testkit::programs::{Pair, missing, skip, tool};
 use riser_tests::load::Disk;
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Protocol number of the Internet Group Management Protocol.
+/// Protocol number for the Internet Group Management Protocol.
 const IGMP: u8 = 2;
 
 const IQN: &str = "iqn.2026-01.com.example:tunnel";
-/// The ends of a tunnel of its own.
+/// Inner addresses for tunnels that need separate addresses.
 const INNER: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
 const PATIENCE: Duration = Duration::from_secs(30);
-/// What is written, and must not be seen outside.
+/// Data to write, which must not be visible outside.
 const MARK: &[u8; 32] = b"a mark that no one else may read";
 
-/// What passes outside of the tunnel.
+/// Packets seen outside the tunnel.
 struct Outside {
     socket: Socket,
     packets: u64,
@@ -47,7 +47,7 @@ struct Outside {
 }
 
 impl Outside {
-    /// Call it in the switch's namespace.
+    /// Must be called in the switch namespace.
     fn new() -> Self {
         let every_protocol = Protocol::from(i32::from(3u16.to_be()));
         let socket = Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol)).unwrap();
@@ -72,7 +72,7 @@ impl Outside {
             self.marks += u64::from(frame.windows(MARK.len()).any(|part| part == MARK));
             let port = u16::from_be_bytes([frame[36], frame[37]]);
             let kind = (frame[23], if frame[23] == 17 { port } else { 0 });
-            // Hosts report their multicast groups by themselves.
+            // These are sent by hosts to report their multicast groups.
             if kind.0 == IGMP {
                 continue;
             }
@@ -83,7 +83,7 @@ impl Outside {
     }
 }
 
-/// Writes the mark to a disk, and reads it, by one protocol.
+/// Writes the mark to a disk and reads it again using one of the protocols.
 fn use_disk(scheme: &str, target: Ipv4Addr, host: Ipv4Addr) {
     let builder = Client::builder().pool(4 << 20);
     let client = match scheme {
@@ -123,8 +123,8 @@ fn serve(world: &World, address: Ipv4Addr) -> Pair {
     })
 }
 
-/// A disk at an address of the target's, used from one of the host's: how many packets have passed,
-/// how many of them show what is on the disk, and of which kinds they were.
+/// Uses a disk from one of the host addresses. Returns the number of packets, how many of them
+/// contain the data on the disk, and their types.
 fn try_out(world: &Arc<World>, target: Ipv4Addr, host: Ipv4Addr) -> Outside {
     let mut outside = world.switch.run(Outside::new);
     let mut pair = serve(world, target);
@@ -136,7 +136,7 @@ fn try_out(world: &Arc<World>, target: Ipv4Addr, host: Ipv4Addr) -> Outside {
     outside
 }
 
-/// Without a tunnel, all of it is there to be read.
+/// Without a tunnel, all data must be visible.
 #[test]
 fn without_a_tunnel_data_are_seen() {
     let world = match World::new() {
@@ -148,7 +148,7 @@ fn without_a_tunnel_data_are_seen() {
     assert!(outside.kinds.contains(&(17, 4791)));
 }
 
-/// An end of a WireGuard tunnel.
+/// One side of a WireGuard tunnel.
 struct WireGuard {
     name: String,
     dir: PathBuf,
@@ -156,7 +156,7 @@ struct WireGuard {
 }
 
 impl WireGuard {
-    /// Makes the interface in the calling thread's namespace.
+    /// Creates the interface in the namespace of the current thread.
     fn new(dir: &Path, end: usize) -> Self {
         let name = format!("rg{}{}", std::process::id(), end);
         let by_kernel = sh(&format!("ip link add {name} type wireguard")).is_ok();
@@ -179,7 +179,7 @@ impl WireGuard {
         self.dir.join(format!("key-{end}"))
     }
 
-    /// Lets the other end in, with its inner address alone.
+    /// Adds the peer, which is only allowed to use its inner address.
     fn join(&self, end: usize, peer_key: &str, outer: Ipv4Addr) {
         let (name, other) = (&self.name, INNER[1 - end]);
         let key = self.key_file(end);
@@ -264,8 +264,8 @@ fn wireguard_carries_every_protocol_and_shows_nothing() {
     fs::remove_dir_all(&dir).unwrap();
 }
 
-/// ESP in transport mode for all that passes between two hosts, as the page's `swanctl.conf`
-/// negotiates it, with keys that are set by hand.
+/// Uses ESP in transport mode for all packets between two hosts. This is the same as negotiated by
+/// the `swanctl.conf` on this page, but the keys are set manually.
 #[test]
 fn ipsec_carries_every_protocol_and_shows_nothing() {
     const NAME: &str = "ipsec_carries_every_protocol_and_shows_nothing";

@@ -1,8 +1,7 @@
-//! The daemon's program is exchanged, and the daemon restarted, while initiators write and read
-//! over all three protocols: a real `riserd` in a process of its own, and real initiators on
-//! loopback.
+//! Replaces the daemon's binary and restarts the daemon while initiators read and write using all
+//! three protocols. This uses a real `riserd` process and real initiators on loopback.
 //!
-//! What an initiator has an answer for is written in the end, and no command of it has failed.
+//! At the end, all acknowledged writes must be present, and no command must have failed.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(
@@ -28,14 +27,15 @@ use serde_json::Value;
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
 
-/// Bytes that a load has for itself.
+/// Size of the region used for each load, in bytes.
 const REGION: u64 = 1 << 20;
 
-/// How long anything may take that happens by itself: writes wait for a real disk, which others may
-/// use.
+/// Timeout for any event that should happen without our help. Writes may have to wait for a real
+/// disk that is also used by other processes.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A `riserd` with a disk in a file and one in memory, served by all protocols at 127.0.`number`.1.
+/// A `riserd` with a file and a RAM disk, which are exported using all protocols on
+/// 127.0.`number`.1.
 struct Daemon {
     dir: PathBuf,
     number: u8,
@@ -69,7 +69,7 @@ impl Daemon {
         daemon
     }
 
-    /// Starts it, and waits until it serves.
+    /// Starts the daemon and waits until it's ready.
     fn serve(&mut self) {
         let log = self.dir.join("log");
         let log = File::options().create(true).append(true).open(log).unwrap();
@@ -91,7 +91,7 @@ impl Daemon {
         self.process.as_ref().unwrap().id()
     }
 
-    /// As `systemctl restart` does it.
+    /// Restarts the daemon in the same way as `systemctl restart`.
     fn restart(&mut self) {
         let mut process = self.process.take().unwrap();
         let pid = process.id().to_string();
@@ -131,7 +131,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Sessions over all protocols, with a load for each disk on each of them.
+/// Sessions using all protocols, with a load for each disk.
 struct Load {
     sessions: Vec<Session>,
     stop: Arc<AtomicBool>,
@@ -163,7 +163,7 @@ impl Load {
         load
     }
 
-    /// Waits until every load has done something.
+    /// Waits until all loads have made progress.
     fn goes_on(&self) {
         let at = || self.done.iter().map(|done| done.load(Ordering::Relaxed));
         let before: Vec<u64> = at().collect();
@@ -173,7 +173,7 @@ impl Load {
         });
     }
 
-    /// Ends it, with a last look at all that was written; how often something was.
+    /// Stops the load and verifies all data that was written. Returns the number of writes.
     fn end(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads {
@@ -186,7 +186,7 @@ impl Load {
     }
 }
 
-/// Bytes that differ from round to round.
+/// Creates data that is different in each round.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -203,7 +203,7 @@ fn read(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
-/// Writes and reads a region until `stop` is set, and reads all of it in the end.
+/// Reads and writes a region until `stop` is set, then reads the whole region.
 fn work(lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
     let start = place * REGION;
     let mut written = read(lun, start, REGION as usize);
@@ -216,7 +216,7 @@ fn work(lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
         buffer.slice().write(0, &data);
         block_on(lun.write(start + at as u64, buffer, false)).unwrap();
         written[at..at + len].copy_from_slice(&data);
-        // Something older.
+        // Also check older data.
         let other = (round * 7 % 32 * (32 << 10)) as usize;
         let found = read(lun, start + other as u64, 4096);
         assert!(found == written[other..other + 4096], "round {round}");

@@ -2,18 +2,16 @@
 # The guest's only service: runs N.sh from the shared folder, in order, each in a session of its
 # own, and leaves its output and exit status in N.out and N.status. `stop` in place of N.sh ends it.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C
-mkdir -p /dev/shm /dev/pts /run /var/tmp /tmp
-ln -sf /proc/self/fd /dev/fd
-mount -t tmpfs -o size=60% shm /dev/shm
-mount -t devpts devpts /dev/pts
-mount -t tmpfs run /run
-ip link set lo up
-version=$(uname -r)
-rm -rf "/lib/modules/$version"
-mkdir -p /lib/modules
-ln -s "$(cat /vm/modules)" "/lib/modules/$version"
-modprobe configfs
-mount -t configfs configfs /sys/kernel/config
+if [ ! -d /run/systemd/system ]; then
+    mkdir -p /dev/shm /dev/pts /run /var/tmp /tmp
+    ln -sf /proc/self/fd /dev/fd
+    mount -t tmpfs -o size=60% shm /dev/shm
+    mount -t devpts devpts /dev/pts
+    mount -t tmpfs run /run
+    ip link set lo up
+    modprobe configfs
+    mount -t configfs configfs /sys/kernel/config
+fi
 mkdir -p /etc/target/pr /var/target/pr
 for n in $(seq 1 100000); do
     until [ -e "/vm/$n.sh" ] || [ -e /vm/stop ]; do sleep 0.1; done
@@ -28,6 +26,7 @@ for n in $(seq 1 100000); do
     echo $status >"/vm/$n.status.new"
     mv "/vm/$n.status.new" "/vm/$n.status"
 done
+[ ! -d /run/systemd/system ] || exec systemctl --no-block poweroff
 sync
 echo o >/proc/sysrq-trigger
 sleep 60

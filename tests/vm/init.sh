@@ -17,7 +17,11 @@ done
 /bin/busybox rm -rf /new/var/lib/riserd || echo "the guest sees the host's /var/lib/riserd"
 /bin/busybox mkdir -p /new/vm
 /bin/busybox mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=none share /new/vm
+version=$(/bin/busybox uname -r)
+/bin/busybox rm -rf "/new/lib/modules/$version"
+/bin/busybox mkdir -p /new/lib/modules
+/bin/busybox ln -s "$(/bin/busybox cat /new/vm/modules)" "/new/lib/modules/$version"
 for dir in proc sys dev; do
     /bin/busybox mount --move /$dir /new/$dir
 done
-exec /bin/busybox switch_root /new /bin/bash /vm/guest.sh
+exec /bin/busybox switch_root /new /bin/bash "/vm/$RIG_INIT"

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::{Fault, Plan, Protocol, Trouble};
 use crate::target::{self, IQN, SERIAL, rdma_address, tcp_address};
-use crate::{cheat, exchange, initiator};
+use crate::{cheat, exchange, hog, initiator};
 
 /// Number of the unit that changes.
 pub const SIDE: u16 = 20;
@@ -356,6 +356,14 @@ impl Layout {
                 file(&name, &index.to_string(), 1, ", write_cache: off");
             }
         }
+        for index in 0..hog::disk_count(plan) {
+            file(
+                &format!("h{index}"),
+                &format!("h{index}"),
+                hog::MIB,
+                ", write_cache: on",
+            );
+        }
         if plan.is_administered() {
             let is_other = self.refusal == Some(Refusal::OtherFile);
             // Those of a user whose history knows nothing of a cache.
@@ -386,6 +394,9 @@ impl Layout {
             for index in 0..plan.initiators.len() {
                 let _ = write!(luns, ", {}: {{ backend: p{index} }}", index + 10);
             }
+        }
+        for index in 0..hog::disk_count(plan) {
+            let _ = write!(luns, ", {}: {{ backend: h{index} }}", index + 30);
         }
         if plan.is_administered() {
             for one in self.seen().iter().skip(1) {
@@ -440,7 +451,7 @@ impl Layout {
         let denies = |trouble: &Trouble| matches!(trouble.fault, Fault::Admin(AdminFault::Deny(_)));
         let may_deny = plan.troubles.iter().any(denies);
         let of_cheats = cheat::rules(&plan.cheats);
-        if !plan.private_units && !may_deny && of_cheats.is_none() {
+        if !plan.private_units && !may_deny && of_cheats.is_none() && plan.hogs.is_empty() {
             return "open".to_owned();
         }
         let is_closed = may_deny || of_cheats.is_some();
@@ -451,6 +462,7 @@ impl Layout {
         if plan.exchange {
             rules += &format!("{{ address: {} }}, ", initiator::address(exchange::NUMBER));
         }
+        rules += &hog::rules(&plan.hogs);
         for index in (0..plan.initiators.len()).filter(|index| !self.is_denied(*index)) {
             for moves in 0..initiator::ADDRESSES {
                 let address = initiator::address_after(index, moves as u8);

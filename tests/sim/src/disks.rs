@@ -58,6 +58,8 @@ pub enum DiskFault {
     StallDisk(usize),
     /// Operations do not end, each with this probability.
     StallSome(f64),
+    /// Operations on the disk of a [`Hog`](crate::hog::Hog) do not end. No other peer may notice.
+    HangDisk(usize),
 }
 
 impl DiskFault {
@@ -134,6 +136,8 @@ pub struct DiskFaults {
     pub(crate) is_stalled: bool,
     /// Those that do nothing while others work.
     pub(crate) stalled: Vec<Disk>,
+    /// Those of hogs that do nothing.
+    pub(crate) hung: Vec<Disk>,
     /// Share of operations that do not end.
     pub(crate) held: f64,
     pub(crate) failure: f64,
@@ -162,7 +166,10 @@ impl DiskFaults {
             DiskFault::DoneButFailed(probability) => self.done_but_failed = probability,
             DiskFault::FullDisk => self.is_full = true,
             DiskFault::StallSome(share) => self.held = share,
-            DiskFault::FailOnce(_) | DiskFault::LoseWriteBack(_) | DiskFault::StallDisk(_) => {}
+            DiskFault::FailOnce(_)
+            | DiskFault::LoseWriteBack(_)
+            | DiskFault::StallDisk(_)
+            | DiskFault::HangDisk(_) => {}
         }
     }
 

@@ -41,6 +41,9 @@ pub struct Dial {
     pub stream: UnixStream,
 }
 
+/// BUSY: the unit may still execute commands of an older session.
+const BUSY: u8 = 0x08;
+
 /// RESERVATION CONFLICT.
 const CONFLICT: u8 = 0x18;
 
@@ -55,7 +58,11 @@ const AGAIN: Duration = Duration::from_millis(500);
 
 /// Time that a command takes at most where nothing holds it up. What others do must not make it
 /// longer: an initiator that does not send its data is given up only after more than that.
-const PROMPT: Duration = Duration::from_secs(10);
+pub const PROMPT: Duration = Duration::from_secs(10);
+
+/// The same for the unit of an ORDERED command whose data trickle. The target looks for waiting
+/// initiators every five seconds, and disconnects that one five seconds later.
+const PROMPT_IN_ORDER: Duration = Duration::from_secs(15);
 
 /// Address of an initiator in the beginning.
 #[must_use]
@@ -80,6 +87,23 @@ pub struct SimulatedEnv {
     device: Option<Endpoint>,
     dialed: Dialed,
     random: Rng,
+}
+
+impl SimulatedEnv {
+    /// Surroundings of an engine, with or without an RDMA device.
+    pub(crate) fn new(
+        address: IpAddr,
+        device: Option<Endpoint>,
+        dialed: &Dialed,
+        random: Rng,
+    ) -> Self {
+        Self {
+            address,
+            device,
+            dialed: Rc::clone(dialed),
+            random,
+        }
+    }
 }
 
 impl Env for SimulatedEnv {
@@ -164,12 +188,8 @@ impl Initiator {
         if let Some(device) = &mut device {
             device.set_mtu(plan.mtus[1]);
         }
-        let env = SimulatedEnv {
-            address,
-            device,
-            dialed: Rc::clone(dialed),
-            random: Rng::with_seed(rng.u64(..)),
-        };
+        let random = Rng::with_seed(rng.u64(..));
+        let env = SimulatedEnv::new(address, device, dialed, random);
         let builder = Client::builder()
             .pool(POOL)
             .queue_size(rng.u16(1..=32))
@@ -278,14 +298,15 @@ impl Initiator {
             opened.borrow_mut().push((users[0].0.clone(), lun.clone()));
             let mut all = Executor::default();
             for (user, rng) in users {
-                all.spawn(user.work(lun.clone(), plan.clone(), rng, Rc::clone(&is_dead)));
+                let (client, lun) = (client.clone(), lun.clone());
+                all.spawn(user.work(client, lun, plan.clone(), rng, Rc::clone(&is_dead)));
             }
             if let Some((user, rng)) = private {
                 all.spawn(async move {
                     let own = private_unit(&client, lun.session(), &is_dead).await;
                     if let Some(own) = own {
                         opened.borrow_mut().push((user.clone(), own.clone()));
-                        user.work(own, plan, rng, is_dead).await;
+                        user.work(client, own, plan, rng, is_dead).await;
                     }
                 });
             }
@@ -312,6 +333,9 @@ pub struct User {
     pub model: Option<Rc<Model>>,
     /// Nor does anything make requests slow.
     pub is_prompt: bool,
+    /// An ORDERED command of another initiator may be in the task set of the unit for some seconds, or
+    /// in that of another unit whose commands are in the same queue.
+    pub is_in_order: bool,
     /// No other initiator is a reason for what goes wrong.
     pub is_alone: bool,
     /// When its command has begun; it has one at a time.
@@ -349,7 +373,11 @@ impl User {
         };
         coverage::note("command", command, &outcome);
         let time = events::now() - self.begun.get();
-        if self.is_prompt && time > PROMPT {
+        let most = match self.is_in_order {
+            true => PROMPT_IN_ORDER,
+            false => PROMPT,
+        };
+        if self.is_prompt && time > most {
             let why = format!("a quiet day, and a {command} takes {time:?}: {outcome}");
             self.judge::<(), _>(Err(why));
         }
@@ -383,11 +411,21 @@ impl User {
     }
 
     /// Uses the disk at random, until its process dies.
-    pub async fn work(self, lun: Lun, plan: Plan, mut rng: Rng, is_dead: Rc<Cell<bool>>) {
+    pub async fn work(
+        self,
+        client: Client,
+        lun: Lun,
+        plan: Plan,
+        mut rng: Rng,
+        is_dead: Rc<Cell<bool>>,
+    ) {
         let lun = lun.with_timeout(plan.timeout);
         for _ in 0..plan.commands {
             if is_dead.get() {
                 return;
+            }
+            if !plan.pause.is_zero() {
+                pause(&client, plan.pause.mul_f64(rng.f64())).await;
             }
             let len = rng.u64(1..=plan.longest.min(plan.blocks));
             let first = rng.u64(..=plan.blocks - len);
@@ -416,6 +454,7 @@ impl User {
             Err(error) => {
                 self.on_failure(&error);
                 match error {
+                    LunError::Status(BUSY) => self.history.lose(id),
                     LunError::Check { .. } | LunError::Status(_) => self.history.refuse(id),
                     _ => self.history.lose(id),
                 }

@@ -25,6 +25,8 @@
 //! | [`model`], [`reservations`] | what it may see of reservations and unit attentions |
 //! | [`exchange`] | a user of a unit that becomes another disk |
 //! | [`flood`] | a peer that asks for much and takes nothing for a while |
+//! | [`hog`] | peers with deep queues for disks that hang, or with data that trickle |
+//! | [`foreign`] | a target of another make, for the initiator alone |
 //! | [`keeper`] | what the target keeps through a power loss, besides the disk, and fails to keep |
 //! | [`memory`] | what the target may allocate |
 //! | [`leaks`] | data that leave for a peer that may not read them |
@@ -42,7 +44,8 @@
 //! [`run::PATIENCE`] of virtual time after the last fault has gone; if buffers and connections, and
 //! what the target had for them, are back at the end; if the target has no more memory than its
 //! sessions announce ([`memory`]); and if no data of a unit left for an
-//! initiator that may not read it ([`leaks`]).
+//! initiator that may not read it ([`leaks`]). Disks that hang and peers that trickle delay no
+//! command of another initiator for longer than [`initiator::PROMPT`].
 //!
 //! # Determinism
 //! Actors take turns in an order that the seed chooses. Nothing reads a clock, and nothing draws a
@@ -60,6 +63,8 @@ pub mod events;
 pub mod exchange;
 pub mod executor;
 pub mod flood;
+pub mod foreign;
+pub mod hog;
 pub mod initiator;
 pub mod keeper;
 pub mod leaks;

@@ -22,6 +22,9 @@ const OF_DEVICE: usize = 1536 << 10;
 /// Bytes that a connection leaves behind, of the tables of its worker that have grown.
 const OF_PLACE: usize = 4 << 10;
 
+/// Bytes that a queued command leaves behind, of the same tables.
+const OF_COMMAND: usize = 2 << 10;
+
 /// Growth for which all connections are asked, which takes time.
 const GROWTH: usize = 64 << 10;
 
@@ -35,7 +38,7 @@ pub struct Meter {
     before: isize,
     /// Bytes of devices that come back.
     of_devices: usize,
-    /// Bytes that a flood of connections leaves behind.
+    /// Bytes that a flood of connections and deep queues leave behind.
     of_flood: usize,
     /// Bytes in use at the last look.
     seen: usize,
@@ -52,10 +55,11 @@ impl Meter {
             true => OF_DEVICE * plan.workers * plan.paths,
             false => 0,
         };
+        let commands = plan.hogs.iter().map(|hog| hog.depth);
         Self {
             before: Attributed::in_use(),
             of_devices,
-            of_flood: OF_PLACE * plan.flood as usize,
+            of_flood: OF_PLACE * plan.flood as usize + OF_COMMAND * commands.sum::<usize>(),
             seen: 0,
             paths: plan.paths,
         }

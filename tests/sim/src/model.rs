@@ -349,25 +349,17 @@ impl Model {
         state.lose_memory();
     }
 
-    /// Workers are about to serve the unit no longer; each has the reservations until it has heard of
-    /// that.
+    /// Workers are about to stop serving the unit.
     pub fn begin_removal(&self) {
-        let mut state = self.0.borrow_mut();
-        state.tick();
-        let mut possible = state.possible().to_vec();
-        let after: Vec<_> = possible
-            .iter()
-            .map(Reservations::after_power_loss)
-            .collect();
-        possible.extend(after);
-        state.become_one_of(possible);
+        self.0.borrow_mut().tick();
     }
 
-    /// The unit is no longer served, and forgets what it would forget without power. A change that
-    /// is still on its way may come when it is served again.
+    /// The unit is no longer served. Reservations belong to its backend and stay; the nexuses are
+    /// forgotten. A pending change may take effect when the unit is served again.
     pub fn remove(&self) {
         let mut state = self.0.borrow_mut();
-        state.lose_memory();
+        let now = state.tick();
+        state.forget_nexuses(now);
         let after = state.possible().to_vec();
         let Some(change) = &mut state.change else {
             return;
@@ -580,11 +572,16 @@ impl State {
     /// What does not persist through a loss of power is gone, and nexuses need not hear of it.
     fn lose_memory(&mut self) {
         let now = self.tick();
-        self.resets.clear();
-        self.endings.clear();
         let after = self.possible().iter();
         let after = after.map(Reservations::after_power_loss).collect();
         self.become_one_of(after);
+        self.forget_nexuses(now);
+    }
+
+    /// Unit attentions and pending resets of all nexuses may be lost.
+    fn forget_nexuses(&mut self, now: u64) {
+        self.resets.clear();
+        self.endings.clear();
         for nexus in self.nexuses.values_mut() {
             nexus.excuse();
             nexus.forgotten = Some(now);

@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 use crate::admin::AdminFault;
 use crate::cheat::CheatPlan;
 use crate::disks::DiskFault;
+use crate::foreign::{self, ForeignFault, Traits};
+use crate::hog::{self, HogPlan};
 use crate::initiator::TIMEOUT;
 use crate::keeper::SaveFailure;
 use crate::model::Knowledge;
@@ -22,6 +24,12 @@ const MILD: f64 = 1.0;
 
 /// Longest time that something is held where no connection breaks.
 const BRIEF: Duration = Duration::from_millis(500);
+
+/// Remainder by eight of seeds with a foreign target.
+const FOREIGN: u64 = 7;
+
+/// Remainder by 16 of seeds with hogs.
+const HOGS: u64 = 3;
 
 /// The protocol of an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,6 +116,8 @@ pub enum Fault {
     Admin(AdminFault),
     /// Something happens to the target's process, or to a thread of it.
     Process(ProcessFault),
+    /// A fault of a target of another make.
+    Foreign(ForeignFault),
 }
 
 /// Ends of the target's process, and faults of its workers.
@@ -155,14 +165,17 @@ impl Fault {
     /// Names of all kinds, as in files of plans.
     #[must_use]
     pub fn kinds() -> Vec<&'static str> {
+        const NESTED: [&str; 5] = ["disk", "nic", "admin", "process", "foreign"];
         let own = text::variants_of::<Self>().iter();
-        let own = own.filter(|name| !["disk", "nic", "admin", "process"].contains(name));
+        let own = own.filter(|name| !NESTED.contains(name));
         let disks = text::variants_of::<DiskFault>();
         let nics = text::variants_of::<NicFault>();
         let changes = text::variants_of::<AdminFault>();
         let processes = text::variants_of::<ProcessFault>();
         let own = own.chain(disks).chain(nics);
-        own.chain(changes).chain(processes).copied().collect()
+        let foreign = text::variants_of::<ForeignFault>();
+        let all = own.chain(changes).chain(processes).chain(foreign);
+        all.copied().collect()
     }
 
     /// Names of those that seeds have.
@@ -182,6 +195,7 @@ impl Fault {
             Self::Nic(_, fault) => text::variant_of(&fault),
             Self::Admin(change) => text::variant_of(&change),
             Self::Process(fault) => text::variant_of(&fault),
+            Self::Foreign(fault) => text::variant_of(&fault),
             fault => text::variant_of(&fault),
         }
     }
@@ -191,9 +205,10 @@ impl Fault {
     pub fn fails_disks(self) -> bool {
         match self {
             Self::FailDisks(_) => true,
-            Self::Disk(fault) => {
-                !matches!(fault, DiskFault::StallDisk(_) | DiskFault::StallSome(_))
-            }
+            Self::Disk(fault) => !matches!(
+                fault,
+                DiskFault::StallDisk(_) | DiskFault::StallSome(_) | DiskFault::HangDisk(_)
+            ),
             _ => false,
         }
     }
@@ -223,6 +238,8 @@ impl Fault {
             } => loss + corruption <= MILD,
             Self::Delay { share, most } => share * 100.0 <= MILD && most <= BRIEF,
             Self::Admin(change) => change.is_mild(),
+            // Only hogs use it.
+            Self::Disk(DiskFault::HangDisk(_)) => true,
             _ => false,
         }
     }
@@ -308,10 +325,17 @@ pub struct Plan {
     pub ring: u32,
     /// Each initiator has a unit that others may not read.
     pub private_units: bool,
+    /// Peers that occupy shared resources for as long as they can.
+    pub hogs: Vec<HogPlan>,
+    /// Longest pause between two commands of a task.
+    #[serde(with = "text::duration")]
+    pub pause: Duration,
     /// Pings with data of a peer that does not read their answers for a while.
     pub flood: u32,
     /// A user of ours has the unit that an administrator exchanges for another disk.
     pub exchange: bool,
+    /// The initiator has a target of another make instead of ours.
+    pub foreign: Option<Traits>,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
 }
@@ -344,8 +368,11 @@ impl Default for Plan {
             sends: None,
             ring: 511,
             private_units: false,
+            hogs: Vec::new(),
+            pause: Duration::ZERO,
             flood: 0,
             exchange: false,
+            foreign: None,
             troubles: Vec::new(),
         }
     }
@@ -366,6 +393,12 @@ impl Plan {
     /// The plan of a seed in which only these kinds of trouble happen.
     #[must_use]
     pub fn drawn(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Self {
+        if seed % 8 == FOREIGN {
+            return foreign::draw(seed, is_wanted);
+        }
+        if seed % 16 == HOGS {
+            return hog::draw(seed, is_wanted);
+        }
         let mut rng = Rng::with_seed(seed);
         let kinds = [Protocol::Srp, Protocol::Iser, Protocol::Iscsi];
         let initiators = (0..rng.usize(1..=3)).map(|_| kinds[rng.usize(..3)]);
@@ -475,11 +508,14 @@ impl Plan {
         let connections = iscsi + rivals.iter().map(|one| one.connections).sum::<usize>() + 2;
         let connections = connections + usize::from(flood > 0) + usize::from(exchange) * paths;
         Self {
+            hogs: Vec::new(),
+            pause: Duration::ZERO,
             flood,
             exchange,
             paths,
             rivals,
             seed,
+            foreign: None,
             timeout,
             segments,
             connections: match cheats.iter().any(|one| one.aim.joins(one.protocol)) {
@@ -529,14 +565,51 @@ impl Plan {
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         let mut troubles = self.troubles.iter();
-        troubles.all(|trouble| trouble.fault.is_mild()) && self.timeout >= TIMEOUT
+        let is_mild = |one: &Trouble| one.fault.is_mild() || self.is_refused_upgrade(one);
+        troubles.all(is_mild) && self.timeout >= TIMEOUT
+    }
+
+    /// Whether a trouble is an upgrade that must be refused before any session ends: operations of a
+    /// disk have been hanging for some seconds.
+    #[must_use]
+    pub fn is_refused_upgrade(&self, trouble: &Trouble) -> bool {
+        let is_upgrade = matches!(
+            trouble.fault,
+            Fault::Process(ProcessFault::Upgrade | ProcessFault::FailedUpgrade)
+        );
+        let hangs = |other: &Trouble| match other.fault {
+            Fault::Disk(DiskFault::HangDisk(disk)) => {
+                let mut users = self.hogs.iter();
+                other.from + hog::ESTABLISHED <= trouble.from
+                    && trouble.until + hog::ESTABLISHED <= other.until
+                    && users.any(|hog| hog.disk == Some(disk) && hog.load.is_executed())
+            }
+            _ => false,
+        };
+        is_upgrade && self.troubles.iter().any(hangs)
+    }
+
+    /// Whether the only troubles are hogs, disks that hang, and upgrades: then no upgrade may end the
+    /// process as a failure does.
+    #[must_use]
+    pub fn may_only_hang(&self) -> bool {
+        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
+        faults.all(|fault| {
+            matches!(
+                fault,
+                Fault::Disk(DiskFault::HangDisk(_))
+                    | Fault::Process(ProcessFault::Upgrade | ProcessFault::FailedUpgrade)
+            )
+        })
     }
 
     /// Whether the target ends no connection by itself: a disk that stalls is no reason.
     #[must_use]
     pub fn keeps_connections(&self) -> bool {
-        let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
-        faults.all(|fault| fault.is_mild() || fault == Fault::StallDisks)
+        let mut troubles = self.troubles.iter();
+        troubles.all(|one| {
+            one.fault.is_mild() || one.fault == Fault::StallDisks || self.is_refused_upgrade(one)
+        })
     }
 
     /// Whether nothing goes wrong that an initiator may notice: all is mild, but for disks that only
@@ -579,7 +652,8 @@ impl Plan {
     /// changes its units.
     #[must_use]
     pub fn is_alone(&self) -> bool {
-        let peers = self.initiators.len() + self.rivals.len() + self.cheats.len();
+        let others = self.rivals.len() + self.cheats.len() + self.hogs.len();
+        let peers = self.initiators.len() + others;
         peers == 1 && self.troubles.is_empty()
     }
 

@@ -16,7 +16,9 @@ use riser_reactor::simulated::Listener;
 use riser_reactor::{Ring, RingConfig, mailbox};
 use riser_target::backend::{OpenError, OpenedStores, Spec, Store};
 use riser_target::host::{Host, SimulatedHost};
+use riser_target::server::drain::Drain;
 use riser_target::server::handover::{Handover, RamFiles, ServerState};
+use riser_target::server::hanging::BlockCheck;
 use riser_target::server::reload::{Change, ChangeError, ChangeStep};
 use riser_target::server::shutdown::Shutdown;
 use riser_target::server::{Keepers, Part, Server, SimulatedNetwork};
@@ -121,9 +123,17 @@ pub(crate) enum EndKind {
 pub(crate) enum Ending {
     /// A change has to be over first.
     Waiting(EndKind),
+    /// Workers report block operations that hang.
+    Checking { check: BlockCheck, fails: bool },
     /// Workers give duplicates of their sockets.
     Asking {
         answers: Vec<Receiver<io::Result<Vec<TcpListener>>>>,
+        sockets: Vec<TcpListener>,
+        fails: bool,
+    },
+    /// Sessions end, which can be undone.
+    Draining {
+        drain: Drain,
         sockets: Vec<TcpListener>,
         fails: bool,
     },
@@ -142,6 +152,8 @@ pub(crate) enum Ended {
     NotYet,
     /// Nothing has changed: this cannot be handed over.
     Refused(String),
+    /// Sessions have ended, and the process serves again.
+    Resumed(String),
     /// The process is gone, and all that was acknowledged is durable.
     Over,
     /// It is gone, and has left what the next one takes over.
@@ -171,6 +183,7 @@ impl Target {
             reservations: Some(Arc::new(self.kept.clone())),
             ports: Some(Arc::new(self.kept.clone())),
             identities: Some(Arc::new(self.kept.clone())),
+            blocklist: None,
         };
         let network = Arc::clone(&self.ground);
         let started = Server::simulated(&self.config, &state, keepers, opened, network);
@@ -371,11 +384,28 @@ impl Target {
                 self.ending = Some(Ending::Waiting(kind));
             }
             Some(Ending::Waiting(kind)) => return self.end_now(kind, now),
+            Some(Ending::Checking { mut check, fails }) => {
+                let server = self.server.as_mut().expect("it ends");
+                self.ending = Some(match check.poll(now) {
+                    None => Ending::Checking { check, fails },
+                    Some(Err(error)) => return Ended::Refused(error.to_string()),
+                    Some(Ok(())) => Ending::Asking {
+                        answers: server.ask_for_sockets(),
+                        sockets: Vec::new(),
+                        fails,
+                    },
+                });
+            }
             Some(Ending::Asking {
                 answers,
                 sockets,
                 fails,
             }) => return self.take_sockets(answers, sockets, fails, now),
+            Some(Ending::Draining {
+                drain,
+                sockets,
+                fails,
+            }) => return self.go_on_draining(drain, sockets, fails, now),
             Some(Ending::Stopping {
                 mut shutdown,
                 handover,
@@ -402,11 +432,8 @@ impl Target {
                 if let Err(error) = server.check_successor() {
                     return Ended::Refused(error.to_string());
                 }
-                Ending::Asking {
-                    answers: server.ask_for_sockets(),
-                    sockets: Vec::new(),
-                    fails,
-                }
+                let check = server.begin_block_check(now);
+                Ending::Checking { check, fails }
             }
             EndKind::Restart | EndKind::Failure => Ending::Stopping {
                 shutdown: server.begin_shutdown(now),
@@ -443,11 +470,34 @@ impl Target {
             answers.remove(0);
         }
         let server = self.server.as_mut().expect("it ends");
-        let handover = Some((server.hand_over(), sockets, fails));
-        self.ending = Some(Ending::Stopping {
-            shutdown: server.begin_shutdown(now),
-            handover,
-            kind: EndKind::Upgrade { fails },
+        self.ending = Some(Ending::Draining {
+            drain: server.begin_drain(now),
+            sockets,
+            fails,
+        });
+        Ended::NotYet
+    }
+
+    fn go_on_draining(
+        &mut self,
+        mut drain: Drain,
+        sockets: Vec<TcpListener>,
+        fails: bool,
+        now: Instant,
+    ) -> Ended {
+        let server = self.server.as_mut().expect("it ends");
+        self.ending = Some(match server.poll_drain(&mut drain, now) {
+            None => Ending::Draining {
+                drain,
+                sockets,
+                fails,
+            },
+            Some(Err(error)) => return Ended::Resumed(error.to_string()),
+            Some(Ok(())) => Ending::Stopping {
+                handover: Some((server.hand_over(), sockets, fails)),
+                shutdown: server.begin_shutdown(now),
+                kind: EndKind::Upgrade { fails },
+            },
         });
         Ended::NotYet
     }
@@ -495,6 +545,8 @@ impl Target {
     pub(crate) fn next_step(&self) -> Option<Instant> {
         let change = self.job.as_ref().and_then(|job| job.change.deadline());
         let end = self.ending.as_ref().and_then(|ending| match ending {
+            Ending::Checking { check, .. } => Some(check.deadline()),
+            Ending::Draining { drain, .. } => Some(drain.deadline()),
             Ending::Stopping { shutdown, .. } => Some(shutdown.deadline()),
             Ending::Waiting(_) | Ending::Asking { .. } => None,
         });

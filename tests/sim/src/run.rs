@@ -23,6 +23,7 @@ use crate::disks::DiskFault;
 use crate::exchange::{self, Disks};
 use crate::executor::Executor;
 use crate::flood::Flood;
+use crate::hog::{Hog, HogPlan};
 use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
 use crate::leaks::{self, Guard};
 use crate::memory::Meter;
@@ -34,7 +35,7 @@ use crate::rival::Rival;
 use crate::target::{self, Target};
 use crate::tcp::{Delays, Listeners, Network};
 use crate::watcher::{Ledger, Watcher};
-use crate::{coverage, events, nics, pulse};
+use crate::{coverage, events, foreign, nics, pulse};
 
 /// Virtual time after the last fault, in which all commands must have ended.
 pub const PATIENCE: Duration = Duration::from_secs(600);
@@ -102,6 +103,7 @@ struct World {
     rivals: Vec<Rival>,
     cheats: Vec<Cheat>,
     flood: Option<Flood>,
+    hogs: Vec<Hog>,
     /// What changes are to be seen, and those who look.
     ledger: Rc<RefCell<Ledger>>,
     watchers: Vec<Watcher>,
@@ -157,9 +159,11 @@ fn run_here(plan: &Plan) -> Result<Outcome, Box<Failure>> {
             why,
         })
     };
-    caught(|| World::new(plan, fabric.clone()).run())
-        .flatten()
-        .map_err(failed)
+    let run = || match &plan.foreign {
+        Some(traits) => foreign::run(plan, traits, fabric.clone()),
+        None => World::new(plan, fabric.clone()).run(),
+    };
+    caught(run).flatten().map_err(failed)
 }
 
 impl World {
@@ -227,6 +231,7 @@ impl World {
             ledger,
             failed: None,
             flood: None,
+            hogs: Vec::new(),
             cheats: cheats.collect(),
             twins: BTreeMap::new(),
             history: history(),
@@ -269,6 +274,7 @@ impl World {
             is_quiet: self.plan.is_quiet(),
             model: Some(Rc::clone(&self.model)),
             is_prompt: self.plan.is_prompt(),
+            is_in_order: self.plan.hogs.iter().any(HogPlan::delays_all),
             is_alone: self.plan.is_alone(),
             begun: Cell::default(),
             verdict: Rc::clone(&self.verdict),
@@ -303,10 +309,12 @@ impl World {
             self.flood = Some(flood);
         }
         let healed = self.plan.healed();
+        self.start_hogs(healed);
         self.run_until("all commands have ended", healed + PATIENCE, |world| {
             world.executor.is_empty()
                 && world.rivals.iter().all(Rival::is_over)
                 && world.flood.as_ref().is_none_or(Flood::is_over)
+                && world.hogs.iter().all(Hog::is_over)
                 && world.fabric.elapsed() >= healed
                 && !world.active.contains(&true)
                 && !world.initiators.iter().any(|one| one.is_leaving)
@@ -479,6 +487,16 @@ impl World {
         }
     }
 
+    /// Starts hogs, which leave when all disks work again.
+    fn start_hogs(&mut self, healed: Duration) {
+        let start = self.fabric.now();
+        let until = start - self.fabric.elapsed() + healed;
+        let mut chance = Rng::with_seed(self.plan.seed ^ 0x4096);
+        let hogs = self.plan.hogs.iter().copied().enumerate();
+        let hogs = hogs.map(|hog| Hog::new(hog, &self.dialed, (start, until), chance.fork()));
+        self.hogs = hogs.collect();
+    }
+
     /// While no command is under way, SRP targets have no unit of a request limit: what they keep of
     /// an aborted command comes back with an answer, if only that to a ping.
     fn check_credit(&mut self) -> Result<(), String> {
@@ -592,6 +610,9 @@ impl World {
             worked |= watcher.step(now);
         }
         worked |= self.flood.as_mut().is_some_and(|flood| flood.step(now));
+        for hog in &mut self.hogs {
+            worked |= hog.step(now);
+        }
         // Also those that came or went with a trouble.
         if worked || self.is_changed {
             self.network.note_activity(None);
@@ -668,6 +689,7 @@ impl World {
             .chain(self.cheats.iter().filter_map(Cheat::next_deadline))
             .chain(self.watchers.iter().filter_map(Watcher::next_deadline))
             .chain(self.flood.as_ref().and_then(Flood::next_deadline))
+            .chain(self.hogs.iter().filter_map(Hog::next_deadline))
             .chain(self.administrator.next_deadline(&self.target, now))
             .chain(self.failed)
             .min()
@@ -686,6 +708,14 @@ impl World {
                 debug!(why, "the upgrade is refused");
                 if !self.plan.may_fail_shutdown() {
                     self.blame(format!("an upgrade is refused: {why}"));
+                }
+                true
+            }
+            Ended::Resumed(why) => {
+                coverage::note("process", "upgrade", "undone");
+                debug!(why, "the upgrade is undone");
+                if self.plan.is_quiet() || !self.plan.may_fail_shutdown() {
+                    self.blame(format!("an upgrade ends sessions and is undone: {why}"));
                 }
                 true
             }
@@ -713,12 +743,15 @@ impl World {
         match ended {
             Ended::HandedOver => {
                 coverage::note("process", "end", "handed over");
+                if self.plan.is_quiet() {
+                    self.blame("an upgrade is not refused while a disk hangs".to_owned());
+                }
                 self.model.hand_over();
             }
             Ended::Failed(why) => {
                 coverage::note("process", "end", "failed");
                 debug!(why, "the shutdown failed");
-                if !self.plan.may_fail_shutdown() {
+                if !self.plan.may_fail_shutdown() || self.plan.may_only_hang() {
                     self.blame(format!("the shutdown failed: {why}"));
                 }
                 self.ledger.borrow_mut().lose_memory(self.fabric.now());
@@ -1036,11 +1069,16 @@ impl World {
             Fault::Disk(DiskFault::StallDisk(number)) => Some(*number),
             _ => None,
         });
+        let hung = active.iter().filter_map(|fault| match fault {
+            Fault::Disk(DiskFault::HangDisk(number)) => Some(*number),
+            _ => None,
+        });
         let (mut delay, mut saving) = (None, None);
         let disks = &mut self.target.faults;
         disks.reset();
         disks.is_stalled = active.contains(&Fault::StallDisks);
         self.target.stall_disks(stalled);
+        self.target.hang_disks(hung);
         let disks = &mut self.target.faults;
         let mut wire = FaultConfig::default();
         for fault in active {

@@ -26,6 +26,7 @@ use riser_transport::roce::nic::NicUsage;
 
 use crate::admin::Layout;
 use crate::disks::DiskFaults;
+use crate::hog;
 use crate::keeper::{Kept, Saves};
 use crate::memory;
 use crate::plan::Plan;
@@ -42,7 +43,7 @@ pub(crate) const SERIAL: &str = "D";
 const TIMERS: usize = 64;
 
 /// Sessions at once: more than there ever are.
-const SESSIONS: u32 = 64;
+pub(crate) const SESSIONS: u32 = 64;
 
 /// Wait between rounds of a worker that polls.
 const SPIN: Duration = Duration::from_micros(10);
@@ -140,6 +141,8 @@ pub struct Target {
     disk: Disk,
     /// Those of units that one initiator sees each.
     private: Vec<Disk>,
+    /// Those of hogs.
+    hogs: Vec<Disk>,
     /// All others, by backend.
     others: BTreeMap<&'static str, Disk>,
     /// Backends that were opened. As long as one is open, no other may be on its disk.
@@ -200,6 +203,7 @@ impl Target {
             plan: plan.clone(),
             disk: Disk::new(0),
             private: private.collect(),
+            hogs: hog::disks(plan),
             others: others.into(),
             stores: BTreeMap::new(),
             failures,
@@ -225,9 +229,11 @@ impl Target {
 
     /// The disk of a backend, if it has one.
     pub(crate) fn disk_of(&self, backend: &str) -> Option<&Disk> {
-        match (backend, backend.strip_prefix('p')) {
-            ("d", _) => Some(&self.disk),
-            (_, Some(index)) => self.private.get(index.parse::<usize>().ok()?),
+        let number = |prefix| backend.strip_prefix(prefix)?.parse::<usize>().ok();
+        match (backend, number('p'), number('h')) {
+            ("d", ..) => Some(&self.disk),
+            (_, Some(index), _) => self.private.get(index),
+            (_, _, Some(index)) => self.hogs.get(index),
             _ => self.others.get(backend),
         }
     }
@@ -240,6 +246,25 @@ impl Target {
         let all: Vec<_> = all.chain(others).collect();
         let stalled = numbers.map(|number| all[number % all.len()].clone());
         self.faults.stalled = stalled.collect();
+    }
+
+    /// Sets which disks of hogs do nothing.
+    pub(crate) fn hang_disks(&mut self, numbers: impl Iterator<Item = usize>) {
+        let hung = numbers.filter_map(|number| self.hogs.get(number).cloned());
+        self.faults.hung = hung.collect();
+        let hung = &self.faults.hung;
+        for member in self.members.iter_mut().flatten() {
+            for operation in member.kernel.operations() {
+                let mut hung = hung.iter();
+                if operation
+                    .disk()
+                    .is_some_and(|disk| hung.any(|one| one.is_same(disk)))
+                {
+                    // Its time begins when the disk works again.
+                    member.due.remove(&operation.id);
+                }
+            }
+        }
     }
 
     pub(crate) fn failures(&self) -> Failures {
@@ -318,7 +343,7 @@ impl Target {
         // Whole caches are lost as well as single sectors.
         let share = [0.0, 0.5, 1.0][rng.usize(..3)];
         let disks = std::iter::once(&self.disk).chain(&self.private);
-        for disk in disks.chain(self.others.values()) {
+        for disk in disks.chain(&self.hogs).chain(self.others.values()) {
             disk.crash(|_, versions| match rng.f64() < share {
                 true => rng.usize(..=versions),
                 false => 0,
@@ -564,12 +589,14 @@ impl Member {
 
     /// Ends operations that are due, in an order that the seed chooses; returns their number.
     fn complete(&mut self, now: Instant, faults: &mut DiskFaults, rng: &mut Rng) -> usize {
-        let mut operations = self.kernel.operations();
+        let mut operations = self.kernel.operations_beside(&faults.hung);
         rng.shuffle(&mut operations);
         let mut completed = 0;
         for operation in operations {
             let outcome = match operation.disk() {
                 None => operation.is_ready.then_some(Outcome::Whole),
+                // Its cancellation ends it, and nothing else before it has a thread.
+                Some(_) if operation.is_queued => operation.is_ready.then_some(Outcome::Whole),
                 Some(_) if faults.is_stalled => None,
                 Some(disk) if faults.is_stalled_one(disk) => {
                     // Its time begins when the disk works again.

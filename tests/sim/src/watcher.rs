@@ -318,11 +318,16 @@ impl Watcher {
                 }
             }
             Event::Pdu(pdu, numbers, data) => self.on_pdu(pdu, numbers, &data, now),
-            Event::Ended if self.is_quiet && self.is_up => {
-                self.fail("its session ended on a quiet day");
+            Event::Ended => {
+                if self.is_quiet && self.is_up {
+                    self.fail("its session ended on a quiet day");
+                }
+                self.leave(now);
             }
-            Event::Ended => self.leave(now),
-            Event::Fault(what) => self.fail(&what),
+            Event::Fault(what) => {
+                self.fail(&what);
+                self.leave(now);
+            }
         }
     }
 

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use riser_sim::cheat::{Aim, CheatPlan};
 use riser_sim::disks::DiskFault;
+use riser_sim::hog::{HogPlan, Load};
 use riser_sim::keeper::SaveFailure;
 use riser_sim::nics::{NicFault, Place};
-use riser_sim::plan::{Fault, Protocol, Trouble};
+use riser_sim::plan::{Fault, ProcessFault, Protocol, Trouble};
 use riser_sim::rival::RivalPlan;
 use riser_sim::{Plan, run};
 use riser_transport::verbs::Mtu;
@@ -240,4 +241,93 @@ fn an_initiator_may_move_or_meet_another_of_its_names() {
             });
         }
     }
+}
+
+/// A plan of hogs, beside initiators of all protocols that have time for their commands.
+fn hogs(seed: u64, hogs: Vec<HogPlan>) -> Plan {
+    Plan {
+        hogs,
+        private_units: true,
+        pause: Duration::from_secs(1),
+        commands: 20,
+        pool: 64 << 20,
+        ring: 2047,
+        workers: 1,
+        ..busy(seed)
+    }
+}
+
+/// A disk hangs while commands for it occupy memory, slots and threads.
+#[test]
+fn hung_disk_delays_no_other_initiator() {
+    let loads = [Load::Reads, Load::Writes, Load::Zeroes, Load::Mixed];
+    for (seed, load) in (1..).zip(loads) {
+        let hog = HogPlan {
+            blocks_threads: seed % 2 == 0,
+            depth: 127,
+            blocks: if load == Load::Reads { 2048 } else { 8 },
+            load,
+            ..HogPlan::default()
+        };
+        let hang = trouble(30_000, Fault::Disk(DiskFault::HangDisk(0)));
+        let upgrade = Trouble {
+            from: Duration::from_secs(10),
+            until: Duration::from_secs(11),
+            fault: Fault::Process(ProcessFault::Upgrade),
+        };
+        let plan = Plan {
+            troubles: vec![hang, upgrade],
+            ..hogs(seed, vec![hog; 2])
+        };
+        assert!(plan.is_prompt() && plan.is_refused_upgrade(&upgrade));
+        pass(&plan);
+    }
+}
+
+#[test]
+fn trickling_data_delay_no_other_initiator() {
+    for (seed, rate) in (1..).zip([0, 2, 64 << 10, 1 << 20]) {
+        let hog = |disk, load| HogPlan {
+            disk,
+            blocks: 2048,
+            load,
+            returns: true,
+            ..HogPlan::default()
+        };
+        let deep = HogPlan {
+            depth: 127,
+            ..hog(Some(0), Load::Trickle(rate))
+        };
+        let ordered = HogPlan {
+            blocks: 4096,
+            ..hog(None, Load::OrderedTrickle(rate))
+        };
+        let plan = Plan {
+            window: 64 << 10,
+            ..hogs(seed, vec![deep, ordered])
+        };
+        assert!(plan.is_prompt());
+        pass(&plan);
+    }
+}
+
+/// An upgrade that meets a disk which has just begun to hang is undone, and costs the sessions only.
+#[test]
+fn upgrade_is_undone_if_disk_hangs() {
+    let hog = HogPlan {
+        depth: 16,
+        ..HogPlan::default()
+    };
+    let upgrade = Trouble {
+        from: Duration::from_secs(2),
+        until: Duration::from_secs(3),
+        fault: Fault::Process(ProcessFault::Upgrade),
+    };
+    let hang = trouble(40_000, Fault::Disk(DiskFault::HangDisk(0)));
+    let plan = Plan {
+        troubles: vec![hang, upgrade],
+        ..hogs(1, vec![hog])
+    };
+    assert!(!plan.is_quiet() && plan.may_only_hang());
+    pass(&plan);
 }

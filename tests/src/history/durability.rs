@@ -1,45 +1,50 @@
-//! What a power cut may undo.
+//! Handles data loss caused by a power failure.
 //!
-//! A cut leaves each block with one of its *survivors*: the versions that no durable version came
-//! wholly after. Versions that have been overwritten in the cache may be among them, so those that
-//! [`prune`](super) forgets are kept here until a newer one is durable. After the cut, all survivors
-//! begin anew, as if each had been written at that instant; the first that is read was the one.
+//! After a power failure, each block contains one of its *survivors*: these are all versions,
+//! unless a durable version was started after they completed. This may include versions that were
+//! already overwritten in the cache. So if a version is removed by [`prune`](super), we need to
+//! keep it here until a newer version is durable. After the power failure, all survivors are
+//! handled as if they had just been written, and the first version returned by a read must be the
+//! survivor.
 //!
-//! # Flushes across a cut
+//! # Flushes after a power failure
 //!
-//! | flush that was answered GOOD | makes durable |
+//! | a flush that returned GOOD | makes durable |
 //! | --- | --- |
-//! | all acknowledgements since the last cut that came before it began | of all ports |
-//! | acknowledgements before a cut | of its own port, unless a flush of that port has failed since |
+//! | writes acknowledged since the last power failure and before the flush was started | for all ports |
+//! | writes acknowledged before a power failure | for its own port, unless a flush from this port has failed since |
 //!
-//! The second line is the promise of an initiator, which sees that a target may have lost its cache:
-//! the next flush fails, and with it every one that was under way. Of what others have written, it
-//! knows nothing. A flush that fails beside another that succeeds may have reported the loss first.
+//! The second line is guaranteed by an initiator that can detect that the target may have lost its
+//! cache: the next flush will fail, and all pending flushes as well. The initiator doesn't know
+//! about writes from other initiators. If a flush fails while another is successful, the failed
+//! flush may have been the first to report this.
 //!
-//! # Lost write-backs
-//! What a disk fails to write back ([`History::lose_write_back`]) is lost like what a cut takes, but
-//! its target goes on, and can know it. So until an administrator has been told of the loss
-//! ([`History::forgive_losses`]), no flush that is answered GOOD may cover what was lost, of any port.
+//! # Failed write-back
+//! If a disk fails to write back data ([`History::lose_write_back`]), it's lost in the same way as
+//! in a power failure. But in this case the target keeps running and knows about the loss. Until
+//! the administrator was notified ([`History::forgive_losses`]), a flush must not return GOOD if it
+//! includes the lost data, no matter which port sent it.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::{Entry, History, Port, State, Version, Violation};
 
-/// Names a flush that has begun.
+/// ID of a flush that was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FlushId(u64);
 
-/// An acknowledged write that was not durable when the power was cut.
+/// An acknowledged write that was not durable at the time of a power failure.
 #[derive(Debug)]
 struct Risk {
     version: Version,
     acknowledged: u64,
     zone: (u64, u64),
-    /// Flushes of all ports answer for it: the target has lost it, and not with its power.
+    /// Set if flushes from any port must report this, because the target lost the data without a
+    /// power failure.
     is_of_all: bool,
 }
 
-/// What a block held after a power cut.
+/// A version that could be in a block after a power failure.
 #[derive(Debug)]
 struct Survivor {
     cut: u64,
@@ -49,28 +54,28 @@ struct Survivor {
 
 #[derive(Debug, Default)]
 struct Block {
-    /// Versions that were overwritten, and may come back with a cut.
+    /// Versions that were overwritten, but could be returned after a power failure.
     overwritten: Vec<Entry>,
     risks: Vec<Risk>,
     survivors: Vec<Survivor>,
 }
 
-/// What is known of the cache and the medium below it.
+/// State of the cache and the medium.
 #[derive(Debug, Default)]
 pub(super) struct Durability {
-    /// Instants of the cuts.
+    /// Times of all power failures.
     cuts: Vec<u64>,
-    /// By block; none where no cut is possible.
+    /// State of each block. Empty if power failures are not allowed.
     blocks: Vec<Block>,
     flushes: BTreeMap<FlushId, Port>,
-    /// When the last flush of a port that failed ended.
+    /// Completion time of the last failed flush for each port.
     failed: HashMap<Port, u64>,
-    /// When an administrator was last told of what was lost.
+    /// Time when the administrator was last notified about a loss.
     forgiven: u64,
 }
 
 impl Durability {
-    /// Returns the number of power cuts.
+    /// Returns the number of power failures.
     pub(super) fn cuts(&self) -> usize {
         self.cuts.len()
     }
@@ -83,14 +88,15 @@ impl Durability {
     }
 }
 
-/// The latest of the durable versions: what came wholly before it does not come back.
+/// Returns the start time of the last durable version: no version that completed before this can be
+/// returned again.
 fn durable_from<'a>(entries: impl Iterator<Item = &'a Entry>) -> u64 {
     let durable = entries.filter(|e| e.is_durable && e.end != u64::MAX);
     durable.map(|e| e.zone().0).max().unwrap_or(0)
 }
 
 impl State {
-    /// Forgets what a cut cannot bring back any more.
+    /// Removes versions that can't be returned after a power failure any more.
     pub(super) fn forget_overwritten(&mut self, block: u64) {
         let entries = &self.blocks[block as usize];
         if let Some(block) = self.durability.blocks.get_mut(block as usize) {
@@ -99,7 +105,8 @@ impl State {
         }
     }
 
-    /// A version was read: if it is one that a cut has left, it is the only one that was.
+    /// Handles a read of this version: if it's a survivor of a power failure, all other survivors
+    /// are removed.
     pub(super) fn survive(&mut self, block: u64, at: usize) {
         let entries = &mut self.blocks[block as usize];
         let (Some(zone), Some(cut)) = (entries[at].origin, self.durability.cuts.last()) else {
@@ -118,7 +125,8 @@ impl State {
         }
     }
 
-    /// Zeroes were read, of one of several writes: if a cut has left them, it has left nothing else.
+    /// Handles a read of zeroes that could be from several writes: if they are survivors of a power
+    /// failure, all other survivors are removed.
     pub(super) fn survive_as_zeroes(&mut self, block: u64) {
         let entries = &mut self.blocks[block as usize];
         if entries.iter().all(|e| !e.is_zero || e.origin.is_some()) {
@@ -126,7 +134,8 @@ impl State {
         }
     }
 
-    /// A block has lost what was not durable, with the power or on a target that goes on.
+    /// Handles the loss of data that was not durable, either in a power failure or by a target that
+    /// keeps running.
     fn cut(&mut self, block: usize, is_of_all: bool) {
         let now = self.clock;
         let kept = &mut self.durability.blocks[block];
@@ -148,7 +157,7 @@ impl State {
         for entry in entries {
             entry.glimpses.clear();
             entry.is_certain = false;
-            // What is under way may be carried out after the cut as well.
+            // If a write is pending, it may also be executed after the power failure.
             if entry.end == u64::MAX {
                 (entry.first_end, entry.last_begin) = (u64::MAX, now);
                 continue;
@@ -163,16 +172,18 @@ impl State {
         }
     }
 
-    /// A flush that began then covers what was acknowledged by then.
+    /// Handles a flush that was started at `begin`, which includes all writes acknowledged before
+    /// this time.
     fn cover(&mut self, port: Port, begin: u64, block: usize) -> Result<(), Violation> {
         let last_cut = self.durability.cuts.last().copied().unwrap_or(0);
         let kept = &mut self.durability.blocks[block];
-        // Another flush of the port that is under way may fail, and report a loss.
+        // If there is another pending flush for this port, it may still fail and report a loss.
         let is_alone = !self.durability.flushes.values().any(|p| *p == port);
         let failed = self.durability.failed.get(&port).copied().unwrap_or(0);
         let known = failed.max(self.durability.forgiven);
         let is_kept = |e: &Entry, at| e.version.writer == port && is_alone && at > known;
-        // One whose answer came after a cut may have been lost by it, like one before.
+        // If the response was received after a power failure, the write may have been lost, same as
+        // for a write before it.
         let is_covered = |e: &Entry| {
             let at = e.acknowledged.filter(|at| (last_cut..begin).contains(at));
             at.is_some_and(|at| e.is_certain || is_kept(e, at))
@@ -208,17 +219,17 @@ impl State {
 }
 
 impl State {
-    /// A durable write was acknowledged that had begun before the last cut: what came wholly before
-    /// it is not there any more.
+    /// Handles an acknowledgement of a durable write that was started before the last power
+    /// failure: any version that completed before it can't be in the block.
     pub(super) fn replace_survivors(&mut self, block: u64, begin: u64) {
-        // A read under way may have seen it before.
+        // A pending read may have returned it earlier.
         if self.oldest_read().is_none() {
             let is_before = |e: &Entry| e.origin.is_some_and(|zone| zone.1 < begin);
             self.blocks[block as usize].retain(|e| !is_before(e));
         }
     }
 
-    /// A write was not let through.
+    /// Removes a write that was not applied.
     pub(super) fn remove(&mut self, block: u64, version: Version) {
         self.blocks[block as usize].retain(|e| e.version != version);
         if let Some(block) = self.durability.blocks.get_mut(block as usize) {
@@ -228,7 +239,7 @@ impl State {
 }
 
 impl History {
-    /// The same, where the power may be cut: [`power_cut`](Self::power_cut).
+    /// Allows power failures, see [`power_cut`](Self::power_cut).
     #[must_use]
     pub fn with_power_cuts(self) -> Self {
         let mut state = self.lock();
@@ -237,16 +248,16 @@ impl History {
         self
     }
 
-    /// The power was cut, and is back: what was not durable may be lost.
+    /// Must be called after a power failure: any data that was not durable could be lost.
     ///
     /// # Panics
-    /// Without [`with_power_cuts`](Self::with_power_cuts).
+    /// Panics if [`with_power_cuts`](Self::with_power_cuts) was not used.
     pub fn power_cut(&self) {
         let mut state = self.lock();
         let blocks = state.blocks.len();
         assert_eq!(state.durability.blocks.len(), blocks, "cuts are possible");
         let now = state.tick();
-        // From now on only the writers can know of an earlier loss.
+        // After this, only the writers can know about an earlier loss.
         let kept = state.durability.blocks.iter_mut();
         kept.flat_map(|kept| &mut kept.risks)
             .for_each(|risk| risk.is_of_all = false);
@@ -256,10 +267,11 @@ impl History {
         state.durability.cuts.push(now);
     }
 
-    /// The disk has failed to write back what it held of these blocks, and no longer has it.
+    /// Must be called when the disk has failed to write back the data for these blocks and doesn't
+    /// have this data any more.
     ///
     /// # Panics
-    /// Without [`with_power_cuts`](Self::with_power_cuts).
+    /// Panics if [`with_power_cuts`](Self::with_power_cuts) was not used.
     pub fn lose_write_back(&self, blocks: impl IntoIterator<Item = u64>) {
         let mut blocks = blocks.into_iter().peekable();
         if blocks.peek().is_none() {
@@ -273,7 +285,8 @@ impl History {
         state.durability.cuts.push(now);
     }
 
-    /// An administrator was told that writes may be lost, and takes it from there.
+    /// Must be called when the administrator was notified that writes may have been lost and will
+    /// handle this.
     pub fn forgive_losses(&self) {
         let mut state = self.lock();
         state.durability.forgiven = state.tick();
@@ -282,7 +295,7 @@ impl History {
         }
     }
 
-    /// A flush of the whole disk is about to be sent.
+    /// Must be called before a flush for the whole disk is sent.
     pub fn begin_flush(&self, port: Port) -> FlushId {
         let mut state = self.lock();
         let id = FlushId(state.tick());
@@ -290,13 +303,13 @@ impl History {
         id
     }
 
-    /// A flush was answered GOOD.
+    /// Must be called when a flush has returned GOOD.
     ///
     /// # Errors
-    /// [`Violation::Lost`]: what it covers was lost before.
+    /// Returns [`Violation::Lost`] if data that should be included was lost earlier.
     ///
     /// # Panics
-    /// If the flush has ended before.
+    /// Panics if this flush has already completed.
     pub fn end_flush(&self, id: FlushId) -> Result<(), Violation> {
         let mut state = self.lock();
         let port = state.durability.flushes.remove(&id);
@@ -310,10 +323,10 @@ impl History {
         Ok(())
     }
 
-    /// A flush failed, or has no answer.
+    /// Must be called when a flush has failed or there is no response.
     ///
     /// # Panics
-    /// If the flush has ended before.
+    /// Panics if this flush has already completed.
     pub fn fail_flush(&self, id: FlushId) {
         let mut state = self.lock();
         let port = state.durability.flushes.remove(&id);

@@ -3,7 +3,7 @@ use super::*;
 const A: Port = Port(1);
 const B: Port = Port(2);
 
-/// Writes of one block, and reads of it that see what a write left there.
+/// Used to write a single block and to read it with the data of a given write.
 struct Disk {
     history: History,
     data: HashMap<WriteId, Vec<u8>>,
@@ -122,7 +122,7 @@ fn an_acknowledgement_can_be_what_does_not_fit() {
     let late = disk.history.begin_read(B, 1..2);
     disk.history.acknowledge(two).unwrap();
     disk.end(late, Some(one)).unwrap();
-    // A read that begins while a write is under way and another after its end.
+    // One read starts while a write is pending, and another read starts after it has completed.
     let mut disk = Disk::new();
     let one = disk.write(A);
     let two = disk.begin(A);
@@ -140,7 +140,7 @@ fn a_lost_write_may_come_late_until_its_port_is_answered() {
     disk.history.lose(one);
     let two = disk.write(B);
     disk.read(B, Some(two)).unwrap();
-    // Nothing has shown that it is over.
+    // We don't know yet if it has completed.
     disk.read(B, Some(one)).unwrap();
     assert!(is_refused(disk.read(B, Some(two))), "and back");
 
@@ -168,7 +168,7 @@ fn a_lost_write_that_took_effect_is_there_until_it_is_overwritten() {
     assert!(is_refused(disk.read(B, None)), "it was there");
 }
 
-/// A command that was sent before the loss says nothing of what was lost.
+/// A command that was sent before the loss must not be treated as a fence.
 #[test]
 fn an_answer_to_an_earlier_command_is_no_fence() {
     let mut disk = Disk::new();
@@ -198,8 +198,8 @@ fn with_several_paths_a_fence_is_one_for_its_blocks() {
     }
 }
 
-/// A read that began before a write may see what that overwrites, also if it is the read's end that
-/// ends a lost write.
+/// If a read was started before a write, it can return the version overwritten by it, even if the
+/// completion of this read also completes a lost write.
 #[test]
 fn a_fence_forgets_nothing_that_its_read_may_see() {
     let mut disk = Disk::new();
@@ -235,8 +235,8 @@ fn a_refused_write_may_have_taken_effect_but_does_not_later() {
     assert!(is_refused(disk.read(B, Some(one))));
 }
 
-/// A write that is repeated comes back until it is acknowledged, and not within a time in which
-/// another version was there throughout.
+/// A write that is retried can be returned again until it's acknowledged, but not while the block
+/// must contain a different version.
 #[test]
 fn a_repeated_write_may_come_back_until_it_ends() {
     let story = |history: History| {
@@ -297,7 +297,7 @@ fn a_block_is_whole_and_in_its_place() {
         let read = history.begin_read(A, 1..3);
         history.end_read(read, bytes)
     };
-    // A mixture of whole blocks is legal where the writes are concurrent.
+    // If the writes are concurrent, a mix of whole blocks is allowed.
     let mixed = [&one[..BLOCK], &two[BLOCK..]].concat();
     see(&mixed).unwrap();
     let mut torn = mixed.clone();
@@ -379,7 +379,7 @@ fn a_block_that_was_not_flushed_holds_any_version_since_the_last_flush() {
         let seen = [old, one, two, lost][seen];
         assert_eq!(disk.read(A, Some(seen)).is_ok(), seen != lost);
         assert!(is_refused(disk.read(A, None)), "before the flush");
-        // What was read once stays, also through another cut.
+        // After a version was read, it must not change, even if there is another power failure.
         if seen != lost {
             disk.history.power_cut();
             for other in [old, one, two] {
@@ -421,7 +421,7 @@ fn a_third_value_is_found_after_a_power_cut() {
 
 #[test]
 fn what_is_durable_is_not_lost() {
-    // A flush of any port, FUA, and both one after another.
+    // Test a flush from any port, FUA, and both in sequence.
     let mut disk = Disk::with_power_cuts();
     let one = disk.write(A);
     disk.flush(B).unwrap();
@@ -443,7 +443,7 @@ fn a_flush_covers_only_what_was_acknowledged_before_it_began() {
     disk.history.end_flush(flush).unwrap();
     disk.history.power_cut();
     disk.read(A, None).unwrap();
-    // Nor does one that has failed, or was not answered.
+    // A flush that failed or has no response is not enough either.
     let mut disk = Disk::with_power_cuts();
     disk.write(A);
     disk.fail_flush(A);
@@ -465,7 +465,8 @@ fn a_write_that_was_answered_across_a_power_cut_may_be_lost_unless_it_is_durable
         }
         assert_eq!(disk.read(B, Some(old)).is_ok(), !is_durable);
     }
-    // A durable write may be followed by another one before its answer, and before the cut.
+    // There can be another write after a durable write, before its response and before the power
+    // failure.
     let mut disk = Disk::with_power_cuts();
     let id = disk.begin(A);
     let later = disk.write(B);
@@ -491,7 +492,8 @@ fn a_read_across_a_power_cut_may_have_seen_either_side() {
 #[test]
 fn a_flush_after_a_power_cut_that_hides_a_loss_is_found() {
     let is_lost = |result| matches!(result, Err(Violation::Lost { block: 1, .. }));
-    // Begun before the cut, or after it, and the loss seen before or after its answer.
+    // The flush is started before or after the power failure, and the loss is read before or after
+    // the response.
     for (is_across, is_read_first) in [(false, false), (false, true), (true, false), (true, true)] {
         let mut disk = Disk::with_power_cuts();
         disk.write(A);
@@ -506,7 +508,8 @@ fn a_flush_after_a_power_cut_that_hides_a_loss_is_found() {
             assert!(is_refused(disk.read(B, None)));
         }
     }
-    // One that has failed has reported it; of what others wrote, a flush says nothing.
+    // A flush that failed has reported the loss, and a flush doesn't include writes from other
+    // ports.
     let mut disk = Disk::with_power_cuts();
     disk.write(A);
     disk.history.power_cut();
@@ -524,16 +527,16 @@ fn a_flush_of_any_port_that_hides_a_lost_write_back_is_found() {
         disk.write(A);
         disk.history.lose_write_back([1]);
         disk.read(B, None).unwrap();
-        // That one port has been told of it says nothing to the others.
+        // If a port was notified, this doesn't notify any other port.
         disk.fail_flush(port);
         assert!(is_lost(disk.flush(port)));
-        // The loss may show after the flush.
+        // The loss can be found after the flush.
         let mut disk = Disk::with_power_cuts();
         disk.write(A);
         disk.history.lose_write_back([1]);
         disk.flush(port).unwrap();
         assert!(is_refused(disk.read(B, None)));
-        // Once an administrator knows, flushes cover what came later.
+        // After the administrator was notified, a flush must include later writes.
         let mut disk = Disk::with_power_cuts();
         disk.write(A);
         disk.history.lose_write_back([1]);
@@ -545,7 +548,7 @@ fn a_flush_of_any_port_that_hides_a_lost_write_back_is_found() {
         disk.flush(port).unwrap();
         disk.history.lose_write_back([1]);
         disk.read(B, Some(new)).unwrap();
-        // What was lost before it was answered may show later.
+        // If data was lost before the acknowledgement, this can be found later.
         let mut disk = Disk::with_power_cuts();
         let lost = disk.begin(A);
         disk.history.lose_write_back([1]);
@@ -554,13 +557,13 @@ fn a_flush_of_any_port_that_hides_a_lost_write_back_is_found() {
         disk.flush(port).unwrap();
         disk.read(B, None).unwrap();
     }
-    // Other blocks have lost nothing, and what was durable stays.
+    // No other block has lost data, and durable data must not change.
     let mut disk = Disk::with_power_cuts();
     let one = disk.write(A);
     disk.history.lose_write_back([2]);
     disk.read(A, Some(one)).unwrap();
     assert!(is_refused(disk.read(A, None)));
-    // After a power cut, only those who wrote it know.
+    // After a power failure, only the writers know about the loss.
     let mut disk = Disk::with_power_cuts();
     disk.write(A);
     disk.history.lose_write_back([1]);
@@ -598,14 +601,14 @@ fn one_of_two_swaps_from_one_version_succeeds() {
     let again = disk.history.acknowledge_swap(two, &expected, false);
     let version = disk.history.lock().blocks[1][0].version;
     assert_eq!(again, Err(Violation::SwappedTwice { block: 1, version }));
-    // Another, which expected what had been overwritten before it began.
+    // Another command that expected a version which was overwritten before it was started.
     let mut disk = Disk::new();
     let old = disk.write(A);
     disk.write(B);
     let swap = disk.begin_swap(A);
     let result = disk.history.acknowledge_swap(swap, &disk.data[&old], false);
     assert!(is_refused(result));
-    // Another whose comparison failed, and which was read all the same.
+    // Another command with a failed comparison, but its data was read.
     let mut disk = Disk::new();
     let swap = disk.begin_swap(A);
     disk.read(B, Some(swap)).unwrap();
@@ -616,7 +619,7 @@ fn one_of_two_swaps_from_one_version_succeeds() {
     assert!(is_refused(disk.read(B, Some(swap))));
 }
 
-/// The comparison met what was there before a write that was answered first.
+/// The comparison used a version that was overwritten by a write which completed first.
 #[test]
 fn a_swap_under_way_may_have_met_what_was_overwritten_since_it_began() {
     for has_repeats in [false, true] {
@@ -626,7 +629,7 @@ fn a_swap_under_way_may_have_met_what_was_overwritten_since_it_began() {
         }
         let old = disk.write(A);
         let swap = disk.begin_swap(A);
-        // The second one makes the oldest be forgotten.
+        // The second write will remove the oldest version.
         disk.write(B);
         let new = disk.write(B);
         disk.history
@@ -635,7 +638,7 @@ fn a_swap_under_way_may_have_met_what_was_overwritten_since_it_began() {
         disk.read(A, Some(new)).unwrap();
         assert!(is_refused(disk.read(A, Some(old))));
     }
-    // One that was lost says no more of what it met.
+    // If the command was lost, we can't know the result of its comparison.
     let mut disk = Disk::new();
     let swap = disk.begin_swap(A);
     disk.history.lose(swap);
@@ -643,7 +646,7 @@ fn a_swap_under_way_may_have_met_what_was_overwritten_since_it_began() {
     assert!(is_refused(disk.read(B, None)));
 }
 
-/// A generator of numbers that are the same in every run.
+/// A generator of random numbers, which are the same in every run.
 fn next(state: &mut u64, most: u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -651,8 +654,8 @@ fn next(state: &mut u64, most: u64) -> u64 {
     *state % most
 }
 
-/// The behaviour of a register is never a violation, also with writes under way, lost or forgotten;
-/// reading what was overwritten before the last fence always is one.
+/// A correct register must never cause an error, even if there are pending, lost or removed writes.
+/// Reading data that was overwritten before the last fence must always be an error.
 #[test]
 fn a_register_is_never_found_fault_with_and_a_stale_one_always() {
     for seed in 1..=400u64 {
@@ -663,7 +666,7 @@ fn a_register_is_never_found_fault_with_and_a_stale_one_always() {
             disk.history = disk.history.with_repeats();
         }
         let mut content = None;
-        // Writes under way, and whether they have taken effect.
+        // Pending writes, and whether they have been applied.
         let mut writes: Vec<(WriteId, Port, bool)> = Vec::new();
         let mut reads: Vec<(ReadId, Option<WriteId>)> = Vec::new();
         let mut old = None;
@@ -695,7 +698,7 @@ fn a_register_is_never_found_fault_with_and_a_stale_one_always() {
                     }
                 }
                 3 => {
-                    // Samples the content at its begin or at its end.
+                    // Use the data at either the start or the completion.
                     let read = disk.history.begin_read(Port(9), 1..2);
                     reads.push((read, content));
                 }
@@ -725,18 +728,18 @@ fn a_register_is_never_found_fault_with_and_a_stale_one_always() {
     }
 }
 
-/// A block with a volatile cache, and initiators that notice when it may have lost something.
+/// A block with a volatile cache, and initiators that can detect if it may have lost data.
 struct Cached {
     disk: Disk,
     stable: Option<WriteId>,
-    /// Versions since it was stable.
+    /// Versions since the last stable version.
     dirty: Vec<Option<WriteId>>,
     writes: Vec<CachedWrite>,
-    /// Flushes under way: whether they were carried out, and whether they are to fail.
+    /// Pending flushes, whether they were executed, and whether they should fail.
     flushes: Vec<(FlushId, Port, bool, bool)>,
-    /// Ports that have acknowledged writes in the cache.
+    /// Ports with acknowledged writes in the cache.
     unsettled: HashMap<Port, bool>,
-    /// Ports whose next flush is to fail.
+    /// Ports for which the next flush should fail.
     lost: HashMap<Port, bool>,
     state: u64,
 }
@@ -746,7 +749,7 @@ struct CachedWrite {
     port: Port,
     is_durable: bool,
     is_done: bool,
-    /// It was carried out after the last cut.
+    /// Set if this was executed after the last power failure.
     is_done_now: bool,
 }
 
@@ -808,7 +811,7 @@ impl Cached {
                 self.disk.history.acknowledge(write.id).unwrap();
                 match write.is_done_now {
                     true => drop(self.unsettled.insert(write.port, true)),
-                    // The answer is from before the cut.
+                    // The response was sent before the power failure.
                     false => self.lose(write.port),
                 }
             }
@@ -889,7 +892,7 @@ fn a_cache_that_loses_only_what_it_may_is_never_found_fault_with() {
                 .step()
                 .unwrap_or_else(|e| panic!("seed {seed}, step {step}: {e}"));
         }
-        // What is flushed now and not there later is found.
+        // If data was flushed but is missing later, this must be an error.
         let last = block.disk.write(A);
         block.disk.fail_flush(A);
         block.disk.flush(A).unwrap();
@@ -909,7 +912,7 @@ fn a_part_of_marked_data_names_its_port() {
     for word in block[16..].chunks(8) {
         assert_eq!(word[..6], [0xb1, 0x0c, 0x5e, 0xa7, 0x80, 0x03]);
     }
-    // Words differ all the same, so that a part of another block is found.
+    // Each word is different, so that we can detect a part of another block.
     block.copy_within(64..128, 256);
     assert_eq!(Version::of(5, &block), None);
 }

@@ -1,4 +1,4 @@
-//! Packets that pretend, from what a stranger can guess or has seen.
+//! Sends forged packets, based on values that an attacker could guess or has seen.
 
 use std::collections::VecDeque;
 use std::io::Read;
@@ -17,26 +17,26 @@ use riser_tests::load::Chance;
 
 const UDP: u8 = 17;
 const ICMP: u8 = 1;
-/// Ethernet, IPv4 and UDP headers of a frame that was seen.
+/// Size of the Ethernet, IPv4 and UDP headers of a captured frame.
 const ETHERNET: usize = 14;
 const HEADERS: usize = ETHERNET + 20 + 8;
-/// Where a MAD begins in a datagram: behind BTH and DETH.
+/// Offset of a MAD in a datagram, after the BTH and DETH.
 const MAD: usize = 12 + 8;
-/// Bytes that the stranger READs, a number that honest hosts and the target never use.
+/// Size of the attacker's READ requests. This size is never used by honest hosts or the target.
 const READ_LEN: usize = 61;
 
-/// What a stranger does.
+/// Type of attack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Trick {
-    /// Fragmentation needed, and unreachable.
+    /// Fragmentation needed and destination unreachable.
     Icmp,
-    /// REQs in the name of hosts, of all kinds of logins.
+    /// REQ messages sent on behalf of other hosts, using all login types.
     Requests,
-    /// REJ, DREQ, RTU, SIDR_REQ and others, about connections with guessed or known ids.
+    /// REJ, DREQ, RTU, SIDR_REQ and other messages for connections, using guessed or known IDs.
     ConnectionManagement,
     /// ACKs and NAKs.
     Acknowledgements,
-    /// SENDs, WRITEs and READs with guessed keys, and packets that were seen before.
+    /// SENDs, WRITEs and READs with guessed keys, and replayed packets.
     Memory,
 }
 
@@ -50,15 +50,15 @@ impl Trick {
     ];
 }
 
-/// What a stranger knows, and what it can send.
+/// The attacker's knowledge, and the packets it can send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
     /// It knows addresses, ports and formats.
     OffPath,
-    /// It sees every packet, and each of its own is right but for one number: an address that it
-    /// does not have, an id of a connection, a queue pair, or a sequence number that is far away.
+    /// It can see every packet, but each packet it sends has a single incorrect value: an address
+    /// it doesn't own, a connection ID, a queue pair, or a sequence number that is out of range.
     OneNumberOff,
-    /// It sees every packet, and sends what it likes, but for commands in a host's name.
+    /// It can see every packet and send any packet, except for commands on behalf of another host.
     OnPath,
 }
 
@@ -66,7 +66,7 @@ impl Reach {
     pub(crate) const ALL: [Self; 3] = [Self::OffPath, Self::OneNumberOff, Self::OnPath];
 }
 
-/// How a host has made a connection: its REQ, and the REP that answered it, as MADs.
+/// MADs used by a host to connect: the REQ and the REP it received.
 #[derive(Clone)]
 pub(crate) struct Login {
     host: Ipv4Addr,
@@ -74,7 +74,7 @@ pub(crate) struct Login {
     rep: Vec<u8>,
 }
 
-/// One end of a connection, as messages of the connection manager name it.
+/// One side of a connection, as identified in connection manager messages.
 struct End {
     host: Ipv4Addr,
     id: [u8; 4],
@@ -82,7 +82,7 @@ struct End {
 }
 
 impl Login {
-    /// The host and the target, in either order.
+    /// Returns the host and the target in random order.
     fn ends(&self, chance: &mut Chance) -> (End, End) {
         let host = End {
             host: self.host,
@@ -101,11 +101,11 @@ impl Login {
     }
 }
 
-/// A packet that was seen on the wire.
+/// A captured packet.
 struct Seen {
     from: SocketAddr,
     to: SocketAddr,
-    /// Behind the UDP header.
+    /// Data after the UDP header.
     body: Vec<u8>,
     is_whole: bool,
 }
@@ -119,7 +119,7 @@ impl Seen {
         u32::from_be_bytes([0, self.body[5], self.body[6], self.body[7]])
     }
 
-    /// The remote address and key of a WRITE or a READ request.
+    /// Returns the remote address and key of a WRITE or READ request.
     fn reth(&self) -> Option<(u64, u32)> {
         let has_one = matches!(self.body[0], 0x06 | 0x0a | 0x0b | 0x0c) && self.body.len() >= 28;
         has_one.then(|| {
@@ -129,15 +129,15 @@ impl Seen {
         })
     }
 
-    /// A whole READ response of [`READ_LEN`] bytes.
+    /// Returns true if this is a full READ response with [`READ_LEN`] bytes.
     fn answers_stranger(&self) -> bool {
         let padded = READ_LEN.next_multiple_of(4);
         let pad = usize::from(self.body[1] >> 4 & 3);
-        // BTH, AETH and ICRC beside the data.
+        // Includes the BTH, AETH and ICRC in addition to the data.
         self.body[0] == 0x10 && self.body.len() == 12 + 4 + padded + 4 && pad == padded - READ_LEN
     }
 
-    /// A SEND, WRITE or READ request, with or without immediate data.
+    /// Returns true for a SEND, WRITE or READ request, with or without immediate data.
     fn is_request(&self) -> bool {
         matches!(self.body[0], 0..=0x0c | 0x16 | 0x17) && !self.is_cm()
     }
@@ -147,34 +147,34 @@ impl Seen {
     }
 }
 
-/// Forges packets.
+/// Creates and sends forged packets.
 pub(crate) struct Forger {
     reach: Reach,
     raw: Socket,
     icmp: Socket,
     chance: Chance,
-    /// The latest packets, at most [`Self::KEPT`].
+    /// Last captured packets, limited to [`Self::KEPT`].
     seen: VecDeque<Seen>,
-    /// REQs of its own making: those of a login that anyone could try.
+    /// REQs created for a login that anyone could try.
     requests: Vec<Vec<u8>>,
-    /// How the hosts that are at work have logged in.
+    /// Logins of the hosts that are currently active.
     logins: Vec<Login>,
     pub(crate) sent: u64,
-    /// READs of its own that were answered with data.
+    /// Number of our READ requests for which the response contained data.
     pub(crate) answered: u64,
 }
 
 impl Forger {
     const KEPT: usize = 512;
-    /// Of these, those whose numbers are still in use.
+    /// Number of these packets with values that are still in use.
     const RECENT: usize = 32;
 
-    /// Call it in the stranger's namespace.
+    /// Must be called in the attacker's namespace.
     pub(crate) fn new(seed: u64, reach: Reach, requests: Vec<Vec<u8>>, logins: Vec<Login>) -> Self {
         let raw = |protocol| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(protocol)));
         Self {
             reach,
-            // IPPROTO_RAW: headers are ours, source addresses too.
+            // IPPROTO_RAW: we create the headers, including the source address.
             raw: raw(255).unwrap(),
             icmp: raw(i32::from(ICMP)).unwrap(),
             chance: Chance::new(seed, 0xadd),
@@ -186,24 +186,24 @@ impl Forger {
         }
     }
 
-    /// A forger without prior knowledge, for packets the caller builds. Call it in the stranger's
-    /// namespace.
+    /// Creates a forger without any knowledge, for packets that are built by the caller. Must be
+    /// called in the attacker's namespace.
     pub(crate) fn from_here() -> Self {
         Self::new(1, Reach::OffPath, Vec::new(), Vec::new())
     }
 
-    /// Learns how hosts that are at work have logged in.
+    /// Adds the logins of active hosts.
     pub(crate) fn know(&mut self, logins: Vec<Login>) {
         self.logins = logins;
     }
 
-    /// A message to queue pair 1, in the stranger's own name.
+    /// Sends a message to queue pair 1 using the attacker's own address.
     pub(crate) fn send_own_mad(&mut self, mad: &[u8]) {
         self.send_mad(STRANGER, TARGET, mad);
     }
 
-    /// A packet in the stranger's own name: all behind the UDP header, whose last bytes are to be
-    /// the ICRC.
+    /// Sends a packet using the attacker's own address. `body` contains all data after the UDP
+    /// header, and its last bytes are reserved for the ICRC.
     pub(crate) fn send_own_packet(&mut self, body: Vec<u8>, is_sealed: bool) {
         self.send_body(roce(STRANGER), roce(TARGET), body, is_sealed);
     }
@@ -215,9 +215,9 @@ impl Forger {
         mut body: Vec<u8>,
         is_sealed: bool,
     ) {
-        // An Ethernet frame has no more.
+        // This is the maximum that fits in an Ethernet frame.
         body.truncate(1400);
-        // A packet without a whole BTH has none.
+        // If the packet is too short for a BTH, it has no ICRC.
         if is_sealed && body.len() >= 16 {
             body.truncate(body.len() - 4);
             let flow = IcrcFlow::new(from, to).expect("two addresses of IPv4");
@@ -227,7 +227,7 @@ impl Forger {
         let _ = self.raw.send_to(&datagram(from, to, &body), &to.into());
     }
 
-    /// What the sniffer has seen since.
+    /// Processes all packets captured by the sniffer since the last call.
     pub(crate) fn learn(&mut self, sniffer: &mut Sniffer) {
         while let Some(seen) = sniffer.next() {
             self.answered += u64::from(seen.answers_stranger());
@@ -238,7 +238,7 @@ impl Forger {
         }
     }
 
-    /// The target and an honest host, in either order.
+    /// Returns the addresses of the target and an honest host in random order.
     fn ends(&mut self) -> (Ipv4Addr, Ipv4Addr) {
         let host = [HONEST, SECOND][self.chance.below(2) as usize];
         match self.chance.below(2) {
@@ -247,12 +247,12 @@ impl Forger {
         }
     }
 
-    /// One forged packet.
+    /// Sends a forged packet.
     pub(crate) fn play(&mut self, trick: Trick) {
         match (trick, self.reach) {
             (Trick::Icmp, _) => self.send_icmp(),
-            // Seldom, since the host refuses each REP to such a REQ, so that the next one is taken
-            // at once.
+            // This should be rare: the host rejects each REP for such a REQ, so that the target
+            // would immediately accept the next one.
             (Trick::Requests, Reach::OneNumberOff) if self.sent.is_multiple_of(64) => {
                 self.request_again();
             }
@@ -273,7 +273,7 @@ impl Forger {
         self.logins[at].clone()
     }
 
-    /// An address that is not that of `host`.
+    /// Returns an address that doesn't belong to `host`.
     fn other_host(&mut self, host: Ipv4Addr) -> Ipv4Addr {
         let others = [HONEST, SECOND, STRANGER].map(|h| if h == host { LATER } else { h });
         others[self.chance.below(3) as usize]
@@ -285,7 +285,7 @@ impl Forger {
             0 => (6, 3260u16),
             _ => (UDP, ROCE_PORT),
         };
-        // Fragmentation needed with some MTU; net, host, protocol and port unreachable.
+        // Fragmentation needed with a random MTU; net, host, protocol and port unreachable.
         let code = [4, 4, 0, 1, 2, 3][self.chance.below(6) as usize];
         let mtu = [68u16, 600, 1280][self.chance.below(3) as usize];
         let mut m = vec![3, code, 0, 0, 0, 0];
@@ -305,7 +305,7 @@ impl Forger {
         let _ = self.icmp.send_to(&m, &to.into());
     }
 
-    /// A REQ as in an ordinary login, with the address, ids and queue pair of another host.
+    /// Sends the REQ of a normal login, but with the address, IDs and queue pair of another host.
     fn send_request(&mut self) {
         let template = self.chance.below(self.requests.len() as u64) as usize;
         let mut mad = self.requests[template].clone();
@@ -314,8 +314,8 @@ impl Forger {
             1 => Ipv4Addr::new(10, 11, 0, 100 + self.chance.below(100) as u8),
             _ => STRANGER,
         };
-        // The transaction, the requester's id, queue pair and first PSN; the addresses stand in the
-        // path and in the RDMA CM's header too.
+        // Transaction ID, and the requester's ID, queue pair and first PSN. The addresses are also
+        // part of the path and the RDMA CM header.
         for range in [8..16, 24..28, 56..59, 68..71] {
             for byte in &mut mad[range] {
                 *byte = self.chance.below(256) as u8;
@@ -329,7 +329,7 @@ impl Forger {
         self.send_mad(host, TARGET, &mad);
     }
 
-    /// The REQ of a host that is at work, with its queue pair, as if the host had forgotten its
+    /// Sends the REQ of an active host with its queue pair, as if this host had lost its
     /// connection.
     pub(crate) fn request_again(&mut self) {
         let login = self.any_login();
@@ -342,8 +342,8 @@ impl Forger {
         self.send_mad(login.host, TARGET, &mad);
     }
 
-    /// A message about a connection of a host that is at work, which is right but for one number.
-    /// Returns where it goes.
+    /// Sends a message for a connection of an active host with a single incorrect value. Returns
+    /// the destination.
     pub(crate) fn manage_known(&mut self) -> Ipv4Addr {
         let (mut from, mut to) = self.any_login().ends(&mut self.chance);
         // MRA, REJ, RTU, DREQ, DREP.
@@ -366,7 +366,8 @@ impl Forger {
         mad[28..32].copy_from_slice(&to.id);
         match kind {
             0x15 => mad[32..35].copy_from_slice(&to.qpn),
-            // The reason of a REJ, and which message it is about: the REP, or any.
+            // The rejection reason, and the rejected message, which is either the REP or any
+            // message.
             0x12 => mad[32..36].copy_from_slice(&[(random & 0xc0) as u8, 0, 0, 28]),
             _ => {}
         }
@@ -374,7 +375,7 @@ impl Forger {
         to.host
     }
 
-    /// A message about a connection.
+    /// Sends a message for a connection.
     fn manage(&mut self) {
         let (mut from, mut to) = self.ends();
         let mut mad = [0; 256];
@@ -390,7 +391,7 @@ impl Forger {
             0x11, 0x12, 0x12, 0x13, 0x14, 0x15, 0x15, 0x16, 0x17, 0x18, 0x19, 0x1a,
         ];
         mad[17] = kinds[self.chance.below(kinds.len() as u64) as usize];
-        // Small ids are a good guess.
+        // Small IDs are a good guess.
         for at in [24, 28] {
             let id = self.chance.below(1 << 12) as u32;
             mad[at..at + 4].copy_from_slice(&id.to_be_bytes());
@@ -415,7 +416,7 @@ impl Forger {
         self.send(roce(from), roce(to), &bth, &ext, mad);
     }
 
-    /// Which of the latest packets of connections to pretend to follow.
+    /// Returns one of the last captured packets, to be used as the predecessor of a forged packet.
     fn recent(&mut self) -> Option<&Seen> {
         let recent = self.seen.iter().rev().filter(|s| !s.is_cm());
         let known = recent.take(Self::RECENT).count() as u64;
@@ -423,7 +424,7 @@ impl Forger {
         self.seen.iter().rev().filter(|s| !s.is_cm()).nth(which)
     }
 
-    /// Where a packet goes.
+    /// Chooses the addresses and sequence number for a packet.
     fn place(&mut self) -> Place {
         if self.reach != Reach::OffPath
             && let Some(seen) = self.recent()
@@ -451,7 +452,7 @@ impl Forger {
         Place {
             from: roce(from),
             to: roce(to),
-            // Half of the guesses are of low numbers.
+            // Half of the guesses are small numbers.
             qpn: if qpn.is_multiple_of(2) {
                 qpn
             } else {
@@ -462,8 +463,7 @@ impl Forger {
         }
     }
 
-    /// What comes next to a queue pair whose peer reaches memory at the other end, as far as is
-    /// known.
+    /// Returns the next packet for a queue pair if its peer accesses remote memory, if known.
     fn next_access(&mut self) -> Option<Place> {
         let known = self.seen.iter().filter(|s| s.reth().is_some()).count();
         let which = self.chance.below(known.clamp(1, 8) as u64) as usize;
@@ -482,12 +482,12 @@ impl Forger {
         Some(place)
     }
 
-    /// Makes one number of a place wrong.
+    /// Changes one of the values so that it's incorrect.
     fn spoil(&mut self, place: &mut Place) {
         match self.chance.below(4) {
             0 => place.from.set_ip(self.other_host(ipv4(place.from)).into()),
             1 => place.qpn ^= 1 << self.chance.below(24),
-            // Far more than any window, either way.
+            // Much larger than any window, in both directions.
             n => {
                 let far = (1 << 20) + self.chance.below(1 << 20) as u32;
                 place.psn = match n {
@@ -500,7 +500,7 @@ impl Forger {
 
     fn acknowledge(&mut self) {
         let place = self.place();
-        // ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
+        // ACK; RNR NAK; NAKs for sequence, invalid request, access and operation.
         let syndromes = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
         let syndrome = syndromes[self.chance.below(8) as usize];
         let ext = ExtHeaders {
@@ -514,9 +514,10 @@ impl Forger {
         self.send(place.from, place.to, &bth, &ext, &[]);
     }
 
-    /// A WRITE, or a READ, of memory whose key is a guess, or right but for one bit; or a message
-    /// of nonsense where another number is wrong. A message with the right numbers would be carried
-    /// out: RoCE cannot distinguish it from one of the peer.
+    /// Sends a WRITE or READ with a key that is guessed or has a single incorrect bit. If another
+    /// value is incorrect, sends a message with random data instead. We must not send a message
+    /// with all correct values: it would be executed, because RoCE can't detect that it's not from
+    /// the peer.
     fn access(&mut self) {
         let place = match self.reach {
             Reach::OnPath => self.next_access(),
@@ -536,7 +537,7 @@ impl Forger {
         let bits = [8, 32][self.chance.below(2) as usize];
         let mut reth = None;
         if opcode != Opcode::RcSendOnly {
-            // Memory that is at the same place as that of the packet that this one follows.
+            // Use the same address as in the previous packet.
             let (va, key) = match place.reth {
                 Some((va, key)) => (va, key ^ 1 << self.chance.below(bits)),
                 None => (
@@ -557,7 +558,7 @@ impl Forger {
         self.send(place.from, place.to, &place.bth(opcode), &ext, payload);
     }
 
-    /// A packet that was seen, once more.
+    /// Sends a captured packet again.
     fn replay(&mut self) {
         let known = self.seen.iter().filter(|s| s.is_whole).count();
         if known == 0 {
@@ -586,7 +587,7 @@ impl Forger {
     }
 }
 
-/// Where a packet seems to come from and goes, and the memory of the one that it follows.
+/// Source and destination of a packet, and the memory used in its predecessor.
 struct Place {
     from: SocketAddr,
     to: SocketAddr,
@@ -602,7 +603,7 @@ impl Place {
     }
 }
 
-/// The kernel chooses one where it is zero.
+/// If this is zero, the kernel would choose a value.
 const IP_ID: u16 = 1;
 
 pub(crate) fn roce(host: Ipv4Addr) -> SocketAddr {
@@ -616,8 +617,8 @@ fn ipv4(address: SocketAddr) -> Ipv4Addr {
     }
 }
 
-/// IPv4 and UDP headers before `body`; the kernel makes the header's checksum, and UDP's is not
-/// used.
+/// Adds IPv4 and UDP headers to `body`. The kernel calculates the IP header checksum, and the UDP
+/// checksum is not used.
 fn datagram(from: SocketAddr, to: SocketAddr, body: &[u8]) -> Vec<u8> {
     let len = 28 + body.len() as u16;
     let mut packet = vec![0x45, 0];
@@ -634,7 +635,8 @@ fn datagram(from: SocketAddr, to: SocketAddr, body: &[u8]) -> Vec<u8> {
     packet
 }
 
-/// Says in an ARP answer to all that an address is the stranger's. Call it in its namespace.
+/// Broadcasts an ARP reply that claims an address for the attacker. Must be called in its
+/// namespace.
 pub(crate) fn claim(host: Ipv4Addr) {
     let mac = own_mac();
     let mac = mac.split(':').map(|byte| u8::from_str_radix(byte, 16));
@@ -648,11 +650,11 @@ pub(crate) fn claim(host: Ipv4Addr) {
     frame.extend(host.octets());
     let socket = Socket::new(Domain::PACKET, Type::RAW, None).unwrap();
     let name = std::ffi::CString::new("eth0").unwrap();
-    // SAFETY: a string that ends with zero.
+    // SAFETY: the string is terminated with a null byte.
     let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
     let mut to = link_address();
     to.sll_ifindex = index.cast_signed();
-    // SAFETY: an open socket, and an address and bytes that outlive the call.
+    // SAFETY: the socket is open, and the address and data are valid during the call.
     let sent = unsafe {
         libc::sendto(
             socket.as_raw_fd(),
@@ -671,8 +673,8 @@ pub(crate) fn claim(host: Ipv4Addr) {
     );
 }
 
-/// The link-layer address of the calling thread's namespace, as text. In `/sys` is that of the
-/// namespace in which it was mounted.
+/// Returns the link-layer address in the namespace of the current thread as text. We can't use
+/// `/sys`, because this shows the namespace in which it was mounted.
 pub(crate) fn own_mac() -> String {
     let out = Command::new("ip")
         .args(["-o", "link", "show", "dev", "eth0"])
@@ -683,7 +685,7 @@ pub(crate) fn own_mac() -> String {
     after.1[..17].to_owned()
 }
 
-/// A link-layer address of no interface.
+/// Returns a link-layer address without an interface.
 fn link_address() -> libc::sockaddr_ll {
     libc::sockaddr_ll {
         sll_family: libc::AF_PACKET as u16,
@@ -696,32 +698,32 @@ fn link_address() -> libc::sockaddr_ll {
     }
 }
 
-/// What the target has done with a host.
+/// The target's accesses to a host.
 #[derive(Default)]
 pub(crate) struct Reached {
     /// Addresses and keys of the host's memory.
     pub(crate) places: Vec<(u64, u32)>,
-    /// The sender, queue pair and PSN of its last request.
+    /// Source, queue pair and PSN of the last request.
     pub(crate) last: Option<(SocketAddr, u32, u32)>,
     /// PSN of the host's last acknowledgement.
     pub(crate) acknowledged: Option<u32>,
 }
 
-/// Sees what passes the switch.
+/// Captures all packets on the switch.
 pub(crate) struct Sniffer {
     socket: Socket,
     frame: Vec<u8>,
 }
 
 impl Sniffer {
-    /// Call it in the switch's namespace.
+    /// Must be called in the switch namespace.
     pub(crate) fn new() -> Self {
         let every_protocol = Protocol::from(i32::from(3u16.to_be()));
         let socket = Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol)).unwrap();
         socket.set_nonblocking(true).unwrap();
-        // The load fills an ordinary buffer within milliseconds.
+        // The load would fill a normal buffer within milliseconds.
         let room: libc::c_int = 256 << 20;
-        // SAFETY: an open socket, and an integer that outlives the call.
+        // SAFETY: the socket is open, and the integer is valid during the call.
         let result = unsafe {
             libc::setsockopt(
                 socket.as_raw_fd(),
@@ -738,7 +740,7 @@ impl Sniffer {
         }
     }
 
-    /// The next packet of RoCE between the target and honest hosts.
+    /// Returns the next RoCE packet between the target and honest hosts.
     fn next(&mut self) -> Option<Seen> {
         while let Ok(len) = self.socket.read(&mut self.frame) {
             let frame = &self.frame[..len];
@@ -758,7 +760,7 @@ impl Sniffer {
                 from: SocketAddr::new(ip(26), port(34)),
                 to: SocketAddr::new(ip(30), port(36)),
                 body: frame[HEADERS..].to_vec(),
-                // Trains of packets that the kernel keeps as one are not repeated.
+                // Don't replay packet trains that the kernel handles as a single packet.
                 is_whole: len <= 1514,
             };
             return Some(seen);
@@ -766,12 +768,12 @@ impl Sniffer {
         None
     }
 
-    /// Forgets what has passed.
+    /// Discards all packets captured so far.
     pub(crate) fn skip(&mut self) {
         while self.next().is_some() {}
     }
 
-    /// The sender, queue pair and PSN of the last SEND from a host to another one.
+    /// Returns the source, queue pair and PSN of the last SEND from one host to another.
     pub(crate) fn last_request(
         &mut self,
         from: Ipv4Addr,
@@ -787,7 +789,7 @@ impl Sniffer {
         last
     }
 
-    /// Follows what the target does with a host.
+    /// Updates the target's accesses to a host.
     pub(crate) fn follow(&mut self, host: Ipv4Addr, reached: &mut Reached) {
         while let Some(seen) = self.next() {
             let ends = (ipv4(seen.from), ipv4(seen.to));
@@ -800,7 +802,7 @@ impl Sniffer {
         }
     }
 
-    /// Addresses and keys of a host's memory that has been reached.
+    /// Returns the addresses and keys of a host's memory that was accessed.
     pub(crate) fn memory_at(&mut self, host: Ipv4Addr) -> Vec<(u64, u32)> {
         let mut places = Vec::new();
         while let Some(seen) = self.next() {
@@ -813,7 +815,7 @@ impl Sniffer {
         places
     }
 
-    /// Whole packets of a host that have passed, but for messages of the connection manager.
+    /// Returns all full packets sent by a host, except for connection manager messages.
     pub(crate) fn bodies_from(&mut self, host: Ipv4Addr) -> Vec<Vec<u8>> {
         let mut bodies = Vec::new();
         while let Some(seen) = self.next() {
@@ -824,7 +826,7 @@ impl Sniffer {
         bodies
     }
 
-    /// The logins that have passed.
+    /// Returns all logins that were captured.
     pub(crate) fn logins(&mut self) -> Vec<Login> {
         let mut logins: Vec<Login> = Vec::new();
         let mut requests = Vec::new();
@@ -835,7 +837,7 @@ impl Sniffer {
             let mad = seen.body[MAD..MAD + 256].to_vec();
             match mad[17] {
                 0x10 => requests.push((ipv4(seen.from), mad)),
-                // Frames pass the switch's ports one after another, and are seen each time.
+                // Each frame passes several switch ports and is captured on each of them.
                 0x13 if logins.iter().all(|l| l.rep[24..32] != mad[24..32]) => {
                     let to = ipv4(seen.to);
                     let req = requests

@@ -1,4 +1,4 @@
-//! A host of the stranger's that may log in, with many connections at a time.
+//! A host of the attacker that is allowed to log in. It can use many connections at the same time.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -12,19 +12,19 @@ use riser_transport::verbs::{
 
 use super::net::{STRANGER, TARGET};
 
-/// Time for an answer that decides what is sent next.
+/// Timeout for responses that are needed to select the next message.
 pub(crate) const ANSWER: Duration = Duration::from_secs(2);
-/// Connections at a time.
+/// Maximum number of connections at the same time.
 pub(crate) const PARALLEL: usize = 32;
 
-/// Longest message, in bytes.
+/// Maximum message size in bytes.
 const SLOT: usize = 16 << 10;
-/// Messages under way on a connection, in each direction.
+/// Number of messages in flight on a connection, in each direction.
 const SENDS: usize = 4;
 const RECEIVES: usize = 16;
 const SEND: WrId = WrId(1 << 32);
 
-/// A device, with memory for the messages of its connections.
+/// A device, including the memory for messages on its connections.
 pub(crate) struct Host {
     dev: Roce,
     pd: PdId,
@@ -36,19 +36,19 @@ pub(crate) struct Host {
 pub(crate) enum State {
     Connecting,
     Open,
-    /// The target did not take it, or has ended it.
+    /// The target has rejected or closed this connection.
     Ended,
 }
 
 /// A connection to the target.
 pub(crate) struct Connection {
     pub(crate) state: State,
-    /// Messages that were posted, those of them that the target's queue pair has acknowledged, and
-    /// messages of the target.
+    /// Number of messages posted, number of these acknowledged by the target's queue pair, and
+    /// number of messages received from the target.
     pub(crate) sent: u64,
     pub(crate) acknowledged: u64,
     pub(crate) came: u64,
-    /// Where its memory is.
+    /// Index of its memory.
     place: usize,
     private_data: Vec<u8>,
     cm: CmId,
@@ -57,7 +57,7 @@ pub(crate) struct Connection {
 }
 
 impl Host {
-    /// Call it in the stranger's namespace.
+    /// Must be called in the attacker's namespace.
     pub(crate) fn new() -> Self {
         let mut dev = Roce::open(&RoceConfig::new(IpAddr::V4(STRANGER))).unwrap();
         let pd = dev.alloc_pd().unwrap();
@@ -73,7 +73,7 @@ impl Host {
         }
     }
 
-    /// Begins to connect, with the memory of a place below [`PARALLEL`].
+    /// Starts to connect, using the memory with this index, which must be less than [`PARALLEL`].
     pub(crate) fn begin(&mut self, place: usize, port: u16, private_data: Vec<u8>) -> Connection {
         let cm = self.dev.create_id(PortSpace::Tcp).unwrap();
         let to = SocketAddr::new(TARGET.into(), port);
@@ -91,7 +91,7 @@ impl Host {
         }
     }
 
-    /// Connects, or does not; nothing else may be there.
+    /// Tries to connect. There must not be any other connection.
     pub(crate) fn connect(&mut self, port: u16, private_data: Vec<u8>) -> Connection {
         let mut connection = self.begin(0, port, private_data);
         let until = Instant::now() + ANSWER;
@@ -101,13 +101,13 @@ impl Host {
         connection
     }
 
-    /// Lets the device work, and takes what has happened to its connections.
+    /// Drives the device and processes events for these connections.
     pub(crate) fn drive(&mut self, connections: &mut [&mut Connection]) {
         if self.dev.progress(Instant::now()) == 0 {
             std::thread::sleep(Duration::from_micros(20));
         }
         while let Some(event) = self.dev.poll_cm_event() {
-            // Some are of connections that are gone.
+            // Ignore events for connections that have been closed.
             if let Some(connection) = connections.iter_mut().find(|c| c.cm == event.id) {
                 self.heed(connection, &event.kind);
             }
@@ -139,7 +139,7 @@ impl Host {
         }
     }
 
-    /// Sends the request to connect.
+    /// Sends the connection request.
     fn ask(&mut self, connection: &mut Connection) {
         let cap = QpCap::new(SENDS as u32, RECEIVES as u32);
         let init = QpInitAttr::new(self.pd, connection.cq, QpType::Rc, cap);
@@ -155,7 +155,8 @@ impl Host {
         self.dev.connect(connection.cm, &param).unwrap();
     }
 
-    /// Where a message is in memory: sends first, then receives.
+    /// Returns the offset of a message in memory. The send buffers are first, followed by the
+    /// receive buffers.
     fn offset(connection: &Connection, slot: usize) -> usize {
         (connection.place * (SENDS + RECEIVES) + slot) * SLOT
     }
@@ -173,13 +174,13 @@ impl Host {
             wr_id: WrId(slot as u64),
             sges: &self.sge(connection, SENDS + slot, SLOT),
         };
-        // A queue pair that has failed takes none.
+        // A queue pair in the error state will reject this.
         let _ = self
             .dev
             .post_recv(connection.qp.expect("a queue pair"), &[wr]);
     }
 
-    /// Posts a message on an open connection, on which others may be under way.
+    /// Posts a message on an open connection, where other messages may be in flight.
     pub(crate) fn send(&mut self, connection: &mut Connection, message: &[u8]) {
         let message = &message[..message.len().min(SLOT)];
         let slot = connection.sent as usize % SENDS;
@@ -195,7 +196,8 @@ impl Host {
         }
     }
 
-    /// Returns whether a request on a new connection is refused for what it wants to reach.
+    /// Opens a new connection and returns true if a request was rejected because of an invalid
+    /// access.
     pub(crate) fn is_refused(&mut self, port: u16, private_data: Vec<u8>, op: SendOp) -> bool {
         let connection = self.connect(port, private_data);
         assert_eq!(connection.state, State::Open, "a login that is right");

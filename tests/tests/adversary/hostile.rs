@@ -1,16 +1,17 @@
-//! Messages that are almost right, of every protocol, to a daemon that has other work: valid ones
-//! with fields at their boundaries, cut off, made longer, twice, or in the wrong state. They come
-//! from a host that may log in, to a target of its own, over many connections at a time.
+//! Sends almost valid messages of every protocol to a busy daemon: valid messages in which fields
+//! are set to boundary values, or that are truncated, extended, duplicated, or sent in an invalid
+//! state. They are sent by a host that is allowed to log in to its own target, using many
+//! connections at the same time.
 //!
-//! What counts is what has arrived: a SEND that the target's queue pair has acknowledged, or bytes
-//! of a stream that the target has read. Where it resets a stream, nothing counts that came after
-//! the last but one message which it may have answered. Of MADs, the daemon counts what it takes in;
-//! of other datagrams, the kernel what it drops.
+//! We only count messages that were received: a SEND must be acknowledged by the target's queue
+//! pair, and the data of a stream must be read by the target. If the target resets a stream, we
+//! don't count any messages after the previous message that it may have responded to. For MADs we
+//! use the counters in the daemon, and for other datagrams we use the drop counters in the kernel.
 //!
-//! `RISER_HOSTILE_MESSAGES` sets how many of each protocol (default 2 000), and `RISER_HOSTILE_RATE`
-//! how many a second (default as many as can be). With
-//! `RISER_HOSTILE_IS_TIMED=1`, there are so many rounds that the 99th percentiles of honest
-//! sessions can be compared, and they are ([`Rounds`](super::rounds::Rounds)).
+//! `RISER_HOSTILE_MESSAGES` sets the number of messages per protocol (default 2 000), and
+//! `RISER_HOSTILE_RATE` the number of messages per second (default unlimited). If
+//! `RISER_HOSTILE_IS_TIMED=1` is set, there are enough rounds to compare the 99th percentile of
+//! honest sessions ([`Rounds`](super::rounds::Rounds)).
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -26,17 +27,17 @@ use super::forge::{Forger, Sniffer};
 use super::host::{ANSWER, Connection, Host, PARALLEL, State};
 use super::net::{STRANGER, TARGET};
 
-/// The target that the stranger may log in to.
+/// Target that the attacker is allowed to use.
 pub(crate) const OTHER: &str = "iqn.2026-01.com.example:other";
 /// Port of its SRP portal.
 pub(crate) const OTHER_SRP: u16 = 6555;
 
-/// Time for the answer on a connection that forged packets have not spoilt.
+/// Timeout for a response on a connection that was not affected by forged packets.
 const UNSPOILT: Duration = Duration::from_millis(100);
-/// Messages on a connection at most, so that logins have their turn.
+/// Maximum number of messages on a connection, to ensure that we also test logins.
 const PER_CONNECTION: u64 = 64;
 
-/// A protocol that is attacked.
+/// Protocol to attack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wire {
     Srp,
@@ -45,7 +46,7 @@ pub(crate) enum Wire {
     ConnectionManagement,
     DeviceManagement,
     Roce,
-    /// The port of metrics and of the status page.
+    /// Port used for metrics and the status page.
     Http,
 }
 
@@ -60,7 +61,7 @@ impl Wire {
         Self::Http,
     ];
 
-    /// Nothing on the wire says whether a message has arrived.
+    /// Returns true if we can't know from the protocol whether a message was received.
     pub(crate) fn is_of_datagrams(self) -> bool {
         matches!(
             self,
@@ -69,18 +70,19 @@ impl Wire {
     }
 }
 
-/// What has arrived, and how the target ended it.
+/// Number of messages received, and how the target closed its connections.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) messages: u64,
     pub(crate) connections: u64,
-    /// Connections that the target has ended, or did not take.
+    /// Number of connections that were closed or rejected by the target.
     pub(crate) ended: u64,
-    /// Messages of streams that were sent beside, and may not have been read.
+    /// Number of additional stream messages that were sent, but may not have been read.
     pub(crate) unproven: u64,
 }
 
-/// Sends so many messages. To be called in the stranger's namespace; the sniffer sees its network.
+/// Sends this number of messages. This must be called in the attacker's namespace. The sniffer is
+/// used to capture packets in its network.
 pub(crate) fn attack(
     wire: Wire,
     (count, rate): (u64, u64),
@@ -112,9 +114,9 @@ pub(crate) fn attack(
     }
 }
 
-/// When messages may be sent.
+/// Limits the rate of messages.
 struct Pace {
-    /// In messages a second; zero for as many as can be.
+    /// Messages per second, or zero if there is no limit.
     rate: u64,
     begun: Instant,
     sent: u64,
@@ -129,7 +131,7 @@ impl Pace {
         }
     }
 
-    /// How long it takes until the next message is due.
+    /// Returns the time until the next message can be sent.
     fn wait(&self) -> Duration {
         if self.rate == 0 {
             return Duration::ZERO;
@@ -142,8 +144,9 @@ impl Pace {
         self.wait().is_zero()
     }
 
-    /// After a datagram: waits until the next is due, and now and then for the target, since those
-    /// that a full socket drops would test nothing.
+    /// Must be called after sending a datagram: waits until the next one can be sent. From time to
+    /// time, this also waits for the target, because datagrams dropped by a full socket buffer
+    /// would not test anything.
     fn wait_after_datagram(&mut self) {
         self.sent += 1;
         let wait = match self.sent.is_multiple_of(32) {
@@ -154,16 +157,16 @@ impl Pace {
     }
 }
 
-/// A Login Request in a session of its own.
+/// Creates a Login Request for a new session.
 fn login(chance: &mut Chance, more: &str) -> Vec<u8> {
-    // The ISID, of the random kind.
+    // A random ISID.
     let mut isid = [0x80; 6];
     isid[1..].fill_with(|| chance.below(256) as u8);
     let name = "iqn.2026-01.com.example:stranger";
     pdus::login(isid, name, OTHER, &format!("InitialR2T=No\0{more}"))
 }
 
-/// What scrapers and browsers ask for.
+/// Requests sent by scrapers and browsers.
 fn http_requests() -> Vec<Vec<u8>> {
     let paths = [
         "/metrics",
@@ -186,29 +189,30 @@ fn http_requests() -> Vec<Vec<u8>> {
     requests.chain([post.to_vec()]).collect()
 }
 
-/// A stream that is attacked.
+/// A stream that we attack.
 struct Stream {
     socket: TcpStream,
-    /// Bytes of a message that the socket had no room for.
+    /// Remaining data of a message if the send buffer was full.
     pending: Vec<u8>,
-    /// A login is under way, whose answer must come first.
+    /// Set during a login, because we need to wait for the response.
     logs_in: bool,
     left: u64,
-    /// Messages that the target may not have read, if it resets the stream: those since its last
-    /// answer, and those before, which that may not be for.
+    /// Number of messages that the target may not have read if it resets the stream. This includes
+    /// all messages since the last response, and any before that if the response might not be for
+    /// them.
     unproven: u64,
     latest: u64,
     since: Instant,
 }
 
-/// How a stream is.
+/// State of a stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Flow {
-    /// The target has sent something, or nothing.
+    /// Open. Set to true if data was received from the target.
     Came(bool),
-    /// The target has read all, and closed it.
+    /// The target has read everything and closed the stream.
     Closed,
-    /// The target has closed it with bytes that it had not read.
+    /// The target has closed the stream with unread data.
     Reset,
 }
 
@@ -220,7 +224,7 @@ impl Stream {
         };
         let socket = loop {
             match TcpStream::connect((TARGET, port)) {
-                // All ports wait for late segments of earlier streams.
+                // All ports are still in TIME_WAIT for previous streams.
                 Err(e) if e.kind() == ErrorKind::AddrNotAvailable => {
                     std::thread::sleep(Duration::from_millis(10));
                 }
@@ -231,9 +235,10 @@ impl Stream {
         let mut stream = Self {
             socket,
             pending: Vec::new(),
-            // Some of what is sent comes before the login, or in the middle of it.
+            // Send some of the messages before or during the login.
             logs_in: wire == Wire::Iscsi && !mutator.one_in(4),
-            // A server answers one request after another, and closes after a bad one.
+            // A server responds to the requests in order, and closes the stream after an invalid
+            // request.
             left: if wire == Wire::Http {
                 16
             } else {
@@ -249,7 +254,7 @@ impl Stream {
         stream
     }
 
-    /// Takes what has come, and sends what is pending.
+    /// Receives data and sends any pending data.
     fn go_on(&mut self, sink: &mut [u8]) -> Flow {
         let mut came = false;
         loop {
@@ -274,7 +279,7 @@ impl Stream {
     }
 }
 
-/// What arrives is counted when a stream is over, since only then it is known.
+/// Messages are counted when a stream was closed, because we only know then if they were received.
 fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64, mut pace: Pace) -> Tally {
     let mut tally = Tally::default();
     let mut streams: Vec<_> = (0..PARALLEL)
@@ -301,7 +306,7 @@ fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64, mut pace: Pace) -> Tal
                     stream.pending = messages.concat();
                     stream.since = Instant::now();
                 }
-                // Its last answer, before it goes.
+                // Wait for the last response before we close the stream.
                 Flow::Came(false) if wire == Wire::Http && !is_stuck => {}
                 flow => {
                     let is_unread = flow != Flow::Closed;
@@ -312,7 +317,7 @@ fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64, mut pace: Pace) -> Tal
                 }
             }
         }
-        // The target answers the messages before the next ones are sent.
+        // Wait for the target's response before we send the next messages.
         std::thread::sleep(Duration::from_micros(50));
     }
     tally.messages -= unproven(&streams);
@@ -320,10 +325,10 @@ fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64, mut pace: Pace) -> Tal
     tally
 }
 
-/// A message, or the same one twice.
+/// Returns either a message or the same message twice.
 fn next_pdus(mutator: &mut Mutator, wire: Wire) -> Vec<Vec<u8>> {
     let mut message = mutator.message();
-    // Where the numbers of a command fit, more of it is looked at.
+    // If the sequence numbers of a command are valid, more of it will be checked.
     if wire == Wire::Iscsi
         && let Some(numbers) = message.get_mut(24..28)
         && mutator.chance.below(2) == 0
@@ -334,17 +339,17 @@ fn next_pdus(mutator: &mut Mutator, wire: Wire) -> Vec<Vec<u8>> {
     vec![message; repeats]
 }
 
-/// The private data of a login's REQ, behind the RDMA CM's header.
+/// Returns the private data in the REQ of a login, after the RDMA CM header.
 fn private_data(req: &[u8]) -> Vec<u8> {
     req[164 + 36..164 + 92].to_vec()
 }
 
 fn is_srp(req: &[u8]) -> bool {
-    // The port number ends the service id.
+    // The port number is at the end of the service ID.
     req[38..40] == OTHER_SRP.to_be_bytes()
 }
 
-/// The private data that an SRP login brings.
+/// Returns the private data used for an SRP login.
 pub(crate) fn srp_login(requests: &[Vec<u8>]) -> Vec<u8> {
     private_data(request_of(requests, Wire::Srp))
 }
@@ -356,24 +361,24 @@ fn request_of(requests: &[Vec<u8>], wire: Wire) -> &[u8] {
     of_wire.next().expect("a login of that protocol was seen")
 }
 
-/// A connection that is attacked.
+/// A connection that we attack.
 struct Line {
     connection: Connection,
     logs_in: Login,
-    /// The request to connect was changed.
+    /// Set if the connection request was modified.
     is_changed: bool,
     left: u64,
-    /// Messages of the login, which count for nothing.
+    /// Number of login messages, which should not be counted.
     valid: u64,
     since: Instant,
 }
 
-/// The login of iSER, behind that of the connection.
+/// State of the iSER login on a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Login {
     Wanted,
     Sent,
-    /// Or not wanted.
+    /// Completed, or not used.
     Over,
 }
 
@@ -388,12 +393,12 @@ struct Raid {
 }
 
 impl Raid {
-    /// A connection at a place, which logs in under a name of its own.
+    /// Opens a connection and logs in using a separate name.
     fn open(&mut self, place: usize) -> Line {
         let mut data = self.good.clone();
         let mutator = &mut self.mutator;
         if self.wire == Wire::Srp {
-            // The initiator port of SRP_LOGIN_REQ, in its form for the RDMA CM.
+            // Initiator port ID in SRP_LOGIN_REQ, in the format used with the RDMA CM.
             data[16..32].fill_with(|| mutator.chance.below(256) as u8);
         }
         let is_changed = mutator.one_in(4);
@@ -415,7 +420,7 @@ impl Raid {
         }
     }
 
-    /// Sends what comes next on a connection; false if it is over.
+    /// Sends the next messages on a connection. Returns false if it was closed.
     fn go_on(&mut self, line: &mut Line) -> bool {
         let connection = &mut line.connection;
         let is_stuck = line.since.elapsed() > ANSWER;
@@ -437,7 +442,8 @@ impl Raid {
                 }
                 !is_stuck
             }
-            // One after another: what follows the message that ends a connection does not arrive.
+            // Send a single message at a time: if a message causes the connection to be closed, no
+            // later message would be received.
             (State::Open, Login::Over) if connection.acknowledged < connection.sent => !is_stuck,
             (State::Open, Login::Over) if !self.pace.is_due() => true,
             (State::Open, Login::Over) => {
@@ -474,7 +480,7 @@ fn over_rdma(mutator: Mutator, wire: Wire, count: u64, pace: Pace, requests: &[V
             }
             let next = raid.open(place);
             let over = std::mem::replace(line, next);
-            // A request to connect has arrived if it was answered.
+            // If there was a response to the connection request, it must have been received.
             let is_answered = over.connection.state != State::Connecting;
             tally.messages += over.connection.acknowledged.saturating_sub(over.valid);
             tally.messages += u64::from(over.is_changed && is_answered);
@@ -489,7 +495,7 @@ fn over_rdma(mutator: Mutator, wire: Wire, count: u64, pace: Pace, requests: &[V
     tally
 }
 
-/// MADs, without any connection behind them.
+/// Sends MADs without a connection.
 fn datagrams(mut mutator: Mutator, count: u64, mut pace: Pace) -> Tally {
     let mut forger = Forger::from_here();
     let mut tally = Tally::default();
@@ -505,7 +511,7 @@ fn datagrams(mut mutator: Mutator, count: u64, mut pace: Pace) -> Tally {
     tally
 }
 
-/// Packets of the stranger's own connections with changes, whose ICRC is right as a rule.
+/// Sends modified packets using the attacker's own connections. The ICRC is usually valid.
 fn packets(
     mut mutator: Mutator,
     count: u64,
@@ -529,7 +535,7 @@ fn packets(
             host.close(std::mem::replace(&mut open, next));
             continue;
         }
-        // Nothing that was forged before is a valid packet.
+        // Discard any packets that were forged earlier.
         sniffer.skip();
         host.send(&mut open, &command);
         let until = Instant::now() + UNSPOILT;
@@ -540,7 +546,7 @@ fn packets(
             open.state = State::Ended;
             continue;
         }
-        // What has passed now is what a valid packet looks like.
+        // All packets captured since then are valid.
         let recent = sniffer.bodies_from(STRANGER);
         for _ in 0..PER_CONNECTION {
             let mut body = match recent.is_empty() || mutator.one_in(8) {

@@ -1,24 +1,24 @@
-//! A stranger on the network of a loaded target: it forges ICMP, messages of the connection
-//! manager, and packets of reliable connections. It is off path (it knows addresses and formats),
-//! on path (it sees every packet, and so knows queue pairs, sequence numbers and keys), or on path
-//! where each of its packets is right but for one number: a switch that forwards only a port's own
-//! address makes one of it that is wrong in the address, say.
+//! An attacker in the network of a target under load. It sends forged ICMP messages, connection
+//! manager messages and packets for reliable connections. The attacker is either off-path (it knows
+//! addresses and formats), on-path (it can see every packet, so it knows queue pairs, sequence
+//! numbers and keys), or on-path but with a single incorrect value in each packet. For example, the
+//! address must be incorrect if the switch only forwards packets with the port's own address.
 //!
-//! RoCE cannot distinguish a packet of the peer from a forged one with all the right numbers. So an
-//! attacker on path can end sessions, and could carry out commands in a host's name; this one does
-//! not do the latter. What has to hold:
+//! RoCE can't detect that a packet with all correct values was not sent by the peer. So an on-path
+//! attacker can always close sessions, and could also execute commands on behalf of a host, which
+//! we don't do here. We verify the following:
 //!
-//! | | off path | one number off | on path |
+//! | | off-path | one value incorrect | on-path |
 //! | --- | --- | --- | --- |
-//! | what honest hosts read and write is right | yes | yes | yes |
-//! | no memory is shown to it | yes | yes | yes |
-//! | sessions stay | yes | yes | they come back when it is over |
-//! | hosts can log in | yes | yes | when it is over |
-//! | the daemon's memory is bounded | yes | yes | yes |
+//! | data read and written by honest hosts is correct | yes | yes | yes |
+//! | the attacker can't read any memory | yes | yes | yes |
+//! | sessions stay connected | yes | yes | they reconnect after the attack |
+//! | hosts can log in | yes | yes | after the attack |
+//! | the daemon's memory is limited | yes | yes | yes |
 //!
-//! It takes all of a machine's time, so it is run by itself: `cargo test -p riser-tests --test
-//! adversary -- --ignored --nocapture`. `RISER_ADVERSARY_SECONDS` sets how long it goes on (default
-//! 10), `RISER_ADVERSARY_SEED` what it forges.
+//! This test uses the whole machine, so it must be run separately: `cargo test -p riser-tests
+//! --test adversary -- --ignored --nocapture`. `RISER_ADVERSARY_SECONDS` sets the duration (default
+//! 10), and `RISER_ADVERSARY_SEED` the random seed.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -55,32 +55,33 @@ use riser_tests::load::{Chance, Op, setting};
 const IQN: &str = "iqn.2026-01.com.example:loaded";
 const SCHEMES: [&str; 3] = ["srp", "iser", "iscsi"];
 const DISK: Range<u64> = 0..512;
-/// Where the daemon reports its metrics.
+/// Address of the daemon's metrics.
 const METRICS: &str = "10.11.0.1:9909";
 const METRICS_PORT: u16 = 9909;
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How much more memory the daemon may have at the end than after its first logins, in bytes: some
-/// 240 MiB are for connections that are not established, of which it has room for 256 of SRP and 64
-/// of iSER for each worker. The connection manager's limits are twice that.
+/// Maximum increase of the daemon's memory from the first logins to the end, in bytes. About 240
+/// MiB are used for connections that are not established, because there is space for 256 SRP and 64
+/// iSER connections for each worker. The limits of the connection manager are twice as high.
 const GROWTH: u64 = 320 << 20;
-/// An operation that takes longer was not slow: its command was lost, and repeated after
-/// [`Timing::attempt`](riser_initiator::session::Timing::attempt).
+/// If an operation takes longer than this, it was not just slow: the command was lost and then sent
+/// again after [`Timing::attempt`](riser_initiator::session::Timing::attempt).
 const LOST: Duration = Duration::from_secs(20);
-/// Packets of a burst, and the pause after it: some ten thousand in a second at most.
+/// Number of packets in a burst, and the delay after it. This allows up to about 10,000 packets per
+/// second.
 const BURST: u32 = 16;
 const PAUSE: Duration = Duration::from_micros(1500);
 
-/// What the honest hosts' threads share.
+/// State shared by the threads of honest hosts.
 struct Shared {
     history: History,
     stop: AtomicBool,
-    /// Between two operations of a thread.
+    /// Delay between two operations of a thread.
     pause: Duration,
-    /// Operations, and how long all of them and the longest took, in microseconds.
+    /// Number of operations, their total time and the maximum time, in microseconds.
     count: AtomicU64,
     total: AtomicU64,
     longest: AtomicU64,
-    /// How long each took, in microseconds, for each of [`SCHEMES`].
+    /// Time of each operation in microseconds, for each of [`SCHEMES`].
     times: Mutex<[Vec<u64>; 3]>,
 }
 
@@ -102,7 +103,7 @@ impl Shared {
     }
 }
 
-/// A target, honest hosts at work, and an idle attacker.
+/// A target, active honest hosts, and an attacker that is idle.
 struct Scene {
     sessions: Vec<Session>,
     shared: Arc<Shared>,
@@ -123,8 +124,9 @@ fn client(scheme: &str, host: Ipv4Addr) -> Client {
             _ => builder.open(host.into()),
         };
         match client {
-            // A process that another test starts has the descriptors of this one until it executes
-            // its program, and with them the address of a device that was closed in the meantime.
+            // When another test starts a process, it inherits our file descriptors until it
+            // executes its program. So the address of a device may still be in use after it was
+            // closed.
             Err(EngineError::Device(e))
                 if e.kind() == ErrorKind::AddrInUse && before.elapsed() < PATIENCE =>
             {
@@ -135,7 +137,7 @@ fn client(scheme: &str, host: Ipv4Addr) -> Client {
     }
 }
 
-/// Logs in from a host, and reads; how long that took.
+/// Logs in from a host and reads data. Also returns the time this took.
 fn log_in(client: &Client, scheme: &str) -> (Session, Lun, Duration) {
     let target = match scheme {
         "srp" => "0".to_owned(),
@@ -156,7 +158,7 @@ fn log_in(client: &Client, scheme: &str) -> (Session, Lun, Duration) {
     }
 }
 
-/// Logs in to the target that every host may use, over RDMA, and out again.
+/// Logs in to the target that all hosts can use over RDMA, and logs out again.
 fn visit_other_target() {
     let other = hostile::OTHER;
     let srp = hostile::OTHER_SRP;
@@ -172,10 +174,10 @@ fn visit_other_target() {
     }
 }
 
-/// Another host logs in by every protocol, and reads what is right.
+/// Logs in from another host using each protocol, and verifies the data.
 fn others_log_in(shared: Arc<Shared>) -> Duration {
     let mut longest = Duration::ZERO;
-    // Devices of one address follow each other.
+    // Use the devices in sequence, because they have the same address.
     for (at, scheme) in SCHEMES.into_iter().enumerate() {
         let client = client(scheme, LATER);
         let (session, mut lun, took) = log_in(&client, scheme);
@@ -189,7 +191,7 @@ fn others_log_in(shared: Arc<Shared>) -> Duration {
     longest
 }
 
-/// A second target on a disk of its own, which every host may use, in a configuration.
+/// Adds a second target with a separate disk to a configuration. All hosts can use this target.
 fn with_another_target(text: &str) -> String {
     let other = hostile::OTHER;
     let srp = hostile::OTHER_SRP;
@@ -207,13 +209,13 @@ fn with_another_target(text: &str) -> String {
     .replacen("targets:\n", &target, 1)
 }
 
-/// The 99th percentile, and zero of none.
+/// Returns the 99th percentile, or zero if there are no values.
 fn p99_of(times: &mut [u64]) -> u64 {
     times.sort_unstable();
     times.get(times.len() * 99 / 100).copied().unwrap_or(0)
 }
 
-/// Starts the daemon, with two targets.
+/// Starts the daemon with two targets.
 fn serve(world: &World, workers: u32) -> Pair {
     world.target.run(move || {
         let portals = SCHEMES.map(|p| format!("{{ protocol: {p}, listen: {TARGET} }}"));
@@ -233,9 +235,9 @@ fn serve(world: &World, workers: u32) -> Pair {
     })
 }
 
-/// The sum of the daemon's metrics whose names begin so, and have this reason or kind, or any.
+/// Returns the total of all metrics with this prefix and, if set, with this reason or kind.
 fn metric(world: &World, name: &'static str, label: &'static str) -> u64 {
-    // It serves its portals first, and others may have all its connections.
+    // The daemon opens its portals first, and all of its connections may be in use.
     let text = eventually_some("a daemon that answers", PATIENCE, || {
         world.target.run(|| get(METRICS, "/metrics"))
     });
@@ -252,7 +254,7 @@ impl Scene {
         let pair = serve(&world, 2);
         let daemon = pair.process().expect("a daemon that runs");
         let shared = Arc::new(Shared {
-            // A session that is lost repeats what was not answered.
+            // If a session is lost, commands without a response are sent again.
             history: History::new(DISK.end as usize).with_repeats(),
             stop: AtomicBool::new(false),
             pause,
@@ -263,7 +265,7 @@ impl Scene {
         });
         let (mut sessions, mut workers) = (Vec::new(), Vec::new());
         for (at, scheme) in SCHEMES.into_iter().enumerate() {
-            // SRP and iSER share the device of their host.
+            // SRP and iSER use the same device on their host.
             let (session, lun) = world.hosts.run(move || {
                 let host = if scheme == "iser" {
                     net::SECOND
@@ -296,7 +298,7 @@ impl Scene {
         }
     }
 
-    /// Resident memory of the daemon, in bytes.
+    /// Returns the resident memory of the daemon in bytes.
     fn memory(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.daemon)).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:"));
@@ -304,7 +306,8 @@ impl Scene {
         kilobytes.unwrap().parse::<u64>().unwrap() << 10
     }
 
-    /// What was forged has reached the daemon, and been refused for what is wrong with it.
+    /// Checks that the forged packets were received and that they were rejected for the expected
+    /// reason.
     fn has_refused(&self) {
         for (name, label) in [
             ("riser_device_dropped_packets_total", "wrong_source"),
@@ -317,7 +320,7 @@ impl Scene {
         }
     }
 
-    /// Waits until every honest thread has done `more` operations, and `span` has passed.
+    /// Waits until every honest thread has completed `more` operations, but not less than `span`.
     fn go_on(&mut self, what: &str, more: u64, span: Duration) {
         let now = |workers: &[(Arc<AtomicU64>, JoinHandle<()>)]| -> Vec<u64> {
             workers
@@ -340,11 +343,11 @@ impl Scene {
         }
     }
 
-    /// Figures of the honest hosts since the last time; the 99th percentiles of all, and of each of
-    /// [`SCHEMES`], in microseconds.
+    /// Prints the measured values of the honest hosts since the last call. Returns the 99th
+    /// percentile for all operations and for each of [`SCHEMES`], in microseconds.
     ///
     /// # Panics
-    /// If a command was lost.
+    /// Panics if a command was lost.
     fn figures(&self, what: &str, span: Duration) -> (u64, [u64; 3]) {
         let taken = |n: &AtomicU64| n.swap(0, Ordering::Relaxed);
         let (count, total) = (taken(&self.shared.count), taken(&self.shared.total));
@@ -380,7 +383,7 @@ impl Scene {
         self.sessions.iter().map(down).collect()
     }
 
-    /// The stranger works until it is stopped.
+    /// Starts the attacker, which will run until it's stopped.
     fn attack(&self, seed: u64, reach: Reach, requests: &[Vec<u8>], logins: &[Login]) -> Attack {
         let stop = Arc::new(AtomicBool::new(false));
         let trick = Arc::new(Mutex::new(Trick::Icmp));
@@ -430,8 +433,8 @@ impl Attack {
         *self.trick.lock().unwrap() = trick;
     }
 
-    /// Ends it; how many packets were forged, and how many READs among them were answered with
-    /// data.
+    /// Stops everything. Returns the number of forged packets, and the number of forged READs for
+    /// which the response contained data.
     fn end(mut self) -> (u64, u64) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().unwrap()
@@ -464,7 +467,7 @@ fn a_stranger_on_the_network_spoils_nothing() {
     scene.figures("before", turn);
     let at_work = sniffer.logins();
     assert_eq!(at_work.len(), 2, "SRP and iSER");
-    // What a login looks like: the stranger could try one.
+    // Capture a login, because the attacker could also try to log in.
     let world = scene.world.clone();
     let later = {
         let (world, shared) = (world.clone(), scene.shared.clone());
@@ -518,7 +521,7 @@ fn a_stranger_on_the_network_spoils_nothing() {
     scene.pair.kill();
 }
 
-/// A counter of the calling thread's network namespace.
+/// Returns a kernel counter for the network namespace of the current thread.
 fn kernel_counter(protocol: &str, name: &str) -> u64 {
     let text = fs::read_to_string("/proc/thread-self/net/snmp").unwrap();
     let mut lines = text.lines().filter(|l| l.starts_with(protocol));

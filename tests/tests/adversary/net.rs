@@ -1,5 +1,5 @@
-//! Four network namespaces: a switch, and behind it the target, honest hosts, and a stranger. Each
-//! is that of a thread, and goes with it.
+//! Creates four network namespaces: a switch, and the target, honest hosts and the attacker, which
+//! are connected to it. Each namespace belongs to a thread and is removed when the thread exits.
 
 use std::net::Ipv4Addr;
 use std::process::Command;
@@ -7,18 +7,18 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
 
 pub(crate) const TARGET: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 1);
-/// Of hosts whose sessions are there when the attack begins.
+/// Address for hosts that are connected when the attack is started.
 pub(crate) const HONEST: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 2);
-/// Another of them.
+/// Second address for these hosts.
 pub(crate) const SECOND: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 4);
-/// Of a host that logs in during the attack.
+/// Address for a host that logs in during the attack.
 pub(crate) const LATER: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 3);
 pub(crate) const STRANGER: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 66);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread in a network namespace of its own. Threads and processes that its jobs start are there
-/// too.
+/// A thread in a separate network namespace. Any threads and processes started by its jobs use the
+/// same namespace.
 pub(crate) struct Network {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -30,10 +30,11 @@ impl Network {
         let (jobs, waiting) = channel::<Job>();
         let (answer, entered) = channel();
         let thread = thread::spawn(move || {
-            // SAFETY: the flag concerns the network alone, of which a thread may have its own.
+            // SAFETY: this flag only affects the network namespace, which can be different for each
+            // thread.
             let result = unsafe { libc::unshare(libc::CLONE_NEWNET) };
             let result = match result {
-                // SAFETY: it has no arguments and always succeeds.
+                // SAFETY: this has no arguments and can't fail.
                 0 => Ok(unsafe { libc::gettid() }),
                 _ => Err(std::io::Error::last_os_error()),
             };
@@ -52,7 +53,7 @@ impl Network {
         })
     }
 
-    /// Runs `job` inside; its panic is one here.
+    /// Runs `job` in this namespace. If it panics, we also panic.
     pub(crate) fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
         let (answer, result) = channel();
         let jobs = self.jobs.as_ref().expect("a running thread");
@@ -71,12 +72,12 @@ impl Drop for Network {
     }
 }
 
-/// The namespaces, with their links.
+/// All namespaces and their links.
 pub(crate) struct World {
     pub(crate) target: Network,
     pub(crate) hosts: Network,
     pub(crate) stranger: Network,
-    /// Where everything passes.
+    /// The switch that forwards all packets.
     pub(crate) switch: Network,
 }
 
@@ -117,7 +118,7 @@ impl World {
     }
 }
 
-/// Runs a command of words, in the namespace of the calling thread.
+/// Runs a command in the namespace of the current thread.
 pub(crate) fn sh(words: &str) -> Result<(), String> {
     let mut words = words.split_whitespace();
     let mut command = Command::new(words.next().expect("a command"));

@@ -1,9 +1,9 @@
-//! What messages that are almost right do to the sessions of other hosts: rounds of the load by
-//! itself, of the same attack at another daemon, and of the attack, in turn. What the machine does
-//! meanwhile is in all of them, so their ratios can be compared. The stranger, the honest hosts and
-//! the daemon share the machine's processors, so the attack costs the honest hosts much even where
-//! nothing of theirs is attacked: what it does to them by way of the daemon is what a round at
-//! another daemon does not show.
+//! Measures how almost valid messages affect the sessions of other hosts. We run rounds of the load
+//! without an attack, with the same attack on another daemon, and with the attack. This way, any
+//! change in the speed of this machine affects all of them, and we can compare the ratios. The
+//! attacker, the honest hosts and the daemon share the same CPUs, so an attack has a high cost for
+//! the honest hosts even if it's for a different daemon. To find the cost caused by their own
+//! daemon, we need to compare with the round that uses another daemon.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,33 +21,35 @@ use super::{
     visit_other_target,
 };
 
-/// How long the honest hosts wait between two operations: they leave the machine time for the
-/// messages, or there would be few.
+/// Delay between two operations of an honest host. This is needed to leave enough CPU time for the
+/// attacker to send its messages.
 const PAUSE_BETWEEN: Duration = Duration::from_millis(2);
-/// For how long the honest hosts are measured by themselves, at least.
+/// Minimum time to measure the honest hosts without an attack.
 const ALONE: Duration = Duration::from_secs(2);
-/// Rounds of each protocol, and those of the short test. An odd number has a median.
+/// Number of rounds per protocol, and for the short test. To have a median, the number must be odd.
 const ROUNDS: u64 = 9;
 const FEW_ROUNDS: u64 = 3;
-/// By how much an attack may make the 99th percentile of another session longer than one at another
-/// daemon does.
+/// Maximum factor by which an attack may increase the 99th percentile of another session, compared
+/// to the same attack on another daemon.
 const MOST: f64 = 2.0;
-/// How much more memory the daemon may have after the last round than after the first, in bytes.
+/// Maximum increase of the daemon's memory from the first round to the last, in bytes.
 const GROWTH_AGAIN: u64 = 64 << 20;
-/// The same for each message.
+/// Maximum increase of memory per message.
 const GROWTH_OF_MESSAGE: u64 = 64;
-/// How long a message of an attack may take on the slowest machine, beside [`PATIENCE`] for all.
+/// Maximum time for each message of an attack on a slow machine, in addition to [`PATIENCE`] for
+/// the whole attack.
 const LONGEST: Duration = Duration::from_millis(20);
 
-/// Gives the calling thread less of the processor than others that want it, since a stranger has a
-/// machine of its own: what is measured is what it costs the target.
+/// Lowers the priority of the current thread. A real attacker would have its own machine, and we
+/// only want to measure the cost on the target.
 fn yield_to_others() {
-    // SAFETY: numbers; of a thread, not of a process, in Linux.
+    // SAFETY: the arguments are integers. In Linux, this applies to a thread and not to the
+    // process.
     let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 5) };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Begins an attack of `count` messages in a world.
+/// Starts an attack with `count` messages.
 fn begin_attack(
     world: &Arc<World>,
     wire: Wire,
@@ -66,9 +68,9 @@ fn begin_attack(
     })
 }
 
-/// Datagrams that the daemon has counted for something that is rare or absent in the traffic of
-/// sessions at work, or has answered, and those that were dropped before it looked at them, by the
-/// kernel or since too many waited.
+/// Returns the number of datagrams that the daemon has counted as errors (these are rare or don't
+/// occur in normal sessions) or has responded to, and the number of datagrams that were dropped
+/// before processing, either by the kernel or because the queue was full.
 fn datagrams(world: &World) -> (u64, u64) {
     let by_kernel = world.target.run(|| kernel_counter("Udp:", "RcvbufErrors"));
     let by_daemon = metric(world, "riser_device_dropped_packets_total", "unwanted_mad");
@@ -80,32 +82,33 @@ fn datagrams(world: &World) -> (u64, u64) {
         ("riser_device_naks_sent_total", ""),
     ];
     let counted = counted.map(|(name, label)| metric(world, name, label));
-    // Device management has no counter; the stranger's kernel counts answers, which no socket takes.
+    // There is no counter for device management. Because the attacker has no socket for the
+    // responses, we can use its kernel counter.
     let answers = world.stranger.run(|| kernel_counter("Udp:", "NoPorts"));
     (counted.iter().sum::<u64>() + answers, by_kernel + by_daemon)
 }
 
-/// The middle one of an odd number.
+/// Returns the median for an odd number of values.
 fn median(mut all: Vec<f64>) -> f64 {
     all.sort_unstable_by(f64::total_cmp);
     all[all.len() / 2]
 }
 
-/// The rounds of a protocol.
+/// Rounds for a protocol.
 #[derive(Default)]
 pub(crate) struct Rounds {
     sum: Tally,
     lost: u64,
     took: Duration,
-    /// The 99th percentiles of a round's parts, in microseconds, for each of [`SCHEMES`].
+    /// 99th percentiles for the parts of each round in microseconds, for each of [`SCHEMES`].
     alone: Vec<[u64; 3]>,
     beside: Vec<[u64; 3]>,
     attacked: Vec<[u64; 3]>,
 }
 
 impl Rounds {
-    /// Medians of the ratios of each round, for each of [`SCHEMES`]: to the load by itself, and to
-    /// that beside an attack at another daemon.
+    /// Returns the medians of the ratios for each of [`SCHEMES`]: compared to the load without an
+    /// attack, and compared to the load during an attack on another daemon.
     fn ratios(&self) -> ([f64; 3], [f64; 3]) {
         let to = |quiet: &[[u64; 3]]| {
             [0, 1, 2].map(|at| {
@@ -135,10 +138,12 @@ impl Rounds {
 }
 
 impl Scene {
-    /// Waits until an attack of `count` messages is over; what was sent, and how long it took.
+    /// Waits until an attack with `count` messages has completed. Returns the number of messages
+    /// sent and the time it took.
     ///
     /// # Panics
-    /// If it does not end: a daemon that no longer answers the stranger would hold it up for ever.
+    /// Panics if the attack doesn't complete: if the daemon does not respond to the attacker, it
+    /// would wait forever.
     fn while_attacked(
         &mut self,
         wire: Wire,
@@ -151,15 +156,16 @@ impl Scene {
                 begun.elapsed() < most,
                 "{wire:?}: {count} messages took more than {most:?}"
             );
-            // Every honest thread gets on meanwhile, however slowly.
+            // All honest threads must make progress during this time, even if they are slow.
             self.go_on(&format!("{wire:?}"), 1, Duration::from_millis(100));
         }
         let tally = attack.join().expect("the stranger does not fail");
         (tally, begun.elapsed())
     }
 
-    /// A round: the load by itself for as long as the attack before, beside an attack at another
-    /// daemon, which the honest hosts feel only as far as it costs the machine, and attacked.
+    /// Runs a round: the load without an attack, for the same duration as the previous attack, then
+    /// with an attack on another daemon, which only affects the honest hosts because of the shared
+    /// machine, and then with the attack.
     fn round(
         &mut self,
         rounds: &mut Rounds,
@@ -200,7 +206,8 @@ impl Scene {
                 "figure: {wire:?}: the daemon has counted or answered {counted} of {}",
                 tally.messages
             );
-            // About a third of these is answered, and what is wrong in the others is not counted.
+            // About a third of these messages get a response, and errors in the rest are not
+            // counted.
             let share = if wire == Wire::DeviceManagement { 8 } else { 2 };
             assert!(
                 counted >= tally.messages / share,
@@ -257,7 +264,7 @@ fn messages_that_are_almost_right_harm_no_other_session() {
     let (mut report, mut too_slow) = (String::new(), Vec::new());
     for wire in wires {
         let mut rounds = Rounds::default();
-        // What the first round makes the daemon keep, the others find there.
+        // Any memory allocated in the first round will be used again in later rounds.
         let (before, mut memory) = (scene.memory(), None);
         for round in 0..number {
             let of_round = (seed ^ round << 32, &requests[..]);
@@ -302,7 +309,7 @@ fn messages_that_are_almost_right_harm_no_other_session() {
     for (_, worker) in scene.workers.drain(..) {
         worker.join().unwrap();
     }
-    // A daemon that has lost no buffer and no lock ends by itself.
+    // If no buffer or lock was leaked, the daemon must be able to exit.
     scene.pair.terminate();
     other.terminate();
     assert!(

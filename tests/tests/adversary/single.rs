@@ -1,12 +1,13 @@
-//! One attack after another, on sessions at rest: each is refused for what is wrong with it, and
-//! shows in a metric. Where a number of a packet is wrong, the metric grows by at least as many as
-//! were sent, and nothing changes for a session. A request to connect in a host's name is answered,
-//! and changes nothing for the connection that the host has. A packet with all the right numbers,
-//! sent by an attacker on the path, ends the session, which comes back with all its data.
+//! Runs single attacks on idle sessions. Each attack must be rejected for the expected reason and
+//! must be visible in a metric. If a packet contains an incorrect value, the metric must increase
+//! by at least the number of packets sent, and the session must not change. If a connection request
+//! is sent on behalf of a host, the target will respond, but the host's existing connection must
+//! not change. If an on-path attacker sends a packet with all correct values, this closes the
+//! session, which must then reconnect without losing data.
 //!
-//! The attacks are those of "ReDMArk: Bypassing RDMA Security Mechanisms" (USENIX Security 2021),
-//! and what a network has besides: ICMP, which the kernel counts, and hosts that claim the address
-//! of another one, which nothing counts.
+//! We use the attacks described in "ReDMArk: Bypassing RDMA Security Mechanisms" (USENIX Security
+//! 2021), and other network attacks: ICMP, which is counted by the kernel, and hosts that claim
+//! another host's address, for which there is no counter.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -31,25 +32,25 @@ use super::hostile::{self, OTHER_SRP};
 use super::net::{HONEST, LATER, SECOND, STRANGER, TARGET, World};
 use super::{client, kernel_counter, log_in, metric, serve, visit_other_target};
 
-/// Packets of each attack.
+/// Number of packets for each attack.
 const N: u64 = 20;
 const SOON: Duration = Duration::from_secs(20);
-/// Until a session that an attacker on path has ended is back.
+/// Timeout until a session has reconnected after it was closed by an on-path attacker.
 const LATER_ON: Duration = Duration::from_secs(90);
 const BLOCKS: usize = 64;
 
-/// Sessions at rest, over SRP and iSER, and what a sniffer knows of them.
+/// Idle SRP and iSER sessions, and the information captured by a sniffer.
 struct Scene {
     world: Arc<World>,
     pair: Pair,
     sniffer: Sniffer,
     sessions: Vec<(Session, Lun, Ipv4Addr)>,
-    /// How they have logged in.
+    /// Logins of these sessions.
     logins: Vec<Login>,
     chance: Chance,
 }
 
-/// What comes next to the target on a connection.
+/// Next values expected by the target for a connection.
 #[derive(Clone, Copy, Debug)]
 struct Next {
     from: SocketAddr,
@@ -84,14 +85,14 @@ impl Scene {
         scene
     }
 
-    /// Blocks of a session's own, which show who has written what.
+    /// Writes the blocks of a session, so that we can check which session has written the data.
     fn write(&mut self, at: usize, byte: u8) {
         let (_, lun, _) = &mut self.sessions[at];
         let offset = (at * BLOCKS * BLOCK) as u64;
         Disk::write(lun, offset, &[byte; BLOCKS * BLOCK], false).unwrap();
     }
 
-    /// What was written is there.
+    /// Verifies the data written.
     fn check(&mut self) {
         for at in 0..2 {
             let mut bytes = [0; BLOCKS * BLOCK];
@@ -101,11 +102,12 @@ impl Scene {
         }
     }
 
-    /// What the target expects next from a session's host, and the memory of the host's that the
-    /// target has reached last.
+    /// Returns the next values that the target expects from a session's host, and the host memory
+    /// that was last accessed by the target.
     fn learn(&mut self, at: usize) -> Next {
         self.sniffer.skip();
-        // A command that reads is one packet, whose number can be seen; longer ones go in trains.
+        // For a command that reads, there is a single packet with a visible sequence number. Larger
+        // commands would be sent as a train.
         self.check();
         let host = self.sessions[at].2;
         let sniffer = &mut self.sniffer;
@@ -126,7 +128,8 @@ impl Scene {
         metric(&self.world, name, label)
     }
 
-    /// Does something, after which a metric has grown by at least so much; the sessions stay.
+    /// Runs an action and checks that a metric has increased by at least this value and that the
+    /// sessions are still connected.
     fn counts(
         &mut self,
         what: &str,
@@ -145,8 +148,8 @@ impl Scene {
         assert_eq!(self.reconnects(), [0; 2], "{what}");
     }
 
-    /// Sends a session's target one packet with all the right numbers: it is refused with this kind
-    /// of NAK, which ends the connection, and the session comes back with all its data.
+    /// Sends a packet with all correct values to the target. It must be rejected with this type of
+    /// NAK, which closes the connection, and the session must then reconnect without losing data.
     fn ends(
         &mut self,
         what: &str,
@@ -172,7 +175,7 @@ impl Scene {
         [0, 1].map(|at| self.sessions[at].0.status().reconnects())
     }
 
-    /// Waits until both sessions are there again.
+    /// Waits until both sessions have reconnected.
     fn come_back(&mut self, what: &str) {
         let sessions = &self.sessions;
         let is_live =
@@ -187,7 +190,7 @@ const ODD: &str = "riser_device_odd_packets_total";
 const CM: &str = "riser_device_cm_messages_total";
 const NAKS: &str = "riser_device_naks_sent_total";
 
-/// A packet to the target with a right ICRC.
+/// Creates a packet for the target with a valid ICRC.
 fn body(bth: &Bth, ext: &ExtHeaders, payload: &[u8]) -> Vec<u8> {
     let mut body = emit_headers(bth, ext).to_vec();
     body.extend_from_slice(payload);
@@ -199,7 +202,7 @@ fn bth(opcode: Opcode, next: Next) -> Bth {
     Bth::new(opcode, Qpn::new(next.qpn), Psn::new(next.psn & 0xff_ffff))
 }
 
-/// A SEND of nonsense.
+/// Creates a SEND with random data.
 fn send(next: Next) -> Vec<u8> {
     send_of(Opcode::RcSendOnly, next)
 }
@@ -208,7 +211,7 @@ fn send_of(opcode: Opcode, next: Next) -> Vec<u8> {
     body(&bth(opcode, next), &ExtHeaders::default(), &[0xbd; 64])
 }
 
-/// A WRITE of nonsense, with immediate data where it has some.
+/// Creates a WRITE with random data and, if the opcode requires it, immediate data.
 fn write(opcode: Opcode, next: Next, va: u64, key: u32) -> Vec<u8> {
     let imm = (opcode == Opcode::RcWriteOnlyImm).then(|| ImmDt::new(0xbd));
     let ext = ExtHeaders {
@@ -228,7 +231,7 @@ fn read(next: Next, va: u64, key: u32) -> Vec<u8> {
     body(&bth(Opcode::RcReadRequest, next), &ext, &[])
 }
 
-/// Carries attacks out on sessions of their own.
+/// Runs the attacks with new sessions.
 fn attack(name: &str, attacks: &[fn(&mut Scene)]) {
     let world = match World::new() {
         Ok(world) => world,
@@ -293,7 +296,7 @@ fn connections_without_end_displace_each_other_alone() {
     attack(name, &[connections_without_end]);
 }
 
-/// Queue pairs, addresses, ports and sequence numbers, one of them wrong.
+/// Queue pairs, addresses, ports and sequence numbers, with a single incorrect value.
 fn guessed_numbers(scene: &mut Scene) {
     let to = roce(TARGET);
     for at in 0..2 {
@@ -324,7 +327,8 @@ fn guessed_numbers(scene: &mut Scene) {
                 },
             );
         }
-        // From any port, since that is the sender's choice (RoCEv2: entropy of the flow).
+        // The source port can be any value, because it's chosen by the sender (RoCEv2: entropy of
+        // the flow).
         for (far, kind) in [(1 << 20, "out_of_order"), (1 << 23 | 1 << 20, "duplicate")] {
             let next = scene.learn(at);
             scene.counts("guessed PSNs", (ODD, kind), N, |forger, chance| {
@@ -367,7 +371,7 @@ fn guessed_numbers(scene: &mut Scene) {
     }
 }
 
-/// Packets with the right numbers that are none.
+/// Packets that are not valid, but use the correct numbers.
 fn spoiled_packets(scene: &mut Scene) {
     let to = roce(TARGET);
     let next = scene.learn(0);
@@ -420,7 +424,7 @@ fn spoiled_packets(scene: &mut Scene) {
     );
 }
 
-/// Messages of the connection manager about connections that others have.
+/// Connection manager messages for connections that belong to other hosts.
 fn forged_messages(scene: &mut Scene) {
     scene.counts(
         "forged disconnects",
@@ -446,7 +450,7 @@ fn forged_messages(scene: &mut Scene) {
             forger.send_mad(HONEST, TARGET, &mad);
         }
     });
-    // About the connections that there are.
+    // For existing connections.
     let logins = scene.logins.clone();
     let refused = |scene: &Scene| scene.metric(CM, "illegal") + scene.metric(CM, "unknown");
     let before = refused(scene);
@@ -460,8 +464,8 @@ fn forged_messages(scene: &mut Scene) {
         }
     });
     eventually(what, SOON, || refused(scene) >= before + N);
-    // Of a host that might have forgotten its connection, so that it is not refused: the target
-    // answers, and the host does not know the answer. The connection stays.
+    // A host may have lost its connection, so this is not rejected: the target sends a response
+    // which the host doesn't expect. The connection must not be closed.
     let what = "requests with the queue pair of a connection";
     scene.counts(what, (CM, "received"), N, |forger, _| {
         forger.know(logins);
@@ -471,14 +475,15 @@ fn forged_messages(scene: &mut Scene) {
     });
 }
 
-/// Fragmentation needed and unreachable: the kernel counts them, and neither packets nor sessions
-/// change.
+/// Fragmentation needed and destination unreachable: the kernel counts these, and they must not
+/// affect any packets or sessions.
 fn icmp(scene: &mut Scene) {
     let counted = |scene: &Scene| {
         let target = &scene.world.target;
         target.run(|| kernel_counter("Icmp:", "InDestUnreachs"))
     };
-    // Packets that the same reads take: shorter ones would be more.
+    // Returns the number of packets used for the same reads. If the packets were smaller, it would
+    // be higher.
     let packets = |scene: &mut Scene| {
         let sent = scene.metric("riser_device_packets_total", "out");
         scene.check();
@@ -504,9 +509,9 @@ fn icmp(scene: &mut Scene) {
     assert_eq!(scene.reconnects(), [0; 2]);
 }
 
-/// A host that may log in asks for the memory of another one's session, by the keys that it has
-/// seen there, and for memory of the target. There is none that it may reach: the target exposes
-/// no memory at all.
+/// A host that is allowed to log in tries to access the memory of another session, using the keys
+/// seen there, and the memory of the target. None of this must be possible, because the target
+/// doesn't expose any memory.
 fn memory_of_others(scene: &mut Scene) {
     let world = scene.world.clone();
     world.hosts.run(visit_other_target);
@@ -540,10 +545,10 @@ fn memory_of_others(scene: &mut Scene) {
     }
 }
 
-/// Gratuitous ARP in the names of the target and of hosts: what a switch without address checks
-/// lets a stranger do. It takes the packets to itself, against which nothing on an end can help, and
-/// whose metric is the kernel's. Sessions may stop; when it is over they go on, or come back, and
-/// what was acknowledged is there.
+/// Sends gratuitous ARP on behalf of the target and the hosts, which is possible if the switch
+/// doesn't check addresses. This redirects the packets to the attacker. An endpoint can't prevent
+/// this, and only the kernel has metrics for it. The sessions may stall. After the attack, they
+/// must continue or reconnect without losing acknowledged data.
 fn claimed_addresses(scene: &mut Scene) {
     let world = scene.world.clone();
     let neighbours = || std::fs::read_to_string("/proc/thread-self/net/arp").unwrap();
@@ -563,7 +568,8 @@ fn claimed_addresses(scene: &mut Scene) {
         });
         is_claimed(&world.hosts.run(neighbours))
     });
-    // Hosts that have moved away ask again at last; here at once.
+    // A host with a stale entry will send another ARP request after some time. To speed this up, we
+    // clear the entries.
     for network in [&world.target, &world.hosts] {
         network
             .run(|| super::net::sh("ip neigh flush all"))
@@ -572,8 +578,8 @@ fn claimed_addresses(scene: &mut Scene) {
     scene.come_back("sessions after claimed addresses");
 }
 
-/// On path, with all the right numbers but the key. The connection ends (IBTA 9.7.5.2.4), nothing
-/// is answered, and the session comes back.
+/// On-path, with all correct values except for the key. The connection must be closed (IBTA
+/// 9.7.5.2.4) without returning data, and the session must reconnect.
 fn guessed_keys(scene: &mut Scene) {
     for turn in 0..6 {
         let at = turn % 2;
@@ -584,7 +590,7 @@ fn guessed_keys(scene: &mut Scene) {
             false => write(Opcode::RcWriteOnly, next, va, key),
         });
         let answers = scene.sniffer.bodies_from(TARGET);
-        // READ responses of 64 bytes.
+        // READ responses with 64 bytes.
         assert!(
             answers
                 .iter()
@@ -593,7 +599,7 @@ fn guessed_keys(scene: &mut Scene) {
     }
 }
 
-/// The same on connections of the stranger's own: each guess costs it one.
+/// Same, but uses the attacker's own connections. Each guess will close a connection.
 fn many_guessed_keys(scene: &mut Scene) {
     const GUESSES: u64 = 64;
     let world = scene.world.clone();
@@ -607,7 +613,7 @@ fn many_guessed_keys(scene: &mut Scene) {
         |_, chance| {
             let mut places = Vec::new();
             for guess in 0..GUESSES {
-                // Small keys, and those of any kind, at places of any kind.
+                // Use both small and random keys with random addresses.
                 let bits = [8, 16, 32][guess as usize % 3];
                 let rkey = RKey(chance.below(1 << bits) as u32);
                 let addr = chance.below(1 << 47) & !0xfff;
@@ -627,9 +633,10 @@ fn many_guessed_keys(scene: &mut Scene) {
     );
 }
 
-/// On path, with all the right numbers, requests that no valid peer makes: atomics on memory that
-/// does not exist, keys to invalidate that are not the sender's, and packets of a message in a wrong
-/// order. Each is refused for what it is, and ends the connection.
+/// On-path, with all correct values, but with requests that are never sent by a valid peer: atomics
+/// on memory that doesn't exist, invalidating keys that don't belong to the sender, and message
+/// packets in the wrong order. Each must be rejected with the correct error, and will close the
+/// connection.
 fn rules_broken(scene: &mut Scene) {
     let va = 0x1000;
     let key = scene.chance.below(1 << 32) as u32;
@@ -681,21 +688,21 @@ fn rules_broken(scene: &mut Scene) {
     }
 }
 
-/// Requests in the target's name, with all the right numbers, and keys of the initiator's that the
-/// target has used: those of commands that are over lead nowhere.
+/// Requests on behalf of the target with all correct values, using initiator keys that were
+/// previously used by the target. After a command has completed, its keys must not be valid.
 fn memory_of_initiators(scene: &mut Scene) {
     let is_refusal = |body: &Vec<u8>| body[0] == 0x11 && body[12] == 0x62;
     for turn in 0..4 {
         let at = turn % 2;
         let was = scene.reconnects()[at];
         scene.sniffer.skip();
-        // Blocks that the target writes to the initiator's memory, and reads there.
+        // Blocks that are written to the initiator's memory by the target, and then read from it.
         scene.write(at, at as u8 + 1);
         scene.check();
         let host = scene.sessions[at].2;
         let sniffer = &mut scene.sniffer;
         let mut reached = Reached::default();
-        // What the host has acknowledged says what it expects next.
+        // The next value that the host expects is based on its acknowledgements.
         eventually("the host has acknowledged all", SOON, || {
             sniffer.follow(host, &mut reached);
             let (last, acknowledged) = (reached.last, reached.acknowledged);
@@ -730,9 +737,9 @@ fn memory_of_initiators(scene: &mut Scene) {
     }
 }
 
-/// Connection requests from many different hosts, none of which completes the handshake. When there
-/// is no room for more, new ones are dropped until the oldest is displaced by a newer one. A host
-/// that completes the handshake still gets in.
+/// Connection requests from many different hosts that never complete the handshake. If there is no
+/// more space, new requests are dropped until the oldest can be replaced. A host that does complete
+/// the handshake must still be able to connect.
 fn connections_without_end(scene: &mut Scene) {
     let world = scene.world.clone();
     let mut sniffer = world.switch.run(Sniffer::new);

@@ -1,4 +1,4 @@
-//! `riser`, where its target or its user makes mistakes.
+//! Tests `riser` with target failures and user errors.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn parse(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
 }
 
-/// Attaches, as soon as the daemon serves, which has just been started.
+/// Attaches a disk when the daemon is ready, because it was just started.
 fn attach_first(pair: &Pair, args: &[&str]) {
     eventually("the daemon serves", || {
         ended(&mut pair.command(args)).0 == 0
@@ -32,7 +32,7 @@ fn discovery_lists_each_port_once_and_fails_if_nothing_lets_us_in() {
     let pair = Pair::new(181, RAM);
     for url in ["srp://127.0.181.1", "srp://127.0.181.1:5556"] {
         let mut found = Value::Null;
-        // The daemon has just been started.
+        // The daemon was just started.
         eventually("the daemon serves", || {
             let (code, out, _) = ended(&mut pair.command(&["discover", url, "-o", "json"]));
             code == 0 && {
@@ -80,7 +80,7 @@ fn nothing_is_attached_over_something_else() {
             "/dev/fuse",
         );
     }
-    pair.riser(&["attach", &url, "--fuse", &dir]);
+    pair.riser(&["attach", &url, "--fuse", &dir, "--shared"]);
     for again in [
         &["attach", &url, "--fuse", &dir][..],
         &["attach", &url, "--fuse", &format!("{dir}/lun0")],
@@ -91,12 +91,12 @@ fn nothing_is_attached_over_something_else() {
         assert!(errors.contains("riser detach 1"), "{errors}");
     }
     assert_eq!(list(&pair).as_array().unwrap().len(), 2);
-    // What others have mounted is not hidden either.
+    // An existing mount must not be hidden either.
     let (code, _, errors) = ended(&mut pair.command(&["attach", &url, "--fuse", "/proc"]));
     assert_eq!(code, 6, "{errors}");
     assert!(errors.contains("mounted on /proc already"), "{errors}");
     pair.riser(&["detach", &dir]);
-    pair.riser(&["attach", &url, "--fuse", &dir]);
+    pair.riser(&["attach", &url, "--fuse", &dir, "--shared"]);
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn the_list_says_since_when_a_target_is_away() {
     let mut pair = Pair::with_target(184, RAM, target);
     let url = "iscsi://127.0.184.1/iqn.2026-01.com.example:disk/0";
     let attach = ["attach", url, "--nbd", &pair.path("nbd")];
-    // The daemon has just been started.
+    // The daemon was just started.
     eventually("the daemon serves", || {
         ended(&mut pair.command(&attach)).0 == 0
     });
@@ -128,7 +128,7 @@ fn the_list_says_since_when_a_target_is_away() {
     eventually("down", || link(&pair)["state"] == "reconnecting");
     let down = link(&pair);
     assert!(down["since"].as_u64().unwrap() > 1_700_000_000, "{down}");
-    // An attempt between the two may fail in another way.
+    // Another attempt in between could fail with a different error.
     eventually("down with its last error", || {
         let link = link(&pair);
         let error = link["last_error"].as_str().unwrap();
@@ -153,7 +153,15 @@ fn an_operation_waits_for_its_target_as_long_as_it_was_asked_to() {
     let (short, long) = (pair.path("short"), pair.path("long"));
     let url = pair.url();
     attach_first(&pair, &["attach", &url, "--nbd", &short, "--io-timeout=1s"]);
-    pair.riser(&["attach", &url, "--nbd", &long, "--io-timeout=never"]);
+    let second = [
+        "attach",
+        &url,
+        "--nbd",
+        &long,
+        "--io-timeout=never",
+        "--shared",
+    ];
+    pair.riser(&second);
     let mut disks = [&short, &long].map(|path| Nbd::connect(Path::new(path)));
     let mut bytes = [0; 512];
     for disk in &mut disks {
@@ -170,7 +178,7 @@ fn an_operation_waits_for_its_target_as_long_as_it_was_asked_to() {
         let failed = short.read(0, &mut bytes).unwrap_err();
         assert_eq!(failed.errno, libc::EIO, "{failed:?}");
         assert!(begin.elapsed() < PATIENCE, "its time-out is finite");
-        // It began before the short one, and waits longer.
+        // This was started before the short wait, but has a longer timeout.
         assert!(!waiting.is_finished());
         pair.serve();
         assert_eq!(waiting.join().unwrap(), Ok(()));
@@ -195,7 +203,7 @@ fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
             "{errors}"
         );
     };
-    // A blank disk gets an image that looks like ext4.
+    // Writes an image that looks like ext4 to a blank disk.
     let mut image = vec![0; 1 << 20];
     image[0x438..0x43a].copy_from_slice(&[0x53, 0xef]);
     fs::write(&file, &image).unwrap();
@@ -209,7 +217,7 @@ fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
     fs::write(&file, &image).unwrap();
     pair.riser(&force);
     pair.riser(&bench);
-    // By another name of the same unit than the one it is attached by.
+    // Use a different name for the same unit.
     let socket = pair.path("nbd");
     pair.riser(&["attach", &url, "--nbd", &socket]);
     let other = "srp://127.0.192.1:5555/0";
@@ -218,7 +226,7 @@ fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
     pair.riser(&["write", other, &file, "-q", "--overwrite"]);
     pair.riser(&["detach", "0"]);
     pair.riser(&write);
-    // The last bytes count, too.
+    // The last bytes should be checked as well.
     let mut tail = vec![0; 8192];
     tail[..4].copy_from_slice(&[0xfc, 0x4e, 0x2b, 0xa9]);
     fs::write(&file, &tail).unwrap();
@@ -234,7 +242,7 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
     let mut pair = Pair::with_target(193, RAM, target);
     let url = "iscsi://127.0.193.1/iqn.2026-01.com.example:disk/0";
     let socket = pair.path("nbd");
-    // An operation would never end by itself, so nothing that succeeds here has waited for one.
+    // This operation would never complete, so if anything succeeds here, it did not wait for it.
     attach_first(
         &pair,
         &["attach", url, "--nbd", &socket, "--io-timeout=never"],
@@ -256,7 +264,7 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
     let (code, out, errors) = ended(&mut pair.command(&["detach", "0", "--force"]));
     assert_eq!(code, 0, "{errors}");
     assert!(out.contains(lost), "{out}");
-    // The waiting operation ends with an error, or with its connection.
+    // The pending operation must either fail or lose its connection.
     assert!(waiting.join().unwrap_or(true));
     assert_eq!(list(&pair), Value::Array(Vec::new()));
 }
@@ -278,7 +286,7 @@ fn what_waits_for_a_target_is_counted_when_it_comes_on_every_path() {
     let link = |pair: &Pair| list(pair)[0]["link"].clone();
     eventually("down", || link(&pair)["state"] == "reconnecting");
     assert_eq!(link(&pair)["pending"]["operations"], 0);
-    // It comes after the last event that the session reports.
+    // This must be sent after the last event reported by the session.
     let waiting = std::thread::spawn(move || disk.write(0, &[2; 512], false).is_err());
     eventually("one operation waits", || {
         link(&pair)["pending"]["operations"] == 1
@@ -312,7 +320,7 @@ fn a_target_without_its_unit_is_down_until_the_unit_is_back() {
             .contains("the logical unit")
     };
     eventually("the login succeeds", || says_why(&link(&pair)));
-    // It logs in again and again.
+    // The session tries to log in repeatedly.
     for _ in 0..20 {
         let link = link(&pair);
         assert_eq!(
@@ -327,7 +335,7 @@ fn a_target_without_its_unit_is_down_until_the_unit_is_back() {
     eventually("live", || link(&pair)["state"] == "live");
 }
 
-/// The list is a moment behind the session.
+/// The list can be slightly older than the state of the session.
 #[test]
 fn a_disk_whose_target_has_just_come_back_is_detached() {
     let pair = Pair::new(208, RAM);
@@ -355,7 +363,8 @@ fn a_detach_whose_last_flush_fails_is_a_failure() {
     attach_first(&pair, &["attach", url, "--nbd", &socket, "--io-timeout=1s"]);
     let mut disk = Nbd::connect(Path::new(&socket));
     disk.write(0, &[1; 512], false).unwrap();
-    // Stopped, it has not lost its connection, and answers nothing.
+    drop(disk);
+    // If the process is stopped, the connection stays open, but there is no response.
     riser_testkit::programs::tool("kill", ["-STOP", &pair.process().unwrap().to_string()]);
     let (code, out, errors) = ended(&mut pair.command(&["detach", "0", "--timeout=60s"]));
     assert_eq!(code, 1, "{out}{errors}");
@@ -385,7 +394,7 @@ fn what_a_killed_riser_had_written_is_not_taken_for_safe() {
             pair.serve();
         }
         attach_first(&pair, &attach);
-        // As a client that repeats what was under way, and goes on.
+        // Like a client that sends its pending requests again and then continues.
         let mut disk = Nbd::connect(Path::new(&socket));
         assert_eq!(disk.flush().is_err(), is_restarted, "the write is gone");
         disk.flush().unwrap();
@@ -405,14 +414,15 @@ fn what_another_user_has_attached_is_not_overwritten() {
     eventually("the daemon serves", || {
         ended(&mut pair.command(&write)).0 == 0
     });
-    // Its list of attachments is in another directory, but the mount table has its mounts.
+    // This user's list of attachments is in a different directory, but the mounts are in the mount
+    // table.
     let of_other = |args: &[&str]| {
         let mut command = pair.command(args);
         ended(command.env("RISER_STATE_DIR", pair.path("other")))
     };
     assert_eq!(of_other(&["attach", &url, "--fuse", &dir]).0, 0);
     let (code, _, errors) = ended(&mut pair.command(&write));
-    // First, since nothing else would detach it.
+    // This should be first, because nothing else would detach it.
     assert_eq!(of_other(&["detach", "0"]).0, 0);
     assert_eq!(code, 6, "{errors}");
     assert!(errors.contains(&dir), "{errors}");
@@ -428,7 +438,7 @@ fn what_cannot_be_judged_is_not_overwritten() {
     eventually("the daemon serves", || {
         ended(&mut pair.command(&write)).0 == 0
     });
-    // An attachment of another version, perhaps of this very disk.
+    // An attachment created by a different version, which could even be for this disk.
     let unknown = Path::new(&pair.path("state")).join("7.json");
     fs::write(&unknown, "{}").unwrap();
     let name = unknown.to_str().unwrap();
@@ -438,12 +448,12 @@ fn what_cannot_be_judged_is_not_overwritten() {
         errors.replace(['\n', ' ', '│'], "").contains(name),
         "{errors}"
     );
-    // It does not hide the others.
+    // This must not hide the other attachments.
     let (code, out, errors) = ended(&mut pair.command(&["list"]));
     assert_eq!((code, out.as_str()), (0, "nothing is attached\n"));
     assert!(errors.contains(name), "{errors}");
     fs::remove_file(unknown).unwrap();
-    // A user without a directory for attachments has none.
+    // If a user has no directory for attachments, there are no attachments.
     let mut command = pair.command(&write);
     let (code, _, errors) = ended(command.env("RISER_STATE_DIR", "/sys/riser"));
     assert_eq!(code, 0, "{errors}");

@@ -1,9 +1,10 @@
-//! One host asks for all that a disk can do: limits keep it from that, over every fabric, and
-//! change while sessions go on.
+//! A host tries to use all of a disk's performance, but is limited. This is tested for all
+//! protocols, and the limit is also changed while there are open sessions.
 //!
-//! A limit is a bound on how much is done in a time, which cannot be exceeded however slow the
-//! machine is: the time is that of the whole program. That others are not limited is shown by more
-//! than the limit would allow, which is a few commands a second.
+//! A limit is the maximum amount of work in a given time. Even if this machine is slow, it must
+//! never be exceeded, because we use the run time of the whole program. To check that other hosts
+//! are not limited, their load must be higher than the limit, which is set to a few commands per
+//! second.
 
 use std::process::{Command, Stdio};
 use std::thread::{self, JoinHandle};
@@ -15,17 +16,18 @@ use serde_json::Value;
 use crate::eventually;
 use crate::target::Daemon;
 
-/// What a limit lets be saved up by default.
+/// Default burst time of a limit, in seconds.
 const BURST: f64 = 0.1;
 
-/// How long a load runs.
+/// Run time of a load.
 const RUNTIME: &[&str] = &["--runtime=3s"];
 
-/// A load that runs: commands answered, and the seconds that they took at most.
-type Load = JoinHandle<(f64, f64)>;
+/// A running load. Returns the number of completed commands, and the maximum time in seconds.
+pub(crate) type Load = JoinHandle<(f64, f64)>;
 
-/// Reads or writes blocks of 4 KiB at random, four at a time, with more options.
-fn load(daemon: &Daemon, url: &str, rw: &str, options: &[&str]) -> Load {
+/// Starts a random read or write load with 4 KiB blocks, a queue depth of four and additional
+/// options.
+pub(crate) fn load(daemon: &Daemon, url: &str, rw: &str, options: &[&str]) -> Load {
     let mut command = daemon.riser(&["bench", url, "--rw", rw, "--warm-up=0s", "--overwrite"]);
     command
         .args(["--depth=4", "-o", "json"])
@@ -50,7 +52,7 @@ fn assert_free(iops: f64, (done, seconds): (f64, f64)) {
     assert!(done > most(iops, seconds), "{done} in {seconds} s");
 }
 
-/// The most that a limit lets pass in some seconds.
+/// Returns the maximum number of commands that are allowed by a limit in this time.
 fn most(iops: f64, seconds: f64) -> f64 {
     iops * (seconds + BURST) + 1.0
 }
@@ -85,7 +87,7 @@ metrics: {{ listen: {listen}:9909 }}"
     )
 }
 
-/// Logins that there were.
+/// Returns the number of logins.
 fn logins(daemon: &Daemon) -> u64 {
     let status = daemon.json(&["status"]);
     let workers = status["workers"].as_array().unwrap().iter();
@@ -99,11 +101,11 @@ fn set(daemon: &Daemon, path: &str, key: &str) {
     assert_eq!(code, 0, "{errors}");
 }
 
-/// Other limits count at once, for a session that goes on, and for what waits. `slow` lets one
-/// command pass a second.
+/// Checks that a changed limit is applied immediately, both to an active session and to waiting
+/// commands. `slow` should allow one command per second.
 fn check_live(daemon: &Daemon, url: &str, options: &[&str], path: &str, slow: &str, fast: &str) {
     set(daemon, path, &format!("limits/{slow}"));
-    // It would take minutes.
+    // With this limit, the load would take minutes.
     let options = [options, &["--total=1600K"]].concat();
     let load = load(daemon, url, "randread", &options);
     eventually("commands wait", || {
@@ -121,7 +123,7 @@ fn a_limited_disk_is_as_fast_as_it_may_be_over_any_protocol() {
     let mut daemon = Daemon::new(&config(196, ", limits: { iops: 4 }", "open"));
     daemon.serve();
     let (limited, free) = (urls("127.0.196.1", 0), urls("127.0.196.1", 1));
-    // All together, over every fabric, reads and writes.
+    // Use all protocols with reads and writes at the same time.
     let since = Instant::now();
     let ways = ["randread", "randwrite", "randread"];
     let loads = limited.iter().zip(ways);
@@ -157,7 +159,8 @@ fn a_limited_host_does_not_slow_another_down() {
     daemon.serve();
     let [srp, iser, iscsi] = urls("127.0.197.1", 0);
     let as_noisy = |url: &str| format!("{url}?initiator=iqn.2026-01.com.example:noisy");
-    // Four commands of 4 KiB a second: for the name, over both of its fabrics together.
+    // Four commands of 4 KiB per second. This limit is for the name, so it includes both of its
+    // protocols.
     let since = Instant::now();
     let named = [
         load(&daemon, &as_noisy(&iser), "randread", RUNTIME),
@@ -175,7 +178,7 @@ fn a_limited_host_does_not_slow_another_down() {
     }
     let done: f64 = named.into_iter().map(|load| load.join().unwrap().0).sum();
     assert_limited(4.0, (done, since.elapsed().as_secs_f64()));
-    // For the host, over SRP.
+    // For the host, using SRP.
     let from_there = ["--addr=127.0.197.2"];
     let options = [RUNTIME, &from_there].concat();
     assert_limited(

@@ -1,4 +1,4 @@
-//! Hosts that each want their own disk as LUN 0.
+//! Several hosts that should each see their own disk as LUN 0.
 
 use crate::eventually;
 use crate::target::Daemon;
@@ -23,7 +23,7 @@ targets:
     )
 }
 
-/// The addresses of a number over each protocol.
+/// Returns the addresses of a LUN for each protocol.
 fn urls(number: u8) -> [String; 3] {
     let iqn = "iqn.2026-01.com.example:t";
     [
@@ -33,7 +33,8 @@ fn urls(number: u8) -> [String; 3] {
     ]
 }
 
-/// The first block of a unit as a host sees it; `None` where it sees no such unit.
+/// Reads the first block of a unit from a host. Returns `None` if this unit is not visible to the
+/// host.
 fn first_byte(daemon: &Daemon, host: u8, url: &str) -> Option<u8> {
     let from = format!("--addr=127.0.200.{host}");
     let data = daemon.path("data");
@@ -64,7 +65,7 @@ fn each_host_has_lun_numbers_of_its_own() {
         assert_eq!(first_byte(&daemon, 2, zero), Some(0xa0 + n), "{zero}");
         assert_eq!(first_byte(&daemon, 3, five), None, "{five}");
     }
-    // Numbers change while it runs, by a verb and by the file.
+    // Numbers are changed at run time, using both a command and the file.
     let path = "/targets/t/access/1/luns/9";
     let (code, _, errors) = daemon.ask(&["create", path, "backend=a", "read_only=true"]);
     assert_eq!(code, 0, "{errors}");

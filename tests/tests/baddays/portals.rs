@@ -1,4 +1,4 @@
-//! Portals whose addresses are not known beforehand, and come and go.
+//! Portals with addresses that are not known in advance and can change at any time.
 
 use std::process::Command;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::target::Daemon;
 use crate::{ended, eventually};
 
-/// A network namespace, gone with its value.
+/// A network namespace, which is removed on drop.
 struct Netns(String);
 
 impl Netns {
@@ -34,7 +34,7 @@ impl Netns {
         succeeded(&mut ip);
     }
 
-    /// An interface with these addresses.
+    /// Adds an interface with these addresses.
     fn interface(&self, name: &str, addresses: &[&str]) {
         self.ip(&format!("link add {name} type veth peer name {name}p"));
         for end in [name, &format!("{name}p")] {
@@ -67,7 +67,7 @@ targets:
 
 const IQN: &str = "iqn.2026-01.com.example:t";
 
-/// Where the target is served, as `riserd` says.
+/// Returns the addresses of the target as reported by `riserd`.
 fn portals(daemon: &Daemon) -> Vec<String> {
     let targets = daemon.json(&["targets"]);
     let portals = targets[0]["portals"].as_array().unwrap().iter();
@@ -87,13 +87,13 @@ fn problems(daemon: &Daemon) -> Vec<Value> {
     status["problems"].as_array().cloned().unwrap_or_default()
 }
 
-/// What an initiator finds at an address.
+/// Returns the target found by an initiator for this address.
 fn found(daemon: &Daemon, url: &str) -> Option<String> {
     let (code, out, _) = ended(&mut daemon.riser(&["discover", url, "--timeout=5s"]));
     (code == 0).then_some(out)
 }
 
-/// An address of loopback that no interface has by name, and so no wildcard portal.
+/// A loopback address that doesn't belong to an interface, so wildcard portals don't include it.
 const HOST: &str = "--addr=127.0.0.9";
 
 fn write(daemon: &Daemon, url: &str, byte: u8) {
@@ -103,7 +103,7 @@ fn write(daemon: &Daemon, url: &str, byte: u8) {
     succeeded(&mut daemon.riser(&["write", url, file, "-q", HOST]));
 }
 
-/// The first byte of the unit at an address.
+/// Reads the first byte of the unit with this address.
 fn read(daemon: &Daemon, url: &str) -> u8 {
     let data = daemon.path("data");
     let to = data.to_str().unwrap();
@@ -151,7 +151,7 @@ fn wildcard_portals_are_at_the_addresses_that_there_are() {
         assert_eq!(read(&daemon, &url), 1, "{url}");
     }
 
-    // What is written down is the wildcard, and nothing differs from the file.
+    // The configuration must contain the wildcard, and must not be different from the file.
     let written = daemon.json(&["get", "/targets/t/portals"]);
     let listens = written.as_array().unwrap().iter().map(|p| &p["listen"]);
     let listens: Vec<_> = listens.map(|listen| listen.as_str().unwrap()).collect();
@@ -163,7 +163,7 @@ fn wildcard_portals_are_at_the_addresses_that_there_are() {
     let difference: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(difference["changes"], serde_json::json!([]));
 
-    // Addresses come and go while sessions elsewhere go on.
+    // Addresses are added and removed while other sessions stay active.
     netns.ip("addr add 10.0.202.7/24 dev wild1");
     netns.ip("addr del 10.0.201.1/24 dev wild0");
     eventually("the new address is served, and the old one is not", || {
@@ -186,7 +186,7 @@ fn wildcard_portals_are_at_the_addresses_that_there_are() {
         assert_eq!(read(&daemon, &url), 1, "{url}");
     }
 
-    // Another program takes the listeners over.
+    // The listeners are passed to another process.
     let before = portals(&daemon);
     let (code, _, errors) = daemon.ask(&["upgrade"]);
     assert_eq!(code, 0, "{errors}");
@@ -254,7 +254,7 @@ fn an_interface_may_come_later_than_the_daemon() {
         assert_eq!(read(&daemon, &url), 2, "{url}");
     }
 
-    // A typing mistake in a new portal is refused while it runs, and a strict start refuses what is
+    // A typo in a new portal is rejected at run time, and a strict start fails if an address is
     // missing.
     let wrong = config(&format!("{all}, {{ protocol: iscsi, listen: lat0 }}"));
     daemon.write(&wrong);

@@ -1,4 +1,5 @@
-//! A file system that fills up under a sparse file, and is reported before writes fail.
+//! Fills the file system used for a sparse file. This should be reported before writes start to
+//! fail.
 
 use std::fs;
 use std::process::Command;
@@ -30,7 +31,7 @@ fn run(tool: &str, args: &[&str]) -> bool {
     ended.is_ok_and(|status| status.success())
 }
 
-/// A small file system. It is gone when this value is.
+/// A small file system, which is removed on drop.
 struct Small(String);
 
 impl Small {
@@ -62,7 +63,7 @@ fn metric(name: &str) -> Option<f64> {
 }
 
 impl Daemon {
-    /// Writes `mib` MiB from the beginning of the disk; returns the exit status and the messages.
+    /// Writes `mib` MiB at the start of the disk. Returns the exit status and error output.
     fn fill(&self, mib: usize) -> (i32, String) {
         let data = self.path("data");
         fs::write(&data, vec![7; mib << 20]).unwrap();
@@ -93,8 +94,8 @@ fn a_disk_that_fills_up_is_reported_before_writes_fail() {
     assert_eq!(backend()["is_filling"], true);
     assert_eq!(backend()["threshold"], 50);
 
-    // Full: the write fails with the reason, everything else is served, and it is counted and
-    // logged.
+    // When the file system is full, the write must fail with the correct error, everything else
+    // must still work, and the error must be counted and logged.
     let (code, errors) = daemon.fill(24);
     assert_ne!(code, 0);
     assert!(errors.contains("no space left"), "{errors}");
@@ -115,7 +116,7 @@ fn a_disk_that_fills_up_is_reported_before_writes_fail() {
     );
     daemon.write_block("srp://127.0.206.1/1", 3);
 
-    // More room, and all is well again without anything being done at the daemon.
+    // If there is more space, writes must work again without any changes to the daemon.
     small.grow();
     assert_eq!(daemon.fill(24), (0, String::new()));
     eventually("there is room again", || reached() == Some(0.0));

@@ -1,4 +1,4 @@
-//! `riserd`, where a disk or an address is missing, or a file is not as long as it was.
+//! Tests `riserd` if a disk or address is missing, or if the size of a file has changed.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -12,16 +12,17 @@ use serde_json::Value;
 
 use crate::{ended, eventually};
 
-/// A daemon with a configuration of its own.
+/// A daemon with its own configuration.
 pub(crate) struct Daemon {
     dir: PathBuf,
     process: Option<Child>,
-    /// The network namespace of the programs.
+    /// Network namespace to use for all programs.
     netns: Option<String>,
 }
 
 impl Daemon {
-    /// One that does not run yet. `DIR` in its configuration is its directory.
+    /// Creates a daemon, but doesn't start it. In the configuration, `DIR` is replaced by its
+    /// directory.
     pub(crate) fn new(config: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -37,14 +38,14 @@ impl Daemon {
         daemon
     }
 
-    /// As [`Daemon::new`], in a network namespace, as are its initiators.
+    /// Same as [`Daemon::new`], but the daemon and its initiators use a network namespace.
     pub(crate) fn in_netns(config: &str, netns: &str) -> Self {
         let mut daemon = Self::new(config);
         daemon.netns = Some(netns.to_owned());
         daemon
     }
 
-    /// A program, or words that run what is appended, in its network namespace.
+    /// Returns a command for a program or a command prefix that runs in the network namespace.
     fn inside(&self, program: impl AsRef<OsStr>) -> Command {
         match &self.netns {
             None => Command::new(program),
@@ -64,7 +65,7 @@ impl Daemon {
         fs::write(self.dir.join("riserd.yaml"), text).unwrap();
     }
 
-    /// The daemon, about to run [`WITHOUT_RIGHTS`], as the service does.
+    /// Returns a command to run the daemon with the prefix [`WITHOUT_RIGHTS`], same as the service.
     pub(crate) fn command(&self) -> Command {
         give(&self.dir);
         let log = File::options()
@@ -85,10 +86,28 @@ impl Daemon {
         command
     }
 
-    /// Starts it, and returns when it answers.
+    /// Starts the daemon and waits until it responds.
     pub(crate) fn serve(&mut self) {
         self.process = Some(self.command().spawn().unwrap());
         eventually("the daemon answers", || self.ask(&["status"]).0 == 0);
+    }
+
+    /// Sends a signal to the daemon if it's running.
+    pub(crate) fn signal(&self, name: &str) {
+        if let Some(process) = &self.process {
+            let name = format!("-{name}");
+            let _ = Command::new("kill")
+                .args([&name, &process.id().to_string()])
+                .status();
+        }
+    }
+
+    /// Sends SIGTERM to the daemon and waits until it has exited.
+    pub(crate) fn terminate(&mut self) {
+        self.signal("TERM");
+        if let Some(mut process) = self.process.take() {
+            process.wait().unwrap();
+        }
     }
 
     fn kill(&mut self) {
@@ -112,7 +131,7 @@ impl Daemon {
         (code == 0).then(|| serde_json::from_str(&out).unwrap())
     }
 
-    /// What a verb answers.
+    /// Runs a command and returns its JSON output.
     pub(crate) fn json(&self, args: &[&str]) -> Value {
         let (code, out, errors) = self.ask(&[args, &["-o", "json"]].concat());
         assert_eq!(code, 0, "{args:?}: {errors}");
@@ -127,7 +146,7 @@ impl Daemon {
         self.dir.join(name)
     }
 
-    /// `riser` with these arguments.
+    /// Returns a `riser` command with these arguments.
     pub(crate) fn riser(&self, args: &[&str]) -> Command {
         let mut command = self.inside(folder().join("riser"));
         command
@@ -168,8 +187,8 @@ fn set_len(path: &Path, len: u64) {
     file.unwrap().set_len(len).unwrap();
 }
 
-/// Two disks, of which one is a file that is not created, and two portals, of which one has an
-/// address that this host does not have.
+/// Two disks, where one is a file that doesn't exist, and two portals, where one uses an address
+/// that is not available on this host.
 const HALF: &str = "
 backends:
   good: { kind: ram, size: 64MiB }
@@ -227,7 +246,7 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
             errors.contains("not ready: LOGICAL UNIT NOT READY, MANUAL INTERVENTION REQUIRED"),
             "{errors}"
         );
-        // The unit is there, and says who it is.
+        // The unit exists and returns its identity.
         let answer = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
         assert!(answer.contains("RISER"), "{answer}");
     }
@@ -240,7 +259,8 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
     );
     assert!(get("/metrics").contains("riser_not_served{kind=\"backend\",name=\"gone\"} 1"));
 
-    // A change of something else is applied, one that adds another missing disk is refused whole.
+    // A change to another setting is applied, but a change that adds another missing disk is
+    // rejected completely.
     let (code, _, errors) = daemon.ask(&["set", "/limits", "queue_depth=64"]);
     assert_eq!(code, 0, "{errors}");
     let new = daemon.path("new.yaml");
@@ -258,7 +278,7 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
     );
     assert_eq!(named(&problems()).len(), 3);
 
-    // The disk comes back by itself, with what is on it.
+    // The disk must be detected when it's available again, and must still have its data.
     set_len(&daemon.path("gone"), 32 << 20);
     give(&daemon.path("gone"));
     eventually("the disk is found", || named(&problems()).len() == 2);
@@ -288,7 +308,7 @@ fn metrics_whose_address_is_in_use_are_served_later() {
     assert_eq!(problems[0]["kind"], "metrics", "{problems}");
     assert_eq!(problems[0]["name"], "127.0.188.9:9909");
     daemon.write_block("iscsi://127.0.188.9/iqn.2026-01.com.example:t/0", 1);
-    // Nothing else has to wait for it.
+    // All other parts must not be blocked by this.
     let (code, _, errors) = daemon.ask(&["set", "/limits", "queue_depth=64"]);
     assert_eq!(code, 0, "{errors}");
     drop(taken);
@@ -316,7 +336,7 @@ fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
     let url = "srp://127.0.187.1/1";
     daemon.write_block(url, 3);
     succeeded(&mut daemon.riser(&["attach", url, "--nbd", socket, "--io-timeout=never"]));
-    // The daemon restarts, and the file system with the disk is not mounted yet.
+    // The daemon restarts before the file system with this disk has been mounted.
     daemon.kill();
     let (file, hidden) = (daemon.path("gone"), daemon.path("hidden"));
     fs::rename(&file, &hidden).unwrap();
@@ -383,7 +403,7 @@ targets:
     assert_eq!(size(&daemon), 64 * MIB);
     assert_eq!(daemon.ask(&["diff", file]).0, 0);
 
-    // By hand, found by a rescan.
+    // Change the size manually and rescan.
     set_len(&daemon.path("disk"), 128 * MIB);
     assert_eq!(daemon.ask(&["rescan"]).0, 0);
     assert_eq!(size(&daemon), 128 * MIB);
@@ -399,7 +419,7 @@ targets:
     let (_, text, _) = daemon.ask(&["status"]);
     assert!(text.contains("/backends/d/size"), "{text}");
 
-    // By a change that the file does not have.
+    // Change the configuration, but not the file.
     let (code, _, errors) = daemon.ask(&["set", "/backends/d", "size=256MiB"]);
     assert_eq!(code, 0, "{errors}");
     assert_eq!(size(&daemon), 256 * MIB);
@@ -429,7 +449,7 @@ targets:
     )
 }
 
-/// The unit is reached over each protocol.
+/// Checks that the unit can be accessed using each protocol.
 fn check_served(daemon: &Daemon, network: u8) {
     let iqn = "iqn.2026-01.com.example:t";
     for url in [
@@ -447,7 +467,7 @@ fn a_second_daemon_is_refused_and_names_the_first() {
     first.serve();
     let pid = first.process.as_ref().unwrap().id();
     let named = format!("riserd (process {pid})");
-    // With another state directory and another file, but at the same addresses.
+    // Use the same addresses, but a different state directory and file.
     for portal in ["srp", "iscsi"] {
         let config = both_fabrics(190);
         let others = config
@@ -462,7 +482,7 @@ fn a_second_daemon_is_refused_and_names_the_first() {
             check_served(&first, 190);
         }
     }
-    // With the same state directory.
+    // Use the same state directory.
     let (code, _, _) = ended(&mut first.command());
     assert_eq!(code, 1);
     assert!(
@@ -512,7 +532,8 @@ fn a_portal_in_use_is_done_without_after_the_wait_for_a_predecessor() {
     });
 }
 
-/// It is not known who has reserved the disk, so it is not served, and the other one is.
+/// If the reservations of a disk are not known, it must not be served, but this must not affect the
+/// other disk.
 #[test]
 fn unreadable_reservations_keep_one_disk_from_being_served() {
     let config = HALF.replace("127.0.186.1", "127.0.194.1");
@@ -522,7 +543,7 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
     );
     let config = config.replace("- { protocol: srp, listen: 203.0.113.4 }", "");
     let config = config.replace("203.0.113.4", "127.0.194.9");
-    // Another process has one of the portals, as long as it wants.
+    // Another process is using one of the portals.
     let taken = TcpListener::bind("127.0.194.9:3260").unwrap();
     let mut daemon = Daemon::new(&config);
     daemon.serve();
@@ -542,8 +563,8 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
     let why = problem(&daemon, "gone").expect("a problem");
     assert!(why.contains("reservations"), "{why}");
     daemon.write_block("srp://127.0.194.1/0", 1);
-    // Retries do not fail for it, and neither do changes of the configuration. One that serves the
-    // portal has tried the disk as well.
+    // Retries and configuration changes must still work. When the portal is opened, this also tries
+    // to open the disk.
     drop(taken);
     eventually("a retry", || problem(&daemon, "127.0.194.9:3260").is_none());
     assert!(problem(&daemon, "gone").is_some());

@@ -1,14 +1,15 @@
-//! The machine's power is lost at any point of a change of the state directory.
+//! Simulates a power failure at any point while the state directory is updated.
 //!
-//! The daemon makes changes under strace, which writes down its calls on files. From these, a model
-//! of a file system knows for each point what is on stable storage, and what is not: POSIX promises
-//! data that fsync(2) of the file was called for, and names that fsync(2) of their directory was
-//! called for. Of the rest, anything may be there: each change of a name by itself, and of a file
-//! what it held before, nothing, a part, or zeroes. The directory is made as one of these states,
-//! and a daemon started on it: it has the state before the change under way or after it, and after
-//! each change that was acknowledged until then.
+//! We use strace to record the file system calls while the daemon makes changes. Based on this, a
+//! model of the file system tracks which data has reached stable storage: POSIX only guarantees
+//! this for data after fsync(2) was called for the file, and for names after fsync(2) was called
+//! for their directory. Anything else may or may not be present: each name can change separately,
+//! and a file can contain its previous data, no data, a part of the data, or zeroes. We create the
+//! directory with one of these states and start a daemon. It must load the state either before or
+//! after the pending change, including all changes that were acknowledged before.
 //!
-//! `RISER_CRASH_CUTS` sets how many points are taken (default 8, at most all).
+//! `RISER_CRASH_CUTS` sets the number of points to test (default 8; limited to the number of
+//! points).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -23,11 +24,12 @@ use crate::state::{Kept, change, kept_by};
 
 const ADDRESS: &str = "127.0.210.1:3260";
 
-/// States of each point beside the one without and the one with all that is not stable.
+/// Number of random states per point, in addition to the states with all and with none of the
+/// unstable data.
 const ANY: usize = 2;
 
-/// A call on a file, as far as the model knows it. Files are named by their paths, and those that
-/// are open by descriptors.
+/// A file system call supported by the model. Files are identified by path, and open files by
+/// descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Call {
     Open {
@@ -54,15 +56,15 @@ enum Call {
     MakeDir(String),
 }
 
-/// A call that has succeeded, and the length of the trace after it.
+/// A successful call, and the size of the trace after this call.
 #[derive(Clone, Debug)]
 struct Event {
     call: Call,
     end: u64,
 }
 
-/// Reads a trace of `strace -f -y`: calls on the files below a directory, in the order in which they
-/// ended.
+/// Parses the output of `strace -f -y`. Returns all calls for files in a directory, in the order of
+/// completion.
 fn events(trace: &str, dir: &Path) -> Vec<Event> {
     let mut events = Vec::new();
     let mut unfinished = BTreeMap::new();
@@ -89,14 +91,14 @@ fn events(trace: &str, dir: &Path) -> Vec<Event> {
     events
 }
 
-/// A call that has succeeded on something below a directory; others are none of the model's.
+/// Parses a successful call for a path in this directory. Other calls are ignored by the model.
 ///
 /// # Panics
-/// If it changes files in a way that the model does not know.
+/// Panics if this call changes a file in a way that is not supported by the model.
 fn parsed(line: &str, dir: &Path) -> Option<Call> {
     let dir = dir.to_str().unwrap();
     let (name, rest) = line.split_once('(')?;
-    // Results are in a column of their own.
+    // The result is in a separate column.
     let (args, result) = rest.rsplit_once(" = ")?;
     let args = args.trim_end().strip_suffix(')')?;
     if result.starts_with('-') || !line.contains(dir) {
@@ -104,7 +106,7 @@ fn parsed(line: &str, dir: &Path) -> Option<Call> {
     }
     let texts: Vec<_> = quoted(args);
     let path = |at: usize| String::from_utf8(texts[at].clone()).expect("paths here are UTF-8");
-    // The descriptor of the first argument, and its path.
+    // The first argument's descriptor and its path.
     let (number, fd_path) = args.split_once('<').unwrap_or((args, ""));
     let is_below = fd_path.starts_with(dir);
     let fd = number.parse().ok();
@@ -137,7 +139,7 @@ fn parsed(line: &str, dir: &Path) -> Option<Call> {
     Some(call)
 }
 
-/// The strings in C's notation.
+/// Parses all strings, which use C syntax.
 fn quoted(args: &str) -> Vec<Vec<u8>> {
     let mut texts = Vec::new();
     let mut bytes = args.bytes().peekable();
@@ -180,10 +182,10 @@ enum Node {
     File(usize),
 }
 
-/// Names of a file system.
+/// Names in a file system.
 type Names = BTreeMap<PathBuf, Node>;
 
-/// A change of names in a directory, which happens as a whole or not.
+/// A change to the names in a directory, which must be atomic.
 #[derive(Clone, Debug)]
 struct Renaming {
     directory: PathBuf,
@@ -208,21 +210,21 @@ struct File {
     stable: Vec<u8>,
 }
 
-/// What is open by a descriptor.
+/// File used by an open descriptor.
 #[derive(Clone, Debug)]
 enum Opened {
     Directory(PathBuf),
     File(usize, usize),
 }
 
-/// What is not stable and is there all the same.
+/// Selects which of the unstable data should be present.
 enum Luck<'a> {
     Nothing,
     All,
     Some(&'a mut Chance),
 }
 
-/// A file system as it is, and what of it is stable.
+/// The current state of a file system, and its stable state.
 #[derive(Clone, Debug, Default)]
 struct Model {
     files: Vec<File>,
@@ -232,11 +234,11 @@ struct Model {
     open: BTreeMap<u64, Opened>,
 }
 
-/// What is below a directory: files with their content, directories without.
+/// Contents of a directory: maps each file to its data, and each directory to `None`.
 type Content = BTreeMap<PathBuf, Option<Vec<u8>>>;
 
 impl Model {
-    /// One with nothing but a directory.
+    /// Creates a file system with a single directory.
     fn new(dir: &Path) -> Self {
         let names = Names::from([(dir.to_owned(), Node::Directory)]);
         Self {
@@ -273,7 +275,7 @@ impl Model {
                         self.rename(None, Some((path, Node::File(file))));
                         file
                     }
-                    // What was there before, or is none of the daemon's.
+                    // This file existed before, or is not used by the daemon.
                     None => return,
                 };
                 if flags.contains("O_TRUNC") {
@@ -310,7 +312,7 @@ impl Model {
                 None => {}
             },
             Call::Rename { from, to } => {
-                // Sockets are none of the model's.
+                // Sockets are not supported by the model.
                 if let Some(node) = self.now.get(Path::new(from)).copied() {
                     self.rename(Some(from), Some((to, node)));
                 }
@@ -325,7 +327,7 @@ impl Model {
         }
     }
 
-    /// What there is.
+    /// Returns the current contents.
     fn content(&self) -> Content {
         let content = |node: &Node| match node {
             Node::Directory => None,
@@ -337,7 +339,7 @@ impl Model {
             .collect()
     }
 
-    /// What there is after a loss of power.
+    /// Returns the contents after a power failure.
     fn cut(&self, mut luck: Luck<'_>) -> Content {
         let mut is_lucky = |most: u64| match &mut luck {
             Luck::Nothing => 0,
@@ -350,7 +352,7 @@ impl Model {
                 renaming.apply(&mut names);
             }
         }
-        // What a directory had is lost with its name.
+        // If the name of a directory is lost, its contents are lost as well.
         let whole = names.clone();
         let is_there = |path: &PathBuf| {
             let mut above = path.ancestors().skip(1);
@@ -376,7 +378,7 @@ impl Model {
     }
 }
 
-/// What is below a directory, itself included.
+/// Returns the contents of a directory, including the directory itself.
 fn content_of(dir: &Path) -> Content {
     let mut content = Content::from([(dir.to_owned(), None)]);
     for entry in fs::read_dir(dir).unwrap() {
@@ -392,11 +394,11 @@ fn content_of(dir: &Path) -> Content {
     content
 }
 
-/// Changes that were made under strace.
+/// Changes that were recorded using strace.
 struct Recorded {
     daemon: Daemon,
     events: Vec<Event>,
-    /// The states in their order, and the length of the trace when each was acknowledged.
+    /// All states in order, and the size of the trace when each was acknowledged.
     states: Vec<(u64, Kept)>,
 }
 
@@ -420,7 +422,7 @@ impl Recorded {
         let mut states = vec![(0, Kept::FIRST)];
         let mut kept = Kept::FIRST;
         for _ in 0..2 {
-            // Each line is there before the call returns.
+            // The line is always written before the call returns.
             let show = |kept| states.push((fs::metadata(&file).unwrap().len(), kept));
             kept = change(&daemon, ADDRESS, kept, show);
         }
@@ -429,7 +431,7 @@ impl Recorded {
         let trace = fs::read(&file).unwrap();
         let trace = String::from_utf8(trace).expect("strace writes ASCII");
         let mut events = events(&trace, &daemon.folder);
-        // The log was open before.
+        // The log has been opened before.
         events.retain(|event| !matches!(event.call, Call::Write { fd: ..=2, .. }));
         let recorded = Self {
             daemon,
@@ -455,13 +457,13 @@ impl Recorded {
         Model::new(&self.daemon.folder)
     }
 
-    /// The last state that was acknowledged before a length of the trace.
+    /// Returns the last state that was acknowledged before this trace size.
     fn acknowledged(&self, end: u64) -> usize {
         self.states.iter().take_while(|(at, _)| *at < end).count() - 1
     }
 
-    /// Starts a daemon on a state directory; how that is not as it must be after a state was
-    /// acknowledged.
+    /// Starts a daemon with these contents of the state directory. Returns an error if its state is
+    /// not valid after the given state was acknowledged.
     fn violation(&mut self, content: &Content, acknowledged: usize) -> Option<String> {
         let state = self.daemon.state();
         let _ = fs::remove_dir_all(&state);
@@ -488,8 +490,8 @@ impl Recorded {
         (!is_right).then(|| format!("{found:?}, although {last:?} was acknowledged"))
     }
 
-    /// The first violation after one of the acknowledgements, if the daemon had not made some calls
-    /// and nothing that is not stable is there.
+    /// Returns the first error after an acknowledgement if some of the calls were skipped and all
+    /// unstable data is lost.
     fn without(&mut self, mut is_missing: impl FnMut(&Model, &Call) -> bool) -> Option<String> {
         for acknowledged in 1..self.states.len() {
             let mut model = self.model();
@@ -542,7 +544,7 @@ fn a_power_cut_at_any_step_leaves_the_state_before_or_after_a_change() {
         events.len(),
         seen.len()
     );
-    // What the daemon has to do is found missing.
+    // If one of the required calls is skipped, this must be detected.
     let is_of_file = |model: &Model, call: &Call| match call {
         Call::Sync { fd } => matches!(model.open.get(fd), Some(Opened::File(..))),
         _ => false,
@@ -587,7 +589,7 @@ mod model {
         assert_eq!(calls, expected);
     }
 
-    /// What may be there under a name, at last.
+    /// Returns all possible final contents of a name.
     fn possible(calls: &[Call]) -> BTreeSet<Option<Vec<u8>>> {
         let mut model = Model::new(Path::new("/d"));
         calls.iter().for_each(|call| model.go_on(call));

@@ -1,5 +1,5 @@
-//! The daemon in a folder of its own, under strace if a test wants that, and an initiator's commands
-//! for reservations.
+//! Runs the daemon in a temporary directory, using strace if required by the test, and provides
+//! reservation commands for an initiator.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ use riser_tests::contest::IQN;
 
 use crate::inject::{self, Watch, Watcher};
 
-/// How long anything may take on the slowest machine.
+/// Timeout for any operation, which should be enough for a slow machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) const GOOD: u8 = 0;
@@ -28,14 +28,14 @@ pub(crate) const REGISTER_AND_IGNORE: u8 = 6;
 /// Write exclusive, registrants only (SPC-4 table 62).
 const KIND: u8 = 5;
 
-/// A folder with a configuration, and the daemon that runs there.
+/// A directory with a configuration, and the daemon that is using it.
 pub(crate) struct Daemon {
     pub(crate) folder: PathBuf,
     process: Option<Child>,
 }
 
 impl Daemon {
-    /// A folder for a test's name.
+    /// Creates a directory for a test.
     pub(crate) fn new(name: &str) -> Self {
         let name = format!("riser-crash-{name}-{}", std::process::id());
         let folder = std::env::temp_dir().join(name);
@@ -46,13 +46,13 @@ impl Daemon {
         }
     }
 
-    /// Writes the configuration: these backends, and a target at an address with these units.
+    /// Writes a configuration with these backends, and a target using this address and these units.
     pub(crate) fn configure(&self, address: &str, backends: &str, luns: &str) {
         let portal = format!("{{ protocol: iscsi, listen: \"{address}\" }}");
         self.configure_at(&portal, backends, luns, 1);
     }
 
-    /// The same with any portal, and so many workers.
+    /// Same, but uses any portal and this number of workers.
     pub(crate) fn configure_at(&self, portal: &str, backends: &str, luns: &str, workers: u8) {
         let text = format!(
             "backends: {backends}\n\
@@ -74,8 +74,8 @@ impl Daemon {
         self.folder.join("state")
     }
 
-    /// Starts it, under strace with these arguments if there are some, and waits until it serves
-    /// or has ended.
+    /// Starts the daemon, using strace if there are arguments for it, and waits until it's ready or
+    /// has exited.
     pub(crate) fn start(&mut self, strace: Option<&[String]>) {
         let riserd = folder().join("riserd");
         give(&self.folder);
@@ -90,7 +90,7 @@ impl Daemon {
         self.run(command);
     }
 
-    /// Starts it with its system calls watched, and waits until it serves or has ended.
+    /// Starts the daemon while watching its system calls, and waits until it's ready or has exited.
     pub(crate) fn start_watched(&mut self, watch: Watch) -> Watcher {
         let mut command = Command::new(folder().join("riserd"));
         let watcher = inject::watch(&mut command, watch);
@@ -117,7 +117,7 @@ impl Daemon {
         });
     }
 
-    /// The number of its process, which was started without strace.
+    /// Returns the process ID. This requires that the daemon was started without strace.
     pub(crate) fn process(&self) -> u32 {
         self.process.as_ref().expect("it was started").id()
     }
@@ -127,7 +127,7 @@ impl Daemon {
         process.try_wait().unwrap().is_some()
     }
 
-    /// Kills it.
+    /// Kills the daemon.
     pub(crate) fn kill(&mut self) {
         self.signal("-KILL");
         if let Some(mut process) = self.process.take() {
@@ -135,7 +135,7 @@ impl Daemon {
         }
     }
 
-    /// Asks it to end, and waits until it has; `None` if it does not.
+    /// Sends SIGTERM and waits until the daemon has exited. Returns `None` if this times out.
     pub(crate) fn terminate(&mut self, patience: Duration) -> Option<ExitStatus> {
         self.signal("-TERM");
         let until = Instant::now() + patience;
@@ -152,8 +152,9 @@ impl Daemon {
         }
     }
 
-    /// Sends a signal. Under strace, to the tracee, with which strace ends (`--kill-on-exit` is not
-    /// in all versions, so it is named by its own number).
+    /// Sends a signal. If we use strace, it must be sent to the traced process, and strace will
+    /// then exit as well. We use the process ID because `--kill-on-exit` is not supported in all
+    /// versions.
     fn signal(&self, name: &str) {
         let Some(process) = &self.process else {
             return;
@@ -166,7 +167,7 @@ impl Daemon {
         if to.is_empty() {
             to.push(&own);
         }
-        // It may end at this moment.
+        // The process could exit at the same time.
         let _ = Command::new("kill")
             .arg(name)
             .args(to)
@@ -199,22 +200,22 @@ impl Drop for Daemon {
     }
 }
 
-/// A session, if it can be had at once.
+/// Tries to open a session without waiting.
 pub(crate) fn try_log_in(address: &str) -> Option<Client> {
     let to: SocketAddr = address.parse().unwrap();
     let mut client = catch_unwind(|| Client::login_at(to, IQN, 1, None).ok()).ok()??;
-    // The unit attention of a new nexus.
+    // Clears the unit attention of the new nexus.
     client.command(&[0; 6], false, 0, &[]);
     Some(client)
 }
 
-/// PERSISTENT RESERVE OUT; its status.
+/// Sends PERSISTENT RESERVE OUT and returns the status.
 pub(crate) fn reserve_out(client: &mut Client, action: u8, keys: (u64, u64)) -> u8 {
     let (cdb, list) = reserve_list(action, keys);
     client.command(&cdb, true, 24, &list).0
 }
 
-/// The CDB of a PERSISTENT RESERVE OUT and its parameter list.
+/// Creates the CDB and parameter list for PERSISTENT RESERVE OUT.
 pub(crate) fn reserve_list(action: u8, keys: (u64, u64)) -> ([u8; 10], [u8; 24]) {
     let mut list = [0; 24];
     list[..8].copy_from_slice(&keys.0.to_be_bytes());
@@ -223,7 +224,7 @@ pub(crate) fn reserve_list(action: u8, keys: (u64, u64)) -> ([u8; 10], [u8; 24])
     ([0x5f, action, KIND, 0, 0, 0, 0, 0, 24, 0], list)
 }
 
-/// PERSISTENT RESERVE IN; its data behind the header.
+/// Sends PERSISTENT RESERVE IN and returns the data after the header.
 pub(crate) fn reserve_in(client: &mut Client, action: u8) -> Vec<u8> {
     let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
     let (status, data) = client.command(&cdb, false, 256, &[]);
@@ -231,7 +232,7 @@ pub(crate) fn reserve_in(client: &mut Client, action: u8) -> Vec<u8> {
     data[8..].to_vec()
 }
 
-/// The paths below `dir` that a trace of strace's with `-y` names.
+/// Returns all paths in `dir` that are found in the output of `strace -y`.
 pub(crate) fn paths_in(trace: &str, dir: &Path) -> BTreeSet<String> {
     let dir = dir.to_str().unwrap();
     let starts = trace.match_indices(dir).map(|(at, _)| &trace[at..]);

@@ -1,29 +1,31 @@
-//! System calls of the daemon fail, one kind and one number at a time.
+//! Tests failed system calls in the daemon, using a single failure at a time.
 //!
-//! In each round the daemon starts with two workers, serves a session that writes, flushes, reads and
-//! changes reservations, reloads its configuration, serves another session and ends; one system call
-//! fails: the N-th of its kind, whichever thread makes it, for each N that a run without failures has
-//! reached ([`crate::inject`]). Then:
+//! In each round, we start the daemon with two workers, then open a session that writes, flushes,
+//! reads and changes reservations. We reload the configuration, open another session and stop the
+//! daemon. During this time a single system call fails. We test every N for which the N-th call of
+//! this type, in any thread, was reached in a run without failures ([`crate::inject`]). We then
+//! verify the following:
 //!
-//! - nothing panics, nothing hangs, and the end is not by a signal: the daemon does not start, and
-//!   says why, or it serves until it is asked to end;
-//! - a daemon that goes on carries a session through after the failure: the failure may cost one
-//!   connection, but not the next ones;
-//! - a command that fails does so with sense data to which that failure leads ([`may`]), and what was
-//!   read is what was written;
-//! - a daemon that goes on has no more descriptors, threads and memory than without the failure;
-//! - the daemon starts without failures, and what was written and flushed is there, as are the
-//!   reservations that were acknowledged.
+//! - The daemon must not panic, hang or be killed by a signal: either it fails to start and reports
+//!   the reason, or it runs until it's stopped.
+//! - If the daemon continues, another session after the failure must be successful: a failure may
+//!   close a single connection, but must not affect any later connections.
+//! - If a command fails, its sense data must match the failure ([`may`]), and all data read must be
+//!   the data that was written.
+//! - If the daemon continues, it must not use more descriptors, threads or memory than without a
+//!   failure.
+//! - The daemon must then start without a failure, and must still have all flushed data and
+//!   acknowledged reservations.
 //!
-//! Exceptions: any command may be answered with BUSY or TASK SET FULL. Threads of pools are not
-//! counted, and memory may differ by [`SWAY`]. Before Rust's run time has a stack for signals, a
-//! failure may end the daemon by a signal.
+//! There are some exceptions: any command may return BUSY or TASK SET FULL. Pool threads are not
+//! counted, and memory use may change by up to [`SWAY`]. Before the Rust runtime has a signal
+//! stack, a failure may cause the daemon to be killed by a signal.
 //!
-//! Calls that interrupts cut short (`EINTR`) are among the failures. One that is carried out in part
-//! is not: a filter can refuse a call, not change its length.
+//! We also test calls interrupted by a signal (`EINTR`). We can't test partial results, because a
+//! filter can only reject a call but not change its length.
 //!
-//! `RISER_CRASH_ERRORS` sets how many rounds there are for each protocol (default 30, at most all;
-//! they are an even sample of each kind of call), `RISER_CRASH_CALLS` names the kinds.
+//! `RISER_CRASH_ERRORS` sets the maximum number of rounds per protocol (default 30, using an even
+//! sample for each type of call), and `RISER_CRASH_CALLS` selects the calls.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,7 +55,7 @@ use crate::daemon::{
 };
 use crate::inject::{Call, Names, Seen, Watch, Watched};
 
-/// Blocks that are written, and their size in bytes.
+/// Number of blocks to write, and block size in bytes.
 const BLOCKS: u8 = 8;
 const BLOCK: usize = 512;
 
@@ -62,20 +64,20 @@ const CHECK_CONDITION: u8 = 2;
 const BUSY: u8 = 8;
 const TASK_SET_FULL: u8 = 0x28;
 
-/// Calls at which failures are met.
+/// Selects the calls that should fail.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum At {
-    /// Any files, sockets and memory.
+    /// Any file, socket or memory.
     Anything,
-    /// The files of the daemon's folder only: calls of the same name on other things cannot fail
-    /// so, as writing to an event counter.
+    /// Only files in the daemon's directory. For other descriptors the same call can't fail with
+    /// this error, for example a write to an event counter.
     Files,
 }
 
-/// Sense keys and additional sense codes, with qualifiers.
+/// Sense keys, and additional sense codes with qualifiers.
 type May = &'static [(SenseKey, u8, u8)];
 
-/// A kind of system call, and an error that it may end with.
+/// A system call and an error that it can return.
 struct Fault {
     call: Call,
     error: &'static str,
@@ -83,22 +85,24 @@ struct Fault {
     at: At,
 }
 
-/// How a command may end after a call of this name on the file that is named has failed, or on none.
-/// Others than these succeed.
+/// Returns the possible errors of a command if this call has failed, either for the given file or
+/// without a file. All other commands must be successful.
 fn may(command: &str, call: &str, named: &str) -> May {
-    // A unit is not ready while its disk, or what is kept of its reservations, cannot be opened
-    // (LOGICAL UNIT NOT READY, MANUAL INTERVENTION REQUIRED).
+    // A unit is not ready if its disk or saved reservations can't be opened (LOGICAL UNIT NOT
+    // READY, MANUAL INTERVENTION REQUIRED).
     const NOT_READY: (SenseKey, u8, u8) = (SenseKey::NotReady, 4, 3);
-    // Or memory and threads, with which it is opened or saved.
+    // Also includes memory and threads used to open or save them.
     let is_kept = named.contains("/state") || ["mmap", "clone3"].contains(&call);
     let is_disk = ["/disk", "/other"].iter().any(|name| named.ends_with(name));
     match command {
-        // What cannot be saved is not granted: INSUFFICIENT REGISTRATION RESOURCES and RESERVATION
-        // RESOURCES (SPC-4 5.12.7), and INTERNAL TARGET FAILURE where nothing is taken up.
+        // If it can't be saved, the command must fail: INSUFFICIENT REGISTRATION RESOURCES and
+        // RESERVATION RESOURCES (SPC-4 5.12.7), and INTERNAL TARGET FAILURE if there is nothing to
+        // reserve.
         "REGISTER" if is_kept => &[NOT_READY, (SenseKey::IllegalRequest, 0x55, 4)],
         "RESERVE" if is_kept => &[NOT_READY, (SenseKey::IllegalRequest, 0x55, 2)],
         "RELEASE" if is_kept => &[NOT_READY, (SenseKey::HardwareError, 0x44, 0)],
-        // A failure of a flush that is kept and cannot be read is taken for one (WRITE ERROR).
+        // If a saved flush failure can't be read, we must assume that there was a failure (WRITE
+        // ERROR).
         "SYNCHRONIZE CACHE" if named.contains("/flush-failure-") => {
             &[NOT_READY, (SenseKey::MediumError, 0x0c, 0)]
         }
@@ -184,25 +188,26 @@ const FAULTS: &[Fault] = faults! {
     Anything "sendmmsg" SYS_sendmmsg Nothing: ENOBUFS, EINTR;
     Anything "recvmsg" SYS_recvmsg Nothing: ENOMEM, EINTR;
     Anything "recvmmsg" SYS_recvmmsg Nothing: ENOMEM, EINTR;
-    // Not `recvfrom`: what has arrived at a Unix or TCP socket is read without memory.
+    // We don't test `recvfrom`, because data received on a Unix or TCP socket can be read without
+    // allocating memory.
     Anything "sendto" SYS_sendto Nothing: ENOBUFS, EINTR;
 };
 
-/// The first call of Rust's run time. Before it only the dynamic linker makes mappings, and it cannot
-/// survive a failure there.
+/// First call in the Rust runtime. Before this call, only the dynamic linker maps memory, and it
+/// can't handle a failure.
 const FIRST: Call = Call {
     name: "poll",
     number: libc::SYS_poll,
     names: Names::Nothing,
 };
 
-/// What is on the disk and kept of reservations, as far as it is known.
+/// Current state of the disk and the reservations, if known.
 struct Known {
-    /// Values that a block may have: the one that was flushed, and later ones.
+    /// Possible values of each block: the last flushed value and any later values.
     blocks: [BTreeSet<u8>; BLOCKS as usize],
     keys: BTreeSet<u64>,
     reserved: BTreeSet<bool>,
-    /// Commands that have failed in this round, and their sense data.
+    /// Commands that failed in this round, and their sense data.
     failures: Vec<(String, (SenseKey, u8, u8))>,
 }
 
@@ -225,7 +230,7 @@ enum Protocol {
 }
 
 impl Protocol {
-    /// The daemon's network, 127.0.N.0.
+    /// Network used for the daemon, 127.0.N.0.
     fn network(self) -> u8 {
         match self {
             Self::Iscsi => 175,
@@ -257,12 +262,14 @@ enum Peer {
     Iser(Box<Iser<Roce>>, u32),
 }
 
-/// Whether a process runs. It has no program when it has ended and was not waited for.
+/// Returns true if a process is running. After it has exited, the executable is not available, even
+/// if it has not been reaped yet.
 fn is_there(process: u32) -> bool {
     fs::read_link(format!("/proc/{process}/exe")).is_ok()
 }
 
-/// Drives a device in real time, as long as a daemon lives: over RDMA, its end is not seen.
+/// Drives a device in real time until the daemon exits. With RDMA, we would not notice this
+/// otherwise.
 fn beside(process: u32) -> impl FnMut(&mut Roce) {
     move |device| {
         assert!(is_there(process), "the connection ended");
@@ -271,7 +278,7 @@ fn beside(process: u32) -> impl FnMut(&mut Roce) {
 }
 
 impl Peer {
-    /// A session, if it can be had at once.
+    /// Tries to open a session without waiting.
     fn log_in(protocol: Protocol, process: u32) -> Option<Self> {
         if protocol == Protocol::Iscsi {
             let at = SocketAddr::new(protocol.address(1), 3260);
@@ -300,11 +307,11 @@ impl Peer {
         catch_unwind(AssertUnwindSafe(attempt)).ok()?
     }
 
-    /// Sends a command, with data or for `len` bytes, and waits for its answer: a status, and data
-    /// or sense data.
+    /// Sends a command, either with data or with a buffer of `len` bytes, and waits for the
+    /// response. Returns the status, and the data or sense data.
     ///
     /// # Panics
-    /// If the connection ends.
+    /// Panics if the connection is closed.
     fn command(&mut self, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) {
         match self {
             Self::Iscsi(client) => command(client, cdb, len, out),
@@ -331,7 +338,7 @@ impl Peer {
         }
     }
 
-    /// Ends the session, so that the daemon has nothing of it.
+    /// Closes the session, so that the daemon will release its resources.
     fn leave(self) {
         match self {
             Self::Iscsi(_) => {}
@@ -341,14 +348,14 @@ impl Peer {
     }
 }
 
-/// Sends a command over iSCSI and waits for its answer; panics where the connection ends.
+/// Sends an iSCSI command and waits for the response. Panics if the connection is closed.
 fn command(client: &mut Tcp, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) {
     client.send_command(cdb, !out.is_empty(), len, out);
     let mut data = Vec::new();
     let begun = Instant::now();
     loop {
         let Some((pdu, _, bytes)) = client.receive() else {
-            // The socket gives up reading after this time, too.
+            // The socket uses the same timeout for reads.
             assert!(begun.elapsed() < PATIENCE, "a command is not answered");
             panic!("the connection ended");
         };
@@ -360,7 +367,7 @@ fn command(client: &mut Tcp, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) 
                 }
             }
             FromTarget::ScsiResponse(response) if response.status == GOOD => return (GOOD, data),
-            // The length of the sense data comes before them (RFC 7143 11.4.7.2).
+            // Sense data is sent after its length (RFC 7143 11.4.7.2).
             FromTarget::ScsiResponse(response) => {
                 return (response.status, bytes.get(2..).unwrap_or_default().to_vec());
             }
@@ -369,7 +376,8 @@ fn command(client: &mut Tcp, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) 
     }
 }
 
-/// Runs a command to its end; its data if it succeeds. A failure is noted with its sense data.
+/// Runs a command. Returns its data if it was successful. Otherwise, the failure and sense data are
+/// recorded.
 fn succeeds(
     client: &mut Peer,
     known: &mut Known,
@@ -399,7 +407,7 @@ fn succeeds(
     panic!("{what} meets attentions without end");
 }
 
-/// Writes and flushes a block, reads it back, and changes the reservations.
+/// Writes and flushes a block, reads it again and changes the reservations.
 fn exchange(client: &mut Peer, known: &mut Known, value: u8) {
     let block = value % BLOCKS;
     let bytes = [value; BLOCK];
@@ -433,7 +441,7 @@ fn exchange(client: &mut Peer, known: &mut Known, value: u8) {
     }
 }
 
-/// Reads a block; what it has is what it may have.
+/// Reads a block and checks that its value is possible.
 fn check_block(client: &mut Peer, known: &mut Known, block: u8) -> Option<u8> {
     let cdb = [0x28, 0, 0, 0, 0, block, 0, 0, 1, 0];
     let data = succeeds(client, known, "READ", (&cdb, BLOCK as u32, &[]))?;
@@ -446,8 +454,9 @@ fn check_block(client: &mut Peer, known: &mut Known, block: u8) -> Option<u8> {
     Some(data[0])
 }
 
-/// Logs in and runs `session`, once; returns whether it came to its end. A panic about a connection
-/// that ends is the client's; others are of assertions, and go on.
+/// Logs in and runs `session` once. Returns true if it was completed. If the connection was closed,
+/// this causes a panic in the client, which is ignored. Any other panic is an assertion failure and
+/// must be forwarded.
 fn is_carried_through(
     (protocol, process): (Protocol, u32),
     session: impl FnOnce(&mut Peer),
@@ -483,23 +492,24 @@ fn text_of(panic: &(dyn Any + Send)) -> Option<&str> {
     text.or_else(|| panic.downcast_ref::<&str>().copied())
 }
 
-/// How far the daemon came in a round.
+/// State reached by the daemon in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Came {
-    /// It did not start to serve.
+    /// It failed to start.
     NotUp,
-    /// It served until it was asked to end.
+    /// It was running until it was stopped.
     Through,
 }
 
-/// What a daemon holds between sessions.
+/// Resources used by a daemon between sessions.
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     descriptors: usize,
-    /// Excluding pool threads, whose number varies: the kernel's for a ring, and ours for calls that
-    /// block, which rest for seconds before they end.
+    /// Number of threads, not including pool threads, because their number can change: the kernel
+    /// uses them for a ring, and we use them for blocking calls and keep idle threads for several
+    /// seconds.
     threads: usize,
-    /// Resident memory in bytes, but for that of files.
+    /// Resident memory in bytes, not including file mappings.
     memory: u64,
 }
 
@@ -533,7 +543,8 @@ impl Held {
         }
     }
 
-    /// Whether it is no more than that of another daemon, after the same sessions.
+    /// Returns true if this doesn't exceed the resources used by another daemon after the same
+    /// sessions.
     fn is_within(&self, most: &Self) -> bool {
         self.descriptors <= most.descriptors
             && self.threads <= most.threads
@@ -541,11 +552,11 @@ impl Held {
     }
 }
 
-/// Memory that one run has more than another by the order of what its threads do: a device touches
-/// more of its buffers where more packets come at once.
+/// Memory use can be different between two runs because of thread scheduling: if more packets are
+/// received at the same time, a device will use more of its buffers.
 const SWAY: u64 = 4 << 20;
 
-/// What a round came to.
+/// Result of a round.
 #[derive(Debug)]
 struct Life {
     came: Came,
@@ -553,8 +564,8 @@ struct Life {
     seen: Seen,
 }
 
-/// The daemon's life in one round: a session, another configuration, a session, the end. It may hold
-/// no more than `most` then. Fails with a text that says what was wrong.
+/// Runs a round: a session, a new configuration, another session, and a stop. The resources must
+/// not exceed `most`. Returns an error message on failure.
 fn live(
     daemon: &mut Daemon,
     protocol: Protocol,
@@ -571,7 +582,7 @@ fn live(
     let process = daemon.process();
     let (mut held, mut is_through) = (None, false);
     if is_up {
-        // The failure may end this one, or be met by the next.
+        // This session may be closed by the failure, or the failure may happen in the next session.
         is_carried_through((protocol, process), |client| exchange(client, known, value));
         configure(daemon, protocol, true);
         daemon.riserd(&["reload"]);
@@ -580,8 +591,8 @@ fn live(
             let is_through = is_carried_through((protocol, process), session);
             (is_through || !is_there(process)).then_some(is_through)
         });
-        // It learns of the end of a connection a moment later, and gives threads up when they have
-        // rested.
+        // The daemon is notified later that a connection was closed, and idle threads take some
+        // time to exit.
         let until = Instant::now() + most.map_or(Duration::from_millis(300), |_| REST);
         while let Some(now) = Held::by(daemon.process()) {
             held = Some(match (held, most) {
@@ -602,17 +613,18 @@ fn live(
     let log = fs::read_to_string(log).unwrap();
     let life = |came| Life { came, held, seen };
     match status.signal() {
-        // The run time of Rust gives each thread a stack for signals, and bears no refusal.
+        // The Rust runtime allocates a signal stack for each thread and can't handle a failure.
         Some(_) if log.contains("failed to allocate an alternative stack") => Ok(life(Came::NotUp)),
         Some(signal) => Err(format!("it ended by signal {signal}\n{log}")),
         None if log.contains("panicked") => Err(format!("it panicked\n{log}")),
-        // Its socket is there and a session may begin before it has opened all that it serves. The
-        // call that fails may be the one that writes either line.
+        // The socket already exists before everything has been opened, so a session may start
+        // earlier. Note that the call that fails could be a write of one of these lines.
         None if !["configuration served", "shutting down"]
             .iter()
             .any(|line| log.contains(line)) =>
         {
-            // It, or the dynamic linker in its name, says why.
+            // The reason must be logged, either by the daemon or by the dynamic linker on its
+            // behalf.
             let says_why = log.lines().any(|line| line.contains("riserd: "));
             match !status.success() && says_why {
                 true => Ok(life(Came::NotUp)),
@@ -630,10 +642,10 @@ fn live(
     }
 }
 
-/// How long a daemon may take until it holds no more than it needs.
+/// Maximum time for the daemon to release resources it does not need.
 const REST: Duration = Duration::from_secs(20);
 
-/// One configuration or another.
+/// Writes one of two configurations.
 fn configure(daemon: &Daemon, protocol: Protocol, more: bool) {
     let folder = daemon.folder.display();
     let disk =
@@ -647,8 +659,8 @@ fn configure(daemon: &Daemon, protocol: Protocol, more: bool) {
     daemon.configure_at(&portal, &backends, luns, 2);
 }
 
-/// Starts it without failures, and compares what is there with what is known; what is there is
-/// known then.
+/// Starts the daemon without failures and checks that its state is possible. This is then used as
+/// the known state.
 fn settle(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
     configure(daemon, protocol, false);
     daemon.start(None);
@@ -660,7 +672,7 @@ fn settle(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
         let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
         let data = succeeds(client, known, "PERSISTENT RESERVE IN", (&cdb, 256, &[]));
         let data = data.expect("a disk that works");
-        // The data after the header, of the length it gives (SPC-4 6.15.2.1).
+        // Data after the header, using the length in the header (SPC-4 6.15.2.1).
         let len = u32::from_be_bytes(data[4..8].try_into().expect("4 bytes"));
         data[8..8 + len as usize].to_vec()
     };
@@ -684,13 +696,13 @@ fn settle(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
     assert!(status.success(), "{status}");
 }
 
-/// Numbers below `count`, `most` of them at most, evenly.
+/// Returns an even sample of up to `most` numbers below `count`.
 fn sample(count: usize, most: usize) -> impl Iterator<Item = usize> {
     let taken = count.min(most);
     (0..taken).map(move |at| (at as u128 * count as u128 / taken as u128) as usize)
 }
 
-/// Runs a round with the daemon of a folder, and ends the test where it takes too long.
+/// Runs a round with the daemon in this directory. If this times out, the test process exits.
 fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         let (done, is_done) = channel();
@@ -700,7 +712,7 @@ fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T +
             result
         });
         if is_done.recv_timeout(5 * PATIENCE).is_err() && !runner.is_finished() {
-            // The scope would wait for the thread, and a panic for the scope.
+            // We can't panic here, because the scope would have to wait for the thread.
             let log = fs::read_to_string(folder.join("log")).unwrap_or_default();
             println!("a round hangs: {what}\n{log}");
             let _ = Command::new("kill")
@@ -715,7 +727,7 @@ fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T +
     })
 }
 
-/// Numbers of child processes with a folder in their command lines.
+/// Returns the IDs of child processes with this directory in their command line.
 fn children_in(folder: &Path) -> Vec<String> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten();
     let children =
@@ -729,16 +741,16 @@ fn children_in(folder: &Path) -> Vec<String> {
     numbers.filter(is_of_folder).map(str::to_owned).collect()
 }
 
-/// What can fail: kinds of calls and their numbers.
+/// Calls that can fail, and the number of times they are used.
 struct Points {
     all: Vec<(&'static Fault, u64)>,
-    /// What the daemon holds without failures.
+    /// Resources used by a daemon without failures.
     held: Held,
 }
 
 impl Points {
-    /// Finds them in two runs without failures. What is done by the clock differs; the lesser
-    /// numbers are reached in each run.
+    /// Counts the calls in two runs without failures. Some of them depend on timing, so we use the
+    /// minimum, which will be reached in every run.
     fn of(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) -> Self {
         let mut calls: Vec<Watched> = FAULTS.iter().map(|fault| fault.watched(daemon)).collect();
         calls.push(Watched {
@@ -759,7 +771,7 @@ impl Points {
             settle(daemon, protocol, known);
             life
         });
-        // How much it holds is seen at its usual pace.
+        // To measure its resources, the daemon must run at normal speed.
         let none = Watch {
             calls: Vec::new(),
             fails: None,
@@ -804,7 +816,7 @@ impl Fault {
     }
 }
 
-/// Fails one call after the other over a protocol.
+/// Tests each call in sequence, using this protocol.
 fn each_call_fails_once(protocol: Protocol) {
     let most = setting("RISER_CRASH_ERRORS", 30) as usize;
     let calls = std::env::var("RISER_CRASH_CALLS").unwrap_or_default();
@@ -820,7 +832,7 @@ fn each_call_fails_once(protocol: Protocol) {
     let (mut rounds, mut missed, mut ends) = (0_usize, 0, BTreeMap::new());
     for at in sample(points.all.len(), most) {
         let (fault, number) = points.all[at];
-        // Other values than those of the rounds before.
+        // Use a different value than in previous rounds.
         let value = 7 + (rounds % 120) as u8 * 2;
         let round = || {
             let watch = Watch {
@@ -828,7 +840,7 @@ fn each_call_fails_once(protocol: Protocol) {
                 fails: Some((number, fault.errno)),
             };
             let mut held = points.held;
-            // A thread of a pool that has got no name counts.
+            // If a pool thread has no name, it's counted as well.
             held.threads += usize::from(fault.call.name == "prctl");
             let bounds = (value, Some(held));
             let life = catch_unwind(AssertUnwindSafe(|| {
@@ -848,7 +860,7 @@ fn each_call_fails_once(protocol: Protocol) {
                     known.failures,
                     named.unwrap_or("not reached")
                 );
-                // Threads do not do as much in each run.
+                // Threads may use fewer calls in some of the runs.
                 missed += usize::from(named.is_none());
                 *ends.entry(came).or_insert(0) += 1;
                 let named = named.unwrap_or_default();

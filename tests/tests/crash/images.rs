@@ -1,4 +1,4 @@
-//! Images of disks as a loss of power has left them, and the daemon that is started on each.
+//! Disk images after a power failure. The daemon is started with each of them.
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use riser_tests::history::BLOCK;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What is on a disk.
+/// Data on a disk.
 pub(crate) struct Image(Vec<u8>);
 
 impl Image {
@@ -28,7 +28,7 @@ impl Image {
     }
 }
 
-/// A daemon that is started on one image after another.
+/// A daemon that can be started with several images in sequence.
 pub(crate) struct Images {
     pair: Pair,
     file: PathBuf,
@@ -37,7 +37,7 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// With these keys of a backend.
+    /// Creates the daemon using these backend keys.
     pub(crate) fn new(network: u8, blocks: u64, keys: &str) -> Self {
         let name = format!("riser-image-{}-{network}", std::process::id());
         let file = std::env::temp_dir().join(name);
@@ -54,10 +54,10 @@ impl Images {
         }
     }
 
-    /// Starts it, and reads all of it, by the protocols in turn.
+    /// Starts the daemon and reads the whole image, using a different protocol each time.
     ///
     /// # Panics
-    /// If an initiator finds anything else.
+    /// Panics if an initiator reads different data.
     pub(crate) fn check(&mut self, image: &Image) {
         fs::write(&self.file, &image.0).unwrap();
         give(&self.file);
@@ -99,7 +99,7 @@ pub(crate) fn client(network: u8, scheme: &str) -> Client {
     client.unwrap()
 }
 
-/// The unit of a target with [`portals`].
+/// Returns the URL of the unit in a target created by [`portals`].
 pub(crate) fn url(network: u8, scheme: &str) -> TargetUrl {
     let target = match scheme {
         "srp" => "0".to_owned(),

@@ -1,8 +1,9 @@
-//! System calls of a child process, counted over all its threads, of which one fails.
+//! Counts the system calls of all threads in a child process and injects a single failure.
 //!
-//! The kernel asks before each call of the kinds that are watched (`SECCOMP_RET_USER_NOTIF`). A
-//! thread here answers: the call goes on, or it ends with an error and is not made. So exactly one
-//! call fails in a run, whichever thread makes it. Calls of other kinds run at normal speed.
+//! The kernel notifies us before each of the watched calls (`SECCOMP_RET_USER_NOTIF`). A thread in
+//! this process responds: the call is either executed, or it returns an error without being
+//! executed. This ensures that exactly one call fails, no matter which thread it's in. Other calls
+//! run at normal speed.
 
 #![allow(unsafe_code, reason = "a filter of system calls, and its descriptor")]
 
@@ -17,10 +18,11 @@ use std::process::Command;
 use std::ptr;
 use std::thread::{self, JoinHandle};
 
-/// Where the child has the socket for its filter's descriptor: no other descriptor gets there.
+/// Descriptor in the child for the socket used to send the filter descriptor. No other descriptor
+/// will ever use this number.
 const SOCKET: RawFd = 900;
 
-/// A kind of system call.
+/// A type of system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
     pub(crate) name: &'static str,
@@ -28,51 +30,52 @@ pub(crate) struct Call {
     pub(crate) names: Names,
 }
 
-/// What a call names a file by.
+/// How a call identifies a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Names {
-    /// None.
+    /// It doesn't use a file.
     Nothing,
-    /// A descriptor, the first argument.
+    /// Descriptor in the first argument.
     Descriptor,
-    /// A path, the first argument.
+    /// Path in the first argument.
     Path,
-    /// A descriptor and a path below it, the first two.
+    /// Descriptor and relative path in the first two arguments.
     At,
 }
 
-/// A call that is watched, those on files below a folder only if one is named.
+/// A call to watch. If there is a directory, only calls for files in this directory are counted.
 #[derive(Clone, Debug)]
 pub(crate) struct Watched {
     pub(crate) call: Call,
     pub(crate) below: Option<PathBuf>,
 }
 
-/// What a child does, of the calls that are watched.
+/// Calls to watch in a child process.
 pub(crate) struct Watch {
     pub(crate) calls: Vec<Watched>,
-    /// The one to fail, counted from 1, of the only kind that is watched then; and its error.
+    /// Number of the call that should fail, starting at 1, and its error. In this case, only a
+    /// single type of call is watched.
     pub(crate) fails: Option<(u64, i32)>,
 }
 
-/// The watch of a child that runs.
+/// Watches a running child process.
 pub(crate) struct Watcher {
     thread: JoinHandle<Seen>,
 }
 
-/// What a watch has seen.
+/// Result of watching a process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
-    /// How often each was called, by its place in the list.
+    /// Number of calls by index in the list.
     pub(crate) counts: Vec<u64>,
-    /// The same until the first call of the last in the list.
+    /// Same, but only up to the first call of the last type in the list.
     pub(crate) before_last: Vec<u64>,
-    /// The call that has failed: what it named.
+    /// File used in the call that failed.
     pub(crate) failed: Option<String>,
 }
 
 impl Watcher {
-    /// Waits until the child has ended.
+    /// Waits until the child has exited.
     pub(crate) fn seen(self) -> Seen {
         self.thread.join().expect("the watch goes on")
     }
@@ -85,15 +88,16 @@ fn cvt(result: libc::c_long) -> io::Result<libc::c_long> {
     }
 }
 
-/// The program of a filter that asks about calls with these numbers, and lets others pass, as well
-/// as all on [`SOCKET`].
+/// Creates a filter that sends a notification for calls with these numbers and allows all other
+/// calls, including any call for [`SOCKET`].
 fn filter(numbers: &[libc::c_long]) -> Vec<libc::sock_filter> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const IS: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let one = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
     let allow = one(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0);
-    // The number of a call is first in its data, the lower half of its first argument at 16.
+    // The call number is at the start of the data, and the lower half of the first argument has
+    // offset 16.
     let mut program = vec![one(LOAD, 16, 0, 0), one(IS, SOCKET as u32, 0, 1), allow];
     program.push(one(LOAD, 0, 0, 0));
     for number in numbers {
@@ -104,18 +108,19 @@ fn filter(numbers: &[libc::c_long]) -> Vec<libc::sock_filter> {
     program
 }
 
-/// Installs a filter, and returns the descriptor from which its questions come.
+/// Installs a filter and returns its notification descriptor.
 fn install(program: &[libc::sock_filter]) -> io::Result<RawFd> {
     let program = libc::sock_fprog {
         len: program.len() as u16,
         filter: program.as_ptr().cast_mut(),
     };
-    // SAFETY: numbers only.
+    // SAFETY: all arguments are integers.
     cvt(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into())?;
-    // A question that was asked is not asked again when a signal comes (Linux 5.19).
+    // If there is a signal, a notification that was already received must not be sent again (Linux
+    // 5.19).
     const WAIT_KILLABLE: libc::c_ulong = 1 << 5;
     let flags = libc::SECCOMP_FILTER_FLAG_NEW_LISTENER | WAIT_KILLABLE;
-    // SAFETY: the program outlives the call, which copies it.
+    // SAFETY: the program is valid during this call and will be copied.
     let listener = unsafe {
         libc::syscall(
             libc::SYS_seccomp,
@@ -127,7 +132,8 @@ fn install(program: &[libc::sock_filter]) -> io::Result<RawFd> {
     Ok(cvt(listener)? as RawFd)
 }
 
-/// A message of one byte with room for one descriptor; `run` sends or receives it.
+/// Creates a message with a single byte and space for a descriptor, which is sent or received by
+/// `run`.
 fn with_message(
     descriptor: Option<RawFd>,
     run: impl FnOnce(*mut libc::msghdr) -> isize,
@@ -138,14 +144,15 @@ fn with_message(
         iov_len: 1,
     };
     let mut control = [0u64; 8];
-    // SAFETY: a message of zeroes is an empty one.
+    // SAFETY: zeroes are a valid empty message.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
     message.msg_control = control.as_mut_ptr().cast();
-    // SAFETY: numbers only.
+    // SAFETY: the argument is an integer.
     message.msg_controllen = unsafe { libc::CMSG_SPACE(4) } as usize;
     if let Some(descriptor) = descriptor {
-        // SAFETY: `control` has room for a header and one descriptor, and is aligned for it.
+        // SAFETY: `control` has enough space for a header and a descriptor, with the correct
+        // alignment.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(&raw const message);
             (*header).cmsg_level = libc::SOL_SOCKET;
@@ -155,7 +162,7 @@ fn with_message(
         }
     }
     cvt(run(&raw mut message) as libc::c_long)?;
-    // SAFETY: the kernel has filled as much of `control` as the message now says.
+    // SAFETY: the kernel has initialized `control` up to the size that is now set in the message.
     let received = unsafe {
         let header = libc::CMSG_FIRSTHDR(&raw const message);
         (!header.is_null()).then(|| ptr::read_unaligned(libc::CMSG_DATA(header).cast::<RawFd>()))
@@ -163,37 +170,37 @@ fn with_message(
     Ok(received)
 }
 
-/// Has a command be watched from its start on.
+/// Watches the command from its start.
 pub(crate) fn watch(command: &mut Command, watch: Watch) -> Watcher {
     let (ours, theirs) = UnixDatagram::pair().unwrap();
     let numbers: Vec<_> = watch.calls.iter().map(|one| one.call.number).collect();
     let program = filter(&numbers);
     let send = move || {
-        // SAFETY: both are descriptors of this process.
+        // SAFETY: both are descriptors in this process.
         cvt(unsafe { libc::dup3(theirs.as_raw_fd(), SOCKET, libc::O_CLOEXEC) }.into())?;
         let listener = install(&program)?;
         with_message(Some(listener), |message| {
-            // SAFETY: the message and what it names outlive the call.
+            // SAFETY: the message and its buffers are valid during this call.
             unsafe { libc::sendmsg(SOCKET, message, 0) }
         })?;
         Ok(())
     };
-    // SAFETY: between fork and exec it makes system calls only, and allocates nothing.
+    // SAFETY: between fork and exec, this only uses system calls and doesn't allocate.
     unsafe { command.pre_exec(send) };
     let thread = thread::spawn(move || {
         let listener = with_message(None, |message| {
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { libc::recvmsg(ours.as_raw_fd(), message, libc::MSG_CMSG_CLOEXEC) }
         });
         let listener = listener.unwrap().expect("a filter's descriptor");
-        // SAFETY: the kernel has made it for us.
+        // SAFETY: this descriptor was just created by the kernel for us.
         let listener = unsafe { OwnedFd::from_raw_fd(listener) };
         answer_all(&listener, &watch)
     });
     Watcher { thread }
 }
 
-/// Answers all questions, until no process is left that asks.
+/// Responds to all notifications until all processes have exited.
 fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
     let mut seen = Seen {
         counts: vec![0; watch.calls.len()],
@@ -206,7 +213,7 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
             events: libc::POLLIN,
             revents: 0,
         };
-        // SAFETY: one descriptor, which outlives the call.
+        // SAFETY: there is a single descriptor, which is valid during this call.
         let count = unsafe { libc::poll(&raw mut ready, 1, -1) };
         if count < 0 {
             let error = io::Error::last_os_error();
@@ -216,19 +223,19 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
         if ready.revents & libc::POLLIN == 0 {
             return seen;
         }
-        // SAFETY: zeroes are what the kernel asks for.
+        // SAFETY: the kernel requires that this is set to zero.
         let mut question: libc::seccomp_notif = unsafe { std::mem::zeroed() };
         let fd = listener.as_raw_fd();
-        // SAFETY: the kernel fills the question, which outlives the call.
+        // SAFETY: the kernel writes the notification, which is valid during this call.
         let result = unsafe { libc::ioctl(fd, libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut question) };
         if result != 0 {
             let error = io::Error::last_os_error();
-            // The caller has exited (ENOENT), or a signal came here.
+            // Either the caller has exited (ENOENT), or we received a signal.
             let is_expected = matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINTR));
             assert!(is_expected, "a question cannot be read: {error}");
             continue;
         }
-        // What is before belongs to this process: it has not become the program yet.
+        // Ignore calls made before this, because the process has not executed the program yet.
         has_begun |= is_program(question.pid);
         let errno = has_begun.then(|| seen.judge(watch, &question)).flatten();
         let mut answer = libc::seccomp_notif_resp {
@@ -240,7 +247,8 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
                 None => libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32,
             },
         };
-        // SAFETY: the answer outlives the call. It fails where the caller has exited.
+        // SAFETY: the response is valid during this call. If the caller has exited, this returns an
+        // error.
         unsafe { libc::ioctl(fd, libc::SECCOMP_IOCTL_NOTIF_SEND, &raw mut answer) };
     }
 }
@@ -252,7 +260,7 @@ fn is_program(process: u32) -> bool {
 }
 
 impl Seen {
-    /// Counts a call; returns the error with which it ends, if it is to fail.
+    /// Counts a call. If it should fail, returns the error.
     fn judge(&mut self, watch: &Watch, question: &libc::seccomp_notif) -> Option<i32> {
         let mut errno = None;
         for (at, Watched { call, below }) in watch.calls.iter().enumerate() {
@@ -283,7 +291,7 @@ impl Seen {
     }
 }
 
-/// The path that a call names.
+/// Returns the path used by a call.
 fn named(names: Names, question: &libc::seccomp_notif) -> Option<String> {
     let libc::seccomp_notif { pid, data, .. } = question;
     let descriptor = |fd: u64| {
@@ -293,7 +301,7 @@ fn named(names: Names, question: &libc::seccomp_notif) -> Option<String> {
     let text = |at: u64| {
         let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
         let mut bytes = [0; 256];
-        // It may end where the next page is no one's.
+        // The path may be close to the end of a page, and the next page may not be mapped.
         let len = memory.read_at(&mut bytes, at).or_else(|_| {
             let len = 4096 - (at % 4096) as usize;
             memory.read_at(&mut bytes[..len.min(256)], at)
@@ -309,7 +317,7 @@ fn named(names: Names, question: &libc::seccomp_notif) -> Option<String> {
         Names::At => {
             let path = text(data.args[1])?;
             match path.as_str() {
-                // What the descriptor names (AT_EMPTY_PATH).
+                // Use the path of the descriptor (AT_EMPTY_PATH).
                 "" => descriptor(data.args[0]),
                 _ if path.starts_with('/') => Some(path),
                 _ => Some(format!("{}/{path}", descriptor(data.args[0])?)),

@@ -1,12 +1,13 @@
-//! Disks of a kernel's initiators, written and read while others kill the daemon behind them.
+//! Reads and writes disks of kernel initiators while the daemon is killed by another process.
 //!
-//! A case of `cargo xtask interop` runs this in its guest (`tests/vm/crash.sh`): it logs stock
-//! initiators of several protocols in to one unit, and kills `riserd` at random moments. The kernel
-//! repeats what was not answered, so no request fails, and all that was acknowledged is there.
+//! This is run in a guest by a case in `cargo xtask interop` (`tests/vm/crash.sh`). The case uses
+//! stock initiators with several protocols to log in to the same unit, and kills `riserd` at random
+//! times. The kernel retries commands without a response, so requests must never fail, and all
+//! acknowledged data must be present.
 //!
-//! `RISER_CRASH_DISKS` names the disks, with spaces between them, and `RISER_CRASH_STOP` a file that
-//! ends the load when it appears. `RISER_CRASH_PROGRESS` is a file that gets the number of
-//! operations of the slowest thread, from time to time.
+//! `RISER_CRASH_DISKS` contains the disks, separated by spaces. The load stops when the file
+//! `RISER_CRASH_STOP` is created. `RISER_CRASH_PROGRESS` is a file to which we periodically write
+//! the number of operations completed by the slowest thread.
 
 use std::fs::{self, File};
 use std::io;
@@ -21,16 +22,16 @@ use riser_tests::contest::DISK;
 use riser_tests::history::{BLOCK, History, Port};
 use riser_tests::load::{Chance, Disk, Failed, Op, setting};
 
-/// Threads of each disk.
+/// Number of threads per disk.
 const THREADS: u64 = 2;
 
-/// Longest request in blocks.
+/// Maximum request size in blocks.
 const LONGEST: u64 = 20;
 
-/// Alignment of direct I/O, in bytes.
+/// Alignment for direct I/O in bytes.
 const ALIGNMENT: usize = 4096;
 
-/// A disk of the kernel, past its cache.
+/// A kernel disk that is opened with direct I/O.
 struct KernelDisk {
     file: File,
     memory: Vec<u8>,
@@ -45,7 +46,7 @@ impl KernelDisk {
         Self { file, memory }
     }
 
-    /// Aligned memory.
+    /// Returns an aligned buffer.
     fn buffer(&mut self, len: usize) -> &mut [u8] {
         let at = self.memory.as_ptr().align_offset(ALIGNMENT);
         &mut self.memory[at..at + len]
@@ -64,7 +65,7 @@ impl Disk for KernelDisk {
     fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), Failed> {
         let file = self.file.try_clone().map_err(failed)?;
         let buffer = self.buffer(bytes.len());
-        // What the target does not send is not taken for an answer.
+        // Fill the buffer first, so that we can detect data not sent by the target.
         buffer.fill(0xee);
         file.read_exact_at(buffer, offset).map_err(failed)?;
         bytes.copy_from_slice(buffer);
@@ -76,7 +77,7 @@ impl Disk for KernelDisk {
         let buffer = self.buffer(bytes.len());
         buffer.copy_from_slice(bytes);
         file.write_all_at(buffer, offset).map_err(failed)?;
-        // Nothing may be taken from a buffer whose request has ended.
+        // After the request has completed, no data must be read from this buffer.
         buffer.fill(0xdd);
         match fua {
             true => self.flush(),
@@ -100,7 +101,7 @@ fn disks_of_a_kernel_keep_what_was_acknowledged() {
         variable("RISER_CRASH_PROGRESS"),
     );
     let seed = setting("RISER_CRASH_SEED", 0x0c0f);
-    // The kernel repeats what was not answered.
+    // The kernel retries commands without a response.
     let history = Arc::new(History::new(DISK.end as usize).with_repeats());
     let stop = Arc::new(AtomicBool::new(false));
     let (mut done, mut workers) = (Vec::new(), Vec::new());
@@ -127,7 +128,7 @@ fn disks_of_a_kernel_keep_what_was_acknowledged() {
         if let Some(at) = workers.iter().position(JoinHandle::is_finished) {
             panic!("{:?}", workers.remove(at).join());
         }
-        // By a name that is replaced at once: the script may read at any moment.
+        // Rename the file to replace it atomically, because the script may read it at any time.
         let next = format!("{progress}.next");
         fs::write(&next, counts().min().unwrap_or(0).to_string()).unwrap();
         fs::rename(&next, &progress).unwrap();

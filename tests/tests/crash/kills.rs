@@ -1,9 +1,10 @@
-//! The daemon is killed, or asked to end, and restarted under load.
+//! Kills or stops the daemon and restarts it under load.
 //!
-//! A file outlives the process that serves it, so every acknowledged write is there after a kill.
+//! A file keeps its data if the daemon is killed, so all acknowledged writes must be present.
 //!
-//! `RISER_CRASH_ROUNDS` sets how often SIGKILL ends it (default 3), `RISER_CRASH_SEED` when. Those
-//! that come too late for a daemon that was asked to end are not counted, nor are its own ends.
+//! `RISER_CRASH_ROUNDS` sets the number of times to use SIGKILL (default 3), and `RISER_CRASH_SEED`
+//! selects the times. If the daemon was stopped and has already exited when we send the signal,
+//! this is not counted.
 
 use std::net::Ipv4Addr;
 use std::thread;
@@ -18,7 +19,7 @@ struct Case {
     schemes: [&'static str; 2],
     network: u8,
     write_cache: bool,
-    /// With clients of `riser attach --nbd` beside them, over each of these.
+    /// Also run clients using `riser attach --nbd` for each of these protocols.
     exports: &'static [&'static str],
 }
 
@@ -44,7 +45,7 @@ fn killed(case: &Case) {
     for scheme in exports {
         let socket = pair.path(&format!("nbd-{scheme}"));
         let at = url(scheme, Ipv4Addr::new(127, 0, network, 1));
-        pair.riser(&["attach", &at, "--nbd", &socket]);
+        pair.riser(&["attach", &at, "--nbd", &socket, "--shared"]);
         contest.add_nbd(socket.as_ref());
     }
     let mut chance = Chance::new(seed, 0);
@@ -52,7 +53,7 @@ fn killed(case: &Case) {
     while kills < rounds {
         contest.go_on(&format!("before restart {round}"), 8);
         thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(10)));
-        // A kill also hits the end of a daemon that was asked to end, and its start.
+        // A kill can also happen while the daemon is starting, or while it's stopping.
         match chance.below(4) {
             0 => pair.terminate(),
             1 => {

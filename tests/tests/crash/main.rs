@@ -1,18 +1,18 @@
-//! What is left when the daemon or its machine dies in the middle: everything that was
-//! acknowledged, and on stable storage what was flushed.
+//! Tests the state after the daemon or machine has crashed: all acknowledged data must be present,
+//! and all flushed data must be on stable storage.
 //!
-//! - [`kills`]: SIGKILL at any moment under verified load, over all protocols and through an NBD
-//!   export.
-//! - [`kernel`]: SIGKILL under verified load of a kernel's initiators, in the rig of `cargo xtask
-//!   interop`.
-//! - [`power`]: the disk at each moment of a load, as a loss of power could have left it, and the
-//!   daemon started on such images ([`images`]).
-//! - [`errors`]: system calls that fail, one in each run ([`inject`]).
+//! - [`kills`]: SIGKILL at a random time while there is a verified load, using all protocols and an
+//!   NBD export.
+//! - [`kernel`]: SIGKILL while there is a verified load on kernel initiators, in the `cargo xtask
+//!   interop` rig.
+//! - [`power`]: the possible states of a disk after a power failure at each point of a load, and a
+//!   daemon started with these images ([`images`]).
+//! - [`errors`]: failed system calls, one in each run ([`inject`]).
 //! - [`state`]: SIGKILL before each system call that changes the state directory.
-//! - [`cuts`]: the state directory at each moment of its changes, as a loss of power could have left
-//!   it.
+//! - [`cuts`]: the possible states of the state directory after a power failure at each point of an
+//!   update.
 //!
-//! `cargo xtask crash` runs all of them for longer.
+//! Use `cargo xtask crash` for longer runs.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]

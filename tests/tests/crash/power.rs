@@ -1,19 +1,20 @@
-//! Power is lost at any moment of a load.
+//! Simulates a power failure at any point of a load.
 //!
-//! The daemon's file is on a disk of this test's, mounted through FUSE, whose volatile cache the
-//! test knows: it records in one order each write and flush that the daemon makes, and what
-//! initiators learn of it. Then, for each point of that record, the blocks may hold what was on
-//! stable storage or any write behind it, each block by itself. None of these may be older than
-//! what was acknowledged as stable until then: by a flush, by a write with FUA, or by each write
-//! where the unit has no write cache.
+//! The daemon's file is on a FUSE disk provided by this test. We know the contents of its volatile
+//! cache, because we record every write and flush by the daemon and every response to an initiator,
+//! all in a single order. For each point of this record, a block can contain the stable data or any
+//! later write, separately for each block. The data must never be older than the last stable data
+//! that was acknowledged before: by a flush, by a write with FUA, or by any write if the unit
+//! doesn't have a write cache.
 //!
-//! At some of these points, and at all of some loads, the image of the disk is made as the loss of
-//! power could have left it, with a part of what was not flushed, torn at any sector; a daemon is
-//! started on it, and an initiator reads it ([`images`](super::images)).
+//! For some of these points (and for all points in some of the loads), we also create a disk image
+//! as it could be after a power failure, which contains a part of the data that was not flushed and
+//! can be torn at any sector. A daemon is started with this image and an initiator reads it
+//! ([`images`](super::images)).
 //!
-//! `RISER_POWER_RUNS` sets how many loads (default 2 of each kind), `RISER_POWER_SEED` which,
-//! `RISER_POWER_IMAGES` how many images of each load, and `RISER_POWER_WHOLE` for how many loads
-//! there is one of each point.
+//! `RISER_POWER_RUNS` sets the number of loads (default 2 of each kind), `RISER_POWER_SEED` sets
+//! the random seed, `RISER_POWER_IMAGES` sets the number of images per load, and
+//! `RISER_POWER_WHOLE` sets the number of loads for which we create an image for every point.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -40,16 +41,16 @@ use riser_tests::load::{Chance, setting};
 
 use crate::images::{Image, Images, client, url};
 
-/// The disk in blocks of the record.
+/// Disk size in blocks, as used in the record.
 const DISK: u64 = 3 * 64;
 
-/// By how much the network of the daemons on images is another one.
+/// Offset of the network number for daemons that use an image.
 const IMAGES: u8 = 40;
 
-/// Most blocks of a command.
+/// Maximum number of blocks per command.
 const LONGEST: u64 = 24;
 
-/// Commands of each initiator.
+/// Number of commands per initiator.
 const COMMANDS: usize = 60;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -57,32 +58,32 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const GOOD: u8 = 0;
 const CHECK_CONDITION: u8 = 2;
 
-/// Versions of blocks, by their numbers. Blocks of zeroes are of version 0.
+/// Block versions by block number. Zeroes have version 0.
 type Blocks = BTreeMap<u64, u64>;
 
-/// What happened, in order.
+/// An event, in order.
 enum Event {
-    /// The daemon wrote these versions; they are stable at once with FUA.
+    /// The daemon has written these versions. With FUA, they are immediately stable.
     Written { blocks: Blocks, is_stable: bool },
-    /// All that was written before is stable.
+    /// All previous writes are stable.
     Flushed,
-    /// An initiator knows that these versions are stable, or later ones.
+    /// An initiator has been notified that these or later versions are stable.
     Promised(Blocks),
 }
 
-/// Events, and the zeroes among versions.
+/// Events, and the versions that are zero.
 #[derive(Default)]
 struct Record {
     events: Mutex<Vec<Event>>,
     zeroes: Mutex<Zeroes>,
 }
 
-/// Zeroes do not say which command they are from. Each block has one initiator, with one command
-/// at a time, so they are of the latest one that zeroes it.
+/// Zeroes don't contain a version. But each block is only used by a single initiator, which sends
+/// one command at a time, so this must be the last command that has set the block to zero.
 #[derive(Default)]
 struct Zeroes {
     latest: Blocks,
-    /// Numbers of all commands that zero.
+    /// Numbers of all commands that write zeroes.
     all: BTreeSet<u64>,
 }
 
@@ -95,14 +96,14 @@ impl Record {
         self.zeroes.lock().unwrap()
     }
 
-    /// A command is about to zero these blocks.
+    /// Must be called before a command that writes zeroes is sent.
     fn announce(&self, blocks: Range<u64>, sequence: u64) {
         let mut zeroes = self.zeroes();
         zeroes.all.insert(sequence);
         zeroes.latest.extend(blocks.map(|block| (block, sequence)));
     }
 
-    /// What a block of this version holds.
+    /// Returns the data of a block with this version.
     fn fill(&self, block: u64, sequence: u64, bytes: &mut [u8]) {
         match sequence == 0 || self.zeroes().all.contains(&sequence) {
             true => bytes.fill(0),
@@ -115,7 +116,7 @@ impl Record {
     }
 }
 
-/// A disk in memory that records writes and flushes before they are acknowledged.
+/// An in-memory disk that records writes and flushes before they are acknowledged.
 struct Recorder {
     disk: MemoryDevice,
     record: Arc<Record>,
@@ -199,11 +200,11 @@ impl BlockDevice for Recorder {
     }
 }
 
-/// What a disk with a volatile cache may hold at a point of the record.
+/// Possible states of a disk with a volatile cache at a given point of the record.
 #[derive(Default)]
 struct Disk {
     stable: Blocks,
-    /// Versions behind it in order, each with the number of its write.
+    /// Later versions in order, including the number of the write.
     cached: BTreeMap<u64, Vec<(usize, u64)>>,
     promised: Blocks,
     writes: usize,
@@ -231,7 +232,8 @@ impl Disk {
                 }
             }
             Event::Promised(blocks) => {
-                // A durable write may have promised more while a flush was under way.
+                // A durable write may have guaranteed a later version while the flush was in
+                // flight.
                 for (&block, &version) in blocks {
                     let least = self.promised.entry(block).or_default();
                     *least = version.max(*least);
@@ -245,7 +247,7 @@ impl Disk {
     }
 
     /// # Panics
-    /// If a block could be older than what was promised.
+    /// Panics if a block could be older than guaranteed.
     fn check(&self, at: usize) {
         for (block, &least) in &self.promised {
             let cached = self.cached.get(block).into_iter().flatten();
@@ -260,8 +262,8 @@ impl Disk {
         }
     }
 
-    /// A state in which power may leave it: with any of the versions of each block, or with all
-    /// writes up to one that is torn.
+    /// Returns a possible state after a power failure: either with any of the versions for each
+    /// block, or with all writes up to a torn write.
     fn cut(&self, chance: &mut Chance) -> Blocks {
         let is_in_order = chance.below(2) == 0;
         let waiting = self.cached.values().flatten().map(|&(write, _)| write);
@@ -286,7 +288,7 @@ impl Disk {
     }
 }
 
-/// Where power may be lost, and what is checked there.
+/// Number of points where power could be lost, and the checks done for them.
 #[derive(Default)]
 struct Figures {
     cuts: usize,
@@ -295,11 +297,11 @@ struct Figures {
     images: usize,
 }
 
-/// Checks all states in which a loss of power at any point of the record could leave the disk, and
-/// shows each point.
+/// Checks all possible states after a power failure at any point in the record, and calls `show`
+/// for each point.
 ///
 /// # Panics
-/// If a block could be older than what was promised.
+/// Panics if a block could be older than guaranteed.
 fn check(events: &[Event], mut show: impl FnMut(&Disk) -> usize) -> Figures {
     let mut figures = Figures::default();
     let mut disk = Disk::default();
@@ -314,25 +316,25 @@ fn check(events: &[Event], mut show: impl FnMut(&Disk) -> usize) -> Figures {
     figures
 }
 
-/// What initiators know, under one lock: each write's number is greater than those of the writes
-/// to its blocks before.
+/// State known to the initiators, which is protected by a lock: the number of a write must be
+/// larger than any previous write to the same blocks.
 #[derive(Default)]
 struct Known {
     sequence: u64,
     acknowledged: Blocks,
 }
 
-/// One initiator and its own blocks, which it alone writes, one command after the other. A flush
-/// is for the blocks of all.
+/// An initiator that has exclusive use of some blocks and sends one command at a time. A flush
+/// includes the blocks of all initiators.
 struct User {
     lun: Lun,
     blocks: Range<u64>,
-    /// Blocks of the record in one of the unit's.
+    /// Number of record blocks per block of the unit.
     grain: u64,
     writes_are_stable: bool,
     known: Arc<Mutex<Known>>,
     record: Arc<Record>,
-    /// What its blocks hold now.
+    /// Current contents of its blocks.
     content: Blocks,
 }
 
@@ -358,7 +360,8 @@ impl User {
         self.record.push(Event::Promised(before));
     }
 
-    /// Some of its blocks, as whole blocks of the unit, at most so many of the record's.
+    /// Returns some of its blocks, aligned to the block size of the unit and limited to `longest`
+    /// record blocks.
     fn any_blocks(&self, chance: &mut Chance, longest: u64) -> Range<u64> {
         let all = (self.blocks.end - self.blocks.start) / self.grain;
         let len = 1 + chance.below(longest / self.grain);
@@ -372,7 +375,7 @@ impl User {
         known.sequence
     }
 
-    /// Blocks as they are now.
+    /// Returns the current data of these blocks.
     fn bytes(&self, blocks: Range<u64>) -> Vec<u8> {
         let mut bytes = vec![0; (blocks.end - blocks.start) as usize * BLOCK];
         for (block, bytes) in blocks.zip(bytes.chunks_exact_mut(BLOCK)) {
@@ -389,7 +392,7 @@ impl User {
         buffer.slice().to_vec()
     }
 
-    /// A command that has written these blocks was answered.
+    /// Must be called when a command that has written these blocks was acknowledged.
     fn acknowledged(&mut self, blocks: &Blocks, is_stable: bool) {
         self.content.extend(blocks);
         self.known.lock().unwrap().acknowledged.extend(blocks);
@@ -410,7 +413,7 @@ impl User {
         self.acknowledged(&blocks, fua);
     }
 
-    /// WRITE SAME.
+    /// Sends WRITE SAME.
     fn zero(&mut self, chance: &mut Chance) {
         let blocks = self.any_blocks(chance, LONGEST);
         let sequence = self.next_number();
@@ -425,8 +428,8 @@ impl User {
         self.acknowledged(&blocks, false);
     }
 
-    /// A unit may keep blocks that it was asked to unmap (SBC-4 clause 4.7.4.4), so it is asked what
-    /// has become of them.
+    /// Sends UNMAP. A unit is allowed to keep the blocks (SBC-4 clause 4.7.4.4), so we query the
+    /// result.
     fn unmap(&mut self, chance: &mut Chance) {
         let blocks = self.any_blocks(chance, LONGEST);
         let before = self.bytes(blocks.clone());
@@ -449,8 +452,8 @@ impl User {
         self.acknowledged(&zeroed, false);
     }
 
-    /// COMPARE AND WRITE of one block of the unit, some with what was there before, some with what
-    /// was not.
+    /// Sends COMPARE AND WRITE for a block of the unit, using either the current data or different
+    /// data for the comparison.
     fn compare_and_write(&mut self, chance: &mut Chance) {
         let range = self.any_blocks(chance, self.grain);
         let is_equal = chance.below(4) != 0;
@@ -477,7 +480,7 @@ impl User {
     }
 }
 
-/// Blocks of new data.
+/// Creates new data for these blocks.
 fn new_bytes(blocks: &Blocks) -> Vec<u8> {
     let mut bytes = vec![0; blocks.len() * BLOCK];
     for ((block, sequence), bytes) in blocks.iter().zip(bytes.chunks_exact_mut(BLOCK)) {
@@ -486,14 +489,14 @@ fn new_bytes(blocks: &Blocks) -> Vec<u8> {
     bytes
 }
 
-/// A mount of the recorder, below a folder that goes with it.
+/// Mounts the recorder. The directory is removed on drop.
 struct Mounted {
     folder: PathBuf,
     mount: Option<FuseMount>,
 }
 
 impl Mounted {
-    /// `None` where there is no FUSE; the test is noted as skipped then.
+    /// Skips the test and returns `None` if FUSE is not available.
     fn new(record: &Arc<Record>, name: &str) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
             skip("crash power", "there is no /dev/fuse");
@@ -535,7 +538,7 @@ impl Drop for Mounted {
     }
 }
 
-/// Loads on a file with these keys of a backend.
+/// Runs loads on a file using these backend keys.
 fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, keys: &str) {
     let seed = setting("RISER_POWER_SEED", 1);
     let runs = setting("RISER_POWER_RUNS", 2);
@@ -553,7 +556,7 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
         "{{ kind: file, path: {}, write_cache: {write_cache}, block_size: {block_size}{keys} }}",
         mounted.folder.join("disk").display()
     );
-    // The file of the mounted disk is that user's alone.
+    // The file on this disk is only accessible for the current user.
     let pair = Pair::with_rights(network, &backend, &portals(network));
     let schemes = ["srp", "iser", "iscsi"];
     let luns = schemes.map(|scheme| log_in(network, scheme));
@@ -598,8 +601,8 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
             started.check(&image);
             1
         });
-        // Each run ends with a flush, so the next begins with a disk that has one state. What is
-        // there was promised.
+        // Each run ends with a flush, so the next run can start with a disk that has a single
+        // state, which includes all guarantees.
         let acknowledged = known.lock().unwrap().acknowledged.clone();
         record.push(Event::Written {
             blocks: acknowledged,
@@ -657,7 +660,7 @@ mod oracle {
         check(events, |_| 0);
     }
 
-    /// Of all states at the end, in many tries.
+    /// Returns all final states, using many attempts.
     fn states(events: &[Event]) -> BTreeSet<u64> {
         let mut disk = Disk::default();
         events.iter().for_each(|event| disk.go_on(event));

@@ -1,11 +1,12 @@
-//! The daemon is killed before each system call on a file of its state directory. The kernel keeps
-//! what it has written; [`cuts`](super::cuts) are of the machine's power.
+//! Kills the daemon before each system call that uses a file in the state directory. In this case,
+//! the kernel keeps all written data. For power failures, see [`cuts`](super::cuts).
 //!
-//! Afterwards, reservations and the configuration are as before a change or as after it, and as
-//! after it if the change was answered. A registration, a reservation and an applied configuration
-//! are changed in each round.
+//! After this, the reservations and the configuration must be in the state either before or after
+//! the change. If the change was acknowledged, it must be the state after it. In each round, we
+//! change a registration, a reservation and the configuration.
 //!
-//! `RISER_CRASH_STATE` sets how many files are taken (default 2, at most all).
+//! `RISER_CRASH_STATE` sets the number of files to test (default 2; limited to the number of
+//! files).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,7 +23,7 @@ use crate::daemon::{
 
 const ADDRESS: &str = "127.0.174.1:3260";
 
-/// What the daemon keeps.
+/// State stored by the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Kept {
     pub(crate) key: u64,
@@ -31,7 +32,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Of a daemon that nothing was changed of.
+    /// Initial state without any changes.
     pub(crate) const FIRST: Self = Self {
         key: 0,
         is_reserved: false,
@@ -47,8 +48,8 @@ impl Kept {
     }
 }
 
-/// Makes all three changes, as far as the daemon lives; shows what was answered with each, and
-/// returns it.
+/// Applies all three changes, or fewer if the daemon is killed. Calls `show` after each
+/// acknowledgement and returns the state.
 pub(crate) fn change(
     daemon: &Daemon,
     address: &str,
@@ -57,7 +58,7 @@ pub(crate) fn change(
 ) -> Kept {
     let next = from.next();
     let mut answered = from;
-    // A connection that breaks ends these by a panic of the client's.
+    // If the connection is closed, this causes a panic in the client.
     let _: Result<(), _> = catch_unwind(AssertUnwindSafe(|| {
         let mut client = try_log_in(address).expect("a daemon that lives");
         let keys = (0, next.key);
@@ -80,7 +81,7 @@ pub(crate) fn change(
     answered
 }
 
-/// What it keeps, after a start.
+/// Returns the stored state after a start.
 pub(crate) fn kept_by(daemon: &Daemon, address: &str) -> Kept {
     let mut client = eventually_some("a login", PATIENCE, || try_log_in(address));
     let keys = reserve_in(&mut client, 0);
@@ -100,11 +101,13 @@ pub(crate) fn kept_by(daemon: &Daemon, address: &str) -> Kept {
     }
 }
 
-/// Makes a change under strace with these arguments, which may kill the daemon, and looks at what is
-/// there after a restart. Returns whether it was killed, and whether a part of the change is there.
+/// Applies a change while using strace with these arguments, which may kill the daemon, and checks
+/// the state after a restart. Returns whether the daemon was killed, and whether a part of the
+/// change was stored.
 ///
 /// # Panics
-/// If neither the state before nor that after the change is there, or what was answered is not.
+/// Panics if the state is not the same as before or after the change, or if an acknowledged change
+/// is missing.
 fn is_killed_at(daemon: &mut Daemon, strace: &[&str], kept: &mut Kept) -> (bool, bool) {
     let args: Vec<_> = strace.iter().map(|arg| (*arg).to_owned()).collect();
     daemon.start(Some(&args));
@@ -137,13 +140,13 @@ fn is_killed_at(daemon: &mut Daemon, strace: &[&str], kept: &mut Kept) -> (bool,
     (is_killed, is_half)
 }
 
-/// Names of the system calls on a path in such a trace.
+/// Returns the names of system calls for this path in a trace.
 fn calls_on<'a>(trace: &'a str, path: &str) -> BTreeSet<&'a str> {
-    // Quoted, or the file of a descriptor.
+    // Quoted, or as the path of a descriptor.
     let forms = [format!("\"{path}\""), format!("<{path}>")];
     let lines = trace.lines();
     let lines = lines.filter(|line| forms.iter().any(|form| line.contains(form)));
-    // Behind the number of the thread.
+    // After the thread ID.
     let calls = lines.filter_map(|line| line.split_whitespace().nth(1)?.split_once('('));
     calls.map(|(name, _)| name).collect()
 }
@@ -160,7 +163,7 @@ fn a_kill_at_any_step_leaves_the_state_before_or_after_a_change() {
         "{ disk: { kind: ram, size: 1MiB } }",
         "{ 0: disk }",
     );
-    // Once without a kill: that is where the files are named.
+    // Run this once without a kill to get the names of the files.
     let trace = daemon.folder.join("trace");
     let args = [
         "-y",
@@ -179,10 +182,10 @@ fn a_kill_at_any_step_leaves_the_state_before_or_after_a_change() {
     assert!(paths.len() >= 5, "files and their hidden forms: {paths:?}");
     let (mut kills, mut halves) = (0, 0);
     let mut struck = BTreeSet::new();
-    // Files whose names differ are far apart in this order.
+    // Files with different names are far apart in this order.
     let step = paths.len().div_ceil(files.max(1));
     for path in paths.iter().step_by(step) {
-        // strace counts the calls of each name by themselves.
+        // strace counts the calls separately for each name.
         for name in calls_on(&trace, path) {
             for nth in 1.. {
                 let kill = format!("inject={name}:signal=KILL:when={nth}");

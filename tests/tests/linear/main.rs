@@ -1,26 +1,27 @@
-//! Initiators of all protocols, and clients of an NBD export, that write and read the same blocks
-//! of one running `riserd`, each over a network of its own that fails in every way it can.
+//! Initiators with all protocols and clients of an NBD export read and write the same blocks of a
+//! running `riserd`. Each of them uses a separate network, which can fail in many ways.
 //!
-//! A history judges each block that is read ([`riser_tests::history`]): there is one order of all
-//! acknowledged writes that explains every answer. No read and no write fails, and after each trouble
-//! all of them go on, because an initiator repeats what was not answered. It does not repeat a
-//! COMPARE AND WRITE, which is a raw command: one that is not answered may have been carried out or
-//! not, so the history allows both. Some of them must succeed.
+//! A history checks every block that is read ([`riser_tests::history`]): there must be an order of
+//! all acknowledged writes that is consistent with all responses. Reads and writes must never fail,
+//! and must continue to work after each fault, because an initiator retries any command without a
+//! response. It doesn't retry COMPARE AND WRITE, which is a raw command. If there is no response,
+//! it may or may not have been executed, and the history allows both. Some of them must be
+//! successful.
 //!
-//! | trouble | what it makes happen |
+//! | fault | effect |
 //! | --- | --- |
-//! | frames lost, one way or both | lost commands, data, answers and acknowledgements; sessions that only one end has given up |
-//! | frames held back, and delivered afterwards | what an old session has sent arrives beside its successor |
-//! | a storm | loss, repetition, disorder and wrong bytes in many frames at once |
-//! | a link down, an address gone | sockets and devices that fail, at either end |
-//! | a session replaced meanwhile | a login over a session with commands outstanding |
-//! | the daemon killed, and started again | what it has acknowledged is there, and what it has not comes again |
+//! | frames lost in one or both directions | lost commands, data, responses and acknowledgements; sessions that were only closed on one side |
+//! | frames delayed and delivered later | data of an old session is received at the same time as data of a new session |
+//! | a storm | loss, duplication, reordering and corruption of many frames at the same time |
+//! | a link down, an address removed | sockets and devices that fail on either side |
+//! | a session replaced during a fault | a login for a session with outstanding commands |
+//! | the daemon killed and restarted | acknowledged data must be present, and other commands are retried |
 //!
-//! Writes of zeroes (WRITE SAME) and COMPARE AND WRITE are among the operations.
+//! The load also uses WRITE SAME with zeroes and COMPARE AND WRITE.
 //!
-//! Some frames are lost, late, repeated or spoiled all the time. `RISER_LINEAR_OPERATIONS` sets how
-//! many operations are judged (default 3,000), `RISER_LINEAR_SEED` what happens to them. `cargo
-//! xtask linear` runs a million.
+//! Some frames are always lost, delayed, duplicated or corrupted. `RISER_LINEAR_OPERATIONS` sets
+//! the number of operations (default 3,000), and `RISER_LINEAR_SEED` sets the random seed. `cargo
+//! xtask linear` runs a million operations.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -41,22 +42,22 @@ use riser_tests::contest::{Contest, Initiator, SIZE, portals_at, url};
 use riser_tests::load::{Chance, setting};
 use wire::{Block, Weather, Wire, address};
 
-/// Protocols of the initiators; a host has one each.
+/// Protocols used by the initiators, with a host for each of them.
 const SCHEMES: [&str; 4] = ["srp", "iser", "iscsi", "iscsi"];
-/// The host on which `riser` exports the unit by NBD, over this protocol.
+/// Host on which `riser` exports the unit via NBD, using this protocol.
 const EXPORTER: usize = SCHEMES.len() + 1;
 const EXPORTED: &str = "iser";
 
 const TARGET: usize = 0;
 const HOSTS: usize = EXPORTER + 1;
 
-/// Threads of each initiator, and clients of the export.
+/// Number of threads per initiator, and of clients for the export.
 const THREADS: u64 = 6;
 
-/// How often progress is printed.
+/// Interval for printing the progress.
 const REPORT: Duration = Duration::from_secs(10);
 
-/// The daemon, at host 0.
+/// Starts the daemon on host 0.
 fn serve(wire: &Wire) -> Pair {
     wire.hosts[TARGET].run(|| {
         let backend = format!(
@@ -67,7 +68,7 @@ fn serve(wire: &Wire) -> Pair {
     })
 }
 
-/// Logs everyone in, and sets them to work.
+/// Logs in with all initiators and starts the load.
 fn begin(wire: &Wire, pair: &Pair, seed: u64) -> Contest {
     let initiators = SCHEMES.iter().zip(1..).map(|(&scheme, host)| {
         let log_in = move || Initiator::new(scheme, address(TARGET), address(host), host as u16);
@@ -82,21 +83,22 @@ fn begin(wire: &Wire, pair: &Pair, seed: u64) -> Contest {
     contest
 }
 
-/// Runs commands on a host, whose words are separated by spaces.
+/// Runs a command on a host. Arguments are separated by spaces.
 fn on(wire: &Wire, host: usize, command: String) {
     wire.hosts[host].run(move || sh(&command)).unwrap();
 }
 
-/// Kinds of trouble.
+/// Number of fault types.
 const KINDS: u64 = 9;
 
-/// The kind that ends the daemon. It is rarer than the others: after it all log in again.
+/// Fault type that kills the daemon. This is less frequent, because all initiators have to log in
+/// again.
 const KILL: u64 = 8;
 
-/// Kills the daemon, and starts it again after a moment.
+/// Kills the daemon and starts it again after a short time.
 fn kill(wire: &Wire, pair: Pair, chance: &mut Chance) -> Pair {
     let rest = chance.between(Duration::ZERO, Duration::from_millis(300));
-    // It must have the network of its host.
+    // This must use the network of its host.
     wire.hosts[TARGET].run(move || {
         let mut pair = pair;
         assert!(pair.kill(), "it has ended by itself");
@@ -106,9 +108,10 @@ fn kill(wire: &Wire, pair: Pair, chance: &mut Chance) -> Pair {
     })
 }
 
-/// One trouble of a kind, from its begin to its end. Returns its name.
+/// Runs a single fault of this type from start to end. Returns its name.
 fn trouble(wire: &Wire, contest: &Contest, chance: &mut Chance, kind: u64) -> &'static str {
-    // Longer than it takes to give up an attempt, or just long enough to lose a few frames.
+    // This is either longer than the timeout for an attempt, or just long enough to lose some
+    // frames.
     let most = [30, 300, 1500][chance.below(3) as usize];
     let span = chance.between(Duration::from_millis(1), Duration::from_millis(most));
     let host = 1 + chance.below(HOSTS as u64 - 1) as usize;
@@ -206,7 +209,7 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
     let (mut troubles, mut kills, mut versions) = (0, 0, 0);
     let mut last = "none";
     while contest.done() < operations || troubles < KINDS {
-        // Some follow so soon that the one before is not over for everyone.
+        // If the delay is short, some hosts have not yet recovered from the previous fault.
         let calm = [1, 10, 50][chance.below(3) as usize];
         contest.go_on(&format!("after trouble {troubles}, {last}"), calm);
         versions = versions.max(contest.versions());
@@ -215,7 +218,7 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
             println!("{done} operations, {troubles} troubles in {seconds} s");
             reported = Instant::now();
         }
-        // Each kind once, and then any.
+        // Use each type once, then a random type.
         let kind = match troubles < KINDS {
             true => troubles,
             false if chance.below(50) == 0 => KILL,
@@ -240,7 +243,7 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
          {kills} of them kills, at most {versions} versions kept: {}",
         contest.end()
     );
-    // A daemon that has lost no command and no lock ends by itself.
+    // If no command or lock was leaked, the daemon must be able to exit.
     pair.riser(&["detach", "0"]);
     pair.terminate();
 }

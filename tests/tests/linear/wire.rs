@@ -1,8 +1,8 @@
-//! A switch in this process, which loses, repeats, spoils, delays and holds back the frames that
-//! pass it. Each of its ports is a TAP device, in the network namespace of one host.
+//! A switch running in this process, which can lose, duplicate, corrupt, delay and hold frames.
+//! Each port is a TAP device in the network namespace of a host.
 //!
-//! The kernel completes checksums and cuts segments before a TAP device's reader gets a frame, so
-//! what passes here is what would pass a cable.
+//! The kernel calculates checksums and splits segments before we receive a frame from a TAP device,
+//! so we see the same frames as on a real cable.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,34 +20,35 @@ use riser_tests::load::Chance;
 
 use super::net::{Network, sh};
 
-/// Ethernet: two addresses and a type.
+/// Ethernet header: two addresses and a type.
 const HEADER: usize = 14;
 const IPV4: [u8; 2] = [8, 0];
 
-/// Longest frame, in bytes.
+/// Maximum frame size in bytes.
 const LONGEST: usize = 1 << 16;
 
-/// Most frames that are held back for a host; what comes after them is lost.
+/// Maximum number of frames to hold for a host. Any further frames are lost.
 const HELD: usize = 4096;
 
-/// What happens to the frames of one host.
+/// Faults for the frames of a host.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Weather {
-    /// Of 10,000 frames, how many are lost.
+    /// Number of lost frames out of 10,000.
     pub(crate) lost: u64,
-    /// How many come twice.
+    /// Number of duplicated frames.
     pub(crate) repeated: u64,
-    /// How many have a wrong byte behind the Ethernet header. ARP, which has no checksum, is spared.
+    /// Number of frames with an incorrect byte after the Ethernet header. ARP is not affected
+    /// because it has no checksum.
     pub(crate) spoiled: u64,
-    /// How many come late, and so behind later ones.
+    /// Number of delayed frames, which are received after later frames.
     pub(crate) late: u64,
-    /// How late these are at most.
+    /// Maximum delay.
     pub(crate) by: Duration,
-    /// Frames from the host, and to it, are lost, or held back until the weather changes.
+    /// If set, frames from the host and to the host are lost, or held until the faults are changed.
     pub(crate) blocked: [Block; 2],
 }
 
-/// Which frames of one direction do not pass.
+/// Selects which frames are blocked in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Block {
     #[default]
@@ -57,7 +58,7 @@ pub(crate) enum Block {
 }
 
 impl Weather {
-    /// What a network does on a good day, so that nothing runs without it.
+    /// Faults of a normal network, which are always enabled.
     pub(crate) const FAIR: Self = Self {
         lost: 5,
         repeated: 5,
@@ -68,7 +69,7 @@ impl Weather {
     };
 }
 
-/// A frame on its way.
+/// A delayed frame.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Late {
     due: Instant,
@@ -76,12 +77,12 @@ struct Late {
     frame: Vec<u8>,
 }
 
-/// The cable of one host.
+/// Cable to a host.
 struct Cable {
-    /// The end at the switch.
+    /// Switch side of the cable.
     end: File,
     weather: Mutex<Weather>,
-    /// Frames that are held back, with the ports that they go to.
+    /// Frames that are currently held, and their destination ports.
     held: Mutex<Vec<(usize, Vec<u8>)>>,
 }
 
@@ -95,13 +96,13 @@ impl Cable {
     }
 }
 
-/// Hosts behind one switch, each in a network namespace of its own.
+/// Hosts connected to the same switch. Each host uses a separate network namespace.
 pub(crate) struct Wire {
     pub(crate) hosts: Vec<Network>,
     cables: Arc<[Cable]>,
 }
 
-/// The address of a host, by its number.
+/// Returns the address of a host by number.
 pub(crate) fn address(host: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 12, 0, host as u8 + 1)
 }
@@ -152,7 +153,7 @@ impl Wire {
         })
     }
 
-    /// Changes the weather of a host; what was held back for it or from it comes now.
+    /// Sets the faults of a host. Any frames held for this host, or sent by it, are delivered now.
     pub(crate) fn change(&self, host: usize, weather: Weather) {
         let cable = &self.cables[host];
         *cable.weather() = weather;
@@ -164,38 +165,38 @@ impl Wire {
 
 impl Drop for Wire {
     fn drop(&mut self) {
-        // Readers of a device that is gone end.
+        // When the device is removed, its readers will exit.
         for host in &self.hosts {
             let _ = host.run(|| sh("ip link delete eth0"));
         }
     }
 }
 
-/// A TAP device `eth0` in the namespace of the calling thread.
+/// Creates the TAP device `eth0` in the namespace of the current thread.
 fn tap() -> io::Result<File> {
     let file = File::options()
         .read(true)
         .write(true)
         .open("/dev/net/tun")?;
-    // SAFETY: the structure is plain numbers, of which all may be zero.
+    // SAFETY: this structure only contains integers, which can all be zero.
     let mut request: libc::ifreq = unsafe { mem::zeroed() };
     for (to, byte) in request.ifr_name.iter_mut().zip(b"eth0") {
         *to = *byte as libc::c_char;
     }
     request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
-    // SAFETY: the request is one of this call's, and outlives it.
+    // SAFETY: the request is valid for this call.
     match unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &raw mut request) } {
         0 => Ok(file),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Gives a frame to a host; one whose device is down does not get it.
+/// Sends a frame to a host. If its device is down, the frame is lost.
 fn put(cable: &Cable, frame: &[u8]) {
     let _ = (&cable.end).write(frame);
 }
 
-/// Delivers late frames when they are due, until no port sends any.
+/// Delivers delayed frames when they are due, until all ports are closed.
 fn deliver(cables: &[Cable], waiting: &Receiver<Late>) {
     let mut late = BinaryHeap::new();
     loop {
@@ -215,7 +216,7 @@ fn deliver(cables: &[Cable], waiting: &Receiver<Late>) {
     }
 }
 
-/// What a host sends.
+/// Receives frames sent by a host.
 struct Port {
     from: usize,
     cables: Arc<[Cable]>,
@@ -229,7 +230,7 @@ impl Port {
         loop {
             let len = match (&self.cables[self.from].end).read(&mut buffer) {
                 Ok(len) => len,
-                // The device is down, and may be up again.
+                // The device is down, but may be up again later.
                 Err(error) if error.raw_os_error() == Some(libc::EIO) => {
                     thread::sleep(Duration::from_millis(5));
                     continue;
@@ -249,7 +250,7 @@ impl Port {
         }
     }
 
-    /// One frame to one host. The weather is that of the host which is not number 0, the target.
+    /// Sends a frame to a host. Uses the faults of the host that is not the target (number 0).
     fn pass(&mut self, to: usize, frame: &mut [u8]) {
         let (host, direction) = match self.from {
             0 => (to, 1),
@@ -292,7 +293,7 @@ impl Port {
                 put(&self.cables[to], frame);
             }
         }
-        // Other hosts get it as it was.
+        // Other hosts must receive the original frame.
         if let Some((at, byte)) = spoiled {
             frame[at] = byte;
         }

@@ -1,20 +1,20 @@
-//! A model of a disk by SPC-4, SBC-3 and SAM-5: its blocks, persistent and other reservations, and
-//! unit attentions.
+//! A model of a disk based on SPC-4, SBC-3 and SAM-5: its blocks, persistent and other
+//! reservations, and unit attentions.
 //!
-//! Where the standards leave a choice, the answer is a set, or the choice is ours and a comment
-//! says so.
+//! If the standards allow more than one response, we either return a set of responses or add a
+//! comment with our choice.
 
 use std::collections::BTreeSet;
 
 pub(super) const BLOCK: usize = 512;
 pub(super) const BLOCKS: u64 = 64;
-/// Limits that the unit announces, in blocks.
+/// Limits reported by the unit, in blocks.
 pub(super) const MAX_TRANSFER: u64 = 32;
 pub(super) const MAX_SAME: u64 = 24;
 pub(super) const MAX_COMPARE: u64 = 3;
 pub(super) const MAX_UNMAP: u64 = 40;
 pub(super) const MAX_DESCRIPTORS: usize = 4;
-/// I_T nexuses.
+/// Number of I_T nexuses.
 pub(super) const NEXUSES: usize = 3;
 
 /// Sense key, ASC, ASCQ.
@@ -24,7 +24,8 @@ const OUT_OF_RANGE: Code = (5, 0x21, 0);
 const INVALID_FIELD: Code = (5, 0x24, 0);
 const INVALID_PARAMETER: Code = (5, 0x26, 0);
 const LIST_LENGTH: Code = (5, 0x1a, 0);
-/// INVALID FIELD IN COMMAND INFORMATION UNIT: the buffer does not fit the CDB (FCP-4 9.4.2.9).
+/// INVALID FIELD IN COMMAND INFORMATION UNIT: the buffer size doesn't match the CDB (FCP-4
+/// 9.4.2.9).
 const BUFFER: Code = (5, 0x0e, 3);
 const INVALID_RELEASE: Code = (5, 0x26, 4);
 
@@ -34,7 +35,7 @@ const REGISTRATIONS_PREEMPTED: Code = (6, 0x2a, 5);
 const POWER_ON: Code = (6, 0x29, 0);
 const DEVICE_RESET: Code = (6, 0x29, 3);
 
-/// A command, in any length of its CDB.
+/// A command, which can be sent using any CDB length.
 #[derive(Clone, Debug, bolero::TypeGenerator)]
 pub(super) enum Command {
     TestUnitReady,
@@ -57,14 +58,14 @@ pub(super) enum Command {
     StartStop(bool),
 }
 
-/// Blocks of a command.
+/// Blocks used by a command.
 #[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
 pub(super) struct Extent {
     #[generator(0..70u8)]
     lba: u8,
     #[generator(0..40u8)]
     blocks: u8,
-    /// If it is large, the LBA is at the end of all that there are.
+    /// If this is large, the LBA is at the end of the address range.
     far: u8,
 }
 
@@ -88,7 +89,7 @@ impl Extent {
         !self.is_far() && self.lba() + self.blocks() <= BLOCKS
     }
 
-    /// Bytes on the disk of its first blocks.
+    /// Returns the byte range of the first blocks on the disk.
     fn bytes(self, blocks: u64) -> std::ops::Range<usize> {
         let from = usize::from(self.lba) * BLOCK;
         from..from + blocks as usize * BLOCK
@@ -114,16 +115,16 @@ pub(super) struct ReserveOut {
     pub(super) persists: bool,
 }
 
-/// The answer to a command.
+/// Response to a command.
 #[derive(Debug, PartialEq)]
 pub(super) enum Answer {
     Good {
         data_in: Vec<u8>,
-        /// What the command would move, with buffers that are large enough.
+        /// Number of bytes that would be transferred if the buffers were large enough.
         wanted_in: usize,
         wanted_out: usize,
     },
-    /// Any of these: the standards have no order of them.
+    /// Any of these, because the standards don't define an order.
     Check(Vec<Code>),
     /// MISCOMPARE, with the offset of the first difference (SBC-3 5.36).
     Miscompare(u64),
@@ -144,7 +145,7 @@ impl Answer {
     }
 }
 
-/// What the initiator offers with a command.
+/// Buffers provided by the initiator for a command.
 pub(super) struct Offer<'a> {
     pub(super) data_out: &'a [u8],
     pub(super) data_in: usize,
@@ -154,12 +155,12 @@ pub(super) struct Offer<'a> {
 pub(super) struct Disk {
     pub(super) bytes: Vec<u8>,
     attentions: [BTreeSet<Code>; NEXUSES],
-    /// Keys of the registered nexuses, in the order of their registration.
+    /// Registered nexuses and their keys, in order of registration.
     registered: Vec<(usize, u64)>,
-    /// The nexus that made the persistent reservation, and its type.
+    /// Nexus that created the persistent reservation, and its type.
     held: Option<(usize, u8)>,
     generation: u32,
-    /// The nexus that has the unit by RESERVE (SPC-2).
+    /// Nexus that reserved the unit using RESERVE (SPC-2).
     reserved: Option<usize>,
 }
 
@@ -172,14 +173,14 @@ impl Disk {
         }
     }
 
-    /// A LOGICAL UNIT RESET (SAM-5 6.3.3): it ends RESERVE, and not what is persistent.
+    /// LOGICAL UNIT RESET (SAM-5 6.3.3): clears RESERVE, but not persistent reservations.
     pub(super) fn reset(&mut self) {
         self.attentions = std::array::from_fn(|_| BTreeSet::from([DEVICE_RESET]));
         self.reserved = None;
     }
 
-    /// Conditions that were not reported to a nexus. A command other than INQUIRY, REPORT LUNS and
-    /// REQUEST SENSE meets one of them first (SAM-5 5.14.1).
+    /// Returns the pending conditions for a nexus. All commands except INQUIRY, REPORT LUNS and
+    /// REQUEST SENSE will report one of these first (SAM-5 5.14.1).
     pub(super) fn attentions(&mut self, nexus: usize) -> &mut BTreeSet<Code> {
         &mut self.attentions[nexus]
     }
@@ -220,7 +221,7 @@ impl Disk {
                 let mut data = vec![0; 32];
                 data[7] = (BLOCKS - 1) as u8;
                 data[10..12].copy_from_slice(&(BLOCK as u16).to_be_bytes());
-                // Eight logical blocks in a physical one; LBPME and LBPRZ.
+                // Eight logical blocks per physical block; LBPME and LBPRZ are set.
                 (data[13], data[14]) = (3, 0xc0);
                 Self::parameters(data, offer)
             }
@@ -231,10 +232,10 @@ impl Disk {
             }
             Command::ReportLuns(1) => Self::parameters(vec![0; 8], offer),
             Command::ReportLuns(_) => Answer::Check(vec![INVALID_FIELD]),
-            // The caller knows which condition it reported.
+            // The caller knows which condition was reported.
             Command::RequestSense => Answer::good(0),
             Command::Reserve => match self.reserved.is_none_or(|holder| holder == nexus) {
-                // With a registration, RESERVE conflicts (SPC-3 5.6.3).
+                // If there is a registration, RESERVE returns a conflict (SPC-3 5.6.3).
                 true if self.registered.is_empty() => {
                     self.reserved = Some(nexus);
                     Answer::good(0)
@@ -251,14 +252,14 @@ impl Disk {
         }
     }
 
-    /// Parameter data, which the allocation length does not cut here.
+    /// Returns parameter data, which is not truncated to the allocation length here.
     fn parameters(mut data: Vec<u8>, offer: &Offer<'_>) -> Answer {
         let wanted = data.len();
         data.truncate(offer.data_in);
         Answer::data_in(data, wanted, 0)
     }
 
-    /// Refuses blocks that are not there, or more than MAXIMUM TRANSFER LENGTH.
+    /// Rejects blocks that are out of range, or a length larger than MAXIMUM TRANSFER LENGTH.
     fn refuses(extent: Extent) -> Option<Answer> {
         let mut codes = Vec::new();
         if !extent.is_in_range() {
@@ -270,8 +271,8 @@ impl Disk {
         (!codes.is_empty()).then_some(Answer::Check(codes))
     }
 
-    /// Blocks of Data-Out for a command that wants some. A part of a block is refused, and fewer
-    /// blocks are taken (our choice, as FCP-4 9.4.2.9 and libiscsi's tests have it).
+    /// Returns the number of Data-Out blocks for a command. A partial block is rejected, but fewer
+    /// blocks are accepted (this is our choice, based on FCP-4 9.4.2.9 and the libiscsi tests).
     fn offered(wanted: u64, offer: &Offer<'_>) -> Result<u64, Answer> {
         let len = offer.data_out.len();
         if len >= wanted as usize * BLOCK {
@@ -340,8 +341,8 @@ impl Disk {
         if !extent.is_in_range() {
             codes.push(OUT_OF_RANGE);
         }
-        // Data for no blocks are refused: an initiator means more than the field can say (our
-        // choice).
+        // Data with a length of zero blocks is rejected, because the initiator probably used a
+        // length that doesn't fit in the field (this is our choice).
         if blocks > MAX_COMPARE || (blocks == 0 && !offer.data_out.is_empty()) {
             codes.push(INVALID_FIELD);
         }
@@ -368,7 +369,7 @@ impl Disk {
         if !extent.is_in_range() {
             codes.push(OUT_OF_RANGE);
         }
-        // WSNZ: no blocks do not mean all.
+        // WSNZ is set, so a length of zero doesn't mean all blocks.
         if extent.blocks() == 0 || extent.blocks() > MAX_SAME {
             codes.push(INVALID_FIELD);
         }
@@ -389,7 +390,7 @@ impl Disk {
         Answer::good(BLOCK)
     }
 
-    /// The disk of the test unmaps any block, and unmapped blocks are zeros (LBPRZ).
+    /// In this test, the disk can unmap any block, and unmapped blocks are zero (LBPRZ).
     fn unmap(&mut self, extents: &[Extent], offer: &Offer<'_>) -> Answer {
         let len = unmap_list(extents).len();
         if offer.data_out.len() < len {
@@ -413,7 +414,7 @@ impl Disk {
     }
 }
 
-/// The parameter list of an UNMAP (SBC-3 5.28.2).
+/// Creates the parameter list for UNMAP (SBC-3 5.28.2).
 pub(super) fn unmap_list(extents: &[Extent]) -> Vec<u8> {
     let descriptors = 16 * extents.len() as u16;
     let mut list = (descriptors + 6).to_be_bytes().to_vec();
@@ -440,8 +441,8 @@ impl Disk {
             .is_some_and(|(maker, kind)| is_registered && (maker == nexus || matches!(kind, 7 | 8)))
     }
 
-    /// Whether a command is not allowed beside the reservations (SPC-4 table 66, SBC-3 table 13,
-    /// SPC-2 table 10).
+    /// Returns true if a command is not allowed because of a reservation (SPC-4 table 66, SBC-3
+    /// table 13, SPC-2 table 10).
     fn conflicts(&self, nexus: usize, command: &Command) -> bool {
         if self.reserved.is_some()
             && matches!(command, Command::ReserveIn(_) | Command::ReserveOut(_))
@@ -450,8 +451,8 @@ impl Disk {
         }
         if self.reserved.is_some_and(|holder| holder != nexus) {
             use Command::{Release, ReportLuns, RequestSense};
-            // RELEASE of a nexus that does not hold it is no error, and REPORT LUNS is that of the
-            // target.
+            // RELEASE is not an error if the nexus doesn't hold the reservation, and REPORT LUNS is
+            // handled by the target.
             return !matches!(command, Release | ReportLuns(_) | RequestSense);
         }
         let Some((_, kind)) = self.held else {
@@ -486,7 +487,7 @@ impl Disk {
                     .flat_map(|(_, key)| key.to_be_bytes()),
             ),
             (_, Some((maker, kind))) => {
-                // Without a single holder there is no key.
+                // If there is no single holder, there is no key.
                 let key = match kind {
                     7 | 8 => 0,
                     _ => self.key(maker).unwrap_or(0),
@@ -534,7 +535,7 @@ impl Disk {
     /// REGISTER, and REGISTER AND IGNORE EXISTING KEY: SPC-4 5.13.7.
     fn register(&mut self, nexus: usize, key: u64) -> Option<Answer> {
         match (self.key(nexus), key) {
-            // Nothing to take away.
+            // There is nothing to remove.
             (None, 0) => return None,
             (None, key) => self.registered.push((nexus, key)),
             (Some(_), 0) => self.unregister(nexus),
@@ -547,7 +548,7 @@ impl Disk {
         None
     }
 
-    /// SPC-4 5.13.11.2.1, and 5.13.11.2.3 of the reservation.
+    /// SPC-4 5.13.11.2.1, and 5.13.11.2.3 for the reservation.
     fn unregister(&mut self, nexus: usize) {
         self.registered.retain(|(of, _)| *of != nexus);
         let Some((maker, kind)) = self.held else {
@@ -565,7 +566,7 @@ impl Disk {
         }
     }
 
-    /// Establishes a condition for the registered nexuses but one.
+    /// Sets a condition for all registered nexuses except one.
     fn raise_registered(&mut self, code: Code, but: usize) {
         let registered = self.registered.clone();
         self.raise(code, |nexus| {
@@ -605,7 +606,8 @@ impl Disk {
         None
     }
 
-    /// PREEMPT, and PREEMPT AND ABORT: SPC-4 5.13.11.2.4. No command of others is under way here.
+    /// PREEMPT, and PREEMPT AND ABORT: SPC-4 5.13.11.2.4. There are no pending commands from other
+    /// nexuses here.
     fn preempt(&mut self, nexus: usize, key: u64, kind: u8) -> Option<Answer> {
         let is_of_all = self.held.is_some_and(|(_, kind)| matches!(kind, 7 | 8));
         if key == 0 && !is_of_all {
@@ -635,8 +637,8 @@ impl Disk {
                     self.raise_registered(RESERVATIONS_RELEASED, nexus);
                 }
             }
-            // The last one has preempted itself; one that was not the only one is no holder of its
-            // own any longer.
+            // The last registrant has preempted itself. If there were other registrants, it doesn't
+            // hold the reservation any more.
             Some((maker, kind)) => {
                 let is_left = match kind {
                     7 | 8 => !self.registered.is_empty(),
@@ -650,5 +652,5 @@ impl Disk {
     }
 }
 
-/// Bytes of PERSISTENT RESERVE OUT's parameter list.
+/// Size of the PERSISTENT RESERVE OUT parameter list.
 pub(super) const RESERVE_LIST: usize = 24;

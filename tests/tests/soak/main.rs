@@ -1,15 +1,15 @@
-//! Sessions that come and go by the hundred thousand at one running `riserd`, while many others
-//! stay: they leave no memory, descriptor, queue pair, region or session behind.
+//! Connects and disconnects many thousands of sessions to a running `riserd` while many sessions stay
+//! connected. No memory, descriptors, queue pairs, regions or sessions must be leaked.
 //!
-//! Guests log in over all protocols, and leave by a logout, a closed connection, or without a word;
-//! some are refused, and some go in the middle of a login; some have two connections, some use CHAP,
-//! and some ask for targets only ([`guest`]). What the daemon holds is looked at whenever none of
-//! them is there: its resident memory, descriptors and threads as the system counts them, and its
-//! own report.
+//! Guests log in using all protocols, and either log out, close the connection or disappear. Some
+//! logins are rejected or interrupted, some sessions have two connections, some use CHAP, and some
+//! are for discovery only ([`guest`]). When there are no guest sessions, we check the resources
+//! used by the daemon: resident memory, descriptors and threads as reported by the system, and the
+//! daemon's own report.
 //!
-//! `RISER_SOAK_CONNECTS` sets how many sessions come and go (default 600), `RISER_SOAK_SESSIONS`
-//! how many stay (default 48), `RISER_SOAK_SEED` which. `cargo xtask soak` takes a million and a
-//! thousand.
+//! `RISER_SOAK_CONNECTS` sets the number of sessions to connect and disconnect (default 600),
+//! `RISER_SOAK_SESSIONS` sets the number of sessions that stay connected (default 48), and
+//! `RISER_SOAK_SEED` sets the random seed. `cargo xtask soak` uses a million and a thousand.
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints seeds and figures")]
@@ -36,42 +36,42 @@ use riser_tests::load::{Disk, setting};
 const TARGET: Ipv4Addr = Ipv4Addr::new(127, 0, 171, 1);
 const METRICS: &str = "127.0.171.1:9909";
 const IQN: &str = "iqn.2026-01.com.example:soak";
-/// The secret of hosts at addresses that begin so.
+/// Secret for hosts with this address prefix.
 const SECRET: &str = "twelve-bytes-or-more";
 const WITH_CHAP: [u8; 2] = [127, 2];
 const IOC_GUID: u64 = 0x0200_c0ff_ee00_0171;
 
-/// Hosts whose sessions come and go, each with one at a time.
+/// Number of guests. Each has a single session at a time.
 const GUESTS: u8 = 6;
 
-/// Sessions of one engine that stays.
+/// Number of permanent sessions per engine.
 const PER_CLIENT: usize = 96;
 
-/// Commands that use each slot of a session's rings once, at least. Otherwise the pings of sessions
-/// that stay would touch another page of them from time to time.
+/// Minimum number of commands required to use all slots in a session's rings. Without this, pings
+/// on permanent sessions would use new pages from time to time.
 const SLOTS: u32 = 128;
 
-/// Looks at the daemon in a long run. A look waits until the daemon has given up logins that were
-/// left half done, so a short run has fewer.
+/// Maximum number of checks in a long run. A check has to wait until the daemon has cleaned up
+/// interrupted logins, so there are fewer checks in a short run.
 const MOST_LOOKS: u64 = 10;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What the daemon holds.
+/// Resources used by the daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Held {
     descriptors: usize,
     threads: usize,
     sessions: u64,
-    /// Objects of its RDMA devices, by kind.
+    /// Number of RDMA objects by type.
     objects: BTreeMap<String, u64>,
-    /// Requests under way.
+    /// Number of pending requests.
     requests: u64,
-    /// Buffers in use, in bytes.
+    /// Buffer memory in use, in bytes.
     buffers: u64,
 }
 
-/// The daemon, as others see it.
+/// The daemon as seen from outside.
 struct Daemon {
     pair: Pair,
     process: u32,
@@ -84,7 +84,7 @@ impl Daemon {
             format!("{{ protocol: iser, listen: {TARGET} }}"),
             format!("{{ protocol: iscsi, listen: {TARGET} }}"),
         ];
-        // Rules are looked at in their order.
+        // Rules are checked in order.
         let [a, b] = WITH_CHAP;
         let rules = [
             format!(
@@ -115,12 +115,13 @@ impl Daemon {
         fs::read_to_string(format!("/proc/{}/{name}", self.process)).unwrap()
     }
 
-    /// Resident memory in bytes, but for that of files, which the system takes back when it likes.
+    /// Returns the resident memory in bytes, not including file mappings, which can be reclaimed by
+    /// the system at any time.
     ///
-    /// It is compared when no guest is there, and after a warm-up, during which the allocator reaches
-    /// its high-water mark. What is freed later is used again, so it need not be returned to the
-    /// system for the figure to be stable: most of it is the pool, and the rings of the sessions that
-    /// stay.
+    /// We compare this when there are no guest sessions and after a warm-up, in which the allocator
+    /// reaches its maximum. Memory that is freed later will be used again, so this value is stable
+    /// even if it's not returned to the system. Most of it is used for the pool and the rings of
+    /// permanent sessions.
     fn memory(&self) -> u64 {
         let status = self.file("status");
         let is_own = |line: &&str| line.starts_with("RssAnon:") || line.starts_with("RssShmem:");
@@ -131,7 +132,7 @@ impl Daemon {
 
     fn held(&self) -> Held {
         let folder = format!("/proc/{}/fd", self.process);
-        // Its answer about itself takes a connection, which is over when the answer has come.
+        // The report itself requires a connection, which is closed after the response was received.
         let report = eventually_some("a report", PATIENCE, || get(METRICS, "/metrics"));
         let mut held = Held {
             descriptors: fs::read_dir(folder).unwrap().count(),
@@ -164,7 +165,7 @@ impl Daemon {
         held
     }
 
-    /// Waits until it holds just this.
+    /// Waits until the daemon uses exactly these resources.
     fn settle(&self, what: &str, expected: &Held) {
         let mut held = None;
         let until = Instant::now() + PATIENCE;
@@ -179,16 +180,16 @@ impl Daemon {
     }
 }
 
-/// Processor time of a process in seconds.
+/// Returns the CPU time of a process in seconds.
 fn processor_time(stat: &str) -> f64 {
     let after_name = stat.rsplit(')').next().expect("a name");
     let fields: Vec<&str> = after_name.split_whitespace().collect();
-    // User and system time, in hundredths.
+    // User and system time, in units of 1/100 s.
     let ticks = [11, 12].map(|at: usize| fields[at].parse::<u64>().unwrap());
     (ticks[0] + ticks[1]) as f64 / 100.0
 }
 
-/// A session that stays, by the protocols in turn.
+/// Opens a permanent session, using a different protocol each time.
 fn stay(client: &Client, number: u64) -> Lun {
     let url = match Protocol::ALL[number as usize % Protocol::ALL.len()] {
         Protocol::Srp => format!(
@@ -214,7 +215,8 @@ fn stay(client: &Client, number: u64) -> Lun {
     lun
 }
 
-/// Lets sessions come and go, and then the ports that have vanished log out in good order.
+/// Connects and disconnects guest sessions. At the end, all ports whose sessions disappeared will
+/// log out properly.
 fn come_and_go(guests: &mut [Guest], connects: u64) {
     let each = connects.div_ceil(guests.len() as u64);
     thread::scope(|scope| {
@@ -229,7 +231,7 @@ fn come_and_go(guests: &mut [Guest], connects: u64) {
     });
 }
 
-/// How many sessions of each kind there were, and how long one took.
+/// Prints the number of sessions for each type, and the average time.
 fn print_kinds(guests: &[Guest]) {
     let mut all: BTreeMap<(Protocol, Kind, End), (u64, Duration)> = BTreeMap::new();
     for (kind, (count, took)) in guests.iter().flat_map(|guest| &guest.counts) {
@@ -269,7 +271,8 @@ fn sessions_that_come_and_go_by_the_thousand_leave_nothing_in_the_daemon() {
     assert!(!settled.objects.is_empty(), "objects are not reported");
     let looks = (connects / 5_000).clamp(2, MOST_LOOKS);
     let mut guests: Vec<Guest> = (0..GUESTS).map(|number| Guest::new(number, seed)).collect();
-    // What a process keeps for its longest queues is there after the first sessions.
+    // After the first sessions, the buffers for the largest queues in this process have been
+    // allocated.
     come_and_go(&mut guests, (connects / 5).max(600));
     daemon.settle("after the first", &settled);
     let first = daemon.memory();

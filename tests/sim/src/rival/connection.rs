@@ -42,6 +42,8 @@ pub(crate) struct Connection {
     pub(crate) max_send: u32,
     exp_stat_sn: StatSn,
     is_ended: bool,
+    /// Its end was reported, which is the last event.
+    is_reported: bool,
     /// Nothing more is reported of it.
     is_retired: bool,
     /// The stream takes nothing.
@@ -72,6 +74,7 @@ impl Connection {
             max_send: 8192,
             exp_stat_sn: StatSn(0),
             is_ended: false,
+            is_reported: false,
             is_retired: false,
             last_heard: now,
         }
@@ -180,11 +183,18 @@ impl Connection {
         moved > 0
     }
 
-    /// The next thing to report. After [`Event::Ended`] or [`Event::Fault`] it is of no use.
+    /// Returns the next event. [`Event::Ended`] or [`Event::Fault`] is the last one, so a user that
+    /// keeps polling does not receive it again.
     pub(crate) fn poll(&mut self) -> Option<Event> {
-        if self.is_retired {
+        if self.is_retired || self.is_reported {
             return None;
         }
+        let event = self.next_event();
+        self.is_reported = matches!(event, Some(Event::Ended | Event::Fault(_)));
+        event
+    }
+
+    fn next_event(&mut self) -> Option<Event> {
         loop {
             let framed = self.framer.next(&self.arrived).map(|(used, frame)| {
                 let pdu = frame.map(|frame| {

@@ -21,8 +21,8 @@
 //!   function's, the answer may come later, for it may have been on its way.
 //!   A function that goes before its turn ends what it meets: a command that was sent after it on
 //!   another connection may be ended by it or not.
-//! - What was under way in an old session takes effect no longer once the login that takes its place
-//!   is accepted.
+//! - Commands of an old session take effect no longer once a command of the session that takes its
+//!   place succeeds. The login is accepted before, and the unit is BUSY, while a disk hangs.
 
 pub(crate) mod connection;
 mod recovery;
@@ -163,8 +163,8 @@ impl RivalPlan {
 enum Phase {
     /// There is none until then.
     Down { until: Instant },
-    /// The first connection logs in; `fence` stands for the login in the history.
-    LoggingIn { fence: ReadId, until: Instant },
+    /// The first connection logs in.
+    LoggingIn { until: Instant },
     /// Full-feature phase.
     Up,
     /// All is done.
@@ -188,6 +188,8 @@ pub struct Rival {
     dialed: Dialed,
     rng: Rng,
     phase: Phase,
+    /// Stands for the login in the history, until a command of the session succeeds.
+    fence: Option<ReadId>,
     connections: Vec<Connection>,
     tsih: Tsih,
     params: Option<SessionParams>,
@@ -249,6 +251,7 @@ impl Rival {
             dialed: dialed.clone(),
             rng,
             phase: Phase::Down { until: now },
+            fence: None,
             connections: Vec::new(),
             tsih: Tsih(0),
             params: None,
@@ -301,7 +304,7 @@ impl Rival {
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let own = match self.phase {
-            Phase::Down { until } | Phase::LoggingIn { until, .. } => Some(until),
+            Phase::Down { until } | Phase::LoggingIn { until } => Some(until),
             Phase::LoggingOut { until } => Some(until),
             Phase::Up if self.may_act() => Some(self.next_action.min(self.next_look)),
             Phase::Up => Some(self.next_look),
@@ -342,9 +345,8 @@ impl Rival {
         }
     }
 
-    /// A connection has logged in. The first one takes the place of an older session of the port,
-    /// whose commands have ended now; another one that of one that was lost, which is detached
-    /// then.
+    /// A connection has logged in. The first one takes the place of an older session of the port;
+    /// another one that of one that was lost, which is detached then.
     fn on_ready(&mut self, at: usize, tsih: Tsih, params: SessionParams, now: Instant) {
         if matches!(self.phase, Phase::Up | Phase::LoggingOut { .. }) {
             if self.lost.remove(&at).is_some() {
@@ -353,11 +355,10 @@ impl Rival {
             return;
         }
         let before = std::mem::replace(&mut self.phase, Phase::Up);
-        let Phase::LoggingIn { fence, .. } = before else {
+        let Phase::LoggingIn { .. } = before else {
             self.phase = before;
             return self.fail("a login that nobody began");
         };
-        self.user.judge(self.user.history.end_read(fence, &[]));
         self.model.lose_change(self.user.port);
         self.model.log_in(self.user.port);
         (self.tsih, self.params) = (tsih, Some(params));
@@ -424,15 +425,27 @@ impl Rival {
         self.lost.clear();
         self.logouts.clear();
         self.plugs.clear();
+        if let Some(fence) = self.fence.take() {
+            self.user.history.abandon_read(fence);
+        }
         let until = now + Duration::from_micros(self.rng.u64(..200_000));
         match std::mem::replace(&mut self.phase, Phase::Down { until }) {
-            Phase::LoggingIn { fence, .. } => self.user.history.abandon_read(fence),
             Phase::LoggingOut { .. } | Phase::Over => self.phase = Phase::Over,
-            Phase::Down { .. } | Phase::Up => {}
+            Phase::Down { .. } | Phase::LoggingIn { .. } | Phase::Up => {}
+        }
+    }
+
+    /// A command has succeeded: those of older sessions have ended.
+    fn end_fence(&mut self) {
+        if let Some(fence) = self.fence.take() {
+            self.user.judge(self.user.history.end_read(fence, &[]));
         }
     }
 
     fn end(&mut self) {
+        if let Some(fence) = self.fence.take() {
+            self.user.history.abandon_read(fence);
+        }
         self.model.log_out(self.user.port);
         self.connections.clear();
         self.phase = Phase::Over;
@@ -453,7 +466,7 @@ impl Rival {
         }
         match self.phase {
             Phase::Down { until } if until <= now => self.log_in(now),
-            Phase::LoggingIn { until, .. } if until <= now => self.lose(now),
+            Phase::LoggingIn { until } if until <= now => self.lose(now),
             Phase::LoggingOut { until } if until <= now => self.end(),
             Phase::Up if self.next_look <= now => self.look(now),
             Phase::Up if self.left == 0 && self.is_idle() => return self.finish(now),
@@ -494,7 +507,8 @@ impl Rival {
         // A command of no blocks: when it has ended, what was lost before it began has ended.
         let fence = history.begin_read(port, 0..0);
         let until = now + LOGIN;
-        self.phase = Phase::LoggingIn { fence, until };
+        self.fence = Some(fence);
+        self.phase = Phase::LoggingIn { until };
         self.dial(0, now);
     }
 

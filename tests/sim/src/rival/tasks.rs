@@ -22,6 +22,8 @@ use crate::model::ChangeId;
 use crate::reservations::{Action, Change, Status};
 
 pub(super) const GOOD: u8 = 0x00;
+/// The unit still executes commands of an older session.
+const BUSY: u8 = 0x08;
 const CONFLICT: u8 = 0x18;
 const TASK_SET_FULL: u8 = 0x28;
 const TASK_ABORTED: u8 = 0x40;
@@ -469,6 +471,9 @@ impl Rival {
                     tag, "{:?} ends: {status:#04x}", task.kind
                 );
                 self.judge_answer(&task, status, sense);
+                if status == GOOD {
+                    self.end_fence();
+                }
                 let is_last = matches!(task.kind, Kind::Change { is_last: true, .. });
                 self.is_registered &= !(is_last && status == GOOD);
                 if let (GOOD, Kind::Read(_, first)) = (status, task.kind) {
@@ -478,6 +483,8 @@ impl Rival {
                 match status {
                     _ if is_miscompared => self.refute(task),
                     GOOD => task.complete(&self.user),
+                    // Its end says nothing about commands that were sent before.
+                    BUSY => task.lose(&self.user),
                     _ => task.refuse(&self.user),
                 }
             }

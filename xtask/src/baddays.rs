@@ -1,8 +1,8 @@
-//! `cargo xtask baddays`: what goes on when something is wrong, a line for each case.
+//! `cargo xtask baddays`: runs the failure scenarios and prints one line for each case.
 //!
-//! The cases are tests (`tests/tests/baddays`), with the programs as an operator runs them, so they
-//! are also a part of `cargo xtask test`, and counted as there: a case of which a part was skipped
-//! has not passed.
+//! The cases are tests (`tests/tests/baddays`) that use the programs the way an operator does. They
+//! are also part of `cargo xtask test` and are counted there in the same way: a case that skipped
+//! some of its parts has not passed.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -11,7 +11,7 @@ use std::time::Instant;
 use crate::tally::{Counts, Kind, Tally, noted, skip_log};
 use crate::{Failure, sh};
 
-/// Runs them one after another, so that each has its time.
+/// Runs all cases sequentially, so that we can report the time of each case.
 pub(crate) fn run() -> Result<(), Failure> {
     let args = ["test", "-q", "-p", "riser-tests", "--test", "baddays"];
     let program = sh::built(&args, "baddays")?;
@@ -24,7 +24,7 @@ pub(crate) fn run() -> Result<(), Failure> {
         return Err("there are no cases".into());
     }
     let mut tally = Tally::default();
-    // What is left of an earlier process with this id.
+    // Discard skips that were left by an earlier process with the same ID.
     let _ = noted();
     for case in &cases {
         let begin = Instant::now();
@@ -46,7 +46,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     }
 }
 
-/// Runs one case: the word for how it ended, its counts, and what it printed if it failed.
+/// Runs one case and returns its result as a word, its counts, and the output if it failed.
 fn try_case(mut command: Command) -> (&'static str, Tally, Option<String>) {
     let result = sh::output(command.env(crate::skip::LOG, skip_log()));
     let skips = noted();
@@ -72,14 +72,14 @@ fn try_case(mut command: Command) -> (&'static str, Tally, Option<String>) {
 mod tests {
     use super::*;
 
-    /// With shells in the place of the test program.
+    /// Uses shell scripts instead of the test program.
     #[test]
-    fn a_case_that_was_skipped_has_not_passed() {
+    fn skipped_case_has_not_passed() {
         let skips = r#"printf 'function\tbaddays a\tFUSE: none\n' >>"$RISER_SKIP_LOG""#;
         let cases = [
             ("true".to_owned(), "ok", (1, 0, 0)),
             (skips.to_owned(), "skipped", (0, 0, 1)),
-            // It has gone on after what was skipped.
+            // The case continued after the skip, but then failed.
             (format!("{skips}; false"), "FAILED", (0, 1, 0)),
             ("true".to_owned(), "ok", (1, 0, 0)),
         ];

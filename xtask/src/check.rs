@@ -1,8 +1,8 @@
-//! `cargo xtask check`: formatting, lints, documentation, quick tests and tidiness, in a few
-//! minutes.
+//! `cargo xtask check`: formatting, lints, documentation, quick tests and tidiness. This only takes
+//! a few minutes.
 //!
-//! The tests are those of the profile `check` of nextest (`.config/nextest.toml`): they need no
-//! peer, no root and no network namespace.
+//! The tests are set by the nextest profile `check` (`.config/nextest.toml`). They don't require a
+//! peer, root or a network namespace.
 
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, step,
@@ -18,7 +18,7 @@ const STEPS: &[Step] = &[
     step("quick tests", |_| quick_tests()).requiring_crate("cargo-nextest"),
 ];
 
-/// Runs the steps; fails if one did.
+/// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(selection: &Selection) -> Result<(), Failure> {
     let run = Run {
         all: false,
@@ -40,7 +40,7 @@ mod tests {
     use crate::root;
 
     #[test]
-    fn the_toolchain_is_the_oldest_that_is_supported() {
+    fn toolchain_is_minimum_supported_version() {
         let read = |name: &str| -> toml::Table {
             let text = fs::read_to_string(root().join(name)).unwrap();
             text.parse().unwrap()

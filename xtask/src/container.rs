@@ -1,4 +1,4 @@
-//! `cargo xtask container`: builds the image of `deploy/container` and starts its programs in it.
+//! `cargo xtask container`: builds the image of `deploy/container` and starts its programs.
 
 use std::fs;
 
@@ -6,14 +6,14 @@ use crate::packages::{ensure, install, need};
 use crate::sh::{self, cmd};
 use crate::{Failure, root};
 
-/// Programs that build images and take the same arguments, in the order of preference.
+/// Supported container engines, which all use the same arguments. The preferred engine is first.
 const ENGINES: [&str; 2] = ["podman", "docker"];
 
-/// Name of the image.
+/// Image name.
 const IMAGE: &str = "riser-xtask";
 
-/// Commands that are tried in the image: the programs start, take the configuration that comes with it,
-/// and find the libraries for other programs.
+/// Commands to run in the image. They check that the programs start, read the default configuration
+/// and find the libraries to be used by other programs.
 const TRIED: [&[&str]; 7] = [
     &["riserd", "--version"],
     &["riser", "--version"],
@@ -21,18 +21,18 @@ const TRIED: [&[&str]; 7] = [
     &["riser-sa", "--version"],
     &["riser-iwpmd", "--version"],
     &["riserd", "check", "/etc/riser/riserd.yaml"],
-    &["riser", "run", "--sockets", "--", "true"],
+    &["riser", "run", "--", "true"],
 ];
 
-/// End of the step.
+/// Result of this step.
 pub(crate) enum Ended {
-    /// The image is built and its programs run.
+    /// The image was built and its programs start.
     Tried(String),
-    /// There is no engine that works, or no base image.
+    /// There is no working engine or no base image.
     Unavailable(String),
 }
 
-/// Builds the image; fails if that cannot be tried.
+/// Builds the image. Returns an error if it can't be tested here.
 pub(crate) fn run() -> Result<(), Failure> {
     match build_and_try()? {
         Ended::Tried(said) => {
@@ -43,7 +43,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     }
 }
 
-/// Builds the image if that is possible here, and starts its programs.
+/// Builds the image, if this machine supports it, and starts its programs.
 pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     let Some(engine) = engine() else {
         let why = format!("none of {} works here", ENGINES.join(", "));
@@ -51,8 +51,8 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     };
     let file = root().join("deploy/container/Containerfile");
     let bases = bases(&fs::read_to_string(&file)?);
-    // Base images are fetched apart from the build: to lack a network is no failure of ours, but a
-    // build that fails is.
+    // We pull the base images separately: a missing network should not be reported as a failure,
+    // but a failed build should.
     for base in &bases {
         let is_here = sh::output(&mut cmd(engine, ["image", "inspect", base])).is_ok();
         if is_here {
@@ -68,7 +68,7 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     }
     let try_it = ["run", "--rm", "--network", "none"];
     for base in &bases {
-        // In a container, an engine may be able to do everything but this.
+        // If we run in a container, the engine may support everything but this.
         if let Err(e) = sh::output(cmd(engine, try_it).args([base, "true"])) {
             let e = e.to_string();
             let last = e.lines().last().unwrap_or_default();
@@ -86,14 +86,14 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     Ok(Ended::Tried(said.join("\n")))
 }
 
-/// An engine that works; installs the first one if none is there.
+/// Returns a working engine. If no engine works, we try to install the first one.
 fn engine() -> Option<&'static str> {
     let works = |engine: &&str| sh::output(&mut cmd(*engine, ["info"])).is_ok();
     let found = || ENGINES.into_iter().find(works);
     found().or_else(|| {
         let first = need("podman", "podman", "the container's image");
         if ensure([&first]).is_empty() {
-            // What it needs to run a container, and only recommends.
+            // Required to run a container, but only recommended by the package.
             let more = ["crun", "netavark", "aardvark-dns"];
             install(&more.map(|package| (package, "running a container".to_owned())));
         }
@@ -101,7 +101,7 @@ fn engine() -> Option<&'static str> {
     })
 }
 
-/// The images that a Containerfile begins with.
+/// Returns the base images used by a Containerfile.
 fn bases(text: &str) -> Vec<String> {
     let from = text.lines().filter_map(|line| line.strip_prefix("FROM "));
     let name = |rest: &str| {
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn base_images_are_those_of_every_stage() {
+    fn base_images_include_all_stages() {
         let text = "# FROM nothing\nFROM docker.io/rust:1 AS build\nRUN x\n\nFROM debian:12\nCOPY --from=build a b\n";
         assert_eq!(bases(text), ["docker.io/rust:1", "debian:12"]);
     }

@@ -1,4 +1,4 @@
-//! `cargo xtask crash`: the tests of `tests/tests/crash` for longer, in the programs' profile.
+//! `cargo xtask crash`: a longer run of `tests/tests/crash`, using the `optimized` profile.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use crate::packages::{Need, ensure, need};
 use crate::tally::{noted, skip_log};
 use crate::{Failure, interop, sh, skip};
 
-/// Kills the daemon before a system call of its own.
+/// Used to kill the daemon before a given system call.
 const NEEDS: &[Need] = &[need(
     "strace",
     "strace",
@@ -19,38 +19,39 @@ const NEEDS: &[Need] = &[need(
 /// Options of `cargo xtask crash`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Times that SIGKILL ends riserd under load, shared out to the combinations of protocols.
+    /// Number of times to kill riserd with SIGKILL under load, split between the protocol
+    /// combinations.
     #[arg(long, default_value_t = 500)]
     rounds: u64,
-    /// Times that it ends it under load of a kernel's initiators, in a guest; none by 0.
+    /// Number of times to kill riserd under load from kernel initiators in a guest; 0 to disable.
     #[arg(long, default_value_t = 24)]
     kernel_rounds: u32,
-    /// Loads of which each point is one at which power is lost, shared out to the kinds of disks.
+    /// Number of loads to test with a power loss at every point, split between the kinds of disks.
     #[arg(long, default_value_t = 102)]
     runs: u64,
-    /// System calls that fail for each of three protocols, one in each run; all that there are by
-    /// default.
+    /// Number of system calls to fail for each of three protocols, with a single failure per run;
+    /// by default all system calls.
     #[arg(long, default_value_t = u64::MAX >> 1)]
     errors: u64,
-    /// The seed of loads and of moments.
+    /// Seed for loads and kill times.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Run only the tests whose name contains this.
     name: Option<String>,
 }
 
-/// Combinations of protocols under which the daemon is killed (`tests/tests/crash/kills.rs`).
+/// Number of protocol combinations used when we kill the daemon (`tests/tests/crash/kills.rs`).
 const COMBINATIONS: u64 = 4;
 
-/// Kinds of disks that lose power (`tests/tests/crash/power.rs`).
+/// Number of disk kinds that lose power (`tests/tests/crash/power.rs`).
 const DISKS: u64 = 3;
 
-/// Images of each load that a daemon is started on, and for how many loads of each kind there is one
-/// of each point at which power is lost.
+/// Number of images per load to start a daemon on. `WHOLE` is the number of loads per kind for
+/// which we create an image for every point of power loss.
 const IMAGES: u64 = 10;
 const WHOLE: u64 = 2;
 
-/// Runs them one after another, so that each has the machine.
+/// Runs the tests sequentially, so that every test can use the whole machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     let numbers = [
@@ -73,8 +74,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Runs a test in the programs' profile, its functions one after another, with variables that make
-/// it long.
+/// Runs a test with the `optimized` profile, using the given variables to increase its size. The
+/// test functions run sequentially.
 pub(crate) fn long(test: &str, numbers: &[(&str, u64)], name: Option<&str>) -> Result<(), Failure> {
     let mut command = optimized_test(test)?;
     command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
@@ -83,9 +84,10 @@ pub(crate) fn long(test: &str, numbers: &[(&str, u64)], name: Option<&str>) -> R
     run_whole(&mut command)
 }
 
-/// Runs a test, and fails if a part of it was skipped, which the test itself takes for a success.
+/// Runs a test and returns an error if any of its parts were skipped. The test harness would report
+/// this as success.
 pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
-    // What is left of an earlier process with this id.
+    // Discard skips that were left by an earlier process with the same ID.
     let _ = noted();
     let result = sh::run(command.env(skip::LOG, skip_log()));
     let skips = noted();
@@ -99,8 +101,9 @@ pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
     Err(format!("not all was tried:{}", lines.collect::<String>()).into())
 }
 
-/// Cargo with a test in the programs' profile, up to what the test itself takes. Cargo builds no
-/// programs of other packages for a test, and those that are there may be old ones.
+/// Returns a Cargo command to run a test with the `optimized` profile; the caller can add arguments
+/// for the test. We build all programs first because Cargo doesn't build programs from other
+/// packages for a test, so any existing programs may be out of date.
 pub(crate) fn optimized_test(test: &str) -> Result<Command, Failure> {
     daemon::build()?;
     let args = ["test", "--profile", OPTIMIZED, "--workspace", "--test"];

@@ -1,4 +1,4 @@
-//! A `riserd` of our own: built, started, waited for and stopped.
+//! Builds, starts and stops a `riserd` instance for testing.
 
 use std::fs::File;
 use std::os::unix::net::UnixDatagram;
@@ -8,16 +8,17 @@ use std::time::{Duration, Instant};
 
 use crate::{Failure, root, sh};
 
-/// Longest time for a start or a stop. Under valgrind, either takes seconds on an idle machine.
+/// Maximum time for start and stop. Under valgrind, both can take seconds even if the machine is
+/// idle.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The profile of programs and long simulations in tests.
+/// Profile used for programs and long simulations in tests.
 pub(crate) const OPTIMIZED: &str = "optimized";
 
-/// The logical unit of [`TARGET`].
+/// Logical unit of [`TARGET`].
 pub(crate) const URL: &str = "srp://127.0.0.1:5555/0";
 
-/// A target at [`URL`] that serves the backend `disk` to all initiators.
+/// Target at [`URL`] that exports the backend `disk` to all initiators.
 pub(crate) const TARGET: &str = "targets:
   - name: demo
     portals: [{ protocol: srp, listen: 127.0.0.1 }]
@@ -25,56 +26,57 @@ pub(crate) const TARGET: &str = "targets:
     access: open
 ";
 
-/// Packages of the programs, and of the libraries that `riser run` starts others with.
-const PACKAGES: [&str; 6] = [
+/// Packages with the programs, and with the libraries that `riser run` loads into other programs.
+const PACKAGES: [&str; 5] = [
     "riser-target",
     "riser-initiator",
     "riser-configfs-emu",
     "riser-drop-in",
     "riser-fabric",
-    "riser-preload",
 ];
 
-/// Builds the programs and libraries as they are tested; returns their folder.
+/// Builds the programs and libraries for testing and returns the output directory.
 pub(crate) fn build() -> Result<PathBuf, Failure> {
     build_in(OPTIMIZED)
 }
 
-/// Builds them as they are shipped, for figures.
+/// Builds the programs and libraries as shipped, for use in benchmarks.
 pub(crate) fn build_release() -> Result<PathBuf, Failure> {
     build_in("release")
 }
 
-/// Builds them in a profile of Cargo's.
+/// Builds the programs and libraries with the given Cargo profile.
 pub(crate) fn build_in(profile: &str) -> Result<PathBuf, Failure> {
     sh::run(&mut building(profile))?;
     let folder = if profile == "dev" { "debug" } else { profile };
     Ok(root().join(".build").join(folder))
 }
 
-/// Cargo, about to build the programs and libraries: always these, as others beside them would
-/// change features of crates that all depend on, and have everything built once more.
+/// Returns a Cargo command to build the programs and libraries. We always build this same set of
+/// packages, because any other set could change features of common dependencies and so cause a full
+/// rebuild.
 pub(crate) fn building(profile: &str) -> Command {
     let args = ["build", "-q", "--locked", "--profile", profile];
     let packages = PACKAGES.into_iter().flat_map(|name| ["-p", name]);
     sh::cargo(args.into_iter().chain(packages))
 }
 
-/// A running `riserd`; it is stopped when the value goes.
+/// A running `riserd`. The daemon will be stopped on drop.
 pub(crate) struct Daemon {
     child: Child,
     log: PathBuf,
 }
 
 impl Daemon {
-    /// Starts the program with a configuration file and waits until it says that it serves, through
-    /// the notification socket that systemd would give it. Its log goes to `log`. Its state goes
-    /// beside the log, so that it never uses that of a daemon installed on this machine.
+    /// Starts the program with a configuration file and waits for its ready message, which is sent
+    /// to a notification socket as with systemd. Output is written to `log`. The state directory is
+    /// created in the same directory as the log, so that we never use the state of an installed
+    /// daemon.
     pub(crate) fn start(program: &Path, config: &Path, log: &Path) -> Result<Self, Failure> {
         Self::spawn(serving(program, config), log)
     }
 
-    /// The same behind another program that becomes it, as valgrind does.
+    /// Same as `start`, but uses a wrapper such as valgrind.
     pub(crate) fn start_behind(
         tool: Command,
         program: &Path,
@@ -89,10 +91,10 @@ impl Daemon {
         let socket = log.with_extension("notify");
         let _ = std::fs::remove_file(&socket);
         let notify = UnixDatagram::bind(&socket)?;
-        // Short, since a daemon that ends at its start never sends anything: its exit is looked
-        // for between two reads.
+        // We use a short timeout and check the process between two reads: a daemon that fails to
+        // start will never send a message.
         notify.set_read_timeout(Some(Duration::from_millis(200)))?;
-        // Appended: a case that starts the daemon again must not lose what it said before.
+        // Append, because a test may restart the daemon and needs to keep the previous output.
         let out = File::options().create(true).append(true).open(log)?;
         let child = command
             .env("NOTIFY_SOCKET", &socket)
@@ -129,12 +131,12 @@ impl Daemon {
         .into())
     }
 
-    /// Process id of the daemon.
+    /// Returns the daemon's process ID.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Asks it to stop and waits until it has.
+    /// Sends SIGTERM and waits until the daemon has exited.
     pub(crate) fn stop(mut self) -> Result<(), Failure> {
         terminate(self.child.id());
         let asked = Instant::now();
@@ -172,7 +174,7 @@ fn serving(program: &Path, config: &Path) -> Command {
     command
 }
 
-/// Sends SIGTERM to a process that we started.
+/// Sends SIGTERM to a process started by us.
 pub(crate) fn terminate(pid: u32) {
     let _ = sh::output(&mut sh::cmd("kill", ["-TERM", &pid.to_string()]));
 }

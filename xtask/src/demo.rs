@@ -1,8 +1,9 @@
-//! `cargo xtask demo`: the main job on real files.
+//! `cargo xtask demo`: the main use case, with real files.
 //!
-//! A file is served by `riserd` as a SCSI LUN over SRP on the software RoCEv2 NIC at 127.0.0.1 and
-//! attached by `riser` from 127.0.0.2. An ext4 file system goes on it, a real tree goes into that;
-//! then detach, restart, attach again, check and compare; then once more over a lossy link.
+//! `riserd` exports a file as a SCSI LUN via SRP, using the software RoCEv2 NIC at 127.0.0.1, and
+//! `riser` attaches it from 127.0.0.2. We create an ext4 file system on it and copy a real
+//! directory tree, then detach, restart, attach again, check and compare. This is then repeated
+//! with a lossy link.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -25,13 +26,13 @@ pub(crate) struct Options {
     /// Size of the tree to copy, in MB.
     #[arg(long, default_value_t = 200)]
     tree_mb: u64,
-    /// Seconds that the benchmark runs.
+    /// Benchmark duration in seconds.
     #[arg(long, default_value_t = 5)]
     bench_seconds: u32,
 }
 
 impl Options {
-    /// Options of the test command: the same.
+    /// Options for the test command, which uses the defaults.
     pub(crate) fn for_test() -> Self {
         Self {
             tree_mb: 200,
@@ -40,10 +41,10 @@ impl Options {
     }
 }
 
-/// Faults of the lossy link, in per cent of the packets of both directions.
+/// Faults of the lossy link, as a percentage of packets in both directions.
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
-/// Runs the demo and prints its table.
+/// Runs the demo and prints the results as a table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let missing = ensure(NEEDS);
     if let Some(n) = missing.first() {
@@ -75,7 +76,7 @@ struct Demo {
 }
 
 impl Demo {
-    /// Builds the programs, collects the tree, writes the configuration.
+    /// Builds the programs, collects the files to copy and writes the configuration.
     fn prepare(options: &Options) -> Result<Self, Failure> {
         println!("building riserd and riser");
         let programs = daemon::build()?;
@@ -94,7 +95,7 @@ impl Demo {
         })
     }
 
-    /// Does a step, prints it, and keeps how long it took and what it says of itself.
+    /// Runs and prints a step, then records the time and the message returned by it.
     fn step(
         &mut self,
         name: &str,
@@ -156,8 +157,8 @@ impl Demo {
         self.step("make an ext4 file system", |d| {
             let lun = d.lun_file()?;
             let mut mkfs = sh::cmd("mkfs.ext4", ["-q", "-F"]);
-            // Without root nothing can be mounted, so the tree goes into the file system as it is
-            // made.
+            // We can't mount a file system if we are not root, so the files are copied when it is
+            // created.
             if !sh::is_root() {
                 mkfs.arg("-d").arg(d.scratch.join("tree"));
             }
@@ -190,7 +191,7 @@ impl Demo {
         self.unmount("unmount and detach")
     }
 
-    /// Attaches again, checks the file system, compares every file.
+    /// Attaches the LUN again, then checks the file system and compares all files.
     fn second_attach(&mut self, prefix: &str, inject: &[&str]) -> Result<(), Failure> {
         self.attach(&format!("{prefix}attach again"), inject)?;
         self.step(&format!("{prefix}e2fsck -fn"), |d| {
@@ -221,7 +222,7 @@ impl Demo {
         self.unmount(&format!("{prefix}unmount and detach"))
     }
 
-    /// Writes a second copy over the lossy link, and reads it back over a clean one.
+    /// Writes a second copy over the lossy link and reads it back over a reliable link.
     fn write_over_lossy_link(&mut self) -> Result<(), Failure> {
         if !sh::is_root() {
             return Ok(());
@@ -237,8 +238,8 @@ impl Demo {
             sh::output(sh::cmd("sync", ["-f"]).arg(d.scratch.join("mnt")))?;
             Ok(format!("{} MB", d.original.bytes / 1_000_000))
         })?;
-        // The copy is compared over a clean link and after a restart of the daemon, so that
-        // neither a cache nor a resend can hide what the lossy link has spoilt.
+        // We compare the copy over a reliable link and after a daemon restart, so that a cache or a
+        // retransmission can't hide data corruption.
         self.unmount(&format!("{prefix}unmount and detach"))?;
         self.restart()?;
         self.mount("mount", &[])?;
@@ -288,7 +289,7 @@ impl Demo {
         })
     }
 
-    /// The file that stands for the LUN in the FUSE folder.
+    /// Path of the LUN's file in the FUSE directory.
     fn lun_file(&self) -> Result<PathBuf, Failure> {
         let mut entries = fs::read_dir(self.scratch.join("mnt"))?;
         Ok(entries

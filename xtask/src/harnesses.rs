@@ -1,9 +1,9 @@
-//! Harnesses of Rust's tests: built by Cargo, run, and their results added up.
+//! Builds the Rust test harnesses using Cargo, runs them and adds up the results.
 //!
-//! Most of our tests wait, for time-outs, peers and processes. While they do, others may run, or
-//! Cargo may work ahead, for which [`run_all`] runs the harnesses itself. Tests use fixed addresses
-//! of the loopback interface and one UDP port, so those that run at once have a network namespace
-//! each.
+//! Most of our tests spend their time waiting for timeouts, peers or processes. To make use of that
+//! time, [`run_all`] runs the harnesses itself, so that several can run in parallel or Cargo can
+//! start on the next steps. Because tests use fixed loopback addresses and the same UDP port, any
+//! harnesses that run at the same time must use separate network namespaces.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use crate::daemon::OPTIMIZED;
 use crate::tally::{Counts, skip_log};
 use crate::{Failure, sh, skip};
 
-/// Starts a program in a network namespace with nothing but a loopback interface.
+/// Prefix to start a program in a new network namespace with just a loopback interface.
 const ISOLATED: [&str; 5] = [
     "unshare",
     "--net",
@@ -28,8 +28,9 @@ const ISOLATED: [&str; 5] = [
     "ip link set lo up && exec \"$0\" \"$@\"",
 ];
 
-/// Asks Cargo for tests in the programs' profile: always of these packages with these features, as
-/// others would have everything that they depend on built once more. The simulator is among them.
+/// Cargo arguments for tests that use the `optimized` profile. We always build the same packages
+/// with the same features, because any change would cause a rebuild of all dependencies. This set
+/// includes the simulator.
 pub(crate) const OPTIMIZED_TESTS: [&str; 5] = [
     "--profile",
     OPTIMIZED,
@@ -38,32 +39,32 @@ pub(crate) const OPTIMIZED_TESTS: [&str; 5] = [
     "riser-sim/coverage",
 ];
 
-/// The integration tests of the simulator. They compute for minutes where the code is not optimized;
-/// plans that found something (`corpus`) run there all the same.
+/// Integration tests of the simulator. In an unoptimized build these need minutes of CPU time,
+/// except for the plans in `corpus`, which also run there.
 pub(crate) const SIMULATOR: [&str; 8] = [
     "--test", "control", "--test", "failures", "--test", "seeds", "--test", "troubles",
 ];
 
-/// The results of harnesses.
+/// Test results of one or more harnesses.
 #[derive(Default)]
 pub(crate) struct Results {
     pub(crate) counts: Counts,
-    /// The names of the functions that failed.
+    /// Names of failed test functions.
     pub(crate) failed: BTreeSet<String>,
-    /// The output of what went wrong.
+    /// Error output, if any.
     pub(crate) failure: Option<String>,
 }
 
 impl Results {
-    /// Reads the output of one harness or of several.
+    /// Parses the output of one or more harnesses.
     fn of(output: Result<String, Failure>) -> Self {
         let (text, ok) = match output {
             Ok(text) => (text, true),
             Err(e) => (e.to_string(), false),
         };
         let mut counts = Counts::default();
-        // The output may be that of several harnesses, as of `cargo test`: each that has begun
-        // must have given its result.
+        // The output may contain several harnesses, as with `cargo test`, so we check that every
+        // harness we saw start has also printed a result.
         let (mut begun, mut ended) = (0, 0);
         for line in text.lines() {
             begun += usize::from(is_beginning(line));
@@ -74,11 +75,12 @@ impl Results {
             counts.passed += number_before(line, " passed");
             counts.failed += number_before(line, " failed");
         }
-        // Figures are shown also of what succeeds, whose output is not printed otherwise.
+        // Always show measured values, because the output of a successful test is not printed.
         let figures = text.lines().filter_map(|l| Some(&l[l.find("figure: ")?..]));
         figures.for_each(|figure| println!("{figure}"));
         let failed = failed_functions(&text);
-        // A test that ends its process, as by `exit(0)`, takes the functions after it along.
+        // If a test exits its process, for example by calling `exit(0)`, the functions after it
+        // will not run.
         let failure = match (ok, ended > 0 && ended >= begun) {
             (true, true) => None,
             (true, false) => Some(format!("a harness ended without its result\n{text}")),
@@ -91,7 +93,7 @@ impl Results {
         }
     }
 
-    /// The counts, and the functions that failed.
+    /// Formats the counts and the names of failed functions.
     fn show(&self) -> String {
         let Counts { passed, failed, .. } = self.counts;
         let mut text = format!("{passed} passed, {failed} failed");
@@ -115,7 +117,7 @@ impl Results {
     }
 }
 
-/// Runs `cargo test` with these arguments.
+/// Runs `cargo test` with the given arguments.
 pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     let mut command = sh::cargo(["test", "--no-fail-fast"]);
     command
@@ -125,19 +127,21 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(sh::output(&mut command))
 }
 
-/// Runs tests in the programs' profile, which these further arguments choose.
+/// Runs tests with the `optimized` profile. The arguments select the tests.
 pub(crate) fn optimized_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     cargo_test(&[&OPTIMIZED_TESTS, args].concat(), env)
 }
 
-/// Cargo, about to build tests in the programs' profile, and the programs of their packages.
+/// Returns a Cargo command to build tests with the `optimized` profile, including any programs in
+/// their packages.
 pub(crate) fn building_optimized(args: &[&str]) -> Command {
     let args = OPTIMIZED_TESTS.iter().chain(args);
     sh::cargo(["test", "--quiet", "--no-run"].iter().chain(args))
 }
 
-/// Runs all harnesses of the workspace but those of [`SIMULATOR`], `lanes` at once, then the tests
-/// in its documentation. `once_built` is called when Cargo has built them and holds no lock.
+/// Runs all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes` in
+/// parallel, and then the documentation tests. `once_built` is called when Cargo has finished the
+/// build and released its lock.
 pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
@@ -148,17 +152,18 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     };
     let harnesses = harnesses.into_iter();
     let harnesses = harnesses.filter(|harness| !harness.is_of_simulator());
-    // From here on Cargo holds no lock of its output folder, so what works ahead waits for no
-    // build of the tests.
+    // At this point, Cargo has released the lock on its output directory, so any work started here
+    // will not have to wait for the tests to build.
     once_built();
-    // One lane needs no namespaces, and so no root: nothing else uses its addresses.
+    // With a single lane we don't need a namespace (and therefore root), because the addresses are
+    // not shared.
     let is_isolated = lanes > 1;
     let (queue, results) = (Mutex::new(harnesses), Mutex::new(Results::default()));
     thread::scope(|scope| {
         for _ in 0..lanes {
             scope.spawn(|| {
-                // Each lane takes what is next when it is free. The harnesses differ too much in
-                // their time to be shared out beforehand.
+                // Every lane fetches the next harness when it's idle. The run time of harnesses
+                // varies too much to assign them up front.
                 let next = || queue.lock().expect("no lane panics").next();
                 while let Some(harness) = next() {
                     let began = Instant::now();
@@ -175,25 +180,25 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
         }
     });
     let mut results = results.into_inner().expect("no lane panics");
-    // These have no harness that could be run by itself.
+    // Documentation tests have no harness that we could run directly.
     results.add(cargo_test(&["--workspace", "--doc"], &[]));
     results
 }
 
-/// A harness, and the folder of its package.
+/// Test harness and package directory.
 struct Harness {
     program: PathBuf,
     folder: PathBuf,
-    /// Its own source, and not that of a library or a program, makes it one.
+    /// Set if the harness was built from its own source file instead of a library or program.
     is_integration: bool,
 }
 
 impl Harness {
-    /// Reads a message of Cargo; none if it is about something else.
+    /// Parses a Cargo message. Returns `None` for unrelated messages.
     fn of(message: &Value) -> Option<Self> {
         let is_test = message["profile"]["test"] == true;
-        // Cargo also names the programs that it has built beside the tests. Only what was built
-        // with `cfg(test)` is a harness.
+        // Cargo also reports any programs that were built along with the tests. To be a harness,
+        // the target must be built with `cfg(test)`.
         let program = message["executable"].as_str().filter(|_| is_test)?;
         let manifest = PathBuf::from(message["manifest_path"].as_str()?);
         Some(Self {
@@ -203,7 +208,7 @@ impl Harness {
         })
     }
 
-    /// The name of the test target: that of the program without Cargo's hash.
+    /// Name of the test target, which is the program name without Cargo's hash.
     fn name(&self) -> &str {
         let stem = self.program.file_stem().and_then(|stem| stem.to_str());
         stem.map_or("", |stem| {
@@ -211,14 +216,14 @@ impl Harness {
         })
     }
 
-    /// Whether it runs in the programs' profile ([`SIMULATOR`]).
+    /// Returns true if this harness should run with the `optimized` profile ([`SIMULATOR`]).
     fn is_of_simulator(&self) -> bool {
         let is_its = self.is_integration && self.folder.ends_with("tests/sim");
         is_its && SIMULATOR.contains(&self.name())
     }
 
-    /// Runs it as Cargo does: in the folder of its package, which it may also find in its
-    /// environment. The programs are those that Cargo has built with the harnesses.
+    /// Runs the harness the same way as Cargo: in the package directory, which is also set in the
+    /// environment. The harness uses the programs that were built with it.
     fn run(&self, is_isolated: bool) -> Results {
         let mut command = if is_isolated {
             let [program, args @ ..] = ISOLATED;
@@ -239,7 +244,7 @@ impl Harness {
 }
 
 fn built() -> Result<Vec<Harness>, Failure> {
-    // Quiet: what matters in its output is an error.
+    // Use quiet mode, because we are only interested in errors.
     let args = "test --quiet --workspace --no-run --message-format=json-render-diagnostics";
     let text = sh::output(&mut sh::cargo(args.split(' ')))?;
     let messages = text
@@ -250,7 +255,7 @@ fn built() -> Result<Vec<Harness>, Failure> {
         .collect())
 }
 
-/// The names that harnesses list below `failures:`.
+/// Collects the function names that the harnesses print after `failures:`.
 fn failed_functions(text: &str) -> BTreeSet<String> {
     let mut failed = BTreeSet::new();
     let mut in_list = false;
@@ -265,7 +270,7 @@ fn failed_functions(text: &str) -> BTreeSet<String> {
     failed
 }
 
-/// Recognizes the line that a harness begins with.
+/// Checks for the first line of a harness.
 fn is_beginning(line: &str) -> bool {
     let number = line.strip_prefix("running ").map(|rest| rest.split(' '));
     let words = number.map(Iterator::collect::<Vec<_>>).unwrap_or_default();
@@ -293,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_that_failed_are_named() {
+    fn failed_functions_are_listed() {
         let text = "failures:\n\n---- a::b stdout ----\n    some words\nmore\n\nfailures:\n    \
                     a::b\n    c\n\ntest result: FAILED. 1 passed; 2 failed;\n    d\n";
         let failed: Vec<_> = failed_functions(text).into_iter().collect();
@@ -312,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_harness_without_its_result_has_failed() {
+    fn harness_without_result_fails() {
         let began = "\nrunning 2 tests\ntest a ... ok\n";
         let results = Results::of(Ok(began.to_owned()));
         let failure = results.failure.unwrap();

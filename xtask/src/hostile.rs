@@ -1,5 +1,5 @@
-//! `cargo xtask hostile`: messages that are almost right, of every protocol, to a daemon that has
-//! other work (`tests/tests/adversary/hostile.rs`), and what they do to the times of that.
+//! `cargo xtask hostile`: sends almost valid messages of every protocol to a busy daemon
+//! (`tests/tests/adversary/hostile.rs`) and checks how this affects the latency of its other work.
 
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, crash, sh};
@@ -9,24 +9,26 @@ const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 /// Options of `cargo xtask hostile`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Messages of each protocol that have to arrive.
+    /// Number of messages that must be received, per protocol.
     #[arg(long, default_value_t = 1_000_000)]
     messages: u64,
-    /// How many are sent a second; 0 for as many as can be, which shows what the machine can do
-    /// rather than what the daemon does.
+    /// Number of messages to send per second, or 0 to send as fast as possible. Note that 0 will
+    /// measure this machine's limits rather than the daemon's.
     #[arg(long, default_value_t = 5_000)]
     rate: u64,
-    /// Seed of what is sent.
+    /// Seed for the message generator.
     #[arg(long, default_value_t = 0xadd)]
     seed: u64,
-    /// Only this one: srp, iscsi, iser, connectionmanagement, devicemanagement, roce or http.
+    /// Use only this protocol: srp, iscsi, iser, connectionmanagement, devicemanagement, roce or
+    /// http.
     #[arg(long)]
     protocol: Option<String>,
 }
 
-/// Runs the one test as root, who may make networks, in the programs' profile; it prints its figures,
-/// and fails if they show that the messages make the 99th percentile of another session more than
-/// twice as long as the same messages to another daemon on this machine do.
+/// Runs this test with the `optimized` profile and prints its results. Root is required to create
+/// the networks. The test fails if the messages increase the 99th percentile of another session's
+/// latency to more than twice the value seen when we send the same messages to another daemon on
+/// this machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     if !sh::is_root() {

@@ -1,15 +1,15 @@
-//! `cargo xtask interleavings`: tests of state that threads share, under a checker that decides
-//! which thread goes on (`riser_sync`).
+//! `cargo xtask interleavings`: tests shared state using a model checker that controls thread
+//! scheduling (`riser_sync`).
 
 use crate::{Failure, sh};
 
 /// Options of `cargo xtask interleavings`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Interleavings of each test, by each of two schedulers.
+    /// Number of interleavings per test, for each of the two schedulers.
     #[arg(long, default_value_t = 20_000)]
     runs: u64,
-    /// The seed of the schedulers.
+    /// Scheduler seed.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Run only the tests whose name contains this.
@@ -18,7 +18,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// As many as take seconds.
+    /// Options for the test command, using a number of runs that only takes seconds.
     pub(crate) fn for_test() -> Self {
         Self {
             runs: 500,
@@ -28,7 +28,7 @@ impl Options {
     }
 }
 
-/// Runs them all, by the names that they have in common.
+/// Runs all interleaving tests, which are found by their common name.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let args = "test --lib --features riser-sync/shuttle -p riser-reactor -p riser-scsi -p riser-target --";
     let mut command = sh::cargo(args.split(' '));
@@ -37,7 +37,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     command.env("RISER_INTERLEAVINGS_SEED", options.seed.to_string());
     let text = sh::output(&mut command)?;
     print!("{text}");
-    // A name that no test has any more would pass.
+    // If the name doesn't match any tests, Cargo would still report success.
     let passed = text.lines().filter_map(|line| {
         let (_, counts) = line.split_once("test result: ok. ")?;
         counts.split_once(" passed")?.0.parse::<u64>().ok()

@@ -1,4 +1,4 @@
-//! `cargo xtask linear`: the test of `tests/tests/linear` for longer, in the programs' profile.
+//! `cargo xtask linear`: a longer run of `tests/tests/linear`, using the `optimized` profile.
 
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, crash, sh};
@@ -8,15 +8,15 @@ const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 /// Options of `cargo xtask linear`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Operations of all initiators together.
+    /// Total number of operations for all initiators.
     #[arg(long, default_value_t = 1_000_000)]
     operations: u64,
-    /// The seed of loads and of troubles.
+    /// Seed for loads and network failures.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// Runs it, as root, who may make networks.
+/// Runs this test as root, because we need to create networks.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     if !sh::is_root() {

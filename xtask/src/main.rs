@@ -1,37 +1,41 @@
-//! The project's own commands.
+//! Project commands.
 //!
-//! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
-//! - `cargo xtask check`: what is to hold before a commit ([`check`]).
-//! - `cargo xtask test`: everything that must hold ([`mod@test`]).
-//! - `cargo xtask tidy`: import circles, words, and measures of the sources ([`tidy`]).
-//! - `cargo xtask baddays`: what goes on when something is wrong ([`baddays`]).
-//! - `cargo xtask crash`: what is left when the daemon or its machine dies ([`crash`]).
-//! - `cargo xtask sim`: seeds of the simulator ([`sim`]).
-//! - `cargo xtask linear`: all initiators on networks that fail, and one order of what they did
+//! - `cargo xtask demo`: runs the main use case end to end on this machine ([`demo`]).
+//! - `cargo xtask check`: checks to run before a commit ([`check`]).
+//! - `cargo xtask test`: runs all checks and tests ([`mod@test`]).
+//! - `cargo xtask tidy`: checks for import cycles and words to avoid, and measures the source code
+//!   ([`tidy`]).
+//! - `cargo xtask baddays`: tests failure scenarios ([`baddays`]).
+//! - `cargo xtask crash`: tests the state after a daemon or machine crash ([`crash`]).
+//! - `cargo xtask sim`: runs simulator seeds ([`sim`]).
+//! - `cargo xtask linear`: checks linearizability of all initiators over unreliable networks
 //!   ([`linear`]).
-//! - `cargo xtask soak`: sessions that come and go, and what they leave behind ([`soak`]).
-//! - `cargo xtask hostile`: messages that are almost right, to a daemon at work ([`hostile`]).
-//! - `cargo xtask fuzz`: the fuzz targets, by what their inputs reach ([`fuzz`]).
-//! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
-//! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
+//! - `cargo xtask soak`: checks for leaks when sessions connect and disconnect ([`soak`]).
+//! - `cargo xtask hostile`: sends almost valid messages to a busy daemon ([`hostile`]).
+//! - `cargo xtask fuzz`: coverage-guided fuzzing ([`fuzz`]).
+//! - `cargo xtask interop`: tests with the Linux kernel as the peer ([`interop`]).
+//! - `cargo xtask conformance`: runs the libiscsi test suite against our iSCSI target and `tgt`
 //!   ([`conformance`]).
-//! - `cargo xtask verbs`: rdma-core's programs and perftest on our libibverbs and librdmacm
+//! - `cargo xtask verbs`: runs rdma-core programs and perftest with our libibverbs and librdmacm
 //!   ([`verbs`]).
-//! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
-//! - `cargo xtask container`: the container's image ([`container`]).
-//! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
-//! - `cargo xtask path-cost`: packets, system calls, copies and context switches of an operation
-//!   ([`bench::path_cost`]).
-//! - `cargo xtask neighbours`: what a noisy initiator does to a quiet one, with limits and without
-//!   ([`neighbours`]).
-//! - `cargo xtask instructions`: what reads and writes cost, beside what was accepted
-//!   ([`instructions`]).
-//! - `cargo xtask interleavings`: state that threads share, in many orders ([`interleavings`]).
-//! - `cargo xtask miri`: undefined behaviour in unit tests ([`miri`]).
-//! - `cargo xtask tsan`: races of threads and software NICs ([`tsan`]).
+//! - `cargo xtask package`: builds the Debian package and tests it in a Debian system
+//!   ([`package`]).
+//! - `cargo xtask container`: builds the container image ([`container`]).
+//! - `cargo xtask bench`: benchmarks our target and its competitors in a single run
+//!   ([`mod@bench`]).
+//! - `cargo xtask path-cost`: counts packets, system calls, copies and context switches per
+//!   operation ([`bench::path_cost`]).
+//! - `cargo xtask neighbours`: measures how a noisy initiator affects another initiator, with and
+//!   without limits ([`neighbours`]).
+//! - `cargo xtask instructions`: compares the instruction counts of reads and writes with the
+//!   accepted counts ([`instructions`]).
+//! - `cargo xtask interleavings`: tests shared state using many thread interleavings
+//!   ([`interleavings`]).
+//! - `cargo xtask miri`: checks unit tests for undefined behavior ([`miri`]).
+//! - `cargo xtask tsan`: checks threads and software NICs for data races ([`tsan`]).
 //!
-//! Debian packages that a command needs are installed if that is allowed ([`packages`]); otherwise
-//! it prints which are missing and what is skipped for it.
+//! If a command requires missing Debian packages, we install them if allowed to ([`packages`]). If
+//! not, we print the missing packages and skip any work that depends on them.
 
 #![allow(
     clippy::print_stdout,
@@ -93,68 +97,66 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serve a file over SRP on the software RoCEv2 NIC, put a file system on it, check that it
-    /// survives detach, reattach and a lossy link, and measure it.
+    /// Serve a file over SRP using the software RoCEv2 NIC, create a file system, check that it
+    /// survives a detach, a new attach and a lossy link, and measure performance.
     Demo(demo::Options),
-    /// Run what is to hold before a commit, in minutes: formatting, lints, quick tests, tidiness.
+    /// Run formatting, lints, quick tests and tidiness checks before a commit; this takes minutes.
     Check(Selection),
-    /// Run checks and tests, with --all every one that there is; count what passed, failed and was
-    /// skipped.
+    /// Run checks and tests (use --all to include long runs) and count results.
     Test(test::Options),
-    /// Fail for import circles and for words to replace in what users see; measure with --report.
+    /// Check for import cycles and for words to avoid in user-visible text; measure with --report.
     Tidy(tidy::Options),
-    /// Run the cases in which a disk, an address, a target or an operator fails.
+    /// Run failure scenarios for disks, addresses, targets and operators.
     Baddays,
-    /// Kill the daemon under load and at each step of its state, and cut its disk's power.
+    /// Kill the daemon under load and at every step of a state update, and cut power to its disk.
     Crash(crash::Options),
-    /// Run seeds of the simulator, in which everything that ships runs in one thread and much goes
-    /// wrong; make the plan of a seed that fails smaller, and keep it.
+    /// Run simulator seeds: all shipped code runs in a single thread with many failures. If a seed
+    /// fails, its plan is minimized and saved.
     Sim(sim::Options),
-    /// Let initiators of all protocols write the same blocks over networks that fail, and check
-    /// that one order explains what they read.
+    /// Have initiators of all protocols write the same blocks over unreliable networks, and check
+    /// that the data they read is linearizable.
     Linear(linear::Options),
-    /// Let sessions come and go beside many that stay, and check that they leave nothing in riserd.
+    /// Connect and disconnect sessions while many sessions are active, and check riserd for leaks.
     Soak(soak::Options),
-    /// Send messages that are almost right, of every protocol, to a daemon at work, and measure
-    /// what they do to that.
+    /// Send almost valid messages of every protocol to a busy daemon, and measure the impact on its
+    /// other work.
     Hostile(hostile::Options),
-    /// Explore the fuzz targets with libFuzzer, which sees what each input reaches, and keep what
-    /// is new.
+    /// Run the fuzz targets with libFuzzer using coverage, and save new inputs.
     Fuzz(fuzz::Options),
-    /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
+    /// Run the cases that use a stock Linux kernel as the peer, in QEMU.
     Interop(interop::Options),
-    /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
+    /// Run the libiscsi conformance suite against our iSCSI target and, for comparison, tgt.
     Conformance(conformance::Options),
-    /// Run rdma-core's programs and tests, and perftest, on our libibverbs and librdmacm.
+    /// Run rdma-core programs and tests, and perftest, with our libibverbs and librdmacm.
     Verbs(verbs::Options),
-    /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its
-    /// own.
+    /// Build the Debian package, then install, upgrade, remove and purge it in a new Debian root.
     Package(package::Options),
-    /// Build the image of deploy/container and start its programs.
+    /// Build the deploy/container image and start its programs.
     Container,
-    /// Measure our target beside nbdkit, qemu-nbd and tgt on the same file, and compare with
-    /// targets; write docs/performance.md.
+    /// Benchmark our target against nbdkit, qemu-nbd and tgt using the same file, and check
+    /// performance targets; updates docs/performance.md.
     Bench(bench::Options),
-    /// Count packet buffers, system calls, copies and context switches of an operation, of our
-    /// target and of its peers; needs root and perf.
+    /// Count packet buffers, system calls, copies and context switches per operation, for our
+    /// target and its competitors; requires root and perf.
     PathCost(bench::path_cost::Options),
-    /// Measure a quiet initiator's latency alone, beside a noisy one, and beside a limited one.
+    /// Measure the latency of a quiet initiator alone, with a noisy initiator, and with a limited
+    /// one.
     Neighbours(neighbours::Options),
-    /// Count the instructions of 4 KiB reads and writes of each protocol in riserd, and fail where
-    /// they have grown.
+    /// Count riserd's instructions for 4 KiB reads and writes, for each protocol, and fail if there
+    /// is an increase.
     Instructions(instructions::Options),
-    /// Run tests of state that threads share in many interleavings of these.
+    /// Run tests of shared state using many thread interleavings.
     Interleavings(interleavings::Options),
-    /// Run unit tests of memory, of the reactor and of wire formats in Miri.
+    /// Run unit tests of memory, reactor and wire formats in Miri.
     Miri(miri::Options),
-    /// Run tests of threads and software NICs under ThreadSanitizer.
+    /// Run tests of threads and software NICs with ThreadSanitizer.
     Tsan(tsan::Options),
 }
 
-/// The reason why a command of ours stopped, for a person.
+/// Error returned by our commands, as text for the user.
 type Failure = Box<dyn std::error::Error>;
 
-/// The workspace's root folder.
+/// Root directory of the workspace.
 fn root() -> PathBuf {
     let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     manifest.parent().map(PathBuf::from).unwrap_or(manifest)
@@ -206,7 +208,7 @@ mod tests {
         let commands = riser_docs::commands_of(&["cargo", "xtask"]);
         assert!(commands.len() > 20, "only {} were found", commands.len());
         for command in commands {
-            // `WORD…` stands for words of the reader's own.
+            // `WORD…` is a placeholder for words provided by the reader.
             let words = command.words[1..]
                 .iter()
                 .map(|word| word.trim_end_matches('…'));

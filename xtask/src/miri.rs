@@ -1,18 +1,19 @@
-//! `cargo xtask miri`: unit tests of memory, of the reactor and of wire formats, in an interpreter
-//! that notices undefined behaviour (<https://github.com/rust-lang/miri>).
+//! `cargo xtask miri`: runs unit tests of memory, reactor and wire formats in an interpreter that
+//! can detect undefined behavior (<https://github.com/rust-lang/miri>).
 
 use crate::{Failure, nightly, sh};
 
-/// A crate, the names of its tests that are run, and those that are not.
+/// A crate with the test names to run and to skip.
 struct Subject {
     package: &'static str,
-    /// Parts of names; none for all tests.
+    /// Name filters. If empty, all tests will run.
     names: &'static [&'static str],
-    /// Tests that use what Miri does not know, or that compute for very long.
+    /// Tests to skip, because they use features not supported by Miri or would take too long.
     skipped: &'static [&'static str],
 }
 
-/// What shares memory with devices or threads, and what reads a peer's bytes.
+/// Code that shares memory with devices or other threads, and code that parses data received from a
+/// peer.
 const SUBJECTS: &[Subject] = &[
     Subject {
         package: "riser-memory",
@@ -26,7 +27,8 @@ const SUBJECTS: &[Subject] = &[
     },
     Subject {
         package: "riser-transport",
-        // Not `mr` and `roce`, whose every test fills tables of random numbers for minutes.
+        // We skip `mr` and `roce`: all of their tests fill tables with random numbers, and this
+        // would take minutes.
         names: &["wire::", "table::"],
         skipped: &[],
     },
@@ -47,21 +49,21 @@ const SUBJECTS: &[Subject] = &[
 /// Options of `cargo xtask miri`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Orders of threads and addresses that each test is run in.
+    /// Number of thread schedules and address layouts to use for each test.
     #[arg(long, default_value_t = 1)]
     seeds: u32,
-    /// Random cases of each property.
+    /// Number of random cases per property test.
     #[arg(long, default_value_t = 4)]
     cases: u32,
     /// Run only the crates whose name contains one of these words.
     only: Vec<String>,
 }
 
-/// Runs them, crate by crate.
+/// Runs the tests for each crate.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     nightly::ensure(&["miri", "rust-src"])?;
-    // The interpreter needs a standard library of its own, whose dependencies may have to be
-    // fetched; offline, they have to be there.
+    // Miri needs to build its own standard library and may have to fetch dependencies for it. If we
+    // are offline, they must already be available.
     sh::run(&mut nightly::cargo(["miri", "setup"]))?;
     let is_chosen = |subject: &&Subject| {
         let mut words = options.only.iter();
@@ -76,7 +78,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         let mut command = nightly::cargo(["miri", "test", "--lib", "-p", subject.package, "--"]);
         command.args(subject.names);
         command.args(subject.skipped.iter().flat_map(|name| ["--skip", name]));
-        // Properties look for failures that were kept in a file beside the sources.
+        // Property tests read previous failures from a file in the source directory.
         let mut flags = "-Zmiri-disable-isolation".to_owned();
         if options.seeds > 1 {
             flags += &format!(" -Zmiri-many-seeds=0..{}", options.seeds);

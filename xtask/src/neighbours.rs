@@ -1,6 +1,7 @@
-//! `cargo xtask neighbours`: what one initiator at full load does to another's latency, and what
-//! limits do about that. It fails where the 99th percentile beside a limited one is [`TOO_MUCH`]
-//! times that alone, by the medians, and where the other one has not done what it was there for.
+//! `cargo xtask neighbours`: measures how an initiator at full load affects the latency of another
+//! initiator, with and without limits. Using medians, this fails if the 99th percentile with a
+//! limited neighbor is at least [`TOO_MUCH`] times the value for a single initiator, or if the
+//! neighbor didn't generate enough load.
 
 use std::fs;
 use std::io::Read;
@@ -16,16 +17,16 @@ use crate::{Failure, sh};
 /// Options of `cargo xtask neighbours`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Seconds of each measurement.
+    /// Measurement duration in seconds.
     #[arg(long, default_value_t = 5)]
     seconds: u32,
-    /// Number of runs of every measurement; medians are printed.
+    /// Number of runs per measurement; the medians are printed.
     #[arg(long, default_value_t = 3)]
     runs: usize,
-    /// Limit of the noisy initiator, in commands per second.
+    /// Limit for the noisy initiator, in commands per second.
     #[arg(long, default_value_t = 1000)]
     iops: u32,
-    /// Folder of riserd and riser; by default they are built for this.
+    /// Directory of riserd and riser; by default they are built first.
     #[arg(long)]
     programs: Option<PathBuf>,
 }
@@ -35,23 +36,23 @@ const NOISY: &str = "iqn.2026-01.com.example:noisy";
 
 const TARGET: &str = "iqn.2026-01.com.example:t";
 
-/// Factor by which a limited neighbour must not raise the quiet initiator's latency.
+/// Maximum factor by which a limited neighbor may increase the latency of the quiet initiator.
 const TOO_MUCH: f64 = 2.0;
 
-/// Seconds for which the noisy one goes on beyond each measurement.
+/// Number of seconds for which the noisy initiator should keep running after each measurement.
 const MARGIN: u32 = 5;
 
-/// For how many seconds a limit is saved up by default.
+/// Default burst time of a limit, in seconds.
 const BURST: f64 = 0.1;
 
-/// The quiet one's latency, in microseconds.
+/// Latency of the quiet initiator, in microseconds.
 #[derive(Clone, Copy)]
 struct Figure {
     p50: f64,
     p99: f64,
 }
 
-/// Measures and prints a table that can go into a document.
+/// Runs the measurements and prints a table for use in a document.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
@@ -78,9 +79,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     check_quiet(alone, median(&rows[2]))
 }
 
-/// Fails if a limited neighbour disturbs the quiet initiator.
+/// Returns an error if a limited neighbor disturbs the quiet initiator.
 fn check_quiet(alone: Figure, beside: Figure) -> Result<(), Failure> {
-    // Asked so that a quotient which is no number fails.
+    // Use a negated comparison, so that NaN will fail as well.
     let ratio = beside.p99 / alone.p99;
     if ratio < TOO_MUCH {
         return Ok(());
@@ -95,8 +96,9 @@ fn measure(
 ) -> Result<[Vec<Figure>; 3], Failure> {
     let mut rows = [const { Vec::new() }; 3];
     for _ in 0..options.runs {
-        // The three cases take turns within a round, so that a slow minute of the machine is in
-        // all of them. Each has a fresh daemon: limits of the one before would still be owed.
+        // We alternate between the three cases in every round, so that a slow phase of the machine
+        // affects all of them. Each case starts a new daemon because a limit from the previous case
+        // would still have debt.
         for (row, limits) in [None, Some(String::new()), Some(limits(options.iops))]
             .into_iter()
             .enumerate()
@@ -137,7 +139,7 @@ fn configuration(limits: &str, scratch: &Path) -> String {
     )
 }
 
-/// `riser bench`, as JSON.
+/// Returns a `riser bench` command with JSON output.
 fn bench(programs: &Path, url: &str, depth: u32, seconds: u32) -> Command {
     let mut command = sh::cmd(programs.join("riser"), ["-o", "json", "bench", url]);
     command.args(["--depth", &depth.to_string()]);
@@ -159,8 +161,8 @@ fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
     })
 }
 
-/// Fails unless the noisy initiator has done what it is there for: more than its limit lets pass,
-/// or just that.
+/// Checks that the noisy initiator has generated the expected load: more than its limit allows, or
+/// exactly this limit.
 fn check_noisy(done: Done, is_limited: bool, options: &Options) -> Result<(), Failure> {
     let Done { commands, seconds } = done;
     let most = f64::from(options.iops) * (seconds + BURST) + 1.0;
@@ -174,14 +176,15 @@ fn check_noisy(done: Done, is_limited: bool, options: &Options) -> Result<(), Fa
     Err(format!("the {what} one has read {commands} times in {seconds:.1} s").into())
 }
 
-/// Work of the noisy initiator: commands, and the seconds that it ran at most.
+/// Work completed by the noisy initiator: the number of commands, and the maximum run time in
+/// seconds.
 #[derive(Clone, Copy)]
 struct Done {
     commands: f64,
     seconds: f64,
 }
 
-/// A load that ends with the value.
+/// A load that is stopped on drop.
 struct Noisy {
     child: Child,
     since: Instant,
@@ -198,20 +201,20 @@ impl Noisy {
             .stdout(Stdio::piped())
             .spawn()?;
         let load = Self { child, since };
-        // Until it is at full load. This is no order of events: a load that comes late only makes
-        // a figure better, and `check_noisy` looks at what it has done.
+        // Wait for full load. We don't depend on this timing: if the load starts late, the results
+        // will only be better, and `check_noisy` verifies the work that was completed.
         std::thread::sleep(Duration::from_secs(1));
         Ok(load)
     }
 
-    /// Waits until it ends by itself, which it must not have done before; returns its work.
+    /// Waits until the process exits, which must not have happened before, and returns its work.
     fn finish(mut self) -> Result<Done, Failure> {
         if let Some(status) = self.child.try_wait()? {
             return Err(format!("the noisy one has ended too early: {status}").into());
         }
         let mut json = String::new();
         let mut out = self.child.stdout.take().ok_or("it has an output")?;
-        // Read to the end before the process is waited for: with a full pipe it would never end.
+        // Read all output before we wait for the process: with a full pipe, it would never exit.
         out.read_to_string(&mut json)?;
         let status = self.child.wait()?;
         let seconds = self.since.elapsed().as_secs_f64();
@@ -257,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_load_counts_that_was_held_at_its_limit_or_exceeded_it() {
+    fn load_must_reach_its_limit() {
         let options = Options {
             seconds: 5,
             runs: 3,

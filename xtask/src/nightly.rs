@@ -1,20 +1,21 @@
-//! Tools that only a nightly toolchain has.
+//! Tools that require a nightly toolchain.
 
 use std::process::Command;
 
 use crate::packages::may_install;
 use crate::{Failure, sh};
 
-/// The toolchain of rustup that has them. `RISER_NIGHTLY` names another one, as a dated one.
+/// Name of the rustup toolchain to use. Set `RISER_NIGHTLY` to select another one, such as a dated
+/// toolchain.
 fn toolchain() -> String {
     std::env::var("RISER_NIGHTLY").unwrap_or_else(|_| "nightly".to_owned())
 }
 
-/// Sees to it that the toolchain is there with these components, and installs them if that is
-/// allowed.
+/// Ensures that the toolchain is available with the given components. Missing components are
+/// installed if allowed.
 ///
 /// # Errors
-/// Names what is missing, and the command that installs it.
+/// Returns the missing components and the command to install them.
 pub(crate) fn ensure(components: &[&str]) -> Result<(), Failure> {
     let toolchain = toolchain();
     let installed = installed(&toolchain);
@@ -23,7 +24,7 @@ pub(crate) fn ensure(components: &[&str]) -> Result<(), Failure> {
         return Ok(());
     }
     let (what, names) = (missing.join(" and "), missing.join(","));
-    // A toolchain that is there keeps its date: a newer one would build everything again.
+    // Don't update an existing toolchain: a newer version would have to rebuild everything.
     let args = match installed {
         Some(_) => [&["component", "add", "--toolchain", &toolchain], &*missing].concat(),
         None => [
@@ -43,32 +44,34 @@ pub(crate) fn ensure(components: &[&str]) -> Result<(), Failure> {
     Err(format!("Rust {toolchain} lacks {what}, which `{shown}` brings: {why}").into())
 }
 
-/// Components that a toolchain has, one in a line; `None` without the toolchain.
+/// Lists the components of a toolchain, one per line. Returns `None` if the toolchain is not
+/// installed.
 fn installed(toolchain: &str) -> Option<String> {
     let args = ["component", "list", "--installed", "--toolchain", toolchain];
     sh::output(&mut sh::cmd("rustup", args)).ok()
 }
 
-/// The components that are not among those installed, in lines that may end in a platform's name.
+/// Returns the wanted components that are not installed. The lines of installed components may have
+/// the platform name as a suffix.
 fn missing<'a>(installed: Option<&str>, wanted: &[&'a str]) -> Vec<&'a str> {
     let installed = installed.unwrap_or_default();
     let has = |name: &str| installed.lines().any(|line| line.starts_with(name));
     wanted.iter().copied().filter(|name| !has(name)).collect()
 }
 
-/// Cargo of that toolchain.
+/// Returns a Cargo command that uses this toolchain.
 pub(crate) fn cargo<'a>(args: impl IntoIterator<Item = &'a str>) -> Command {
     let toolchain = toolchain();
     let mut command = sh::cmd("rustup", ["run", &toolchain, "cargo"]);
     command.args(args).current_dir(crate::root());
-    // The programs of the toolchain that runs this one are not those.
+    // These are set by the toolchain currently running us, so don't use them.
     for name in ["CARGO", "RUSTC", "RUSTUP_TOOLCHAIN"] {
         command.env_remove(name);
     }
     command
 }
 
-/// The platform that this runs on, by its name in Rust.
+/// Returns the host platform as a Rust target triple.
 pub(crate) fn host() -> Result<String, Failure> {
     let toolchain = toolchain();
     let text = sh::output(&mut sh::cmd("rustup", ["run", &toolchain, "rustc", "-vV"]))?;
@@ -82,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn components_are_found_with_and_without_a_platform() {
+    fn components_match_with_platform_suffix() {
         let installed = Some("miri-x86_64-unknown-linux-gnu\nrust-src\n");
         assert!(missing(installed, &["miri", "rust-src"]).is_empty());
         assert_eq!(missing(installed, &["miri", "rustfmt"]), ["rustfmt"]);

@@ -1,7 +1,7 @@
-//! Debian packages and programs of crates that a command needs.
+//! Debian packages and crate programs required by commands.
 //!
-//! Whether something may be installed is decided once in a run: by an option, by the answer of a
-//! person at a terminal, and otherwise with yes, after it has been announced.
+//! We decide once per run if missing packages should be installed: based on an option, or by a
+//! prompt if we are running on a terminal. The default is to install them after printing a message.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,22 +12,22 @@ use std::sync::OnceLock;
 
 use crate::{Failure, sh};
 
-/// Options about installing.
+/// Options to control installation.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Install missing Debian packages and programs of crates without a question.
+    /// Install missing Debian packages and crate programs without a prompt.
     #[arg(long, global = true, conflicts_with = "no_install")]
     install: bool,
-    /// Install nothing: skip what needs a missing package.
+    /// Don't install anything: skip any work that needs a missing package.
     #[arg(long, global = true)]
     no_install: bool,
 }
 
-/// The decision of this run.
+/// Decision for this run.
 static DECISION: OnceLock<bool> = OnceLock::new();
 
 impl Options {
-    /// Decides for the run, if one of the options is there.
+    /// Sets the decision for this run if one of the options was given.
     pub(crate) fn decide(&self) {
         if self.install || self.no_install {
             let _ = DECISION.set(self.install);
@@ -35,17 +35,17 @@ impl Options {
     }
 }
 
-/// A program, the package that brings it, and what cannot be done without it.
+/// A required program, the package that provides it, and its purpose.
 pub(crate) struct Need {
-    /// The program that is looked for, or a file by its path.
+    /// Name of the program, or the path of a file.
     pub(crate) program: &'static str,
-    /// The Debian package that has it.
+    /// Debian package that contains the program.
     pub(crate) package: &'static str,
-    /// The work that is skipped without it.
+    /// Work that is skipped if the program is missing.
     pub(crate) purpose: &'static str,
 }
 
-/// Shorthand for a table of needs.
+/// Creates a need; used to keep tables short.
 pub(crate) const fn need(
     program: &'static str,
     package: &'static str,
@@ -58,12 +58,12 @@ pub(crate) const fn need(
     }
 }
 
-/// Installs what is missing, if that is allowed, and returns what is missing still.
+/// Installs any missing packages, if allowed, and returns the needs that are still missing.
 pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
     let needs: Vec<&Need> = needs.into_iter().collect();
     let mut lacking = missing(needs.iter().copied());
-    // What is installed may replace a newer version of what was there, and take away what came with
-    // that.
+    // Installing a package may downgrade another package and so remove programs provided by the
+    // newer version, so we check again.
     for _ in 0..2 {
         let mut packages = BTreeMap::<_, Vec<_>>::new();
         for need in &lacking {
@@ -87,7 +87,7 @@ pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a N
     lacking
 }
 
-/// The needs that are not met now.
+/// Returns the needs that are currently missing.
 pub(crate) fn missing<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
     needs.into_iter().filter(is_missing).collect()
 }
@@ -96,8 +96,8 @@ fn is_missing(need: &&Need) -> bool {
     sh::which(need.program).is_none()
 }
 
-/// Installs packages, each with its purpose, if that is allowed. A package is a name, `NAME=VERSION`
-/// or the path of an archive.
+/// Installs packages, listed with their purpose, if allowed. A package can be a name,
+/// `NAME=VERSION` or an archive path.
 pub(crate) fn install(packages: &[(&str, String)]) {
     if packages.is_empty() || !sh::is_root() || sh::which("apt-get").is_none() {
         return;
@@ -109,16 +109,17 @@ pub(crate) fn install(packages: &[(&str, String)]) {
     if !may_install(&format!("Debian packages:\n{}", lines.join("\n"))) {
         return;
     }
-    // Lists of a fresh container are empty, and old ones name versions that the archive no longer
-    // has.
+    // In a new container the package lists are empty, and old lists may contain versions no longer
+    // available from the archive.
     apt(&["update", "-qq"]);
     let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
     args.extend(packages.iter().map(|(package, _)| *package));
     apt(&args);
 }
 
-/// Unpacks a package into a folder instead of installing it: it may bring services, or other things
-/// that have no business on this machine. Its archive is kept in the user's cache folder.
+/// Unpacks a package to a directory instead of installing it, because it may contain services or
+/// other files that we don't want on this machine. We keep the archive in the user's cache
+/// directory.
 pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
     let archives = cache().join("archives");
     fs::create_dir_all(&archives)?;
@@ -135,7 +136,7 @@ pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
             return Err(format!("the Debian package {package} is not there").into());
         }
         let mut download = sh::cmd("apt-get", ["download", package]);
-        // The cache may be in a home that apt's own user cannot enter.
+        // The cache may be in a home directory that apt's own user can't access.
         download.args(["-o", "APT::Sandbox::User=root"]);
         sh::output(download.current_dir(&archives))?;
     }
@@ -143,7 +144,7 @@ pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
     sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(into)).map(drop)
 }
 
-/// The folder where downloads and unpacked kernels are kept.
+/// Cache directory for downloads and unpacked kernels.
 pub(crate) fn cache() -> PathBuf {
     std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
@@ -152,11 +153,11 @@ pub(crate) fn cache() -> PathBuf {
         .join("riser")
 }
 
-/// Sees to it that the program of a crate is there: `cargo-NAME`, a subcommand of Cargo, or one by
-/// itself. It is built if it is missing and may be.
+/// Ensures that a crate's program is available: either the Cargo subcommand `cargo-NAME` or a
+/// separate program. If missing, we build it if allowed.
 pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
     let mut version = match name.strip_prefix("cargo-") {
-        // Cargo finds its subcommands in more folders than `PATH` has.
+        // Cargo also searches for subcommands in directories that are not in `PATH`.
         Some(subcommand) => sh::cargo([subcommand]),
         None => sh::installed(name),
     };
@@ -166,22 +167,23 @@ pub(crate) fn have_program(name: &str) -> Result<(), Failure> {
     if !may_install(&format!("{name}, from crates.io")) {
         return Err(format!("{name} is missing").into());
     }
-    // Not optimized: to optimize it takes minutes, and it runs for seconds.
+    // Use an unoptimized build: the optimized build would take minutes, but the program only runs
+    // for seconds.
     let mut install = sh::cargo(["install", "-q", name, "--locked", "--debug"]);
     if name == "mdbook" {
-        // Its server and its search take most of the time to build, and are not for pages here.
+        // Most of the build time is spent on the server and search features, but we don't use them.
         install.arg("--no-default-features");
     }
     sh::output(&mut install).map(drop)
 }
 
-/// Announces what is to be installed; asks for permission where a person can answer.
+/// Announces a package to be installed. On a terminal, prompts for permission.
 pub(crate) fn may_install(what: &str) -> bool {
     match DECISION.get() {
         Some(false) => return false,
         Some(true) => println!("installing {what}"),
-        // Both ends: a question that is redirected to a file, or that has no reader, would hold up
-        // the run.
+        // Check both input and output: if the prompt is redirected to a file or can't be read, the
+        // run would block.
         None if io::stdin().is_terminal() && io::stdout().is_terminal() => {
             println!("These are missing: {what}");
             let _ = DECISION.set(is_yes("Install them, and what else this run needs? [Y/n] "));

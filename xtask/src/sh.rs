@@ -1,4 +1,4 @@
-//! Running other programs.
+//! Runs other programs.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -6,14 +6,16 @@ use std::process::{Command, Stdio};
 
 use crate::Failure;
 
-/// Runs a program to its end and answers its standard output; a failure carries its standard error.
+/// Runs a program until it exits and returns its standard output. On failure, the error contains
+/// its standard error.
 pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     let shown = shown(command);
     let out = command
         .stdin(Stdio::null())
         .output()
         .map_err(|e| format!("{shown}: {e}"))?;
-    // Standard error of a success is not shown: progress and warnings would hide what a step says.
+    // We don't show standard error on success, because progress and warnings would hide the output
+    // of a step.
     if out.status.success() {
         return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
     }
@@ -26,7 +28,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     .into())
 }
 
-/// Runs a program to its end with our standard output and error.
+/// Runs a program until it exits, using our standard output and error.
 pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
     let shown = shown(command);
     let status = command
@@ -40,7 +42,7 @@ pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
     }
 }
 
-/// A command with arguments.
+/// Creates a command with arguments.
 pub(crate) fn cmd<S: AsRef<OsStr>>(
     program: impl AsRef<OsStr>,
     args: impl IntoIterator<Item = S>,
@@ -50,7 +52,7 @@ pub(crate) fn cmd<S: AsRef<OsStr>>(
     c
 }
 
-/// Cargo, as it was when it started us.
+/// Returns a command for the Cargo that started us.
 pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut c = cmd(
         std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()),
@@ -60,7 +62,8 @@ pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Comma
     c
 }
 
-/// A program that `cargo install` has brought. Its folder need not be in `PATH`.
+/// Returns a command for a program installed by `cargo install`, because its directory may not be
+/// in `PATH`.
 pub(crate) fn installed(program: &str) -> Command {
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| std::env::home_dir().map(|home| home.join(".cargo")));
@@ -71,16 +74,16 @@ pub(crate) fn installed(program: &str) -> Command {
     c
 }
 
-/// The same command, which others hardly notice.
+/// Returns the same command with the lowest priority, so that it doesn't affect other work.
 pub(crate) fn at_lowest_priority(command: &Command) -> Command {
     behind(cmd("nice", ["-n", "19"]), command)
 }
 
-/// The same command behind another program that runs it, as `nice` does.
+/// Returns the same command with a wrapper such as `nice`.
 pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
     program.arg(command.get_program()).args(command.get_args());
-    // `Command` cannot be put behind another program, so it is built again, as far as it can be
-    // read back.
+    // `Command` has no support for adding a wrapper, so we create a new one based on the values it
+    // can return.
     for (name, value) in command.get_envs() {
         if let Some(value) = value {
             program.env(name, value);
@@ -90,19 +93,18 @@ pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
     program
 }
 
-/// The same command, whose process gets a signal when the thread that starts it ends: what serves us
-/// is not left behind where we are killed.
+/// Returns the same command, but the process will receive a signal if the thread that started it
+/// exits. This ensures that no daemon is left behind if we are killed.
 pub(crate) fn ending_with_us(command: Command, signal: &str) -> Command {
-    // A part of util-linux, which has this as an option, so that no code of ours runs between
-    // fork and exec.
+    // util-linux supports this as an option, so we don't have to run code between fork and exec.
     match which("setpriv") {
         Some(setpriv) => behind(cmd(setpriv, ["--pdeathsig", signal, "--"]), &command),
         None => command,
     }
 }
 
-/// Removes folders of runs that were killed: those whose names have this beginning and then the id of
-/// a process that is no more.
+/// Removes directories of killed runs: their names start with this prefix, followed by the ID of a
+/// process that no longer exists.
 pub(crate) fn remove_abandoned(parent: &Path, beginning: &str) {
     let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
@@ -115,7 +117,7 @@ pub(crate) fn remove_abandoned(parent: &Path, beginning: &str) {
     }
 }
 
-/// Builds a test or a benchmark, by these arguments of Cargo, and answers its program.
+/// Builds a test or benchmark with the given Cargo arguments and returns the path of its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);
     let text = output(&mut cargo(args))?;
@@ -127,27 +129,27 @@ pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     program.ok_or_else(|| format!("cargo names no program {name}").into())
 }
 
-/// Path of a program, by `PATH` and the administrator's folders.
+/// Returns the path of a program, based on `PATH` and the system directories.
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // `PATH` of an ordinary user may lack the folders of the administrator's programs, which work
-    // all the same.
+    // For a regular user, `PATH` may not include the system directories, but these programs still
+    // work.
     std::env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
         .map(|dir| dir.join(program))
         .find(|p| p.is_file())
 }
 
-/// Whether we run as root.
+/// Returns true if we run as root.
 pub(crate) fn is_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0)
 }
 
-/// A folder under the temporary folder that goes when the value does.
+/// Temporary directory that is removed on drop.
 pub(crate) struct Scratch(PathBuf);
 
 impl Scratch {
-    /// Makes it; the name carries our process id.
+    /// Creates the directory; its name contains our process ID.
     pub(crate) fn new(name: &str) -> Result<Self, Failure> {
         let parent = std::env::temp_dir();
         remove_abandoned(&parent, &format!("riser-{name}-"));
@@ -156,12 +158,12 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Path of the folder.
+    /// Returns the directory path.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 
-    /// A name in the folder.
+    /// Returns the path of a file in this directory.
     pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
@@ -191,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_ends_with_the_thread_that_started_it() {
+    fn server_exits_with_starting_thread() {
         if which("setpriv").is_none() {
             return skip("ending a server with its parent", "there is no setpriv");
         }
@@ -209,10 +211,10 @@ mod tests {
     }
 
     #[test]
-    fn folders_of_processes_that_are_no_more_are_removed() {
+    fn directories_of_dead_processes_are_removed() {
         let scratch = Scratch::new("abandoned-test").unwrap();
         let ours = format!("riser-bench-{}", std::process::id());
-        // More than the kernel has of process ids.
+        // Larger than any valid process ID.
         let folders = [
             "riser-bench-4194305",
             ours.as_str(),

@@ -1,22 +1,23 @@
-//! `cargo xtask soak`: the test of `tests/tests/soak` for longer, in the programs' profile.
+//! `cargo xtask soak`: a longer run of `tests/tests/soak`, using the `optimized` profile.
 
 use crate::{Failure, crash, sh};
 
 /// Options of `cargo xtask soak`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Sessions that come and go.
+    /// Number of sessions to connect and disconnect.
     #[arg(long, default_value_t = 1_000_000)]
     connects: u64,
-    /// Sessions that stay meanwhile.
+    /// Number of sessions that stay connected during the test.
     #[arg(long, default_value_t = 1_000)]
     sessions: u64,
-    /// The seed that says how each comes and goes.
+    /// Seed that selects how sessions connect and disconnect.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
-/// Runs it, as root: its guests vanish without closing their sockets (`TCP_REPAIR`).
+/// Runs this test as root, because the sessions should disappear without closing their sockets
+/// (`TCP_REPAIR`).
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {
         return Err("only root may drop a TCP connection without closing it".into());

@@ -1,4 +1,5 @@
-//! Steps of `cargo xtask test` and `cargo xtask check`: run in order, timed and counted.
+//! Steps of `cargo xtask test` and `cargo xtask check`. They run in order, and we record the time
+//! and the number of tests.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,16 +10,17 @@ use crate::packages::{Need, ensure, have_program, missing};
 use crate::tally::{Kind, Skip, Tally, noted, skip_log};
 use crate::{Failure, sh, tidy};
 
-/// End of a step.
+/// Result of a step.
 pub(crate) enum Outcome {
-    /// It was tried: its counts, and what went wrong if something did.
+    /// The step has run. Contains its counts, and an error message if it failed.
     Ran(Tally, Option<String>),
-    /// It could not be tried: what is in it, if that is more than one check, and why.
+    /// The step could not run. Contains the skipped things, if the step has more than one check,
+    /// and the reason.
     Skipped(Vec<(Kind, String)>, String),
 }
 
 impl Outcome {
-    /// Something that succeeds or fails as a whole.
+    /// Creates the outcome of a single check from its result.
     pub(crate) fn of(result: Result<(), Failure>) -> Self {
         Self::Ran(
             Tally::check(result.is_ok()),
@@ -26,37 +28,37 @@ impl Outcome {
         )
     }
 
-    /// A check that could not be tried.
+    /// Creates the outcome of a check that could not run.
     pub(crate) fn skipped(why: String) -> Self {
         Self::Skipped(Vec::new(), why)
     }
 }
 
-/// A step of a run: it has a name, needs, and a result that is counted.
+/// A step of a run. Every step has a name and requirements, and returns counts.
 pub(crate) struct Step {
     pub(crate) name: &'static str,
-    /// Runs with `--all` only.
+    /// Set if this step should only run with `--all`.
     is_extra: bool,
-    /// Programs that it uses, as far as they are there.
+    /// Programs to use if available.
     needs: &'static [&'static [Need]],
-    /// Programs without which it is skipped.
+    /// Programs that must be available; otherwise the step is skipped.
     required: &'static [Need],
-    /// The program of a crate without which it is skipped.
+    /// Crate program that must be available; otherwise the step is skipped.
     of_crate: Option<&'static str>,
     run: fn(&Run) -> Outcome,
 }
 
-/// The run that a step is part of.
+/// Options of the current run, passed to every step.
 pub(crate) struct Run {
-    /// Steps of `--all` are part of it.
+    /// Set if the run includes the steps of `--all`.
     pub(crate) all: bool,
-    /// No word selects steps.
+    /// Set if the user did not select specific steps.
     pub(crate) is_whole: bool,
-    /// Harnesses of test functions that run at once.
+    /// Number of test harnesses to run in parallel.
     pub(crate) lanes: usize,
 }
 
-/// A step of every run.
+/// Creates a step for every run.
 pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
     Step {
         name,
@@ -69,7 +71,7 @@ pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
 }
 
 impl Step {
-    /// Makes it a step of `--all`.
+    /// Marks this step to run with `--all` only.
     pub(crate) const fn extra(self) -> Self {
         Self {
             is_extra: true,
@@ -77,17 +79,18 @@ impl Step {
         }
     }
 
-    /// Names the programs that it uses. What lacks one of them is skipped within the step.
+    /// Sets the programs used by this step. If a program is missing, the step skips just the tests
+    /// that need it.
     pub(crate) const fn needing(self, needs: &'static [&'static [Need]]) -> Self {
         Self { needs, ..self }
     }
 
-    /// Names the programs without which the whole step is skipped.
+    /// Sets the programs that must be available to run this step.
     pub(crate) const fn requiring(self, required: &'static [Need]) -> Self {
         Self { required, ..self }
     }
 
-    /// Names the program of a crate without which the whole step is skipped.
+    /// Sets the crate program that must be available to run this step.
     pub(crate) const fn requiring_crate(self, program: &'static str) -> Self {
         Self {
             of_crate: Some(program),
@@ -99,8 +102,8 @@ impl Step {
         self.needs.iter().copied().flatten().chain(self.required)
     }
 
-    /// The reason why the step cannot be tried here, if there is one. It is asked for before the
-    /// step builds anything, and after what may be installed has been.
+    /// Returns the reason why this step can't run here, if any. We check this before the step
+    /// builds anything, but after missing packages were installed.
     fn obstacle(&self) -> Option<String> {
         let missing = missing(self.required);
         if !missing.is_empty() {
@@ -132,7 +135,7 @@ pub(crate) fn doc() -> Command {
     command
 }
 
-/// Options about steps.
+/// Options to select steps.
 #[derive(clap::Args)]
 pub(crate) struct Selection {
     /// Run only the steps whose name contains one of these words.
@@ -143,13 +146,13 @@ pub(crate) struct Selection {
 }
 
 impl Selection {
-    /// Without words, a run is whole.
+    /// Returns true if the user did not select specific steps.
     pub(crate) fn is_whole(&self) -> bool {
         self.only.is_empty()
     }
 }
 
-/// Runs the steps; fails if one did.
+/// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<(), Failure> {
     if selection.list {
         for step in steps {
@@ -159,9 +162,10 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
         return Ok(());
     }
     let steps = chosen(steps, selection, run)?;
-    // All together, so that a question about them comes before hours of work, and once.
+    // Handle the needs of all steps at once, so that the user only gets a single prompt, before
+    // hours of work.
     ensure(steps.iter().flat_map(|step| step.all_needs()));
-    // What an earlier process with this number has left.
+    // Remove the log of an earlier process with the same ID.
     let _ = fs::remove_file(skip_log());
     let (mut tally, mut rows, mut failures) = (Tally::default(), Vec::new(), Vec::new());
     for step in steps {
@@ -175,11 +179,11 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
         let (how, mut counts) = match outcome {
             Outcome::Ran(counts, None) => ("ok", counts),
             Outcome::Ran(mut counts, Some(why)) => {
-                // At once and not with the summary: a run of hours may be ended by hand before
-                // that.
+                // Print this now instead of in the summary: the run takes hours, and the user may
+                // interrupt it first.
                 println!("{why}");
                 failures.push(failure(step.name, &why));
-                // Something that is no test of its own went wrong, as a build.
+                // The failure was not in a test, but for example in a build.
                 if counts.total().failed == 0 {
                     counts.merge(Tally::check(false));
                 }
@@ -190,8 +194,8 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
                 ("skipped", without(step.name, things, &why))
             }
         };
-        // Skips that the step has not taken itself are still its own, so they are read before the
-        // next one begins.
+        // Any skips not read by the step still belong to it, so we need to read them before the
+        // next step starts.
         counts.take_skips(noted(), &BTreeSet::new());
         let row = row(step.name, how, took, &counts.in_a_row());
         println!("{row}");
@@ -203,7 +207,8 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
         println!("{line}");
     }
     println!("\n{tally}");
-    // Again, as the end of a long output is what is looked at first, and sometimes all that is kept.
+    // Print the failures again at the end, because this is the first part of the output that users
+    // read, and sometimes all they keep.
     for failure in failures {
         println!("{failure}");
     }
@@ -213,8 +218,8 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     }
 }
 
-/// The steps that a run consists of. A word that no step's name contains is a mistake: without this
-/// check, such a run would succeed by running nothing.
+/// Returns the steps to run. A word that doesn't match any step must be an error; otherwise such a
+/// run would succeed without running anything.
 fn chosen<'a>(
     steps: &'a [Step],
     selection: &Selection,
@@ -228,13 +233,13 @@ fn chosen<'a>(
     }
     let is_wanted = |step: &&Step| {
         let named = only.iter().any(|word| step.name.contains(word));
-        // A step that is named runs in any case.
+        // A step selected by name will always run.
         named || (run.is_whole && (run.all || !step.is_extra))
     };
     Ok(steps.iter().filter(is_wanted).collect())
 }
 
-/// A step that could not be tried: everything that is in it was skipped.
+/// Creates the counts of a step that could not run: everything in it is counted as skipped.
 fn without(step: &str, mut things: Vec<(Kind, String)>, why: &str) -> Tally {
     if things.is_empty() {
         things.push((Kind::Check, step.to_owned()));
@@ -253,7 +258,7 @@ fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
     format!("{how:<8} {name:<36} {:>7.1} s  {more}", took.as_secs_f64())
 }
 
-/// Why a step failed, in its last lines.
+/// Formats the failure of a step using the last lines of its output.
 fn failure(name: &str, why: &str) -> String {
     const LINES: usize = 10;
     let lines: Vec<_> = why.lines().filter(|line| !line.is_empty()).collect();
@@ -261,7 +266,7 @@ fn failure(name: &str, why: &str) -> String {
     format!("FAILED   {name}: {}", last.join("\n         "))
 }
 
-/// A program that succeeds or fails as a whole.
+/// Runs a program as a single check.
 pub(crate) fn check(mut command: Command) -> Outcome {
     Outcome::of(sh::output(&mut command).map(drop))
 }
@@ -272,7 +277,7 @@ mod tests {
     use crate::packages::need;
     use crate::{conformance, interop};
 
-    /// A step that fails the test if it is run.
+    /// A step that makes the test fail if it's ever run.
     const NEVER: Step = step("one of these", |_| panic!("the step runs"));
 
     fn selection(words: &[&str]) -> Selection {
@@ -295,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_chosen_by_words_of_their_names() {
+    fn steps_are_selected_by_name() {
         assert_eq!(names(&[], false).unwrap(), ["one of these"]);
         assert_eq!(names(&[], true).unwrap(), ["one of these", "another"]);
         assert_eq!(names(&["other"], false).unwrap(), ["another"]);
@@ -303,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_repeated_with_its_last_lines() {
+    fn failure_shows_last_output_lines() {
         assert_eq!(failure("tidy", "a\n\nb\n"), "FAILED   tidy: a\n         b");
         let long = (0..30).map(|n| format!("{n}\n")).collect::<String>();
         let text = failure("tests", &long);
@@ -312,13 +317,13 @@ mod tests {
     }
 
     #[test]
-    fn a_word_of_no_step_is_a_failure() {
+    fn unknown_step_name_fails() {
         let why = names(&["one", "fuzz"], false).unwrap_err().to_string();
         assert_eq!(why, "no step's name contains \"fuzz\"; --list names them");
     }
 
     #[test]
-    fn a_step_that_lacks_a_program_is_not_run() {
+    fn step_without_program_is_skipped() {
         const LACKING: &[Need] = &[
             need("sh", "dash", "nothing"),
             need("no-such-program", "no-such-package", "nothing"),
@@ -331,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_is_in_a_step_is_skipped_with_it() {
+    fn skipped_step_skips_its_checks() {
         let cases = interop::names(&interop::Options::for_test(true)).unwrap();
         assert!(cases.len() > 50, "{}", cases.len());
         let number = cases.len() as u64;

@@ -1,8 +1,8 @@
-//! Counts of `cargo xtask test`: passed, failed and skipped, each thing once, by kind.
+//! Test counts of `cargo xtask test`: passed, failed and skipped, by kind. Each test is counted
+//! once.
 //!
-//! Each thing that cannot be tried is a line in one file ([`skip_log`]), from tests in their
-//! processes and from the commands here. A test function that says there that a part of it was
-//! skipped counts as skipped.
+//! Tests and commands write one line to a common file ([`skip_log`]) for everything they have to
+//! skip. If any part of a test function was skipped, the function is counted as skipped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,19 +12,19 @@ use std::path::PathBuf;
 
 use crate::skip;
 
-/// The kinds of things that are counted.
+/// Kinds of tests that we count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Functions of Rust's test harness.
+    /// Functions of the Rust test harness.
     Function,
-    /// Tests of suites of others, libiscsi's over TCP and rdma-core's; our provider suite on libraries.
+    /// Tests of external suites (libiscsi over TCP and rdma-core), and of our provider suite when
+    /// using libraries.
     SuiteTest,
-    /// Cases with RDMA programs of others on our libraries.
+    /// Cases using external RDMA programs with our libraries.
     Program,
-    /// Cases with a Linux kernel in a guest.
+    /// Cases using a Linux kernel in a guest.
     Case,
-    /// A thing that succeeds or fails as a whole: formatting, lints, a tool of others, a long run,
-    /// the demo.
+    /// Any single check: formatting, lints, an external tool, a long run or the demo.
     Check,
 }
 
@@ -37,7 +37,7 @@ impl Kind {
         Self::Check,
     ];
 
-    /// The word of the kind in the file of skips.
+    /// Name of this kind in the skip log.
     const fn word(self) -> &'static str {
         match self {
             Self::Function => skip::FUNCTION,
@@ -64,14 +64,14 @@ impl Kind {
     }
 }
 
-/// Numbers of things of a kind that passed and failed.
+/// Number of tests of a given kind that passed and failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
-    /// Passed, at the first attempt or the second.
+    /// Passed at the first or second attempt.
     pub(crate) passed: u64,
-    /// Passed at the second attempt only; part of `passed`.
+    /// Passed at the second attempt; included in `passed`.
     pub(crate) second: u64,
-    /// Failed, at every attempt.
+    /// Failed at every attempt.
     pub(crate) failed: u64,
 }
 
@@ -83,7 +83,7 @@ impl AddAssign for Counts {
     }
 }
 
-/// A thing that was not tried.
+/// A skipped test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Skip {
     pub(crate) kind: Kind,
@@ -91,7 +91,7 @@ pub(crate) struct Skip {
     pub(crate) why: String,
 }
 
-/// Counts of every kind, and what was skipped.
+/// Test counts of all kinds, and the skipped tests.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
     counts: [Counts; Kind::ALL.len()],
@@ -99,7 +99,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// Counts of one kind alone.
+    /// Creates a tally with counts of a single kind.
     pub(crate) fn of(kind: Kind, counts: Counts) -> Self {
         let mut tally = Self::default();
         tally.add(kind, counts);
@@ -110,7 +110,7 @@ impl Tally {
         self.counts[kind as usize] += counts;
     }
 
-    /// One check that passed or failed.
+    /// Creates a tally for a single check.
     pub(crate) fn check(passed: bool) -> Self {
         let (passed, failed) = (u64::from(passed), u64::from(!passed));
         let counts = Counts {
@@ -125,7 +125,7 @@ impl Tally {
         self.counts[kind as usize]
     }
 
-    /// Counts of all kinds together.
+    /// Returns the total count of all kinds.
     pub(crate) fn total(&self) -> Counts {
         let mut total = Counts::default();
         for counts in self.counts {
@@ -134,7 +134,8 @@ impl Tally {
         total
     }
 
-    /// Things of a kind that were skipped, each once, for however many reasons.
+    /// Returns the number of skipped tests of this kind. If there are several reasons to skip a
+    /// test, it's still counted once.
     pub(crate) fn skipped(&self, kind: Kind) -> u64 {
         let of_kind = self.skips.iter().filter(|skip| skip.kind == kind);
         of_kind
@@ -154,15 +155,15 @@ impl Tally {
         self.skips.extend(other.skips);
     }
 
-    /// Takes over skips. The harness of a test function that was skipped has counted it as passed,
-    /// unless it failed in the end and is among `failed`.
+    /// Adds skipped tests. When a test function skips, the harness counts it as passed, so we need
+    /// to subtract it unless it failed later and is listed in `failed`.
     pub(crate) fn take_skips(&mut self, skips: Vec<Skip>, failed: &BTreeSet<String>) {
         let has_failed = |skip: &Skip| {
             let function = skip.name.split(' ').next_back().unwrap_or_default();
             skip.kind == Kind::Function && failed.contains(function)
         };
-        // By the difference, and not by the number of skips: a function that skips two parts has
-        // passed once.
+        // Use the difference instead of the number of skips, because a function that skips two
+        // parts has been counted as passed only once.
         let before = self.skipped(Kind::Function);
         self.skips
             .extend(skips.into_iter().filter(|skip| !has_failed(skip)));
@@ -171,7 +172,7 @@ impl Tally {
         *passed = passed.saturating_sub(more);
     }
 
-    /// Summary in a few words.
+    /// Returns a short summary.
     pub(crate) fn in_a_row(&self) -> String {
         let kinds = Kind::ALL.into_iter().filter_map(|kind| {
             let Counts {
@@ -192,7 +193,7 @@ impl Tally {
         kinds.collect::<Vec<_>>().join("; ")
     }
 
-    /// A line for each reason, with what was skipped for it.
+    /// Returns one line per reason, with the tests that were skipped.
     pub(crate) fn reasons(&self) -> Vec<String> {
         let mut reasons = BTreeMap::<_, BTreeSet<_>>::new();
         for skip in &self.skips {
@@ -207,7 +208,7 @@ impl Tally {
     }
 }
 
-/// A row for each kind, and the sum in one line.
+/// Formats one row per kind and a line with the total.
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
@@ -239,26 +240,26 @@ impl fmt::Display for Tally {
     }
 }
 
-/// The file of what was skipped, of this process and those that it starts.
+/// Path of the skip log used by this process and its children.
 pub(crate) fn skip_log() -> PathBuf {
     std::env::temp_dir().join(format!("riser-skips-{}", std::process::id()))
 }
 
-/// Notes that something was skipped.
+/// Records a skipped test.
 pub(crate) fn note(kind: Kind, name: &str, why: &str) {
     if let Err(e) = skip::note(&skip_log(), kind.word(), name, why) {
         println!("{}: {e}", skip_log().display());
     }
 }
 
-/// Takes the skips that were noted since the last call.
+/// Returns the skips recorded since the last call.
 pub(crate) fn noted() -> Vec<Skip> {
     let text = fs::read_to_string(skip_log()).unwrap_or_default();
     let _ = fs::remove_file(skip_log());
     text.lines().map(parse).collect()
 }
 
-/// A line of the file. One that is none counts, too.
+/// Parses a line of the skip log. An invalid line is also counted.
 fn parse(line: &str) -> Skip {
     let mut fields = line.splitn(3, '\t');
     let mut next = || fields.next().unwrap_or_default().to_owned();
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_that_is_skipped_is_counted_once_and_has_not_passed() {
+    fn skipped_function_is_counted_once() {
         let mut tally = Tally::of(Kind::Function, passed(10));
         let skips = vec![
             skip(Kind::Function, "cli fuse::a", "FUSE: no"),
@@ -316,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_line_sums_all_kinds_up() {
+    fn summary_line_adds_all_kinds() {
         let mut tally = Tally::of(Kind::Function, passed(10));
         tally.merge(Tally::check(true));
         tally.merge(Tally::check(false));
@@ -335,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_read_as_it_was_written() {
+    fn skip_line_round_trips() {
         let folder = crate::sh::Scratch::new("tally").unwrap();
         let log = folder.join("log");
         skip::note(&log, Kind::SuiteTest.word(), "A.B", "one\ttwo\nthree").unwrap();

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything that must hold, and a count of it.
+//! `cargo xtask test`: runs all checks and tests, and counts the results.
 
 use std::thread;
 
@@ -15,7 +15,7 @@ use crate::{
     verbs,
 };
 
-/// Programs that the tests use beyond Rust.
+/// Programs used by the tests, in addition to the Rust toolchain.
 const NEEDS: &[Need] = &[
     need(
         "tshark",
@@ -44,7 +44,7 @@ const NEEDS: &[Need] = &[
     need("losetup", "mount", "loop devices over FUSE exports"),
     need("ip", "iproute2", "network namespaces"),
     need("wg", "wireguard-tools", "a target behind WireGuard"),
-    // For a kernel that lacks it.
+    // Used if the kernel doesn't support WireGuard.
     need("wireguard-go", "wireguard-go", "a target behind WireGuard"),
     need(
         "promtool",
@@ -59,7 +59,7 @@ const NEEDS: &[Need] = &[
     need("chromium", "chromium", "the status page in a browser"),
     need("targetcli", "targetcli-fb", "targetcli on LIO's tree"),
     need("dbus-run-session", "dbus-daemon", "targetcli on LIO's tree"),
-    // A file of it, as it has no program.
+    // We check for a file here because this package has no program.
     need(
         "/usr/lib/python3/dist-packages/rtslib_fb/__init__.py",
         "python3-rtslib-fb",
@@ -67,8 +67,8 @@ const NEEDS: &[Need] = &[
     ),
 ];
 
-/// Benchmarks of parsers, of a connection and of the planner. What counts instructions is a step of
-/// its own.
+/// Benchmarks of parsers, a connection and the planner. There is a separate step to count
+/// instructions.
 const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 
 /// Options of `cargo xtask test`.
@@ -76,22 +76,22 @@ const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 pub(crate) struct Options {
     #[command(flatten)]
     selection: Selection,
-    /// Everything that can fail: all interop cases, the package, sessions that come and go, the
-    /// container, the cost of counting in instructions.
+    /// Run everything that can fail, including all interop cases, the package, the soak test, the
+    /// container and instruction counts.
     #[arg(long)]
     all: bool,
-    /// Test harnesses that run at once. More than one takes root: each has a network namespace
-    /// then.
+    /// Number of test harnesses to run in parallel. More than one requires root, because each needs
+    /// its own network namespace.
     #[arg(long, default_value_t = 1)]
     lanes: usize,
 }
 
-/// A test that runs again for longer.
+/// A test to run again with a larger size.
 struct Long {
     test: &'static str,
-    /// The variable that makes it long, and its value.
+    /// Variable that sets the size, and the value to use.
     size: (&'static str, &'static str),
-    /// Arguments of its harness.
+    /// Arguments passed to the harness.
     args: &'static [&'static str],
 }
 
@@ -104,7 +104,7 @@ const MILLION: Long = Long {
 const CYCLES: Long = Long {
     test: "scale",
     size: ("RISER_CONNECT_CYCLES", "10000"),
-    // What it measures is held by the whole process.
+    // This test measures state that is shared by the whole process.
     args: &["--test-threads=1", "--nocapture"],
 };
 
@@ -126,8 +126,9 @@ const SEQUENCES: Long = Long {
     args: &["--test-threads=1"],
 };
 
-/// Lints and documentation come after the tests, which leave the cores idle for long: by then they
-/// are done ([`work_ahead`]). `cargo xtask check` has the lints first.
+/// Lints and documentation run after the tests. Because the tests leave the cores idle for a long
+/// time, the results should already be available by then ([`work_ahead`]). `cargo xtask check` runs
+/// the lints first.
 const STEPS: &[Step] = &[
     FMT,
     TIDY,
@@ -150,7 +151,7 @@ const STEPS: &[Step] = &[
     }),
     step("sessions and connection cycles", |_| again(&CYCLES)),
     step("configuration changes during I/O", |_| again(&CHANGES)),
-    // Its functions are ignored by `tests`, so they are counted here.
+    // These functions are ignored in `tests`, so we need to count them here.
     step("a stranger on the network", |_| {
         let args = "--workspace --test adversary -- --ignored --nocapture";
         let args: Vec<_> = args.split(' ').collect();
@@ -160,7 +161,7 @@ const STEPS: &[Step] = &[
         Outcome::of(demo::run(&demo::Options::for_test()))
     })
     .requiring(demo::NEEDS),
-    // In the programs that the demo has built.
+    // Uses the programs built by the demo.
     step("instructions of reads and writes", |_| instructions_step())
         .requiring(instructions::NEEDS),
     step("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
@@ -186,7 +187,7 @@ const STEPS: &[Step] = &[
     .extra(),
 ];
 
-/// Runs the steps; fails if one did.
+/// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let run = Run {
         all: options.all,
@@ -196,7 +197,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     steps::run(STEPS, &options.selection, &run)
 }
 
-/// Runs all test functions. While they wait, Cargo works ahead for the other steps of a whole run.
+/// Runs all test functions. If no steps were selected, we use the idle time to run Cargo for other
+/// steps.
 fn all_functions(run: &Run) -> Outcome {
     thread::scope(|scope| {
         let once_built = || {
@@ -208,8 +210,8 @@ fn all_functions(run: &Run) -> Outcome {
     })
 }
 
-/// Runs what later steps ask of Cargo, at the lowest priority. They find it done, or report why it
-/// fails.
+/// Runs Cargo for later steps with the lowest priority. These steps will then find the result up to
+/// date, or they will report the error.
 fn work_ahead() {
     let longer = [MILLION, CYCLES, CHANGES].map(|long| ["--test", long.test]);
     let tests = [longer.as_flattened(), &SIMULATOR].concat();
@@ -219,8 +221,8 @@ fn work_ahead() {
     }
 }
 
-/// Counts test functions that no other step runs. Without any function, the step has failed: a
-/// filter or a name in its command has gone wrong.
+/// Counts test functions that are not part of another step. The step must have at least one
+/// function; otherwise there is an error in its filter or test name.
 fn functions(results: Results) -> Outcome {
     let mut tally = Tally::of(Kind::Function, results.counts);
     tally.take_skips(noted(), &results.failed);
@@ -229,8 +231,8 @@ fn functions(results: Results) -> Outcome {
     Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Runs test functions once more, for longer: one check for any number of them. It is skipped if
-/// one of them is.
+/// Runs test functions again with a larger size. All functions are counted as a single check, which
+/// is skipped if any function is skipped.
 fn again(long: &Long) -> Outcome {
     let args = [&["--test", long.test, "--"], long.args].concat();
     let run = optimized_test(&args, &[long.size]);
@@ -241,16 +243,16 @@ fn again(long: &Long) -> Outcome {
     }
 }
 
-/// Runs every benchmark once, without measuring. They are built as tests are, so that nothing but
-/// themselves is built for it.
+/// Runs all benchmarks once, without measuring. They use the test profile, so we only need to build
+/// the benchmarks.
 fn benchmarks() -> Outcome {
     let names = BENCHMARKS.iter().flat_map(|name| ["--bench", name]);
     let args = ["test", "-q", "--workspace"].into_iter().chain(names);
     check(sh::cargo(args))
 }
 
-/// Renders the book into a folder of its own, which goes. The tests look at its pages one by one;
-/// this is for what only the whole has: the summary, and a page that mdBook cannot render.
+/// Renders the book to a temporary directory. The tests only check individual pages, so we use this
+/// step to check the summary and to find pages that mdBook can't render.
 fn book() -> Result<(), Failure> {
     let scratch = sh::Scratch::new("book")?;
     let mut build = sh::installed("mdbook");
@@ -265,7 +267,7 @@ fn book() -> Result<(), Failure> {
     }
 }
 
-/// Licences, bans and sources always; advisories where their database can be fetched.
+/// Checks licenses, bans and sources. Advisories are checked if the database can be fetched.
 fn deny() -> Outcome {
     let deny = |what: &[&str]| {
         let mut command = sh::cargo(["deny", "-L", "error", "check"]);
@@ -285,7 +287,8 @@ fn deny() -> Outcome {
     Outcome::Ran(both, advisories.err().map(|e| e.to_string()))
 }
 
-/// What reads and writes cost, beside what was accepted on such a machine.
+/// Compares the instruction count of reads and writes with the count that was accepted for this
+/// type of machine.
 fn instructions_step() -> Outcome {
     match instructions::compare_all() {
         Ok(instructions::Ended::Compared(result)) => Outcome::of(result),
@@ -294,7 +297,7 @@ fn instructions_step() -> Outcome {
     }
 }
 
-/// libiscsi's whole suite, against us alone.
+/// Runs the whole libiscsi suite against our target only.
 fn conformance_step() -> Outcome {
     match conformance::run_all(&conformance::Options::for_test()) {
         Ok(conformance::Ended::Ran(tally, failure)) => Outcome::Ran(tally, failure),
@@ -303,7 +306,7 @@ fn conformance_step() -> Outcome {
     }
 }
 
-/// The short cases, or all of them, wherever the rig can be had.
+/// Runs the short cases, or all cases, if the rig is available.
 fn interop_step(run: &Run) -> Outcome {
     match interop::run_cases(&interop::Options::for_test(run.all)) {
         Ok(interop::Ended::Ran(counts, failure)) => {
@@ -317,8 +320,8 @@ fn interop_step(run: &Run) -> Outcome {
     }
 }
 
-/// The package with the programs that are tested: those of a release differ by optimization at link
-/// time, which takes minutes.
+/// Tests the package using the programs built for tests. A release build only adds link-time
+/// optimization, but this would take minutes.
 fn package_step() -> Outcome {
     if !sh::is_root() {
         return Outcome::skipped(package::WANTS_ROOT.to_owned());
@@ -339,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_step_without_a_function_has_failed() {
+    fn step_without_functions_fails() {
         let of = |passed| {
             let results = Results {
                 counts: Counts {

@@ -1,4 +1,5 @@
-//! A `tgtd` of our own: the other user-space iSCSI target in Debian, beside which we are shown.
+//! Runs a `tgtd` instance for comparison. This is the other user-space iSCSI target included in
+//! Debian.
 
 use std::fs::File;
 use std::net::TcpListener;
@@ -10,32 +11,32 @@ use crate::daemon::terminate;
 use crate::packages::{Need, need};
 use crate::{Failure, sh};
 
-/// Number of the daemon's management socket, so that it meddles with no other.
+/// Number of the daemon's management socket, set so that we don't conflict with another instance.
 const CONTROL: &str = "3917";
 
-/// The only unit that holds data; `tgtd` makes a controller of LUN 0.
+/// The only unit with data, because `tgtd` creates a controller as LUN 0.
 const UNIT: [&str; 6] = ["--mode", "logicalunit", "--tid", "1", "--lun", "1"];
 
-/// Its programs, for a purpose.
+/// Returns the programs needed to run tgt.
 pub(crate) const fn needs(purpose: &'static str) -> [Need; 2] {
     [need("tgtd", "tgt", purpose), need("tgtadm", "tgt", purpose)]
 }
 
-/// A running `tgtd`; it is ended when the value goes.
+/// A running `tgtd`. The daemon will be stopped on drop.
 pub(crate) struct Tgt {
     child: Child,
     url: String,
 }
 
 impl Tgt {
-    /// Serves an existing file as LUN 1 of a target to all initiators.
+    /// Exports an existing file as LUN 1 of a target, to all initiators.
     pub(crate) fn start(image: &Path, iqn: &str, log: &Path) -> Result<Self, Failure> {
         let port = free_port()?;
         let out = File::create(log)?;
         let portal = format!("portal=127.0.0.1:{port}");
         let program = sh::which("tgtd").ok_or("tgtd is missing")?;
         let command = sh::cmd(program, ["-f", "-C", CONTROL, "--iscsi", &portal]);
-        // SIGTERM may not end it.
+        // SIGTERM may not stop this daemon.
         let child = sh::ending_with_us(command, "KILL")
             .stdin(Stdio::null())
             .stdout(out.try_clone()?)
@@ -45,8 +46,8 @@ impl Tgt {
         let tgt = Self { child, url };
         let started = Instant::now();
         let target = ["--op", "new", "--mode", "target", "--tid", "1", "-T", iqn];
-        // `tgtd` has no notification of its readiness, so the first command to it is repeated
-        // until its control socket is there.
+        // `tgtd` has no ready notification, so we retry the first command until the control socket
+        // is available.
         while let Err(error) = manage(&target) {
             if started.elapsed() > Duration::from_secs(10) {
                 return Err(error);
@@ -61,17 +62,17 @@ impl Tgt {
         Ok(tgt)
     }
 
-    /// Changes parameters of its unit, as `thin_provisioning=1`.
+    /// Updates parameters of the unit, for example `thin_provisioning=1`.
     pub(crate) fn update(&self, params: &str) -> Result<(), Failure> {
         manage(&[&["--op", "update", "--params", params], &UNIT[..]].concat())
     }
 
-    /// Address of its unit.
+    /// Returns the address of the unit.
     pub(crate) fn url(&self) -> &str {
         &self.url
     }
 
-    /// Process id of the daemon.
+    /// Returns the daemon's process ID.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -82,7 +83,7 @@ fn manage(args: &[&str]) -> Result<(), Failure> {
     sh::output(command.args(args)).map(|_| ())
 }
 
-/// A TCP port of 127.0.0.1 that no process listens on now.
+/// Returns a TCP port on 127.0.0.1 that is currently unused.
 pub(crate) fn free_port() -> Result<u16, Failure> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     Ok(listener.local_addr()?.port())

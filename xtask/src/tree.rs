@@ -1,4 +1,4 @@
-//! A real tree of files: what the demo copies, and how two trees are compared.
+//! Copies a tree of real files for the demo and compares two trees.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -10,7 +10,8 @@ use sha2::{Digest, Sha256};
 
 use crate::{Failure, sh};
 
-/// Folders with real files, most varied first. The demo copies from them until it has enough.
+/// Directories with real files; the directory with the most variety is first. The demo copies files
+/// from this list until it has enough data.
 fn sources() -> Vec<PathBuf> {
     let home = std::env::var_os("CARGO_HOME")
         .map(PathBuf::from)
@@ -25,27 +26,27 @@ fn sources() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Entries of a tree, by their paths.
+/// Tree entries by path.
 #[derive(Default, PartialEq, Eq)]
 pub(crate) struct Tree {
-    /// Path below the root → what it is: a checksum for a file, a target for a link.
+    /// Maps a path relative to the root to its entry.
     pub(crate) entries: BTreeMap<PathBuf, Entry>,
-    /// Bytes in its files.
+    /// Total size of files, in bytes.
     pub(crate) bytes: u64,
 }
 
-/// One entry of a tree.
+/// An entry in a tree.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Entry {
-    /// A regular file, by the SHA-256 of its bytes.
+    /// A regular file with the SHA-256 checksum of its data.
     File([u8; 32]),
-    /// A symbolic link, by its target.
+    /// A symbolic link with its target.
     Link(PathBuf),
-    /// A folder of the tree.
+    /// A directory.
     Folder,
 }
 
-/// Copies at least `enough` bytes of real files into `to`; answers how many bytes.
+/// Copies at least `enough` bytes of real files to `to` and returns the number of bytes copied.
 pub(crate) fn collect(to: &Path, enough: u64) -> Result<u64, Failure> {
     let mut bytes = 0;
     for (i, source) in sources().into_iter().filter(|s| s.is_dir()).enumerate() {
@@ -60,7 +61,7 @@ pub(crate) fn collect(to: &Path, enough: u64) -> Result<u64, Failure> {
 fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Failure> {
     fs::create_dir_all(to)?;
     let mut entries: Vec<_> = fs::read_dir(from)?.filter_map(Result::ok).collect();
-    // Sorted, so that the same machine copies the same files in every run.
+    // Sort the entries, so that every run on this machine will copy the same files.
     entries.sort_by_key(fs::DirEntry::file_name);
     for entry in entries {
         if *bytes >= enough {
@@ -72,7 +73,7 @@ fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Fail
             copy(&path, &target, enough, bytes)?;
         } else if kind.is_symlink() {
             std::os::unix::fs::symlink(fs::read_link(&path)?, &target)?;
-        // Sockets and what may not be read are left out: any real files will do.
+        // Skip sockets and files that we can't read: we don't depend on specific files.
         } else if kind.is_file() && File::open(&path).is_ok() {
             *bytes += fs::copy(&path, &target)?;
         }
@@ -80,7 +81,7 @@ fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Fail
     Ok(())
 }
 
-/// Reads a tree whole. `lost+found` at its top is the file system's own and is left out.
+/// Reads a whole tree. `lost+found` in the root is created by the file system, so we ignore it.
 pub(crate) fn read(root: &Path) -> Result<Tree, Failure> {
     let mut tree = Tree::default();
     let mut folders = vec![PathBuf::new()];
@@ -108,7 +109,7 @@ pub(crate) fn read(root: &Path) -> Result<Tree, Failure> {
     Ok(tree)
 }
 
-/// Fails with the first difference, if there is one.
+/// Returns an error with the first difference, if any.
 pub(crate) fn compare(expected: &Tree, found: &Tree) -> Result<(), Failure> {
     for (path, entry) in &expected.entries {
         match found.entries.get(path) {
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_changed_missing_or_added_file_is_found() {
+    fn tree_comparison_finds_differences() {
         let scratch = sh::Scratch::new("tree-test").unwrap();
         let (a, b) = (scratch.join("a"), scratch.join("b"));
         for root in [&a, &b] {

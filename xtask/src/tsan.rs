@@ -1,18 +1,19 @@
-//! `cargo xtask tsan`: tests in which threads, software NICs and workers share memory, under
-//! ThreadSanitizer, with a standard library that it sees, too.
+//! `cargo xtask tsan`: uses ThreadSanitizer to run tests in which memory is shared between threads,
+//! software NICs or workers. The standard library is instrumented as well.
 
 use crate::{Failure, nightly, root, sh};
 
-/// Reports that are not of races, each with its reason.
+/// Suppressions for false positives. Every entry has a comment with the reason.
 const SUPPRESSIONS: &str = "xtask/tsan.txt";
 
-/// Packages, and their tests that run.
+/// Packages, with the tests to run.
 const SUBJECTS: &[(&str, &str)] = &[
     ("riser-transport", "provider"),
     ("riser-target", "in_memory"),
 ];
 
-/// Functions whose result depends on how fast packets come, and all is slow here.
+/// Functions to skip because they depend on how fast packets are received, but everything is slow
+/// here.
 const SKIPPED: &[&str] = &["narrow_the_requesters_window"];
 
 /// Options of `cargo xtask tsan`.
@@ -25,10 +26,11 @@ pub(crate) struct Options {
     only: Vec<String>,
 }
 
-/// Builds and runs them; fails for a race.
+/// Builds and runs the tests; returns an error if there is a data race.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     nightly::ensure(&["rust-src"])?;
-    // With a platform named, flags are for it alone: macros and build scripts run without.
+    // If we specify a target, Cargo will use the flags only for this target, but not for macros and
+    // build scripts.
     let host = nightly::host()?;
     for (package, test) in SUBJECTS {
         let mut words = options.only.iter();
@@ -38,18 +40,18 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         println!("── {package}, {test}");
         let args = ["test", "-Zbuild-std", "--target", &host];
         let mut command = nightly::cargo(args);
-        // Each byte that is copied is a call of the checker's; at least the rest is to be fast.
+        // The checker is called for every byte copied, so we should at least optimize the rest.
         for package in ["riser-memory", "riser-transport"] {
             let config = format!("profile.dev.package.{package}.opt-level=2");
             command.args(["--config", &config]);
         }
         command.args(["-p", package, "--test", test]);
-        // Copies of shared memory are assembly otherwise, which it does not see.
+        // By default, shared memory is copied using assembly, which the checker can't instrument.
         command.args(["--features", "riser-memory/loops", "--"]);
         command.args(options.name.as_deref());
         command.args(SKIPPED.iter().flat_map(|name| ["--skip", name]));
         command.env("RUSTFLAGS", "-Zsanitizer=thread");
-        // Apart, since all other builds would wait for this one.
+        // Use a separate target directory, so that other builds don't have to wait for this build.
         command.env("CARGO_TARGET_DIR", root().join(".build/tsan"));
         let suppressions = root().join(SUPPRESSIONS);
         command.env(

@@ -1,4 +1,4 @@
-//! Clients: their command lines, and which figures they print.
+//! Benchmark clients: creates the command lines and parses the output.
 
 use std::process::Command;
 
@@ -8,22 +8,23 @@ use super::systems::Client;
 use super::workloads::Load;
 use crate::{Failure, sh};
 
-/// Bytes of a block of the SCSI units, which `iscsi-perf` counts in.
+/// Block size of the SCSI units in bytes, used as a unit by `iscsi-perf`.
 const BLOCK: u32 = 512;
 
-/// Client of NBD servers.
+/// Client to use for NBD servers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum NbdClient {
-    /// fio, if it has the engine, otherwise riser
+    /// Use fio if it has the nbd engine, otherwise riser
     Auto,
-    /// fio's nbd engine
+    /// Use fio's nbd engine
     Fio,
-    /// `riser bench nbd+unix://...`
+    /// Use `riser bench nbd+unix://...`
     Riser,
 }
 
 impl NbdClient {
-    /// Decides which one it is: Debian's fio has the engine, other builds may lack it.
+    /// Selects the client if not set by the user. Debian's fio has the nbd engine, but other builds
+    /// may not support it.
     pub(super) fn decided(self) -> Self {
         let has_engine = || sh::output(&mut sh::cmd("fio", ["--enghelp=nbd"])).is_ok();
         match self {
@@ -33,7 +34,7 @@ impl NbdClient {
         }
     }
 
-    /// Name in the results file.
+    /// Name used in the results file.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Riser => "riser",
@@ -42,27 +43,27 @@ impl NbdClient {
     }
 }
 
-/// One run of a client.
+/// Parameters for a single run of a client.
 pub(super) struct Run<'a> {
     pub(super) place: &'a Place,
     pub(super) load: Load,
-    /// Jobs at once, each with a connection of its own where there are connections.
+    /// Number of parallel jobs. Every job uses a separate connection, if there are connections.
     pub(super) jobs: u32,
     pub(super) seconds: u32,
-    /// Seconds before them. Their operations take processor time and are not counted, so there are
-    /// none where that time is measured.
+    /// Warm-up time in seconds before the measurement. These operations are not counted, but they
+    /// still use CPU time, so this must be zero if we measure CPU time.
     pub(super) warm_up: u32,
-    /// Packets that the software NIC of the client loses in each direction, in percent; none is a
-    /// NIC without injected faults.
+    /// Packet loss of the client's software NIC in each direction, in percent. If `None`, no faults
+    /// are injected.
     pub(super) loss: Option<f64>,
-    /// Operations per second that arrive at random (an open loop); without, the next begins when
-    /// one has ended.
+    /// Rate of an open loop with random arrivals, in operations per second. If `None`, the next
+    /// operation is sent when the previous one has completed.
     pub(super) rate: Option<u64>,
     pub(super) nbd_client: NbdClient,
 }
 
 impl Run<'_> {
-    /// Command line of the client for a disk.
+    /// Creates the client's command line for a disk.
     pub(super) fn command(&self, client: Client, disk: &Address) -> Result<Command, Failure> {
         match (client, disk) {
             (Client::Fio, Address::File { path, direct }) => Ok(self.fio(&[
@@ -89,7 +90,7 @@ impl Run<'_> {
         }
     }
 
-    /// Figures in the output of that command.
+    /// Parses the output of this command.
     pub(super) fn reading(&self, client: Client, output: &str) -> Result<Reading, Failure> {
         match client {
             Client::IscsiPerf => reading::iscsi_perf(output, &self.load, f64::from(self.seconds)),
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn nbd_servers_have_the_client_that_was_decided_on() {
+    fn nbd_servers_use_selected_client() {
         let disk = Address::Url("nbd+unix:///?socket=/s".into());
         let fio = words(Client::Nbd, &disk, NbdClient::Fio);
         assert!(
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_get_the_load_in_their_own_words() {
+    fn client_commands_contain_load() {
         let url = Address::Url("iscsi://h/t/1".into());
         let perf = words(Client::IscsiPerf, &url, NbdClient::Fio);
         assert_eq!(perf, "iscsi-perf -r -b 8 -m 32 -t 5 iscsi://h/t/1");
@@ -241,7 +242,7 @@ mod tests {
             let command = run.command(Client::Riser, &url).unwrap();
             command.get_args().any(|arg| arg == word)
         };
-        // An injector that loses nothing is not the same as none.
+        // Note that an injector without loss is not the same as no injector.
         assert!(has(Some(0.0), "loss=0") && !has(None, "--inject"));
         let file = Address::File {
             path: "/mnt/lun0".into(),
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_without_its_kind_of_disk_is_refused() {
+    fn client_rejects_unsupported_disk() {
         let place = place();
         let run = run(&place, NbdClient::Fio);
         let url = Address::Url("srp://h/0".into());

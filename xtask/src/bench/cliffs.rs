@@ -1,27 +1,27 @@
-//! Steps of a curve that cost more than they may.
+//! Finds steps in a curve where the cost exceeds the limit.
 
 use super::curves::{CURVES, Curve, Rule};
 use super::results::Scaling;
 use super::stats::{Interval, Summary, ratios};
 use super::systems::{ISCSI, ISER, SRP, named};
 
-/// Systems that are judged; the others are peers.
+/// Systems to check. All other systems are used for comparison.
 const OURS: [&str; 3] = [SRP, ISER, ISCSI];
 
-/// A step from one place of a curve to the next, by one system.
+/// A step of one system between two adjacent points of a curve.
 #[derive(Debug)]
 pub(super) struct Step {
     curve: &'static Curve,
     system: &'static str,
     from: f64,
     to: f64,
-    /// Figures behind the step by those before it, of the same round.
+    /// Ratio of the values after and before this step, using values from the same round.
     ratio: Summary,
     interval: Interval,
 }
 
 impl Step {
-    /// Whether it costs more than it may, beyond noise.
+    /// Returns true if the cost of this step exceeds the limit by more than noise.
     pub(super) fn is_cliff(&self) -> bool {
         self.curve.rule.is_broken(self.interval)
     }
@@ -30,7 +30,7 @@ impl Step {
         self.curve.id == curve.id
     }
 
-    /// Its name, and its figures beside the bound.
+    /// Formats the name of this step, its values and the limit.
     pub(super) fn describe(&self) -> String {
         let label = named(self.system).map_or(self.system, |system| system.label);
         let (from, to) = (self.curve.label(self.from), self.curve.label(self.to));
@@ -46,7 +46,7 @@ impl Step {
     }
 }
 
-/// All steps that were measured, in the order of the curves.
+/// Returns all measured steps, in the same order as the curves.
 pub(super) fn steps(scaling: &Scaling) -> Vec<Step> {
     let curves = CURVES.iter().flat_map(|curve| {
         let systems = curve.systems.iter().filter(|id| OURS.contains(id));
@@ -67,7 +67,7 @@ fn step(
 ) -> Option<Step> {
     let figures = |x| scaling.figures(curve.id, system, x);
     let mut ratios = ratios(&figures(to), &figures(from));
-    // A round without any throughput before the step says nothing about it.
+    // A round with zero throughput before the step can't be used for comparison.
     ratios.retain(|ratio| ratio.is_finite());
     Some(Step {
         curve,
@@ -86,7 +86,7 @@ mod tests {
     use super::super::systems::NBDKIT;
     use super::*;
 
-    /// Rounds of a curve: for each place the figure of each round.
+    /// Creates the results of a curve using the values of every round for each point.
     fn scaling(curve: &str, system: &str, places: &[(f64, &[f64])]) -> Scaling {
         let points = places.iter().flat_map(|(x, rounds)| {
             rounds.iter().enumerate().map(|(round, y)| Point {
@@ -110,12 +110,12 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_loses_throughput_in_all_rounds_is_a_cliff_with_its_name() {
+    fn throughput_loss_in_all_rounds_is_cliff() {
         let places: &[(f64, &[f64])] = &[
             (32.0, &[100.0, 110.0, 90.0]),
             (64.0, &[100.0, 100.0, 100.0]),
             (128.0, &[50.0, 60.0, 55.0]),
-            // From there on it rises again, which does not make up for it.
+            // This step rises again, but this must not make up for the previous one.
             (256.0, &[120.0, 120.0, 120.0]),
         ];
         let found = cliffs("depth", SRP, places);
@@ -128,10 +128,10 @@ mod tests {
     }
 
     #[test]
-    fn what_a_step_loses_within_noise_or_within_the_rule_is_no_cliff() {
+    fn loss_within_noise_is_not_cliff() {
         let noisy: &[(f64, &[f64])] = &[(1.0, &[100.0, 100.0]), (2.0, &[50.0, 95.0])];
         assert!(cliffs("depth", SRP, noisy).is_empty());
-        // Under loss it is expected to fall.
+        // Under packet loss, we expect throughput to fall.
         let falling: &[(f64, &[f64])] = &[(1.0, &[100.0, 100.0]), (2.0, &[50.0, 55.0])];
         assert_eq!(cliffs("depth", SRP, falling).len(), 1);
         assert!(cliffs("loss", SRP, falling).is_empty());
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn where_less_is_better_a_step_may_not_grow_too_much() {
+    fn excessive_growth_is_cliff() {
         let tail = |behind: f64| cliffs("tail", SRP, &[(50.0, &[4.0]), (70.0, &[behind])]);
         assert!(tail(11.0).is_empty());
         assert_eq!(tail(13.0).len(), 1);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_between_neighbours_that_were_both_measured() {
+    fn steps_need_both_measured_points() {
         let places: &[(f64, &[f64])] = &[(1.0, &[100.0]), (4.0, &[1.0])];
         assert!(steps(&scaling("depth", SRP, places)).is_empty());
         assert!(steps(&scaling("depth", SRP, &[])).is_empty());

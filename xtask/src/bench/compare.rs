@@ -1,4 +1,4 @@
-//! All systems beside each other, in rounds.
+//! Compares all systems in several rounds.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use super::systems::{Client, System};
 use super::workloads::Workload;
 use crate::Failure;
 
-/// Rows and columns of a run.
+/// Rows and columns to measure in this run.
 pub(super) struct Selection {
     pub(super) systems: Vec<&'static System>,
     pub(super) workloads: Vec<&'static Workload>,
 }
 
-/// Measures the rounds; `keep` gets the results after each.
+/// Measures all rounds. After each round, the current results are passed to `keep`.
 pub(super) fn measure(
     rig: &Rig,
     selection: &Selection,
@@ -37,11 +37,12 @@ pub(super) fn measure(
         skipped,
         samples: Vec::new(),
     };
-    // Rounds are outermost, and systems innermost: a machine that slows down for a while spoils one
-    // round, which the median leaves out, and both sides of a ratio alike.
+    // Rounds must be the outermost loop, and systems the innermost. If the machine slows down for
+    // some time, this should affect just one round, which is then ignored by the median, and both
+    // sides of a ratio should be affected equally.
     for round in 1..=rounds {
         for workload in &selection.workloads {
-            // None of them always comes after the same one.
+            // Rotate the order, so that no system always runs after the same one.
             systems.rotate_left(usize::from(round > 1));
             for system in systems.iter().filter(|system| system.runs(&workload.load)) {
                 let measured = rig.measure(system, &workload.load).map_err(|error| {
@@ -83,12 +84,12 @@ fn sample(round: usize, system: &System, workload: &Workload, measured: &Measure
     }
 }
 
-/// To whole units: fractions of nanoseconds and operations are noise.
+/// Rounds to an integer, because any fraction of a nanosecond or an operation is noise.
 fn rounded(figure: f64) -> f64 {
     figure.round()
 }
 
-/// A sample in one line.
+/// Formats a sample as a single line.
 fn shown(sample: &Sample) -> String {
     let p50 = sample
         .p50_ns

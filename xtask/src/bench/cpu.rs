@@ -1,4 +1,4 @@
-//! Processor time that a client and its servers take for a run.
+//! Measures the CPU time used by a client and its servers during a run.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -10,17 +10,17 @@ use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
 use crate::Failure;
 
-/// A client that has ended well.
+/// Result of a client that exited successfully.
 pub(super) struct Ran {
-    /// Its standard output.
+    /// Standard output of the client.
     pub(super) output: String,
-    /// Time of the client, from its start to its end.
+    /// CPU time used by the client from start to exit.
     pub(super) client: Duration,
-    /// Time of all servers meanwhile.
+    /// CPU time used by all servers during the same time.
     pub(super) server: Duration,
 }
 
-/// Runs a client to its end. `log` is a file for its standard error.
+/// Runs a client until it exits. Its standard error is written to the `log` file.
 pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<Ran, Failure> {
     let name = client.get_program().to_string_lossy().into_owned();
     let failed = |e: &dyn std::fmt::Display| format!("{name}: {e}");
@@ -33,10 +33,10 @@ pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<R
         .map_err(|e| failed(&e))?;
     let mut output = String::new();
     let mut out = child.stdout.take().ok_or("it has an output")?;
-    // Read to the end before the process is waited for: with a full pipe it would never end.
+    // Read all output before we wait for the process: with a full pipe, it would never exit.
     let read = out.read_to_string(&mut output);
-    // It stays a zombie until it is reaped, and its time can be read as that of a server is: by the
-    // same clock, with its children.
+    // Because the process stays a zombie until it's reaped, we can read its CPU time the same way
+    // as for a server: from the same clock, and including children.
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or("a process id is out of range")?;
     waitid(
@@ -62,7 +62,7 @@ fn sum(processes: &[u32]) -> Result<Duration, Failure> {
     processes.iter().map(|pid| of(*pid)).sum()
 }
 
-/// Time of a process with all its threads and with the children that it has waited for.
+/// Returns the CPU time of a process, including all threads and any children it has reaped.
 fn of(pid: u32) -> Result<Duration, Failure> {
     let path = format!("/proc/{pid}/stat");
     let line = fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
@@ -71,8 +71,9 @@ fn of(pid: u32) -> Result<Duration, Failure> {
     Ok(Duration::from_secs_f64(ticks as f64 * each))
 }
 
-/// Time that the threads of some processes have run so far, in nanoseconds: finer than [`of`],
-/// whose ticks are too long for idle processes. A thread that has ended is no longer counted.
+/// Returns the total CPU time of all threads in these processes, in nanoseconds. Unlike [`of`],
+/// whose tick size is too large for idle processes, this doesn't include threads that have already
+/// exited.
 pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
     let mut sum = 0;
     for pid in processes {
@@ -81,7 +82,7 @@ pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
             let path = task?.path().join("schedstat");
             match fs::read_to_string(&path) {
                 Ok(line) => sum += run_time(&line).ok_or_else(|| format!("{path:?}: {line}"))?,
-                // The thread has just ended.
+                // This thread has just exited.
                 Err(e) if e.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
                 Err(e) => return Err(format!("{}: {e}", path.display()).into()),
             }
@@ -90,15 +91,15 @@ pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
     Ok(sum)
 }
 
-/// The first number of a line of `schedstat`: nanoseconds on a processor.
+/// Parses the first number in a `schedstat` line: time on a CPU, in nanoseconds.
 fn run_time(line: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Sum of `utime`, `stime`, `cutime` and `cstime` of a line of `/proc/PID/stat` (proc(5)).
+/// Returns the sum of `utime`, `stime`, `cutime` and `cstime` in a `/proc/PID/stat` line (proc(5)).
 fn ticks(line: &str) -> Option<u64> {
-    // The name, in brackets, may have blanks and brackets in it. The first field behind it is the
-    // third one of the line, and the times are the 14th to the 17th.
+    // The process name is in parentheses, but may also contain spaces and parentheses. The first
+    // field after the name is field 3 of the line, so the times are fields 14 to 17.
     let (_, behind) = line.rsplit_once(')')?;
     let times: Vec<u64> = behind
         .split_whitespace()
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_run_time_of_a_process_grows() {
+    fn process_run_time_grows() {
         assert_eq!(run_time("123456789 22 7\n"), Some(123_456_789));
         assert_eq!(run_time(""), None);
         let me = [std::process::id()];
@@ -137,10 +138,10 @@ mod tests {
     }
 
     #[test]
-    fn a_client_is_measured_and_its_failure_is_shown() {
+    fn client_time_and_failure_are_reported() {
         let scratch = sh::Scratch::new("cpu-test").unwrap();
         let log = scratch.join("client.log");
-        // A child of the client: its time counts, too.
+        // The client's time should also include its children.
         let busy = "sh -c 'i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done'; echo done";
         let me = std::process::id();
         let ran = run(&mut sh::cmd("sh", ["-c", busy]), &[me], &log).unwrap();

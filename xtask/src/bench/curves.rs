@@ -1,38 +1,38 @@
-//! Curves of the scaling run: their axes and systems.
+//! Curves of the scaling run, with their axes and systems.
 
 use super::stats::Interval;
 use super::systems::{ISCSI, ISER, NBDKIT, SRP};
 
-/// Quantity on the horizontal axis.
+/// Value shown on the horizontal axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Vary {
-    /// Operations of one session in flight.
+    /// Number of operations in flight, using a single session.
     Depth,
-    /// Sessions at one unit.
+    /// Number of sessions to the same unit.
     Sessions,
-    /// Units, with a session each.
+    /// Number of units, using one session per unit.
     Units,
-    /// Bytes of one operation.
+    /// Size of an operation in bytes.
     BlockSize,
-    /// Packets lost, in percent.
+    /// Packet loss in percent.
     Loss,
-    /// Arrivals in an open loop, in percent of what a closed loop reaches.
+    /// Arrival rate of an open loop, in percent of the maximum rate of a closed loop.
     Share,
-    /// Sessions without commands.
+    /// Number of idle sessions.
     IdleSessions,
 }
 
-/// What a step to the next place of a curve may cost.
+/// Maximum cost of a step to the next point of a curve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Rule {
-    /// At least this share of the throughput is left.
+    /// Throughput must not fall below this fraction of the previous value.
     Keeps(f64),
-    /// The figure, of which less is better, is at most this multiple.
+    /// The value (where smaller is better) must not exceed this multiple of the previous value.
     Grows(f64),
 }
 
 impl Rule {
-    /// Whether a step breaks the rule in all of an interval, that is, by more than noise.
+    /// Returns true if the whole interval violates the rule, so that this can't be noise.
     pub(super) fn is_broken(self, ratio: Interval) -> bool {
         match self {
             Self::Keeps(share) => ratio.high < share,
@@ -40,7 +40,7 @@ impl Rule {
         }
     }
 
-    /// A sentence for documents.
+    /// Returns a sentence for use in documents.
     pub(super) fn about(self) -> String {
         match self {
             Self::Keeps(share) => {
@@ -54,10 +54,10 @@ impl Rule {
     }
 }
 
-/// A picture with a line for each system.
+/// A chart with a line for each system.
 #[derive(Debug)]
 pub(super) struct Curve {
-    /// Name in the results file, and of the picture.
+    /// Name used in the results file and for the chart.
     pub(super) id: &'static str,
     pub(super) vary: Vary,
     pub(super) title: &'static str,
@@ -65,16 +65,16 @@ pub(super) struct Curve {
     pub(super) axis: &'static str,
     pub(super) xs: &'static [f64],
     pub(super) systems: &'static [&'static str],
-    /// What a step to the next place may cost.
+    /// Maximum cost of a step to the next point.
     pub(super) rule: Rule,
-    /// Sentences about the load.
+    /// Description of the load.
     pub(super) about: &'static str,
 }
 
-/// Operations in flight of each session, where sessions are many.
+/// Number of operations in flight per session when we use many sessions.
 pub(super) const DEPTH_OF_MANY: u32 = 4;
 
-/// Operations in flight where the block size varies.
+/// Number of operations in flight when we vary the block size.
 pub(super) const DEPTH_OF_BLOCKS: u32 = 8;
 
 pub(super) const CURVES: &[Curve] = &[
@@ -95,7 +95,7 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "sessions",
         xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
         systems: &[NBDKIT, SRP, ISCSI],
-        // Processes that share the machine's cores.
+        // These processes have to share the CPU cores of this machine.
         rule: Rule::Keeps(0.8),
         about: "Sessions with four operations in flight each, all at one unit; each is a process of \
                 `riser`, or a job of fio with a connection of its own.",
@@ -126,7 +126,7 @@ pub(super) const CURVES: &[Curve] = &[
             4_194_304.0,
         ],
         systems: &[NBDKIT, SRP, ISER, ISCSI],
-        // Of bytes: that operations become fewer as they become longer is no loss.
+        // Based on bytes: if operations are larger, we expect fewer of them.
         rule: Rule::Keeps(0.8),
         about: "One session with eight operations in flight.",
     },
@@ -137,7 +137,8 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "packets lost in each direction, in percent",
         xs: &[0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0],
         systems: &[SRP, ISER],
-        // Each step loses several times as many packets, and a window is sent again for each.
+        // Each step loses several times as many packets, and every loss requires us to send a whole
+        // window again.
         rule: Rule::Keeps(0.3),
         about: "The software NIC of the client loses packets that it sends and receives. For this curve, \
                 at 0 % as well, it sends packets one by one, so these figures are not comparable \
@@ -162,7 +163,7 @@ pub(super) const CURVES: &[Curve] = &[
         axis: "sessions",
         xs: &[1.0, 10.0, 100.0],
         systems: &[SRP, ISCSI],
-        // Ten times the sessions, and half of that again.
+        // With ten times as many sessions, we allow for another half.
         rule: Rule::Grows(15.0),
         about: "Sessions that are attached and have no commands; the time is that of all threads of \
                 `riserd`.",
@@ -180,7 +181,7 @@ impl Curve {
         }
     }
 
-    /// Unit of its table, and how many of the axis it is.
+    /// Returns the unit used in the table, and the number of axis units it contains.
     pub(super) fn unit(&self) -> (&'static str, f64) {
         match self.vary {
             Vary::BlockSize => ("MB/s", 1e6),
@@ -190,7 +191,7 @@ impl Curve {
         }
     }
 
-    /// Text of a place on the horizontal axis.
+    /// Formats a point on the horizontal axis.
     pub(super) fn label(&self, x: f64) -> String {
         let bytes = x as u64;
         match self.vary {
@@ -208,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn curves_name_systems_and_stay_within_the_rig() {
+    fn curves_use_known_systems() {
         for curve in CURVES {
             let all = curve.systems.iter().all(|id| systems::named(id).is_some());
             assert!(all, "{curve:?}");

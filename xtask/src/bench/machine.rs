@@ -1,4 +1,4 @@
-//! The machine that figures are from, and how busy it was.
+//! Describes the machine used for measurements and checks if it's busy.
 
 use std::fs;
 use std::path::Path;
@@ -8,13 +8,14 @@ use super::results::Provenance;
 use super::rig::Rig;
 use crate::{Failure, root, sh};
 
-/// Share of the processors that others may use during a run, in percent.
+/// Maximum CPU usage by other processes during a run, in percent.
 const BUSY: f64 = 5.0;
 
-/// Time for which the processors are looked at before a run.
+/// Time to sample CPU usage before a run.
 const LOOK: Duration = Duration::from_secs(2);
 
-/// Describes the machine, the programs and the run, and warns if other processes are at work.
+/// Describes the machine, the programs and the current run. Prints a warning if other processes are
+/// using the CPUs.
 pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure> {
     let idle_percent = idle_percent()?;
     if idle_percent < 100.0 - BUSY {
@@ -37,14 +38,14 @@ pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure
     })
 }
 
-/// The command as it is typed.
+/// Returns the command as typed by the user.
 fn command_line(args: impl Iterator<Item = String>) -> String {
     let words = ["cargo", "xtask"].map(str::to_owned).into_iter();
     words.chain(args).collect::<Vec<_>>().join(" ")
 }
 
-/// Commit that the programs were built from. That of programs from elsewhere is not that of our
-/// sources.
+/// Returns the commit from which the programs were built. If the programs are not our own build,
+/// the commit of our sources must not be used.
 fn commit(rig: &Rig) -> Option<String> {
     if rig.is_built {
         return commit_of_sources().ok();
@@ -54,10 +55,10 @@ fn commit(rig: &Rig) -> Option<String> {
     commit_in(&version).map(str::to_owned)
 }
 
-/// The commit that a version names, as `riserd 1.2.0 (0123abc)` does.
+/// Returns the commit in a version string such as `riserd 1.2.0 (0123abc)`.
 fn commit_in(version: &str) -> Option<&str> {
     let words = version.split(|c: char| !c.is_ascii_alphanumeric());
-    // `git describe` puts a letter before it.
+    // `git describe` adds a letter as a prefix.
     let mut words = words.map(|word| word.strip_prefix('g').unwrap_or(word));
     words.find(|word| (7..=40).contains(&word.len()) && word.chars().all(|c| c.is_ascii_hexdigit()))
 }
@@ -65,7 +66,7 @@ fn commit_in(version: &str) -> Option<&str> {
 fn commit_of_sources() -> Result<String, Failure> {
     let git = |args: &[&str]| sh::output(sh::cmd("git", args).current_dir(root()));
     let mut commit = git(&["rev-parse", "--short=12", "HEAD"])?.trim().to_owned();
-    // Documents and results do not change what is measured.
+    // Changes to documents and results don't affect the measurement.
     let changes = git(&[
         "status",
         "--porcelain",
@@ -99,12 +100,12 @@ fn machine() -> Result<String, Failure> {
     ))
 }
 
-/// Whether the processor says that a hypervisor runs it.
+/// Returns true if the CPU reports a hypervisor.
 fn is_virtual(cpus: &str) -> bool {
     field(cpus, "flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"))
 }
 
-/// The first value with a name, of lines `name : value`.
+/// Returns the first value with this name in lines such as `name : value`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (found, value) = line.split_once(':')?;
@@ -112,13 +113,13 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     })
 }
 
-/// Versions of the programs that are there.
+/// Returns the versions of all available programs.
 fn programs(ours: &Path) -> Vec<String> {
     let riser = ours.join("riser");
     let version = |program: &Path, option| {
         let text = line(&mut sh::cmd(program, [option])).ok()?;
         let name = program.file_name()?.to_string_lossy().into_owned();
-        // Some leave out their name.
+        // Some programs don't print their name.
         let is_named = text.to_lowercase().contains(&name);
         Some(if is_named {
             text
@@ -144,7 +145,7 @@ fn line(command: &mut std::process::Command) -> Result<String, Failure> {
     Ok(text.lines().next().unwrap_or_default().trim().to_owned())
 }
 
-/// Share of the processors that is idle now, in percent.
+/// Returns the current idle time of all CPUs, in percent.
 fn idle_percent() -> Result<f64, Failure> {
     let look = || -> Result<_, Failure> {
         let text = fs::read_to_string("/proc/stat")?;
@@ -157,12 +158,13 @@ fn idle_percent() -> Result<f64, Failure> {
     Ok(100.0 * idle.saturating_sub(idle_before) as f64 / all as f64)
 }
 
-/// Idle ticks and all ticks of the line for all processors of `/proc/stat` (proc(5)).
+/// Returns idle and total ticks from the `/proc/stat` line for all CPUs (proc(5)).
 fn idle_of_all(text: &str) -> Option<(u64, u64)> {
     let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let ticks: Option<Vec<u64>> = line.split_whitespace().map(|t| t.parse().ok()).collect();
     let ticks = ticks?;
-    // user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
+    // The fields are user, nice, system, idle, iowait, irq, softirq and steal. Guest time is
+    // already included in user time.
     let all = ticks.iter().take(8).sum();
     Some((ticks.get(3)? + ticks.get(4)?, all))
 }
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_described_by_its_first_processor() {
+    fn machine_uses_first_processor() {
         let cpus = "processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nflags\t\t: fpu hypervisor sse\n\n\
                     processor\t: 1\nmodel name\t: B\n";
         assert_eq!(field(cpus, "model name"), Some("A CPU @ 2 GHz"));
@@ -188,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_version_may_name_a_commit() {
+    fn version_may_contain_commit() {
         assert_eq!(
             commit_in("riserd 1.2.0 (0123abcd4567)"),
             Some("0123abcd4567")
@@ -198,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_line_begins_with_cargo() {
+    fn command_line_starts_with_cargo() {
         let args = ["bench", "--rounds", "5"].map(str::to_owned).into_iter();
         assert_eq!(command_line(args), "cargo xtask bench --rounds 5");
     }

@@ -1,17 +1,18 @@
-//! `cargo xtask bench`: our target beside its peers on the same file, in one run; and
-//! `cargo xtask path-cost`.
+//! `cargo xtask bench`: benchmarks our target and its competitors using the same file, in a single
+//! run. Also contains `cargo xtask path-cost`.
 //!
-//! - [`workloads`], [`systems`]: columns and rows of the tables; [`select`] takes some of them.
-//! - [`rig`]: the file, and one measurement: a server ([`servers`]), a client ([`clients`]),
-//!   its output ([`reading`]) and the cost of both ([`cpu`]).
-//! - [`compare`](mod@compare): the rounds; [`stats`] and [`targets`] judge them.
-//! - [`curves`], [`scaling`]: figures by depth, sessions, units, block size, loss and load;
-//!   [`cliffs`] judges their steps.
-//! - [`results`]: the file that keeps it all, with the [`machine`]; [`render`] and [`pictures`]
-//!   make documents of it.
+//! - [`workloads`], [`systems`]: table columns and rows; [`select`] is used to run a subset of
+//!   these.
+//! - [`rig`]: contains the file and runs a single measurement with a server ([`servers`]) and a
+//!   client ([`clients`]), then parses the output ([`reading`]) and the CPU time of both ([`cpu`]).
+//! - [`compare`](mod@compare): runs the rounds; [`stats`] and [`targets`] evaluate them.
+//! - [`curves`], [`scaling`]: measure values by depth, sessions, units, block size, loss and load;
+//!   [`cliffs`] checks the steps.
+//! - [`results`]: the results file, including the [`machine`]; [`render`] and [`pictures`] create
+//!   documents from it.
 //!
-//! A run with a selection or without judgement is a try-out: its results and documents go to
-//! `.build/bench`, and not to `docs`.
+//! If the user selects a subset or disables the check, this is a draft run: results and documents
+//! are then written to `.build/bench` instead of `docs`.
 
 mod clients;
 mod cliffs;
@@ -45,20 +46,21 @@ use crate::{Failure, root};
 /// Options of `cargo xtask bench`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Rounds, in each of which every system runs every workload; medians are shown.
+    /// Number of rounds to run every workload on every system; the median is used.
     #[arg(long, default_value_t = 5, value_parser = rounds)]
     rounds: usize,
-    /// Only systems and workloads, or curves, whose names contain WORD; may be repeated. A try-out.
+    /// Run only systems and workloads, or curves, whose name contains WORD; may be repeated. The
+    /// results are a draft.
     #[arg(long, value_name = "WORD")]
     only: Vec<String>,
-    /// Do not compare with the targets. A try-out, whose results go to .build/bench.
+    /// Do not compare with targets. The results are a draft and are written to .build/bench.
     #[arg(long)]
     no_judge: bool,
-    /// Measure curves by depth, sessions, units, block size, loss and load, and not the tables;
-    /// fails where a step of a curve costs more than it may.
+    /// Measure curves by depth, sessions, units, block size, loss and load instead of the tables;
+    /// fails if the cost of a step exceeds the limit.
     #[arg(long)]
     scaling: bool,
-    /// Measure nothing: write the documents again from docs/performance/results.json.
+    /// Do not measure; generate the documents from docs/performance/results.json again.
     #[arg(long, conflicts_with_all = ["scaling", "only", "no_judge"])]
     render: bool,
     #[command(flatten)]
@@ -78,7 +80,7 @@ impl Options {
     }
 }
 
-/// Measures or renders; fails where a target is missed.
+/// Runs the measurements or renders documents. Returns an error if a target was missed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.render {
         let results = Results::load(&kept())?;
@@ -94,7 +96,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Results of the last whole run, which the repository has.
+/// Path of the results file in the repository, updated by the last full run.
 fn kept() -> PathBuf {
     root()
         .join("docs")
@@ -102,7 +104,7 @@ fn kept() -> PathBuf {
         .join("results.json")
 }
 
-/// Folder of what a run in progress or a try-out leaves.
+/// Directory for files from a draft run or a run that is still in progress.
 fn draft() -> PathBuf {
     root().join(".build/bench")
 }
@@ -111,14 +113,14 @@ fn save_draft(results: &Results) -> Result<(), Failure> {
     results.save(&draft().join(render::FOLDER).join("results.json"))
 }
 
-/// Writes the documents of the repository.
+/// Writes the documents in the repository.
 fn publish(results: &Results) -> Result<(), Failure> {
     render::write(results, &root().join("docs"))?;
     render::write_readme(results, &root().join("README.md"))
 }
 
-/// Fails where the part of the results that a run does not replace is wrong: before it takes its
-/// time, since the documents are written from both parts.
+/// Checks the results that this run will not replace. We do this before we start to measure,
+/// because the documents will be created from old and new results.
 fn check_kept(options: &Options, replace: impl FnOnce(&mut Results)) -> Result<(), Failure> {
     if options.is_try_out() {
         return Ok(());
@@ -129,7 +131,7 @@ fn check_kept(options: &Options, replace: impl FnOnce(&mut Results)) -> Result<(
         .map_err(|error| format!("{error}; {help}").into())
 }
 
-/// Takes over what was measured: into the repository, or of a try-out, into a folder beside it.
+/// Saves the new results to the repository or, for a draft, to a separate directory.
 fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failure> {
     if options.is_try_out() {
         let mut results = Results::default();
@@ -146,7 +148,7 @@ fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failu
     Ok(())
 }
 
-/// Fails where rounds are to be judged and too few.
+/// Returns an error if there are not enough rounds to check the targets.
 fn check_rounds(options: &Options) -> Result<(), Failure> {
     if !options.no_judge && options.rounds < MIN_ROUNDS {
         let why = "rounds do not show noise, which judging takes: more rounds, or --no-judge";
@@ -160,7 +162,8 @@ fn compare(options: &Options) -> Result<(), Failure> {
     let selection = select::of(&options.only)?;
     check_kept(options, |results| results.comparison = None)?;
     let rig = Rig::prepare(&options.setup, &selection.systems)?;
-    // Kept after each round, since a run takes long and may be interrupted.
+    // Save the results after every round, because this run takes a long time and may be
+    // interrupted.
     let keep = |comparison: &Comparison| {
         save_draft(&Results {
             comparison: Some(comparison.clone()),
@@ -172,7 +175,8 @@ fn compare(options: &Options) -> Result<(), Failure> {
     let judged = judge(&comparison);
     println!("\n{}", render::targets(&judged));
     let shortfalls = shortfalls(&judged, &selection);
-    // Written before the judgement: what was missed is to be seen there.
+    // Write the documents before we check the targets, because they should also show missed
+    // targets.
     finish(options, |results| results.comparison = Some(comparison))?;
     if options.no_judge || shortfalls.is_empty() {
         return Ok(());
@@ -180,7 +184,7 @@ fn compare(options: &Options) -> Result<(), Failure> {
     Err(format!("targets are missed:\n  {}", shortfalls.join("\n  ")).into())
 }
 
-/// Targets that are missed by more than noise, and those that were selected and not measured.
+/// Returns the targets missed by more than noise, and any selected targets that were not measured.
 fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec<String> {
     let missed = judged.iter().filter(|one| one.verdict == Verdict::Missed);
     let missed = missed.map(|one| {
@@ -245,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shortfalls_are_targets_that_are_missed_or_were_not_measured() {
+    fn shortfalls_include_unmeasured_targets() {
         let of = |samples| {
             judge(&Comparison {
                 measured: provenance(),
@@ -269,7 +273,7 @@ mod tests {
         );
         let whole = shortfalls(&judged(200.0), &select::of(&[]).unwrap());
         assert_eq!(whole.len(), targets::targets().len() - 2, "{whole:?}");
-        // Its peer is missing.
+        // The competitor was not measured.
         let alone = of(vec![sample(1, (SRP, READ_32), 200.0)]);
         let absent = shortfalls(&alone, &selection);
         let expected = [

@@ -1,13 +1,13 @@
-//! `cargo xtask path-cost`: packet buffers, system calls, copies and context switches of an
-//! operation, as tracepoints of the kernel count them.
+//! `cargo xtask path-cost`: uses kernel tracepoints to count packet buffers, system calls, copies
+//! and context switches per operation.
 //!
-//! - Packet buffers (skbs) that are queued at a device: `net:net_dev_queue`. One that the kernel
-//!   sends by itself, as an acknowledgement of TCP, counts for the process that runs then.
+//! - Packet buffers (skbs) queued to a device: `net:net_dev_queue`. If a packet is sent by the
+//!   kernel, such as a TCP acknowledgement, it's counted for the current process.
 //! - System calls: `raw_syscalls:sys_enter`, and by name.
-//! - Copies out of packet buffers to processes: `skb:skb_copy_datagram_iovec`. Copies into them
-//!   have no tracepoint.
-//! - Context switches: `sched:sched_switch` away from a thread of the process, because it sleeps or
-//!   because another one gets its core.
+//! - Copies from packet buffers to a process: `skb:skb_copy_datagram_iovec`. There is no tracepoint
+//!   for copies to packet buffers.
+//! - Context switches: `sched:sched_switch` from a thread of the process, either because it sleeps
+//!   or because its core is used for another thread.
 
 use std::fs;
 use std::path::Path;
@@ -20,10 +20,10 @@ use super::workloads::Workload;
 use crate::packages::{ensure, need};
 use crate::{Failure, sh};
 
-/// Folder of the tracepoints.
+/// Tracepoint directory.
 const EVENTS: &str = "/sys/kernel/tracing/events";
 
-/// Skbs, all system calls, copies, context switches.
+/// Skbs, total system calls, copies and context switches.
 const TOTALS: [&str; 4] = [
     "net:net_dev_queue",
     "raw_syscalls:sys_enter",
@@ -31,7 +31,7 @@ const TOTALS: [&str; 4] = [
     "sched:sched_switch",
 ];
 
-/// System calls that are counted by name, as far as the kernel has them.
+/// System calls to count by name, if they are supported by the kernel.
 const CALLS: &[&str] = &[
     "io_uring_enter",
     "read",
@@ -53,24 +53,24 @@ const CALLS: &[&str] = &[
     "futex",
 ];
 
-/// Names shown of one side.
+/// Maximum number of names to show for each side.
 const MOST: usize = 3;
 
 /// Options of `cargo xtask path-cost`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Only systems and workloads whose names contain WORD; may be repeated.
+    /// Run only systems and workloads whose names contain WORD; may be repeated.
     #[arg(long, value_name = "WORD")]
     only: Vec<String>,
     #[command(flatten)]
     setup: Setup,
 }
 
-/// Counts of one side, each with the name of its event.
+/// Counts of one side, with the event name for each.
 #[derive(Debug, PartialEq)]
 struct Counts(Vec<(String, f64)>);
 
-/// Counts and prints a table.
+/// Runs the measurement and prints a table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {
         return Err("tracepoints need root".into());
@@ -82,7 +82,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         return Err("there is no tracefs: `mount -t tracefs nodev /sys/kernel/tracing`".into());
     }
     let selection = select::of(&options.only)?;
-    // Without a server there is no path.
+    // Without a server, there is no data path.
     let systems = selection.systems.into_iter();
     let systems: Vec<_> = systems
         .filter(|system| system.server != Server::None)
@@ -107,15 +107,15 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures one cell and renders its row.
+/// Measures a table cell and returns its row.
 fn row(rig: &Rig, system: &System, workload: &Workload) -> Result<String, Failure> {
     let served = rig.served(system)?;
     let run = rig.run(&workload.load);
     let client = run.command(system.client, &served.disks[0])?;
     let scratch = &rig.place.scratch;
     let logs = ["server.csv", "client.csv"].map(|name| scratch.join(name));
-    // Around the client, so that it is counted with its children; and around that, what the
-    // processes of the server do meanwhile.
+    // The inner `perf` runs the client, so that its children are also counted. The outer one counts
+    // the server processes during this time.
     let inner = sh::behind(stat(&logs[1], &[]), &client);
     let mut outer = sh::behind(stat(&logs[0], &served.processes()), &inner);
     let output = sh::output(&mut outer)?;
@@ -132,7 +132,7 @@ fn row(rig: &Rig, system: &System, workload: &Workload) -> Result<String, Failur
     Ok(format!("| {} | {name} | {totals} | {most} |", system.label))
 }
 
-/// `perf stat` of processes or of the command behind it.
+/// Returns a `perf stat` command to measure these processes, or the command passed to it.
 fn stat(log: &Path, processes: &[u32]) -> Command {
     let calls = CALLS.iter().filter(|call| {
         let folder = format!("{EVENTS}/syscalls/sys_enter_{call}");
@@ -150,7 +150,7 @@ fn stat(log: &Path, processes: &[u32]) -> Command {
     command
 }
 
-/// Reads the counts of `perf stat -x ,`, for each operation.
+/// Parses the output of `perf stat -x ,` and returns the counts per operation.
 fn counts(text: &str, operations: f64) -> Result<Counts, String> {
     let mut counts = Vec::new();
     let lines = text
@@ -179,7 +179,7 @@ impl Counts {
         found.map_or(0.0, |(_, count)| *count)
     }
 
-    /// The most frequent system calls by name.
+    /// Returns the most frequent system calls by name.
     fn most(&self) -> String {
         let call = |(name, count): &(String, f64)| {
             let name = name.strip_prefix("syscalls:sys_enter_")?;
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_was_not_counted_is_an_error() {
+    fn uncounted_event_is_error() {
         let why = |text: &str| counts(text, 1.0).unwrap_err();
         let not = TEXT.replace("200,,net", "<not counted>,,net");
         assert!(why(&not).contains("net:net_dev_queue: <not counted>"));

@@ -1,4 +1,4 @@
-//! Pictures of curves, as SVG.
+//! Draws curves as SVG charts.
 
 use plotters::prelude::*;
 
@@ -10,8 +10,8 @@ use crate::Failure;
 
 const SIZE: (u32, u32) = (760, 420);
 
-/// Colours that colour-blind readers distinguish (Okabe and Ito): the same for a system in all
-/// pictures.
+/// Colors that can be distinguished by color-blind readers (Okabe and Ito). Each system uses the
+/// same color in all charts.
 const COLOURS: [(&str, RGBColor); 4] = [
     (systems::NBDKIT, RGBColor(0, 114, 178)),
     (systems::SRP, RGBColor(213, 94, 0)),
@@ -19,10 +19,10 @@ const COLOURS: [(&str, RGBColor); 4] = [
     (systems::ISCSI, RGBColor(204, 121, 167)),
 ];
 
-/// A line: places on the axis by their number, and medians of the rounds.
+/// A line: index of the point on the axis, and the median of all rounds.
 type Line = (&'static System, Vec<(usize, f64)>);
 
-/// Draws a curve; nothing where it was not measured.
+/// Draws a curve. Returns `None` if it was not measured.
 pub(super) fn draw(curve: &Curve, scaling: &Scaling) -> Result<Option<String>, Failure> {
     let lines = lines(curve, scaling);
     let figures = lines.iter().flat_map(|(_, line)| line).map(|(_, y)| *y);
@@ -49,15 +49,15 @@ fn lines(curve: &Curve, scaling: &Scaling) -> Vec<Line> {
     curve.systems.iter().filter_map(line).collect()
 }
 
-/// Both axes are logarithmic or nearly so: doubling a depth is one step, and so is doubling what
-/// comes of it wherever it begins.
+/// We use (nearly) logarithmic scales for both axes, so that doubling the depth is always one step,
+/// and doubling the result has the same height at any value.
 fn draw_lines(
     curve: &Curve,
     lines: &[Line],
     range: Summary,
     svg: &mut String,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    // All but the throughput under loss rises, so there is room in the other corner.
+    // All values rise except for throughput under loss, so there is space in the opposite corner.
     let corner = match curve.vary {
         Vary::Loss => SeriesLabelPosition::LowerLeft,
         _ => SeriesLabelPosition::LowerRight,
@@ -65,7 +65,7 @@ fn draw_lines(
     let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
     let last = curve.xs.len() - 1;
-    // Room below for the names.
+    // Leave space for the names at the bottom.
     let (low, high) = (range.min / 3.0, range.max * 1.5);
     let mut chart = ChartBuilder::on(&root)
         .margin(12)
@@ -105,7 +105,7 @@ fn draw_lines(
     Ok(())
 }
 
-/// A number with a suffix of thousands.
+/// Formats a number with a suffix for thousands.
 fn short(number: f64) -> String {
     let (scale, suffix) = match number {
         n if n >= 1e9 => (1e9, "G"),
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_picture_has_the_medians_of_each_system() {
+    fn chart_contains_medians_of_systems() {
         let depth = CURVES.iter().find(|curve| curve.id == "depth").unwrap();
         let points = vec![
             point(("srp", 1.0), 1, 100.0),
@@ -155,12 +155,13 @@ mod tests {
         for part in ["<svg", depth.title, "SRP", "nbdkit", "256", "</svg>"] {
             assert!(svg.contains(part), "{part} is not in the picture");
         }
-        // The same results draw the same picture, or each rendering would change the files.
+        // The same results must create the same chart; otherwise the files would change each time
+        // they are rendered.
         assert_eq!(draw(depth, &scaling).unwrap().unwrap(), svg);
     }
 
     #[test]
-    fn a_curve_without_points_has_no_picture() {
+    fn curve_without_points_has_no_chart() {
         let scaling = Scaling {
             measured: provenance(),
             points: vec![point(("srp", 1.0), 1, 1.0)],
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn every_system_of_a_curve_has_a_colour() {
+    fn curve_systems_have_colors() {
         for id in CURVES.iter().flat_map(|curve| curve.systems) {
             assert!(COLOURS.iter().any(|(coloured, _)| coloured == id), "{id}");
         }

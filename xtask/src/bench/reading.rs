@@ -1,27 +1,27 @@
-//! Figures in what clients print: fio, `riser bench` and `iscsi-perf`.
+//! Parses the output of benchmark clients: fio, `riser bench` and `iscsi-perf`.
 
 use serde_json::Value;
 
 use super::workloads::Load;
 use crate::Failure;
 
-/// Figures that a client reports of one run.
+/// Results of a single run, as reported by the client.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Reading {
-    /// Operations of the run.
+    /// Number of operations.
     pub(super) operations: f64,
     /// Operations per second.
     pub(super) iops: f64,
     /// Bytes per second.
     pub(super) bytes_per_second: f64,
-    /// Median latency, in nanoseconds; `iscsi-perf` has none.
+    /// Median latency in nanoseconds; not available from `iscsi-perf`.
     pub(super) p50_ns: Option<f64>,
-    /// 99.9th percentile of the latencies, likewise.
+    /// 99.9th percentile of the latency in nanoseconds, if available.
     pub(super) p99_9_ns: Option<f64>,
 }
 
 impl Reading {
-    /// Fails without an operation: nothing can be said of one then.
+    /// Returns an error if there were no operations, because the other values would be meaningless.
     pub(super) fn some(self) -> Result<Self, Failure> {
         if self.operations < 1.0 {
             return Err("the client did no operation".into());
@@ -30,10 +30,10 @@ impl Reading {
     }
 }
 
-/// Places of the latencies' percentiles, the best first. fio's `lat` begins when an operation is
-/// submitted, as that of `riser bench` does, and its `clat` when it has been submitted, which
-/// leaves out all of an operation that is done in the call. `riser bench` has `p50`, or fio's
-/// layout.
+/// Paths to latency percentiles, in order of preference. In fio, `lat` starts when an operation is
+/// submitted, same as in `riser bench`, but `clat` starts after the submission, so it doesn't
+/// include an operation that already completes in this call. `riser bench` uses either `p50` or
+/// fio's format.
 const MEDIANS: [&str; 3] = [
     "/lat_ns/percentile/50.000000",
     "/lat_ns/p50",
@@ -45,7 +45,7 @@ const TAILS: [&str; 2] = [
     "/clat_ns/percentile/99.900000",
 ];
 
-/// Reads the JSON of fio or of `riser bench`; there may be warnings before it.
+/// Parses JSON output of fio or `riser bench`, which may have warnings before the JSON.
 pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
     let start = text.find('{').ok_or("the client printed no JSON")?;
     let document: Value = serde_json::from_str(&text[start..])?;
@@ -56,7 +56,7 @@ pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
     direction(&job[if load.is_write() { "write" } else { "read" }])
 }
 
-/// Reads the figures of reads or of writes.
+/// Parses the results for either reads or writes.
 fn direction(figures: &Value) -> Result<Reading, Failure> {
     let number = |name: &str| {
         let number = figures[name].as_f64();
@@ -75,8 +75,8 @@ fn direction(figures: &Value) -> Result<Reading, Failure> {
     })
 }
 
-/// Reads the JSON of `riser bench wire`: of its cases with checksums and data as long as those of
-/// the load, the one that moves most.
+/// Parses JSON output of `riser bench wire`. Of all cases with checksums and the same data size as
+/// this load, we use the one with the highest bandwidth.
 pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
     let document: Value = serde_json::from_str(text)?;
     let cases = document["cases"]
@@ -104,7 +104,7 @@ pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
     })
 }
 
-/// Reads the last average that `iscsi-perf` printed; it rewrites its line once a second.
+/// Parses the last average printed by `iscsi-perf`, which updates its output line every second.
 pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Reading, Failure> {
     let (_, average) = text
         .rsplit_once("iops average ")
@@ -117,14 +117,14 @@ pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Readin
     Ok(Reading {
         operations: iops * seconds,
         iops,
-        // It prints whole MiB, fewer digits than this.
+        // The program only prints whole MiB, so this value is more precise.
         bytes_per_second: iops * f64::from(load.block_size),
         p50_ns: None,
         p99_9_ns: None,
     })
 }
 
-/// One line about a result of `riser bench`.
+/// Formats a `riser bench` result as a single line.
 pub(crate) fn summary(text: &str) -> Result<String, Failure> {
     let load = Load {
         rw: "randread",
@@ -155,7 +155,7 @@ mod tests {
     };
 
     #[test]
-    fn both_layouts_of_riser_and_that_of_fio_are_read() {
+    fn riser_and_fio_results_are_parsed() {
         let today = r#"{"url": "srp://h/0", "read": {"total_ios": 20, "iops": 10.5, "bw_bytes": 43008.0,
             "lat_ns": {"p50": 900, "mean": 1}}, "write": {"total_ios": 0, "iops": 0, "bw_bytes": 0, "lat_ns": null}}"#;
         let layout = r#"{"fio version": "x", "jobs": [{"error": 0, "read": {"total_ios": 20, "iops": 10.5,
@@ -175,9 +175,9 @@ mod tests {
         }
     }
 
-    /// Where arrivals are planned, the latencies from the planned times come first.
+    /// If arrivals are scheduled, prefer the latency based on scheduled times.
     #[test]
-    fn the_tail_of_an_open_loop_is_that_of_its_response_times() {
+    fn open_loop_tail_uses_response_times() {
         let text = r#"{"jobs": [{"read": {"total_ios": 1, "iops": 1, "bw_bytes": 1,
             "clat_ns": {"percentile": {"50.000000": 5, "99.900000": 6}},
             "lat_ns": {"percentile": {"50.000000": 50, "99.900000": 600}}}}]}"#;
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn the_direction_of_the_load_is_read() {
+    fn result_uses_load_direction() {
         let text = r#"{"jobs": [{"read": {"total_ios": 1, "iops": 1, "bw_bytes": 1},
                                  "write": {"total_ios": 2, "iops": 4, "bw_bytes": 8}}]}"#;
         let iops = |load| json(text, load).unwrap().iops;
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_without_operations_or_with_an_error_is_none() {
+    fn failed_or_empty_run_is_rejected() {
         let why = |text| {
             let read = json(text, &READ).and_then(Reading::some);
             read.unwrap_err().to_string()
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_case_of_the_wire_is_the_best_of_its_size_with_checksums() {
+    fn wire_result_uses_best_checksummed_case() {
         let case = |(bytes, rate): (u32, u32), icrc: bool| {
             format!(
                 r#"{{"name": "x", "reply_bytes": {bytes}, "icrc": {icrc}, "operations": 7,
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_average_of_iscsi_perf_counts() {
+    fn iscsi_perf_uses_last_average() {
         let text = "connected to iscsi://h/t/1\n\r00:00:01 - lba 9, iops current 7 (0 MB/s), \
                     iops average 7 (0 MB/s), in_flight 32, busy 0        \
                     \riops average 250 (0 MB/s)      \n\nfinished.\n";

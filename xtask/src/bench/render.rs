@@ -1,4 +1,4 @@
-//! Documents and pictures from the file of results.
+//! Renders documents and charts from the results file.
 
 use std::fmt::Write;
 use std::fs;
@@ -14,18 +14,18 @@ use super::targets::{Aim, Judged, Verdict, judge};
 use super::workloads::{self, WORKLOADS, Workload};
 use crate::Failure;
 
-/// Folder of the pictures and of the results, beside the document.
+/// Directory for charts and results, relative to the document's directory.
 pub(super) const FOLDER: &str = "performance";
 
 const DOCUMENT: &str = "performance.md";
 
-/// Lines of README.md between which the shortest summary is.
+/// Markers in README.md, with the short summary between them.
 const MARKS: [&str; 2] = [
     "<!-- cargo xtask bench: begin -->",
     "<!-- cargo xtask bench: end -->",
 ];
 
-/// Ratios of the summary from each end.
+/// Number of ratios to show in the summary from both the best and the worst.
 const ENDS: usize = 3;
 
 const HOW: &str = "\
@@ -52,7 +52,7 @@ allows, beyond noise as above. Peers are not judged.
 [What limits the figures](src/developers/limits.md) has profiles, what was tried, and what missed targets would take.
 ";
 
-/// Writes the document and its pictures into a folder.
+/// Writes the document and its charts to a directory.
 pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
     let beside = folder.join(FOLDER);
     fs::create_dir_all(&beside)?;
@@ -64,7 +64,7 @@ pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
         let path = beside.join(format!("{}.svg", curve.id));
         match picture {
             Some(svg) => fs::write(path, svg)?,
-            // Of an earlier run, which the results no longer have.
+            // Remove a chart from an earlier run if the results don't contain it.
             None => fs::remove_file(path).or_else(|e| match e.kind() {
                 std::io::ErrorKind::NotFound => Ok(()),
                 _ => Err(e),
@@ -75,7 +75,7 @@ pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Replaces the summary in README.md.
+/// Updates the summary in README.md.
 pub(super) fn write_readme(results: &Results, readme: &Path) -> Result<(), Failure> {
     let Some(comparison) = &results.comparison else {
         return Ok(());
@@ -87,7 +87,7 @@ pub(super) fn write_readme(results: &Results, readme: &Path) -> Result<(), Failu
     Ok(())
 }
 
-/// Replaces what is between the marks.
+/// Replaces the text between the markers.
 fn inserted(text: &str, part: &str) -> Result<String, String> {
     let [begin, end] = MARKS;
     let missing = |mark| format!("there is no line `{mark}`");
@@ -96,7 +96,7 @@ fn inserted(text: &str, part: &str) -> Result<String, String> {
     Ok(format!("{head}{begin}\n\n{}\n\n{end}{tail}", part.trim()))
 }
 
-/// The whole document.
+/// Renders the whole document.
 pub(super) fn document(results: &Results) -> String {
     let mut out = String::from(
         "# Performance\n\n<!-- Written by `cargo xtask bench` from performance/results.json; \
@@ -122,12 +122,12 @@ pub(super) fn document(results: &Results) -> String {
     out
 }
 
-/// Table of the targets.
+/// Renders the table of targets.
 pub(super) fn targets(judged: &[Judged]) -> String {
     let mut out = String::from(
-        "## Targets\n\n| | beside | ratio | 95 % | required | aim | |\n| --- | --- | --- | --- | --- | --- | --- |\n",
+        "## Targets\n\n| | compared with | ratio | 95 % | required | aim | |\n| --- | --- | --- | --- | --- | --- | --- |\n",
     );
-    // In the order of the list and not of success, so that two documents can be compared.
+    // Use the order of the list instead of sorting by result, so that documents can be compared.
     for one in judged {
         let target = &one.target;
         let Interval { low, high } = one.interval;
@@ -159,7 +159,7 @@ pub(super) fn targets(judged: &[Judged]) -> String {
     out
 }
 
-/// System, workload and measure of a target.
+/// Formats the system, workload and measure of a target.
 pub(super) fn subject(judged: &Judged) -> String {
     let target = &judged.target;
     let workload = workloads::named(target.workload).map_or(target.workload, |w| w.name);
@@ -167,7 +167,7 @@ pub(super) fn subject(judged: &Judged) -> String {
     format!("{system}: {workload}: {measure}")
 }
 
-/// Median and extremes of the ratios.
+/// Formats the median and range of the ratios.
 pub(super) fn ratio(judged: &Judged) -> String {
     let Summary { median, min, max } = judged.ratio;
     format!("{median:.2} ({min:.2} to {max:.2})")
@@ -177,7 +177,7 @@ fn label(id: &str) -> &str {
     named(id).map_or(id, |system| system.label)
 }
 
-/// Tables of throughput, latency and processor time.
+/// Renders the tables of throughput, latency and CPU time.
 fn figures(comparison: &Comparison) -> String {
     let mut out = String::new();
     let throughput = |workload: &Workload, sample: &Sample| {
@@ -205,7 +205,7 @@ fn figures(comparison: &Comparison) -> String {
         let columns = || WORKLOADS.iter().map(|workload| workload.name);
         let names = columns().collect::<Vec<_>>().join(" | ");
         let line = " --- |".repeat(columns().count());
-        // Clients without latencies leave no row of them.
+        // If no client reports a latency, skip this table.
         if !rows.is_empty() {
             let gap = if out.is_empty() { "" } else { "\n" };
             let _ = write!(out, "{gap}{about}:\n\n| | {names} |\n| --- |{line}\n{rows}");
@@ -214,7 +214,7 @@ fn figures(comparison: &Comparison) -> String {
     out
 }
 
-/// Rows of the systems that have been measured, with a column for each workload.
+/// Renders a row for each measured system and a column for each workload.
 fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<f64>) -> String {
     let mut out = String::new();
     for system in SYSTEMS {
@@ -237,7 +237,7 @@ fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<
     out
 }
 
-/// Median and extremes, with as many digits as count.
+/// Formats the median and range using only significant digits.
 fn shown(summary: &Summary) -> String {
     let digits = match summary.median {
         m if m >= 100.0 => 0,
@@ -248,8 +248,8 @@ fn shown(summary: &Summary) -> String {
     format!("{median:.digits$} ({min:.digits$} to {max:.digits$})")
 }
 
-/// A picture with its text and its table for each curve that was measured, and the steps that break
-/// its rule.
+/// Renders every measured curve as a chart with a description and a table, and lists the steps that
+/// violate its rule.
 fn curves(scaling: &Scaling) -> String {
     let steps = cliffs::steps(scaling);
     let mut out = String::new();
@@ -272,7 +272,8 @@ fn curves(scaling: &Scaling) -> String {
     out
 }
 
-/// Medians and extremes of a curve, with a row for each place: there are more places than systems.
+/// Renders the medians and ranges of a curve. Uses a row for each point, because there are more
+/// points than systems.
 fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
     let (unit, scale) = curve.unit();
     let systems = || curve.systems.iter();
@@ -298,7 +299,7 @@ fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
     out
 }
 
-/// A paragraph on a run.
+/// Renders a paragraph that describes a run.
 fn measured(run: &Provenance) -> String {
     format!(
         "{} rounds of {} s each by `{}`, on {}, at commit {}, on a {}, {:.0} % idle before; the file of \
@@ -316,16 +317,16 @@ fn measured(run: &Provenance) -> String {
     )
 }
 
-/// The best and the worst ratios, for README.md.
+/// Renders the best and worst ratios for README.md.
 fn summary(comparison: &Comparison) -> String {
     let mut judged = judge(comparison);
-    // By the lead and not by the ratio, which is small where latency or processor time is good.
+    // Sort by lead instead of ratio: for latency and CPU time, a small ratio is better.
     judged.sort_by(|a, b| b.lead().total_cmp(&a.lead()));
     let worst = judged
         .len()
         .saturating_sub(ENDS)
         .max(ENDS.min(judged.len()));
-    let mut out = String::from("| | beside | ratio |\n| --- | --- | --- |\n");
+    let mut out = String::from("| | compared with | ratio |\n| --- | --- | --- |\n");
     let ends = judged.iter().take(ENDS).chain(&judged[worst..]);
     for one in ends {
         let better = if one.target.measure.is_better_smaller() {
@@ -346,7 +347,7 @@ fn summary(comparison: &Comparison) -> String {
         out,
         "\nThe three best and the three worst ratios of {} rounds of `{}`, each with the smallest and the \
          largest of a round, on a {}, which client and server share. [Performance](docs/performance.md) \
-         has all figures and the targets, and says how they are measured.",
+         lists all results and targets, and describes the method.",
         run.rounds, run.command, run.machine
     );
     out
@@ -376,14 +377,14 @@ mod tests {
     }
 
     #[test]
-    fn the_document_has_ratios_figures_and_where_they_are_from() {
+    fn document_contains_ratios_and_provenance() {
         let results = Results {
             comparison: Some(comparison()),
             scaling: None,
         };
         let text = document(&results);
         for part in [
-            // The median of 1.3 and 1.4 misses 1.5 in all rounds.
+            // The median of 1.3 and 1.4 is below 1.5 in all rounds.
             "| SRP: 4 KiB random read, depth 32: IOPS | nbdkit | 1.35 (1.30 to 1.40) | 1.30 to 1.40 | at least 1.5 | 2 | **missed** |",
             "| SRP: 4 KiB random read, depth 32: processor time | nbdkit | 0.74 (0.71 to 0.77) | 0.71 to 0.77 | at most 0.6 |",
             "| `nbdkit` file plugin, Unix socket, `fio` nbd engine |  |  | 150 (100 to 200) |  |  |  |",
@@ -394,7 +395,7 @@ mod tests {
             assert!(text.contains(part), "{part}\nis not in\n{text}");
         }
         assert!(!text.contains("qemu-nbd`"), "it was not measured");
-        // A heading without a table would follow from a client that reports no latency.
+        // If a client doesn't report a latency, there should not be a heading without a table.
         let mut results = results;
         let samples = results
             .comparison
@@ -432,7 +433,8 @@ mod tests {
             text.contains("](performance/loss.svg)") && !text.contains("depth.svg"),
             "{text}"
         );
-        // A table of what was measured, in the order of the curve's systems.
+        // The table contains only measured values and should use the same order as the curve's
+        // systems.
         assert!(
             text.contains(
                 "| SRP | iSER |\n| --- | --- | --- |\n| 0.5 |  | 1.00 (1.00 to 1.00) |\n"
@@ -450,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_breaks_its_rule_is_named_below_its_table() {
+    fn rule_violation_is_listed_below_table() {
         let point = |x, y| Point {
             curve: "depth".into(),
             system: SRP.into(),
@@ -476,10 +478,10 @@ mod tests {
     }
 
     #[test]
-    fn the_summary_has_the_best_and_the_worst_once_each() {
+    fn summary_lists_best_and_worst_once() {
         let mut all = comparison();
         let text = summary(&all);
-        // Three of each end are more than there are.
+        // There are fewer ratios than three from each side.
         let rows = |text: &str| {
             text.lines()
                 .filter(|line| line.contains("nbdkit |"))
@@ -504,7 +506,7 @@ mod tests {
             lines[2].starts_with("| SRP: 4 KiB random read, depth 1: median latency"),
             "{text}"
         );
-        // Ratios of 0.5 either way are worst.
+        // The worst case is a ratio of 0.5, in either direction.
         assert!(
             lines[6..8]
                 .iter()
@@ -514,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_the_readme_is_replaced_and_nothing_else() {
+    fn readme_update_replaces_marked_part() {
         let [begin, end] = MARKS;
         let text = format!("before\n\n{begin}\n\nold\n\n{end}\n\nafter\n");
         let new = inserted(&text, "new\n").unwrap();
@@ -525,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_has_the_marks() {
+    fn readme_contains_marks() {
         let text = fs::read_to_string(crate::root().join("README.md")).unwrap();
         assert!(inserted(&text, "new").is_ok());
     }

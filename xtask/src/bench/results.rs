@@ -1,4 +1,4 @@
-//! The file of results, from which documents are rendered.
+//! Results file used to render the documents.
 
 use std::fmt::Write;
 use std::fs;
@@ -11,7 +11,7 @@ use super::curves::CURVES;
 use super::{systems, workloads};
 use crate::Failure;
 
-/// Everything that was measured last, each part in a run of its own.
+/// Latest results. Each part is from a separate run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Results {
@@ -19,45 +19,45 @@ pub(super) struct Results {
     pub(super) scaling: Option<Scaling>,
 }
 
-/// Where and how a part was measured.
+/// Describes where and how a part was measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Provenance {
     /// Command line.
     pub(super) command: String,
-    /// Date in UTC, as `2026-11-26`.
+    /// Date in UTC, for example `2026-11-26`.
     pub(super) date: String,
-    /// Commit of the sources of our programs, with a plus sign if they were changed, or `unknown`.
+    /// Source commit of our programs, with a plus sign if there are local changes, or `unknown`.
     pub(super) commit: String,
-    /// Processor, cores, memory and kernel.
+    /// CPU, number of cores, memory and kernel version.
     pub(super) machine: String,
-    /// Share of the processors that was idle before the run, in percent.
+    /// CPU idle time before this run, in percent.
     pub(super) idle_percent: f64,
-    /// Programs with their versions.
+    /// Programs and their versions.
     pub(super) programs: Vec<String>,
-    /// Size of the file, in MiB.
+    /// File size in MiB.
     pub(super) size_mib: u64,
-    /// Type of the file system that it is on.
+    /// Type of the file system used for the file.
     pub(super) file_system: String,
-    /// Rounds of the run.
+    /// Number of rounds.
     pub(super) rounds: usize,
-    /// Seconds of each measurement.
+    /// Duration of each measurement, in seconds.
     pub(super) seconds: u32,
-    /// Client of the NBD servers: fio or riser.
+    /// Client used for NBD servers: fio or riser.
     pub(super) nbd_client: String,
 }
 
-/// Systems beside each other.
+/// Comparison of systems.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Comparison {
     pub(super) measured: Provenance,
-    /// Systems that were not measured, with the reason.
+    /// Systems that were not measured, and the reason.
     pub(super) skipped: Vec<String>,
     pub(super) samples: Vec<Sample>,
 }
 
-/// One measurement.
+/// A single measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Sample {
@@ -67,16 +67,16 @@ pub(super) struct Sample {
     /// Operations per second.
     pub(super) iops: f64,
     pub(super) bytes_per_second: f64,
-    /// Median latency, if the client reports one.
+    /// Median latency, if reported by the client.
     pub(super) p50_ns: Option<f64>,
-    /// Processor time of the servers for each operation; none of the wire, whose client does more
-    /// than one load.
+    /// CPU time of the servers per operation. Not available for the wire, because its client runs
+    /// more than one load.
     pub(super) server_ns: Option<f64>,
-    /// Processor time of the client for each operation, likewise.
+    /// CPU time of the client per operation, if available.
     pub(super) client_ns: Option<f64>,
 }
 
-/// Curves.
+/// Results of all curves.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Scaling {
@@ -84,27 +84,27 @@ pub(super) struct Scaling {
     pub(super) points: Vec<Point>,
 }
 
-/// One measurement of a curve.
+/// A single measurement of a curve.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Point {
     pub(super) curve: String,
     pub(super) system: String,
-    /// Place on the horizontal axis: a number of the curve's list.
+    /// Value on the horizontal axis, which must be in the curve's list.
     pub(super) x: f64,
     pub(super) round: usize,
-    /// Figure of the vertical axis.
+    /// Value on the vertical axis.
     pub(super) y: f64,
 }
 
 impl Results {
-    /// Reads the file; without one there are no results.
+    /// Reads the file. If it doesn't exist, the results are empty.
     pub(super) fn load(path: &Path) -> Result<Self, Failure> {
         Self::load_with(path, |_| {})
     }
 
-    /// The same with a change, which is made before the check: the part that a run replaces may be
-    /// of curves or systems that have changed since.
+    /// Reads the file and applies a change before it's checked: the part to be replaced in this run
+    /// may contain curves or systems we have removed.
     pub(super) fn load_with(path: &Path, change: impl FnOnce(&mut Self)) -> Result<Self, Failure> {
         let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
         let mut results = Self::default();
@@ -117,8 +117,8 @@ impl Results {
         Ok(results)
     }
 
-    /// Fails for names of systems, workloads and curves that there are not, and for places of no
-    /// curve: no table would show them.
+    /// Returns an error if a system, workload or curve is unknown, or if a point is not on its
+    /// curve, because no table would show it.
     fn check(&self) -> Result<(), String> {
         let samples = self.comparison.iter().flat_map(|part| &part.samples);
         let mut points = self.scaling.iter().flat_map(|part| &part.points);
@@ -132,7 +132,7 @@ impl Results {
         points.try_for_each(Point::check)
     }
 
-    /// Writes the file, a line for each measurement.
+    /// Writes the file using one line per measurement.
     pub(super) fn save(&self, path: &Path) -> Result<(), Failure> {
         let mut text = String::new();
         write_lines(&serde_json::to_value(self)?, 0, &mut text);
@@ -160,7 +160,7 @@ impl Point {
 }
 
 impl Comparison {
-    /// A figure of each round of a system and workload.
+    /// Returns the value of every round for a system and workload.
     pub(super) fn figures(
         &self,
         system: &str,
@@ -176,7 +176,7 @@ impl Comparison {
 }
 
 impl Scaling {
-    /// A figure of each round at a place of a curve.
+    /// Returns the value of every round for a point of a curve.
     pub(super) fn figures(&self, curve: &str, system: &str, x: f64) -> Vec<(usize, f64)> {
         let is_here =
             |point: &&Point| point.curve == curve && point.system == system && point.x == x;
@@ -185,15 +185,15 @@ impl Scaling {
     }
 }
 
-/// Writes a value with a line for each element, but objects of plain values on one line: so that a
-/// difference between two versions of the file shows measurements.
+/// Writes a value using a separate line for each element, but writes an object of simple values as
+/// one line. This way, a diff between two versions shows measurements.
 fn write_lines(value: &Value, indent: usize, out: &mut String) {
     let is_plain = |value: &Value| !value.is_array() && !value.is_object();
     let pad = |out: &mut String, indent| {
         out.push('\n');
         out.extend(std::iter::repeat_n("  ", indent));
     };
-    // An empty array has no lines and comes last, with what is plain.
+    // An empty array has no lines, so it's written at the end with the simple values.
     match value {
         Value::Object(fields) if !fields.values().all(is_plain) => {
             for (at, (name, field)) in fields.iter().enumerate() {
@@ -241,7 +241,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A sample whose figures follow from its operations per second.
+    /// Creates a sample with all values based on the number of operations per second.
     pub(in crate::bench) fn sample(
         round: usize,
         (system, workload): (&str, &str),
@@ -260,7 +260,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn results_come_back_from_their_file_with_a_line_for_each_sample() {
+    fn results_file_round_trips() {
         let scratch = sh::Scratch::new("results-test").unwrap();
         let path = scratch.join("new/results.json");
         assert_eq!(Results::load(&path).unwrap(), Results::default());
@@ -294,7 +294,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_file_with_an_unknown_name_is_refused() {
+    fn unknown_name_in_results_is_rejected() {
         let scratch = sh::Scratch::new("results-names").unwrap();
         let path = scratch.join("results.json");
         for (names, why) in [
@@ -338,7 +338,8 @@ pub(super) mod tests {
             results.save(&path).unwrap();
             let error = Results::load(&path).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");
-            // A run that measures the curves replaces these; one of the tables keeps them.
+            // A run that measures curves replaces these values, but a run that measures the tables
+            // keeps them.
             let replaced = Results::load_with(&path, |results| results.scaling = None);
             assert_eq!(replaced.unwrap(), Results::default());
             let kept = Results::load_with(&path, |results| results.comparison = None);

@@ -1,4 +1,4 @@
-//! One file, and each system on it in turn.
+//! Runs each system with the same file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,41 +23,41 @@ const NEEDS: &[Need] = &[
     need("fusermount3", "fuse3", "riser attach --fuse"),
 ];
 
-/// Most units of one target.
+/// Maximum number of units per target.
 pub(super) const MAX_UNITS: usize = 64;
 
-/// Options of everything that measures.
+/// Options used for all measurements.
 #[derive(clap::Args)]
 pub(super) struct Setup {
-    /// Seconds of each measurement.
+    /// Measurement duration in seconds.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) seconds: u32,
-    /// Size of the file, in MiB.
+    /// File size in MiB.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(64..))]
     pub(super) size_mb: u64,
-    /// Folder of the file; a tmpfs shows the software, a disk shows the disk.
+    /// Directory for the file; use a tmpfs to measure the software, or a disk to measure the disk.
     #[arg(long, default_value = "/dev/shm")]
     pub(super) folder: PathBuf,
-    /// Folder of riserd and riser; by default they are built for this.
+    /// Directory of riserd and riser; by default they are built first.
     #[arg(long)]
     pub(super) programs: Option<PathBuf>,
-    /// Client of nbdkit, qemu-nbd and `riser attach --nbd`.
+    /// Client to use for nbdkit, qemu-nbd and `riser attach --nbd`.
     #[arg(long, value_enum, default_value = "auto")]
     nbd_client: NbdClient,
 }
 
-/// Files and programs of a run; the files go when the value does.
+/// Files and programs used for a run. The files are removed on drop.
 pub(super) struct Rig {
     pub(super) place: Place,
     pub(super) image: PathBuf,
     pub(super) seconds: u32,
     pub(super) size_mib: u64,
     pub(super) nbd_client: NbdClient,
-    /// The programs are those of our sources.
+    /// Set if the programs were built from our sources.
     pub(super) is_built: bool,
 }
 
-/// Figures of a client with the processor time of both sides.
+/// Client results, and CPU time of both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Measured {
     pub(super) reading: Reading,
@@ -66,7 +66,7 @@ pub(super) struct Measured {
 }
 
 impl Rig {
-    /// Installs what these systems take, builds the programs and fills the file.
+    /// Installs the packages required by these systems, builds our programs and fills the file.
     pub(super) fn prepare(setup: &Setup, systems: &[&System]) -> Result<Self, Failure> {
         let wants = |program: &str| {
             let mut programs = systems.iter().flat_map(|system| system.programs());
@@ -83,7 +83,7 @@ impl Rig {
                 daemon::build_release()?
             }
         };
-        // Of runs that were interrupted; each has a gibibyte, mostly of memory.
+        // Remove the files of interrupted runs, because each uses one GiB, usually of memory.
         sh::remove_abandoned(&setup.folder, "riser-bench-");
         let name = format!("riser-bench-{}", std::process::id());
         let scratch = setup.folder.join(name);
@@ -100,13 +100,13 @@ impl Rig {
         Ok(rig)
     }
 
-    /// Reason why a system cannot be measured here.
+    /// Returns the reason why a system can't be measured here.
     pub(super) fn lacks(&self, system: &System) -> Option<String> {
         let mut programs = system.programs();
         if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
             return Some(format!("{program} is missing"));
         }
-        // Only this one is part of `riser` since lately.
+        // All other clients have been supported by `riser` for a long time.
         if system.client != Client::Wire {
             return None;
         }
@@ -126,17 +126,17 @@ impl Rig {
                 .some()
         });
         let why = tried.err()?.to_string();
-        // The first line is the command.
+        // The first line contains the command.
         why.lines().nth(1).or(why.lines().next()).map(str::to_owned)
     }
 
-    /// Starts the server of a system, measures a load and ends it again: what a server has kept in
-    /// memory helps no measurement after it.
+    /// Starts the server of a system, measures this load and stops the server again, so that the
+    /// next measurement can't use data cached by a server.
     pub(super) fn measure(&self, system: &System, load: &Load) -> Result<Measured, Failure> {
         self.measure_run(system, &self.run(load))
     }
 
-    /// The same for any run.
+    /// Same as `measure`, but for any run.
     pub(super) fn measure_run(&self, system: &System, run: &Run<'_>) -> Result<Measured, Failure> {
         let served = self.served(system)?;
         let mut command = run.command(system.client, &served.disks[0])?;
@@ -150,13 +150,13 @@ impl Rig {
         })
     }
 
-    /// Serves the file.
+    /// Starts a server for the file.
     pub(super) fn served(&self, system: &System) -> Result<Served, Failure> {
         let images = std::slice::from_ref(&self.image);
         self.place.serve(system.server, images)
     }
 
-    /// A run with one job.
+    /// Creates a run with a single job.
     pub(super) fn run(&self, load: &Load) -> Run<'_> {
         Run {
             place: &self.place,
@@ -170,7 +170,7 @@ impl Rig {
         }
     }
 
-    /// Files for [`MAX_UNITS`] units, together as long as the one file.
+    /// Returns files for [`MAX_UNITS`] units. Their total size is the size of the single file.
     pub(super) fn unit_images(&self) -> Result<Vec<PathBuf>, Failure> {
         let path = |unit| self.place.scratch.join(format!("unit{unit}.img"));
         let images: Vec<_> = (0..MAX_UNITS).map(path).collect();
@@ -187,7 +187,7 @@ impl Drop for Rig {
     }
 }
 
-/// Fills a file: reads of a sparse one never reach the disk.
+/// Fills a file with data: if the file is sparse, reads would never access the disk.
 fn fill(image: &Path, mib: u64) -> Result<(), Failure> {
     let options = "--name=fill --rw=write --bs=1m --ioengine=sync --minimal";
     let mut command = sh::cmd("fio", options.split(' '));

@@ -1,5 +1,5 @@
-//! `cargo xtask bench --scaling`: throughput by depth, sessions, units, block size and loss, the
-//! tail of latencies by load, and the cost of idle sessions.
+//! `cargo xtask bench --scaling`: measures throughput by depth, sessions, units, block size and
+//! loss, tail latency by load, and the cost of idle sessions.
 
 use std::path::PathBuf;
 use std::thread;
@@ -15,30 +15,31 @@ use super::workloads::Load;
 use super::{cpu, machine};
 use crate::{Failure, sh};
 
-/// Seconds for which many clients run before they measure: until all are there.
+/// Warm-up time for many clients, in seconds, to ensure that all are running when we start to
+/// measure.
 const GATHERING: u32 = 3;
 
-/// Operations in flight at the peak, and in one session under loss.
+/// Number of operations in flight at peak load, and for a single session under loss.
 const PEAK_DEPTH: u32 = 32;
 
-/// Operations that an open loop may have in flight. Those that are due beyond wait, and their wait
-/// counts.
+/// Maximum number of operations in flight for an open loop. Any further operations have to wait
+/// when they are due, and this time is counted.
 const OPEN_DEPTH: u32 = 256;
 
-/// Smallest part of the arrivals that is served where a target keeps up with them, chance apart.
+/// Minimum fraction of arrivals that must be completed, ignoring random variation. Below this, the
+/// target can't keep up.
 const SERVED: f64 = 0.95;
 
-/// Least time for which idle sessions are watched: each asks every few seconds whether its target is
-/// there.
+/// Minimum time to observe idle sessions, because each session checks its target every few seconds.
 const IDLE_SECONDS: u32 = 10;
 
-/// Times that a tail is measured until the target keeps up with the arrivals.
+/// Number of attempts to measure a tail latency if the target can't keep up.
 const TRIES: usize = 3;
 
-/// Standard deviations by which the number of arrivals, which is random, may be below its mean.
+/// Number of standard deviations by which the number of random arrivals may be below its mean.
 const DEVIATIONS: f64 = 3.0;
 
-/// Systems of all curves.
+/// Returns the systems used by any curve.
 pub(super) fn all_systems() -> Vec<&'static System> {
     let is_wanted = |system: &&System| {
         CURVES
@@ -48,8 +49,8 @@ pub(super) fn all_systems() -> Vec<&'static System> {
     systems::SYSTEMS.iter().filter(is_wanted).collect()
 }
 
-/// Measures the curves whose names contain one of the words, or all; `keep` gets the results after
-/// each curve.
+/// Measures all curves, or just the curves whose name contains one of the words. The current
+/// results are passed to `keep` after each curve.
 pub(super) fn measure(
     rig: &Rig,
     words: &[String],
@@ -78,7 +79,8 @@ pub(super) fn measure(
     Ok(scaling)
 }
 
-/// Measures a curve once. Systems are innermost, so that those of one place follow each other.
+/// Measures a curve once. The loop over systems is innermost, so that all systems for a given point
+/// run in sequence.
 fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure> {
     let mut points = Vec::new();
     let places = curve.xs.iter();
@@ -86,7 +88,7 @@ fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure>
         let system = systems::named(id).ok_or_else(|| format!("no system {id}"))?;
         let at = format!("{} {}: {}", curve.id, curve.label(x), system.label);
         let y = figure(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
-        // As many digits as matter, so that the results file is short.
+        // Round to significant digits to keep the results file small.
         let y = (y * 100.0).round() / 100.0;
         println!("round {round}: {at}: {y} ({})", curve.measure());
         points.push(Point {
@@ -100,7 +102,7 @@ fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure>
     Ok(points)
 }
 
-/// Figure at a place of a curve, as its vertical axis has it.
+/// Measures a point of a curve and returns the value for its vertical axis.
 fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Failure> {
     let load = load(curve.vary, x);
     let run = rig.run(&load);
@@ -111,8 +113,8 @@ fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Fail
     match curve.vary {
         Vary::Depth => Ok(single(&run)?.iops),
         Vary::BlockSize => Ok(single(&run)?.bytes_per_second),
-        // The first place has an injector that loses nothing: without one, the NIC sends trains
-        // of packets, and the curve would begin with another NIC.
+        // The first point uses an injector without loss. If there is no injector, the NIC sends
+        // packet trains, so the curve would start with a different NIC.
         Vary::Loss => Ok(single(&Run {
             loss: Some(x),
             ..run
@@ -130,15 +132,17 @@ fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Fail
     }
 }
 
-/// 99.9th percentile of the latencies as a multiple of the median, where operations arrive at a
-/// share of the rate that a closed loop reaches. Fails where the target does not keep up with them
-/// in any of [`TRIES`]: times then grow for as long as the run lasts, the median like the tail.
+/// Returns the ratio of the 99.9th percentile to the median latency when operations arrive at a
+/// fraction of the maximum rate of a closed loop. Returns an error if the target can't keep up in
+/// any of [`TRIES`], because then all latencies, including the median, will grow for as long as the
+/// test runs.
 fn tail<'a>(
     run: &Run<'a>,
     share: f64,
     measure: impl Fn(&Run<'a>) -> Result<Reading, Failure>,
 ) -> Result<f64, Failure> {
-    // A machine whose processors others use may have slowed down since the closed loop.
+    // If the CPUs are also used by other processes, they may have slowed down since the closed
+    // loop.
     let mut why = String::new();
     for _ in 0..TRIES {
         match tail_once(run, share, &measure)? {
@@ -152,7 +156,7 @@ fn tail<'a>(
     Err(why.into())
 }
 
-/// The inner error says how far the target does not keep up.
+/// The inner error describes by how much the target can't keep up.
 fn tail_once<'a>(
     run: &Run<'a>,
     share: f64,
@@ -170,7 +174,7 @@ fn tail_once<'a>(
         ..*run
     };
     let read = measure(&open)?;
-    // The number of arrivals of a Poisson process deviates by its square root.
+    // The standard deviation of a Poisson process is the square root of the number of arrivals.
     let deviation = (wanted as f64 / f64::from(run.seconds)).sqrt();
     if read.iops < SERVED * wanted as f64 - DEVIATIONS * deviation {
         let why = format!("{:.0} of {wanted} arrivals a second were served", read.iops);
@@ -179,7 +183,7 @@ fn tail_once<'a>(
     let (Some(busy), Some(median), Some(tail)) = (peak.p50_ns, read.p50_ns, read.p99_9_ns) else {
         return Err("the client reports no percentiles".into());
     };
-    // The median of a queue that lasts is as long as its tail.
+    // If the queue never drains, its median is as large as the tail.
     if median > busy {
         let why = format!(
             "half of the operations wait for {median:.0} ns, and for {busy:.0} ns at the peak"
@@ -189,11 +193,11 @@ fn tail_once<'a>(
     Ok(Ok(tail / median.max(1.0)))
 }
 
-/// Processor time of the servers for each second, in nanoseconds, with sessions that do nothing.
+/// Returns the CPU time of the servers per second, in nanoseconds, when all sessions are idle.
 fn idle(rig: &Rig, system: &System, sessions: usize) -> Result<f64, Failure> {
     let served = rig.served(system)?;
     let attached = rig.place.idle_sessions(&served.disks[0], sessions)?;
-    // What they did to begin with is over then.
+    // Wait until the initial work of all sessions has completed.
     thread::sleep(Duration::from_secs(GATHERING.into()));
     let (began, before) = (Instant::now(), cpu::on_processor(&served.processes())?);
     thread::sleep(Duration::from_secs(rig.seconds.max(IDLE_SECONDS).into()));
@@ -201,7 +205,7 @@ fn idle(rig: &Rig, system: &System, sessions: usize) -> Result<f64, Failure> {
     let each_second = spent as f64 / began.elapsed().as_secs_f64();
     drop(attached);
     served.stop()?;
-    // None at all would have no place on a logarithmic axis.
+    // We can't show zero on a logarithmic axis.
     Ok(each_second.max(1.0))
 }
 
@@ -219,7 +223,8 @@ fn load(vary: Vary, x: f64) -> Load {
     }
 }
 
-/// Operations per second of clients at once: processes of `riser`, or jobs of one fio.
+/// Returns the total operations per second of parallel clients, using either several `riser`
+/// processes or several jobs of one fio process.
 fn many(
     rig: &Rig,
     system: &System,
@@ -241,11 +246,12 @@ fn many(
     let one = |client: usize| -> Result<f64, Failure> {
         let disk = &served.disks[client % served.disks.len()];
         let output = sh::output(&mut run.command(system.client, disk)?)?;
-        // One of many may have got nothing, which is no reason to stop.
+        // With many clients, some may have completed no operations, but this is not an error.
         Ok(run.reading(system.client, &output)?.iops)
     };
     let one = &|client| one(client).map_err(|error| error.to_string());
-    // A process has one session, so there are as many as sessions, and a thread waits for each.
+    // We need one process per session, because each process has only a single session, and a thread
+    // to wait for it.
     let total = thread::scope(|scope| {
         let start = |client| scope.spawn(move || one(client));
         let clients: Vec<_> = (0..processes).map(start).collect();
@@ -264,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_on_the_axis_is_in_the_load() {
+    fn axis_value_sets_load() {
         let of = |vary, x| {
             let load = load(vary, x);
             (load.block_size, load.depth)
@@ -283,7 +289,7 @@ mod tests {
         }
     }
 
-    /// A closed loop for a second.
+    /// Creates a closed loop that runs for a second.
     fn closed(place: &Place) -> Run<'_> {
         Run {
             place,
@@ -308,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tail_is_measured_at_a_share_of_the_peak() {
+    fn tail_uses_share_of_peak() {
         let place = place();
         let run = closed(&place);
         let measured = |run: &Run<'_>| -> Result<Reading, Failure> {
@@ -372,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn the_systems_of_all_curves_are_prepared() {
+    fn curve_systems_are_prepared() {
         let systems = all_systems();
         for curve in CURVES {
             for id in curve.systems {

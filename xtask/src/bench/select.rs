@@ -1,4 +1,4 @@
-//! Rows and columns by words of the command line.
+//! Selects table rows and columns using words on the command line.
 
 use super::compare::Selection;
 use super::systems::SYSTEMS;
@@ -6,11 +6,12 @@ use super::targets::targets;
 use super::workloads::WORKLOADS;
 use crate::Failure;
 
-/// Selects systems and workloads whose names contain one of the words, and all of a kind that no
-/// word names; and the peers that the systems are compared with.
+/// Selects all systems and workloads whose names contain one of the words. If no word matches a
+/// system, all systems are used, and the same for workloads. Also selects the systems used for
+/// comparison.
 pub(super) fn of(words: &[String]) -> Result<Selection, Failure> {
     let has = |id: &str| words.iter().any(|word| id.contains(word.as_str()));
-    // A word with a typing error would select everything of both kinds.
+    // An unknown word must be an error, because it would select everything.
     for word in words {
         let ids = || {
             SYSTEMS
@@ -69,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_that_names_nothing_is_an_error() {
+    fn unknown_selection_word_is_error() {
         let error = of(&["nope".to_owned()]).err().unwrap().to_string();
         assert!(
             error.starts_with("nope names none of file, nbdkit"),

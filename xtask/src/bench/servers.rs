@@ -1,4 +1,4 @@
-//! Servers of the file: started, waited for and ended.
+//! Starts and stops the servers for the benchmark file.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -10,40 +10,40 @@ use crate::daemon::{Daemon, terminate};
 use crate::tgt::Tgt;
 use crate::{Failure, sh};
 
-/// Longest time for a server to be usable, or to be gone.
+/// Maximum time to wait for a server to start or exit.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Address of our target: not that of the other commands and examples, so that they can run
-/// meanwhile.
+/// Listen address of our target. This is different from the addresses used by other commands and
+/// examples, so that they can run at the same time.
 const LISTEN: &str = "127.44.0.1";
 
 const IQN: &str = "iqn.2026-01.com.example:bench";
 
-/// Sessions that our target admits.
+/// Maximum number of sessions allowed by our target.
 const SESSIONS: usize = 256;
 
-/// Where servers find programs and leave files.
+/// Directories used by servers.
 pub(super) struct Place {
-    /// Folder of sockets, logs and mount points.
+    /// Directory for sockets, logs and mount points.
     pub(super) scratch: PathBuf,
-    /// Folder of riserd and riser.
+    /// Directory of riserd and riser.
     pub(super) programs: PathBuf,
 }
 
-/// Way to a disk.
+/// Address of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Address {
-    /// A file, and whether fio is to pass by the page cache.
+    /// A file. If `direct` is set, fio should bypass the page cache.
     File { path: PathBuf, direct: bool },
-    /// An address as `riser` takes it; NBD's is fio's as well.
+    /// A URL as used by `riser`; fio uses the same format for NBD.
     Url(String),
 }
 
-/// Disks that are served until the value goes.
+/// Disks and their servers, which are stopped on drop.
 pub(super) struct Served {
-    /// A disk for each file.
+    /// One disk per file.
     pub(super) disks: Vec<Address>,
-    // Ended in this order: what is attached before its target.
+    // Programs are stopped in this order: an attached disk must be stopped before its target.
     program: Option<Program>,
     tgt: Option<Tgt>,
     daemon: Option<Daemon>,
@@ -59,7 +59,7 @@ impl Served {
         }
     }
 
-    /// Process ids of all servers.
+    /// Returns the process IDs of all servers.
     pub(super) fn processes(&self) -> Vec<u32> {
         let program = self.program.as_ref().map(|program| program.child.id());
         let tgt = self.tgt.as_ref().map(Tgt::pid);
@@ -67,7 +67,7 @@ impl Served {
         program.into_iter().chain(tgt).chain(daemon).collect()
     }
 
-    /// Ends the servers; fails where our target does not end well.
+    /// Stops the servers. Returns an error if our target doesn't exit with success.
     pub(super) fn stop(mut self) -> Result<(), Failure> {
         drop(self.program.take());
         drop(self.tgt.take());
@@ -76,7 +76,8 @@ impl Served {
 }
 
 impl Place {
-    /// Serves files. Only our target takes more than one, as units of one target.
+    /// Starts a server for the given files. Only our target supports more than one file, and
+    /// exports each as a unit of the same target.
     pub(super) fn serve(&self, server: Server, images: &[PathBuf]) -> Result<Served, Failure> {
         let image = images.first().ok_or("there is no file to serve")?;
         match server {
@@ -136,7 +137,8 @@ impl Place {
         })
     }
 
-    /// Attaches the first unit in the foreground, so that the process is known and ends with us.
+    /// Attaches the first unit in the foreground, so that we know its process and can stop it when
+    /// we exit.
     fn attached(&self, export: Export, images: &[PathBuf]) -> Result<Served, Failure> {
         let mut served = self.riserd("roce", Protocol::Srp, images)?;
         let (option, path) = match export {
@@ -165,14 +167,15 @@ impl Place {
         Ok(served)
     }
 
-    /// Attaches a disk that many times, each by a process of its own, which then has nothing to do.
+    /// Attaches a disk `count` times and leaves it idle. Each attachment uses a separate process.
     pub(super) fn idle_sessions(&self, disk: &Address, count: usize) -> Result<Idle, Failure> {
         let Address::Url(url) = disk else {
             return Err(format!("{disk:?} has no sessions").into());
         };
         let mut sessions = Vec::new();
         for number in 0..count {
-            // A folder of its own, or they would be one initiator.
+            // Use a separate directory for each process, because otherwise they would all be the
+            // same initiator.
             let folder = self.scratch.join(format!("idle{number}"));
             fs::create_dir_all(&folder)?;
             let socket = folder.join("nbd.sock");
@@ -189,7 +192,7 @@ impl Place {
         })
     }
 
-    /// `riser`, with its files in the scratch folder.
+    /// Returns a `riser` command that keeps its files in the scratch directory.
     pub(super) fn riser<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = sh::cmd(self.programs.join("riser"), args);
         command.env("XDG_RUNTIME_DIR", &self.scratch);
@@ -210,8 +213,8 @@ fn url(protocol: Protocol, lun: usize) -> String {
     }
 }
 
-/// A target by all protocols, with a unit for each file. All sessions may come from one address, as
-/// those of TCP on one host do.
+/// Creates the configuration of a target with all protocols and a unit for each file. We need to
+/// allow all sessions to use the same address, because TCP sessions on one host do.
 fn configuration(provider: &str, images: &[PathBuf], scratch: &Path) -> String {
     let backend = |(lun, image): (usize, &PathBuf)| {
         format!("  disk{lun}: {{ kind: file, path: {} }}\n", image.display())
@@ -231,22 +234,22 @@ fn configuration(provider: &str, images: &[PathBuf], scratch: &Path) -> String {
     )
 }
 
-/// Sessions without commands, which end with the value.
+/// Idle sessions, which are closed on drop.
 pub(super) struct Idle {
     _sessions: Vec<Program>,
 }
 
-/// A program that serves until the value goes.
+/// A server program that is stopped on drop.
 struct Program {
     child: Child,
     name: String,
     log: PathBuf,
-    /// Directory that it has mounted.
+    /// Directory mounted by this program.
     mount: Option<PathBuf>,
 }
 
 impl Program {
-    /// Starts it, with its output in a file.
+    /// Starts the program and writes its output to a file.
     fn start(command: Command, log: &Path) -> Result<Self, Failure> {
         let name = command.get_program().to_string_lossy().into_owned();
         let out = File::create(log)?;
@@ -264,7 +267,7 @@ impl Program {
         })
     }
 
-    /// Waits until a path is there, its socket or its file.
+    /// Waits until the given path, such as a socket or a file, has been created.
     fn once_there(mut self, path: &Path) -> Result<Self, Failure> {
         let started = Instant::now();
         while !path.exists() {
@@ -282,7 +285,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // The id of one that has been waited for may be another's by now.
+        // If the process has been reaped, its ID may already be used by another process.
         if !matches!(self.child.try_wait(), Ok(None)) {
             return;
         }
@@ -291,7 +294,7 @@ impl Drop for Program {
         while matches!(self.child.try_wait(), Ok(None)) {
             if asked.elapsed() > PATIENCE {
                 let _ = self.child.kill();
-                // A killed server of FUSE leaves its mount behind.
+                // When a FUSE server is killed, its mount is left behind.
                 if let Some(mount) = &self.mount {
                     let _ = sh::output(sh::cmd("fusermount3", ["-u", "-z"]).arg(mount));
                 }
@@ -307,7 +310,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_has_a_unit_for_each_file() {
+    fn target_has_unit_per_file() {
         let images = ["/a", "/b"].map(PathBuf::from);
         let text = configuration("shm", &images, Path::new("/scratch"));
         for part in [
@@ -317,7 +320,7 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
-        // All sessions of a curve come from one address.
+        // All sessions of a curve use the same address.
         let is_of_sessions = |curve: &&Curve| {
             matches!(
                 curve.vary,
@@ -338,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_ends_at_its_start_is_reported_with_what_it_said() {
+    fn failed_server_start_shows_output() {
         let scratch = sh::Scratch::new("servers-test").unwrap();
         let command = sh::cmd("sh", ["-c", "echo no such plugin; exit 4"]);
         let program = Program::start(command, &scratch.join("log")).unwrap();

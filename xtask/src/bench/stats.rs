@@ -1,6 +1,6 @@
-//! Medians, ratios within rounds, and what noise leaves of them.
+//! Calculates medians and ratios of rounds, and checks if they are significant.
 
-/// Middle and extremes of figures.
+/// Median and range of a set of values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Summary {
     pub(crate) median: f64,
@@ -9,7 +9,7 @@ pub(crate) struct Summary {
 }
 
 impl Summary {
-    /// Of any number of figures but none.
+    /// Returns the summary, or `None` if there are no values.
     pub(crate) fn of(figures: &[f64]) -> Option<Self> {
         let sorted = sorted(figures);
         Some(Self {
@@ -20,28 +20,30 @@ impl Summary {
     }
 }
 
-/// Ends of an interval that has the true median with a confidence of 95 %.
+/// Interval that contains the true median with a confidence of 95 %.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Interval {
     pub(crate) low: f64,
     pub(crate) high: f64,
 }
 
-/// Confidence of an [`Interval`].
+/// Confidence level used for [`Interval`].
 const CONFIDENCE: f64 = 0.95;
 
 impl Interval {
-    /// Takes it from the order of the figures alone, so that it holds for noise of any distribution:
-    /// the number of figures below the true median is binomial, with one half. Fewer than six
-    /// figures cannot have that confidence; then it is their whole range.
+    /// Calculates the interval using only the order of values, so that it's valid for noise with
+    /// any distribution: the number of values below the true median has a binomial distribution
+    /// with p = 1/2. With fewer than six values we can't reach this confidence, so the interval is
+    /// the full range.
     pub(crate) fn of(figures: &[f64]) -> Option<Self> {
         let sorted = sorted(figures);
         let n = sorted.len();
-        // Probabilities that exactly `rank` figures are below the true median, and fewer than `rank`.
+        // Probabilities that the number of values below the true median is equal to `rank`, and
+        // less than `rank`.
         let (mut exactly, mut fewer) = (0.5_f64.powi(i32::try_from(n).ok()?), 0.0);
         let mut rank = 0;
-        // Ends at the greatest rank, counted from either end, whose figures enclose the median with
-        // this confidence.
+        // Find the maximum rank, counted from both sides, where the values still include the median
+        // with this confidence.
         while rank < n / 2 {
             fewer += exactly;
             if 1.0 - 2.0 * fewer < CONFIDENCE {
@@ -58,8 +60,8 @@ impl Interval {
     }
 }
 
-/// Quotients of figures of the same round. Each figure comes with its round; a round that one side
-/// lacks is left out.
+/// Returns the ratio of values from the same round. Each value is passed with its round; if one
+/// side has no value for a round, the round is ignored.
 pub(crate) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
     let beside = |round| theirs.iter().find(|(other, _)| *other == round);
     ours.iter()
@@ -73,7 +75,8 @@ fn sorted(figures: &[f64]) -> Vec<f64> {
     sorted
 }
 
-/// Median of sorted figures: of an even number the mean of the two in the middle.
+/// Returns the median of sorted values. For an even number of values, this is the mean of the
+/// middle two.
 fn middle(sorted: &[f64]) -> Option<f64> {
     let n = sorted.len();
     let upper = *sorted.get(n / 2)?;
@@ -88,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_summary_takes_the_middle_of_odd_and_even_numbers() {
+    fn summary_handles_odd_and_even_counts() {
         let of = |figures: &[f64]| Summary::of(figures).map(|s| (s.min, s.median, s.max));
         assert_eq!(of(&[]), None);
         assert_eq!(of(&[3.0]), Some((3.0, 3.0, 3.0)));
@@ -97,9 +100,9 @@ mod tests {
     }
 
     #[test]
-    fn an_interval_leaves_out_what_the_sign_test_allows() {
-        // Tables of the sign test: at 5 %, two-sided, 5 figures allow none, 6 to 8 the range, 9 to
-        // 11 one at each end, 12 to 14 two.
+    fn interval_matches_sign_test() {
+        // Sign test tables (5 %, two-sided): with 5 values there is no such interval, 6 to 8 need
+        // the full range, 9 to 11 can drop one on each side, and 12 to 14 can drop two.
         for (n, left_out) in [
             (1, 0),
             (5, 0),

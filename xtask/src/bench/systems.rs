@@ -1,4 +1,4 @@
-//! Systems that are measured: a server, a way to it and a client.
+//! Systems to measure. Each has a server, a disk address and a client.
 
 use super::workloads::Load;
 
@@ -15,22 +15,22 @@ pub(super) const ATTACH_FUSE: &str = "attach-fuse";
 pub(super) const SHM: &str = "shm";
 pub(super) const WIRE: &str = "wire";
 
-/// A program that serves the file, or none.
+/// Server program for the file, if any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Server {
     None,
     Nbdkit,
     QemuNbd,
     Tgt,
-    /// Our target, by one of its protocols.
+    /// Our target, using one of its protocols.
     Riserd(Protocol),
-    /// Our target over SRP, which shares memory with its initiators.
+    /// Our target using SRP and memory shared with its initiators.
     Sharing,
-    /// Our target over SRP, attached by `riser attach`.
+    /// Our target using SRP, attached with `riser attach`.
     Attached(Export),
 }
 
-/// Protocol of our target.
+/// Protocol used with our target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Protocol {
     Srp,
@@ -38,43 +38,43 @@ pub(super) enum Protocol {
     Iscsi,
 }
 
-/// Form of an attachment.
+/// Type of attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Export {
     Nbd,
     Fuse,
 }
 
-/// A program that makes the load.
+/// Program used to generate the load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Client {
-    /// fio, on a file.
+    /// fio, using a file.
     Fio,
-    /// fio with its nbd engine, or `riser bench` where fio has none.
+    /// fio with its nbd engine, or `riser bench` if fio doesn't support it.
     Nbd,
     IscsiPerf,
     Riser,
-    /// `riser bench`, which shares memory with the target.
+    /// `riser bench`, using memory shared with the target.
     Sharing,
-    /// `riser bench wire`, which is its own server.
+    /// `riser bench wire`, which doesn't need a server.
     Wire,
 }
 
-/// A row of the tables.
+/// A table row.
 #[derive(Debug)]
 pub(super) struct System {
-    /// Name in the results file and on the command line.
+    /// Name used in the results file and on the command line.
     pub(super) id: &'static str,
-    /// Short name, in pictures and where the client does not matter.
+    /// Short name, used in charts and when the client is not relevant.
     pub(super) label: &'static str,
-    /// Name in documents; `{nbd}` stands for the client of NBD servers.
+    /// Name used in documents, where `{nbd}` is replaced by the client for NBD servers.
     name: &'static str,
     pub(super) server: Server,
     pub(super) client: Client,
 }
 
 impl System {
-    /// Name in documents, with the client of NBD servers.
+    /// Returns the name used in documents, including the client for NBD servers.
     pub(super) fn name(&self, nbd_client: &str) -> String {
         let client = match nbd_client {
             "fio" => "`fio` nbd engine",
@@ -83,7 +83,7 @@ impl System {
         self.name.replace("{nbd}", client)
     }
 
-    /// Programs of Debian packages that it takes.
+    /// Returns the programs required from Debian packages.
     pub(super) fn programs(&self) -> impl Iterator<Item = &'static str> {
         let server: &[_] = match self.server {
             Server::None | Server::Riserd(_) | Server::Sharing | Server::Attached(Export::Nbd) => {
@@ -102,19 +102,19 @@ impl System {
         server.iter().chain(client).copied()
     }
 
-    /// Whether the client can make this load.
+    /// Returns true if the client supports this load.
     pub(super) fn runs(&self, load: &Load) -> bool {
         match self.client {
-            // It only reads.
+            // This client only supports reads.
             Client::IscsiPerf => !load.is_write(),
-            // It moves data in one direction, and does all its loads at once.
+            // This client moves data in one direction and runs all of its loads in a single run.
             Client::Wire => !load.is_random() && !load.is_write(),
             Client::Fio | Client::Nbd | Client::Riser | Client::Sharing => true,
         }
     }
 }
 
-/// All of them, in the order of the tables.
+/// All systems, in the order of the tables.
 pub(super) const SYSTEMS: &[System] = &[
     system(
         (FILE, "file"),
@@ -192,7 +192,7 @@ const fn system(
     }
 }
 
-/// The system with this id.
+/// Returns the system with the given ID.
 pub(super) fn named(id: &str) -> Option<&'static System> {
     SYSTEMS.iter().find(|system| system.id == id)
 }
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_those_of_both_sides() {
+    fn programs_include_both_sides() {
         let programs = |id| named(id).unwrap().programs().collect::<Vec<_>>();
         assert_eq!(programs(TGT), ["tgtd", "tgtadm", "iscsi-perf"]);
         assert_eq!(programs(ATTACH_FUSE), ["fusermount3", "fio"]);
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn iscsi_perf_does_not_write_and_the_wire_has_no_offsets() {
+    fn clients_reject_unsupported_loads() {
         let load = |rw| Load {
             rw,
             block_size: 4096,

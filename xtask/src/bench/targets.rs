@@ -1,14 +1,14 @@
-//! Targets of our figures beside those of peers, and the judgement on them.
+//! Performance targets relative to other systems, and checks if we meet them.
 
 use super::results::{Comparison, Sample};
 use super::stats::{Interval, Summary, ratios};
 use super::systems::{ATTACH_FUSE, ATTACH_NBD, ISCSI_PERF, ISER, NBDKIT, SHM, SRP, TGT, WIRE};
 use super::workloads::{READ_1, READ_32, READ_SEQ, WRITE_1, WRITE_32, WRITE_SEQ};
 
-/// Rounds that a judgement takes at least: fewer do not show noise.
+/// Minimum number of rounds required to check targets: with fewer rounds, we can't see the noise.
 pub(super) const MIN_ROUNDS: usize = 3;
 
-/// Figure of a sample that is compared.
+/// Value of a sample to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Measure {
     /// Operations per second.
@@ -17,7 +17,7 @@ pub(super) enum Measure {
     Bandwidth,
     /// Median latency; smaller is better.
     Latency,
-    /// Processor time of both sides for each operation; smaller is better.
+    /// CPU time of both sides per operation; smaller is better.
     Cpu,
 }
 
@@ -45,29 +45,29 @@ impl Measure {
     }
 }
 
-/// Value that is hoped for.
+/// Value that we would like to reach.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Aim {
-    /// A ratio to the peer of the target.
+    /// Ratio to the system used for comparison.
     Ratio(f64),
-    /// A share of the bandwidth of the wire, `riser bench wire`.
+    /// Fraction of the bandwidth of the wire, as measured by `riser bench wire`.
     OfWire(f64),
 }
 
-/// A ratio that a system of ours must reach.
+/// Ratio that must be reached by one of our systems.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target {
     pub(super) system: &'static str,
     pub(super) workload: &'static str,
     pub(super) measure: Measure,
-    /// The peer.
+    /// System used for comparison.
     pub(super) beside: &'static str,
-    /// Smallest ratio; the greatest one where smaller is better.
+    /// Minimum ratio, or maximum ratio if smaller is better.
     pub(super) at_least: f64,
     pub(super) aim: Aim,
 }
 
-/// All targets.
+/// Returns all targets.
 pub(super) fn targets() -> Vec<Target> {
     use Measure::{Bandwidth, Cpu, Iops, Latency};
     let of = |system, beside, measure, workload, at_least, aim| Target {
@@ -79,8 +79,9 @@ pub(super) fn targets() -> Vec<Target> {
         aim,
     };
     let mut targets = Vec::new();
-    // At depth 1 latency counts where `riser bench` measures it; behind an export it is fio's, and
-    // operations per second have the waking up of both in them.
+    // At depth 1, we compare the latency if it's measured using `riser bench`. For an attached disk
+    // the latency is from fio, and its operations per second include the time to wake up both
+    // sides.
     for system in [SRP, ISER] {
         let of =
             |measure, workload, at_least, aim| of(system, NBDKIT, measure, workload, at_least, aim);
@@ -115,33 +116,33 @@ pub(super) fn targets() -> Vec<Target> {
     targets
 }
 
-/// How a target fares.
+/// Result for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// The median reaches the aim.
     Aimed,
-    /// The median reaches what is the least.
+    /// The median reaches the minimum.
     Met,
-    /// The median does not, but may by noise: the interval reaches it.
+    /// The median is below the minimum, but the interval includes it, so this may be noise.
     WithinNoise,
-    /// The whole interval is short of it.
+    /// The whole interval is below the minimum.
     Missed,
 }
 
-/// A target with what was measured.
+/// A target with its measured values.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Judged {
     pub(super) target: Target,
-    /// Ratios of the rounds.
+    /// Ratios of all rounds.
     pub(super) ratio: Summary,
     pub(super) interval: Interval,
-    /// Share of the wire, where the aim is one and it was measured.
+    /// Fraction of the wire bandwidth, if this is used as an aim and was measured.
     pub(super) of_wire: Option<f64>,
     pub(super) verdict: Verdict,
 }
 
 impl Judged {
-    /// Our lead over the peer as a ratio: above one is better, for every measure.
+    /// Returns our lead as a ratio; values above one are better for all measures.
     pub(super) fn lead(&self) -> f64 {
         if self.target.measure.is_better_smaller() {
             1.0 / self.ratio.median
@@ -151,7 +152,7 @@ impl Judged {
     }
 }
 
-/// Judges the targets that were measured, in their order.
+/// Checks all measured targets, in order.
 pub(super) fn judge(comparison: &Comparison) -> Vec<Judged> {
     let targets = targets().into_iter();
     targets
@@ -168,7 +169,8 @@ fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
     let interval = Interval::of(&all)?;
     let of_wire = match target.aim {
         Aim::Ratio(_) => None,
-        // The wire is the same in both directions, and is measured in that of reads.
+        // The wire has the same bandwidth in both directions, but we only measure the direction
+        // used for reads.
         Aim::OfWire(_) => {
             let wire = comparison.figures(WIRE, READ_SEQ, |sample| target.measure.of(sample));
             Summary::of(&ratios(&ours, &wire)).map(|share| share.median)
@@ -191,7 +193,7 @@ fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
     } else {
         interval.high
     };
-    // Asked so that a ratio which is no number misses.
+    // Use a comparison that is false for NaN, so that it's a miss.
     let verdict = match reaches(ratio.median, target.at_least) {
         true if is_aimed => Verdict::Aimed,
         true => Verdict::Met,
@@ -213,11 +215,12 @@ mod tests {
     use super::super::{systems, workloads};
     use super::*;
 
-    /// Judges a target with these ratios, each in a round of its own, beside a peer at 100.
+    /// Checks a target using the given ratio for each round, where the other system always has a
+    /// value of 100.
     fn verdict(target: Target, ratios: &[f64]) -> Verdict {
         let mut samples = Vec::new();
         for (ratio, round) in ratios.iter().zip(1..) {
-            // Latency and processor time of a sample are the inverse of its operations.
+            // In this sample, latency and CPU time are the inverse of the number of operations.
             let iops = if target.measure.is_better_smaller() {
                 100.0 / ratio
             } else {
@@ -246,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_missed_only_beyond_the_noise() {
+    fn miss_requires_more_than_noise() {
         let iops = target(Measure::Iops, 1.5, 2.0);
         for (ratios, expected) in [
             ([2.1, 2.2, 1.0], Verdict::Aimed),
@@ -260,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn smaller_is_better_for_latency_and_processor_time() {
+    fn smaller_latency_and_cpu_is_better() {
         for measure in [Measure::Latency, Measure::Cpu] {
             let target = target(measure, 0.4, 0.3);
             for (ratios, expected) in [
@@ -275,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_aim_of_bandwidth_is_a_share_of_the_wire() {
+    fn bandwidth_aim_is_wire_share() {
         let target = Target {
             workload: READ_SEQ,
             aim: Aim::OfWire(0.8),
@@ -308,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_not_judged() {
+    fn unmeasured_target_is_not_judged() {
         let comparison = Comparison {
             measured: provenance(),
             skipped: Vec::new(),
@@ -321,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn every_target_names_systems_that_run_its_workload() {
+    fn targets_use_systems_supporting_workload() {
         for Target {
             system,
             workload,
@@ -338,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lead_above_one_is_good_for_every_measure() {
+    fn lead_above_one_is_always_better() {
         let judged = |measure, ratio| {
             let ratio = Summary {
                 median: ratio,

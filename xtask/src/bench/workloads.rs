@@ -1,40 +1,40 @@
-//! Workloads that all systems are measured with.
+//! Workloads used to measure all systems.
 
-/// One load, in fio's words.
+/// A single load, using fio's terms.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Load {
-    /// Order and direction, with fio's name.
+    /// Access pattern, using fio's name.
     pub(super) rw: &'static str,
-    /// Bytes of one operation.
+    /// Size of an operation in bytes.
     pub(super) block_size: u32,
-    /// Operations of one job in flight.
+    /// Number of operations in flight per job.
     pub(super) depth: u32,
 }
 
 impl Load {
-    /// Whether it writes; it does not do both.
+    /// Returns true if this load writes; loads never mix reads and writes.
     pub(super) fn is_write(&self) -> bool {
         self.rw.ends_with("write")
     }
 
-    /// Whether offsets are random.
+    /// Returns true if offsets are random.
     pub(super) fn is_random(&self) -> bool {
         self.rw.starts_with("rand")
     }
 }
 
-/// A load with a name, one column of the tables.
+/// A named load, used as a table column.
 #[derive(Debug)]
 pub(super) struct Workload {
-    /// Name in the results file and on the command line.
+    /// Name used in the results file and on the command line.
     pub(super) id: &'static str,
-    /// Name in documents.
+    /// Name used in documents.
     pub(super) name: &'static str,
     pub(super) load: Load,
 }
 
 impl Workload {
-    /// Whether bytes per second are the figure to compare, rather than operations.
+    /// Returns true if we should compare bytes per second instead of operations per second.
     pub(super) fn is_sequential(&self) -> bool {
         !self.load.is_random()
     }
@@ -47,7 +47,7 @@ pub(super) const WRITE_32: &str = "randwrite-4k-32";
 pub(super) const READ_SEQ: &str = "read-128k-8";
 pub(super) const WRITE_SEQ: &str = "write-128k-8";
 
-/// All of them, in the order of the tables.
+/// All workloads, in the order of the tables.
 pub(super) const WORKLOADS: &[Workload] = &[
     workload(
         READ_1,
@@ -94,7 +94,7 @@ const fn workload(
     Workload { id, name, load }
 }
 
-/// The workload with this id.
+/// Returns the workload with the given ID.
 pub(super) fn named(id: &str) -> Option<&'static Workload> {
     WORKLOADS.iter().find(|workload| workload.id == id)
 }

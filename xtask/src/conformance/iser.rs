@@ -1,10 +1,12 @@
-//! libiscsi's suite over iSER: its client on our `libibverbs.so.1` and `librdmacm.so.1`, against
-//! `riserd` on the software NIC, with the expectations of the cases with a Linux kernel.
+//! libiscsi's test suite over iSER. Its client uses our `libibverbs.so.1` and `librdmacm.so.1` to
+//! connect to `riserd` on the software NIC. We expect the same results as in the cases with a Linux
+//! kernel.
 //!
-//! Over iSER the client fails by itself in some tests, and dies in others. They are listed with how
-//! each ends, and what it says, in a file that the cases with a kernel use as well: a listed test
-//! that ends otherwise is a failure, too. So each test has a process. A listed one has a target of
-//! its own, since a client that dies leaves its session and its reservations behind.
+//! Over iSER, the client itself fails or crashes in some tests. These tests are listed in a
+//! file with the expected result and output, which is also used by the cases with a kernel. If a
+//! listed test has any other result, this is a failure as well. Because of the crashes, we need a
+//! separate process for each test. A listed test also needs a separate target, because a client
+//! that crashes will leave its session and reservations behind.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -19,37 +21,40 @@ use crate::daemon::Daemon;
 use crate::verbs::{Ended, Rig};
 use crate::{Failure, root, sh};
 
-/// Tests that cannot pass for the client's own reasons.
+/// List of tests that can't pass because of client bugs.
 const LISTED: &str = "tests/vm/libiscsi-iser.txt";
 
-/// Those that the cases with a kernel do not have, which give the client one path: as others of the
-/// list, one sends a task management function, and one 1000 commands before it takes an answer.
+/// Additional tests that only run here, because the cases with a kernel use just one path. As with
+/// other tests in the list, one sends a task management request and one sends 1000 commands before
+/// it receives a response.
 const LISTED_BY_TWO_PATHS: &str = "died MultipathIO.Reset\ndied MultipathIO.CompareAndWriteAsync";
 
-/// A test that takes a block for zero which it has not written: the last of 257, where it writes 256. So it
-/// has a target of its own.
+/// This test writes 256 blocks, but expects that 257 blocks are set to zero, so it needs a separate
+/// target.
 const WANTS_ZEROES: &str = "MultipathIO.CompareAndWrite";
 
-/// What the client needs to be a test client, loaded before it.
+/// Library to preload so that the client can be used as a test client.
 const PRELOADED: &str = "tests/vm/libiscsi.c";
 
-/// Address of the target.
+/// Target address.
 const SERVER: &str = "127.0.18.1";
 
-/// Clients at once, each at an address of its own. They mostly wait.
+/// Number of clients to run in parallel, each with a separate address. They spend most of their
+/// time waiting.
 const LANES: usize = 3;
 
-/// Bytes of a LUN, fewer than some tests write with one command: over iSER the client sends no
-/// command with more than 256 KiB.
+/// LUN size in bytes. Some tests would write more than this in a single command, but over iSER the
+/// client doesn't send commands larger than 256 KiB.
 const SIZE: u64 = 24 << 20;
 
-/// Longest time of a test.
+/// Maximum time for a test.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Fewest tests that must pass, so that a client that refuses all is not taken for one that skips.
+/// Minimum number of tests that must pass. If a client rejects everything, it should not be treated
+/// as one with skipped tests.
 const FEWEST: usize = 140;
 
-/// A listed test: how it ends, its name, and words that it says.
+/// A listed test with its expected result, its name and the words to be found in its output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Listed {
     how: How,
@@ -57,18 +62,18 @@ struct Listed {
     words: String,
 }
 
-/// Ways in which a test ends without a pass.
+/// Ways in which a test can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
-    /// It says so.
+    /// The test reported a failure.
     Failed,
-    /// The client died of a signal in it.
+    /// The client was killed by a signal.
     Died,
-    /// Its time was up.
+    /// The test timed out.
     Hung,
 }
 
-/// Runs all tests, or why they cannot be run.
+/// Runs all tests, or returns the reason why this is not possible.
 pub(super) fn run(
     options: &Options,
     programs: &std::path::Path,
@@ -107,7 +112,7 @@ pub(super) fn run(
     Ok(Ok(run?))
 }
 
-/// The tests of the client, without the family.
+/// Returns the tests supported by the client, without the family name.
 fn chosen(options: &Options) -> Result<Vec<String>, Failure> {
     let list = sh::cmd(CLIENT.program, ["--list"]).output()?;
     let list = String::from_utf8_lossy(&list.stdout).into_owned();
@@ -123,8 +128,9 @@ fn chosen(options: &Options) -> Result<Vec<String>, Failure> {
     Ok(names.map(str::to_owned).collect())
 }
 
-/// A target for tests that are not listed, for each lane, one for each that is, and one with zeroes. A
-/// LUN is in memory: one test takes it for granted that physical blocks are as long as logical ones.
+/// Creates a configuration with a target per lane for unlisted tests, a target for each listed
+/// test, and a target that is set to zero. All LUNs are in memory, because one test expects that
+/// physical and logical blocks have the same size.
 fn configuration(listed: usize) -> String {
     let (mut backends, mut targets) = (String::new(), String::new());
     for number in 0..=LANES + listed {
@@ -135,7 +141,8 @@ fn configuration(listed: usize) -> String {
              luns: {{ 0: ram{number} }}\n    access: open\n"
         );
     }
-    // A client that dies leaves sessions behind, which last for some seconds, and each lane has one address.
+    // If a client crashes, its sessions will stay open for several seconds, and we only have one
+    // address per lane.
     let limits = format!("{{ sessions_per_address: {} }}", 8 * (LANES + listed));
     format!("backends:\n{backends}targets:\n{targets}limits: {limits}\nadmin: {{ socket: none }}\n")
 }
@@ -147,7 +154,8 @@ struct Stage<'a> {
 }
 
 impl Stage<'_> {
-    /// Runs the tests, some at once; those that are listed first, as some of them wait for long.
+    /// Runs the tests in parallel. Start with the listed tests, because some of them have to wait
+    /// for a long time.
     fn run_all(&self, names: &[String]) -> Result<Run, Failure> {
         let mut order: Vec<usize> = (0..names.len()).collect();
         order.sort_by_key(|&i| self.place(&names[i]).is_none());
@@ -186,7 +194,7 @@ impl Stage<'_> {
         Ok(run)
     }
 
-    /// Place of a test in the list.
+    /// Returns the index of a test in the list.
     fn place(&self, name: &str) -> Option<usize> {
         self.listed.iter().position(|listed| listed.name == name)
     }
@@ -204,9 +212,9 @@ impl Stage<'_> {
         let words = [
             "env",
             &preload,
-            // Over iSER the client puts the data buffer of a command that has failed, however
-            // small, among its spare PDU headers, and dies when it uses it as one. It does not if
-            // it keeps none.
+            // If a command fails over iSER, the client will add its data buffer to the list of
+            // spare PDU headers. It will then crash when it uses this buffer as a header, because
+            // it may be too small. We can avoid this if there is no such list.
             "LIBISCSI_CACHE_ALLOCATIONS=0",
             "iscsi-test-cu",
             "--dataloss",
@@ -229,12 +237,13 @@ impl Stage<'_> {
     }
 }
 
-/// Verdict on a test, as against its listing.
+/// Compares the result of a test with its list entry.
 fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
     let how = match outcome(ended) {
         Ok(verdict) => {
             return match listed {
-                // So the list becomes shorter when the client is mended.
+                // This must fail, so that we remove the test from the list when the client is
+                // fixed.
                 Some(_) => Verdict::Failed(vec![format!("it is listed, and ended by {verdict:?}")]),
                 None => verdict,
             };
@@ -246,7 +255,7 @@ fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
             Verdict::Skipped(vec!["libiscsi's client cannot do it over iSER".to_owned()])
         }
         _ => {
-            // What the test says of it, or else the last words.
+            // Return the reason given by the test, or the last line of output.
             let mut lines = ended.said.lines().map(str::trim);
             let last = || ended.said.trim_end().lines().next_back();
             let why = lines
@@ -257,9 +266,8 @@ fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
     }
 }
 
-/// How a test ended: with a verdict, or otherwise. What it printed counts first: a test that says
-/// that it has failed, or sees something wrong and then does not come to its end, has failed, also if
-/// the client dies of a signal or hangs.
+/// Returns the result of a test. Its output has priority: if a test reports an error but doesn't
+/// complete, it has failed even if the client is then killed by a signal or hangs.
 fn outcome(ended: &Ended) -> Result<Verdict, How> {
     let run = Run::parse(&ended.said);
     let verdict = run.tests.into_iter().next().map(|test| test.verdict);
@@ -272,14 +280,15 @@ fn outcome(ended: &Ended) -> Result<Verdict, How> {
         return Err(How::Hung);
     };
     match (status.signal(), verdict) {
-        // It may be the status of a shell or of `riser run`, which reports the program's signal.
+        // This can be the exit status of a shell or of `riser run`, which will report the program's
+        // signal.
         (Some(_), _) => Err(How::Died),
         (None, Some(verdict @ (Verdict::Passed | Verdict::Skipped(_)))) => Ok(verdict),
         (None, _) => Err(How::Failed),
     }
 }
 
-/// Reads the list: a line "HOW NAME WORDS …" for each test.
+/// Parses the list, which has a line "HOW NAME WORDS …" for each test.
 fn parse(text: &str) -> Result<Vec<Listed>, Failure> {
     let lines = text.lines().map(str::trim);
     let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
@@ -315,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listed_test_must_end_as_it_is_listed() {
+    fn listed_test_must_match_list() {
         let [failed, died] = &parse("# why\nfailed A.B words of it\n\ndied A.B\n").unwrap()[..]
         else {
             panic!("two are listed");
@@ -324,7 +333,7 @@ mod tests {
             |listed, ended: &Ended| matches!(judge(Some(listed), ended), Verdict::Skipped(_));
         let said = "    [FAILED] words of it\nFAILED\n";
         assert!(is_excused(failed, &ended(Some(1 << 8), said)));
-        // It had failed when the client died.
+        // The test had already failed when the client crashed.
         assert!(is_excused(
             failed,
             &ended(Some(11), "    [FAILED] words of it\n")
@@ -348,12 +357,12 @@ mod tests {
         assert!(matches!(of(Some(0), why), Verdict::Skipped(_)));
         assert!(matches!(of(Some(11), ""), Verdict::Failed(_)));
         assert!(matches!(of(None, ""), Verdict::Failed(_)));
-        // It could not log in.
+        // The client was not able to log in.
         assert!(matches!(of(Some(255 << 8), ""), Verdict::Failed(_)));
     }
 
     #[test]
-    fn the_list_of_the_cases_with_a_kernel_is_understood() {
+    fn kernel_case_list_is_parsed() {
         let text = fs::read_to_string(root().join(LISTED)).unwrap();
         let listed = parse(&text).unwrap();
         assert!(listed.iter().all(|test| test.name.contains('.')));

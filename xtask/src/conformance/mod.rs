@@ -1,15 +1,16 @@
-//! `cargo xtask conformance`: libiscsi's test suite against our iSCSI target over TCP, and beside
-//! it the same against `tgt` on the same machine.
+//! `cargo xtask conformance`: runs the libiscsi test suite against our iSCSI target over TCP and,
+//! for comparison, against `tgt` on the same machine.
 //!
-//! The same suite runs over iSER, its client on our libraries ([`iser`]).
+//! The suite is also run over iSER with a client that uses our libraries ([`iser`]).
 //!
-//! The whole suite runs in one process of the installed client, or suite by suite in processes of
-//! another one (`--libiscsi`), with two paths to one LUN so that the tests of multipath run too.
-//! The LUN has physical blocks as long as its logical ones, as one test demands without saying so;
-//! those that want another LUN are tried on one. QEMU's own client compares images on a disk of
-//! ours, and boots a guest from one. A failed test, a client that dies or hangs, a daemon that
-//! complains, or one that keeps file descriptors when all initiators have gone, makes the command
-//! fail; what happens to the peer does not.
+//! By default, the whole suite runs in a single process of the installed client. If another client
+//! is given (`--libiscsi`), each suite will use a separate process. We use two paths to the same
+//! LUN, because this is required by the multipath tests. Physical and logical blocks of the LUN
+//! have the same size, because a test depends on this without checking it. Tests that need a
+//! different LUN are then run on that LUN. QEMU's own client is used to compare images and to boot
+//! a guest from a disk. The command returns an error if a test fails, if a client crashes or hangs,
+//! if the daemon logs errors, or if the daemon leaks file descriptors after all initiators have
+//! disconnected. The results of the other target are ignored.
 
 mod iser;
 mod peer;
@@ -32,32 +33,31 @@ use suite::{Run, Verdict};
 /// Options of `cargo xtask conformance`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Run only our own target.
+    /// Test our own target only.
     #[arg(long)]
     no_peer: bool,
-    /// Leave out the suite over iSER.
+    /// Skip the suite over iSER.
     #[arg(long)]
     no_iser: bool,
-    /// Only these tests, in the client's words: FAMILY, FAMILY.SUITE or FAMILY.SUITE.TEST.
+    /// Run only these tests, using the client's format: FAMILY, FAMILY.SUITE or FAMILY.SUITE.TEST.
     #[arg(long)]
     tests: Option<String>,
-    /// Minutes that the suite may take against one target.
+    /// Timeout for the suite with each target, in minutes.
     #[arg(long, default_value_t = 15)]
     minutes: u64,
-    /// Folder of programs that are built already.
+    /// Directory of programs that have already been built.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Take the client from this folder, in which libiscsi was built, in the place of the installed
-    /// one.
+    /// Use the client from this libiscsi build directory instead of the installed client.
     #[arg(long, value_name = "DIR")]
     libiscsi: Option<PathBuf>,
-    /// Keep what the client said of our target in this file.
+    /// Write the client's output for our target to this file.
     #[arg(long)]
     log: Option<PathBuf>,
 }
 
 impl Options {
-    /// As `cargo xtask test` runs it: our target alone.
+    /// Options for `cargo xtask test`, which should only test our target.
     pub(crate) fn for_test() -> Self {
         Self {
             no_peer: true,
@@ -70,28 +70,28 @@ impl Options {
         }
     }
 
-    /// Path of a program of libiscsi, if it is there.
+    /// Returns the path of a libiscsi program, if available.
     fn client(&self, program: &str) -> Option<PathBuf> {
         let Some(folder) = &self.libiscsi else {
             return sh::which(program);
         };
-        // Where its build leaves programs, and where it installs them.
+        // Directories used for programs by the build, and directories used by an install.
         let places = ["test-tool", "utils", "bin", "."];
         let mut places = places.iter().map(|place| folder.join(place).join(program));
         places.find(|path| path.is_file())
     }
 }
 
-/// End of a run.
+/// Result of a run.
 pub(crate) enum Ended {
-    /// It was tried: the suite's tests and the checks beside it, and what went wrong if something
-    /// did.
+    /// The run was completed. Contains the counts of the suite and of additional checks, and an
+    /// error message if anything failed.
     Ran(Tally, Option<String>),
-    /// The client is missing.
+    /// The client is not available.
     Unavailable(String),
 }
 
-/// All that it can make use of.
+/// All programs that can be used by this command.
 pub(crate) const NEEDS: &[&[Need]] = &[&[CLIENT], qemu::NEEDS, peer::NEEDS];
 
 const CLIENT: Need = need(
@@ -100,10 +100,11 @@ const CLIENT: Need = need(
     "libiscsi's conformance suite",
 );
 
-/// Name of the target.
+/// Target name.
 const IQN: &str = "iqn.2026-01.org.example:conformance";
 
-/// Tests of a newer libiscsi than the distribution's that fail by their own mistakes.
+/// Tests that fail because of bugs in the test itself. These are only in newer versions of libiscsi
+/// than the packaged version.
 const CLIENT_FAULTS: [(&str, &str); 4] = [
     (
         "CompareAndWrite.InvalidDataOutSize",
@@ -125,24 +126,25 @@ const CLIENT_FAULTS: [(&str, &str); 4] = [
     ),
 ];
 
-/// A test that does not end, and why.
+/// A test that hangs, and the reason.
 const CLIENT_HANGS: (&str, &str) = (
     "iSCSISendTargets.Invalid",
     "it closes its connection when a key that it made up is answered by NotUnderstood, as RFC 7143 section 6.2 \
      demands, and then waits for ever for an answer by the connection that it has closed",
 );
 
-/// Bytes of a LUN: enough for the tests that write and read 32 MiB with one command.
+/// LUN size in bytes, which must be large enough for tests that read and write 32 MiB in a single
+/// command.
 const SIZE: u64 = 64 << 20;
 
-/// LUNs for tests that are skipped on the first one, and with what words they say so: one has
-/// longer physical blocks, one is read-only.
+/// LUNs for tests that skip the first LUN, and the message used to skip. The first LUN here has
+/// larger physical blocks and the other is read-only.
 const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not write-protected")];
 
-/// Runs everything; fails if our target failed in anything.
+/// Runs all tests and returns an error if any failed on our target.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let ended = run_all(options)?;
-    // They are printed, and nothing counts them here.
+    // Skips are printed, but we don't count them here.
     let _ = noted();
     match ended {
         Ended::Ran(_, None) => Ok(()),
@@ -150,7 +152,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Runs everything and says how it ended.
+/// Runs all tests and returns the result.
 pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     if options.libiscsi.is_none() {
         ensure([&CLIENT]);
@@ -176,8 +178,8 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     Ok(ended(options, ours))
 }
 
-/// Parts of the step, as they are counted where nothing of it can be tried. The number of tests in
-/// the suite is known to the client only.
+/// Returns the parts of this step, to be counted when nothing can be tested. Only the client knows
+/// the number of tests in the suite.
 pub(crate) fn parts() -> Vec<(Kind, String)> {
     let checks = CHECKS.iter().map(|check| check.name).chain(qemu::CHECKS);
     let checks = checks.map(|name| (Kind::Check, name.to_owned()));
@@ -185,7 +187,7 @@ pub(crate) fn parts() -> Vec<(Kind, String)> {
     std::iter::once(suite).chain(checks).collect()
 }
 
-/// Counts what came of our target. What was skipped is noted.
+/// Counts the results for our target. Skips are recorded.
 fn ended(options: &Options, ours: Ours) -> Ended {
     let mut suite = Counts::default();
     let mut failures = Vec::new();
@@ -196,8 +198,7 @@ fn ended(options: &Options, ours: Ours) -> Ended {
             Verdict::Skipped(reasons) => note(Kind::SuiteTest, &name, &reasons.join("; ")),
             Verdict::Failed(_) | Verdict::Unfinished => {
                 let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
-                // The distribution's version does not have these faults, so there a failure is
-                // ours.
+                // The packaged version doesn't have these bugs, so if it fails, this is our bug.
                 if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
                     println!("{name} fails, but not by our fault: {why}");
                     continue;
@@ -229,7 +230,7 @@ fn ended(options: &Options, ours: Ours) -> Ended {
     Ended::Ran(tally, (!failures.is_empty()).then(|| failures.join("\n")))
 }
 
-/// The suite over iSER.
+/// Runs the suite over iSER.
 fn over_iser(
     options: &Options,
     programs: &Path,
@@ -249,7 +250,7 @@ fn over_iser(
     Ok(())
 }
 
-/// QEMU as a client.
+/// Runs the checks that use QEMU as a client.
 fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
     match qemu::run(programs, scratch) {
         Ok(outcomes) => {
@@ -266,8 +267,8 @@ fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
     }
 }
 
-/// Prints what came of a check, `None` if its program is missing, and keeps a failure; how many
-/// checks held.
+/// Prints the result of a check, which is `None` if its program is missing, and records failures.
+/// Returns the number of checks that passed.
 fn report(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec<String>) -> u64 {
     match outcome {
         Ok(Some(said)) => {
@@ -287,12 +288,12 @@ fn report(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut V
     0
 }
 
-/// Results of our target.
+/// Results for our target.
 struct Ours {
     run: Run,
-    /// The suite over iSER.
+    /// Results of the suite over iSER.
     iser: Option<Run>,
-    /// Checks beside the suite that held.
+    /// Number of additional checks that passed.
     checks: u64,
     failures: Vec<String>,
 }
@@ -316,7 +317,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
         });
         checks += report(check.name, outcome, &mut failures);
     }
-    // After one session has come and gone, everything that is made once is there.
+    // After a single session was opened and closed, all lazy initialization should be done.
     let before = Usage::of(daemon.pid())?;
     let mut run = Run::default();
     let mut said = Vec::new();
@@ -332,8 +333,8 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     if let Some(keep) = &options.log {
         fs::write(keep, said)?;
     }
-    // Only tests that were skipped for this reason: what has passed on the first LUN need not run
-    // again.
+    // We only run tests that were skipped for this reason. If a test passed on the first LUN, there
+    // is no need to run it again.
     for (lun, lacking) in OTHER_LUNS {
         let url = format!("{portal}/{IQN}/{lun}");
         for test in run.skipped_for(lacking) {
@@ -348,8 +349,8 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
             run.take(again);
         }
     }
-    // Descriptors decide and memory is only shown: pools and tables of a daemon may grow once and
-    // stay.
+    // Only file descriptors are checked, but memory is printed as well: pools and tables in the
+    // daemon may grow once and keep their size.
     let after = Usage::settled(daemon.pid(), &before)?;
     println!(
         "file descriptors: {} before the suite, {} after",
@@ -365,7 +366,8 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     if let Err(error) = daemon.stop() {
         failures.push(error.to_string());
     }
-    // Read after the end, which flushes the log and may have complaints of its own.
+    // We read the log after the daemon has exited, because this will flush the log and can also add
+    // errors.
     let said = fs::read_to_string(&log).unwrap_or_default();
     let complaints = said
         .lines()
@@ -390,14 +392,14 @@ fn configuration(image: &Path, port: u16) -> String {
     )
 }
 
-/// Tests that the client is to run: one process runs all of them, and another libiscsi a process
-/// for each suite, so that a test that never ends can be left out.
+/// Returns the test names passed to the client. Usually a single process can run all tests. With
+/// another libiscsi, we start a process for each suite so that we can skip a test that hangs.
 fn all_tests(options: &Options) -> Result<Vec<String>, Failure> {
     let client = options
         .client(CLIENT.program)
         .filter(|_| options.libiscsi.is_some());
-    // One process is much faster. Only another version of the client, in which a test hangs, has
-    // to be split, and only a `--list` says which tests it has.
+    // A single process is much faster. We only need to split the tests for other client versions,
+    // because they have a test that hangs, and we need `--list` to get the test names.
     let (Some(client), None) = (client, &options.tests) else {
         let tests = options.tests.clone();
         return Ok(vec![tests.unwrap_or_else(|| "ALL".to_owned())]);
@@ -425,7 +427,8 @@ fn all_tests(options: &Options) -> Result<Vec<String>, Failure> {
     Ok(tests)
 }
 
-/// Runs the suite in one process; what it said, and how it ended if that was no proper end.
+/// Runs the suite in a single process. Returns its output, and the error if it didn't exit
+/// properly.
 fn run_suite(
     options: &Options,
     tests: &str,
@@ -436,7 +439,7 @@ fn run_suite(
     println!("iscsi-test-cu -t {tests} against {name}");
     let path = scratch.join(&format!("{name}.out"));
     let out = File::create(&path)?;
-    // Two paths to one LUN.
+    // Use two paths to the same LUN.
     let client = options.client(CLIENT.program);
     let client = client.ok_or("iscsi-test-cu is missing")?;
     let mut command = sh::cmd(client, ["--dataloss", "-t", tests, url, url]);
@@ -449,7 +452,8 @@ fn run_suite(
     let patience = Duration::from_secs(60 * options.minutes);
     let ended = loop {
         if let Some(status) = child.try_wait()? {
-            // It exits with a failure if a test failed, which the tests report in more detail.
+            // If a test fails, the client exits with an error, but the test output already has more
+            // details.
             break status.signal().map(|n| format!("died of signal {n}"));
         }
         if started.elapsed() > patience {
@@ -464,7 +468,7 @@ fn run_suite(
     Ok((Run::parse(&said), ended))
 }
 
-/// Resources that a process holds.
+/// Resources used by a process.
 struct Usage {
     fds: usize,
     kib: u64,
@@ -481,7 +485,8 @@ impl Usage {
         })
     }
 
-    /// Waits a little for what was there before: the last connections are still closing.
+    /// Waits for a short time until the usage is the same as before, because the last connections
+    /// may not be closed yet.
     fn settled(pid: u32, before: &Self) -> Result<Self, Failure> {
         let started = Instant::now();
         loop {
@@ -494,17 +499,17 @@ impl Usage {
     }
 }
 
-/// A tool of libiscsi, and what it must say.
+/// A libiscsi tool and its expected output.
 struct Check {
     name: &'static str,
     program: &'static str,
     args: fn(&str, &str) -> Vec<String>,
-    /// The line of the output that reports success.
+    /// Finds the line in the output that reports success.
     judge: fn(&str, &Path) -> Option<String>,
 }
 
 impl Check {
-    /// Runs a program; returns its output.
+    /// Runs a program and returns its output.
     fn run(
         &self,
         program: &Path,
@@ -524,7 +529,7 @@ impl Check {
 }
 
 fn line_with(said: &str, word: &str) -> Option<String> {
-    // Progress is written over itself.
+    // Progress output overwrites the previous line.
     let mut lines = said.split(['\n', '\r']);
     lines
         .find(|line| line.contains(word))
@@ -576,7 +581,7 @@ const CHECKS: &[Check] = &[
         name: "iscsi-swp off",
         program: "iscsi-swp",
         args: |_, url| vec!["--swp=off".to_owned(), url.to_owned()],
-        // What it was before, too.
+        // The size must not have changed.
         judge: |said, _| {
             line_with(said, "SWP:1")?;
             line_with(said, "Turning SWP OFF")
@@ -606,7 +611,8 @@ const CHECKS: &[Check] = &[
 ];
 
 fn print_table(ours: &Ours, theirs: Option<&Run>) {
-    // Suites that only another column has run have no row: the table is about our target.
+    // This table is for our target, so we don't add a row for a suite if it was only run on the
+    // other target.
     let columns: Vec<_> = [
         Some(("riserd", &ours.run)),
         ours.iser.as_ref().map(|run| ("over iSER", run)),

@@ -1,4 +1,5 @@
-//! `tgt`, the other user-space iSCSI target in Debian, as the peer beside which we are shown.
+//! Runs the suite on `tgt` for comparison. This is the other user-space iSCSI target included in
+//! Debian.
 
 use std::fs::File;
 
@@ -10,7 +11,7 @@ use crate::{Failure, sh};
 
 pub(super) const NEEDS: &[Need] = &tgt::needs("the same run against tgt");
 
-/// Runs the suite against the peer; nothing where that cannot be.
+/// Runs the suite on the other target. Returns `None` if this is not possible.
 pub(super) fn run(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
     if !ensure(NEEDS).is_empty() {
         return None;

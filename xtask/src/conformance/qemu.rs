@@ -1,4 +1,4 @@
-//! QEMU's own iSCSI driver as a client: `qemu-img` compares images, and a guest boots from our
+//! Uses QEMU's own iSCSI driver as a client: `qemu-img` compares images, and a guest boots from our
 //! disk.
 
 use std::fs::{self, File};
@@ -27,19 +27,19 @@ pub(super) const NEEDS: &[Need] = &[
     need("xz", "xz-utils", "the guest's modules"),
 ];
 
-/// QEMU's block driver, which comes in a package of its own.
+/// Package with QEMU's block driver, which is not part of the main package.
 const DRIVER: &str = "qemu-block-extra";
 
-/// Name of the target.
+/// Target name.
 const IQN: &str = "iqn.2026-01.org.example:qemu";
 
-/// Bytes of the disk.
+/// Disk size in bytes.
 const SIZE: u64 = 48 << 20;
 
-/// Text that the guest leaves in the last block of its disk.
+/// Text that will be written by the guest to the last block of its disk.
 const MARK: &str = "written by the guest";
 
-/// The guest's first program: reads its whole disk, writes to it, and leaves.
+/// Init script of the guest, used to read the whole disk, write to it and shut down.
 const INIT: &str = r#"#!/bin/busybox sh
 export PATH=/bin
 /bin/busybox mkdir -p /proc /dev
@@ -55,13 +55,13 @@ blocks=$(/bin/busybox blockdev --getsz /dev/vda)
 const LOADER: &str = "SERIAL 0 115200\nDEFAULT riser\nLABEL riser\n  LINUX vmlinuz\n  INITRD initrd\n  \
                       APPEND console=ttyS0 quiet panic=-1 mitigations=off\n";
 
-/// Result of one check, or its failure.
+/// Name of a check and its result.
 pub(super) type Outcome = (&'static str, Result<String, Failure>);
 
 /// Names of the checks.
 pub(super) const CHECKS: [&str; 2] = ["qemu-img", "boot from iscsi://"];
 
-/// Runs the checks with a daemon of their own; why not, if something is not to be had here.
+/// Runs the checks with a new daemon. Returns the reason if a required program is not available.
 pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>, String> {
     if let Some(n) = ensure(NEEDS).first() {
         return Err(format!(
@@ -79,10 +79,12 @@ pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>
     ])
 }
 
-/// Returns whether QEMU's tools speak iSCSI, over TCP and iSER; installs the driver if it may.
+/// Returns true if the QEMU tools support iSCSI over both TCP and iSER. We try to install the
+/// driver if it's missing.
 fn has_driver() -> bool {
-    // What the tools list they may still not have, and no target listens at this port. A QEMU of
-    // before 8 reports an unknown protocol, a newer one a module that it cannot load.
+    // The driver may still be missing if the tools list it, so we try to connect to a port that is
+    // not used. For an unknown protocol, QEMU before version 8 reports that it's unknown, and newer
+    // versions report that they can't load the module.
     let knows = || {
         let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
         let answer = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
@@ -91,15 +93,15 @@ fn has_driver() -> bool {
             !error.contains("Unknown protocol") && !error.contains("Unable to load module")
         })
     };
-    // The package has no program by whose name it could be looked for.
+    // This package doesn't contain a program that we could check for.
     knows() || {
         let _ = install_driver().inspect_err(|e| println!("{DRIVER}: {e}"));
         knows()
     }
 }
 
-/// Installs the driver in the version of the tools, which load no other. A QEMU from the backports
-/// suite is often left where that suite is no longer among the sources.
+/// Installs the same driver version as the tools, because they can't load any other version. A QEMU
+/// from backports can still be installed when the sources don't include backports.
 fn install_driver() -> Result<(), Failure> {
     let query = ["-W", "-f", "${Version}", "qemu-utils"];
     let version = sh::output(&mut sh::cmd("dpkg-query", query))?;
@@ -115,7 +117,7 @@ fn install_driver() -> Result<(), Failure> {
     Ok(())
 }
 
-/// A `riserd` that serves a file, and the file's address.
+/// Starts `riserd` with a file and returns its address.
 fn serve(
     programs: &Path,
     scratch: &sh::Scratch,
@@ -137,14 +139,15 @@ fn serve(
     Ok((daemon, format!("iscsi://127.0.0.1:{port}/{IQN}/0")))
 }
 
-/// An image goes in and is the same; one changed byte is found.
+/// Copies an image to the disk and compares it. The comparison must also find a single changed
+/// byte.
 fn images(programs: &Path, scratch: &sh::Scratch) -> Result<String, Failure> {
     let (image, disk) = (scratch.join("image"), scratch.join("qemu.img"));
-    // Bytes that differ from block to block, so that one at a wrong place is found; the same in
-    // every run.
+    // Use different data for each block, so that we can detect a block at the wrong offset, but
+    // always the same data in every run.
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut bytes = vec![0; SIZE as usize];
-    // Every fourth MiB stays a hole.
+    // Leave a hole for every fourth MiB.
     for (i, byte) in bytes
         .iter_mut()
         .enumerate()
@@ -173,8 +176,8 @@ fn images(programs: &Path, scratch: &sh::Scratch) -> Result<String, Failure> {
         )
     };
     let said = compare()?;
-    // Beside the comparison by the same client: one that wrote and read at the same wrong place
-    // would find its data equal.
+    // We also need to check the file itself: if the same client uses a wrong offset for both write
+    // and read, its own comparison would still succeed.
     if fs::read(&disk)? != bytes {
         return Err("what qemu-img wrote is not in riserd's file".into());
     }
@@ -188,7 +191,7 @@ fn images(programs: &Path, scratch: &sh::Scratch) -> Result<String, Failure> {
     Ok(said.trim().to_owned())
 }
 
-/// Boots a guest whose only disk is ours, from its boot sector on.
+/// Boots a guest from our disk, starting at the boot sector. It has no other disk.
 fn boot(
     programs: &Path,
     scratch: &sh::Scratch,
@@ -215,7 +218,8 @@ fn boot(
         sh::output(copy.arg(from).arg(format!("::{name}")))?;
     }
     sh::output(&mut sh::cmd("syslinux", ["--install", &image]))?;
-    // The sum is taken before the guest starts, which writes to the disk.
+    // We need to calculate the checksum before the guest is started, because it will write to the
+    // disk.
     let sum = sh::output(&mut sh::cmd("sha256sum", [&disk]))?;
     let sum = sum.split_whitespace().next().unwrap_or_default().to_owned();
     let (daemon, url) = serve(programs, scratch, &disk)?;

@@ -1,35 +1,35 @@
-//! Parser of the output of `iscsi-test-cu`.
+//! Parser for the output of `iscsi-test-cu`.
 //!
-//! CUnit prints a line per suite and per test, and between them the log of the test:
+//! CUnit prints a line for each suite and each test, with the test's log output between them:
 //!
 //! ```text
 //! Suite: Read10
 //!   Test: Simple ...passed
 //!   Test: ZeroBlocks ...    [SKIPPED] the reason
 //! passed
-//!   Test: Residuals ...    [FAILED] what was seen
+//!   Test: Residuals ...    [FAILED] the reason
 //! FAILED
 //!     1. test_read10_residuals.c:229  - CU_ASSERT_EQUAL(a,b)
 //! ```
 //!
-//! A test that skips itself counts as a pass for CUnit, and as a skip here.
+//! If a test skips itself, CUnit will report that it passed, but we count it as skipped.
 
 use std::collections::BTreeMap;
 
-/// Verdict on a test.
+/// Test result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// All assertions of the test held.
+    /// All assertions passed.
     Passed,
-    /// Some did not; the first lines that say which.
+    /// Some assertions failed. Contains the first lines of the failure.
     Failed(Vec<String>),
-    /// It was not tried, for these reasons.
+    /// The test was skipped for these reasons.
     Skipped(Vec<String>),
-    /// The program ended, or was ended, in it.
+    /// The program exited or was killed during this test.
     Unfinished,
 }
 
-/// A test that was begun.
+/// A test that was started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Test {
     pub(super) suite: String,
@@ -37,7 +37,7 @@ pub(super) struct Test {
     pub(super) verdict: Verdict,
 }
 
-/// Tests of a suite, or of all, by how they ended.
+/// Number of tests for each result, in a single suite or in total.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) passed: u32,
@@ -55,19 +55,19 @@ impl Counts {
     }
 }
 
-/// All that a run said.
+/// Parsed output of a run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Run {
     pub(super) tests: Vec<Test>,
-    /// Whether it came to its summary.
+    /// Set if the run has printed its summary.
     pub(super) is_complete: bool,
 }
 
-/// Number of lines of a failure that are kept.
+/// Maximum number of lines to keep for a failure.
 const KEPT: usize = 4;
 
 impl Run {
-    /// Reads the program's output.
+    /// Parses the program's output.
     pub(super) fn parse(text: &str) -> Self {
         let mut run = Self {
             tests: Vec::new(),
@@ -75,7 +75,8 @@ impl Run {
         };
         let mut suite = String::new();
         let body = text.split("Run Summary:").next().unwrap_or_default();
-        // A test's name may follow, on one line, what the one before it logged last.
+        // If the previous test logs a message without a newline, the next test name can be on the
+        // same line.
         for part in split_before(body, &["Suite: ", "  Test: "]) {
             if let Some(rest) = part.strip_prefix("Suite: ") {
                 suite = rest.lines().next().unwrap_or_default().trim().to_owned();
@@ -92,7 +93,7 @@ impl Run {
         run
     }
 
-    /// By suite, in the order of the run.
+    /// Returns the counts for each suite, in order.
     pub(super) fn suites(&self) -> Vec<(&str, Counts)> {
         let mut suites: Vec<(&str, Counts)> = Vec::new();
         for test in &self.tests {
@@ -106,7 +107,7 @@ impl Run {
         suites
     }
 
-    /// Counts of all suites together.
+    /// Returns the total count of all suites.
     pub(super) fn counts(&self) -> Counts {
         let mut counts = Counts::default();
         for test in &self.tests {
@@ -115,7 +116,7 @@ impl Run {
         counts
     }
 
-    /// Tests, as suite and name, that were skipped for a reason that begins with some words.
+    /// Returns the tests (suite and name) that were skipped for a reason starting with these words.
     pub(super) fn skipped_for(&self, words: &str) -> Vec<String> {
         let skipped = |test: &&Test| match &test.verdict {
             Verdict::Skipped(reasons) => reasons.iter().all(|r| r.starts_with(words)),
@@ -127,7 +128,7 @@ impl Run {
             .collect()
     }
 
-    /// Takes over how tests of another run ended.
+    /// Replaces test results using the results from another run.
     pub(super) fn take(&mut self, other: Self) {
         for test in other.tests {
             let mut own = self.tests.iter_mut();
@@ -137,7 +138,7 @@ impl Run {
         }
     }
 
-    /// Skipped tests by what they lacked.
+    /// Groups the skipped tests by reason.
     pub(super) fn skips(&self) -> BTreeMap<String, Vec<String>> {
         let mut skips = BTreeMap::<String, Vec<String>>::new();
         for test in &self.tests {
@@ -150,7 +151,7 @@ impl Run {
     }
 }
 
-/// Cuts a text in front of every occurrence of one of the words.
+/// Splits the text before each of these words.
 fn split_before<'a>(text: &'a str, words: &[&str]) -> Vec<&'a str> {
     let mut cuts: Vec<usize> = words
         .iter()
@@ -165,9 +166,9 @@ fn split_before<'a>(text: &'a str, words: &[&str]) -> Vec<&'a str> {
 
 fn verdict(said: &str) -> Verdict {
     let lines = || said.lines().map(str::trim);
-    // What the suite's own end logs follows on the same line.
+    // The output of the suite's cleanup can be on the same line.
     let ended = |word: &str| lines().any(|line| line.starts_with(word) || line.ends_with(word));
-    // CUnit's own word stands at the end of a line; the tests log theirs in brackets.
+    // CUnit prints its result at the end of a line, but the tests use brackets.
     if lines().any(|line| line == "FAILED" || line.ends_with("...FAILED")) {
         let numbered = |line: &&str| {
             line.split_once(". ")
@@ -184,7 +185,7 @@ fn verdict(said: &str) -> Verdict {
                 .collect(),
         );
     }
-    // Neither word: the program ended within the test.
+    // If we see neither of these words, the program exited during this test.
     if !ended("passed") {
         return Verdict::Unfinished;
     }
@@ -201,7 +202,7 @@ fn verdict(said: &str) -> Verdict {
     }
 }
 
-/// The reason of a skip: the command that is missing, where that is it.
+/// Returns the reason for a skip. If a command is not supported, this is the command name.
 fn reason(why: &str) -> String {
     let why = why.trim().trim_end_matches("passed").trim_end_matches('.');
     match why.strip_suffix(" is not implemented") {
@@ -243,7 +244,7 @@ Run Summary:    Type  Total    Ran Passed Failed Inactive
 ";
 
     #[test]
-    fn a_run_is_understood() {
+    fn suite_output_is_parsed() {
         let run = Run::parse(SAID);
         assert!(run.is_complete);
         let all = Counts {
@@ -271,7 +272,7 @@ Run Summary:    Type  Total    Ran Passed Failed Inactive
     }
 
     #[test]
-    fn a_run_that_was_cut_short_says_where() {
+    fn incomplete_run_reports_last_test() {
         let cut = SAID.split("    [FAILED] again").next().unwrap();
         let run = Run::parse(cut);
         assert!(!run.is_complete);

@@ -1,4 +1,5 @@
-//! The corpus that is checked in: seeds, and of what was found the inputs that reach most.
+//! The corpus in the repository, which contains seeds and the inputs with the best coverage that
+//! were found by the fuzzer.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -8,22 +9,24 @@ use super::process::{command, relative, work};
 use super::targets::Target;
 use crate::Failure;
 
-/// Inputs of a target that are kept beside its seeds, at most, and the longest, in bytes.
+/// Maximum number of inputs to keep for a target in addition to the seeds, and the maximum input
+/// size in bytes.
 const MOST: usize = 12;
 const LONGEST: u64 = 4096;
 
-/// Inputs that may make the program fail before this gives up.
+/// Maximum number of failing inputs before we return an error.
 const FAILURES: usize = 20;
 
-/// An input and the edges that it reaches.
+/// An input and the edges covered by it.
 struct Input {
     path: PathBuf,
     len: u64,
     edges: BTreeSet<u64>,
 }
 
-/// Renews what was found of a target: from the inputs that are there and those of the work, the
-/// fewest that reach, beyond the seeds, as much as all. Returns their number.
+/// Updates the inputs that were found for a target: from the existing inputs and the working
+/// corpus, we choose a minimal set with the same coverage, not including edges already covered by
+/// seeds. Returns the number of inputs.
 pub(super) fn minimize(program: &Path, target: &Target) -> Result<usize, Failure> {
     let committed = target.folder().join("corpus");
     let mut files = files(&committed)?;
@@ -53,7 +56,7 @@ fn is_found(path: &Path) -> bool {
     name.is_some_and(|name| name.starts_with("found-"))
 }
 
-/// Files of a folder, the shortest first.
+/// Returns the files in a directory, starting with the smallest file.
 fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     let mut files = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten() {
@@ -64,7 +67,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     Ok(files.into_iter().map(|(_, path)| path).collect())
 }
 
-/// Each time the input that reaches most of what is not reached yet; of several the shortest.
+/// Chooses inputs with a greedy algorithm: the next input is always the one covering the most new
+/// edges. If there are several, we use the shortest.
 fn choose(seeds: &[Input], mut others: Vec<Input>) -> Vec<Input> {
     let mut reached: BTreeSet<u64> = seeds.iter().flat_map(|i| &i.edges).copied().collect();
     others.retain(|input| input.len <= LONGEST);
@@ -83,8 +87,8 @@ fn choose(seeds: &[Input], mut others: Vec<Input>) -> Vec<Input> {
     chosen
 }
 
-/// Runs each input once. libFuzzer writes what each reaches into the file that lists them, and goes
-/// on behind an input that made it fail when it is started again.
+/// Runs every input once. libFuzzer writes the coverage to a file that contains the list of inputs.
+/// If an input fails, we start it again and it will continue with the next input.
 fn reached(program: &Path, target: &Target, files: Vec<PathBuf>) -> Result<Vec<Input>, Failure> {
     let work = work(target);
     fs::create_dir_all(&work)?;
@@ -113,8 +117,9 @@ fn reached(program: &Path, target: &Target, files: Vec<PathBuf>) -> Result<Vec<I
     Err(format!("{}: too many inputs fail, see {log}", target.name).into())
 }
 
-/// The inputs with their edges. A line `FT 3 80 81 96` says that the input of that number has these
-/// features; eight of them, by how often it was taken, are of an edge. One that failed has none.
+/// Parses the edges covered by each input. The line `FT 3 80 81 96` contains the features of input
+/// 3. There are eight features for each edge, based on the hit count. An input that failed has no
+/// features.
 fn inputs(files: Vec<PathBuf>, text: &str) -> Vec<Input> {
     let inputs = files.into_iter().map(|path| Input {
         len: fs::metadata(&path).map_or(0, |m| m.len()),
@@ -148,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn inputs_that_reach_nothing_new_are_left_out() {
+    fn inputs_without_new_coverage_are_dropped() {
         let seeds = [input("seed", 9, &[1, 2])];
         let others = vec![
             input("same", 1, &[1, 2]),

@@ -1,4 +1,4 @@
-//! What fuzz targets have reached of the state machines.
+//! State machine coverage of the fuzz targets.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,25 +9,25 @@ use super::process::{TRANSITIONS, work};
 use super::targets::TARGETS;
 use crate::{Failure, root};
 
-/// Transitions by machine: the states before and after.
+/// Transitions of each state machine, as a pair of previous and next state.
 type Transitions = BTreeMap<String, BTreeSet<(String, String)>>;
 
-/// What of a machine's table was taken.
+/// Coverage of the transition table of a state machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Coverage {
     taken: usize,
     of: usize,
-    /// Transitions that no target has taken, as `FROM -> TO`.
+    /// Transitions that were not covered by any target, as `FROM -> TO`.
     unreached: Vec<String>,
 }
 
-/// Prints how many transitions of each machine all targets together have taken in their last runs,
-/// of those that its table has, and which they have not; returns it.
+/// Returns and prints how many transitions of each state machine were covered by the last run of
+/// all targets, and lists the transitions that were not covered.
 pub(super) fn report() -> Result<BTreeMap<String, Coverage>, Failure> {
     let tables = tables(&fs::read_to_string(root().join("state/tables.txt"))?);
     let mut taken = Transitions::new();
     for target in TARGETS {
-        // There is none of a target without a machine, or that was not run.
+        // This file doesn't exist if the target has no state machine or has never been run.
         let lines = fs::read_to_string(work(target).join(TRANSITIONS)).unwrap_or_default();
         for line in lines.lines() {
             let words: Vec<_> = line.split(' ').collect();
@@ -49,7 +49,7 @@ pub(super) fn report() -> Result<BTreeMap<String, Coverage>, Failure> {
     ) in &all
     {
         println!("{taken:>11} {of:>4}  {machine}");
-        // Of a machine that none of them drives, the number says it all.
+        // If a state machine is not used by any target, the number is enough.
         for transition in unreached.iter().filter(|_| *taken > 0) {
             println!("{:>18}without {transition}", "");
         }
@@ -74,8 +74,9 @@ fn coverage(tables: &Transitions, taken: &Transitions) -> BTreeMap<String, Cover
     tables.iter().map(of).collect()
 }
 
-/// Reads the tables: a machine, and below it a line for each state with those that may follow it.
-/// A machine that has several may take the transitions of all.
+/// Parses the transition tables. Each table starts with the name of the state machine, followed by
+/// a line for each state with all possible next states. If there are several tables for a machine,
+/// their transitions are merged.
 fn tables(text: &str) -> Transitions {
     let mut all = Transitions::new();
     let mut machine = String::new();
@@ -102,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transitions_that_no_target_takes_are_named() {
+    fn uncovered_transitions_are_listed() {
         let all = tables("a::Of\n  A: A B\n  B:\nb::Of\n  C: D\n");
         let taken = [("A".to_owned(), "A".to_owned())].into();
         let found = coverage(&all, &[("a::Of".to_owned(), taken)].into());

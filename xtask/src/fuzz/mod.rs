@@ -1,16 +1,18 @@
-//! `cargo xtask fuzz`: the fuzz targets with libFuzzer, which sees what each input reaches.
+//! `cargo xtask fuzz`: runs the fuzz targets with libFuzzer, which is guided by the coverage of
+//! each input.
 //!
-//! The targets are tests of bolero, which chooses its engine at compile time: here libFuzzer's, of
-//! which the crate `bolero-libfuzzer` has the sources. LLVM's pass that counts edges is part of every
-//! rustc, so a stable one will do; only crates of the workspace are compiled with it (`rustc.sh`).
-//! The build has a folder of its own, as all its flags are others.
+//! The targets are bolero tests. bolero selects its engine at compile time, and we use libFuzzer,
+//! which is included as source in the crate `bolero-libfuzzer`. We can use a stable compiler
+//! because the LLVM pass to count edges is part of every rustc. Only crates in the workspace are
+//! instrumented (`rustc.sh`). Because these flags are different from any other build, we use a
+//! separate target directory.
 //!
-//! | folder | what it has |
+//! | directory | contents |
 //! | --- | --- |
-//! | `__fuzz__/TARGET/corpus`, beside the test | what is checked in: `seed-*`, and `found-*` of `--minimize` |
-//! | `__fuzz__/TARGET/crashes` | inputs that failed, which `cargo test` replays until they are removed |
-//! | `.build/fuzz/TARGET` | the working corpus, from which the next run goes on, and the log |
-//! | `.build/fuzz/report.json` | figures of each target's last run and sums of all its runs, and what all targets reach of the state machines |
+//! | `__fuzz__/TARGET/corpus`, next to the test | files in the repository: `seed-*`, and `found-*` created by `--minimize` |
+//! | `__fuzz__/TARGET/crashes` | failing inputs, which will be used by `cargo test` until they are removed |
+//! | `.build/fuzz/TARGET` | the log, and the working corpus to be used by the next run |
+//! | `.build/fuzz/report.json` | results of each target's last run, totals of all runs, and the state machine coverage of all targets |
 
 mod corpus;
 mod machines;
@@ -31,28 +33,28 @@ use crate::{Failure, root, sh};
 
 const NEEDS: &[Need] = &[need("g++", "g++", "libFuzzer is written in C++")];
 
-/// Compiler flags by which bolero chooses its engine.
+/// Compiler flags that bolero uses to select its engine.
 const ENGINE: &str = "--cfg fuzzing --cfg fuzzing_libfuzzer";
 
 /// Options of `cargo xtask fuzz`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Time for each target, in minutes, which may have a fraction; several run at once, one on each
-    /// core. With 0, nothing is explored.
+    /// Time per target in minutes, which can be a fraction; one target is run on each core. If set
+    /// to 0, the targets are not run.
     #[arg(long, default_value_t = 1.0)]
     minutes: f64,
-    /// Afterwards renew what is checked in of the inputs that were found: for each target the few
-    /// that reach most.
+    /// Update the inputs in the repository after the run: for each target, keep the few inputs with
+    /// the best coverage.
     #[arg(long)]
     minimize: bool,
-    /// List the targets instead.
+    /// List the targets and exit.
     #[arg(long)]
     list: bool,
-    /// Only these, by their whole names.
+    /// Run only these targets; the full name is required.
     targets: Vec<String>,
 }
 
-/// Builds what the targets need, explores them, and prints and keeps the figures.
+/// Builds the required programs, runs the targets, and prints and saves the results.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let targets = selected(&options.targets)?;
     if options.list {
@@ -101,8 +103,8 @@ fn selected(names: &[String]) -> Result<Vec<Target>, Failure> {
 /// Programs by package and name.
 type Programs = BTreeMap<(&'static str, &'static str), PathBuf>;
 
-/// Builds the programs of all targets at once, whichever are run: another selection would have other
-/// features, and would build much again.
+/// Builds the programs of all targets in a single build, even if we only run some of them. A
+/// different selection would change features and would have to build many crates again.
 fn build() -> Result<Programs, Failure> {
     println!("building");
     let packages = TARGETS.iter().map(|t| format!("--package={}", t.package));
@@ -118,8 +120,9 @@ fn build() -> Result<Programs, Failure> {
     TARGETS.iter().map(program).collect()
 }
 
-/// Cargo, about to build tests as fuzz targets. Only with a target triple are the flags not those
-/// of build scripts and macros as well, which would lack what the counters need.
+/// Returns a Cargo command to build tests as fuzz targets. We need to pass a target triple, because
+/// otherwise the flags would also be used for build scripts and macros, and they are not linked
+/// with the counters.
 fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
     let version = sh::output(&mut sh::cmd("rustc", ["-vV"]))?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
@@ -142,7 +145,7 @@ fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
     Ok(command)
 }
 
-/// The program of a target in the messages of Cargo.
+/// Finds the program of a target in Cargo's messages.
 fn executable(messages: &str, target: &Target) -> Option<PathBuf> {
     let library = target.package.replace('-', "_");
     let name = match target.program {
@@ -156,7 +159,7 @@ fn executable(messages: &str, target: &Target) -> Option<PathBuf> {
         .find_map(|message| message["executable"].as_str().map(PathBuf::from))
 }
 
-/// Explores each target, in a process of its own, one on each core.
+/// Runs every target in a separate process, using one process per core.
 fn explore<'a>(
     targets: &[Target],
     time: Duration,
@@ -182,7 +185,8 @@ fn explore<'a>(
     })
 }
 
-/// Does something with all targets, with some at once; the results are in the targets' order.
+/// Calls a function for all targets using a thread per core. Results are returned in the same order
+/// as the targets.
 fn on_cores<T: Send>(
     cores: usize,
     targets: &[Target],
@@ -199,7 +203,7 @@ fn on_cores<T: Send>(
                         .unwrap_or_else(PoisonError::into_inner)
                         .pop_front();
                     let Some((at, target)) = next else { break };
-                    // A failure goes to another thread as text.
+                    // We can't send a failure to another thread, so convert it to text.
                     let result = work(target).map_err(|failure| failure.to_string());
                     let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
                     done.push((at, result));
@@ -215,7 +219,7 @@ fn on_cores<T: Send>(
         .collect::<Result<_, _>>()?)
 }
 
-/// Prints the figures, keeps them, and returns the number of targets that failed.
+/// Prints and saves the results. Returns the number of targets that failed.
 fn report(figures: &[Figures]) -> Result<usize, Failure> {
     println!(
         "\n{:<22} {:>7} {:>11} {:>9} {:>7} {:>7} {:>7} {:>6}",

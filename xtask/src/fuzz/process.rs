@@ -1,4 +1,4 @@
-//! A process of libFuzzer, and what it says.
+//! Runs a libFuzzer process and parses its output.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -10,36 +10,37 @@ use serde_json::{Value, json};
 use super::targets::Target;
 use crate::{Failure, root, sh};
 
-/// Longest input that is made, in bytes.
+/// Maximum input size in bytes.
 const MAX_LEN: usize = 16 << 10;
 
-/// Time and memory that one input may take, in seconds and MiB.
+/// Maximum time per input in seconds, and maximum memory in MiB.
 const TIMEOUT: u64 = 20;
 const MEMORY: u64 = 2048;
 
-/// Name of the list of transitions in a target's folder.
+/// Name of the file in the target's directory used to list transitions.
 pub(super) const TRANSITIONS: &str = "transitions";
 
-/// Ticks of a second in `/proc` (`USER_HZ`).
+/// Number of ticks per second in `/proc` (`USER_HZ`).
 const TICKS: f64 = 100.0;
 
-/// What came of a target.
+/// Results for a target.
 #[derive(Debug)]
 pub(super) struct Figures {
     pub(super) target: Target,
-    /// CPU time of the process.
+    /// CPU time used by this process.
     pub(super) cpu: Duration,
     pub(super) executions: u64,
-    /// Inputs that the working corpus has.
+    /// Number of inputs in the working corpus.
     pub(super) corpus: u64,
-    /// Edges that were reached, of all in the crates that are fuzzed, as far as the program has them.
+    /// Number of edges covered. The total includes all edges in this program that belong to
+    /// instrumented crates.
     pub(super) edges: u64,
     pub(super) all_edges: u64,
-    /// Inputs that reached something new in this run.
+    /// Number of inputs in this run that have new coverage.
     pub(super) finds: u64,
-    /// The input that failed.
+    /// The input that failed, if any.
     pub(super) crash: Option<PathBuf>,
-    /// The process ended otherwise than it should.
+    /// Set if the process did not exit as expected.
     pub(super) failure: Option<String>,
 }
 
@@ -65,13 +66,13 @@ impl Figures {
     }
 }
 
-/// Folder of a target's work.
+/// Returns the working directory of a target.
 pub(super) fn work(target: &Target) -> PathBuf {
     root().join(".build/fuzz").join(target.name)
 }
 
-/// Command that runs a target's test with arguments of libFuzzer, which bolero takes from the
-/// environment and separates at spaces.
+/// Returns a command to run a target's test with libFuzzer arguments. bolero reads them from the
+/// environment and splits them at spaces.
 pub(super) fn command(program: &Path, target: &Target, args: &[String]) -> Command {
     let mut command = sh::cmd(program, ["--exact", "--nocapture", "--test-threads=1"]);
     command.arg(target.test());
@@ -81,13 +82,13 @@ pub(super) fn command(program: &Path, target: &Target, args: &[String]) -> Comma
     command
 }
 
-/// A path below the root, without that: arguments have no spaces then.
+/// Returns a path relative to the root, because the arguments must not contain spaces.
 pub(super) fn relative(path: &Path) -> String {
     let path = path.strip_prefix(root()).unwrap_or(path);
     path.display().to_string()
 }
 
-/// Explores a target for a time.
+/// Runs a target for the given time.
 pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result<Figures, Failure> {
     let work = work(target);
     let (corpus, log) = (work.join("corpus"), work.join("log"));
@@ -106,7 +107,7 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
         "-reload=0".to_owned(),
     ];
     let mut command = command(program, target, &args);
-    // Inputs that are known are tried again, so the list becomes what it was.
+    // Remove the old list. All known inputs will be run again, so we don't lose any transitions.
     let transitions = work.join(TRANSITIONS);
     let _ = fs::remove_file(&transitions);
     command.env("RISER_TRANSITIONS", &transitions);
@@ -118,7 +119,7 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
     let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
     let crash = kept(target, &text)?;
     let executions = number_after(&text, "stat::number_of_executed_units:").unwrap_or(0);
-    // A harness that has no test of that name succeeds, too.
+    // If there is no test with this name, the harness still returns success.
     let failure = match status.success() {
         true if executions > 0 => None,
         true => Some(format!("nothing was executed, see {}", relative(&log))),
@@ -137,13 +138,14 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
     })
 }
 
-/// CPU time of a child of ours, once it has ended. Until it is waited for, `/proc` has it.
+/// Returns the CPU time of a child process after its exit. We can read it from `/proc` because the
+/// process has not been reaped yet.
 fn wait_for_end(pid: u32) -> Duration {
     let stat = format!("/proc/{pid}/stat");
     loop {
         let text = fs::read_to_string(&stat).unwrap_or_default();
-        // Behind the name, which may have spaces: the state, and in the 12th and 13th place the
-        // times in user mode and in the kernel (proc_pid_stat(5)).
+        // The process name may contain spaces, so we start after the name. The next field is the
+        // state, and fields 12 and 13 are the user and kernel times (proc_pid_stat(5)).
         let fields: Vec<_> = match text.rsplit_once(')') {
             Some((_, rest)) => rest.split_whitespace().collect(),
             None => return Duration::ZERO,
@@ -156,7 +158,7 @@ fn wait_for_end(pid: u32) -> Duration {
     }
 }
 
-/// Puts the input that failed where `cargo test` replays it, if there is one.
+/// If an input failed, this copies it to the directory that `cargo test` will use to run it again.
 fn kept(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
     let written = text.rsplit_once("Test unit written to ");
     let Some(path) = written.and_then(|(_, rest)| rest.lines().next()) else {
@@ -170,7 +172,7 @@ fn kept(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
     Ok(Some(kept))
 }
 
-/// The last number that follows a word.
+/// Returns the last number that follows this word.
 fn number_after(text: &str, word: &str) -> Option<u64> {
     let (_, rest) = text.rsplit_once(word)?;
     let digits: String = rest
@@ -181,7 +183,7 @@ fn number_after(text: &str, word: &str) -> Option<u64> {
     digits.parse().ok()
 }
 
-/// Number of counters: `INFO: Loaded 1 modules   (123 inline 8-bit counters): …`.
+/// Parses the number of counters in `INFO: Loaded 1 modules   (123 inline 8-bit counters): …`.
 fn counters(text: &str) -> Option<u64> {
     let (before, _) = text.split_once(" inline 8-bit counters")?;
     before.rsplit_once('(')?.1.parse().ok()
@@ -209,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_ends_is_noticed_before_it_is_waited_for() {
+    fn exited_child_is_noticed_before_reaping() {
         let loops = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
         let mut child = sh::cmd("sh", ["-c", loops]).spawn().unwrap();
         let cpu = wait_for_end(child.id());

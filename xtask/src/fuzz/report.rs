@@ -1,4 +1,4 @@
-//! What is kept of all runs, in `.build/fuzz/report.json`.
+//! Keeps the results of all runs in `.build/fuzz/report.json`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,14 +11,14 @@ use super::machines::Coverage;
 use super::process::Figures;
 use crate::{Failure, root};
 
-/// Figures by the names of targets and machines.
+/// Results by target name, and by state machine name.
 #[derive(Default, Serialize, Deserialize)]
 struct Report {
     targets: BTreeMap<String, Kept>,
     machines: BTreeMap<String, Coverage>,
 }
 
-/// A target: its last run, and the sums of all.
+/// Results of a target's last run, and totals of all runs.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     total: Total,
@@ -56,8 +56,8 @@ impl Report {
     }
 }
 
-/// Adds a run to the report, which keeps what it has of targets that were not run, and prints the
-/// sums. A report in an older format is replaced.
+/// Adds a run to the report and prints the totals. If a target was not run, its previous values are
+/// kept. A report with an older format will be replaced.
 pub(super) fn keep(
     figures: &[Figures],
     machines: &BTreeMap<String, Coverage>,
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_add_up_and_what_was_not_run_stays() {
+    fn report_adds_runs_and_keeps_rest() {
         let mut report = Report::default();
         report.add(&[figures(0, 10), figures(1, 5)]);
         let text = serde_json::to_string(&report).unwrap();

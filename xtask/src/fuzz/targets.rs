@@ -1,4 +1,4 @@
-//! The fuzz targets: tests of bolero, by what they are about.
+//! List of fuzz targets, which are bolero tests, by topic.
 
 use std::path::PathBuf;
 
@@ -7,32 +7,33 @@ use crate::root;
 /// A fuzz target.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Target {
-    /// Name of the test function, and of the folder with its corpus.
+    /// Name of the test function, also used as the name of its corpus directory.
     pub(super) name: &'static str,
-    /// What its input is, for people.
+    /// Description of the input.
     pub(super) about: &'static str,
-    /// The package with the test.
+    /// Package with this test.
     pub(super) package: &'static str,
-    /// The test's program: an integration test, or `lib` for unit tests.
+    /// Test program: the name of an integration test, or `lib` for unit tests.
     pub(super) program: &'static str,
-    /// Modules in front of the name.
+    /// Module path to prepend to the name.
     modules: &'static str,
-    /// The folder of the test's source file.
+    /// Directory of the test's source file.
     folder: &'static str,
 }
 
 impl Target {
-    /// Folder of what belongs to the target: `corpus`, which is checked in, and `crashes`.
+    /// Returns the directory with the files of this target: `corpus`, which is part of the
+    /// repository, and `crashes`.
     pub(super) fn folder(&self) -> PathBuf {
         root().join(self.folder).join("__fuzz__").join(self.name)
     }
 
-    /// Name by which the test's program knows it.
+    /// Returns the full name of the test in its program.
     pub(super) fn test(&self) -> String {
         format!("{}{}", self.modules, self.name)
     }
 
-    /// Argument of Cargo that chooses the program.
+    /// Returns the Cargo argument to select the program.
     pub(super) fn program_arg(&self) -> String {
         match self.program {
             "lib" => "--lib".to_owned(),
@@ -41,7 +42,7 @@ impl Target {
     }
 }
 
-/// A target among the tests of several crates.
+/// Creates a target for a test that uses several crates.
 const fn test(program: &'static str, name: &'static str, about: &'static str) -> Target {
     Target {
         name,
@@ -53,7 +54,7 @@ const fn test(program: &'static str, name: &'static str, about: &'static str) ->
     }
 }
 
-/// The same in a module of such a test.
+/// Same as `test`, but for a test in a module.
 const fn reference(modules: &'static str, name: &'static str, about: &'static str) -> Target {
     Target {
         modules,
@@ -62,7 +63,7 @@ const fn reference(modules: &'static str, name: &'static str, about: &'static st
     }
 }
 
-/// A target among the unit tests of a crate.
+/// Creates a target for a unit test of a crate.
 const fn unit(
     (package, folder): (&'static str, &'static str),
     modules: &'static str,
@@ -99,7 +100,7 @@ const SRP_SESSION: (&str, &str) = ("riser-initiator", "initiator/src/srp/session
 const ISCSI_SESSION: (&str, &str) = ("riser-initiator", "initiator/src/iscsi/session");
 const ENGINE: (&str, &str) = ("riser-initiator", "initiator/src/engine/tests");
 
-/// All of them.
+/// All targets.
 pub(super) const TARGETS: &[Target] = &[
     test("fuzz_wire", "packet", "BTH and extended headers"),
     test("fuzz_wire", "cm_message", "MADs of the connection manager"),
@@ -304,12 +305,12 @@ mod tests {
 
     use super::*;
 
-    /// Longest input that is checked in, and the sum of all, in bytes.
+    /// Maximum size of an input in the repository and maximum total size, in bytes.
     const LONGEST: u64 = 16 << 10;
     const ALL: u64 = 512 << 10;
 
     #[test]
-    fn each_target_is_a_test_of_its_folder() {
+    fn targets_match_tests_in_directory() {
         let names: BTreeSet<_> = TARGETS.iter().map(|target| target.name).collect();
         assert_eq!(names.len(), TARGETS.len());
         for target in TARGETS {
@@ -324,9 +325,9 @@ mod tests {
         }
     }
 
-    /// What a fuzzer has found may grow without anybody's notice.
+    /// We might not notice if the inputs found by a fuzzer become too large.
     #[test]
-    fn each_target_has_a_small_corpus() {
+    fn targets_have_small_corpus() {
         let mut sum = 0;
         for target in TARGETS {
             let corpus = target.folder().join("corpus");

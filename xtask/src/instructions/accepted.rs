@@ -1,4 +1,4 @@
-//! The counts that were accepted, and what has grown since.
+//! Compares instruction counts with the accepted counts to find an increase.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,49 +9,50 @@ use serde::{Deserialize, Serialize};
 use super::dump::Dump;
 use crate::{Failure, root};
 
-/// Growth beyond which the code is refused, in percent, unless the accepted runs themselves differ
-/// by more.
+/// Maximum increase in percent. If there was a larger difference between the accepted runs, we use
+/// this difference instead.
 const LIMIT: f64 = 3.0;
 
-/// Part of a path by which a group must grow as well, in percent of the path: small groups may
-/// double for a reason that is worth it, and on a busy machine an operation has up to a tenth more
-/// rounds, most of whose cost is in one group.
+/// Minimum increase of a group, in percent of the whole path, to be treated as a failure. A small
+/// group may have a good reason to double its size. Also, if the machine is busy, an operation can
+/// have up to 10 % more rounds, and most of their cost is in a single group.
 const GROUP_LIMIT: f64 = 2.0;
 
-/// Growth of a round of the worker's loop beyond which the code is refused, in percent, if the
-/// polling of an operation grows as well. How much of a round is work, and how much only looks for
-/// work, is a matter of time.
+/// Maximum increase for a round of the worker loop in percent, if the polling cost of an operation
+/// also increases. It depends on timing how much of a round is spent on work and how much is spent
+/// on checking for work.
 const ROUND_LIMIT: f64 = 20.0;
 
-/// Smallest part of a path of a function or group that is kept in the file, in percent of the path.
+/// Minimum size of a function or group to be saved to the file, in percent of the path.
 const FLOOR: f64 = 0.3;
 
-/// Functions that are named where a path has grown.
+/// Number of functions to list if a path has increased.
 const NAMED: usize = 8;
 
-/// Instructions of an operation on one path, polling apart.
+/// Number of instructions per operation for a path. Polling is counted separately.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Cost {
     pub(super) total: f64,
-    /// Largest difference between the runs that it is taken from, in percent of it.
+    /// Maximum difference between the runs on which this is based, in percent.
     pub(super) spread: f64,
-    /// Of the functions that are called in each round of the worker's loop. Compared is their cost
-    /// in one round, where this grows too.
+    /// Instructions in functions that are called in every round of the worker loop. If this has
+    /// increased, we compare the cost per round.
     pub(super) polling: f64,
-    /// Rounds for each operation, which are a matter of time.
+    /// Number of rounds per operation, which depends on timing.
     pub(super) rounds: f64,
-    /// By folder of our sources, or by library.
+    /// Instructions by source directory or by library.
     pub(super) groups: BTreeMap<String, f64>,
-    /// Of the functions that have a share worth naming.
+    /// Instructions of the functions that are large enough to be listed.
     pub(super) functions: BTreeMap<String, f64>,
 }
 
 impl Cost {
-    /// The run with the least total, and of each group and function the least of all runs: a busy
-    /// machine makes some runs dearer, each in other places, and code makes all of them so.
+    /// Returns the run with the minimum total. For each group and function, we use the minimum of
+    /// all runs: on a busy machine, the cost of a run can increase in different places, but a code
+    /// change will increase the cost of all runs.
     ///
     /// # Panics
-    /// Without a run.
+    /// Panics if there are no runs.
     pub(super) fn least(mut runs: Vec<Dump>) -> Self {
         runs.sort_by(|a, b| a.total().total_cmp(&b.total()));
         let run = &runs[0];
@@ -59,7 +60,7 @@ impl Cost {
         let floor = FLOOR / 100.0 * run.total();
         let worth = |costs: fn(&Dump) -> &BTreeMap<String, f64>| {
             let least = costs(run).keys().map(|name| {
-                // A run without the function took no instruction in it.
+                // If a run doesn't contain this function, no instructions were counted for it.
                 let each = runs.iter().map(|run| costs(run).get(name).copied());
                 let each = each.map(Option::unwrap_or_default);
                 (name.clone(), tenths(each.fold(f64::INFINITY, f64::min)))
@@ -70,14 +71,15 @@ impl Cost {
             total: tenths(run.total()),
             spread: tenths(spread),
             polling: tenths(run.polling),
-            // Fewer than one for each operation, where these are many at once.
+            // This can be less than one per operation if there are many operations at the same
+            // time.
             rounds: (run.rounds * 1000.0).round() / 1000.0,
             groups: worth(|run| &run.groups),
             functions: worth(|run| &run.functions),
         }
     }
 
-    /// Instructions of the polling functions in one round.
+    /// Returns the number of polling instructions per round.
     fn round(&self) -> f64 {
         self.polling / self.rounds
     }
@@ -87,12 +89,12 @@ fn tenths(number: f64) -> f64 {
     (number * 10.0).round() / 10.0
 }
 
-/// The file with the accepted counts.
+/// Contents of the file with the accepted counts.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Accepted {
-    /// Versions on which the counts depend beside the code.
+    /// Versions that affect the counts, in addition to the code.
     pub(super) made_with: BTreeMap<String, String>,
-    /// Costs by the name of their path.
+    /// Cost of each path by name.
     pub(super) paths: BTreeMap<String, Cost>,
 }
 
@@ -104,7 +106,7 @@ impl Accepted {
     /// Reads the file.
     ///
     /// # Errors
-    /// It cannot be read, or says something else.
+    /// Returns an error if the file can't be read or is not valid.
     pub(super) fn load() -> Result<Self, Failure> {
         let file = Self::file();
         let named = |why: &dyn std::fmt::Display| format!("{}: {why}", file.display());
@@ -115,17 +117,18 @@ impl Accepted {
     /// Writes the file.
     ///
     /// # Errors
-    /// That of the file system.
+    /// Returns an error if the file can't be written.
     pub(super) fn save(&self) -> Result<(), Failure> {
         let text = serde_json::to_string_pretty(self)?;
         Ok(fs::write(Self::file(), text + "\n")?)
     }
 
-    /// Makes ready for counts that are made with these versions, of all paths or of some. Counts of
-    /// other versions are dropped.
+    /// Prepares to update the counts of some or all paths using these versions. Counts for other
+    /// versions are removed.
     ///
     /// # Errors
-    /// Only some paths are counted, and the others have counts of other versions.
+    /// Returns an error if we would only update some paths and the remaining counts are for other
+    /// versions.
     pub(super) fn renew(
         &mut self,
         made_with: BTreeMap<String, String>,
@@ -143,7 +146,7 @@ impl Accepted {
         Ok(())
     }
 
-    /// Versions that differ from those at hand, each as a sentence.
+    /// Returns a sentence for each version that is different from the current version.
     pub(super) fn other_versions(&self, here: &BTreeMap<String, String>) -> Vec<String> {
         let none = "none".to_owned();
         let of = |versions: &BTreeMap<String, String>, name| {
@@ -162,16 +165,17 @@ impl Accepted {
     }
 }
 
-/// Returns what has grown beyond the limits, for a person: the path, a round of the worker's loop or
-/// groups, with functions that have grown. `None` where nothing has.
+/// Checks if the cost exceeds the limits and returns a message that includes the path, round or
+/// groups, and the functions that have increased. Returns `None` if there is no increase.
 pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> {
     let mut grown = Vec::new();
-    // What the accepted runs differ by among themselves is no growth.
+    // We must ignore differences that were also found between the accepted runs.
     let limit = LIMIT.max(before.spread);
     if has_grown(before.total, after.total, limit) {
         grown.push(line(path, Some(before.total), after.total));
     }
-    // More operations in each of fewer rounds make a round longer, which is a gain.
+    // If there are more operations per round but fewer rounds, a round will take longer, but this
+    // is an improvement.
     if has_grown(before.round(), after.round(), ROUND_LIMIT)
         && has_grown(before.polling, after.polling, LIMIT)
     {
@@ -194,19 +198,19 @@ pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> 
     Some(grown.join("\n"))
 }
 
-/// Most that something may have cost which is not in the file.
+/// Returns the maximum cost of an entry that is not in the file.
 fn floor(before: &Cost) -> f64 {
     FLOOR / 100.0 * before.total
 }
 
-/// Returns whether there is more than a limit in percent allows. What is no number has grown.
+/// Returns true if the increase exceeds the limit in percent. NaN is treated as an increase.
 fn has_grown(before: f64, after: f64, limit: f64) -> bool {
     let is_within = after <= before * (1.0 + limit / 100.0);
     !is_within
 }
 
-/// The functions that have grown most, with their costs before and after. What was not worth
-/// naming before has no cost from then.
+/// Returns the functions with the largest increase, including the previous and current cost. If a
+/// function was too small to be in the file, there is no previous cost.
 fn grown_functions<'a>(
     before: &Cost,
     after: &'a Cost,
@@ -214,7 +218,7 @@ fn grown_functions<'a>(
     let floor = floor(before);
     let growth = |(name, new): (&'a String, &f64)| {
         let old = before.functions.get(name).copied();
-        // It was below the floor, so at least the rest is growth.
+        // The function was below the minimum size, so at least the rest of the cost is new.
         let growth = new - old.unwrap_or(floor);
         (growth > 0.0).then_some((growth, (name.as_str(), old, *new)))
     };
@@ -265,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_grows_is_refused_with_the_functions_that_grew() {
+    fn growing_path_is_rejected_with_functions() {
         let grown = cost(
             &[("rc", 5450.0), ("scsi", 4880.0), ("pool", 100.0)],
             &[
@@ -310,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_that_grows_is_refused() {
+    fn growing_round_is_rejected() {
         let busy = |polling| Cost {
             polling,
             ..accepted()
@@ -322,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_rounds_that_do_more_each_are_no_growth() {
+    fn fewer_larger_rounds_are_accepted() {
         let polling = |polling, rounds| Cost {
             polling,
             rounds,
@@ -334,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_was_too_small_to_be_kept_has_not_grown_from_nothing() {
+    fn new_group_grows_from_floor() {
         let with = |audit| {
             let groups = [("rc", 5000.0), ("scsi", 4900.0), ("audit", audit)];
             Cost {
@@ -347,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gain_elsewhere_does_not_hide_a_group_that_grows() {
+    fn gain_does_not_hide_growing_group() {
         let shifted = cost(&[("rc", 5300.0), ("scsi", 4600.0), ("pool", 100.0)], &[]);
         let why = growth("p", &accepted(), &shifted).unwrap();
         assert_eq!(why, "p, rc: 5000 before, 5300 after (+6.0 %)");
@@ -357,14 +361,14 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_three_percent() {
+    fn limit_is_three_percent() {
         let has_grown = |before, after| has_grown(before, after, LIMIT);
         assert!(!has_grown(100.0, 103.0) && has_grown(100.0, 103.1));
         assert!(has_grown(100.0, f64::NAN) && has_grown(f64::NAN, 100.0));
     }
 
     #[test]
-    fn the_least_of_the_runs_counts() {
+    fn cost_uses_minimum_of_runs() {
         let run = |total: f64| Dump {
             functions: costs(&[("big", total - 10.0), ("tiny", 0.2)]),
             groups: costs(&[("rc", total)]),
@@ -381,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_each_run_dearer_is_seen_although_runs_differ() {
+    fn growth_is_detected_despite_spread() {
         let run = |total: f64| Dump {
             functions: costs(&[("big", total)]),
             groups: costs(&[("rc", total)]),
@@ -394,14 +398,14 @@ mod tests {
         let near = [9900.0, 9950.0, 10_050.0, 10_170.0];
         assert!(growth("p", &least(near, 1.0), &least(near, 1.04)).is_some());
         assert_eq!(growth("p", &least(near, 1.0), &least(near, 1.02)), None);
-        // They cannot show less than what they differ by.
+        // The limit can't be smaller than the difference between these runs.
         let far = [9700.0, 9950.0, 10_100.0, 10_185.0];
         assert_eq!(growth("p", &least(far, 1.0), &least(far, 1.04)), None);
         assert!(growth("p", &least(far, 1.0), &least(far, 1.06)).is_some());
     }
 
     #[test]
-    fn a_group_has_its_least_of_all_runs() {
+    fn group_cost_uses_minimum_of_runs() {
         let run = |rc: f64, scsi: f64| Dump {
             functions: costs(&[]),
             groups: costs(&[("rc", rc), ("scsi", scsi)]),
@@ -414,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_keeps_what_was_accepted() {
+    fn accepted_counts_round_trip() {
         let file = Accepted {
             made_with: BTreeMap::from([("rustc".to_owned(), "1".to_owned())]),
             paths: BTreeMap::from([("srp read 1".to_owned(), accepted())]),
@@ -431,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_of_other_versions_go_only_if_all_are_counted_again() {
+    fn new_versions_require_counting_all_paths() {
         let versions = |rustc: &str| BTreeMap::from([("rustc".to_owned(), rustc.to_owned())]);
         let mut file = Accepted {
             made_with: versions("1"),
@@ -446,9 +450,9 @@ mod tests {
     }
 
     #[test]
-    fn the_accepted_counts_are_those_of_every_path() {
+    fn accepted_counts_cover_paths() {
         let accepted = Accepted::load().unwrap();
-        // No counts were accepted, which the comparison reports.
+        // If there are no accepted counts, this is reported by the comparison.
         if accepted.paths.is_empty() {
             return;
         }

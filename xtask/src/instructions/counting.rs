@@ -1,20 +1,22 @@
-//! What counting a command adds to a read, in instructions.
+//! Measures how many instructions are added to a read by counting the command.
 //!
-//! The read goes over a wire in memory, so that it takes the same steps in every run.
+//! The read uses an in-memory wire, so that every run does the same work.
 
 use std::path::Path;
 
 use crate::{Failure, sh};
 
-/// Subject that is run, the function that is looked at, and two numbers of commands.
+/// Benchmark to run, function to measure, and the two command counts to compare.
 const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
 const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
 
-/// Most that counting a command may add to it, in percent. A command in a deep queue shares the
-/// rounds of the worker's loop with others, so its own part is smaller, and this share larger.
+/// Maximum cost of counting a command, in percent. If the queue is deep, several commands share a
+/// round of the worker loop. This means that the cost of a command is smaller, so this percentage
+/// is larger.
 const LIMIT: f64 = 2.0;
 
-/// Measures and prints the costs, and the share of counting; fails where that is above the limit.
+/// Measures and prints the cost and the percentage used for counting. Returns an error if it
+/// exceeds the limit.
 pub(super) fn run() -> Result<(), Failure> {
     let args = ["bench", "-q", "-p", "riser-target", "--bench", "commands"];
     let program = sh::built(&args, "commands")?;
@@ -29,42 +31,44 @@ pub(super) fn run() -> Result<(), Failure> {
 }
 
 fn within_limit(share: f64) -> Result<(), Failure> {
-    // What is not there costs nothing, which is not what was to be measured.
+    // If the code to measure is missing, the cost is zero, which must not be treated as success.
     if share > 0.0 && share <= LIMIT {
         return Ok(());
     }
     Err(format!("counting takes {share:.2} %, and may take {LIMIT} %").into())
 }
 
-/// Instructions for each command: of many, less those of few.
+/// Returns the number of instructions per command, based on the difference between many and few
+/// commands.
 fn each(
     program: &Path,
     (subject, function, [few, many]): (&str, &str, [u64; 2]),
 ) -> Result<f64, Failure> {
-    // Two runs, and their difference: the start, the login and all that is made once cost the same
-    // in both.
+    // We use the difference between two runs because startup, login and initialization have the
+    // same cost in both.
     let few_cost = collected(program, subject, function, few)?;
     let many_cost = collected(program, subject, function, many)?;
     let cost = many_cost.checked_sub(few_cost);
     let cost = cost.ok_or("more commands cost less")?;
-    // A pattern that no function matches collects nothing, in both runs: a cost of zero would look
-    // like a result.
+    // If the pattern doesn't match any function, the cost is zero in both runs. This would look
+    // like a valid result.
     if few_cost == 0 {
         return Err(format!("{function} is not in {}", program.display()).into());
     }
     Ok(cost as f64 / (many - few) as f64)
 }
 
-/// Instructions of a function, with what it calls, while a program runs `n` commands; without those
-/// of the wire in memory, which asks both its ends all the time whether they have something to
-/// send.
+/// Returns the instructions used by a function and its callees while the program is running `n`
+/// commands. We exclude the in-memory wire, because it polls both sides all the time to check if
+/// they have data to send.
 fn collected(program: &Path, subject: &str, function: &str, n: u64) -> Result<u64, Failure> {
     let scratch = sh::Scratch::new("instructions")?;
     let file = scratch.join("callgrind.out");
     let options = [
         "--tool=callgrind".to_owned(),
         "--collect-atstart=no".to_owned(),
-        // Otherwise the thread that steps the worker may never let another one log in.
+        // If this is not set, the thread that runs the worker might never let the other thread log
+        // in.
         "--fair-sched=yes".to_owned(),
         format!("--callgrind-out-file={}", file.display()),
         format!("--toggle-collect={function}"),
@@ -77,12 +81,12 @@ fn collected(program: &Path, subject: &str, function: &str, n: u64) -> Result<u6
     Ok(table.lines().filter_map(own).sum())
 }
 
-/// The instructions in a line of the table, if it is of a function that counts.
+/// Parses the number of instructions in a table row, if the row is for a function that we count.
 fn own(line: &str) -> Option<u64> {
     let (number, rest) = line.trim_start().split_once(" (")?;
     let (_, function) = rest.split_once("%)  ")?;
     let counts = function.contains(':') && !function.contains("riser_transport::loopback::");
-    // Totals have no colon, and functions have their file before it.
+    // Function rows contain the file name and a colon, but totals don't.
     counts.then(|| number.replace(',', "").parse().ok())?
 }
 
@@ -91,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_beyond_the_limit_is_a_failure() {
+    fn share_above_limit_fails() {
         assert!(within_limit(0.9).is_ok());
         for share in [0.0, 2.1, f64::NAN] {
             assert!(within_limit(share).is_err(), "{share}");

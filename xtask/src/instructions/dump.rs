@@ -1,16 +1,16 @@
-//! Dumps of callgrind: instructions by function, and by the place of their source lines.
+//! Parses callgrind dumps to get the instruction count by function and by source directory.
 //!
-//! A dump names the file of each source line, also of one that was inlined into a function of
-//! another file. So a line of ours counts for the folder that it is in, however the compiler
-//! inlined it; a line of a library counts for the function that it was inlined into.
+//! A dump contains the file of each source line, even if the line was inlined to a function in a
+//! different file. This means that our code is counted for its source directory no matter how it
+//! was inlined. Library code is counted for the function it was inlined to.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// Ends of the names of functions that a worker calls in each round of its loop, also where
-/// nothing has come. How many such rounds there are depends on the time until the next message,
-/// not on the code, so what they cost is kept apart, with what they call of libraries and what was
-/// inlined into them. Rounds in which something has come are in it, too, so their cost in one round
-/// is compared, with a wider limit.
+/// Name suffixes of the functions that a worker calls in every round of its loop, even if nothing
+/// was received. The number of rounds depends on the time until the next message is received and
+/// not on the code. So we count these functions separately, including library functions called by
+/// them or inlined to them. Because this also includes rounds with work, we use a larger limit when
+/// we compare the cost per round.
 const POLLING: &[&str] = &[
     "worker::Worker::run",
     "worker::Worker::step",
@@ -41,27 +41,28 @@ const POLLING: &[&str] = &[
     "Spinner::plan",
 ];
 
-/// The function that is one round of a worker.
+/// Function that runs a single worker round.
 const ROUND: &str = "riser_target::worker::Worker::step";
 
-/// Instructions of a run.
+/// Instruction counts of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Dump {
-    /// Of each function itself, without those it calls and without the polling ones.
+    /// Instructions by function, not including callees and polling functions.
     pub(super) functions: BTreeMap<String, f64>,
-    /// The same by folder of our sources, or by library.
+    /// Instructions by source directory or by library.
     pub(super) groups: BTreeMap<String, f64>,
-    /// Of the polling functions.
+    /// Instructions in polling functions.
     pub(super) polling: f64,
-    /// Rounds of workers.
+    /// Number of worker rounds.
     pub(super) rounds: f64,
 }
 
 impl Dump {
-    /// Reads a dump of a program whose sources are in the folder `root`.
+    /// Parses a dump. `root` is the source directory of the program.
     ///
     /// # Errors
-    /// The text is no dump, or one of another layout: its lines must add up to its total.
+    /// Returns an error if this is not a valid dump or if it uses a different format, which we
+    /// detect because the sum of all lines must be equal to the total.
     pub(super) fn parse(text: &str, root: &str) -> Result<Self, String> {
         let mut reader = Reader {
             root: root.trim_end_matches('/').to_owned(),
@@ -75,17 +76,17 @@ impl Dump {
         reader.finish()
     }
 
-    /// Instructions without the polling ones.
+    /// Returns the total number of instructions, excluding polling.
     pub(super) fn total(&self) -> f64 {
         self.groups.values().sum()
     }
 
-    /// The cost of an operation: a run less a shorter one, for each operation that it did more. So
-    /// login, logout and what is made once are no part of it.
+    /// Returns the cost per operation, based on the difference to a shorter run. This removes the
+    /// cost of login, logout and initialization.
     pub(super) fn difference(&self, shorter: &Self, operations: u64) -> Self {
         let each = |more: f64, less: f64| (more - less) / operations as f64;
         let all = |more: &BTreeMap<String, f64>, less: &BTreeMap<String, f64>| {
-            // What only the login does is in both.
+            // If a function is only used for login, both runs have the same cost.
             let cost = |(name, cost): (&String, &f64)| {
                 let cost = each(*cost, less.get(name).copied().unwrap_or(0.0));
                 (name.clone(), cost)
@@ -101,19 +102,19 @@ impl Dump {
     }
 }
 
-/// A function as far as it was read.
+/// A function with the data parsed so far.
 #[derive(Default)]
 struct Function {
-    /// Instructions of its own.
+    /// Instructions in the function itself.
     own: u64,
     calls: u64,
-    /// Library that it is in; none for a function of ours.
+    /// Library that contains the function, or `None` for our own code.
     library: Option<String>,
-    /// Instructions of calls by polling functions, callees included.
+    /// Instructions of calls from polling functions, including callees.
     polled: u64,
 }
 
-/// State between the lines of a dump.
+/// Parser state.
 #[derive(Default)]
 struct Reader {
     root: String,
@@ -121,19 +122,19 @@ struct Reader {
     files: HashMap<u32, String>,
     functions: HashMap<String, Function>,
     groups: BTreeMap<String, u64>,
-    /// The function whose lines come, its file, and the file of the next line.
+    /// Current function, its file, and the file of the next line.
     function: String,
     file: String,
     line_file: String,
     callee: String,
-    /// The next line has the cost of this number of calls.
+    /// If set, the next line contains the cost of this number of calls.
     calls: Option<u64>,
     has_events: bool,
     total: Option<u64>,
 }
 
 impl Reader {
-    /// Takes a line; `None` if it has a form that is unknown here.
+    /// Parses a line. Returns `None` if the format is not supported.
     fn take(&mut self, line: &str) -> Option<()> {
         let Some(first) = line.bytes().next() else {
             return Some(());
@@ -153,7 +154,7 @@ impl Reader {
 
     fn take_header(&mut self, key: &str, value: &str) -> Option<()> {
         match key {
-            // Other events would be further columns.
+            // We don't support other events, because they would add columns.
             "events" => self.has_events = value == "Ir",
             "totals" => self.total = Some(value.parse().ok()?),
             _ => {}
@@ -170,7 +171,7 @@ impl Reader {
             "fi" | "fe" => self.line_file = named(&mut self.files, value)?,
             "fn" => {
                 self.function = without_recursion(&named(&mut self.names, value)?).to_owned();
-                // The lines before may have been those of another file.
+                // The previous lines may have been for a different file.
                 self.line_file = self.file.clone();
                 let library = match ours(&self.root, &self.file) {
                     Some(_) => None,
@@ -180,7 +181,7 @@ impl Reader {
                 function.or_default().library = library;
             }
             "cfn" => self.callee = without_recursion(&named(&mut self.names, value)?).to_owned(),
-            // Only read for the names that they introduce.
+            // These are only read because they can define a name.
             "cfi" | "cfl" => drop(named(&mut self.files, value)?),
             "ob" | "cob" => {}
             "calls" => self.calls = Some(value.split(' ').next()?.parse().ok()?),
@@ -193,7 +194,7 @@ impl Reader {
         let mut words = line.split_ascii_whitespace().skip(1);
         let cost = words.next().map_or(Some(0), |cost| cost.parse().ok())?;
         if let Some(calls) = self.calls.take() {
-            // Callees have these instructions in lines of their own.
+            // The callee has separate lines for these instructions.
             let polled = is_polling(&self.function) && !is_polling(&self.callee);
             let callee = self.functions.entry(self.callee.clone()).or_default();
             callee.calls += calls;
@@ -209,7 +210,7 @@ impl Reader {
         Some(())
     }
 
-    /// The group of a line.
+    /// Returns the group of the current line.
     fn group(&self) -> String {
         let ours = ours(&self.root, &self.line_file).or_else(|| ours(&self.root, &self.file));
         ours.unwrap_or_else(|| library(&self.file))
@@ -226,7 +227,8 @@ impl Reader {
                 "lines of {sum} instructions, and a total of {total:?}"
             ));
         }
-        // Without them, all that polling functions call would be taken for that of a library.
+        // Without our own groups, all calls from polling functions would be treated as library
+        // calls.
         if !self.groups.keys().any(|group| group.contains('/')) {
             return Err(format!("no line of a source file below {}", self.root));
         }
@@ -239,8 +241,7 @@ impl Reader {
                 continue;
             }
             if let Some(library) = function.library {
-                // Of a library's functions, the polling ones mostly call those that call no
-                // others.
+                // Library functions called by polling functions usually don't call other functions.
                 let polled = function.polled.min(function.own);
                 function.own -= polled;
                 polling += polled;
@@ -259,7 +260,7 @@ impl Reader {
     }
 }
 
-/// A line `key=value` or `key: value`, whichever comes first, with its mark.
+/// Splits a line at the first `=` or `:` and also returns this separator.
 fn split_key(line: &str) -> Option<(&str, char, &str)> {
     let at = line.find(['=', ':'])?;
     let (key, rest) = line.split_at(at);
@@ -267,7 +268,7 @@ fn split_key(line: &str) -> Option<(&str, char, &str)> {
     Some((key, mark, &rest[1..]))
 }
 
-/// The name in `(number) name`, which later lines refer to by the number alone.
+/// Returns the name for `(number) name`. Later lines will only contain the number.
 fn named(names: &mut HashMap<u32, String>, value: &str) -> Option<String> {
     let (number, name) = value.strip_prefix('(')?.split_once(')')?;
     let number = number.parse().ok()?;
@@ -280,7 +281,7 @@ fn named(names: &mut HashMap<u32, String>, value: &str) -> Option<String> {
     }
 }
 
-/// A name without the depth that callgrind adds to it for calls of a function by itself.
+/// Removes the suffix that callgrind adds to recursive calls.
 fn without_recursion(name: &str) -> &str {
     match name.rsplit_once('\'') {
         Some((name, depth)) if depth.parse::<u32>().is_ok() => name,
@@ -292,8 +293,8 @@ fn is_polling(function: &str) -> bool {
     POLLING.iter().any(|end| function.ends_with(end))
 }
 
-/// The folder of a file of ours below `src`, with its crate: `transport/rc` of
-/// `transport/src/rc/qp.rs`.
+/// Returns the crate and the directory below `src` for our own files, for example `transport/rc`
+/// for `transport/src/rc/qp.rs`.
 fn ours(root: &str, file: &str) -> Option<String> {
     let path = file.strip_prefix(root)?.strip_prefix('/')?;
     let (of_crate, path) = path.split_once("/src/")?;
@@ -301,9 +302,9 @@ fn ours(root: &str, file: &str) -> Option<String> {
     Some(format!("{of_crate}/{}", first.trim_end_matches(".rs")))
 }
 
-/// The library of a file that is not ours.
+/// Returns the library of a file that doesn't belong to us.
 fn library(file: &str) -> String {
-    // Those of the standard library have paths of the machine that built it.
+    // The standard library uses paths from its build machine.
     if file.starts_with("/rustc/") || file.starts_with("/rust/deps/") {
         return "std".to_owned();
     }
@@ -319,7 +320,8 @@ fn library(file: &str) -> String {
 mod tests {
     use super::*;
 
-    /// As callgrind writes it: names once, relative line numbers, calls with their inclusive cost.
+    /// Uses the callgrind format, with each name defined once, relative line numbers, and calls
+    /// with their inclusive cost.
     const TEXT: &str = "# callgrind format\nversion: 1\npid: 7\n\
         cmd:  /w/.build/optimized/riserd run --config=/x\npart: 2\n\ndesc: Trigger: dump\n\n\
         positions: line\nevents: Ir\nsummary: 2350\n\n\
@@ -343,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_count_for_the_folder_that_they_are_in() {
+    fn lines_count_for_their_directory() {
         let dump = Dump::parse(TEXT, "/w").unwrap();
         let functions = [
             ("crc32fast::run", 660.0),
@@ -355,11 +357,11 @@ mod tests {
             ("crc32fast", 660.0),
             ("libc and others", 50.0),
             ("transport/memory/copy", 400.0),
-            // What was inlined from the standard library is where it was inlined.
+            // Inlined code from the standard library is counted for the caller.
             ("transport/rc", 1080.0),
         ];
         assert_eq!(dump.groups, costs(&groups));
-        // A round of the loop, and the memory that it zeroes.
+        // This is a loop round, and the memory that is set to zero by it.
         assert_eq!(dump.polling, 160.0);
         assert_eq!(dump.total() + dump.polling, 2350.0);
     }
@@ -376,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_that_is_not_understood_is_an_error() {
+    fn invalid_dump_is_error() {
         let why = |text: &str| Dump::parse(text, "/w").unwrap_err();
         assert!(why(&TEXT.replace("totals: 2350", "totals: 2351")).contains("2351"));
         assert!(why(&TEXT.replace("totals: 2350", "")).contains("None"));
@@ -389,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_costs_what_more_of_them_cost_more() {
+    fn operation_cost_is_run_difference() {
         let of = |login: f64, each: f64, operations: f64| Dump {
             functions: costs(&[("login", login), ("read", each * operations)]),
             groups: costs(&[("rc", login + each * operations)]),

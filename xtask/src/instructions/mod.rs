@@ -1,15 +1,16 @@
-//! `cargo xtask instructions`: what reads and writes of 4 KiB cost the target, in instructions.
+//! `cargo xtask instructions`: measures the number of instructions used by the target for 4 KiB
+//! reads and writes.
 //!
-//! - [`paths`]: each protocol at depth 1 and 32, in a `riserd` that runs under callgrind and is
-//!   used by `riser` through real sockets.
-//! - [`dump`]: what callgrind writes.
-//! - [`accepted`]: the counts that were accepted, in `xtask/instructions.json`, and what has
-//!   grown, of the work and of a round's polling.
-//! - [`counting`](mod@counting): what counting a command adds to it.
+//! - [`paths`]: runs each protocol with depth 1 and 32. `riserd` is run with callgrind, and `riser`
+//!   connects to it using real sockets.
+//! - [`dump`]: parses the callgrind output.
+//! - [`accepted`]: compares the counts with the accepted counts in `xtask/instructions.json`, both
+//!   for the work and for the polling done per round.
+//! - [`counting`](mod@counting): measures the cost of counting a command.
 //!
-//! Callgrind is driven here and not by gungraun, which runs a program from its start to its end,
-//! in the foreground and alone: here a daemon goes on while clients come and go, and only some of
-//! them count.
+//! We use callgrind directly instead of gungraun, which can only run a single program in the
+//! foreground from start to exit. We need a daemon that keeps running with several clients, and we
+//! must only count some of them.
 
 mod accepted;
 mod counting;
@@ -29,38 +30,41 @@ pub(crate) const NEEDS: &[Need] = &[
     need("callgrind_control", "valgrind", "counting instructions"),
 ];
 
-/// Runs of each path, an odd number; and those that are added where it has grown.
+/// Number of runs for each path, which must be odd. The same number of runs is added if the cost
+/// has increased.
 const RUNS: usize = 3;
 const MORE_RUNS: usize = 4;
 
-/// Folders and libraries that are printed of a path.
+/// Number of directories and libraries to print for a path.
 const SHOWN: usize = 6;
 
-/// Flags of the processor by which libraries choose between functions, under valgrind as well.
+/// CPU flags that libraries use to select functions, which also applies when running in valgrind.
 const CPU_FLAGS: [&str; 4] = ["avx2", "erms", "fsrm", "pclmulqdq"];
 
 /// Options of `cargo xtask instructions`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Only paths with all of these words: srp, iser or iscsi; read or write; 1 or 32.
+    /// Measure only paths that match all of these words: srp, iser or iscsi; read or write; 1 or
+    /// 32.
     only: Vec<String>,
-    /// Accept the counts: write them to xtask/instructions.json.
+    /// Accept the new counts and write them to xtask/instructions.json.
     #[arg(long)]
     accept: bool,
-    /// Measure what counting a command adds to a read, and nothing else.
+    /// Measure only the cost of counting a command.
     #[arg(long, conflicts_with_all = ["only", "accept"])]
     counting: bool,
 }
 
-/// End of a comparison.
+/// Result of a comparison.
 pub(crate) enum Ended {
-    /// It was made: how many paths have grown, in words.
+    /// The counts were compared. The error contains the number of paths that have increased.
     Compared(Result<(), Failure>),
-    /// No counts were accepted, or with other versions, so that they say nothing here.
+    /// There are no accepted counts, or they were created with other versions and can't be
+    /// compared.
     Unavailable(String),
 }
 
-/// Measures, prints, and compares or accepts.
+/// Measures and prints the counts, then compares or accepts them.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !ensure(NEEDS).is_empty() {
         return Err("there is no valgrind".into());
@@ -83,12 +87,12 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Compares all paths with what was accepted.
+/// Compares all paths with the accepted counts.
 pub(crate) fn compare_all() -> Result<Ended, Failure> {
     compare(&paths::all().collect::<Vec<_>>())
 }
 
-/// Measures what counting a command adds.
+/// Measures the cost of counting a command.
 pub(crate) fn counting() -> Result<(), Failure> {
     counting::run()
 }
@@ -133,8 +137,8 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
     Ok(Ended::Compared(Err(why.into())))
 }
 
-/// Writes what is measured now. Paths that are not measured keep their counts, if these were made
-/// with the same versions.
+/// Saves the current counts. If a path was not measured, its previous counts are kept, but only if
+/// the versions are the same.
 fn accept(chosen: &[Path4k]) -> Result<(), Failure> {
     let made_with = versions()?;
     let mut accepted = Accepted::load()?;
@@ -146,12 +150,13 @@ fn accept(chosen: &[Path4k]) -> Result<(), Failure> {
         show(&name, &cost, accepted.paths.get(&name));
         accepted.paths.insert(name, cost);
     }
-    // The counts take long, and a target that does not end well does not spoil them.
+    // Save the counts first: they take a long time, and they are still valid if the target fails to
+    // stop.
     accepted.save()?;
     rig.stop()
 }
 
-/// Prints a path, with what it cost before.
+/// Prints the cost of a path, including the previous cost.
 fn show(name: &str, cost: &Cost, before: Option<&Cost>) {
     let before = before.map_or(String::new(), |before| {
         format!(", accepted {:.0}", before.total)
@@ -170,7 +175,7 @@ fn show(name: &str, cost: &Cost, before: Option<&Cost>) {
     println!("    {}", groups.join(", "));
 }
 
-/// What the counts depend on, beside the code.
+/// Returns the versions that can change the counts, in addition to the code.
 fn versions() -> Result<BTreeMap<String, String>, Failure> {
     let of = |program: &str, argument: &str| -> Result<String, Failure> {
         let said = sh::output(&mut sh::cmd(program, [argument]))?;

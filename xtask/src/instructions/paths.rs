@@ -1,25 +1,27 @@
-//! Reads and writes of 4 KiB through a real socket, counted in `riserd` by callgrind.
+//! Reads and writes of 4 KiB using a real socket. callgrind is used to count the instructions in
+//! `riserd`.
 //!
-//! # How repeatable it is
-//! Instructions do not depend on the load of the machine, but what a worker does in one round of
-//! its loop depends on what has arrived by then. The following makes that the same in each run:
+//! # Repeatability
+//! Instruction counts don't depend on the load of the machine, but the work done by a worker in
+//! each loop round depends on the data received so far. We do the following to get the same results
+//! for every run:
 //!
-//! - `riserd` is twenty to fifty times slower under callgrind, and the client is not. The client is
-//!   always the one that waits, and the order of the worker's own work decides how much comes
-//!   together.
-//! - Rounds in which nothing has come are kept apart, by the names of their functions
-//!   ([`super::dump`]).
-//! - The number of operations is fixed, offsets have the same seed in each run, and a shorter run
-//!   is subtracted, so login and logout are no part of the cost.
-//! - The first run warms lists and caches up, and is not counted.
-//! - The least of some runs is compared; where it has grown, more runs decide.
+//! - With callgrind, `riserd` is 20 to 50 times slower, but the client is not. This means that the
+//!   client is always waiting for the worker, and the number of messages that are handled together
+//!   depends only on the order of the worker's own work.
+//! - Rounds without any messages are counted separately, based on function names ([`super::dump`]).
+//! - The number of operations is fixed, all runs use the same seed for offsets, and we subtract a
+//!   shorter run, so that the cost doesn't include login and logout.
+//! - The first run is used to warm up lists and caches, and is not counted.
+//! - We use the minimum of several runs. If it has increased, we add more runs before we decide.
 //!
-//! What is left is how many messages come together in a round: the cost of a round that is not
-//! polling is a tenth of a command's at depth 32 (`Worker::drain_dirty`, trains of packets, chains
-//! of work requests), so a round of a fifth more or fewer commands changes the path by 2 %. It is
-//! printed as the spread: the difference between the largest and the smallest of the runs. The
-//! accepted counts have that of their own runs beside them, which says how repeatable each path
-//! is. It has to stay well below the limit, or a comparison says nothing.
+//! This still leaves the number of messages that are handled in the same round. With depth 32, the
+//! cost per round (without polling) is 10 % of the cost of a command (`Worker::drain_dirty`, packet
+//! trains, work request chains). If a round has 20 % more or fewer commands, the cost of the path
+//! will change by 2 %. We print this as the spread, which is the difference between the maximum and
+//! the minimum of all runs. The accepted counts also include the spread of their runs, so that
+//! we know how repeatable each path is. The spread should be well below the limit; otherwise we
+//! can't compare anything.
 
 use std::fmt;
 use std::fs;
@@ -36,19 +38,20 @@ use super::dump::Dump;
 use crate::daemon::{self, Daemon};
 use crate::{Failure, root, sh};
 
-/// An address that no other command and no example uses.
+/// Listen address, which is not used by any other command or example.
 const LISTEN: &str = "127.44.0.2";
-/// Port of RoCEv2.
+/// RoCEv2 port.
 const ROCE: u16 = 4791;
 const IQN: &str = "iqn.2026-01.com.example:instructions";
 const BLOCK: u64 = 4096;
 const DISK: u64 = 64 << 20;
 
-/// Operations of the shorter run, and of the longer ones, that many for each of their differences.
+/// Number of operations in the shorter run. For each difference, the longer run adds the same
+/// number again.
 const FEW: u64 = 256;
 const MORE: u64 = 2048;
 
-/// A way of data through the target.
+/// Data path through the target.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Path4k {
     protocol: &'static str,
@@ -56,7 +59,7 @@ pub(super) struct Path4k {
     depth: u32,
 }
 
-/// All that are measured.
+/// Returns all paths that we measure.
 pub(super) fn all() -> impl Iterator<Item = Path4k> {
     let protocols = ["srp", "iser", "iscsi"].into_iter();
     protocols.flat_map(|protocol| {
@@ -70,7 +73,7 @@ pub(super) fn all() -> impl Iterator<Item = Path4k> {
     })
 }
 
-/// Its name in the file and on the command line.
+/// Name of the path, used in the file and on the command line.
 impl fmt::Display for Path4k {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {}", self.protocol, self.direction, self.depth)
@@ -78,7 +81,7 @@ impl fmt::Display for Path4k {
 }
 
 impl Path4k {
-    /// Returns whether all of these words are words of its name.
+    /// Returns true if the name contains all of these words.
     pub(super) fn is_named(&self, words: &[String]) -> bool {
         let name = self.to_string();
         words
@@ -94,18 +97,18 @@ impl Path4k {
     }
 }
 
-/// A `riserd` under callgrind with one worker, which serves a file in memory.
+/// A `riserd` with a single worker that is run with callgrind. It exports an in-memory file.
 pub(super) struct Rig {
     programs: PathBuf,
-    // It ends before its files go.
+    // The daemon must be dropped before its files are removed.
     daemon: Daemon,
     folder: Folder,
     dumps: u32,
 }
 
 impl Rig {
-    /// Builds the programs as the demo and the other steps of the tests do, with the lines of a
-    /// release's debug information, and starts the target.
+    /// Builds the programs in the same way as the demo and other test steps, but with the same line
+    /// tables as a release, then starts the target.
     pub(super) fn start() -> Result<Self, Failure> {
         println!("building riserd and riser");
         let programs = daemon::build()?;
@@ -127,7 +130,7 @@ impl Rig {
         })
     }
 
-    /// Costs of an operation of a path, by this number of runs.
+    /// Returns the cost per operation for this path, using the given number of runs.
     pub(super) fn measure(&mut self, path: Path4k, runs: usize) -> Result<Vec<Dump>, Failure> {
         self.run(path, FEW)?;
         let few = self.run(path, FEW)?;
@@ -136,13 +139,13 @@ impl Rig {
         Ok(more.iter().map(|run| run.difference(&few, MORE)).collect())
     }
 
-    /// Ends the target; fails where it does not end well.
+    /// Stops the target. Returns an error if it doesn't exit with success.
     pub(super) fn stop(self) -> Result<(), Failure> {
         let _pulse = Pulse::start()?;
         self.daemon.stop()
     }
 
-    /// What these operations take.
+    /// Measures the given number of operations.
     fn run(&mut self, path: Path4k, operations: u64) -> Result<Dump, Failure> {
         let output = sh::output(&mut self.client(path, operations))?;
         let done = operations_of(&output, path.direction)?;
@@ -171,11 +174,11 @@ impl Rig {
         command
     }
 
-    /// Has callgrind write what was counted since the last dump.
+    /// Requests a callgrind dump of everything counted since the last dump.
     fn dump(&mut self) -> Result<Dump, Failure> {
         let pid = self.daemon.pid().to_string();
         let said = sh::output(&mut sh::cmd("callgrind_control", ["-d", &pid]))?;
-        // Its exit status is 0 in any case.
+        // We need to check the output, because the exit status is always 0.
         if !said.contains("OK.") {
             return Err(format!("callgrind_control -d {pid}: {}", said.trim_end()).into());
         }
@@ -189,10 +192,11 @@ impl Rig {
     }
 }
 
-/// Wakes the worker once a millisecond, by empty datagrams, until the value goes.
+/// Wakes the worker every millisecond using empty datagrams, until this value is dropped.
 ///
-/// Valgrind runs one thread at a time, and does not know that `io_uring_enter(2)` waits: while the
-/// worker sleeps there, no other thread of `riserd` runs, so it neither starts nor ends.
+/// Valgrind only runs one thread at a time and doesn't know that `io_uring_enter(2)` can block. If
+/// the worker sleeps in this call, no other thread in `riserd` can run, so it would never start or
+/// stop.
 struct Pulse(Arc<AtomicBool>);
 
 impl Pulse {
@@ -202,7 +206,8 @@ impl Pulse {
         let pulse = Self(is_over.clone());
         let beat = move || {
             while !is_over.load(Ordering::Relaxed) {
-                // Before there is a socket at the port, and after, this is an error.
+                // This returns an error if the socket has not been created yet or is already
+                // closed.
                 let _ = socket.send_to(&[], (LISTEN, ROCE));
                 thread::sleep(Duration::from_millis(1));
             }
@@ -218,7 +223,7 @@ impl Drop for Pulse {
     }
 }
 
-/// Files of a run, in memory where there is a folder for that.
+/// Directory for files used in a run. This is in memory if possible.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -259,7 +264,7 @@ fn configuration(folder: &Path) -> String {
     )
 }
 
-/// Number of operations in the JSON of `riser bench`.
+/// Parses the number of operations from the JSON output of `riser bench`.
 fn operations_of(output: &str, direction: &str) -> Result<u64, Failure> {
     let start = output.find('{').ok_or("riser printed no JSON")?;
     let document: Value = serde_json::from_str(&output[start..])?;
@@ -278,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_chosen_by_words_of_their_names() {
+    fn paths_are_selected_by_name() {
         assert_eq!(named(&[]).len(), 12);
         assert_eq!(named(&["srp", "32"]), ["srp read 32", "srp write 32"]);
         assert_eq!(named(&["iscsi"]).len(), 4);

@@ -1,4 +1,4 @@
-//! The cases: scripts in `tests/vm/cases`, and what their heads say.
+//! Test cases, which are scripts in `tests/vm/cases` with options in the header.
 
 use std::fs;
 use std::path::Path;
@@ -6,35 +6,38 @@ use std::time::Duration;
 
 use crate::{Failure, root};
 
-/// One case: a script and what its head says.
+/// A test case: the script, and the options in its header.
 pub(crate) struct Case {
-    /// Name of the script without its ending.
+    /// Name of the script without its extension.
     pub(crate) name: String,
-    /// Cases of a group may share a boot.
+    /// Cases in the same group can share a boot.
     pub(crate) group: String,
-    /// Purpose of the case, in a line.
+    /// Description of the case in a single line.
     pub(crate) about: String,
-    /// Longest time of the case, without the boot.
+    /// Maximum time for this case, not including the boot.
     pub(crate) limit: Duration,
-    /// The case runs with the tests.
+    /// Set if this case is also run with the tests.
     pub(crate) short: bool,
-    /// The case measures, so no other guest may run beside it.
+    /// Set if this case measures performance, so that no other guest should run at the same time.
     pub(crate) alone: bool,
-    /// The case runs on this machine, without a guest.
+    /// Set if this case is run on this machine instead of in a guest.
     pub(crate) here: bool,
-    /// Smallest number of packets in its captures; none if it has no capture, or an empty one.
+    /// Minimum number of packets in a capture. `None` if there is no capture or it can be empty.
     pub(crate) packets: Option<u64>,
-    /// Number of rounds of a case that goes round, in `limit`.
+    /// Number of rounds to run within `limit`, if supported by this case.
     pub(crate) rounds: Option<u32>,
+    /// Number of times to boot a guest with systemd. After each boot, the script is run once, and
+    /// `limit` is the maximum time for each run.
+    pub(crate) boots: Option<u32>,
     /// Text of the script.
     pub(crate) text: String,
 }
 
-/// The least number of packets where the head has none.
+/// Minimum number of packets if not set in the header.
 const PACKETS: u64 = 20;
 
 impl Case {
-    /// Reads the `#:` lines of a script.
+    /// Parses the `#:` lines of a script.
     fn read(script: &Path) -> Result<Self, Failure> {
         let text = fs::read_to_string(script)?;
         let name = script.file_stem().unwrap_or_default().to_string_lossy();
@@ -66,11 +69,12 @@ impl Case {
                 None => Some(PACKETS),
             },
             rounds: field("rounds").map(str::parse).transpose()?,
+            boots: field("boots").map(str::parse).transpose()?,
             text: text.clone(),
         })
     }
 
-    /// The same case with another number of rounds, if it goes round, and as much time for each.
+    /// Sets the number of rounds, if supported by this case. The time per round is not changed.
     pub(crate) fn with_rounds(mut self, rounds: u32) -> Self {
         if let Some(usual) = self.rounds {
             self.limit = (self.limit / usual * rounds).max(self.limit);
@@ -87,7 +91,7 @@ impl Case {
     }
 }
 
-/// Reads the cases that the words name (all, without words), in the order of group and name.
+/// Reads the cases that match these words (if empty, all cases), sorted by group and name.
 pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> {
     let mut cases = Vec::new();
     for entry in fs::read_dir(root().join("tests/vm/cases"))? {
@@ -97,7 +101,8 @@ pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> 
         }
     }
     cases.sort_by(|a, b| (&a.group, &a.name).cmp(&(&b.group, &b.name)));
-    // A mistyped word beside others would only make the run shorter.
+    // We need to check each word, because a typo in one of several words would just run fewer
+    // cases.
     for word in words {
         if !cases
             .iter()
@@ -120,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_of_no_case_is_a_failure() {
+    fn unknown_case_name_fails() {
         let load = |words: &[&str]| {
             let words: Vec<_> = words.iter().map(|word| (*word).to_owned()).collect();
             load(&words, false)
@@ -131,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_says_what_a_case_is() {
+    fn case_header_is_parsed() {
         let text = "#: group: srp\n#: about: it works\n#: limit: 60\n#: alone: yes\ntrue\n";
         let case = Case::parse("x", text.to_owned()).unwrap();
         assert_eq!(
@@ -165,6 +170,9 @@ mod tests {
         );
         let plain = Case::parse("x", text.to_owned()).unwrap().with_rounds(24);
         assert_eq!((plain.rounds, plain.limit), (None, Duration::from_secs(60)));
+        assert_eq!(plain.boots, None);
+        let boots = Case::parse("x", format!("{text}#: boots: 3\n")).unwrap();
+        assert_eq!(boots.boots, Some(3));
         let lacks = Case::parse("x", "#: group: srp\n#: limit: 60\n".to_owned());
         assert!(lacks.is_err_and(|e| e.to_string().contains("about")));
     }

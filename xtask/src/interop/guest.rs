@@ -1,4 +1,4 @@
-//! A booted guest: scripts go in, their output and exit status come out.
+//! A running guest. We send scripts to it and receive their output and exit status.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -8,19 +8,39 @@ use std::time::{Duration, Instant};
 use super::{initramfs, kernel::Kernel};
 use crate::{Failure, root, sh};
 
-/// Longest time of a boot; a loaded machine needs several times the usual 15 seconds.
+/// Maximum boot time; if the machine is under load, a boot takes several times the usual 15
+/// seconds.
 const BOOT: Duration = Duration::from_secs(240);
 
-/// Modules that must be there before the host's file system is.
+/// Modules required before the host file system can be mounted.
 const MODULES: [&str; 4] = ["virtio_pci", "9pnet_virtio", "9p", "overlay"];
 
-/// Shape of a virtual machine.
+/// Size of the guest's disk `/dev/vda`. The guest has to load `virtio_blk` to use it.
+const DISK: u64 = 256 << 20;
+
+/// Share directory with files that should be installed to the root file system by later boots.
+const INSTALLED: &str = "installed";
+
+/// Init program of the guest.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Init {
+    /// `guest.sh`.
+    Script,
+    /// systemd, with `guest.sh` as a service.
+    Systemd,
+    /// Same as `Systemd`, but keep the disk and the installed files from the previous boot.
+    SystemdAgain,
+}
+
+/// Virtual machine configuration.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     /// Number of virtual CPUs.
     pub(crate) cpus: u32,
-    /// Size of the memory, in MiB.
+    /// Memory size in MiB.
     pub(crate) memory: u32,
+    /// Init program.
+    pub(crate) init: Init,
 }
 
 impl Default for Shape {
@@ -28,11 +48,12 @@ impl Default for Shape {
         Self {
             cpus: 2,
             memory: 6144,
+            init: Init::Script,
         }
     }
 }
 
-/// A running guest. It is ended when the value goes.
+/// A running guest. It will be killed on drop.
 pub(crate) struct Guest {
     qemu: Child,
     share: PathBuf,
@@ -41,27 +62,44 @@ pub(crate) struct Guest {
 
 /// Result of a script.
 pub(crate) struct Ran {
-    /// Exit status of the script.
+    /// Exit status.
     pub(crate) status: i32,
-    /// Output of the script.
+    /// Output.
     pub(crate) output: String,
 }
 
 impl Guest {
-    /// Boots a guest whose shared folder is `folder/share`; it appears as `/vm` inside.
+    /// Boots a guest using the shared directory `folder/share`, which is mounted as `/vm` in the
+    /// guest.
     pub(crate) fn boot(kernel: &Kernel, folder: &Path, shape: Shape) -> Result<Self, Failure> {
-        // Emptied first: the guest runs what it finds there by number, and would begin with the
-        // scripts of an earlier one.
+        // We need to clear the directory: the guest runs scripts by number, so it would start with
+        // the scripts of a previous guest.
         let share = folder.join("share");
-        let _ = fs::remove_dir_all(&share);
-        fs::create_dir_all(&share)?;
+        let disk = folder.join("disk.img");
+        if shape.init != Init::SystemdAgain {
+            let _ = fs::remove_dir_all(&share);
+            fs::create_dir_all(&share)?;
+            File::create(&disk)?.set_len(DISK)?;
+        }
+        for entry in fs::read_dir(&share)? {
+            let entry = entry?;
+            if entry.file_name() == INSTALLED {
+                continue;
+            }
+            match entry.file_type()?.is_dir() {
+                true => fs::remove_dir_all(entry.path())?,
+                false => fs::remove_file(entry.path())?,
+            }
+        }
         for name in [
+            "backstores.sh",
             "crash.sh",
             "guest.sh",
             "iscsi.sh",
             "lib.sh",
             "libiscsi.sh",
             "lio.sh",
+            "systemd.sh",
             "targetcli.sh",
             "tgt.sh",
         ] {
@@ -73,15 +111,16 @@ impl Guest {
         )?;
         let initrd = initramfs::build(kernel, folder, &root().join("tests/vm/init.sh"), &MODULES)?;
         let console = File::create(folder.join("console.log"))?;
-        // The host's file system is the guest's, so that it has the same programs and libraries
-        // without an image. `multidevs=remap` keeps inodes of several file systems apart.
+        // The guest uses the host's file system, so it has the same programs and libraries and we
+        // don't need an image. `multidevs=remap` is set to avoid inode collisions between file
+        // systems.
         let virtfs = |path: &Path, tag: &str, more: &str| {
             format!(
                 "local,path={},mount_tag={tag},security_model=none,multidevs=remap{more}",
                 path.display()
             )
         };
-        // A run that is killed leaves no guest behind.
+        // This ensures that the guest is killed if we are killed.
         let qemu = sh::cmd("setpriv", ["--pdeathsig", "KILL", "qemu-system-x86_64"])
             .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
             .args([
@@ -90,20 +129,28 @@ impl Guest {
                 "-m",
                 &shape.memory.to_string(),
             ])
-            // No network card: both ends of a case are in the guest, and nothing of it may reach
-            // the host's network.
+            // Don't add a network card: both sides of a test are in the guest, and we must never
+            // send packets to the host's network.
             .args(["-nographic", "-no-reboot", "-nic", "none"])
             .arg("-kernel")
             .arg(&kernel.image)
             .arg("-initrd")
             .arg(initrd)
-            // A panic ends the guest at once (`-no-reboot`), instead of a time-out. Mitigations
-            // cost time where no foreign code runs. Where other work takes the host's time, ticks come
-            // so late that a check of the timer would stop the boot.
-            .args([
-                "-append",
-                "console=ttyS0 panic=-1 mitigations=off no_timer_check quiet",
-            ])
+            // With `-no-reboot`, the guest exits immediately on a panic and we don't have to wait
+            // for a timeout. We disable mitigations because they cost time and we only run trusted
+            // code. If the host is busy, timer ticks can be delayed, and then the timer check would
+            // stop the boot.
+            .arg("-append")
+            .arg(format!(
+                "console=ttyS0 panic=-1 mitigations=off no_timer_check quiet RIG_INIT={}",
+                match shape.init {
+                    Init::Script => "guest.sh",
+                    Init::Systemd | Init::SystemdAgain =>
+                        "systemd.sh systemd.unit=multi-user.target",
+                }
+            ))
+            .arg("-drive")
+            .arg(format!("file={},format=raw,if=virtio", disk.display()))
             .args([
                 "-virtfs",
                 &virtfs(Path::new("/"), "hostroot", ",readonly=on"),
@@ -119,8 +166,8 @@ impl Guest {
             share,
             next: 1,
         };
-        // The boot is over when a script runs. Its answer also shows that the kernel is the one
-        // whose modules are in the initramfs.
+        // The boot has completed when we can run a script. We also use this to verify that the
+        // running kernel matches the modules in the initramfs.
         let hello = guest.run("uname -r", BOOT)?;
         if hello.output.trim() != kernel.version {
             return Err(format!(
@@ -133,18 +180,31 @@ impl Guest {
         Ok(guest)
     }
 
-    /// The folder that the guest sees as `/vm`.
+    /// Returns the directory that is mounted as `/vm` in the guest.
     pub(crate) fn share(&self) -> &Path {
         &self.share
     }
 
-    /// Runs a script to its end.
+    /// Shuts down the guest and waits until it's off.
+    pub(crate) fn power_off(mut self, limit: Duration) -> Result<(), Failure> {
+        fs::write(self.share.join("stop"), "")?;
+        let started = Instant::now();
+        while self.qemu.try_wait()?.is_none() {
+            if started.elapsed() > limit {
+                return Err(format!("the guest is not off after {limit:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+
+    /// Runs a script and waits for its result.
     pub(crate) fn run(&mut self, script: &str, limit: Duration) -> Result<Ran, Failure> {
         let n = self.next;
         self.next += 1;
         let at = |suffix: &str| self.share.join(format!("{n}.{suffix}"));
-        // Under another name first: the guest takes a script as soon as its name is there, and
-        // could read half of it.
+        // Use a temporary name first: the guest reads a script as soon as the file exists, so it
+        // could be incomplete.
         fs::write(at("new"), script)?;
         fs::rename(at("new"), at("sh"))?;
         let started = Instant::now();
@@ -172,8 +232,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // The guest is asked first, so that it can write out what it has. It gets two seconds for
-        // that.
+        // Request a shutdown and wait for two seconds, so that the guest can flush its data.
         let _ = fs::write(self.share.join("stop"), "");
         for _ in 0..40 {
             if matches!(self.qemu.try_wait(), Ok(Some(_))) {

@@ -1,8 +1,9 @@
-//! Cases that need no guest: they run on this machine, in namespaces of their own.
+//! Runs test cases in namespaces on this machine instead of in a guest.
 //!
-//! Their scripts say so in their heads (`#: here: yes`). Each has its own network, processes and
-//! mounts, so it may make interfaces and network namespaces as it likes, and all of it ends with it. It
-//! takes no right that any user has not in such namespaces.
+//! This is enabled in the script's header (`#: here: yes`). Each case has its own network, process
+//! and mount namespaces. It can create interfaces and network namespaces, and all of them are
+//! removed when it exits. This doesn't need any privileges, because users can do the same in their
+//! own namespaces.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +15,7 @@ use super::runner::{Programs, Row, report, result_of};
 use crate::packages::{Need, need};
 use crate::{Failure, root, sh};
 
-/// Debian packages that these cases need.
+/// Debian packages required by these cases.
 pub(crate) const NEEDS: &[Need] = &[
     need("unshare", "util-linux", "namespaces for cases"),
     need("timeout", "coreutils", "limits of cases"),
@@ -29,11 +30,11 @@ pub(crate) const NEEDS: &[Need] = &[
     need("tshark", "tshark", "judging the captures of the cases"),
 ];
 
-/// Time from the signal that ends a case to the one that kills it.
+/// Time to wait after SIGTERM before we kill a case.
 const MERCY: Duration = Duration::from_secs(5);
 
-/// Runs the cases one after the other, as they measure the same machine, and those that fail once
-/// more.
+/// Runs the cases sequentially, because they all use the same machine. If a case fails, we run it
+/// again.
 pub(crate) fn run<'a>(cases: &'a [Case], programs: &Programs, logs: &Path) -> Vec<Row<'a>> {
     let run = |case: &'a Case| {
         let first = run_case(case, programs, logs);

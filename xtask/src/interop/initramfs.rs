@@ -1,4 +1,5 @@
-//! The guest's initramfs: busybox, the modules that reach the host's file system, and one script.
+//! The guest's initramfs. This contains busybox, the modules needed to mount the host file system,
+//! and a single script.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -7,8 +8,8 @@ use std::path::{Path, PathBuf};
 use super::kernel::Kernel;
 use crate::{Failure, sh};
 
-/// Builds the archive in `folder` and answers its path. The guest's first program is `init`; it
-/// finds the modules and those that they need in `/modules`, and their order in `/modules/order`.
+/// Creates the archive in `folder` and returns its path. The guest runs `init` first. The modules
+/// and their dependencies are in `/modules`, with the load order in `/modules/order`.
 pub(crate) fn build(
     kernel: &Kernel,
     folder: &Path,
@@ -19,7 +20,7 @@ pub(crate) fn build(
     let _ = fs::remove_dir_all(&tree);
     fs::create_dir_all(tree.join("bin"))?;
     fs::create_dir_all(tree.join("modules"))?;
-    // Debian's static busybox: there are no libraries in the archive.
+    // We use the static busybox from Debian, because the archive doesn't contain libraries.
     fs::copy("/bin/busybox", tree.join("bin/busybox"))?;
     fs::copy(init, tree.join("init"))?;
     fs::set_permissions(tree.join("init"), fs::Permissions::from_mode(0o755))?;
@@ -32,8 +33,8 @@ pub(crate) fn build(
                 .to_string_lossy()
                 .into_owned();
             let plain = name.trim_end_matches(".xz").to_owned();
-            // Modules share dependencies. The first place of each is the right one: all that it
-            // needs is before it, and all that need it are behind.
+            // A module can be a dependency of several modules. We keep the first entry, which is
+            // after its own dependencies and before all modules that need it.
             if order.contains(&plain) {
                 continue;
             }
@@ -53,7 +54,7 @@ pub(crate) fn build(
     Ok(archive)
 }
 
-/// The module files that `modprobe` would insert for a module, first to last.
+/// Returns the module files that `modprobe` would load for a module, in order.
 fn dependencies(kernel: &Kernel, module: &str) -> Result<Vec<PathBuf>, Failure> {
     let text = sh::output(sh::cmd("modprobe", ["-d"]).arg(&kernel.root).args([
         "-S",

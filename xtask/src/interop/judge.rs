@@ -1,16 +1,18 @@
-//! Wireshark's dissectors as judges of the captures that the cases leave.
+//! Uses Wireshark's dissectors to check the packet captures written by test cases.
 //!
-//! A capture holds both directions, the kernel's packets and ours. It is cut to the first bytes of
-//! each packet, which the dissectors distinguish from a packet that lies about itself: the one is a
-//! short frame, the other is malformed. Of a packet of InfiniBand that is cut they read the headers
-//! only, so one that begins a message gets zeros in the place of what was cut off ([`filled`]).
+//! A capture contains packets in both directions, from the kernel and from our NIC. We only capture
+//! the first bytes of each packet. The dissectors can tell the difference between a truncated
+//! packet (a short frame) and an invalid packet (malformed). If an InfiniBand packet is truncated,
+//! they only parse its headers, so if this packet starts a message, we replace the missing data
+//! with zeros ([`filled`]).
 //!
-//! A connection of TCP may have the ports of an earlier one, of which the dissector of MPA still knows
-//! that its stream has begun. So each gets ports of its own ([`Ports`]).
+//! A TCP connection can reuse the ports of an earlier connection, but then the MPA dissector would
+//! think that the stream has already started. To avoid this, we assign new ports to each connection
+//! ([`Ports`]).
 //!
-//! What an RC connection carries is known from the connection manager's messages and not guessed: a
-//! SEND on a connection to the port of iSER must be read as an iSER message with an iSCSI PDU in
-//! it. The dissectors have none for SRP; there the headers of InfiniBand are judged.
+//! We never guess the payload of an RC connection, but use the connection manager messages: if a
+//! SEND belongs to a connection to the iSER port, the dissectors must find an iSER message with an
+//! iSCSI PDU. There is no SRP dissector, so we can only check the InfiniBand headers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -21,10 +23,10 @@ use std::process::Stdio;
 use super::case::Case;
 use crate::{Failure, sh};
 
-/// Packets that are objected to and shown, at most.
+/// Maximum number of invalid packets to show.
 const SHOWN: usize = 10;
 
-/// Fields that tshark prints of each packet.
+/// Packet fields to be printed by tshark.
 const FIELDS: [&str; 20] = [
     "frame.number",
     "frame.cap_len",
@@ -48,69 +50,70 @@ const FIELDS: [&str; 20] = [
     "_ws.col.Info",
 ];
 
-/// Dissectors that guess at the payload of any connection.
+/// Dissectors that would try to parse the payload of any connection.
 const GUESSING: [&str; 3] = ["rpcordma", "smb_direct", "nvme-rdma"];
 
-/// The port of iSER, 3260, as the service identifier of the connection manager has it.
+/// The iSER port, 3260, in the format used for the connection manager's service ID.
 const ISER_PORT: &str = "0x0cbc";
 
-/// Opcodes of packets that a message of the upper protocol begins with: RC SEND First, Only, Only
-/// with immediate data, and Only with Invalidate.
+/// Opcodes of the first packet of an upper-layer message: RC SEND First, Only, Only with Immediate,
+/// and Only with Invalidate.
 const BEGINS_MESSAGE: [&str; 4] = ["0", "4", "5", "23"];
 
-/// Data of which an initiator may ask for the beginning only: the dissector of SCSI reads on to the
-/// end that the data's own length gives.
+/// An initiator may request just the first part of this data, but the SCSI dissector will always
+/// continue up to the length found in the data.
 const PARTIAL: &str = "(Inquiry Response Data)";
 
-/// Lengths that Linux asks for first: the header of a page of vital product data, and the length
-/// of standard INQUIRY data in SCSI-2. Of data that we send nothing else is taken for a beginning.
+/// Linux uses these lengths in its first request: the header size of a vital product data page, and
+/// the length of SCSI-2 standard INQUIRY data. We don't accept any other length for data sent by
+/// us.
 const BEGINNINGS: [&str; 2] = ["4", "36"];
 
-/// Complaint of the UDP dissector about RoCE over IPv6 from the kernel, whose ICRC covers what the
-/// checksum would. Our packets have one.
+/// Reported by the UDP dissector for RoCE packets sent by the kernel over IPv6, which have no
+/// checksum because they are already protected by the ICRC. Our packets contain a checksum.
 const NO_CHECKSUM: &str = "Illegal checksum value (0)";
 
-/// Addresses of the end where the kernel's device always is, and the kernel's target where there is
-/// one.
+/// Addresses used by the kernel. This side always uses a kernel device, and also runs the kernel's
+/// target if there is one.
 const KERNEL: [&str; 2] = ["10.99.0.1", "fd99::1"];
 
-/// Complaint about the inside of a payload that the InfiniBand dissector takes for an Ethernet
-/// frame: any that it knows no protocol for and whose third and fourth byte are zero.
+/// Reported for payloads that the InfiniBand dissector handles as an Ethernet frame. It does this
+/// if the protocol is unknown and bytes 2 and 3 are zero.
 const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
 
-/// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is, whose
-/// credits are then the frame's length.
+/// Same, but the payload is handled as a frame with a VLAN tag. This affects SRP_CRED_REQ, because
+/// the credits are used as the frame length.
 const GUESSED_LENGTH: &str = "Length field value goes past the end of the payload";
 
-/// The same where the credits are few enough to be the length of what follows. No packet of the rig
-/// has such a header.
+/// Same, if the number of credits is small enough to be a valid frame length. No packet in our
+/// tests has an LLC header.
 const GUESSED_LLC: &str = "[Malformed Packet: LLC]";
 
-/// Complaint about a TCP segment that was sent again with other bounds, as after a link was cut.
-/// TCP is the kernel's at both ends.
+/// Reported if a TCP segment is retransmitted with a different size, for example after a link
+/// failure. Both sides use the kernel's TCP.
 const SENT_AGAIN: &str = "New fragment overlaps old data (retransmission?)";
 
-/// Expert severity of errors; warnings are less.
+/// Expert severity of errors. Warnings use lower values.
 const ERROR: u32 = 0x80_0000;
 
-/// Expectations of a case's captures.
+/// Expected captures of a test case.
 #[derive(Clone, Copy)]
 pub(crate) struct Expected {
-    /// Packets that there must be at least, in all captures together; without a number, there must
-    /// be none.
+    /// Minimum number of packets in all captures. If `None`, there must be no packets.
     pub(crate) least: Option<u64>,
-    /// Whether the case is about iSER, so that there must be PDUs of it.
+    /// Set if this case uses iSER, so the capture must contain iSER PDUs.
     pub(crate) is_iser: bool,
-    /// Whether both ends are devices of the kernel, so that no packet is made by our software NIC.
+    /// Set if both sides use kernel devices, so no packet is sent by our software NIC.
     pub(crate) is_kernel_only: bool,
 }
 
 impl Expected {
-    /// Expectations from the head and the words of a case.
+    /// Returns the expected captures based on the header and name of a case.
     pub(crate) fn of(case: &Case) -> Self {
         Self {
             least: case.packets,
-            // Over iWARP the messages are in a stream, of which a capture has too little.
+            // iWARP messages are part of a stream, and the capture doesn't contain enough data to
+            // parse them.
             is_iser: case.name.contains("iser") && case.group != "iwarp",
             is_kernel_only: case.text.contains("CORE=yes"),
         }
@@ -120,13 +123,14 @@ impl Expected {
 /// Result for a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Judged {
-    /// Number of packets judged.
+    /// Number of packets that were checked.
     pub(crate) packets: u64,
-    /// Packets that begin an iSER message.
+    /// Number of packets that start an iSER message.
     pub(crate) iser: u64,
 }
 
-/// Judges every capture in a folder; a failure names what is wrong with the first packets of each.
+/// Checks all captures in a directory. The error contains the first invalid packets of each
+/// capture.
 pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure> {
     let mut captures: Vec<_> = fs::read_dir(folder)?
         .filter_map(Result::ok)
@@ -150,7 +154,7 @@ pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure
         }
     }
     let Judged { packets, iser } = judged;
-    // An empty capture has nothing to object to, so too few packets are a failure of their own.
+    // An empty capture has no invalid packets, so we need to check the number of packets as well.
     match expected.least {
         None if packets > 0 => {
             objections.push(format!("{packets} packets, and none were expected"));
@@ -170,8 +174,8 @@ pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure
     }
 }
 
-/// A capture in which packets that begin a message of the upper protocol have their whole length, and no
-/// two connections of TCP the same ports.
+/// Returns the capture with changes: if a packet starts an upper-layer message, it's filled to its
+/// full length, and TCP connections never use the same ports.
 fn filled(capture: &[u8]) -> Vec<u8> {
     const FILE_HEADER: usize = 24;
     const PACKET_HEADER: usize = 16;
@@ -180,8 +184,8 @@ fn filled(capture: &[u8]) -> Vec<u8> {
         Some(u32::from_le_bytes(bytes.try_into().ok()?) as usize)
     };
     let mut filled = capture[..FILE_HEADER.min(capture.len())].to_vec();
-    // The file is cut by its own lengths. It comes from a guest that may have been killed, so each
-    // of them may lead beyond the end.
+    // The file was written by a guest that may have been killed, so we must check all lengths
+    // against the file size.
     let mut at = FILE_HEADER;
     let mut ports = Ports::new();
     while let (Some(kept), Some(length)) = (word(at + 8), word(at + 12)) {
@@ -191,27 +195,25 @@ fn filled(capture: &[u8]) -> Vec<u8> {
         };
         let missing = length.saturating_sub(kept);
         let missing = if begins_message(packet) { missing } else { 0 };
-        // The time stamps stay, then the new number of bytes that are there, then the length on
-        // the wire.
+        // Keep the timestamp, then write the new captured length and the original length.
         filled.extend(&capture[at..at + 8]);
         filled.extend(((kept + missing) as u32).to_le_bytes());
         filled.extend(&capture[at + 12..start]);
         let begin = filled.len();
         filled.extend(packet);
-        // `None` where there is nothing to change.
+        // Returns `None` if the packet doesn't need to change.
         let _ = ports.separate(&mut filled[begin..]);
         filled.resize(filled.len() + missing, 0);
         at = start + kept;
     }
-    // What remains is a packet that the end of the guest has left unfinished.
+    // Copy the rest, which is a partial packet if the guest was killed.
     filled.extend(capture.get(at..).unwrap_or_default());
     filled
 }
 
-/// Returns whether an Ethernet frame is a packet of RoCE with one of the opcodes in
-/// [`BEGINS_MESSAGE`].
+/// Returns true if this Ethernet frame is a RoCE packet with an opcode from [`BEGINS_MESSAGE`].
 fn begins_message(frame: &[u8]) -> bool {
-    // The opcode follows the headers of Ethernet, IP and UDP.
+    // The opcode is after the Ethernet, IP and UDP headers.
     let opcode = match frame.get(12..14) {
         Some([0x08, 0x00]) => frame.get(14 + 20 + 8),
         Some([0x86, 0xdd]) => frame.get(14 + 40 + 8),
@@ -221,15 +223,15 @@ fn begins_message(frame: &[u8]) -> bool {
     opcode.is_some_and(is_one)
 }
 
-/// An address and a port, as they are in a packet.
+/// Address and port, using the packet format.
 type TcpEnd = Vec<u8>;
 
-/// The connections of TCP in a capture.
+/// Tracks the TCP connections in a capture.
 struct Ports {
-    /// By the end that asks and the other one: the number with which the first of them begins, and the
-    /// port that stands for that end's, if an earlier connection had it.
+    /// Maps the client and server of a connection to the client's initial sequence number and, if
+    /// the client's port was already used by an earlier connection, the new port.
     connections: BTreeMap<(TcpEnd, TcpEnd), ([u8; 4], Option<u16>)>,
-    /// Ports that are left. Linux chooses none of them for a connection.
+    /// Available ports. Linux doesn't use these ports for connections.
     free: RangeInclusive<u16>,
 }
 
@@ -241,8 +243,8 @@ impl Ports {
         }
     }
 
-    /// Changes the port of the end that has asked for a connection in a packet of it, if an earlier one
-    /// had that port. tshark does not compare checksums with it.
+    /// If the client's port was already used by an earlier connection, replaces it in this packet.
+    /// We don't have to update the checksum, because tshark doesn't verify it.
     fn separate(&mut self, frame: &mut [u8]) -> Option<()> {
         const TCP: u8 = 6;
         const SYN_ACK: u8 = 0x12;
@@ -264,7 +266,7 @@ impl Ports {
         if header[13] & SYN_ACK == SYN {
             let number = header[4..8].try_into().ok()?;
             let before = self.connections.get(&forth).copied();
-            // Otherwise it is the same packet, sent again.
+            // If the sequence number is equal, this is a retransmission.
             if before.is_none_or(|(first, _)| first != number) {
                 let had = self.connections.remove(&back).is_some() || before.is_some();
                 let port = if had { self.free.next() } else { None };
@@ -281,18 +283,18 @@ impl Ports {
     }
 }
 
-/// One end of an RC connection: an address and a queue pair, as tshark writes them.
+/// One side of an RC connection: address and queue pair, in the format used by tshark.
 type End = (String, String);
 
-/// Reads a capture, in the order of its packets.
+/// Processes the packets of a capture, in order.
 struct Reader {
     expected: Expected,
     judged: Judged,
-    /// Number, summary and complaint of each packet that is wrong.
+    /// Number, summary and error of each invalid packet.
     wrong: Vec<String>,
-    /// Requests for connections to the port of iSER, by the communication ID of the end that asked.
+    /// Connection requests for the iSER port, by the client's communication ID.
     asked: BTreeMap<String, End>,
-    /// Ends of connections that carry iSER.
+    /// Connection endpoints that use iSER.
     iser: BTreeSet<End>,
 }
 
@@ -324,7 +326,7 @@ impl Reader {
             command.args(["--disable-protocol", name]);
         }
         let out = command.stdin(Stdio::null()).output()?;
-        // A guest that was ended in the middle leaves the last packet unfinished.
+        // If a guest is killed, the last packet in the capture may be incomplete.
         let complaint = String::from_utf8_lossy(&out.stderr);
         if !out.status.success() && !complaint.contains("cut short") {
             return Err(format!("tshark {}: {}", capture.display(), complaint.trim()).into());
@@ -343,8 +345,8 @@ impl Reader {
         self.learn(packet);
         let begins = packet.is_rc() && BEGINS_MESSAGE.contains(&packet.opcode);
         let is_iser = begins && self.iser.contains(&packet.to());
-        // A payload that the dissector of iSER has read ends in these names, or has SCSI behind
-        // them.
+        // If the iSER dissector has parsed this payload, the protocol list ends with these names,
+        // or they are followed by SCSI.
         let is_read =
             packet.protocols.ends_with(":iser:iscsi") || packet.protocols.contains(":iscsi:");
         if is_iser {
@@ -360,10 +362,9 @@ impl Reader {
         }
     }
 
-    /// Learns from the connection manager's messages which connections carry iSER.
+    /// Updates the set of iSER connections using a connection manager message.
     fn learn(&mut self, packet: &Packet<'_>) {
-        // Queue pairs are used again within a capture. A new request for one ends what was known
-        // of it.
+        // A queue pair can be reused within a capture, so a new request must reset its state.
         if !packet.asks.is_empty() {
             let end = (packet.src().to_owned(), packet.asking_qp.to_owned());
             self.iser.remove(&end);
@@ -382,7 +383,7 @@ impl Reader {
     }
 }
 
-/// Output of tshark for a packet; see [`FIELDS`].
+/// tshark output for a packet; see [`FIELDS`].
 struct Packet<'a> {
     number: &'a str,
     captured: &'a str,
@@ -392,12 +393,11 @@ struct Packet<'a> {
     v6: (&'a str, &'a str),
     opcode: &'a str,
     to_qp: &'a str,
-    /// The communication ID and queue pair of the end that asks for a connection, and to which
-    /// port.
+    /// Client's communication ID and queue pair in a connection request, and the destination port.
     asks: &'a str,
     port: &'a str,
     asking_qp: &'a str,
-    /// The communication ID that is answered, and the queue pair of the end that answers.
+    /// Communication ID of the request, and the queue pair of the server.
     answers: &'a str,
     answering_qp: &'a str,
     data_length: &'a str,
@@ -431,8 +431,8 @@ impl<'a> Packet<'a> {
             severity,
             message,
             info,
-            // In the order of [`FIELDS`]. A line with another number of columns is refused, since
-            // each would have the meaning of its neighbour.
+            // This must use the same order as [`FIELDS`]. We reject lines with a different number
+            // of columns, because all values would be in the wrong field.
         ] = columns[..]
         else {
             return None;
@@ -476,13 +476,14 @@ impl<'a> Packet<'a> {
         (to.to_owned(), self.to_qp.to_owned())
     }
 
-    /// Whether it is a packet of a reliable connection, whose opcodes begin with three zero bits.
+    /// Returns true for packets of a reliable connection, where the first three opcode bits are
+    /// zero.
     fn is_rc(&self) -> bool {
         self.opcode.parse::<u8>().is_ok_and(|opcode| opcode < 0x20)
     }
 
-    /// Number, summary and complaint, if something is wrong with it. Data of RDMA, and the rest of
-    /// a message in several packets, are no PDUs, and may look as a bad one.
+    /// Returns the number, summary and error if this packet is invalid. RDMA data, or data that
+    /// continues a message from a previous packet, is not a PDU and could look like an invalid PDU.
     fn objection(&self, expected: Expected, begins: bool, is_iser: bool) -> Option<String> {
         let Self {
             number,
@@ -500,10 +501,10 @@ impl<'a> Packet<'a> {
                 .severity
                 .split(',')
                 .filter_map(|s| s.parse::<u32>().ok())
-                // A packet may have several complaints, separated by commas. The worst of them
-                // decides.
+                // There can be several errors in a packet, separated by commas. We use the highest
+                // severity.
                 .any(|s| s >= ERROR);
-        // Several PDUs may be in one packet; reading ends with the one that is complained of.
+        // There can be several PDUs in a packet. The dissector stops at the invalid PDU.
         let last_length = self.data_length.rsplit(',').next().unwrap_or_default();
         let is_partial = (is_kernels || BEGINNINGS.contains(&last_length))
             && info
@@ -518,8 +519,8 @@ impl<'a> Packet<'a> {
         if is_partial || is_no_fault || is_data {
             return None;
         }
-        // The InfiniBand dissector says it in words where the length of a packet is not that of its
-        // headers; of a packet that is cut it always does.
+        // If the packet length doesn't match its headers, the InfiniBand dissector reports this as
+        // text. For a truncated packet, it always does so.
         let is_wrong_length = self.captured == self.length && info.contains("[Malformed Packet]");
         (!malformed.is_empty() || is_error || is_wrong_length)
             .then(|| format!("{number}: {info} {message}"))
@@ -530,14 +531,14 @@ impl<'a> Packet<'a> {
 mod tests {
     use super::*;
 
-    /// A case with few packets, at one end of which our NIC is.
+    /// A case with a few packets where one side uses our NIC.
     const ANY: Expected = Expected {
         least: Some(1),
         is_iser: false,
         is_kernel_only: false,
     };
 
-    /// A capture of Ethernet frames.
+    /// Creates a capture of Ethernet frames.
     fn capture(frames: &[Vec<u8>]) -> Vec<u8> {
         let mut pcap = Vec::new();
         for word in [0xa1b2_c3d4_u32, 0x0004_0002, 0, 0, 65535, 1] {
@@ -553,7 +554,7 @@ mod tests {
         pcap
     }
 
-    /// An Ethernet frame with an IPv4 UDP packet of `udp` to RoCE's port.
+    /// Creates an Ethernet frame with an IPv4 UDP packet to the RoCE port.
     fn frame(udp: &[u8]) -> Vec<u8> {
         let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 8, 0];
         let total = (28 + udp.len()) as u16;
@@ -567,7 +568,7 @@ mod tests {
         frame
     }
 
-    /// The same over IPv6 and without a checksum, from this host of fd99::/64.
+    /// Creates the same frame over IPv6, without a checksum, from the given host in fd99::/64.
     fn frame_v6(host: u8, udp: &[u8]) -> Vec<u8> {
         let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x86, 0xdd];
         let length = (8 + udp.len()) as u16;
@@ -584,7 +585,7 @@ mod tests {
         frame
     }
 
-    /// An acknowledgement: BTH, AETH, ICRC.
+    /// Creates an acknowledgement: BTH, AETH, ICRC.
     fn ack() -> Vec<u8> {
         let mut ack = vec![0x11, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
         ack.extend([0x1f, 0, 0, 1]);
@@ -592,8 +593,8 @@ mod tests {
         ack
     }
 
-    /// An Ethernet frame with a segment of TCP over IPv4, whose header has 20 bytes: `from_first` from
-    /// 10.99.0.1:40000 to 10.99.0.2:4000, else back.
+    /// Creates an Ethernet frame with a TCP segment over IPv4 and a 20-byte header. If `from_first`
+    /// is set, it's sent from 10.99.0.1:40000 to 10.99.0.2:4000, otherwise in the other direction.
     fn segment(from_first: bool, flags: u8, (seq, ack): (u32, u32), data: &[u8]) -> Vec<u8> {
         let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 8, 0];
         frame.extend([0x45, 0]);
@@ -615,7 +616,8 @@ mod tests {
         frame
     }
 
-    /// A connection of iWARP whose ends begin with these numbers: what MPA begins with, and one FPDU.
+    /// Creates an iWARP connection with these initial sequence numbers. It contains the start of
+    /// MPA and a single FPDU.
     fn iwarp(first: u32, second: u32, fpdu: &[u8]) -> [Vec<u8>; 6] {
         let begins = (first.wrapping_add(1), second.wrapping_add(1));
         let behind = (begins.0.wrapping_add(24), begins.1.wrapping_add(24));
@@ -640,7 +642,7 @@ mod tests {
         is_there
     }
 
-    /// A capture with the first bytes of each packet, as many as given.
+    /// Truncates all packets in a capture to the given size.
     fn cut_to(capture: &[u8], most: usize) -> Vec<u8> {
         let mut cut = capture[..24].to_vec();
         let mut at = 24;
@@ -654,14 +656,14 @@ mod tests {
         cut
     }
 
-    /// What is said of one capture.
+    /// Checks a single capture.
     fn judged(bytes: &[u8], expected: Expected) -> Result<Judged, String> {
         let scratch = sh::Scratch::new(&format!("judge-{bytes:p}")).unwrap();
         fs::write(scratch.join("a.pcap"), bytes).unwrap();
         judge(scratch.path(), expected).map_err(|e| e.to_string())
     }
 
-    /// A line of tshark's about a packet of TCP.
+    /// Creates a line of tshark output for a TCP packet.
     fn line(
         data_length: &str,
         malformed: &str,
@@ -681,7 +683,7 @@ mod tests {
     }
 
     #[test]
-    fn data_that_only_begin_are_no_fault_and_others_are() {
+    fn only_truncated_data_is_accepted() {
         let malformed = |length: &str, info: &str| {
             let words = "[Malformed Packet: SCSI]";
             line(length, words, "8388608", "Malformed Packet", info)
@@ -690,7 +692,7 @@ mod tests {
         let end = "[Malformed Packet]";
         let one = format!("{inquiry} {end}");
         assert_eq!(objection(&malformed("36", &one)), None);
-        // Data that were asked for as a whole; the same of the kernel's target.
+        // The initiator requested all of the data. We also test this with the kernel's target.
         let whole = malformed("96", &one);
         assert!(objection(&whole).is_some());
         let kernels = whole.replace("10.99.0.2\t10.99.0.1", "10.99.0.1\t10.99.0.2");
@@ -702,7 +704,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_that_was_sent_again_is_no_fault() {
+    fn retransmitted_segment_is_accepted() {
         let line = |malformed: &str| {
             let malformed = format!("{malformed},_ws.malformed");
             line("", &malformed, "6291456,8388608", "of its order", "TCP")
@@ -713,19 +715,19 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_that_ends_too_early_is_objected_to() {
+    fn truncated_packet_is_reported() {
         if !has_tshark("a packet that ends too early") {
             return;
         }
         let scratch = sh::Scratch::new("judge").unwrap();
         let ack = ack();
         fs::write(scratch.join("a.pcap"), capture(&[frame(&ack)])).unwrap();
-        // A SEND whose data could be a frame of Ethernet's loop-back protocol.
+        // A SEND with data that looks like a frame of the Ethernet loopback protocol.
         let mut send = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
         send.extend([0x90, 0, 0, 0]);
         send.extend([0; 4]);
         fs::write(scratch.join("guess.pcap"), capture(&[frame(&send)])).unwrap();
-        // SRP_CRED_REQs, which could be frames with a VLAN tag and a length.
+        // SRP_CRED_REQ packets that look like frames with a VLAN tag and a length.
         for credits in [3, 16] {
             let mut request = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
             request.extend([0x81, 0, 0, 0, 0, 0, 0, credits, 0, 0, 0, 0, 0, 0, 0, 1]);
@@ -742,7 +744,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_has_as_many_packets_as_its_case_says() {
+    fn capture_packet_count_is_checked() {
         if !has_tshark("the number of packets") {
             return;
         }
@@ -761,7 +763,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_kernel_may_leave_out_the_checksum() {
+    fn missing_checksum_requires_kernel_sender() {
         if !has_tshark("the checksum over IPv6") {
             return;
         }
@@ -778,11 +780,12 @@ mod tests {
     }
 
     #[test]
-    fn a_second_connection_with_the_same_ports_is_judged_by_itself() {
+    fn reused_ports_are_separate_connections() {
         if !has_tshark("ports of an earlier connection") {
             return;
         }
-        // An RDMA SEND without data: length, DDP's and RDMAP's control, key, queue, numbers.
+        // An RDMA SEND without data, with fields for length, DDP and RDMAP control, key, queue and
+        // numbers.
         let mut fpdu = vec![0, 18, 0x41, 0x43, 0, 0, 0, 0];
         fpdu.extend([0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]);
         fpdu.extend(0_u32.to_be_bytes());
@@ -793,7 +796,7 @@ mod tests {
         ];
         let all = all.as_flattened();
         assert_eq!(judged(&capture(all), ANY).unwrap().packets, 18);
-        // Of the second one, the FPDU is a READ request that ends behind its header.
+        // In the second connection, the FPDU is a READ request that is truncated after its header.
         fpdu[3] = 0x41;
         let mut all = all.to_vec();
         all[11] = iwarp(70_000, 90_000, &fpdu)[5].clone();
@@ -802,28 +805,27 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_changed_where_others_had_them() {
+    fn reused_ports_are_replaced() {
         let mut ports = Ports::new();
         let mut after = |mut frame: Vec<u8>| {
             let _ = ports.separate(&mut frame);
             [34, 36].map(|at| u16::from_be_bytes([frame[at], frame[at + 1]]))
         };
         assert_eq!(after(segment(true, 0x02, (5, 0), &[])), [40_000, 4000]);
-        // The same once more, and the answer.
+        // The same packet again, and the response.
         assert_eq!(after(segment(true, 0x02, (5, 0), &[])), [40_000, 4000]);
         assert_eq!(after(segment(false, 0x12, (8, 6), &[])), [4000, 40_000]);
         assert_eq!(after(segment(true, 0x02, (50, 0), &[])), [61_000, 4000]);
         assert_eq!(after(segment(false, 0x12, (80, 51), &[])), [4000, 61_000]);
         assert_eq!(after(segment(true, 0x11, (51, 81), b"x")), [61_000, 4000]);
-        // The other end asks.
+        // The other side sends a request.
         assert_eq!(after(segment(false, 0x02, (90, 0), &[])), [61_001, 40_000]);
         assert_eq!(after(segment(true, 0x12, (60, 91), &[])), [40_000, 61_001]);
     }
 
-    /// A session of the kernel's initiator and target over iSER, and the same with a fault in one
-    /// PDU.
+    /// Uses an iSER session between the kernel's initiator and target, then adds an error to a PDU.
     #[test]
-    fn what_iser_carries_is_judged() {
+    fn iser_payload_is_checked() {
         if !has_tshark("iSER") {
             return;
         }
@@ -835,24 +837,26 @@ mod tests {
         let golden = fs::read(crate::root().join("tests/data/golden_iser.pcap")).unwrap();
         let sound = judged(&golden, iser).unwrap();
         assert_eq!(sound.iser, 84);
-        // The first command, INQUIRY: SCSI Command (01h), final and read, in an iSCSI control-type
-        // PDU with a read STag. The session's logins are before it.
+        // The first command, which is an INQUIRY: SCSI Command (01h) with the final and read bits
+        // set, in an iSCSI control-type PDU with a read STag. The session's login is before this
+        // packet.
         let command = golden
             .windows(30)
             .position(|w| w[0] == 0x14 && w[28..] == [0x01, 0xc1])
             .expect("a command");
-        // Not an iSER message; a message of another kind; an opcode that is reserved.
+        // Test a packet that is not iSER, a different message type, and a reserved opcode.
         for (at, byte) in [(0, 0x44), (0, 0x24), (28, 0x0f)] {
             let mut broken = golden.clone();
             broken[command + at] = byte;
             let objection = judged(&broken, iser);
             assert!(objection.is_err(), "{at}: {byte:#x}: {objection:?}");
         }
-        // Cut, as immediate data are in a case, commands and answers are read all the same.
+        // Commands and responses can still be parsed if the packets are truncated, as with
+        // immediate data in a test case.
         let cut = cut_to(&golden, 700);
         assert!(cut.len() < golden.len() / 2);
         assert_eq!(judged(&cut, iser).unwrap().iser, 84);
-        // A capture without the connection manager's messages says nothing of iSER.
+        // If a capture has no connection manager messages, we can't find any iSER connections.
         let srp = fs::read(crate::root().join("tests/data/golden_srp.pcap")).unwrap();
         let objection = judged(&srp, iser).unwrap_err();
         assert!(objection.contains("0 iSER messages"), "{objection}");

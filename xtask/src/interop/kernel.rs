@@ -1,7 +1,7 @@
-//! A Debian kernel with the modules that interop needs, from the archive by package name.
+//! Downloads a Debian kernel with the required modules, by package name.
 //!
-//! It comes from the backports suite of the release that this machine runs, through a private set
-//! of apt lists, and is unpacked once into the user's cache folder.
+//! We use the backports suite for the release of this machine with a private set of apt lists. The
+//! package is only unpacked once, to the user's cache directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,27 +9,27 @@ use std::path::{Path, PathBuf};
 use crate::packages::cache;
 use crate::{Failure, sh};
 
-/// The package that names the kernel.
+/// Metapackage that depends on the current kernel.
 const META_PACKAGE: &str = "linux-image-amd64";
 
-/// Kernel package that is unpacked.
+/// An unpacked kernel package.
 pub(crate) struct Kernel {
-    /// Path of the bootable image.
+    /// Path of the kernel image.
     pub(crate) image: PathBuf,
-    /// The folder with `lib/modules/VERSION` below it.
+    /// Directory that contains `lib/modules/VERSION`.
     pub(crate) root: PathBuf,
-    /// Its release, as `uname -r` says.
+    /// Kernel release as reported by `uname -r`.
     pub(crate) version: String,
 }
 
 impl Kernel {
-    /// The folder of its modules.
+    /// Returns the directory with the kernel modules.
     pub(crate) fn modules(&self) -> PathBuf {
         self.root.join("lib/modules").join(&self.version)
     }
 }
 
-/// Answers the kernel, fetching it if the cache has none.
+/// Returns the kernel. If it's not in the cache, it will be downloaded.
 pub(crate) fn ensure() -> Result<Kernel, Failure> {
     let root = cache().join("kernel");
     if let Some(kernel) = find(&root) {
@@ -44,8 +44,8 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
         .to_owned();
     println!("fetching Debian package {package}");
     let archive = apt.download(&package)?;
-    // Unpacked beside its place and renamed: a run that is ended meanwhile leaves no half kernel
-    // for the next one.
+    // Unpack to a temporary directory in the cache and rename it, so that an interrupted run
+    // doesn't leave an incomplete kernel.
     let unpacking = cache().join(format!("kernel-{}", std::process::id()));
     let _ = fs::remove_dir_all(&unpacking);
     sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&unpacking))?;
@@ -54,8 +54,7 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
     let _ = fs::remove_dir_all(&root);
     fs::rename(&unpacking, &root)?;
     fs::remove_file(&archive)?;
-    // Looked for as at the beginning, so that a package of another layout is noticed now and not
-    // at the boot.
+    // Search for it again, so that we detect an unexpected package layout now instead of at boot.
     find(&root).ok_or_else(|| "the kernel package has no kernel in it".into())
 }
 
@@ -77,7 +76,7 @@ fn find(root: &Path) -> Option<Kernel> {
         .join(&version)
         .join("modules.dep")
         .exists()
-        // `modules.dep` is what is made last, so a folder that has it is complete.
+        // `modules.dep` is created at the end, so if it exists, the directory is complete.
         .then(|| Kernel {
             image,
             root: root.to_path_buf(),
@@ -85,13 +84,14 @@ fn find(root: &Path) -> Option<Kernel> {
         })
 }
 
-/// Downloads a package from the backports suite, `NAME` or `NAME=VERSION`, and returns the path of
-/// its archive.
+/// Downloads a package from backports (`NAME` or `NAME=VERSION`) and returns the path of its
+/// archive.
 pub(crate) fn download(package: &str) -> Result<PathBuf, Failure> {
     PrivateApt::new()?.download(package)
 }
 
-/// An apt that knows only the backports suite and keeps its lists in a folder of ours.
+/// An apt configuration that only contains the backports suite and keeps its lists in our own
+/// directory.
 pub(super) struct PrivateApt {
     folder: PathBuf,
 }
@@ -108,8 +108,8 @@ impl PrivateApt {
             .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
             .ok_or("/etc/os-release names no release")?
             .to_owned();
-        // The mirror is the one that this host uses, so that a proxy or a local copy serves here,
-        // too; the rest of the host's apt is left alone.
+        // Use the same mirror as this host, because it may require a proxy or use a local copy. No
+        // other apt settings are used.
         let targets = sh::output(&mut sh::cmd(
             "apt-get",
             [
@@ -153,7 +153,7 @@ impl PrivateApt {
             format!("Dir::Etc::sourceparts={}", at("parts")),
             format!("Dir::State::Lists={}", at("lists")),
             format!("Dir::Cache={}", at("cache")),
-            // The cache may be in a home that apt's own user cannot enter.
+            // The cache may be in a home directory that apt's own user can't access.
             "APT::Sandbox::User=root".to_owned(),
         ];
         let mut command = sh::cmd(program, settings.iter().flat_map(|s| ["-o", s.as_str()]));

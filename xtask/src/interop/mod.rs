@@ -1,11 +1,13 @@
-//! `cargo xtask interop`: a stock Debian kernel as the peer, in QEMU.
+//! `cargo xtask interop`: tests with a stock Debian kernel as the peer, using QEMU.
 //!
-//! A case is a script in `tests/vm/cases`. Its head says, in lines that start with `#:`, which
-//! group it belongs to, how long it may take, whether it is short, whether it must run alone, and
-//! how many packets its captures have at least. Cases of a group may share a boot, so each starts
-//! from and returns to a clean state, with the functions of `tests/vm/lib.sh`. Of each the output
-//! and the daemon's log are kept, and a capture of its packets if it has one, which is judged
-//! ([`judge`]). Some cases need no guest ([`here`]).
+//! A test case is a script in `tests/vm/cases`. Lines that start with `#:` are the header, which
+//! sets the group, the timeout, the minimum number of packets in captures, and if the case should
+//! be run with the short cases or must run alone. Because a boot can be used for all cases in a
+//! group, each case has to start with a clean state and restore it, using the functions in
+//! `tests/vm/lib.sh`. We keep the output and the daemon's log for each case. If there is a packet
+//! capture, we check it ([`judge`]). Some cases don't need a guest ([`here`]). If `boots` is set,
+//! the case uses a guest with systemd that is shut down and booted several times with the same
+//! disk.
 
 pub(crate) mod case;
 pub(crate) mod guest;
@@ -29,7 +31,7 @@ use crate::packages::{Need, ensure, need};
 use crate::tally::Counts;
 use crate::{Failure, daemon, root, sh};
 
-/// Debian packages that the rig needs.
+/// Debian packages required for the guests.
 pub(crate) const NEEDS: &[Need] = &[
     need("qemu-system-x86_64", "qemu-system-x86", "the guest"),
     need("busybox", "busybox-static", "the guest's initramfs"),
@@ -39,7 +41,7 @@ pub(crate) const NEEDS: &[Need] = &[
     need("xz", "xz-utils", "the guest's modules"),
     need("rping", "rdmacm-utils", "rping as a peer"),
     need("ib_write_bw", "perftest", "perftest as a peer"),
-    // A file of it, as it has no program.
+    // We check for a file here because this package has no program.
     need(
         "/etc/libibverbs.d/rxe.driver",
         "ibverbs-providers",
@@ -71,6 +73,11 @@ pub(crate) const NEEDS: &[Need] = &[
     need("fusermount3", "fuse3", "riser's FUSE export in the guest"),
     need("python3", "python3", "a raw client in the guest"),
     need("udevadm", "udev", "udev's rules in the guest"),
+    need(
+        "/lib/systemd/systemd",
+        "systemd",
+        "guests that boot several times",
+    ),
     need("targetcli", "targetcli-fb", "targetcli in the guest"),
     need("dbus-run-session", "dbus-daemon", "targetcli in the guest"),
     need("charon-systemd", "charon-systemd", "IPsec in the guest"),
@@ -80,7 +87,7 @@ pub(crate) const NEEDS: &[Need] = &[
         "strongswan-pki",
         "certificates for IPsec in the guest",
     ),
-    // A file of it, as it has no program.
+    // We check for a file here because this package has no program.
     need(
         "/usr/lib/ipsec/plugins/libstrongswan-openssl.so",
         "libstrongswan-standard-plugins",
@@ -94,43 +101,44 @@ pub(crate) const NEEDS: &[Need] = &[
     need("tshark", "tshark", "judging the captures of the cases"),
 ];
 
-/// Memory that a guest and what runs beside it may need, in MiB.
+/// Memory required by a guest and the processes that use it, in MiB.
 const MEMORY_PER_GUEST: u64 = 7168;
 
 /// Options of `cargo xtask interop`.
 ///
-/// Of each case the output, the log of riserd and a capture are kept. A capture has the first 400
-/// bytes, or where more is read 1000, of the first 100,000 packets between the two hosts; packets
-/// that an RDMA device sends to itself do not pass there, so a few cases have none. tshark judges
-/// every capture: a malformed packet fails its case, and so do too few packets. A case that fails
-/// is tried once more; if it passes then, the table and the sum say so.
+/// For each case, we keep the output, the riserd log and a packet capture. A capture contains the
+/// first 400 bytes (or 1000 if required) of the first 100,000 packets sent between the two hosts.
+/// Some cases have no capture because packets that an RDMA device sends to itself are not seen
+/// there. All captures are checked using tshark: a case will fail if there is a malformed packet or
+/// if there are not enough packets. If a case fails, it's run again. If it then passes, this is
+/// shown in the table and the total.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Run only the cases whose group or name contains one of these words.
     cases: Vec<String>,
-    /// List the cases and end.
+    /// List the cases and exit.
     #[arg(long)]
     list: bool,
-    /// Only the short ones.
+    /// Run only the short cases.
     #[arg(long)]
     short: bool,
-    /// Guests that run at once; one per two cores and one more unless said otherwise.
+    /// Number of guests to run in parallel; by default one for every two cores, plus one.
     #[arg(long)]
     jobs: Option<usize>,
-    /// Rounds of the cases that go round, as those of the group `crash`.
+    /// Number of rounds for cases that support it, such as the `crash` group.
     #[arg(long)]
     rounds: Option<u32>,
-    /// A folder with `riserd`, `riser` and `libriser_drop_in.so`, and perhaps the tests that cases
-    /// run, instead of building them.
+    /// Use `riserd`, `riser`, `libriser_drop_in.so` and, if available, the tests used by cases from
+    /// this directory instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Folder of logs and captures.
+    /// Directory for logs and captures.
     #[arg(long, default_value = ".build/interop")]
     logs: PathBuf,
 }
 
 impl Options {
-    /// Options of the test command: the short cases, or all.
+    /// Options for the test command: either the short cases or all cases.
     pub(crate) fn for_test(all: bool) -> Self {
         Self {
             cases: Vec::new(),
@@ -143,7 +151,8 @@ impl Options {
         }
     }
 
-    /// Options of `cargo xtask crash`: the cases in which the daemon is killed, so many times.
+    /// Options for `cargo xtask crash`: run the cases that kill the daemon, with this number of
+    /// rounds.
     pub(crate) fn for_kills(rounds: u32) -> Self {
         Self {
             cases: vec!["crash".into()],
@@ -152,8 +161,8 @@ impl Options {
         }
     }
 
-    /// Number of guests at once: more than one per two cores, because cases often wait, and at
-    /// most as many as fit the memory.
+    /// Returns the number of parallel guests. Because cases spend much of their time waiting, we
+    /// use more than one guest for every two cores, but the guests must fit into memory.
     fn jobs(&self) -> usize {
         self.jobs.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -163,7 +172,7 @@ impl Options {
     }
 }
 
-/// Memory that could be had now, in MiB.
+/// Returns the available memory in MiB.
 fn available_memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
@@ -171,15 +180,15 @@ fn available_memory() -> Option<u64> {
     Some(kib >> 10)
 }
 
-/// End of a run.
+/// Result of a run.
 pub(crate) enum Ended {
-    /// Cases ran: how many passed and failed, and the table if one did.
+    /// The cases were run. Contains the counts, and the table if any case failed.
     Ran(Counts, Option<String>),
-    /// The rig cannot be had here: the cases that were to run, and why not.
+    /// The cases can't be run here. Contains their names and the reason.
     Unavailable(Vec<String>, String),
 }
 
-/// Runs the cases and prints their table.
+/// Runs the cases and prints the table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match run_cases(options)? {
         Ended::Ran(_, None) => Ok(()),
@@ -187,14 +196,14 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// The names of the cases that the options choose.
+/// Returns the names of the cases selected by the options.
 pub(crate) fn names(options: &Options) -> Result<Vec<String>, Failure> {
     let cases = case::load(&options.cases, options.short)?;
     let name = |case: &case::Case| format!("{}/{}", case.group, case.name);
     Ok(cases.iter().map(name).collect())
 }
 
-/// Runs the cases; a rig that is not to be had is not a case that fails.
+/// Runs the cases. If the requirements are not available, this is not a failure.
 pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
     let mut cases = case::load(&options.cases, options.short)?;
     if let Some(rounds) = options.rounds {
@@ -208,8 +217,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         return Ok(Ended::Ran(Counts::default(), None));
     }
     let (here, mut guests): (Vec<_>, Vec<_>) = cases.into_iter().partition(|case| case.here);
-    // A missing rig is reported with the names of the cases, so that they are counted as skipped,
-    // and not as none.
+    // If a requirement is missing, return the case names so that they are counted as skipped.
     for (cases, needs) in [(&here, here::NEEDS), (&guests, NEEDS)] {
         if !cases.is_empty()
             && let Some(n) = ensure(needs).first()
@@ -228,7 +236,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             }
         },
     };
-    // What builds a module may be missing here. The other cases do without it.
+    // The tools to build a module may be missing, but other cases can run without it.
     for module in &modules::MODULES {
         if let Some(kernel) = &kernel
             && guests.iter().any(|case| module.is_for(case))
@@ -242,7 +250,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             println!("the cases with {} are left out: {why}", module.name());
         }
     }
-    // Tests take minutes to build, so only cases that run them pay for them.
+    // Tests take minutes to build, so we only build them for cases that need them.
     let is_used = |word: &str| guests.iter().any(|c| c.text.contains(word));
     for (test, word) in [("devices", "on_devices"), ("crash", "killed_under_load")] {
         if is_used(word) {
@@ -295,8 +303,8 @@ fn counts(rows: &[Row<'_>]) -> Counts {
     }
 }
 
-/// Text with the reasons of failures, and a line for each case: its result, its time, that of its
-/// boot; below it its figures.
+/// Formats the table: the reasons of all failures, then a line per case with its result, its run
+/// time and the boot time, followed by its measured values.
 fn table(rows: &[Row<'_>]) -> String {
     let reasons = rows.iter().filter_map(|r| {
         let why = r.result.as_ref().err()?;
@@ -325,22 +333,24 @@ fn table(rows: &[Row<'_>]) -> String {
         let lines: String = lines.map(|line| format!("\n        {line}")).collect();
         row + &lines
     });
-    // Reasons stand first: a failed case in a long table is found by its line, and its text would
+    // Print the reasons first: the table line is enough to find a failed case, but the text would
     // break the columns.
     reasons.chain(lines).collect::<Vec<_>>().join("\n")
 }
 
-/// Folder of links to test programs.
+/// Directory for links to test programs.
 const TESTS: &str = ".build/interop-tests";
 
-/// Links a test that cases run into [`TESTS`]: that of a folder, or one that is built.
+/// Creates a link to a test used by cases in [`TESTS`]. The test is either from the given directory
+/// or is built here.
 fn link_test(test: &str, given: Option<&Path>) -> Result<(), Failure> {
     let given = given.map(|folder| folder.join(test));
     let program = match given.filter(|program| program.is_file()) {
         Some(program) => fs::canonicalize(program)?,
         None => {
             println!("building the test {test}");
-            // With the whole workspace, so that what the other tests have built serves here.
+            // Build with the whole workspace, so that we can use everything already built for other
+            // tests.
             let args = ["test", "-q", "--workspace", "--test", test];
             sh::built(&args, test)?
         }

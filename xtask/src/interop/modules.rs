@@ -1,5 +1,5 @@
-//! Modules that Debian's kernel comes without, built once from Debian's sources and headers of the same
-//! kernel.
+//! Builds kernel modules that are not included in Debian's kernel, using the Debian sources and
+//! headers for the same kernel. Each module is only built once.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,26 +9,26 @@ use super::kernel::{Kernel, PrivateApt};
 use crate::packages::cache;
 use crate::{Failure, sh};
 
-/// A module that some cases need.
+/// A module required by some of the cases.
 pub(crate) struct Module {
-    /// Name of the module.
+    /// Module name.
     name: &'static str,
-    /// Folder of its sources in those of Linux.
+    /// Directory in the Linux sources.
     folder: &'static str,
-    /// Variable of Linux's configuration by which its makefile builds it.
+    /// Kconfig variable that enables this module in its makefile.
     variable: &'static str,
-    /// Word in the scripts of cases that need it.
+    /// If the script of a case contains this word, it needs this module.
     word: &'static str,
-    /// What is changed in its sources.
+    /// Changes to the sources.
     edits: &'static [Edit],
 }
 
-/// A change of a source: a file, a text in it, and what stands in its place.
+/// A source change: file, old text and new text.
 type Edit = (&'static str, &'static str, &'static str);
 
-/// The modules.
+/// All modules.
 pub(crate) const MODULES: [Module; 2] = [
-    // Linux's device for iWARP.
+    // Software iWARP device in Linux.
     Module {
         name: "siw",
         folder: "drivers/infiniband/sw/siw",
@@ -45,12 +45,12 @@ pub(crate) const MODULES: [Module; 2] = [
     },
 ];
 
-/// `rdma_rxe` as a port of InfiniBand. Linux asks for paths on such a port only, and has no device of
-/// software with one. So nothing of what asks is changed, only the device: its packets are still
-/// those of RoCE, over IPv6, whose addresses are its GIDs. The administrator's GID is fd99::200:0:0:2, as
-/// the subnet has its prefix from the port's own GID.
+/// `rdma_rxe` as an InfiniBand port. Linux only sends path queries on an InfiniBand port, but has
+/// no software device with such a port. We don't change the code that sends the queries, only the
+/// device. It still sends RoCE packets over IPv6, using its GID as the address. The GID of the
+/// administrator is fd99::200:0:0:2, because the subnet prefix is based on the port's own GID.
 const IB_RXE: [Edit; 14] = [
-    // Beside rdma_rxe: another name, and another type of link.
+    // Use another name and link type, so that it can be loaded in addition to rdma_rxe.
     ("Makefile", "rdma_rxe", "ib_rxe"),
     ("rxe.c", "\"rxe\"", "\"ib_rxe\""),
     (
@@ -63,7 +63,7 @@ const IB_RXE: [Edit; 14] = [
         "IB_LINK_LAYER_ETHERNET",
         "IB_LINK_LAYER_INFINIBAND",
     ),
-    // Its GID, fd99::1. Those of an Ethernet follow from its addresses.
+    // The port's GID, fd99::1. On Ethernet, GIDs are based on addresses.
     (
         "rxe_verbs.c",
         "static const struct ib_device_ops rxe_dev_ops = {",
@@ -98,7 +98,7 @@ static const struct ib_device_ops rxe_dev_ops = {
         "rdma_read_gid_attr_ndev_rcu(attr);",
         "rcu_dereference(rxe->ib_dev.port_data[1].netdev) ?: ERR_PTR(-ENODEV);",
     ),
-    // LIDs must be there, and are not used.
+    // LIDs are required, but not used.
     (
         "rxe_param.h",
         "RXE_PORT_LID\t\t\t= 0",
@@ -109,7 +109,7 @@ static const struct ib_device_ops rxe_dev_ops = {
         "RXE_PORT_SM_LID\t\t\t= 0",
         "RXE_PORT_SM_LID\t\t\t= 2",
     ),
-    // An Ethernet's speed, which only a port of it has.
+    // The speed of an Ethernet port, which is not available here.
     (
         "rxe_verbs.c",
         "ret = ib_get_eth_speed(ibdev, port_num, &attr->active_speed,",
@@ -118,17 +118,17 @@ static const struct ib_device_ops rxe_dev_ops = {
 ];
 
 impl Module {
-    /// Whether a case needs the module.
+    /// Returns true if this case needs the module.
     pub(crate) fn is_for(&self, case: &Case) -> bool {
         case.text.contains(self.word)
     }
 
-    /// Its name.
+    /// Returns the module name.
     pub(crate) fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Its edits, as they are kept beside the module.
+    /// Returns the source changes as text to be saved along with the module.
     fn stamp(&self) -> String {
         self.edits
             .iter()
@@ -136,11 +136,11 @@ impl Module {
             .collect()
     }
 
-    /// Builds it into the modules of a kernel, if it is not there.
+    /// Builds the module and installs it in the kernel's module directory, if it doesn't exist.
     pub(crate) fn ensure(&self, kernel: &Kernel) -> Result<(), Failure> {
         let file = format!("{}.ko", self.name);
         let module = kernel.modules().join("updates").join(&file);
-        // A module that was built with other edits is built again.
+        // If the existing module was built with other source changes, build it again.
         let (edits, stamp) = (self.stamp(), module.with_extension("edits"));
         if module.exists() && fs::read_to_string(&stamp).unwrap_or_default() == edits {
             return Ok(());
@@ -154,13 +154,14 @@ impl Module {
         let mut make = sh::cmd("make", ["-C"]);
         make.arg(&headers).arg(format!("M={}", sources.display()));
         make.arg(format!("{}=m", self.variable));
-        // Types for debuggers would need a program more.
+        // BTF debug information would require another program.
         make.args(["CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]);
         sh::output(&mut make)?;
         let built = sources.join(&file);
         sh::output(sh::cmd("strip", ["--strip-debug"]).arg(&built))?;
         fs::create_dir_all(kernel.modules().join("updates"))?;
-        // By its name only when it is whole, for a run that is ended meanwhile.
+        // Rename the module when it's complete, so that an interrupted run doesn't leave a partial
+        // file.
         let whole = module.with_extension("new");
         fs::copy(&built, &whole)?;
         fs::rename(&whole, &module)?;
@@ -172,7 +173,7 @@ impl Module {
         Ok(())
     }
 
-    /// Its sources, with the edits; the folder that has them.
+    /// Unpacks and changes the sources, and returns the module's directory.
     fn unpack_sources(
         &self,
         apt: &PrivateApt,
@@ -199,7 +200,7 @@ impl Module {
     }
 }
 
-/// The headers of a kernel, in a folder; that which a module is built with.
+/// Unpacks the kernel headers and returns the directory used to build a module.
 fn unpack_headers(apt: &PrivateApt, kernel: &Kernel, folder: &Path) -> Result<PathBuf, Failure> {
     let version = &kernel.version;
     let flavour = version.rsplit('-').next().unwrap_or_default();
@@ -211,7 +212,7 @@ fn unpack_headers(apt: &PrivateApt, kernel: &Kernel, folder: &Path) -> Result<Pa
     ] {
         unpack(apt, &package, folder)?;
     }
-    // The headers name their other half by its place in the system.
+    // The headers include a second package using its installed path.
     let headers = folder.join(format!("usr/src/linux-headers-{version}"));
     let makefile = fs::read_to_string(headers.join("Makefile"))?;
     let place = format!("{}/usr/src/", folder.display());
@@ -222,7 +223,7 @@ fn unpack_headers(apt: &PrivateApt, kernel: &Kernel, folder: &Path) -> Result<Pa
     Ok(headers)
 }
 
-/// Unpacks a package in a folder.
+/// Unpacks a package to a directory.
 fn unpack(apt: &PrivateApt, package: &str, folder: &Path) -> Result<(), Failure> {
     let archive = apt.download(package)?;
     sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(folder))?;
@@ -230,7 +231,7 @@ fn unpack(apt: &PrivateApt, package: &str, folder: &Path) -> Result<(), Failure>
     Ok(())
 }
 
-/// The series of a kernel's sources: `6.12` of `6.12.95+deb12-amd64`.
+/// Returns the source version for a kernel, for example `6.12` for `6.12.95+deb12-amd64`.
 fn series(version: &str) -> String {
     let parts: Vec<&str> = version.split('.').take(2).collect();
     parts.join(".")

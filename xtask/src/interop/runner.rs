@@ -1,11 +1,11 @@
-//! Guests that take cases from a list, several at once.
+//! Runs the cases in several guests in parallel.
 //!
-//! A guest runs cases of one group, and is exchanged for a new one when the group is another or
-//! when a case has failed. Cases that measure come last, with one guest only.
+//! A guest only runs cases in the same group. We start a new guest for a different group or after a
+//! failure. Cases that measure performance run at the end, with a single guest.
 //!
-//! An emulated kernel with `rdma_rxe` has races of its own. So a case that has failed is tried once
-//! more, by itself in a new guest; if it passes then, its line in the table says so, and why it
-//! failed before.
+//! An emulated kernel with `rdma_rxe` has its own race conditions. So if a case fails, we run it
+//! again in a new guest while no other guest is running. If it then passes, the table shows this
+//! along with the reason for the first failure.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,53 +13,57 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::case::Case;
-use super::guest::{Guest, Shape};
+use super::guest::{Guest, Init, Shape};
 use super::judge::{Expected, judge};
 use super::kernel::Kernel;
 use crate::{Failure, root};
 
-/// Beginning of a line of a case's output that belongs into the table.
+/// Prefix of output lines that should be shown in the table.
 const FIGURE: &str = "figure: ";
 
-/// Programs that were built for the cases; empty where no case asks for them.
+/// Maximum time for a shutdown. systemd waits for up to 90 seconds for each service.
+const SHUTDOWN: Duration = Duration::from_secs(240);
+
+/// Programs built for the cases; these paths are empty if they are not needed.
 pub(crate) struct Programs {
-    /// The folder of `riserd` and `riser`.
+    /// Directory of `riserd` and `riser`.
     pub(crate) programs: PathBuf,
-    /// The folder of the test programs, under their plain names.
+    /// Directory of the test programs, using names without a hash.
     pub(crate) tests: PathBuf,
 }
 
 /// Result of a case.
 pub(crate) struct Row<'a> {
     pub(crate) case: &'a Case,
-    /// Time that the guest took to boot, if one was booted for this case.
+    /// Boot time, if a guest was booted for this case.
     pub(crate) boot: Option<Duration>,
-    /// Time that the case itself took.
+    /// Run time of the case itself.
     pub(crate) took: Duration,
-    /// Figures, a line for each, or the reason of the failure.
+    /// Measured values, or the reason of the failure.
     pub(crate) result: Result<Vec<String>, String>,
-    /// Reason why the attempt before this one failed, if there was one.
+    /// If this is the second attempt, the reason why the first attempt failed.
     pub(crate) first: Option<String>,
 }
 
-/// Files that the guests share.
+/// Files used by all guests.
 pub(crate) struct Rig<'a> {
-    /// Kernel that they boot.
+    /// Kernel to boot.
     pub(crate) kernel: &'a Kernel,
-    /// Programs that they run.
+    /// Programs to run.
     pub(crate) programs: &'a Programs,
-    /// Folder of the logs, with one for each group and one for each guest.
+    /// Log directory, which contains a directory for each group and each guest.
     pub(crate) logs: &'a Path,
 }
 
 impl Rig<'_> {
-    /// Runs `cases` on up to `jobs` guests at once; returns a row for each case, in their order.
+    /// Runs the cases using up to `jobs` guests in parallel. Returns the results in the same order
+    /// as the cases.
     pub(crate) fn run<'a>(&self, cases: &'a [Case], jobs: usize) -> Vec<Row<'a>> {
-        // Cases that measure come last, when no other guest takes time from theirs.
+        // Cases that measure performance must run when there is no other guest.
         let (alone, together): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|c| c.alone);
         let mut rows = self.run_some(together, jobs);
         rows.extend(self.run_some(alone, 1));
-        // After all others, so that the second attempt has the machine to itself.
+        // The second attempt is done at the end, so that it can use the whole machine.
         for row in rows.iter_mut().filter(|row| row.result.is_err()) {
             *row = self.try_again(row);
         }
@@ -80,13 +84,13 @@ impl Rig<'_> {
         rows.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The second attempt at a case. The logs of the first are kept beside those of the second.
+    /// Runs a case again. The logs of both attempts are kept.
     fn try_again<'a>(&self, first: &Row<'a>) -> Row<'a> {
         let case = first.case;
         let logs = self.logs.join(&case.group).join(&case.name);
         let kept = logs.with_extension("first");
         let _ = fs::remove_dir_all(&kept);
-        // Without a guest there are none.
+        // If there was no guest, there are no logs.
         let _ = fs::rename(&logs, &kept);
         let mut second = self.run_case(case, &self.logs.join("guest-1"), &mut None);
         second.first = first.result.as_ref().err().cloned();
@@ -94,7 +98,7 @@ impl Rig<'_> {
         second
     }
 
-    /// One guest after the other, until no case waits.
+    /// Starts guests until there are no more cases to run.
     fn serve<'a>(&self, number: usize, waiting: &Mutex<Vec<&'a Case>>, rows: &Mutex<Vec<Row<'a>>>) {
         let folder = self.logs.join(format!("guest-{number}"));
         let mut slot: Option<Guest> = None;
@@ -105,7 +109,8 @@ impl Rig<'_> {
                 group,
             );
             let Some(case) = next else { return };
-            // What one group has set up in a guest must not be met by another.
+            // Don't reuse a guest for a different group, because it may contain state from the
+            // previous group.
             if group != Some(case.group.as_str()) {
                 slot = None;
                 group = Some(&case.group);
@@ -120,6 +125,17 @@ impl Rig<'_> {
 
     fn run_case<'a>(&self, case: &'a Case, folder: &Path, slot: &mut Option<Guest>) -> Row<'a> {
         let started = Instant::now();
+        if let Some(boots) = case.boots {
+            *slot = None;
+            let result = self.run_boots(case, boots, folder);
+            return Row {
+                case,
+                boot: None,
+                took: started.elapsed(),
+                result: result.map_err(|e| e.to_string()),
+                first: None,
+            };
+        }
         let boot = slot.is_none().then(|| {
             Guest::boot(self.kernel, folder, Shape::default()).map(|guest| *slot = Some(guest))
         });
@@ -141,23 +157,54 @@ impl Rig<'_> {
                 first: None,
             };
         };
-        let result = self.run_in(guest, case, folder);
+        let logs = self.logs.join(&case.group).join(&case.name);
+        let result = self.run_in(guest, case, 1, folder, &logs);
         if result.is_err() {
-            // What a failed case leaves behind must not fail the next one.
+            // Don't reuse the guest after a failure, because it could affect the next case.
             *slot = None;
         }
         row(result)
+    }
+
+    /// Boots and shuts down a guest several times and runs the script after each boot.
+    fn run_boots(&self, case: &Case, boots: u32, folder: &Path) -> Result<Vec<String>, Failure> {
+        let logs = self.logs.join(&case.group).join(&case.name);
+        let _ = fs::remove_dir_all(&logs);
+        let mut figures = Vec::new();
+        for boot in 1..=boots {
+            let init = match boot {
+                1 => Init::Systemd,
+                _ => Init::SystemdAgain,
+            };
+            let shape = Shape {
+                init,
+                ..Shape::default()
+            };
+            let saved = logs.join(format!("boot-{boot}"));
+            let ran = Guest::boot(self.kernel, folder, shape).and_then(|mut guest| {
+                let ran = self.run_in(&mut guest, case, boot, folder, &saved)?;
+                guest.power_off(SHUTDOWN)?;
+                Ok(ran)
+            });
+            // Include the shutdown, and any boot that failed.
+            fs::create_dir_all(&saved)?;
+            fs::copy(folder.join("console.log"), saved.join("console.log"))?;
+            figures.extend(ran.map_err(|e| format!("boot {boot}: {e}"))?);
+        }
+        Ok(figures)
     }
 
     fn run_in(
         &self,
         guest: &mut Guest,
         case: &Case,
+        boot: u32,
         folder: &Path,
+        saved: &Path,
     ) -> Result<Vec<String>, Failure> {
-        // The variables and the library come first, so that a case is only what it does.
+        // Add the variables and the library here, so that the script itself only contains the test.
         let script = format!(
-            "export RISER_ROOT='{}' RISER_BIN='{}' RISER_TESTS='{}' CASE='{}' ROUNDS='{}'\n\
+            "export RISER_ROOT='{}' RISER_BIN='{}' RISER_TESTS='{}' CASE='{}' ROUNDS='{}' BOOT='{boot}'\n\
              . /vm/lib.sh\n{}",
             root().display(),
             self.programs.programs.display(),
@@ -167,17 +214,16 @@ impl Rig<'_> {
             case.text
         );
         let ran = guest.run(&script, case.limit);
-        let saved = self.logs.join(&case.group).join(&case.name);
-        let _ = fs::remove_dir_all(&saved);
-        fs::create_dir_all(&saved)?;
-        // Everything is kept before the result is looked at, since it is most needed of a script
-        // that failed or timed out.
-        keep(guest.share(), &saved)?;
+        let _ = fs::remove_dir_all(saved);
+        fs::create_dir_all(saved)?;
+        // Save all files before we check the result, because they are most useful after a failure
+        // or timeout.
+        keep(guest.share(), saved)?;
         fs::copy(folder.join("console.log"), saved.join("console.log"))?;
         let ran = ran?;
         fs::write(saved.join("output.log"), &ran.output)?;
         let mut figures = result_of(ran.status, &ran.output)?;
-        let judged = judge(&saved, Expected::of(case))?;
+        let judged = judge(saved, Expected::of(case))?;
         if judged.iser > 0 {
             figures.push(format!(
                 "{} packets judged, {} iSER messages among them",
@@ -188,7 +234,7 @@ impl Rig<'_> {
     }
 }
 
-/// Figures in the output of a script, or why it has failed.
+/// Returns the measured values in a script's output, or the error.
 pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failure> {
     if status != 0 {
         let lines: Vec<_> = output.lines().collect();
@@ -199,7 +245,7 @@ pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failur
     Ok(figures.map(str::to_owned).collect())
 }
 
-/// Prints how a case went.
+/// Prints the result of a case.
 pub(crate) fn report(row: &Row<'_>) {
     let how = if row.result.is_ok() {
         "ok    "
@@ -210,7 +256,7 @@ pub(crate) fn report(row: &Row<'_>) {
     println!("{how} {group}/{name} ({:.0} s)", row.took.as_secs_f64());
 }
 
-/// Takes the next case: one of the group if there is one.
+/// Returns the next case to run, using the same group if possible.
 fn take_case<'a>(waiting: &mut Vec<&'a Case>, group: Option<&str>) -> Option<&'a Case> {
     let same = waiting
         .iter()
@@ -219,7 +265,7 @@ fn take_case<'a>(waiting: &mut Vec<&'a Case>, group: Option<&str>) -> Option<&'a
     (!waiting.is_empty()).then(|| waiting.remove(same))
 }
 
-/// Moves what a case left in `/vm/keep` to the folder of its logs.
+/// Moves the files in `/vm/keep` to the log directory of this case.
 fn keep(share: &Path, saved: &Path) -> Result<(), Failure> {
     let from = share.join("keep");
     if from.is_dir() {

@@ -1,4 +1,5 @@
-//! How `tests/vm/libiscsi.sh` and the case that uses it judge clients that are not libiscsi's.
+//! Tests how `tests/vm/libiscsi.sh` and the case using it handle results, with fake clients instead
+//! of libiscsi.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -6,7 +7,7 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use crate::{root, sh};
 
-/// A client that does with each test what a table says: name, how it ends, and what it prints.
+/// A fake client controlled by a table: test name, how the test exits, and the output.
 const CLIENT: &str = r#"#!/bin/bash
 ulimit -c 0
 if [ "$1" = -l ]; then exec sed 's/ .*//; s/^/ALL./' "$TABLE"; fi
@@ -24,7 +25,7 @@ refused) exit 255 ;;
 esac
 "#;
 
-/// Prologue of a case: what it does before, and what it has from the rig.
+/// Prologue that replaces the rig for a case.
 const RIG: &str = r#"set -euo pipefail
 PORTAL=10.99.0.2:3260
 IQN=iqn.2026-01.com.example:rig
@@ -34,9 +35,9 @@ stop_serving() { :; }
 . "$RISER_ROOT/tests/vm/libiscsi.sh"
 "#;
 
-/// Runs `script` after [`RIG`] with the client of such a table; returns whether it succeeds, and
-/// its output; `None` where there is no compiler. `expected` takes the place of the list of the
-/// case, and a test has `limit` seconds.
+/// Runs `script` after [`RIG`], using a client with this table. Returns success and the output, or
+/// `None` if there is no compiler. `expected` replaces the list of the case, and `limit` is the
+/// timeout per test in seconds.
 fn judged(
     name: &str,
     table: &str,
@@ -73,14 +74,14 @@ fn judged(
     Some((out.status.success(), said))
 }
 
-/// The last lines of the case itself, from where the suite runs.
+/// Returns the last lines of the case itself, starting where it runs the suite.
 fn case() -> String {
     let text = fs::read_to_string(root().join("tests/vm/cases/iser-libiscsi.sh")).unwrap();
     let at = text.find("libiscsi_suite \"").expect("it runs the suite");
     text[at..].to_owned()
 }
 
-/// Expectations of the case, as the table of a client that meets them exactly.
+/// Returns the table for a client that has exactly the results expected by the case.
 fn as_listed() -> String {
     let text = fs::read_to_string(root().join("tests/vm/libiscsi-iser.txt")).unwrap();
     let mut table = String::new();
@@ -95,11 +96,11 @@ fn as_listed() -> String {
     table
 }
 
-/// Judges the outcome against a list, with at least one test that passed.
+/// Compares the result with a list; at least one test must have passed.
 const JUDGE: &str = "libiscsi_suite iser://x\nlibiscsi_unexpected 1";
 
 #[test]
-fn a_client_that_does_what_is_listed_passes() {
+fn client_matching_list_passes() {
     let mut table = as_listed();
     for n in 0..150 {
         writeln!(table, "Some.Test{n} passed").unwrap();
@@ -116,7 +117,7 @@ fn a_client_that_does_what_is_listed_passes() {
 }
 
 #[test]
-fn a_client_that_dies_in_every_test_fails() {
+fn client_crash_in_all_tests_fails() {
     let mut table = as_listed();
     for n in 0..9 {
         writeln!(table, "Some.Test{n} died").unwrap();
@@ -135,7 +136,7 @@ fn a_client_that_dies_in_every_test_fails() {
 }
 
 #[test]
-fn a_client_that_hangs_in_all_tests_but_the_fifth_fails() {
+fn client_hanging_in_most_tests_fails() {
     let mut table = String::new();
     for n in 0..9 {
         let how = if n == 4 { "passed" } else { "hung" };
@@ -149,7 +150,7 @@ fn a_client_that_hangs_in_all_tests_but_the_fifth_fails() {
 }
 
 #[test]
-fn a_target_that_lets_no_initiator_in_fails() {
+fn target_rejecting_all_logins_fails() {
     let table: String = (0..9).map(|n| format!("Some.Test{n} refused\n")).collect();
     if let Some((_, said)) = judged("refused", &table, Some(""), 60, JUDGE) {
         assert!(said.contains("five tests in a row had no answer"), "{said}");
@@ -158,7 +159,7 @@ fn a_target_that_lets_no_initiator_in_fails() {
 }
 
 #[test]
-fn what_is_not_as_listed_is_named() {
+fn difference_from_list_is_reported() {
     let expected = "failed A.Words these words\nfailed A.OtherWords these words\n\
                     failed A.Passes\ndied A.Fails\ndied A.Dies\nfailed A.Gone\n";
     let table = "A.Words failed these words\nA.OtherWords failed other words\nA.Passes passed\n\
@@ -184,7 +185,7 @@ fn what_is_not_as_listed_is_named() {
 }
 
 #[test]
-fn a_reason_that_another_target_does_not_confirm_is_named() {
+fn unconfirmed_reason_is_reported() {
     let expected = "failed A.One\ndied A.Two\nfailed A.Three\nfailed A.Four\n";
     let table = "A.One passed\nA.Two skipped\nA.Three failed\n";
     let script = "libiscsi_suite iser://x\nlibiscsi_not_the_client";
@@ -201,7 +202,7 @@ fn a_reason_that_another_target_does_not_confirm_is_named() {
 }
 
 #[test]
-fn a_target_that_a_dead_client_has_wedged_is_asked_nothing_else() {
+fn wedged_target_stops_suite() {
     let expected = "died A.One\nfailed B.Two\ndied D.Four\n";
     let mut table = "A.One died\nB.Two failed\nC.Three passed\nD.Four died\n".to_owned();
     let script = "libiscsi_suite iser://x\nlibiscsi_not_the_client";
@@ -213,7 +214,7 @@ fn a_target_that_a_dead_client_has_wedged_is_asked_nothing_else() {
         };
         assert!(place("passed C.Three") < place("died A.One"), "{said}");
     }
-    // It stops before the listed ones: nothing is known of their reasons.
+    // The run stops before it reaches the listed tests, so their results are not known.
     for n in 0..9 {
         writeln!(table, "A.Stops{n} refused").unwrap();
     }

@@ -1,8 +1,9 @@
-//! A copy of the tree, in which sources are changed, and the simulator and tests are built.
+//! Creates a copy of the source tree that can be modified, and builds the simulator and tests in
+//! it.
 //!
-//! A build takes minutes, so many changes go into one: each is behind a switch,
-//! `riser_state::is_planted("NAME")`, which the copy has and the tree does not, and the environment
-//! names the one that a run has.
+//! A build takes minutes, so we put many changes in a single build. Each change is controlled by
+//! `riser_state::is_planted("NAME")`, a function that only exists in the copy. An environment
+//! variable selects the change to use in a run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,9 +13,10 @@ use std::time::Duration;
 use crate::daemon::OPTIMIZED;
 use crate::{Failure, root, sh};
 
-/// The switch, at the end of the crate that all others use.
+/// The function that checks if a change is enabled. This is added to a crate that is used by all
+/// other crates.
 const SWITCH: &str = r#"
-/// Whether this run has the change of that name.
+/// Returns true if the change with this name is enabled for this run.
 #[must_use]
 pub fn is_planted(name: &str) -> bool {
     static PLANTED: std::sync::LazyLock<Option<String>> =
@@ -23,31 +25,32 @@ pub fn is_planted(name: &str) -> bool {
 }
 "#;
 
-/// Names the change that a run has.
+/// Environment variable used to select a change.
 const VARIABLE: &str = "RISER_PLANTED";
 
-/// The crate that has the switch.
+/// File that the function is added to.
 const SWITCHED: &str = "state/src/lib.rs";
 
-/// A working tree of git, which stays for the next time: only crates that have changed are built
+/// A git worktree. We keep it for the next run, so that only crates that have changed will be built
 /// again.
 pub(super) struct Copy {
     tree: PathBuf,
     build: PathBuf,
 }
 
-/// The end of a run of what has to notice a change.
+/// Result of a run that should detect a change.
 pub(super) enum Run {
-    /// No seed has failed.
+    /// All seeds passed.
     Clean,
-    /// The first seed that has failed, where there are seeds, and why.
+    /// The first seed that failed, if there are seeds, and the reason.
     Failed(Option<u64>, String),
-    /// It did not end in time, or died.
+    /// The run timed out or crashed.
     Hung,
 }
 
 impl Copy {
-    /// Makes the copy, or brings it to the present commit. What is not committed is not in it.
+    /// Creates the copy or updates it to the current commit. Changes that have not been committed
+    /// are not included.
     pub(super) fn of_head() -> Result<Self, Failure> {
         let folder = root().join(".build/planted");
         let copy = Self {
@@ -69,32 +72,33 @@ impl Copy {
         Ok(copy)
     }
 
-    /// Takes back all changes but the switch.
+    /// Reverts all changes except the function.
     pub(super) fn restore(&self) -> Result<(), Failure> {
         let others = format!(":!{SWITCHED}");
         sh::output(git(&self.tree).args(["checkout", "--quiet", "--", ".", &others]))?;
         let path = self.path(SWITCHED);
         let text = fs::read_to_string(&path)?;
-        // Untouched where it is there already, or every crate would be built again.
+        // Don't write the file if it already contains the function, because this would rebuild all
+        // crates.
         if !text.ends_with(SWITCH) {
             fs::write(path, text + SWITCH)?;
         }
         Ok(())
     }
 
-    /// Applies a patch to what is there, or nothing of it.
+    /// Applies a patch. If this fails, no file is changed.
     pub(super) fn apply(&self, patch: &Path) -> Result<(), Failure> {
         sh::output(git(&self.tree).arg("apply").arg(patch))?;
         Ok(())
     }
 
-    /// Path of a source.
+    /// Returns the path of a source file.
     pub(super) fn path(&self, file: &str) -> PathBuf {
         self.tree.join(file)
     }
 
-    /// Cargo, about to build the simulator, in a folder of its own: in that of the tree, each would
-    /// build the other's crates again.
+    /// Returns a Cargo command to build the simulator. We use a separate target directory, because
+    /// with a common directory both trees would have to build each other's crates again.
     pub(super) fn building(&self) -> Command {
         let mut command = sh::cargo(["build", "--quiet", "--package", "riser-sim", "--profile"]);
         command.args([OPTIMIZED, "--features", "coverage", "--target-dir"]);
@@ -103,14 +107,14 @@ impl Copy {
         command
     }
 
-    /// The simulator, about to run seeds until one fails.
+    /// Returns a simulator command that will run seeds until one fails.
     pub(super) fn simulator(&self, seeds: u64) -> Command {
         let mut simulator = Command::new(self.build.join(OPTIMIZED).join("riser-sim"));
         simulator.args(["--first", "--seeds", &seeds.to_string()]);
         simulator
     }
 
-    /// Cargo, about to build and run tests of a package, which these arguments choose.
+    /// Returns a Cargo command to build and run tests of a package, selected by the arguments.
     pub(super) fn testing(&self, package: &str, harness: &[&str]) -> Command {
         let mut command = sh::cargo(["test", "--quiet", "--package", package]);
         command.args(harness).arg("--target-dir").arg(&self.build);
@@ -118,8 +122,8 @@ impl Copy {
         command
     }
 
-    /// Runs a program of the copy for so long at most, with a change or without any. `failed` finds
-    /// in its output which seed has failed, and why.
+    /// Runs a program in the copy with a time limit, either with a change or without changes.
+    /// `failed` is used to find the failed seed and the reason in its output.
     pub(super) fn run(
         &self,
         program: &Command,
@@ -127,7 +131,7 @@ impl Copy {
         patience: Duration,
         failed: impl Fn(&str) -> Option<(Option<u64>, String)>,
     ) -> Result<Run, Failure> {
-        // A change may have the program hang where it counts no steps.
+        // With a change, the program may hang at a point where it doesn't count steps.
         let mut command = sh::cmd("timeout", ["--signal=KILL"]);
         command.arg(patience.as_secs().to_string());
         command.arg(program.get_program()).args(program.get_args());
@@ -148,7 +152,7 @@ impl Copy {
     }
 }
 
-/// Git in a folder.
+/// Returns a git command to run in a directory.
 fn git(folder: &Path) -> Command {
     let mut git = sh::cmd("git", ["-C"]);
     git.arg(folder);

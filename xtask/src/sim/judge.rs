@@ -1,7 +1,9 @@
-//! What has to notice a change: the simulator, or tests that see what no simulation has.
+//! Selects how a change should be detected: by the simulator, or by tests for code not covered by
+//! the simulator.
 //!
-//! In the simulator a worker's step is one piece, and no session uses atomics. So the head of a
-//! planted defect may name tests instead, in a line `judge: WORDS` ([`Judge::named`]).
+//! The simulator runs a whole worker step at a time and doesn't use sessions with atomics. So the
+//! header of a planted defect can select tests instead, in a line `judge: WORDS`
+//! ([`Judge::named`]).
 
 use std::time::Duration;
 
@@ -9,29 +11,29 @@ use super::copy::{Copy, Run};
 use crate::daemon::OPTIMIZED;
 use crate::{Failure, sh};
 
-/// The test of `rc_sim` that takes seeds.
+/// The test in `rc_sim` that uses seeds.
 const QUEUE_PAIRS: &str = "every_byte_and_every_completion_survives_a_bad_wire";
 
-/// Messages of each of its seeds.
+/// Number of messages per seed in this test.
 const SESSION_MESSAGES: u64 = 1000;
 
-/// What has to notice a change.
+/// Test used to detect a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Judge<'a> {
-    /// Seeds of the simulator.
+    /// Simulator seeds.
     Simulator,
-    /// Seeds of two queue pairs on a bad wire (`transport/tests/rc_sim.rs`).
+    /// Seeds for two queue pairs on an unreliable wire (`transport/tests/rc_sim.rs`).
     QueuePairs,
-    /// Unit tests of this package that explore interleavings and whose names contain this word.
+    /// Unit tests that explore interleavings; contains the package and a word in the test name.
     Interleavings(&'a str, &'a str),
-    /// Unit tests of this package whose names contain this word. They have no seeds.
+    /// Unit tests, which don't use seeds; contains the package and a word in the test name.
     Tests(&'a str, &'a str),
-    /// Likewise, integration tests: of a package, its file of tests, and the word.
+    /// Integration tests; contains the package, the test file and a word in the test name.
     Integration(&'a str, &'a str, &'a str),
 }
 
 impl<'a> Judge<'a> {
-    /// Returns the judge of a line `judge: WORDS`.
+    /// Parses a line `judge: WORDS`.
     pub(super) fn named(words: &'a str) -> Option<Self> {
         let words: Vec<_> = words.split_whitespace().collect();
         Some(match words[..] {
@@ -43,8 +45,8 @@ impl<'a> Judge<'a> {
         })
     }
 
-    /// Its package, the arguments that choose its harness, and a word of its tests' names; none for
-    /// the simulator.
+    /// Returns the package, the arguments to select the harness, and a word in the test names, or
+    /// `None` for the simulator.
     fn tests(self) -> Option<(&'a str, Vec<&'a str>, &'a str)> {
         match self {
             Self::Simulator => None,
@@ -52,7 +54,7 @@ impl<'a> Judge<'a> {
                 let args = vec!["--test", "rc_sim", "--profile", OPTIMIZED];
                 Some(("riser-transport", args, QUEUE_PAIRS))
             }
-            // The checker of interleavings takes no build without debug assertions.
+            // The interleaving checker requires a build with debug assertions.
             Self::Interleavings(package, word) => {
                 let args = vec!["--lib", "--features", "riser-sync/shuttle"];
                 Some((package, args, word))
@@ -67,7 +69,7 @@ impl<'a> Judge<'a> {
         }
     }
 
-    /// Variables by which tests learn how many seeds or interleavings they have.
+    /// Returns variables that set the number of seeds or interleavings.
     fn sizes(self, count: u64) -> Vec<(&'static str, u64)> {
         match self {
             Self::Simulator | Self::Tests(..) | Self::Integration(..) => Vec::new(),
@@ -75,12 +77,12 @@ impl<'a> Judge<'a> {
                 let messages = count * SESSION_MESSAGES;
                 vec![("RISER_SIM_MESSAGES", messages), ("RISER_SEED", 1)]
             }
-            // By each of two schedulers.
+            // The number is split between two schedulers.
             Self::Interleavings(..) => vec![("RISER_INTERLEAVINGS", count.div_ceil(2))],
         }
     }
 
-    /// Builds it in the copy.
+    /// Builds the tests or the simulator in the copy.
     pub(super) fn build(self, copy: &Copy) -> Result<(), Failure> {
         let mut command = match self.tests() {
             None => copy.building(),
@@ -92,7 +94,8 @@ impl<'a> Judge<'a> {
         sh::output(&mut command).map(drop)
     }
 
-    /// Runs it, with a change or without any, until one of so many seeds or interleavings fails.
+    /// Runs seeds or interleavings until one fails or the limit is reached, either with a change or
+    /// without changes.
     pub(super) fn run(
         self,
         copy: &Copy,
@@ -103,7 +106,7 @@ impl<'a> Judge<'a> {
         let mut command = match self.tests() {
             None => copy.simulator(count),
             Some((package, harness, word)) => {
-                // Built before: a build must not take the time that the tests have.
+                // Build first, so that the build doesn't use up the time limit of the tests.
                 self.build(copy)?;
                 let mut command = copy.testing(package, &harness);
                 command.args(["--", word]);
@@ -115,7 +118,8 @@ impl<'a> Judge<'a> {
         copy.run(&command, planted, patience, |text| self.failure(text))
     }
 
-    /// The first failure that a run has printed: the seed, or the number of interleavings, and why.
+    /// Returns the first failure in the output: the seed or the number of interleavings, and the
+    /// reason.
     fn failure(self, text: &str) -> Option<(Option<u64>, String)> {
         if self == Self::Simulator {
             return text.lines().find_map(|line| {
@@ -125,7 +129,7 @@ impl<'a> Judge<'a> {
         }
         let mut lines = text.lines();
         let result = lines.find(|line| line.starts_with("test result: FAILED"))?;
-        // A panic's message is below its place.
+        // The message of a panic is on the line after its location.
         let mut lines = text.lines();
         let place =
             lines.find(|line| line.starts_with("thread ") && line.contains(" panicked at "));
@@ -138,7 +142,7 @@ impl<'a> Judge<'a> {
         Some((count, why.to_owned()))
     }
 
-    /// Words for so many runs: `7 seeds`.
+    /// Formats the number of runs, for example `7 seeds`.
     pub(super) fn runs(self, count: u64) -> String {
         match self {
             Self::Simulator => format!("{count} seeds"),
@@ -154,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_judge_is_named_by_words() {
+    fn judge_line_is_parsed() {
         let named = [
             ("rc_sim", Some(Judge::QueuePairs)),
             ("interleavings a b", Some(Judge::Interleavings("a", "b"))),
@@ -168,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_has_its_first_message_and_its_seed() {
+    fn failure_contains_message_and_seed() {
         let printed = "
 running 1 test
 ---- a_test stdout ----

@@ -1,4 +1,4 @@
-//! `cargo xtask sim`: the simulator (`tests/sim`), in the programs' profile.
+//! `cargo xtask sim`: runs the simulator (`tests/sim`) with the `optimized` profile.
 
 mod copy;
 mod judge;
@@ -16,23 +16,23 @@ use crate::{Failure, root, sh};
 /// Options of `cargo xtask sim`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Number of seeds: 1000 by default, 20,000 for a planted defect, and 2000 for a mutant.
+    /// Number of seeds: by default 1000, or 20,000 for a planted defect and 2000 for a mutant.
     #[arg(long)]
     seeds: Option<u64>,
-    /// The first one.
+    /// The first seed.
     #[arg(long, default_value_t = 1)]
     from: u64,
-    /// Only these kinds of trouble happen, separated by commas; a wrong name lists them.
+    /// Inject only these kinds of faults, separated by commas; an invalid name prints the list.
     #[arg(long)]
     faults: Option<String>,
-    /// Run the plan of this file instead, and print its events.
+    /// Run the plan in this file instead, and print its events.
     #[arg(long, conflicts_with_all = ["seeds", "from", "faults"])]
     plan: Option<PathBuf>,
-    /// Events that are printed of a plan that fails.
+    /// Number of events to print if a plan fails.
     #[arg(long, default_value_t = 40)]
     events: usize,
-    /// Instead, put defects back that were found by reading, and see that the simulator finds each,
-    /// or the tests that its patch names: those whose names contain one of these words, or all.
+    /// Add known defects to the code and check that each is found by the simulator, or by the tests
+    /// listed in its patch; only use patches whose name contains one of these words, or all.
     #[arg(
         long,
         num_args = 0..,
@@ -40,8 +40,8 @@ pub(crate) struct Options {
         conflicts_with_all = ["mutants", "from", "faults", "plan", "coverage"]
     )]
     planted: Option<Vec<String>>,
-    /// Instead, change the state machines, and see which changes the simulator notices: machines whose
-    /// names contain one of these words, or all.
+    /// Modify the state machines and check which changes are detected by the simulator; only use
+    /// state machines whose name contains one of these words, or all.
     #[arg(
         long,
         num_args = 0..,
@@ -49,13 +49,13 @@ pub(crate) struct Options {
         conflicts_with_all = ["from", "faults", "plan", "coverage"]
     )]
     mutants: Option<Vec<String>>,
-    /// Fail if a transition is neither reached nor excused by `tests/sim/unreached.txt`, or a kind
-    /// of trouble has begun in no seed.
+    /// Fail if a transition is not covered and not listed in `tests/sim/unreached.txt`, or if a
+    /// kind of fault was never injected.
     #[arg(long)]
     coverage: bool,
 }
 
-/// Builds the simulator and runs it.
+/// Builds and runs the simulator.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if let Some(words) = &options.planted {
         return planted::run(words, options.seeds.unwrap_or(20_000));
@@ -82,23 +82,24 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     sh::run(&mut command)
 }
 
-/// The part of `cargo xtask test`, of whose output only the last line is of interest if it succeeds.
+/// Runs the simulator for `cargo xtask test`. On success, we only need the last line of its output.
 pub(crate) fn thousand() -> Result<(), Failure> {
     sh::run(&mut building())?;
-    // A kind of trouble that no longer begins would go unnoticed: its seeds still pass.
+    // We need to check that all kinds of faults still occur, because the seeds would pass without
+    // them.
     let args = ["--seeds", "1000", "--kinds"];
     let text = sh::output(program().args(args))?;
     println!("{}", text.lines().last().unwrap_or_default());
     Ok(())
 }
 
-/// Cargo, about to build the simulator, as a program beside its tests: their recorder of transitions is
-/// a feature that other programs are built without.
+/// Returns a Cargo command to build the simulator along with its tests, because recording
+/// transitions is a feature that is not enabled in other programs.
 fn building() -> Command {
     building_optimized(&SIMULATOR)
 }
 
-/// The simulator.
+/// Returns a command to run the simulator.
 pub(crate) fn program() -> Command {
     let folder = root().join(".build").join(OPTIMIZED);
     let mut command = Command::new(folder.join("riser-sim"));

@@ -1,9 +1,9 @@
-//! `cargo xtask sim --mutants`: changes of the state machines, of which the simulator must notice
-//! each that changes anything.
+//! `cargo xtask sim --mutants`: modifies the state machines and checks that the simulator detects
+//! these changes.
 //!
-//! `cargo mutants` lists the changes. A sample of each machine's is put behind switches of one
-//! program ([`super::switches`]), so that a mutant costs its seeds and no build. One that does not
-//! compile gives its place in the sample to the next one.
+//! `cargo mutants` is used to list possible changes. For each state machine, we add a sample of
+//! them to a single program, using switches ([`super::switches`]). This way, a mutant requires only
+//! time for its seeds, but no build. If a mutant doesn't compile, it's replaced by the next mutant.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -19,35 +19,35 @@ use super::switches::{Lines, Mutant, switched};
 use crate::packages::have_program;
 use crate::{Failure, sh};
 
-/// Mutants of each machine that compile.
+/// Sample size: number of mutants per state machine that must compile.
 const SAMPLE: usize = 10;
 
-/// Mutants of each machine that must be noticed, of its sample. A mutant that changes nothing cannot
-/// be.
+/// Minimum number of mutants in the sample that must be detected for each state machine. We can't
+/// require all of them, because some mutants don't change the behavior.
 const FLOOR: usize = 5;
 
-/// Time for the seeds of a mutant. One that loops for ever is noticed by that.
+/// Time limit for the seeds of a mutant. This is also used to detect an infinite loop.
 const PATIENCE: Duration = Duration::from_secs(1200);
 
-/// A state machine, and the sources that take its transitions.
+/// A state machine and the source files with its transitions.
 #[derive(Clone, Copy)]
 struct Machine {
     name: &'static str,
     folder: &'static str,
     files: &'static [&'static str],
-    /// Number of its mutants that must be noticed, of its sample.
+    /// Minimum number of mutants in the sample that must be detected.
     floor: usize,
     judge: Judge<'static>,
 }
 
-/// A machine's mutants.
+/// Mutants of a state machine.
 struct Sample {
     machine: &'static Machine,
-    /// Number of all that `cargo mutants` lists.
+    /// Total number of mutants listed by `cargo mutants`.
     listed: usize,
-    /// Those that are tried.
+    /// Mutants to test.
     chosen: Vec<Mutant>,
-    /// Those that take the places of what does not compile, in this order.
+    /// Mutants used to replace mutants that don't compile, in order.
     spare: VecDeque<Mutant>,
     unviable: Vec<Mutant>,
 }
@@ -66,7 +66,7 @@ const fn machine(
     }
 }
 
-/// All machines whose states change by `riser_state::become_state`.
+/// All state machines that use `riser_state::become_state`.
 const MACHINES: &[Machine] = &[
     machine("rollout", "target/src/server", &["rollout.rs"]),
     machine(
@@ -126,7 +126,7 @@ const MACHINES: &[Machine] = &[
         "transport/src/roce/nic/rdma_cm",
         &["state.rs", "connect.rs", "events.rs"],
     ),
-    // It has sockets, which the simulator does not have.
+    // This uses sockets, which are not supported by the simulator.
     Machine {
         judge: Judge::Integration("riser-transport", "provider", "over_tcp"),
         ..machine(
@@ -166,7 +166,16 @@ const MACHINES: &[Machine] = &[
         "initiator/src/session",
         &["lifecycle.rs", "core.rs", "task_manager.rs", "functions.rs"],
     ),
-    // Clients of NBD are other programs, which the simulator does not have.
+    // A probe is due after a silence that few schedules of the simulator contain.
+    Machine {
+        judge: Judge::Tests("riser-initiator", "engine::rdma::probe"),
+        ..machine(
+            "initiator-probe",
+            "initiator/src/engine/rdma",
+            &["probe.rs"],
+        )
+    },
+    // NBD clients are external programs, which are not supported by the simulator.
     Machine {
         judge: Judge::Tests("riser-initiator", "nbd::machine"),
         ..machine("initiator-nbd", "initiator/src/nbd", &["machine.rs"])
@@ -194,9 +203,9 @@ impl Machine {
     }
 }
 
-/// Samples of the machines whose names contain one of these words, or of all, and what the
-/// simulator says of each within so many seeds. Fails for each machine of which fewer are noticed
-/// than its floor.
+/// Tests samples of all state machines whose name contains one of these words (or of all state
+/// machines) using the given number of seeds. Returns an error if fewer mutants were detected than
+/// required.
 pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     let is_meant = |machine: &&Machine| {
         words.is_empty()
@@ -215,7 +224,7 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
         samples.push(Sample::of(&copy, machine, &mut last)?);
     }
     build(&copy, &mut samples)?;
-    // Otherwise every mutant would be caught.
+    // If this fails, every mutant would be reported as detected.
     let judges: BTreeSet<_> = samples.iter().map(|sample| sample.machine.judge).collect();
     for judge in judges {
         let end = judge.run(&copy, None, seeds, PATIENCE)?;
@@ -246,7 +255,7 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     }
 }
 
-/// Fails if a run without any mutant has failed.
+/// Returns an error if a run without mutants has failed.
 fn is_clean(what: &str, run: Run) -> Result<(), Failure> {
     match run {
         Run::Clean => Ok(()),
@@ -257,12 +266,12 @@ fn is_clean(what: &str, run: Run) -> Result<(), Failure> {
     }
 }
 
-/// Words for the seed that has failed, before what it did.
+/// Formats the failed seed for use before the reason.
 fn at(seed: Option<u64>) -> String {
     seed.map_or_else(String::new, |seed| format!("seed {seed}: "))
 }
 
-/// Words about a machine of which fewer mutants were noticed than must be.
+/// Returns a message if not enough mutants of this state machine were detected.
 fn shortfall(machine: &Machine, counts: &BTreeMap<&str, usize>) -> Option<String> {
     let count = |verdict| counts.get(verdict).copied().unwrap_or(0);
     let noticed = count("caught") + count("hangs or dies");
@@ -286,8 +295,8 @@ fn try_one(
 }
 
 impl Sample {
-    /// Chooses of a machine's mutants, which get the numbers after `last`: always the same ones,
-    /// and spread over all of them.
+    /// Chooses mutants of a state machine and numbers them, starting after `last`. The choice is
+    /// always the same and is spread over all mutants.
     fn of(copy: &Copy, machine: &'static Machine, last: &mut usize) -> Result<Self, Failure> {
         let mut command = sh::cargo(["mutants", "--list", "--json", "--no-config"]);
         command.current_dir(copy.path(""));
@@ -308,13 +317,14 @@ impl Sample {
                 name: text("name"),
                 file: file.to_owned(),
             };
-            // One that cannot have a switch, as in a constant, would only be left out later.
+            // If a mutant can't have a switch, for example in a constant, it would have to be
+            // replaced later.
             let is_switched = switched(&source, std::slice::from_ref(&mutant))?
                 .without
                 .is_empty();
             mutants.extend(is_switched.then_some(mutant));
         }
-        // By hashes of the names without places, so that a change of the code elsewhere does not
+        // Sort by a hash of the name without the location, so that changes in other code don't
         // change the sample.
         mutants.sort_by_cached_key(|mutant| {
             let name = mutant.name.splitn(4, ':').last().unwrap_or_default();
@@ -335,14 +345,14 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Chooses more, as far as there are any.
+    /// Adds more mutants if available.
     fn fill(&mut self) {
         let places = SAMPLE - self.chosen.len();
         let next = self.spare.drain(..places.min(self.spare.len()));
         self.chosen.extend(next);
     }
 
-    /// Puts the next ones in the places of those that do not compile.
+    /// Replaces mutants that don't compile.
     fn replace(&mut self, unviable: &BTreeSet<usize>) {
         let is_unviable = |mutant: &mut Mutant| unviable.contains(&mutant.number);
         self.unviable
@@ -350,7 +360,8 @@ impl Sample {
         self.fill();
     }
 
-    /// Words about a machine that has mutants for a whole sample, of which too few compile.
+    /// Returns a message if there are enough mutants for a full sample, but not enough of them
+    /// compile.
     fn lack(&self) -> Option<String> {
         let (name, tried) = (self.machine.name, self.chosen.len());
         let is_short = tried < SAMPLE && self.listed >= SAMPLE;
@@ -358,7 +369,7 @@ impl Sample {
     }
 }
 
-/// A place of `cargo mutants`, whose columns count from 1.
+/// Converts a location from `cargo mutants`, where columns start at 1.
 fn place(of: &Value) -> LineColumn {
     let number = |key: &str| of[key].as_u64().unwrap_or(1) as usize;
     LineColumn {
@@ -367,7 +378,7 @@ fn place(of: &Value) -> LineColumn {
     }
 }
 
-/// Builds the simulator with all samples, in which those that do not compile are replaced.
+/// Builds the simulator with all samples. Mutants that don't compile are replaced.
 fn build(copy: &Copy, samples: &mut [Sample]) -> Result<(), Failure> {
     copy.restore()?;
     let mut sources = BTreeMap::new();
@@ -409,7 +420,7 @@ fn build(copy: &Copy, samples: &mut [Sample]) -> Result<(), Failure> {
     }
 }
 
-/// Files and bytes of the compiler's errors.
+/// Returns the file and byte offset of each compiler error.
 fn errors(messages: &str) -> Vec<(String, usize)> {
     let mut found = Vec::new();
     for line in messages.lines() {
@@ -439,7 +450,7 @@ mod tests {
     use crate::root;
 
     #[test]
-    fn a_machine_with_too_many_missed_mutants_is_named() {
+    fn too_many_missed_mutants_are_reported() {
         let machine = MACHINES[0];
         let of = |caught, dead, missed| {
             let counts = [
@@ -452,13 +463,13 @@ mod tests {
         assert_eq!(of(machine.floor, 0, 5), None);
         assert_eq!(of(machine.floor - 1, 1, 5), None);
         assert!(of(machine.floor - 1, 0, 6).is_some());
-        // It has fewer than must be noticed, and each is.
+        // There are fewer mutants than the minimum, but all of them were detected.
         assert_eq!(of(2, 0, 0), None);
         assert!(of(1, 0, 1).unwrap().contains(machine.name));
     }
 
     #[test]
-    fn a_mutant_that_does_not_compile_gives_its_place_to_the_next_one() {
+    fn uncompilable_mutant_is_replaced() {
         let mutant = |number| Mutant {
             number,
             file: String::new(),
@@ -476,7 +487,7 @@ mod tests {
         };
         sample.fill();
         assert_eq!((sample.chosen.len(), sample.spare.len()), (SAMPLE, 2));
-        // A number of another machine's is among them.
+        // One of the numbers belongs to another state machine.
         sample.replace(&[3, 4, 99].into());
         assert_eq!(sample.unviable.len(), 2);
         let numbers: Vec<_> = sample.chosen.iter().map(|mutant| mutant.number).collect();
@@ -486,13 +497,13 @@ mod tests {
         sample.replace(&[SAMPLE + 2].into());
         let lack = sample.lack().unwrap();
         assert!(lack.contains(sample.machine.name), "{lack}");
-        // It has no more.
+        // There are no more mutants.
         sample.listed = SAMPLE - 1;
         assert_eq!(sample.lack(), None);
     }
 
     #[test]
-    fn every_table_of_states_belongs_to_a_machine() {
+    fn state_tables_belong_to_machines() {
         let crates = ["initiator", "scsi", "target", "transport"];
         let sources = crates.map(|name| root().join(name).join("src"));
         let files = sources.iter().flat_map(WalkDir::new).filter_map(Result::ok);

@@ -1,10 +1,10 @@
-//! `cargo xtask sim --planted`: defects that were found by reading, put back one at a time. The
-//! simulator must find each, or the tests that a patch names.
+//! `cargo xtask sim --planted`: adds known defects that were found in reviews to the code, one at a
+//! time. Each must be detected by the simulator or by the tests listed in its patch.
 //!
-//! A patch of `tests/sim/planted` begins with plain words about its defect, and with lines
-//! `expects: WORDS`: the failure must contain the words of one of them. A defect that the simulator
-//! cannot have has a line `judge: WORDS` as well, which names tests ([`Judge::named`]). Patches are
-//! maintained with the code, so one that does not apply is a failure.
+//! A patch in `tests/sim/planted` starts with a description of the defect and lines `expects:
+//! WORDS`. The failure must contain the words of at least one such line. If the defect is not
+//! possible in the simulator, a line `judge: WORDS` selects the tests to run ([`Judge::named`]).
+//! The patches are maintained along with the code, so it's an error if a patch doesn't apply.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,13 +15,14 @@ use super::copy::{Copy, Run};
 use super::judge::Judge;
 use crate::{Failure, root};
 
-/// Time that the seeds of one may take.
+/// Time limit for the seeds of a defect.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
-/// Seeds, or interleavings, that must pass without any defect, even if the defects took fewer.
+/// Number of seeds or interleavings that must pass without a defect, even if all defects were
+/// detected with fewer.
 const CLEAN: u64 = 100;
 
-/// Words for a simulator that counts no steps any more, or for tests that do not end.
+/// Used if the simulator doesn't count steps any more, or if tests hang.
 const HANGS: &str = "hangs or dies";
 
 /// A planted defect.
@@ -29,9 +30,9 @@ const HANGS: &str = "hangs or dies";
 struct Planted {
     name: String,
     path: PathBuf,
-    /// Words of which its failure has some.
+    /// The failure must contain one of these.
     expected: Vec<String>,
-    /// Words for its judge, if that is not the simulator.
+    /// Selects the tests to use instead of the simulator.
     judge: Option<String>,
 }
 
@@ -64,7 +65,8 @@ impl Planted {
     }
 }
 
-/// Patches whose names contain one of these words; all without words.
+/// Returns the patches whose name contains one of these words. If there are no words, returns all
+/// patches.
 fn chosen(words: &[String]) -> Result<Vec<Planted>, Failure> {
     let mut paths = Vec::new();
     for entry in fs::read_dir(root().join("tests/sim/planted"))? {
@@ -82,14 +84,15 @@ fn chosen(words: &[String]) -> Result<Vec<Planted>, Failure> {
     }
 }
 
-/// Plants each, and prints how many seeds it took, of so many. The tree as it is must pass as many.
+/// Tests each defect and prints how many seeds were needed. The unmodified tree must pass with the
+/// same number of seeds.
 pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     let all = chosen(words)?;
     let copy = Copy::of_head()?;
     let (mut left, mut missed) = (all.clone(), 0);
     while !left.is_empty() {
         copy.restore()?;
-        // Patches that change the same lines take turns.
+        // If patches change the same lines, they can't be in the same build.
         let mut together = Vec::new();
         let mut others = Vec::new();
         for planted in left {
@@ -115,7 +118,7 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     }
 }
 
-/// Builds and runs the judge of each; returns how many were missed.
+/// Builds and runs the tests for each defect. Returns the number of defects that were not detected.
 fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
     let (mut missed, mut most) = (0, BTreeMap::new());
     for judge in all.iter().map(Planted::judge) {
@@ -150,7 +153,7 @@ fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
         let outcome = outcome.unwrap_or_else(|why| format!("MISSED, {why}"));
         println!("{}: {outcome} ({seconds} s)", planted.name);
     }
-    // The same programs without any of them, so the switches themselves do nothing.
+    // Run the same programs without any defect, to verify that adding the switches has no effect.
     for (judge, most) in most {
         let runs = judge.runs(most);
         match judge.run(copy, None, most, PATIENCE)? {
@@ -168,7 +171,7 @@ mod tests {
     use crate::sh;
 
     #[test]
-    fn every_patch_applies() {
+    fn planted_patches_apply() {
         for planted in chosen(&[]).unwrap() {
             let mut git = sh::cmd("git", ["apply", "--check"]);
             git.arg(&planted.path).current_dir(root());

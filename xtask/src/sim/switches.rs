@@ -1,9 +1,10 @@
-//! Mutants side by side in one program: each is behind a switch, so that one build has all of them.
+//! Puts several mutants in the same program. Each mutant has a switch, so a single build is enough
+//! for all of them.
 //!
-//! `cargo mutants` lists mutants by their places in the sources. Here each becomes a choice that is
-//! made when the place is reached: `a < b` becomes `(if is_planted("7") { a > b } else { a < b })`,
-//! and a function begins with `if is_planted("8") { return true; }`. A build for each mutant would
-//! take minutes.
+//! `cargo mutants` returns the source location of each mutant. We change the code at this location
+//! to choose at run time: `a < b` is replaced by `(if is_planted("7") { a > b } else { a < b })`,
+//! and a function starts with `if is_planted("8") { return true; }`. A separate build for each
+//! mutant would take minutes.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -12,43 +13,43 @@ use proc_macro2::LineColumn;
 use syn::spanned::Spanned;
 use syn::visit::{self, Visit};
 
-/// A mutant that can be behind a switch.
+/// A mutant that can be controlled by a switch.
 #[derive(Clone, Debug)]
 pub(super) struct Mutant {
-    /// Number of its switch, from 1 on.
+    /// Switch number, starting at 1.
     pub(super) number: usize,
-    /// Path of the source.
+    /// Path of the source file.
     pub(super) file: String,
-    /// First byte of the source that it replaces.
+    /// Offset of the first byte to replace.
     pub(super) place: usize,
-    /// Kind, as `cargo mutants` calls it.
+    /// Mutation type as used by `cargo mutants`.
     pub(super) genre: String,
-    /// Text in their place.
+    /// Replacement text.
     pub(super) replacement: String,
-    /// Description for people.
+    /// Description for the user.
     pub(super) name: String,
 }
 
-/// A piece of text to insert.
+/// Text to insert.
 struct Insertion {
     at: usize,
-    /// Ends of inner pieces come first, then beginnings of outer ones.
+    /// At the same offset, inner suffixes must be inserted before outer prefixes.
     order: (bool, Reverse<usize>),
     text: String,
     number: usize,
 }
 
-/// A source with switches.
+/// A source file with switches.
 pub(super) struct Switched {
-    /// Text of the source.
+    /// Modified source text.
     pub(super) text: String,
-    /// Ranges of that text that belong to mutants, by their numbers.
+    /// Ranges in this text that belong to a mutant, with its number.
     pub(super) ranges: Vec<(Range<usize>, usize)>,
-    /// Numbers of the mutants that have no switch.
+    /// Numbers of mutants that can't have a switch.
     pub(super) without: Vec<usize>,
 }
 
-/// Puts mutants of one source behind switches.
+/// Adds switches for the mutants of a source file.
 pub(super) fn switched(source: &str, mutants: &[Mutant]) -> Result<Switched, syn::Error> {
     let file = syn::parse_file(source)?;
     let lines = Lines::of(source);
@@ -81,7 +82,7 @@ pub(super) fn switched(source: &str, mutants: &[Mutant]) -> Result<Switched, syn
         if !after.is_empty() {
             insertions.push(Insertion {
                 at: range.end,
-                // The shortest first.
+                // Sort by length, so that the shortest is first.
                 order: (false, Reverse(usize::MAX - len)),
                 text: after,
                 number,
@@ -112,17 +113,17 @@ struct Found {
     after: String,
 }
 
-/// The place of a mutant in the syntax.
+/// Syntax location of a mutant.
 enum Place {
-    /// The statements of a function.
+    /// Function body.
     Body(Range<usize>),
-    /// A binary operation: all of it, and its operands.
+    /// Binary operation and its operands.
     Binary([Range<usize>; 3]),
-    /// A unary operation, and its operand.
+    /// Unary operation and its operand.
     Unary([Range<usize>; 2]),
-    /// The guard of a match arm.
+    /// Guard of a match arm.
     Guard(Range<usize>),
-    /// The end of the pattern of a match arm without a guard.
+    /// End of the pattern, for a match arm without a guard.
     Arm(usize),
 }
 
@@ -156,7 +157,7 @@ impl Place {
     }
 }
 
-/// Looks for the place of a mutant.
+/// Searches for the location of a mutant.
 struct Search<'a> {
     lines: &'a Lines,
     mutant: &'a Mutant,
@@ -173,7 +174,7 @@ impl Search<'_> {
         self.mutant.genre == genre && self.mutant.place == range.start
     }
 
-    /// A switch needs a call, which a constant cannot make.
+    /// A switch has to call a function, but this is not possible in a constant function.
     fn body(&mut self, signature: &syn::Signature, block: &syn::Block) -> bool {
         let range = self.range(block);
         if !range.contains(&self.mutant.place) || signature.constness.is_some() {
@@ -244,7 +245,7 @@ impl<'ast> Visit<'ast> for Search<'_> {
     }
 }
 
-/// The lines of a text, by their first bytes.
+/// Line offsets of a text.
 pub(super) struct Lines {
     text: String,
     starts: Vec<usize>,
@@ -259,7 +260,7 @@ impl Lines {
         }
     }
 
-    /// Byte at a place whose line counts from 1 and whose column, in characters, from 0.
+    /// Converts a line (starting at 1) and column (in characters, starting at 0) to a byte offset.
     pub(super) fn at(&self, place: LineColumn) -> usize {
         let start = self.starts[place.line - 1];
         let mut characters = self.text[start..].char_indices();
@@ -282,7 +283,7 @@ mod tests {
 }
 ";
 
-    /// A mutant at the first place where the source has this text.
+    /// Creates a mutant for the first occurrence of this text in the source.
     fn mutant(number: usize, genre: &str, at: &str, replacement: &str) -> Mutant {
         Mutant {
             number,
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn mutants_of_each_kind_stand_beside_what_they_replace() {
+    fn mutant_kinds_keep_original_code() {
         let mutants = [
             mutant(1, "FnValue", "match", "true"),
             mutant(2, "MatchArm", "1 =>", ""),

@@ -1,8 +1,8 @@
-//! Dependencies that a manifest declares and no source uses.
+//! Finds dependencies in a manifest that are not used by the source code.
 //!
-//! A dependency is used where its name begins a path or a `use` declaration, in code, a macro's
-//! arguments or an attribute. A normal dependency has to be used by the product, since tests have
-//! their own list.
+//! A dependency is used if its name is the first part of a path or `use` declaration in code, macro
+//! arguments or an attribute. A normal dependency must be used by the product itself, because tests
+//! have their own list.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,14 +12,14 @@ use super::lexical::{Kind, Token};
 use super::sources::{Package, Purpose};
 use crate::Failure;
 
-/// The lists of a manifest, and whether each is for the product.
+/// Dependency lists in a manifest. The flag is set if the list is for the product.
 const LISTS: [(&str, bool); 3] = [
     ("dependencies", true),
     ("dev-dependencies", false),
     ("build-dependencies", true),
 ];
 
-/// Names each unused dependency, after the package that declares it.
+/// Returns all unused dependencies and the package that declares them.
 pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, Failure> {
     let mut unused = Vec::new();
     let mut inherited = BTreeSet::new();
@@ -30,7 +30,8 @@ pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, F
                 if !used.contains(&plain(name)) {
                     unused.push(format!("dependency {}: {name}", package.name));
                 }
-                // What no member inherits is unused although every member's own list is right.
+                // A workspace dependency is unused if no package inherits it, even if the lists of
+                // all packages are correct.
                 if declared.get("workspace").is_some() {
                     inherited.insert(name.to_owned());
                 }
@@ -50,7 +51,7 @@ pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, F
     Ok(unused)
 }
 
-/// The entries of a list, those for single platforms included.
+/// Returns the entries of a list, including platform-specific entries.
 pub(super) fn declared<'a>(
     table: &'a toml::Table,
     list: &'a str,
@@ -65,14 +66,14 @@ pub(super) fn declared<'a>(
         .collect()
 }
 
-/// A name without separators: the crate of the package `md-5` is `md5`.
+/// Removes separators from a name: for example, the package `md-5` has the crate `md5`.
 fn plain(name: &str) -> String {
     name.replace(['-', '_'], "")
 }
 
-/// Names that paths begin with, in the product or anywhere in a package.
+/// Returns the first part of all paths used in the product or in the whole package.
 fn used(package: &Package, is_for_product: bool) -> BTreeSet<String> {
-    // A package of nothing but tests has no product.
+    // A package that only contains tests has no product.
     let has_product = package
         .sources
         .iter()
@@ -106,7 +107,7 @@ mod tests {
     use crate::tidy::sources;
 
     #[test]
-    fn dependencies_are_used_where_their_list_says() {
+    fn dependency_use_matches_its_list() {
         let scratch = Scratch::new("tidy-dependencies").unwrap();
         let manifest = "[package]\nname = \"a\"\n[dependencies]\nused-1 = \"1\"\nonly-in-tests = \"1\"\n\
                         macros.workspace = true\n[dev-dependencies]\nchecks = \"1\"\nnever = \"1\"\n\

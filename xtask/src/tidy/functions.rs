@@ -1,4 +1,4 @@
-//! Functions of a file, by their syntax.
+//! Finds the functions in a file based on its syntax.
 
 use std::ops::RangeInclusive;
 
@@ -8,24 +8,24 @@ use syn::visit::{self, Visit};
 /// A function with a body.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Function {
-    /// Its name, after that of its type if it has one.
+    /// Function name, including the name of its type if any.
     pub(crate) name: String,
-    /// From the line of its signature to that of its last brace.
+    /// Lines from the signature to the closing brace.
     pub(crate) lines: RangeInclusive<usize>,
-    /// Number of parameters, `self` included.
+    /// Number of parameters, including `self`.
     pub(crate) parameters: usize,
-    /// Deepest nesting of conditions, loops and closures in each other.
+    /// Maximum nesting depth of conditions, loops and closures.
     pub(crate) depth: usize,
 }
 
 impl Function {
-    /// Its length in lines.
+    /// Returns the number of lines.
     pub(crate) fn len(&self) -> usize {
         self.lines.end() - self.lines.start() + 1
     }
 }
 
-/// The functions of a file, those within others included.
+/// Returns all functions in a file, including nested functions.
 pub(crate) fn functions(syntax: &syn::File) -> Vec<Function> {
     let mut found = Found::default();
     found.visit_file(syntax);
@@ -35,7 +35,7 @@ pub(crate) fn functions(syntax: &syn::File) -> Vec<Function> {
 #[derive(Default)]
 struct Found {
     functions: Vec<Function>,
-    /// The type or trait around the current function.
+    /// Type or trait that contains the current function.
     owner: Option<String>,
 }
 
@@ -46,7 +46,7 @@ impl Found {
         signature: &syn::Signature,
         body: &syn::Block,
     ) {
-        // Without attributes and docs, which belong to the item.
+        // Don't include attributes and documentation, which belong to the item.
         let start = match visibility {
             syn::Visibility::Inherited => signature.span(),
             visibility => visibility.span(),
@@ -104,8 +104,8 @@ impl<'ast> Visit<'ast> for Found {
     }
 }
 
-/// Measures how deep a body is nested. An `else if` is on the level of its `if`; items in a body
-/// count for themselves.
+/// Measures the nesting depth of a function body. `else if` is at the same level as `if`, and
+/// nested items are measured separately.
 #[derive(Default)]
 struct Nesting {
     depth: usize,
@@ -124,8 +124,8 @@ impl Nesting {
 impl<'ast> Visit<'ast> for Nesting {
     fn visit_expr_if(&mut self, branch: &'ast syn::ExprIf) {
         self.deeper(|nesting| {
-            // A loop along the `else if`s: visited as expressions they would each count as one
-            // level deeper.
+            // Use a loop for the `else if` chain: if we visit it as an expression, each would add
+            // another level.
             let mut branch = branch;
             loop {
                 nesting.visit_expr(&branch.cond);
@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn functions_are_measured_from_their_signature_to_their_brace() {
+    fn function_length_excludes_attributes() {
         let source = "/// A doc.\n#[inline]\npub fn f(a: u8,\n    b: u8) {\n}\n\
                       impl T<u8> {\n    const fn g(&self) { fn h() {} }\n}\ntrait U { fn i(); fn j() {} }\n";
         let found = functions(&syn::parse_file(source).unwrap());
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn depth_is_that_of_conditions_loops_and_closures() {
+    fn depth_counts_conditions_loops_closures() {
         let depth = |body: &str| {
             let source = format!("fn f() {{ {body} }}");
             functions(&syn::parse_file(&source).unwrap())[0].depth

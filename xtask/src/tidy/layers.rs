@@ -1,19 +1,19 @@
-//! Packages that must not depend on others, directly or through more of the workspace.
+//! Checks that packages don't have direct or indirect dependencies on packages in a higher layer.
 
 use std::collections::BTreeMap;
 
 use super::dependencies::declared;
 use super::sources::Package;
 
-/// Packages, and what they must not link. Who edits configurations or asks a daemon needs none of
-/// its own.
+/// Packages, and the dependencies that are not allowed. To edit a configuration or to query a
+/// daemon, a package should not need any daemon code.
 const FORBIDDEN: [(&str, &[&str]); 3] = [
     ("riser-config", DAEMON),
     ("riser-admin-api", DAEMON),
     ("riser-configfs-emu", DAEMON),
 ];
 
-/// The parts of a daemon: the target, its devices and rings, and its servers.
+/// Daemon code: the target, devices, rings and servers.
 const DAEMON: &[&str] = &[
     "riser-target",
     "riser-transport",
@@ -24,7 +24,7 @@ const DAEMON: &[&str] = &[
     "prometheus",
 ];
 
-/// Names each dependency of the products that must not be, with the way to it.
+/// Returns all dependencies that are not allowed, along with their path.
 pub(crate) fn crossings(packages: &[Package]) -> Vec<String> {
     let mut known = BTreeMap::new();
     for package in packages {
@@ -41,7 +41,7 @@ pub(crate) fn crossings(packages: &[Package]) -> Vec<String> {
     crossings
 }
 
-/// Follows the dependencies of the last package of a way.
+/// Follows the dependencies of the last package on a path.
 fn follow<'a>(
     known: &BTreeMap<&'a str, Vec<&'a str>>,
     way: Vec<&'a str>,
@@ -52,8 +52,8 @@ fn follow<'a>(
     for need in needs.into_iter().flatten() {
         let mut way = way.clone();
         way.push(need);
-        // Not followed beyond: what a forbidden package needs is its own affair, and the shortest
-        // way is what has to be cut.
+        // Don't continue from here: we only need the shortest path, because this is the dependency
+        // that should be removed.
         if forbidden.contains(need) {
             crossings.push(format!("layer {}", way.join(" → ")));
         } else {
@@ -69,7 +69,7 @@ mod tests {
     use crate::tidy::sources;
 
     #[test]
-    fn a_way_to_a_daemon_is_named() {
+    fn forbidden_dependency_path_is_reported() {
         let known = BTreeMap::from([("a", vec!["serde", "b"]), ("b", vec!["riser-target"])]);
         let mut found = Vec::new();
         follow(&known, vec!["a"], DAEMON, &mut found);

@@ -1,22 +1,23 @@
-//! Lines, comments and tokens of a source text.
+//! Lines, comments and tokens of a source file.
 //!
-//! A syntax tree has no comments, and macro bodies are not parsed. Both are seen here: every line
-//! is classified by the tokens on it, and text between tokens is a comment.
+//! A syntax tree doesn't contain comments, and macro bodies are not parsed. We can get both from
+//! the tokens: every line is classified by the tokens it contains, and any text between tokens is a
+//! comment.
 
 use proc_macro2::{Delimiter, LexError, LineColumn, TokenStream, TokenTree};
 
-/// The kind of a line. A line with code and a comment behind it is code.
+/// Line type. If a comment follows code on the same line, this is a code line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Line {
     Blank,
     Code,
-    /// A doc comment, inner or outer.
+    /// An inner or outer doc comment.
     Doc,
-    /// An ordinary comment on a line of its own.
+    /// A normal comment on a separate line.
     Comment,
 }
 
-/// A comment, ordinary or of documentation, with the number of its first line, from 1.
+/// A normal or doc comment and its first line number, starting at 1.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Remark {
     pub(crate) line: usize,
@@ -29,7 +30,7 @@ impl Remark {
     }
 }
 
-/// A token, with the number of its first line, from 1.
+/// A token and its first line number, starting at 1.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Token {
     pub(crate) line: usize,
@@ -42,7 +43,7 @@ pub(crate) enum Kind {
     Punct(char),
     Open(Delimiter),
     Close(Delimiter),
-    /// A literal as it is written, with its quotes.
+    /// A literal as in the source, including quotes.
     Literal(String),
 }
 
@@ -60,27 +61,27 @@ impl Token {
     }
 }
 
-/// A source text, taken apart.
+/// A source file split into lines, comments and tokens.
 pub(crate) struct Text {
     pub(crate) lines: Vec<Line>,
-    /// Characters of each line.
+    /// Number of characters per line.
     widths: Vec<usize>,
-    /// All tokens in order, groups flattened, without doc comments.
+    /// All tokens in order, including tokens in groups but without doc comments.
     pub(crate) tokens: Vec<Token>,
-    /// Outer doc comments, consecutive lines as one.
+    /// Outer doc comments. Consecutive lines are merged.
     pub(crate) docs: Vec<Remark>,
-    /// Inner doc comments, line by line.
+    /// Inner doc comments by line.
     pub(crate) inner_docs: Vec<Remark>,
-    /// Ordinary comments, line by line, on lines of their own and behind code.
+    /// Normal comments by line, on separate lines or after code.
     pub(crate) comments: Vec<Remark>,
-    /// The column at which the last token of each line ends.
+    /// Column where the last token on each line stops.
     ends: Vec<usize>,
-    /// The last line of the last outer doc.
+    /// Last line of the previous outer doc comment.
     doc_end: usize,
 }
 
 impl Text {
-    /// Takes a text apart; also returns its tokens for the parser.
+    /// Splits a source file. Also returns the tokens for use by the parser.
     pub(crate) fn new(source: &str) -> Result<(Self, TokenStream), LexError> {
         let stream: TokenStream = source.parse()?;
         let count = source.lines().count();
@@ -99,12 +100,12 @@ impl Text {
         Ok((text, stream))
     }
 
-    /// The kind of a line, by its number from 1.
+    /// Returns the type of a line. Line numbers start at 1.
     pub(crate) fn line(&self, number: usize) -> Line {
         self.lines[number - 1]
     }
 
-    /// Whether a line is documentation or a comment, and wider than `width` characters.
+    /// Returns true if this line is a comment and exceeds `width` characters.
     pub(crate) fn is_wide_remark(&self, number: usize, width: usize) -> bool {
         let is_remark = matches!(self.line(number), Line::Doc | Line::Comment);
         is_remark && self.widths[number - 1] > width
@@ -114,7 +115,8 @@ impl Text {
         let mut trees = stream.into_iter().peekable();
         while let Some(tree) = trees.next() {
             let (from, to) = (tree.span().start(), tree.span().end());
-            // A doc comment arrives as `#[doc = "…"]` whose `#` spans the whole comment.
+            // We receive a doc comment as `#[doc = "…"]`, where the span of `#` includes the whole
+            // comment.
             if matches!(&tree, TokenTree::Punct(_))
                 && (to.line, to.column) > (from.line, from.column + 1)
             {
@@ -174,7 +176,7 @@ impl Text {
         self.doc_end = to.line;
     }
 
-    /// Gives lines that a token or a doc comment covers their kind; code has precedence.
+    /// Sets the type of all lines covered by a token or doc comment. Code has priority.
     fn mark(&mut self, from: LineColumn, to: LineColumn, kind: Line) {
         for line in &mut self.lines[from.line - 1..to.line] {
             if *line != Line::Code {
@@ -184,17 +186,17 @@ impl Text {
         self.ends[to.line - 1] = to.column;
     }
 
-    /// Takes the comments: all that no token covers, white space apart.
+    /// Collects all comments, which is any text not covered by a token, except whitespace.
     fn take_comments(&mut self, source: &str) {
         for (at, line) in source.lines().enumerate() {
             let behind: String = line.chars().skip(self.ends[at]).collect();
             let behind = behind.trim();
-            // A line within a long literal has no token of its own. It is text, and no comment.
+            // If a line is inside a long literal, it has no token, but this is not a comment.
             if behind.is_empty() || (self.lines[at] == Line::Code && !behind.starts_with('/')) {
                 continue;
             }
             match self.lines[at] {
-                // The inner lines of a block of documentation.
+                // An inner line of a doc comment block.
                 Line::Doc => continue,
                 Line::Blank => self.lines[at] = Line::Comment,
                 Line::Code | Line::Comment => {}
@@ -209,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_have_the_kind_of_what_is_on_them() {
+    fn lines_are_classified_by_content() {
         let source = "//! About.\n\n/// One\n/// two.\nfn f() { // behind\n    /* alone */\n    \
                       let s = \"// text\n    // text\";\n}\n";
         let (text, _) = Text::new(source).unwrap();
@@ -226,7 +228,7 @@ mod tests {
 
     #[test]
     fn wide_remarks_are_found() {
-        // Four characters, one of them of two bytes.
+        // There are four characters, and one of them has two bytes.
         let source = "//ö!\n//+++\n/// D\nfn f() {} // behind\n";
         let (text, _) = Text::new(source).unwrap();
         let wide: Vec<_> = (1..=4).filter(|n| text.is_wide_remark(*n, 4)).collect();

@@ -1,4 +1,4 @@
-//! The measures of a package, and of all packages of a tree together.
+//! Measures a package, or all packages of a tree in total.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,21 +11,21 @@ use super::lexical::{Line, Remark, Token};
 use super::sources::{Package, Purpose, Source};
 use super::words;
 
-/// A function longer than this should say why it works the way it does.
+/// Functions longer than this should have a comment that explains how they work.
 const LONG: usize = 30;
 
-/// Columns of a line of documentation or a comment, at most.
+/// Maximum width of a comment line.
 const WIDTH: usize = 106;
 
-/// Lines above an unsafe block in which its justification is looked for.
+/// Number of lines to search for a safety comment before an unsafe block.
 const SAFETY_ABOVE: usize = 6;
 
-/// First words that announce an explanation in place of a noun or a verb.
+/// Words that should not be used to start a comment, because a noun or verb would be better.
 const OPENERS: &[&str] = &[
     "What", "Whether", "How", "Where", "Who", "Whose", "When", "Which", "Why",
 ];
 
-/// Something at a line of a file.
+/// A value with its file and line.
 #[derive(Clone, Debug)]
 pub(crate) struct At<T> {
     pub(crate) path: PathBuf,
@@ -33,36 +33,37 @@ pub(crate) struct At<T> {
     pub(crate) what: T,
 }
 
-/// Counts of the product, unless a name says otherwise.
+/// Measured values, which are for product code unless the name includes tests.
 #[derive(Clone, Default)]
 pub(crate) struct Measures {
-    /// By purpose and kind of line.
+    /// Number of lines by purpose and type.
     lines: BTreeMap<(usize, usize), usize>,
-    /// Files with their lines without those of tests.
+    /// Number of lines for each file, not including tests.
     pub(crate) files: Vec<At<usize>>,
     pub(crate) functions: Vec<At<Function>>,
     pub(crate) test_functions: Vec<At<Function>>,
-    /// Comment lines in bodies of functions.
+    /// Number of comment lines in function bodies.
     body_comments: usize,
-    /// Functions of [`LONG`] lines or more, and those of them without a comment.
+    /// Number of functions with at least [`LONG`] lines, and how many of these have no comment.
     long: usize,
     pub(crate) silent: Vec<At<Function>>,
     unwraps: usize,
     expects: usize,
     unreachables: usize,
-    /// Unsafe blocks and implementations by file: with a justification and without.
+    /// Number of unsafe blocks and implementations for each file, with and without a safety
+    /// comment.
     pub(crate) unsafes: BTreeMap<PathBuf, (usize, usize)>,
     docs: usize,
     questions: usize,
     short_docs: usize,
-    /// Words of the list in comments and docs.
+    /// Number of words in comments that are on the word list.
     words: usize,
-    /// Lines of docs and comments that are wider than [`WIDTH`], those of tests included.
+    /// Number of comment lines that exceed [`WIDTH`], including tests.
     wide: usize,
 }
 
 impl Measures {
-    /// Measures of one package alone.
+    /// Measures a single package.
     pub(crate) fn of(package: &Package) -> Self {
         let mut measures = Self::default();
         for source in &package.sources {
@@ -71,7 +72,7 @@ impl Measures {
         measures
     }
 
-    /// Adds those of another package.
+    /// Adds the values of another package.
     pub(crate) fn add(&mut self, other: Self) {
         for (key, lines) in other.lines {
             *self.lines.entry(key).or_default() += lines;
@@ -93,7 +94,7 @@ impl Measures {
         self.wide += other.wide;
     }
 
-    /// Lines of a purpose and a kind.
+    /// Returns the number of lines with this purpose and type.
     pub(crate) fn lines(&self, purpose: Purpose, line: Line) -> usize {
         let key = (purpose as usize, line as usize);
         self.lines.get(&key).copied().unwrap_or_default()
@@ -145,8 +146,8 @@ impl Measures {
 
     fn take_tokens(&mut self, source: &Source) {
         let is_product = |token: &Token| source.purpose_of(token.line) == Purpose::Product;
-        // Tokens and not the syntax tree: arguments of macros are not parsed there, and have
-        // calls, too.
+        // We need to use tokens instead of the syntax tree, where macro arguments are not parsed
+        // but can contain calls.
         for tokens in source.text.tokens.windows(3) {
             let [first, second, third] = tokens else {
                 unreachable!("windows have three tokens");
@@ -193,7 +194,7 @@ impl Measures {
             .sum::<usize>();
     }
 
-    /// All measures that a table has, in its order.
+    /// Returns the values to be shown in a table, in order.
     pub(crate) fn rows(&self) -> Vec<Row> {
         [self.sizes(), self.functions(), self.texts(), self.risks()].concat()
     }
@@ -214,7 +215,8 @@ impl Measures {
     }
 
     fn functions(&self) -> Vec<Row> {
-        // Sorted once: the median, the longest and the shares are all read from it.
+        // Sort once, because we need the sorted values to get the median, the maximum and the
+        // percentages.
         let lengths = sorted(self.functions.iter().map(|f| f.what.len()));
         let (all, sum) = (lengths.len(), lengths.iter().sum());
         let over = |limit| lengths.iter().filter(|len| **len > limit).count();
@@ -288,10 +290,10 @@ impl Measures {
     }
 }
 
-/// A line of a table.
+/// A table row.
 #[derive(Clone)]
 pub(crate) struct Row {
-    /// Its name in JSON.
+    /// JSON key.
     pub(crate) key: &'static str,
     pub(crate) title: &'static str,
     pub(crate) value: Value,
@@ -314,18 +316,18 @@ impl Row {
     }
 }
 
-/// A number, shown by what it is.
+/// A value, which is formatted based on its type.
 #[derive(Clone, Copy)]
 pub(crate) enum Value {
     Count(usize),
-    /// A part of a whole, in percent.
+    /// Part of a total, shown as a percentage.
     Share(usize, usize),
-    /// A quotient, with two digits.
+    /// Ratio, shown with two digits.
     Ratio(usize, usize),
 }
 
 impl Value {
-    /// The number itself; a share of one for a part.
+    /// Returns the value as a number. For a part of a total, this is between 0 and 1.
     pub(crate) fn number(self) -> f64 {
         match self {
             Self::Count(count) => count as f64,
@@ -354,7 +356,8 @@ fn at<T>(source: &Source, line: usize, what: T) -> At<T> {
     }
 }
 
-/// Whether a comment just above a line, or on it, says why unsafe code is sound.
+/// Returns true if there is a comment on this line or right before it that explains why unsafe code
+/// is sound.
 fn is_justified(source: &Source, line: usize) -> bool {
     let near = line.saturating_sub(SAFETY_ABOVE)..=line + 1;
     let mut comments = source.text.comments.iter();

@@ -1,12 +1,14 @@
-//! `cargo xtask tidy`: import circles, words, and measures of the sources.
+//! `cargo xtask tidy`: checks for import cycles and words to avoid, and measures the source code.
 //!
-//! Without options it fails for what is new: a circle of sibling modules that import each other, a
-//! word of [`words`] in something that users see, a file or function that a document names and that
-//! does not exist, or a dependency that [`layers`] forbids. What was there before it was looked for
-//! is listed in [`KNOWN`], which only ever gets shorter: an entry that is not found any more fails,
-//! too. With `--report` it measures, and never fails.
+//! By default, this returns an error for anything new: an import cycle between sibling modules, a
+//! word from [`words`] in user-visible text, a reference in a document to a file or function that
+//! doesn't exist, or a dependency that is not allowed by [`layers`]. Issues that existed before the
+//! check was added are listed in [`KNOWN`]. This list must only get shorter, so an entry that
+//! doesn't match any more is an error as well. If `--report` is set, we only measure and never
+//! return an error.
 
 mod dependencies;
+mod english;
 mod functions;
 mod layers;
 mod lexical;
@@ -22,34 +24,43 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use english::English;
 use measures::Measures;
 use report::Report;
 
 use crate::{Failure, root};
 
-/// List of what is known and still to be repaired, a line each.
+/// List of known issues to be fixed, one per line.
 const KNOWN: &str = "xtask/tidy-known.txt";
 
 /// Options of `cargo xtask tidy`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Measure the sources and print a table.
+    /// Measure the source code and print a table.
     #[arg(long)]
     report: bool,
-    /// Measure another tree of Rust sources beside this one: an older checkout, or another project.
+    /// Also measure this Rust source tree for comparison, such as an older checkout or another
+    /// project.
     #[arg(long, value_name = "FOLDER", requires = "report")]
     against: Vec<PathBuf>,
-    /// Print the measures as JSON.
+    /// List the unusual phrases in the comments of this package.
+    #[arg(long, value_name = "PACKAGE", conflicts_with = "report")]
+    english: Option<String>,
+    /// Print the results as JSON.
     #[arg(long, requires = "report")]
     json: bool,
 }
 
-/// Checks the sources, or measures them with `--report`.
+/// Checks the source code, or measures it if `--report` is set.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    if let Some(name) = &options.english {
+        return list_phrases(name);
+    }
     if !options.report {
         check()?;
         println!(
-            "no new import circle, no word to replace, no dead reference, no dependency on a layer above"
+            "no new import circle, no word to replace, no dead reference, no dependency on a layer above, English within \
+             its budgets"
         );
         return Ok(());
     }
@@ -65,17 +76,28 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     Ok(())
 }
 
+fn list_phrases(name: &str) -> Result<(), Failure> {
+    let packages = own_sources()?;
+    let package = packages.iter().find(|package| package.name == name);
+    let package = package.ok_or_else(|| format!("unknown package {name}"))?;
+    for phrase in english::phrases(package) {
+        println!("{phrase}");
+    }
+    Ok(())
+}
+
 fn measure(tree: &Path) -> Result<Report, Failure> {
     let packages = sources::read(tree)?;
     for message in packages.iter().flat_map(|package| &package.unreadable) {
         eprintln!("left out {message}");
     }
     let mut all = Measures::default();
-    let mut by_package = Vec::new();
+    let (mut by_package, mut english) = (Vec::new(), Vec::new());
     for package in &packages {
         let own = Measures::of(package);
         all.add(own.clone());
         by_package.push((package.name.clone(), own));
+        english.push((package.name.clone(), English::of(package)));
     }
     let name = fs::canonicalize(tree)?;
     Ok(Report {
@@ -86,11 +108,13 @@ fn measure(tree: &Path) -> Result<Report, Failure> {
             .into_owned(),
         all,
         packages: by_package,
+        english,
         circles: packages.iter().flat_map(modules::circles).collect(),
     })
 }
 
-/// Reads our own sources. One that cannot be read would pass every check, so it fails here.
+/// Reads our own source code. Returns an error for files that can't be parsed, because they would
+/// pass every check.
 fn own_sources() -> Result<Vec<sources::Package>, Failure> {
     let packages = sources::read(&root())?;
     all_readable(&packages)?;
@@ -106,13 +130,13 @@ fn all_readable(packages: &[sources::Package]) -> Result<(), Failure> {
     Err(format!("these cannot be read:\n{}", unreadable.join("\n")).into())
 }
 
-/// Fails with a list of what is new, and of what is known and gone.
+/// Checks the source code. The error contains new issues, and known issues that no longer exist.
 pub(crate) fn check() -> Result<(), Failure> {
     let packages = own_sources()?;
     let mut found = Findings::default();
     for circle in packages.iter().flat_map(modules::circles) {
-        // The key has no line numbers: a known entry must still be known when lines above it have
-        // moved.
+        // The key must not contain line numbers, so that a known issue still matches when other
+        // lines have changed.
         let key = format!("circle {}", circle.name());
         found
             .entry(key)
@@ -137,11 +161,13 @@ pub(crate) fn check() -> Result<(), Failure> {
             .or_default()
             .push(format!("{crossing}: must not depend on it"));
     }
-    // Only these kinds of the list: entries of the other step would seem to be repaired.
-    compare(&["circle", "reference", "word", "layer"], &found)
+    // Only compare issues of these types; otherwise known issues of the other step would look as if
+    // they were fixed.
+    compare(&["circle", "reference", "word", "layer"], &found)?;
+    english::check(&packages)
 }
 
-/// Fails with the dependencies that no source uses.
+/// Returns an error if there are unused dependencies.
 pub(crate) fn check_dependencies() -> Result<(), Failure> {
     let unused = dependencies::unused(&root(), &own_sources()?)?;
     let unused = unused.into_iter().map(|line| {
@@ -151,7 +177,8 @@ pub(crate) fn check_dependencies() -> Result<(), Failure> {
     compare(&["dependency"], &unused.collect())
 }
 
-/// Fails with the difference between what was found and what is known of these kinds.
+/// Compares the issues of these types with the known issues and returns an error if they are
+/// different.
 fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
     let known = fs::read_to_string(root().join(KNOWN))?;
     let is_meant = |line: &&str| kinds.iter().any(|kind| line.starts_with(kind));
@@ -162,10 +189,10 @@ fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
     Err(format!("{}\n{} to repair", wrong.join("\n"), wrong.len()).into())
 }
 
-/// Messages about what was found, by the line in the list of what is known.
+/// Messages for each issue. The key is the same as in the list of known issues.
 type Findings = BTreeMap<String, Vec<String>>;
 
-/// Names what is found and not known, then what is known and not found.
+/// Returns messages for issues that are not known, then for known issues that were not found.
 fn judge<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<String> {
     let known: BTreeSet<_> = known.collect();
     let new = found
@@ -182,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_that_cannot_be_read_fails() {
+    fn unreadable_source_fails() {
         let of = |text| all_readable(&sources::tests::tree("tidy-readable", &[("lib.rs", text)]));
         of("fn f() {}").unwrap();
         let why = of("fn f() {").unwrap_err().to_string();
@@ -190,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_new_and_what_is_gone_fails() {
+    fn new_and_fixed_issues_fail() {
         let found = Findings::from([
             ("circle a: b c".to_owned(), vec!["a circle".to_owned()]),
             (

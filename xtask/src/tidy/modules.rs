@@ -1,11 +1,11 @@
-//! Import circles between sibling modules.
+//! Finds import cycles between sibling modules.
 //!
-//! A reference is a `use` declaration or a path in code or in a macro's arguments. It is followed
-//! through re-exports to the module that defines what it names, so that a parent that passes names
-//! on does not hide the modules behind it. References between a module and those within it are no
-//! arrows: a type in `mod.rs` with implementations in its children is ordinary Rust. All others are
-//! arrows between two siblings: those that the two ends are within, below their nearest common
-//! ancestor.
+//! A reference can be a `use` declaration or a path in code or macro arguments. We follow
+//! re-exports to find the module that defines the name, so that modules are not hidden if their
+//! parent exports their names. References between a module and its children are ignored, because
+//! it's normal in Rust to have a type in `mod.rs` and implementations in child modules. Any other
+//! reference is an edge between two sibling modules, which we find by following both modules up to
+//! the nearest common ancestor.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
@@ -17,27 +17,27 @@ use syn::visit::{self, Visit};
 
 use super::sources::{Package, Purpose, Source};
 
-/// Names of modules from a crate's root down.
+/// Module path, starting at the crate root.
 type ModulePath = Vec<String>;
 
-/// Siblings that import each other, directly or by way of others.
+/// Sibling modules that import each other, either directly or indirectly.
 pub(crate) struct Circle {
-    /// The package, and the module that the siblings are in.
+    /// Package and path of the parent module.
     pub(crate) parent: String,
     pub(crate) siblings: BTreeSet<String>,
-    /// The arrows between them.
+    /// Edges between the modules.
     pub(crate) arrows: Vec<Arrow>,
 }
 
 impl Circle {
-    /// The parent and the siblings.
+    /// Returns the names of the parent and its modules.
     pub(crate) fn name(&self) -> String {
         let siblings: Vec<_> = self.siblings.iter().map(String::as_str).collect();
         format!("{}: {}", self.parent, siblings.join(" "))
     }
 }
 
-/// The name, and below it a line for each arrow with the first of its references.
+/// Formats the name, followed by a line for each edge with its first reference.
 impl fmt::Display for Circle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())?;
@@ -51,19 +51,19 @@ impl fmt::Display for Circle {
     }
 }
 
-/// References from one sibling to another.
+/// All references from one module to a sibling.
 pub(crate) struct Arrow {
     pub(crate) from: String,
     pub(crate) to: String,
     pub(crate) references: Vec<Reference>,
 }
 
-/// A reference to something in another module.
+/// A reference to an item in another module.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Reference {
     pub(crate) path: PathBuf,
     pub(crate) line: usize,
-    /// As in the source, but with each part of a `use` tree in full.
+    /// Path as used in the source. If it's part of a `use` tree, this is the full path.
     pub(crate) names: Vec<String>,
 }
 
@@ -74,7 +74,7 @@ impl fmt::Display for Reference {
     }
 }
 
-/// The circles of a package's crates.
+/// Returns the import cycles in all crates of a package.
 pub(crate) fn circles(package: &Package) -> Vec<Circle> {
     let mut crates = BTreeMap::<&Path, Crate>::new();
     for source in &package.sources {
@@ -89,25 +89,25 @@ pub(crate) fn circles(package: &Package) -> Vec<Circle> {
         .collect()
 }
 
-/// The modules of a crate.
+/// Modules of a crate.
 #[derive(Default)]
 struct Crate {
     modules: BTreeMap<ModulePath, Contents>,
 }
 
-/// Names and references of a module.
+/// Names and references in a module.
 #[derive(Default)]
 struct Contents {
-    /// Names that it defines.
+    /// Names defined in this module.
     items: HashSet<String>,
-    /// Names that it imports, with their paths.
+    /// Imported names and their full paths.
     imports: HashMap<String, Vec<String>>,
-    /// Paths that it imports all names of.
+    /// Paths of glob imports.
     globs: Vec<Vec<String>>,
     references: Vec<Reference>,
 }
 
-/// Re-exports of re-exports that are followed. Longer chains are circles of their own.
+/// Maximum number of re-exports to follow. A longer chain must contain a cycle.
 const MAX_STEPS: usize = 16;
 
 impl Crate {
@@ -122,15 +122,15 @@ impl Crate {
     }
 
     fn circles(&self, package: &str) -> Vec<Circle> {
-        // Arrows by parent, from, to.
+        // Edges by parent, source and destination.
         let mut arrows = BTreeMap::<ModulePath, BTreeMap<(String, String), Vec<Reference>>>::new();
         for (module, contents) in &self.modules {
             for reference in &contents.references {
                 let Some(target) = self.resolve(module, &reference.names, MAX_STEPS) else {
                     continue;
                 };
-                // The siblings are where the two ways part. With one end within the other there
-                // are none, and no arrow.
+                // The siblings are at the first difference between both paths. If one module
+                // contains the other, there is no difference and therefore no edge.
                 let pairs = module.iter().zip(&target);
                 let common = pairs.take_while(|(a, b)| a == b).count();
                 if let (Some(from), Some(to)) = (module.get(common), target.get(common)) {
@@ -163,10 +163,10 @@ impl Crate {
         circles
     }
 
-    /// The module that defines what names mean in a module, or the innermost one that is known on
-    /// the way there; none if they lead out of the crate.
+    /// Returns the module that defines this path when used in `module`, or the innermost module we
+    /// can find. Returns `None` if the path is in another crate.
     fn resolve(&self, module: &[String], names: &[String], steps: usize) -> Option<ModulePath> {
-        // Re-exports may form a circle of their own, which would be followed for ever.
+        // There may be a cycle of re-exports, so we need to limit the number of steps.
         let steps = steps.checked_sub(1)?;
         let (first, rest) = names.split_first()?;
         let up = names.iter().take_while(|name| *name == "super").count();
@@ -179,7 +179,7 @@ impl Crate {
                 if self.modules.contains_key(&child(module, first)) {
                     (module, names)
                 } else {
-                    // The first name is one that is imported.
+                    // Check if the first name was imported.
                     let import = contents.imports.get(first)?;
                     let names: Vec<_> = import.iter().chain(rest).cloned().collect();
                     return self.resolve(module, &names, steps);
@@ -224,13 +224,13 @@ fn child(module: &[String], name: &str) -> ModulePath {
     module.iter().cloned().chain([name.to_owned()]).collect()
 }
 
-/// Sets of two or more ends that all reach each other along arrows.
+/// Returns all sets of two or more nodes that can reach each other.
 fn components<T>(arrows: &BTreeMap<(String, String), T>) -> BTreeSet<BTreeSet<String>> {
     let mut reached = BTreeMap::<&str, BTreeSet<&str>>::new();
     for (from, _) in arrows.keys() {
         let mut seen = BTreeSet::new();
-        // All that can be reached, for each end: a circle is those that reach each other. The
-        // graphs have dozens of ends, so nothing quicker is needed.
+        // Find all reachable nodes for each node. Nodes that can reach each other are in a cycle.
+        // Because there are just a few dozen nodes, we don't need a faster algorithm.
         let mut open = vec![from.as_str()];
         while let Some(at) = open.pop() {
             let next = arrows.keys().filter(|(from, _)| from == at);
@@ -252,11 +252,11 @@ fn components<T>(arrows: &BTreeMap<(String, String), T>) -> BTreeSet<BTreeSet<St
     circles.filter(|circle| circle.len() > 1).collect()
 }
 
-/// Collects what the modules of a file have.
+/// Collects the names and references of all modules in a file.
 struct Visitor<'a> {
     modules: &'a mut BTreeMap<ModulePath, Contents>,
     source: &'a Source,
-    /// The module that is being visited, which may be inline.
+    /// Current module, which can be an inline module.
     module: ModulePath,
 }
 
@@ -277,7 +277,7 @@ impl Visitor<'_> {
         }
     }
 
-    /// Takes each path of a `use` tree.
+    /// Adds all paths in a `use` tree.
     fn import(&mut self, tree: &syn::UseTree, mut names: Vec<String>) {
         let line = tree.span().start().line;
         match tree {
@@ -317,7 +317,7 @@ impl Visitor<'_> {
         self.refer(line, names);
     }
 
-    /// Takes the paths in a macro's arguments.
+    /// Adds all paths in macro arguments.
     fn scan(&mut self, tokens: TokenStream) {
         let mut names = Vec::new();
         let (mut line, mut colons) = (0, 0);
@@ -325,7 +325,7 @@ impl Visitor<'_> {
             match &token {
                 TokenTree::Punct(punct) if punct.as_char() == ':' => colons += 1,
                 TokenTree::Ident(ident) => {
-                    // Two colons join names to a path; anything else begins a new one.
+                    // A path is joined by two colons, and anything else starts a new path.
                     if colons != 2 || names.is_empty() {
                         self.refer(line, std::mem::take(&mut names));
                         line = ident.span().start().line;
@@ -374,8 +374,7 @@ impl<'ast> Visit<'ast> for Visitor<'_> {
     }
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
-        // A test module that is written out may import anything; what it imports is not the
-        // module's.
+        // An inline test module may import anything, but these imports don't belong to the module.
         let is_product = self.source.purpose_of(item.span().start().line) == Purpose::Product;
         if item.leading_colon.is_none() && is_product {
             self.import(&item.tree, Vec::new());
@@ -401,7 +400,7 @@ mod tests {
     use super::*;
     use crate::tidy::sources::tests::tree;
 
-    /// The circles of a crate with these modules, in short.
+    /// Returns the import cycles in a crate with these modules, using a short format.
     fn circles_of(name: &str, files: &[(&str, &str)]) -> Vec<String> {
         let files: Vec<_> = [("Cargo.toml", "[package]\nname = \"a\"\n")]
             .into_iter()
@@ -418,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn siblings_that_import_each_other_are_a_circle() {
+    fn mutual_sibling_imports_are_cycle() {
         let files = [
             ("src/lib.rs", "mod a; mod b; mod c;"),
             ("src/a.rs", "use crate::b::B;"),
@@ -440,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn parents_and_tests_are_no_ends_of_arrows() {
+    fn parents_and_tests_have_no_edges() {
         let files = [
             ("src/lib.rs", "mod a; pub struct L;"),
             (
@@ -457,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn circles_are_those_of_the_level_on_which_they_close() {
+    fn cycles_belong_to_closing_level() {
         let files = [
             ("src/lib.rs", "mod a; mod b;"),
             ("src/a/mod.rs", "mod x; mod y;"),

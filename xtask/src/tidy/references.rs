@@ -1,7 +1,8 @@
-//! Files and functions of the repository that documents name, in backticks.
+//! Checks the file and function names that documents contain in backticks.
 //!
-//! - A path below a folder of the root, as `target/src/main.rs`, must exist.
-//! - On a line that names Rust files, each function, as `run()`, must be in one of them.
+//! - If a path such as `target/src/main.rs` starts with a directory in the root, it must exist.
+//! - If a line contains Rust file names, any function such as `run()` on this line must be in one
+//!   of these files.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +10,8 @@ use std::path::Path;
 use super::sources;
 use crate::Failure;
 
-/// Documents beside the book. The changelog may name what is gone.
+/// Documents to check in addition to the book. We don't check the changelog because it may contain
+/// names that have been removed.
 const DOCUMENTS: &[&str] = &[
     "README.md",
     "ARCHITECTURE.md",
@@ -18,8 +20,8 @@ const DOCUMENTS: &[&str] = &[
     "docs/verbs.md",
 ];
 
-/// Finds names of files and functions that do not exist: the line of the list of what is known, and
-/// a message.
+/// Finds names of files and functions that don't exist. Returns the key for the list of known
+/// issues and a message.
 pub(super) fn dead(root: &Path) -> Result<Vec<(String, String)>, Failure> {
     let mut dead = Vec::new();
     for path in sources::paths(root)? {
@@ -38,14 +40,15 @@ pub(super) fn dead(root: &Path) -> Result<Vec<(String, String)>, Failure> {
     Ok(dead)
 }
 
-/// The names in a document that lead nowhere, with their lines.
+/// Returns the invalid names in a document, including line numbers.
 fn dead_in(root: &Path, text: &str) -> Vec<(usize, String)> {
     let (mut dead, mut is_code) = (Vec::new(), false);
     for (line, number) in text.lines().zip(1..) {
         if line.starts_with("```") {
             is_code = !is_code;
         }
-        // Blocks of code show input and output, whose paths are those of the reader's machine.
+        // Ignore code blocks: they contain input and output, which use paths on the reader's
+        // machine.
         if is_code {
             continue;
         }
@@ -58,7 +61,7 @@ fn dead_in(root: &Path, text: &str) -> Vec<(usize, String)> {
                 _ => dead.push((number, (*span).to_owned())),
             }
         }
-        // A function without a file on its line could be anybody's.
+        // If there is no file on the same line, we can't find the function.
         if sources.is_empty() {
             continue;
         }
@@ -74,8 +77,8 @@ fn dead_in(root: &Path, text: &str) -> Vec<(usize, String)> {
     dead
 }
 
-/// Whether a name in backticks means a file or folder of the repository: without blanks and
-/// wildcards, below one of its folders.
+/// Returns true if text in backticks should be a file or directory in the repository: it has no
+/// spaces or wildcards and starts with an existing directory.
 fn is_path(root: &Path, span: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-@".contains(c);
     let Some((first, _)) = span.split_once('/') else {
@@ -91,7 +94,7 @@ mod tests {
     use crate::sh::Scratch;
 
     #[test]
-    fn files_and_functions_that_do_not_exist_are_found() {
+    fn dead_references_are_found() {
         let root = Scratch::new("tidy-references").unwrap();
         let folder = root.path().join("a/src");
         fs::create_dir_all(&folder).unwrap();

@@ -1,17 +1,18 @@
-//! What `cargo xtask tidy --report` prints.
+//! Output of `cargo xtask tidy --report`.
 
 use std::fmt::Write;
 
 use serde_json::{Value as Json, json};
 
+use super::english::{self, English};
 use super::functions::Function;
 use super::measures::{At, Measures, Row};
 use super::modules::Circle;
 
-/// Entries of a list of the largest.
+/// Maximum length of the lists with the largest entries.
 const LONGEST: usize = 12;
 
-/// The measures that have a column in the table of packages.
+/// Values with a column in the package table.
 const BY_PACKAGE: &[(&str, &str)] = &[
     ("product", "product"),
     ("test", "test"),
@@ -27,16 +28,18 @@ const BY_PACKAGE: &[(&str, &str)] = &[
     ("wide", "> 106 wide"),
 ];
 
-/// Measures of a tree.
+/// Measured values of a source tree.
 pub(crate) struct Report {
     pub(crate) name: String,
     pub(crate) all: Measures,
-    /// By the package's name.
+    /// Values by package name.
     pub(crate) packages: Vec<(String, Measures)>,
+    /// English in the comments by package name.
+    pub(crate) english: Vec<(String, English)>,
     pub(crate) circles: Vec<Circle>,
 }
 
-/// A column for each tree, then details of the first one.
+/// Formats a table with a column for each tree, then details of the first tree.
 pub(crate) fn table(reports: &[Report]) -> String {
     let columns: Vec<_> = reports
         .iter()
@@ -44,7 +47,7 @@ pub(crate) fn table(reports: &[Report]) -> String {
         .collect();
     let mut text = String::new();
     let titles = columns[0].1.iter().map(|row| row.title.chars().count());
-    // Counted in characters, since titles have signs of several bytes.
+    // Use the number of characters, because a title can contain multi-byte characters.
     let width = titles.max().unwrap_or_default();
     let _ = write!(text, "{:width$}", "");
     for (name, _) in &columns {
@@ -58,9 +61,14 @@ pub(crate) fn table(reports: &[Report]) -> String {
         }
         text.push('\n');
     }
-    // Only of the first tree: lists of another project's functions would hide our own.
+    // Only show details for the first tree: the functions of another project would hide our own.
     let own = &reports[0];
     by_package(&mut text, own);
+    let mut english = English::default();
+    for (_, package) in &own.english {
+        english.add(package.clone());
+    }
+    text.push_str(&english::table(&own.english, &english));
     let all = &own.all;
     list(
         &mut text,
@@ -115,14 +123,14 @@ pub(crate) fn table(reports: &[Report]) -> String {
     text
 }
 
-/// The same measures for a program.
+/// Returns the same values as JSON.
 pub(crate) fn json(reports: &[Report]) -> Json {
     let measures = |rows: Vec<Row>| -> Json {
         let rows = rows.into_iter();
         rows.map(|row| (row.key.to_owned(), json!(row.value.number())))
             .collect()
     };
-    // Raw numbers without units or thresholds, for programs that set their own.
+    // Return raw values without units and limits, so that programs can use their own.
     let functions = |functions: &[At<Function>]| -> Json {
         let shown = functions.iter().map(|f| {
             json!({
@@ -156,7 +164,7 @@ pub(crate) fn json(reports: &[Report]) -> Json {
     reports.iter().map(tree).collect()
 }
 
-/// All rows of a tree; those of circles come last.
+/// Returns all rows of a tree. Import cycles are at the end.
 fn rows_of(report: &Report) -> Vec<Row> {
     let mut rows = report.all.rows();
     let siblings = report.circles.iter().map(|c| c.siblings.len()).sum();
@@ -207,7 +215,7 @@ fn largest<'a>(
     shown.collect()
 }
 
-/// The end of a name that is too long for its column.
+/// Returns the last part of a name if it's too long for the column.
 fn last_of(name: &str, width: usize) -> String {
     let skipped = name.chars().count().saturating_sub(width);
     name.chars().skip(skipped).collect()

@@ -1,5 +1,5 @@
-//! The Rust sources of a tree of folders: packages, the files of each, and the purpose of each
-//! line.
+//! Reads the Rust files in a directory tree: the packages, the files in each package, and the
+//! purpose of each line.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,45 +22,46 @@ pub(crate) enum Purpose {
     Generated,
 }
 
-/// Folders whose sources are for tests, wherever they are in a tree.
+/// Directories that contain test code, at any level of the tree.
 const TEST_FOLDERS: &[&str] = &[
     "tests", "test", "testing", "testkit", "benches", "examples", "fuzz",
 ];
 
-/// A package, or a folder of sources without a manifest.
+/// A package, or a source directory without a manifest.
 pub(crate) struct Package {
-    /// Its folder below the tree's root; the tree's own name for the root itself.
+    /// Directory relative to the root of the tree. For the root package, this is the name of the
+    /// tree.
     pub(crate) name: String,
     pub(crate) manifest: toml::Table,
     pub(crate) sources: Vec<Source>,
-    /// Files that cannot be read as Rust, each with the reason.
+    /// Files that can't be parsed, and the error for each.
     pub(crate) unreadable: Vec<String>,
 }
 
-/// A source file of a package, taken apart and parsed.
+/// A parsed source file in a package.
 pub(crate) struct Source {
-    /// Relative to the tree's root.
+    /// Path relative to the root of the tree.
     pub(crate) path: PathBuf,
-    /// The module that it is, if a crate of its package has it.
+    /// Module path, if this file is part of a crate in its package.
     pub(crate) module: Option<Module>,
     pub(crate) text: Text,
     pub(crate) syntax: syn::File,
     purpose: Purpose,
-    /// Lines of test code in a file of the product.
+    /// Lines with test code in a product file.
     tests: Vec<RangeInclusive<usize>>,
 }
 
-/// A module of a crate.
+/// A module in a crate.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Module {
-    /// The crate's root file, relative to the tree's root.
+    /// Path of the crate root, relative to the root of the tree.
     pub(crate) root: PathBuf,
-    /// Names of modules from the root down.
+    /// Module path, starting at the crate root.
     pub(crate) path: Vec<String>,
 }
 
 impl Source {
-    /// The purpose of a line, by its number from 1.
+    /// Returns the purpose of a line. Line numbers start at 1.
     pub(crate) fn purpose_of(&self, line: usize) -> Purpose {
         if self.tests.iter().any(|range| range.contains(&line)) {
             return Purpose::Test;
@@ -68,16 +69,16 @@ impl Source {
         self.purpose
     }
 
-    /// The purpose of the file, apart from tests within it.
+    /// Returns the purpose of this file, ignoring any tests it contains.
     pub(crate) fn purpose(&self) -> Purpose {
         self.purpose
     }
 }
 
-/// Reads all sources below a folder. Files that are not Rust, as the templates of some projects,
-/// are named beside the others.
+/// Reads all source files in a directory. If a file is not valid Rust, such as a template, it's
+/// returned as an error message.
 pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
-    // Positions of earlier trees would only take memory.
+    // Free the spans of previous trees, because they only use memory.
     invalidate_current_thread_spans();
     let (mut manifests, mut files) = (BTreeMap::new(), Vec::new());
     for path in paths(root)? {
@@ -94,7 +95,7 @@ pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
     }
     let mut owned = BTreeMap::<PathBuf, Vec<PathBuf>>::new();
     for file in files {
-        // The nearest manifest above: packages lie within each other's folders here.
+        // Use the nearest parent directory with a manifest, because packages can be nested.
         let owner = file.ancestors().find(|a| manifests.contains_key(*a));
         let owner = owner.unwrap_or(Path::new("")).to_owned();
         owned.entry(owner).or_default().push(file);
@@ -120,7 +121,7 @@ pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
     Ok(packages)
 }
 
-/// Files of a tree, relative to its root, without what is hidden and what Cargo has built.
+/// Returns all files in a tree as relative paths. Hidden files and build output are skipped.
 pub(crate) fn paths(root: &Path) -> Result<Vec<PathBuf>, Failure> {
     let is_wanted = |entry: &walkdir::DirEntry| {
         let is_hidden = entry.file_name().to_string_lossy().starts_with('.');
@@ -141,11 +142,12 @@ pub(crate) fn paths(root: &Path) -> Result<Vec<PathBuf>, Failure> {
     Ok(paths)
 }
 
-/// Reads the files of one package: those of its crates along `mod` items, the others as they are.
+/// Reads the files of a package. For crates we follow `mod` items, and then read all remaining
+/// files.
 struct Reader<'a> {
     root: &'a Path,
     own: BTreeSet<&'a Path>,
-    /// Root files of the crates, at which reading begins.
+    /// Crate root files, which we read first.
     crates: Vec<PathBuf>,
     is_for_tests: bool,
     done: BTreeMap<PathBuf, Source>,
@@ -182,7 +184,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads the sources; returns also the messages about those that it cannot read.
+    /// Reads all files. Also returns a message for each file that can't be read.
     fn read(mut self, files: Vec<PathBuf>) -> (Vec<Source>, Vec<String>) {
         for root in std::mem::take(&mut self.crates) {
             let module = Module {
@@ -191,7 +193,8 @@ impl<'a> Reader<'a> {
             };
             self.follow(&root, module, self.is_for_tests, true);
         }
-        // What no `mod` item names: tests, benchmarks, and modules that only a macro declares.
+        // Read the remaining files that are not part of any `mod` item: tests, benchmarks, and
+        // modules only declared in macros.
         for path in files {
             if !self.done.contains_key(&path) {
                 let is_test = self.is_for_tests || is_in_test_folder(&path);
@@ -203,10 +206,10 @@ impl<'a> Reader<'a> {
         (self.done.into_values().collect(), unreadable)
     }
 
-    /// Reads a module's file and those of the modules in it.
+    /// Reads the file of a module and the modules declared in it.
     fn follow(&mut self, path: &Path, module: Module, is_test: bool, is_root: bool) {
-        // A file belongs to the module that reaches it first. A second crate of the package may
-        // name it again.
+        // A file belongs to the first module that includes it. Another crate in the same package
+        // may use the same file again.
         if self.done.contains_key(path) {
             return;
         }
@@ -215,8 +218,8 @@ impl<'a> Reader<'a> {
         };
         let folder = path.parent().unwrap_or(Path::new(""));
         let stem = path.file_stem().unwrap_or_default();
-        // As rustc looks for it: children of `mod.rs` and of a root lie beside it, those of
-        // another file in a folder of its name.
+        // We use the same rules as rustc: child modules of `mod.rs` or a crate root are in the same
+        // directory, but for any other file they are in a directory with the file's name.
         let inner = if is_root || stem == "mod" {
             folder.to_owned()
         } else {
@@ -231,8 +234,8 @@ impl<'a> Reader<'a> {
             let (name, nesting) = names.split_last().expect("a module has a name");
             let below = nesting.iter().fold(inner.clone(), |at, n| at.join(n));
             let candidates = match &file {
-                // A `path` attribute counts from the folder of the file, or, within an inline
-                // module, from the folder of that.
+                // A `path` attribute is relative to the file's directory or, if used in an inline
+                // module, to the directory for this module.
                 Some(file) if nesting.is_empty() => vec![normal(&folder.join(file))],
                 Some(file) => vec![normal(&below.join(file))],
                 None => vec![
@@ -248,7 +251,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads one file; returns the modules that it declares.
+    /// Reads a single file and returns the modules declared in it.
     fn take(
         &mut self,
         path: &Path,
@@ -262,7 +265,7 @@ impl<'a> Reader<'a> {
                 return None;
             }
         };
-        // By the syntax and not by words: `#[cfg(test)]` may stand before a module, a function or
+        // We need to use the syntax, because `#[cfg(test)]` can be used for a module, a function or
         // a single import.
         let mut items = Items::default();
         items.visit_file(&syntax);
@@ -284,7 +287,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A file's text, its words and its syntax tree.
+/// Returns the text, tokens and syntax tree of a file.
 fn parsed(path: &Path) -> Result<(String, Text, syn::File), Failure> {
     let source = fs::read_to_string(path)?;
     let plain = source.trim_start_matches('\u{feff}');
@@ -293,27 +296,27 @@ fn parsed(path: &Path) -> Result<(String, Text, syn::File), Failure> {
     Ok((source, text, syntax))
 }
 
-/// A module that an item declares to be in another file.
+/// A module declared in this file but defined in another file.
 struct Declared {
-    /// The names of the modules in this file around the item, and its own.
+    /// Path of the module within this file, including its own name.
     names: Vec<String>,
-    /// The file that a `path` attribute names.
+    /// Value of the `path` attribute, if any.
     file: Option<String>,
     is_test: bool,
 }
 
-/// Purposes and other files, as the items of a file name them.
+/// Test code and modules that are declared in a file.
 #[derive(Default)]
 struct Items {
     tests: Vec<RangeInclusive<usize>>,
     declared: Vec<Declared>,
-    /// The modules around the current item.
+    /// Modules that contain the current item.
     names: Vec<String>,
     is_in_test: bool,
 }
 
 impl Items {
-    /// Visits an item, whose lines are test code if its attributes say so.
+    /// Visits an item. If its attributes are for tests, the lines are added as test code.
     fn enter(
         &mut self,
         attributes: &[syn::Attribute],
@@ -358,7 +361,7 @@ impl<'ast> Visit<'ast> for Items {
     }
 }
 
-/// The file that a `path` attribute names.
+/// Returns the value of a `path` attribute.
 fn named_file(attribute: &syn::Attribute) -> Option<String> {
     let value = &attribute.meta.require_name_value().ok()?.value;
     match value {
@@ -370,7 +373,7 @@ fn named_file(attribute: &syn::Attribute) -> Option<String> {
     }
 }
 
-/// The lines of a node, its attributes and docs included.
+/// Returns the lines of a node, including its attributes and documentation.
 pub(crate) fn lines(node: &impl Spanned) -> RangeInclusive<usize> {
     let span = node.span();
     span.start().line..=span.end().line
@@ -397,8 +400,8 @@ fn attributes(item: &syn::Item) -> &[syn::Attribute] {
     }
 }
 
-/// Recognizes `#[test]` in its variants and `#[cfg(test)]`. A condition with `not` may hold in the
-/// product.
+/// Checks for any variant of `#[test]`, and for `#[cfg(test)]`. A condition that contains `not`
+/// could be true for the product.
 fn is_for_tests(attribute: &syn::Attribute) -> bool {
     let path = attribute.path();
     if path
@@ -434,7 +437,7 @@ fn is_generated(path: &Path, source: &str) -> bool {
             .any(|mark| head.contains(mark))
 }
 
-/// A path without `..` in it.
+/// Returns a path without `..` components.
 fn normal(path: &Path) -> PathBuf {
     let mut normal = PathBuf::new();
     for part in path.components() {
@@ -452,7 +455,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::sh::Scratch;
 
-    /// Reads a tree of these files.
+    /// Creates a tree with these files and reads it.
     pub(crate) fn tree(name: &str, files: &[(&str, &str)]) -> Vec<Package> {
         let scratch = Scratch::new(name).unwrap();
         for (path, text) in files {
@@ -464,7 +467,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn files_that_are_not_rust_are_named() {
+    fn non_rust_files_are_reported() {
         let packages = tree(
             "tidy-unreadable",
             &[("src/lib.rs", "mod one;\n"), ("src/one.rs", "fn {{name}}")],

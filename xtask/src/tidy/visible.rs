@@ -1,4 +1,4 @@
-//! Texts that users see: messages, help, the schema's descriptions, documents, what is deployed.
+//! User-visible text: messages, help, schema descriptions, documents and deployed files.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -10,22 +10,22 @@ use super::lexical::{Kind, Remark};
 use super::sources::{self, Package, Purpose, Source};
 use crate::Failure;
 
-/// Documents at the root of the tree.
+/// Documents in the root directory.
 const DOCUMENTS: &[&str] = &["README.md", "CHANGELOG.md", "SECURITY.md"];
 
-/// Folders whose files are all for users.
+/// Directories that only contain files for users.
 const FOLDERS: &[&str] = &["docs", "deploy"];
 
-/// Derives that make help, manual pages or the schema of a type's docs.
+/// Derive macros that use doc comments to generate help, manual pages or a schema.
 const DERIVES: &[&str] = &["Args", "JsonSchema", "Parser", "Subcommand", "ValueEnum"];
 
-/// A text with the file that it is in.
+/// A text and the file that contains it.
 pub(crate) struct Visible {
     pub(crate) path: PathBuf,
     pub(crate) text: Remark,
 }
 
-/// All texts of a tree that users see.
+/// Returns all user-visible text in a tree.
 pub(crate) fn texts(root: &Path, packages: &[Package]) -> Result<Vec<Visible>, Failure> {
     let mut texts = Vec::new();
     for source in packages.iter().flat_map(|package| &package.sources) {
@@ -42,7 +42,7 @@ pub(crate) fn texts(root: &Path, packages: &[Package]) -> Result<Vec<Visible>, F
                 let text = Remark::new(1, text);
                 texts.push(Visible { path, text });
             }
-            // Pictures are no text.
+            // Ignore binary files such as images.
             Err(e) if e.kind() == ErrorKind::InvalidData => {}
             Err(e) => return Err(format!("{}: {e}", path.display()).into()),
         }
@@ -56,7 +56,7 @@ fn is_document(path: &Path) -> bool {
     is_page || is_below || DOCUMENTS.iter().any(|name| path == Path::new(name))
 }
 
-/// String literals, with white space in the place of escapes.
+/// Returns all string literals. Escape sequences are replaced by whitespace.
 fn literals(source: &Source) -> impl Iterator<Item = Remark> {
     source.text.tokens.iter().filter_map(|token| {
         let Kind::Literal(literal) = &token.kind else {
@@ -77,7 +77,7 @@ fn literals(source: &Source) -> impl Iterator<Item = Remark> {
     })
 }
 
-/// Docs of types that derive help or a schema, with those of their fields and variants.
+/// Returns the documentation of types that derive help or a schema, including fields and variants.
 fn described(source: &Source) -> impl Iterator<Item = Remark> {
     let mut types = Types(Vec::new());
     types.visit_file(&source.syntax);
@@ -85,7 +85,7 @@ fn described(source: &Source) -> impl Iterator<Item = Remark> {
     source.text.docs.iter().filter(is_within).cloned()
 }
 
-/// Lines of types whose docs users see.
+/// Lines of types with user-visible documentation.
 struct Types(Vec<std::ops::RangeInclusive<usize>>);
 
 impl<'ast> Visit<'ast> for Types {
@@ -117,7 +117,7 @@ mod tests {
     use crate::tidy::sources::tests::tree;
 
     #[test]
-    fn literals_and_docs_of_help_are_seen_and_others_are_not() {
+    fn visible_text_includes_literals_and_help() {
         let source = "/// Not seen.\n#[derive(Clone)]\nstruct A;\n/// Seen A.\n#[derive(Clone, clap::Args)]\nstruct B {\n    \
                       /// Seen B.\n    b: u8,\n}\nfn f() {\n    // Not seen.\n    g(\"Seen\\nC \\\n       D\", 'c', 7);\n}\n\
                       #[cfg(test)]\nmod tests { fn t() { g(\"not seen\"); } }\n";
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn documents_are_those_that_users_read() {
+    fn documents_are_user_visible() {
         for (path, expected) in [
             ("README.md", true),
             ("docs/en/install.md", true),

@@ -1,8 +1,8 @@
-//! Words that readers stumble over, and what to write instead.
+//! Words that should be avoided in text for users, and their replacements.
 
 use std::sync::LazyLock;
 
-/// The list, as it is in `words.txt`.
+/// List from `words.txt`.
 static WORDS: LazyLock<Vec<Word>> = LazyLock::new(|| {
     let lines = include_str!("../../words.txt").lines();
     let entries = lines.filter(|line| !line.starts_with('#'));
@@ -11,16 +11,16 @@ static WORDS: LazyLock<Vec<Word>> = LazyLock::new(|| {
         .collect()
 });
 
-/// An entry of the list.
+/// An entry in the list.
 struct Word {
     phrase: &'static str,
-    /// A word behind it that makes it another phrase.
+    /// If the phrase is followed by this word, it should be ignored.
     unless: &'static str,
     instead: &'static str,
 }
 
 impl Word {
-    /// Takes a line: `phrase: replacement` or `phrase [word]: replacement`.
+    /// Parses a line with the format `phrase: replacement` or `phrase [word]: replacement`.
     fn parse(line: &'static str) -> Option<Self> {
         let (phrase, instead) = line.split_once(": ")?;
         let (phrase, unless) = match phrase.split_once(" [") {
@@ -34,7 +34,7 @@ impl Word {
         })
     }
 
-    /// Returns whether these words begin with the phrase.
+    /// Returns true if these words start with the phrase.
     fn opens(&self, words: &[(usize, String)]) -> bool {
         let mut words = words.iter().map(|(_, word)| word.as_str());
         let is_here = self
@@ -45,7 +45,7 @@ impl Word {
     }
 }
 
-/// A word of the list in a text.
+/// A word from the list that was found in a text.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Found {
     pub(crate) line: usize,
@@ -53,8 +53,8 @@ pub(crate) struct Found {
     pub(crate) instead: &'static str,
 }
 
-/// Finds words of the list in a text whose first line has this number. Phrases may go over line
-/// ends.
+/// Finds words from the list in a text. `first_line` is the line number of its first line. A phrase
+/// can continue on the next line.
 pub(crate) fn find(text: &str, first_line: usize) -> Vec<Found> {
     let words = words_of(text, first_line);
     let mut found = Vec::new();
@@ -69,8 +69,8 @@ pub(crate) fn find(text: &str, first_line: usize) -> Vec<Found> {
     found
 }
 
-/// The words of a text in lower case, each with the number of its line. Parts of names in programs,
-/// as in `tell_peer` or `so-many`, are words too.
+/// Splits a text into lowercase words with line numbers. Identifiers such as `tell_peer` or
+/// `so-many` are also split.
 fn words_of(text: &str, first_line: usize) -> Vec<(usize, String)> {
     let mut words = Vec::new();
     for (n, line) in text.lines().enumerate() {
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_and_phrases_are_found_with_their_lines() {
+    fn words_are_found_with_line_numbers() {
         let lines = |text: &str| -> Vec<_> {
             let found = find(text, 10);
             found.iter().map(|found| (found.line, found.word)).collect()
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_is_in_lower_case_and_offers_something_else() {
+    fn word_list_is_valid() {
         for word in WORDS.iter() {
             assert_eq!(word.phrase, word.phrase.to_lowercase());
             assert!(find(word.instead, 1).is_empty(), "{}", word.instead);

@@ -1,83 +1,82 @@
-//! The cases: which programs are run, and what they must say.
+//! Test cases, which contain the programs to run and the expected output.
 //!
-//! A command is words between spaces. In it `{server}` and `{client}` are the addresses of the two
-//! sides, `{port}` a port that no other case uses, `{dir}` a folder of the case's own, and `{programs}`
-//! the folder of our programs.
+//! A command is split at spaces. `{server}` and `{client}` are replaced by the addresses of the two
+//! sides, `{port}` by a port that is not used in any other case, `{dir}` by a directory for this
+//! case, and `{programs}` by the directory of our programs.
 
-/// Time of a case unless it says otherwise, in seconds.
+/// Default timeout of a case in seconds.
 const SECONDS: u64 = 30;
 
-/// Sign that a server takes clients.
+/// Condition used to check if a server is ready for clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ready {
-    /// It listens at TCP port `{port}`.
+    /// The server is listening on TCP port `{port}`.
     Port,
-    /// It has a UDP socket at its address and `{port}`.
-    Datagrams,
-    /// Its device has its UDP socket. What follows until it listens takes no system call that could
-    /// be seen.
+    /// The device has opened its UDP socket. We can't observe any other system call before the
+    /// server is listening.
     Device,
-    /// It has said this.
+    /// The server has printed this text.
     Says(&'static str),
 }
 
-/// Ways in which a server ends.
+/// How a server is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// By itself, with success.
+    /// The server exits with success when it's done.
     Itself,
-    /// When it is asked to, by SIGTERM.
+    /// We have to send SIGTERM.
     Asked,
 }
 
-/// Where a case runs.
+/// Where to run a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// At addresses of loopback.
+    /// Use loopback addresses.
     Loopback,
-    /// In namespaces with an interface and `/dev/infiniband` ([`super::namespace`]), for one client.
+    /// Use namespaces with a network interface and `/dev/infiniband` ([`super::namespace`]). This
+    /// only supports a single client.
     Network,
 }
 
-/// One case.
+/// A test case.
 #[derive(Clone, Debug)]
 pub(super) struct Case {
     pub(super) group: &'static str,
     pub(super) name: String,
-    /// The command that is started first.
+    /// Command to start first.
     pub(super) server: Option<String>,
     pub(super) ready: Ready,
     pub(super) end: End,
-    /// The command that is started then.
+    /// Command to start when the server is ready.
     pub(super) client: Option<String>,
-    /// Number of clients that run at once, each at an address of its own. One starts a moment after
-    /// the other: `rping -P` takes one request at a time, and loses those that come meanwhile.
+    /// Number of parallel clients, each with a separate address. They are started with a short
+    /// delay, because `rping -P` can only handle one request at a time and will lose requests
+    /// received in between.
     pub(super) clients: usize,
-    /// Words in the output of each client, or of the server where there is none.
+    /// Text that must be found in the output of each client or, if there are no clients, of the
+    /// server.
     pub(super) says: Vec<&'static str>,
-    /// The client must refuse to do it, by an exit status that is not 0.
+    /// If set, the client is expected to reject the operation and return an exit status other than
+    /// 0.
     pub(super) is_refused: bool,
-    /// Faults of both sides' wire.
+    /// Faults to inject on both sides.
     pub(super) faults: Option<&'static str>,
-    /// Configuration of `riserd`, which is in `{dir}/riserd.yaml`.
+    /// Configuration for `riserd`, which is written to `{dir}/riserd.yaml`.
     pub(super) config: Option<&'static str>,
-    /// Both sides' sockets are rsockets.
-    pub(super) sockets: bool,
-    /// Variable of the environment of both sides, with its value.
+    /// Environment variable to set on both sides.
     pub(super) variable: Option<(&'static str, &'static str)>,
-    /// Two files in `{dir}` that are the same in the end. The first one is there before.
-    pub(super) is_copy: bool,
     pub(super) place: Place,
-    /// A program of ours, by its path in the sources, that is compiled for MPI as `{dir}/program`.
+    /// Source path of one of our programs, which is compiled with MPI as `{dir}/program`.
     pub(super) source: Option<&'static str>,
-    /// Longest time.
+    /// Timeout in seconds.
     pub(super) seconds: u64,
-    /// Its programs wait for messages that may be lost, so it has a second attempt.
+    /// Set if the programs may lose messages and would then block. In this case, we need to allow a
+    /// second attempt.
     pub(super) may_lose: bool,
 }
 
 impl Case {
-    /// Name with its group.
+    /// Returns the group and name.
     pub(super) fn path(&self) -> String {
         format!("{}/{}", self.group, self.name)
     }
@@ -100,9 +99,7 @@ impl Case {
             is_refused: false,
             faults: None,
             config: None,
-            sockets: false,
             variable: None,
-            is_copy: false,
             place: Place::Loopback,
             source: None,
             seconds: SECONDS,
@@ -126,7 +123,7 @@ impl Case {
         Self { ready, ..self }
     }
 
-    /// The server serves until it is asked to end.
+    /// Sets that the server needs to be stopped with SIGTERM.
     pub(super) fn asked(self) -> Self {
         Self {
             end: End::Asked,
@@ -138,7 +135,7 @@ impl Case {
         Self { clients, ..self }
     }
 
-    /// It runs where there is a network interface.
+    /// Sets that a network interface is required.
     pub(super) fn on_network(self) -> Self {
         Self {
             place: Place::Network,
@@ -146,7 +143,7 @@ impl Case {
         }
     }
 
-    /// Programs that it starts, without `env` and what that sets.
+    /// Returns the programs used by this case, excluding `env` and its variables.
     pub(super) fn programs(&self) -> impl Iterator<Item = &str> {
         let commands = [&self.server, &self.client].into_iter().flatten();
         commands.filter_map(|command| {
@@ -174,17 +171,15 @@ impl Case {
     }
 }
 
-/// Index of the GID that programs are told to use: that of RoCEv2 with the device's address.
+/// GID index to use for programs: this is the RoCEv2 GID for the device's address.
 const GID: &str = "0";
 
-/// The cases of rdma-core's programs, perftest and ours, in the order of their run.
+/// Returns the cases that use rdma-core programs, perftest and our own programs, in order.
 pub(super) fn all() -> Vec<Case> {
     let mut cases = info();
     cases.extend(management());
     cases.extend(pingpong());
     cases.extend(rdmacm());
-    cases.extend(rsockets());
-    cases.extend(sockets());
     cases.extend(perftest());
     cases.extend(disks());
     cases.extend(misuse());
@@ -212,7 +207,7 @@ fn info() -> Vec<Case> {
     ]
 }
 
-/// Programs that ask the device itself by management datagrams.
+/// Programs that send management datagrams to the device.
 fn management() -> Vec<Case> {
     const RUNS: &[(&str, &[&str])] = &[
         ("ibstat", &["CA 'riser0'", "State: Active", "Ethernet"]),
@@ -236,7 +231,8 @@ fn management() -> Vec<Case> {
     cases.chain(administration()).collect()
 }
 
-/// Programs that ask subnet administration: that of their own process, and that of `riser-sa`.
+/// Programs that send queries to subnet administration, either in their own process or in
+/// `riser-sa`.
 fn administration() -> Vec<Case> {
     const SERVER: &str = "{programs}/riser-sa --no-netlink --addr {server}";
     let ask = |name: &str, command: &str, says: &[&'static str]| {
@@ -246,7 +242,7 @@ fn administration() -> Vec<Case> {
             ..Case::pair("management", name, [SERVER, &client], says)
         }
     };
-    // Groups of netlink take a right that programs have in namespaces.
+    // Joining a netlink group requires a capability, which the programs have in their namespaces.
     let network = |name: &str, words: &str, says: &[&'static str]| {
         let command = format!("python3 {{dir}}/{IBACM} {words}");
         Case {
@@ -272,7 +268,7 @@ fn administration() -> Vec<Case> {
             &["PortInfoRecord dump"],
         ),
         ask("riser-sa, saquery -c", "saquery -c", &["SA ClassPortInfo"]),
-        // No host runs a subnet manager.
+        // There is no host with a subnet manager.
         ask(
             "riser-sa, saquery -s",
             "saquery -s",
@@ -292,7 +288,7 @@ fn administration() -> Vec<Case> {
 }
 
 fn pingpong() -> Vec<Case> {
-    // Program, options, their name.
+    // Program, options, and the name to use for the options.
     const RUNS: &[(&str, &str)] = &[
         ("ibv_rc_pingpong", "-c"),
         ("ibv_rc_pingpong", "-c -e"),
@@ -316,7 +312,7 @@ fn pingpong() -> Vec<Case> {
     let case = |(program, options): &(&str, &str)| {
         let server = format!("{program} -d riser0 -g {GID} -p {{port}} {options}");
         let client = format!("{server} {{server}}");
-        // Each program prints its figures, or success, when all messages have come back.
+        // When all messages have been received, these programs print their results or success.
         let says = match *program {
             "ibv_xsrq_pingpong" => "success",
             _ => "usec/iter",
@@ -348,7 +344,7 @@ fn rdmacm() -> Vec<Case> {
         Case::pair("rdmacm", name, [&server, &client], says)
     };
     let done = &["return status 0"];
-    // A GID is the address, mapped to IPv6.
+    // The GID is an IPv4-mapped IPv6 address.
     let gids = |name: &str, program: &str, options: &str| {
         let server = format!("{program} -f gid -b ::ffff:{{server}} {options}");
         let client =
@@ -378,7 +374,7 @@ fn rdmacm() -> Vec<Case> {
         ],
         done,
     );
-    // What is sent before it has joined does not arrive.
+    // Messages sent before the client has joined are lost.
     cases.push(mckey.ready(Ready::Says("receiving data transfers")));
     let simple = |name: &str, server: &str, client: &str, says: &[&'static str]| {
         let server = format!("{server} -p {{port}}");
@@ -398,132 +394,13 @@ fn rdmacm() -> Vec<Case> {
     cases
 }
 
-fn rsockets() -> Vec<Case> {
-    // A line of figures for each size.
-    let figures = &["Gb/sec"];
-    let both = |name: &str, program: &str, options: &str| {
-        let server = format!("{program} -b {{server}} -p {{port}} {options}");
-        let client = format!("{program} -s {{server}} -b {{client}} -p {{port}} {options}");
-        Case::pair("rsockets", name, [&server, &client], figures)
-    };
-    let copy = Case {
-        is_copy: true,
-        ..Case::pair(
-            "rsockets",
-            "rcopy",
-            [
-                "rcopy -p {port}",
-                "rcopy {dir}/first {server}:{dir}/second -p {port}",
-            ],
-            &["Gb/sec"],
-        )
-        .asked()
-    };
-    vec![
-        both("rstream", "rstream", "-T v -I 10 -C 100"),
-        both("rstream -S all", "rstream", "-T v -S all -I 10 -C 10").seconds(60),
-        both("rstream -T a", "rstream", "-T v -T a -I 10 -C 100"),
-        both("rstream -T n", "rstream", "-T v -T n -I 10 -C 100"),
-        both("rstream -T r", "rstream", "-T v -T r -I 10 -C 100"),
-        both("riostream", "riostream", "-T v -I 10"),
-        both("udpong", "udpong", "-C 100")
-            .ready(Ready::Datagrams)
-            .asked(),
-        both("udpong -T e", "udpong", "-T e -C 100")
-            .ready(Ready::Datagrams)
-            .asked(),
-        copy,
-    ]
-}
-
-/// Programs that know nothing of RDMA.
-fn sockets() -> Vec<Case> {
-    let both = |name: &str, server: &str, client: &str, says: &[&'static str]| Case {
-        sockets: true,
-        ..Case::pair("sockets", name, [server, client], says)
-    };
-    let iperf = |options: &str| {
-        let server = "iperf3 -s -1 -B {server} -p {port}";
-        let client = format!("iperf3 -c {{server}} -B {{client}} -p {{port}} -t 2 {options}");
-        let name = format!("iperf3 {options}");
-        both(name.trim(), server, &client, &["receiver", "iperf Done"])
-            .ready(Ready::Says("Server listening"))
-    };
-    let python = |mode: &str| {
-        let server = format!("python3 -u {{dir}}/{ECHO} {mode} {{server}} {{port}}");
-        let client = format!("python3 -u {{dir}}/{ECHO} client {{server}} {{port}}");
-        both(
-            &format!("python, {mode}"),
-            &server,
-            &client,
-            &["all is back"],
-        )
-        .ready(Ready::Says("listening"))
-    };
-    let socat = Case {
-        is_copy: true,
-        ..both(
-            "socat",
-            "socat -d -d -u TCP-LISTEN:{port},bind={server} CREATE:{dir}/second",
-            "socat -u OPEN:{dir}/first TCP:{server}:{port}",
-            &[],
-        )
-        .ready(Ready::Says("listening on"))
-    };
-    let curl = Case {
-        is_copy: true,
-        ..both(
-            "curl",
-            "python3 -u -m http.server {port} --bind {server} --directory {dir}",
-            "curl -sS -o {dir}/second http://{server}:{port}/first",
-            &[],
-        )
-        .ready(Ready::Says("Serving HTTP"))
-        .asked()
-    };
-    vec![
-        iperf(""),
-        iperf("-R"),
-        iperf("-P 4"),
-        // Datagrams of the length that it takes by default are too long for rsockets.
-        iperf("-u -l 1400"),
-        socat,
-        curl,
-        both(
-            "nc",
-            "nc -n -l -v {server} {port}",
-            "nc -n -z -v {server} {port}",
-            &["succeeded"],
-        )
-        .ready(Ready::Says("Listening")),
-        both(
-            "redis",
-            "redis-server --protected-mode no --bind {server} --port {port} --dir {dir}",
-            "redis-benchmark -h {server} -p {port} -n 2000 -c 8 -t set,get -q",
-            &["GET: "],
-        )
-        .ready(Ready::Says("Ready to accept connections"))
-        .asked(),
-        python("threads"),
-        python("select"),
-        python("epoll"),
-        Case {
-            variable: Some(("RDMAV_FORK_SAFE", "1")),
-            ..python("fork")
-        },
-    ]
-}
-
-/// The program with a subnet administrator.
+/// Program that runs a subnet administrator.
 pub(super) const ADMINISTRATOR: &str = "riser-sa";
 
-/// File in `{dir}` that runs ibacm, and asks it.
+/// Script in `{dir}` that starts ibacm and sends requests to it.
 pub(super) const IBACM: &str = "ibacm.py";
 
-/// File in `{dir}` with a server and a client that send bytes back.
-pub(super) const ECHO: &str = "echo.py";
-
-/// A program of perftest: which transport services it knows, and whether it takes `-e`.
+/// A perftest program, with its supported transport services, and a flag set if it supports `-e`.
 struct Test {
     program: &'static str,
     services: &'static [&'static str],
@@ -596,8 +473,8 @@ impl Test {
     fn cases(&self) -> Vec<Case> {
         let is_atomic = self.program.contains("atomic");
         let is_bandwidth = self.program.ends_with("_bw");
-        // Every size up to 8 MiB, but few of each: a size that is cut wrongly shows at once. An
-        // atomic operation has one size.
+        // Use all sizes up to 8 MiB, but only a few messages of each, because an incorrect split
+        // will be detected immediately. Atomic operations have a single size.
         let sizes = match (is_atomic, is_bandwidth) {
             (true, _) => "-n 500",
             (false, true) => "-a -n 20 -t 16",
@@ -608,13 +485,14 @@ impl Test {
             options.push(format!("-c {service} {sizes}"));
         }
         if self.has_events {
-            // As many small messages of UC fit the socket of a receiver that sleeps.
+            // If UC messages are this small, they will all fit into the socket buffer of a receiver
+            // that is not running.
             let more = |service| if service == "UC" { " -s 64" } else { "" };
             let events = self.services.iter();
             options.extend(events.map(|at| format!("-c {at} -e -n 200{}", more(*at))));
         }
         if self.program.ends_with("_lat") && self.services.contains(&"UC") {
-            // Short of the sizes that a receiver's socket may drop.
+            // Avoid larger sizes, because the receiver's socket might drop packets.
             options.push("-c UC -s 4096 -n 200".to_owned());
         }
         for service in ["RC", "UD"] {
@@ -629,12 +507,12 @@ impl Test {
 
     fn case(&self, options: &str) -> Case {
         let program = self.program;
-        // The program asks for itself where it is to say nothing of the processor's frequency.
+        // This is a perftest option that disables the CPU frequency warning.
         let mut server = format!("{program} -F -d riser0 -p {{port}} {options}");
         let mut client = format!("{server} {{server}}");
         let mut ready = Ready::Port;
         if options.contains("-R") {
-            // The connection manager chooses the devices by these addresses.
+            // The connection manager uses these addresses to select the device.
             server += " --source_ip {server}";
             client += " --source_ip {client}";
             ready = Ready::Device;
@@ -647,13 +525,15 @@ impl Test {
         let name = format!("{program} {options}");
         let case = Case::pair("perftest", &name, [&server, &client], &[figures]);
         let case = case.ready(ready).seconds(90);
-        // It waits for ever for a message that the socket of a busy receiver has dropped, as UC allows.
+        // If the receiver is busy and its socket drops a message, which is allowed for UC, the
+        // program will wait forever.
         let may_lose = options.contains("-c UC");
         Case { may_lose, ..case }
     }
 }
 
-/// `riserd` and `riser`, whose provider `rdma_core` loads libibverbs and librdmacm: here ours.
+/// `riserd` and `riser` using the `rdma_core` provider, which loads libibverbs and librdmacm. Here,
+/// this uses our libraries.
 fn disks() -> Vec<Case> {
     const AT_ANY_ADDRESS: &str = "\
 backends: { disk: { kind: ram, size: 64MiB } }
@@ -695,13 +575,13 @@ transport: { provider: rdma_core }
         .asked()
     };
     vec![
-        // The provider cannot ask a target for its ports.
+        // This provider doesn't support queries for the target's ports.
         case(
             "srp",
             "srp://{server}/0?id_ext=0200c0ffee000001&ioc_guid=0200c0ffee000001",
         ),
         case("iser", ISER),
-        // The portal is at the addresses of the library's devices, of which the kernel knows nothing.
+        // The portal uses the addresses of the library's devices, which don't exist in the kernel.
         Case {
             config: Some(AT_ANY_ADDRESS),
             ..case("iser at any address", ISER).on_network()

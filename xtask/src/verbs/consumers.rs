@@ -1,9 +1,9 @@
-//! Cases of libraries and programs that are built on verbs: libfabric, UCX, Open MPI, fio, qperf.
+//! Test cases for libraries and programs that use verbs: libfabric, UCX, Open MPI, fio and qperf.
 
 use super::cases::{Case, Ready};
 use crate::packages::{Need, need};
 
-/// Debian packages with them.
+/// Required Debian packages.
 pub(super) const NEEDS: &[Need] = &[
     need("fi_pingpong", "libfabric-bin", "libfabric over verbs"),
     need("ucx_perftest", "ucx-utils", "UCX over verbs"),
@@ -14,8 +14,8 @@ pub(super) const NEEDS: &[Need] = &[
     need("ip", "iproute2", "a network interface for RDMA programs"),
 ];
 
-/// Transports of UCX that need no adapter of a vendor. `rc_v` is `rc_verbs`, with datagrams to
-/// connect by.
+/// UCX transports that don't require hardware from a specific vendor. `rc_v` is `rc_verbs`, using
+/// datagrams to connect.
 const TRANSPORTS: [&str; 2] = ["rc_v", "ud_v"];
 
 pub(super) fn all() -> Vec<Case> {
@@ -27,7 +27,7 @@ pub(super) fn all() -> Vec<Case> {
     cases
 }
 
-/// `fi_pingpong` compares the data of all messages with `-c`.
+/// When run with `-c`, `fi_pingpong` verifies the data of all messages.
 fn libfabric() -> Vec<Case> {
     let info = Case::alone(
         "libfabric",
@@ -54,7 +54,7 @@ fn libfabric() -> Vec<Case> {
 }
 
 fn ucx() -> Vec<Case> {
-    // Tests with the options that differ. Messages of 64 KiB go by rendezvous.
+    // Tests with the options that are different. Messages with 64 KiB use the rendezvous protocol.
     const TESTS: &[&str] = &[
         "tag_lat",
         "tag_bw",
@@ -74,7 +74,7 @@ fn ucx() -> Vec<Case> {
         "ucp_swap",
         "ucp_cswap",
     ];
-    // Below the protocols: operations of the device as they are.
+    // Test device operations directly, without a protocol.
     const RAW: &[&str] = &[
         "am_lat",
         "am_bw",
@@ -116,8 +116,8 @@ fn ucx() -> Vec<Case> {
     cases.into_iter().map(Case::on_network).collect()
 }
 
-/// Four ranks at one address, which compare what they get. In its namespace the program is root's, which
-/// Open MPI refuses without two variables.
+/// Runs four ranks on the same address and verifies the received data. In this namespace we run as
+/// root, but Open MPI only allows this if two variables are set.
 fn mpi() -> Vec<Case> {
     let case = |transport: &&str| {
         let command = format!(
@@ -137,10 +137,11 @@ fn mpi() -> Vec<Case> {
     TRANSPORTS.iter().map(case).collect()
 }
 
-/// What a client of fio writes or reads is in the memory of a server, which only waits: fio calls that
-/// side `--rw=read`, and the other one `--rw=write`, also where it reads. With SENDs fio has no flow
-/// control, and gives up where the server has no receive. Its jobs are threads: as processes they would
-/// have sessions of their own, and outlive a case that fails.
+/// The fio client reads or writes memory on the server, which only waits. For this side, fio always
+/// uses `--rw=read`, and the client uses `--rw=write` even if it should read. With SEND, fio has no
+/// flow control and will fail if the server has not posted a receive buffer. We use threads for its
+/// jobs, because processes would create separate sessions and would continue to run if a case
+/// fails.
 fn fio() -> Vec<Case> {
     let case = |verb: &str| {
         let common = "--thread --ioengine=rdma --port={port} --bs=64k --size=32m --iodepth=16";
@@ -153,8 +154,8 @@ fn fio() -> Vec<Case> {
     ["write", "read"].map(case).to_vec()
 }
 
-/// Tests of reliable connections, which alone are made by the connection manager; without it, qperf
-/// gives no global route, so it cannot use RoCE.
+/// Only use tests with reliable connections, because these use the connection manager. For the
+/// other tests, qperf doesn't set a global route, which is required for RoCE.
 fn qperf() -> Vec<Case> {
     const TESTS: &[(&str, &str)] = &[
         ("rc_lat", "latency"),

@@ -1,8 +1,8 @@
-//! fabtests, libfabric's own tests, over the providers that use verbs.
+//! Runs fabtests, the libfabric test suite, using providers based on verbs.
 //!
-//! Debian does not package them. They are built once from the sources of the libfabric that is
-//! installed, and kept in the user's cache folder. Each provider has a list of what it does not
-//! offer, by which its tests are chosen.
+//! There is no Debian package. We build the tests once, using the sources for the installed
+//! libfabric version, and keep them in the user's cache directory. Each provider has a list of
+//! unsupported features, which is used to select the tests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::runner::Rig;
 use crate::packages::{self, Need, need};
 use crate::{Failure, sh};
 
-/// Debian packages to build them with.
+/// Debian packages required for the build.
 pub(super) const NEEDS: &[Need] = &[
     need("fi_info", "libfabric-bin", PURPOSE),
     need("/usr/include/rdma/fabric.h", "libfabric-dev", PURPOSE),
@@ -28,23 +28,24 @@ pub(super) const NEEDS: &[Need] = &[
 
 const PURPOSE: &str = "libfabric's own tests";
 
-/// Sources, with a tag for each version.
+/// Source repository, which has a tag for each version.
 const SOURCES: &str = "https://github.com/ofiwg/libfabric";
 
-/// Providers, as libfabric names them and as their lists of exclusions are called.
+/// Name of each provider in libfabric, and name of its exclusion list.
 pub(super) const PROVIDERS: [(&str, &str); 2] = [
     ("verbs", "verbs/verbs.exclude"),
     ("verbs;ofi_rxm", "ofi_rxm/ofi_rxm.exclude"),
 ];
 
-/// Longest time of a test, in seconds, and of all tests of a provider.
+/// Timeout per test, and for all tests of a provider, in seconds.
 const SECONDS: &str = "60";
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(1200);
 
-/// Answers a folder that processes can read, with programs and lists.
+/// Copies the programs and lists to a directory that test processes can read, and returns this
+/// directory.
 ///
 /// # Errors
-/// A tool is missing, or the sources cannot be fetched or built.
+/// Returns an error if a tool is missing or if the sources can't be downloaded or built.
 pub(super) fn unpack(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     let there = scratch.join("fabtests");
     let built = build(scratch)?;
@@ -52,8 +53,8 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     Ok(there)
 }
 
-/// Builds them where the cache has none.
-fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
+/// Builds the tests if they are not in the cache.
+pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     if let Some(lacking) = packages::missing(NEEDS).first() {
         return Err(format!("{} is missing", lacking.program).into());
     }
@@ -77,8 +78,8 @@ fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
         format!("{SOURCES}: {}", why.lines().last().unwrap_or_default())
     })?;
     let folder = sources.join("fabtests");
-    // Installed into another folder first: what a build that is cut short leaves is not taken for
-    // the whole.
+    // Install to a temporary directory first, so that an interrupted build is not treated as
+    // complete.
     let new = prefix.with_extension("new");
     let _ = fs::remove_dir_all(&new);
     let jobs = std::thread::available_parallelism()?.to_string();
@@ -105,14 +106,14 @@ fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     Ok(prefix)
 }
 
-/// Runs the tests of a provider. Both ends have both addresses.
+/// Runs the tests of a provider. Both sides have both addresses.
 pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>, Failure> {
     let (name, list) = PROVIDERS[provider];
     let [server, client] = ADDRESSES.map(|address| address.to_string());
     let at = |path: &str| folder.join(path).display().to_string();
     let (script, programs) = (at("bin/runfabtests.sh"), at("bin"));
     let list = at(&format!("test_configs/{list}"));
-    // Its script ends all processes of a name, so it sees no others.
+    // The script kills all processes with a given name, so it must not see any other processes.
     let alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
     let options = [
         "bash", &script, "-vv", "-T", SECONDS, "-t", "quick", "-p", &programs, "-f", &list, "-s",
@@ -132,13 +133,13 @@ pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>
     }
 }
 
-/// Reads what the script prints with `-vv`: for each test its name, its result, and what it has said
-/// where it did not pass.
+/// Parses the output of the script when run with `-vv`. For each test, this has the name, the
+/// result and, if it didn't pass, the test output.
 fn parse(said: &str) -> Vec<Test> {
     let mut tests: Vec<Test> = Vec::new();
     for line in said.lines() {
         if let Some(name) = line.strip_prefix("- name:") {
-            // The name ends with the provider.
+            // The provider is added as a suffix.
             let name = name
                 .trim()
                 .rsplit_once(" -p ")
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_are_read_with_the_last_words_of_failures() {
+    fn fabtests_results_include_failure_output() {
         let said = "\
 - name:   fi_msg -p \"verbs\"
   timestamp: 20261127-192235+0000

@@ -1,7 +1,7 @@
-//! Latency and bandwidth of perftest on our library, beside sockets on the same host.
+//! Compares latency and bandwidth of perftest using our library with sockets on the same host.
 //!
-//! Rounds are interleaved: what makes the machine slower for a while does so for all. Ratios are of
-//! figures of the same round.
+//! Rounds are interleaved, so that if the machine is slow for some time, this affects all
+//! measurements. Ratios always use values from the same round.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -16,33 +16,33 @@ use crate::bench::stats::{Summary, ratios};
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
 
-/// What is needed beside perftest.
+/// Requirements in addition to perftest.
 const NEEDS: &[Need] = &[need("iperf3", "iperf3", "bandwidth of TCP")];
 
-/// Address of the server; the client's follows.
+/// Server address. The client uses the next address.
 const SERVER: &str = "127.0.18.1";
 const CLIENT: &str = "127.0.18.2";
 
-/// Bytes of a message whose latency is measured.
+/// Message size in bytes, used to measure latency.
 const MESSAGE: usize = 8;
 
-/// Round trips of a figure, as many as perftest makes.
+/// Number of round trips per measurement, which is the same as in perftest.
 const TRIPS: usize = 20_000;
 
-/// Seconds of a figure of bandwidth.
+/// Duration of a bandwidth measurement, in seconds.
 const SECONDS: u64 = 3;
 
-/// Longest time of a program.
+/// Timeout for a program.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A way to measure.
+/// Measurement method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
-    /// A program of perftest with these options.
+    /// A perftest program with these options.
     Perftest(&'static str, &'static str),
-    /// Two threads that spin on sockets of UDP.
+    /// Two threads that busy-poll UDP sockets.
     Udp,
-    /// Two threads that spin on a TCP connection.
+    /// Two threads that busy-poll a TCP connection.
     Tcp,
     Iperf3,
 }
@@ -57,7 +57,8 @@ impl How {
         }
     }
 
-    /// Measures: a median of half a round trip, in microseconds, or 10⁹ bytes in a second.
+    /// Runs the measurement. Returns either the median of half the round trip time in microseconds,
+    /// or the bandwidth in 10⁹ bytes per second.
     fn measure(self, rig: &Rig) -> Result<f64, Failure> {
         match self {
             Self::Perftest(program, options) => perftest(rig, program, options),
@@ -68,7 +69,7 @@ impl How {
     }
 }
 
-/// What is compared with what, and the goal of the ratio if there is one.
+/// Two methods to compare, and the target for their ratio if there is one.
 struct Comparison {
     ours: How,
     theirs: How,
@@ -137,7 +138,7 @@ fn comparisons() -> Vec<Comparison> {
     ]
 }
 
-/// Measures in as many rounds, and prints a table.
+/// Runs the given number of rounds and prints a table.
 pub(super) fn run(rig: &Rig, rounds: usize) -> Result<(), Failure> {
     let missing = ensure(NEEDS);
     if let Some(need) = missing.first() {
@@ -175,7 +176,7 @@ pub(super) fn run(rig: &Rig, rounds: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A row of the table.
+/// Formats a table row.
 fn row(
     comparison: &Comparison,
     ours: &[(usize, f64)],
@@ -223,11 +224,11 @@ fn perftest(rig: &Rig, program: &str, options: &str) -> Result<f64, Failure> {
     figure_of(&client.said).ok_or_else(|| format!("no figure in {}", client.said).into())
 }
 
-/// TCP port of perftest's own connection.
+/// TCP port used by perftest for its own connection.
 const PERFTEST_PORT: &str = "18515";
 
-/// The figure of perftest's table: the typical latency, in microseconds, or the average bandwidth,
-/// in 10⁹ bytes in a second.
+/// Parses the result from perftest's table: the typical latency in microseconds, or the average
+/// bandwidth in 10⁹ bytes per second.
 fn figure_of(said: &str) -> Option<f64> {
     let mut lines = said.lines();
     let title = lines.find(|line| line.trim_start().starts_with("#bytes"))?;
@@ -245,7 +246,7 @@ fn figure_of(said: &str) -> Option<f64> {
     }
 }
 
-/// 10⁹ bytes in a second by one TCP connection.
+/// Returns the bandwidth of a single TCP connection, in 10⁹ bytes per second.
 fn iperf3() -> Result<f64, Failure> {
     let port = TcpListener::bind((SERVER, 0))?
         .local_addr()?
@@ -268,7 +269,7 @@ fn iperf3() -> Result<f64, Failure> {
     Ok(bits / 8e9)
 }
 
-/// Median of half a round trip by UDP, in microseconds.
+/// Returns the median of half the UDP round trip time, in microseconds.
 fn udp(trips: usize) -> io::Result<f64> {
     let (near, far) = (UdpSocket::bind((CLIENT, 0))?, UdpSocket::bind((SERVER, 0))?);
     near.connect(far.local_addr()?)?;
@@ -284,7 +285,7 @@ fn udp(trips: usize) -> io::Result<f64> {
     )
 }
 
-/// Median of half a round trip by TCP, in microseconds.
+/// Returns the median of half the TCP round trip time, in microseconds.
 fn tcp(trips: usize) -> io::Result<f64> {
     let listener = TcpListener::bind((SERVER, 0))?;
     let near = TcpStream::connect(listener.local_addr()?)?;
@@ -333,7 +334,7 @@ fn ping_pong(
     })
 }
 
-/// Receives a whole message without sleeping.
+/// Receives a full message without blocking.
 fn spin(receive: &impl Fn(&mut [u8]) -> io::Result<usize>) -> io::Result<()> {
     let began = Instant::now();
     let mut taken = 0;
@@ -363,7 +364,7 @@ mod tests {
         MsgRate[Mpps]\n 65536      20000            0.00               1000.00            0.016\n";
 
     #[test]
-    fn figures_are_read_from_the_tables_of_perftest() {
+    fn perftest_tables_are_parsed() {
         assert_eq!(figure_of(LATENCY), Some(16.11));
         assert_eq!(figure_of(BANDWIDTH), Some(1.048_576));
         assert_eq!(figure_of("no table"), None);
@@ -371,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_medians_and_the_ratio_within_rounds() {
+    fn row_contains_medians_and_ratio() {
         let comparison = &comparisons()[0];
         let ours = [(0, 2.0), (1, 1.0), (2, 3.0)];
         let theirs = [(0, 2.0), (1, 2.0), (2, 2.0)];

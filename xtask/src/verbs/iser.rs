@@ -1,6 +1,6 @@
-//! Storage over iSER with programs of others on our libraries: tgt as a target, libiscsi's tools and
-//! QEMU as clients, with `riserd` and `riser` and with each other, and what happens when one side is
-//! killed.
+//! Tests iSER storage using external programs with our libraries: tgt as a target, and the libiscsi
+//! tools and QEMU as clients. They connect to each other and to `riserd` and `riser`. We also test
+//! what happens if one side is killed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,19 +12,19 @@ use crate::daemon::Daemon;
 use crate::tgt::free_port;
 use crate::{Failure, sh};
 
-/// Address of the target; the client has the next one, and `riser` that after it.
+/// Target address. The client uses the next address, and `riser` the one after it.
 const SERVER: &str = "127.0.19.1";
 const CLIENT: &str = "127.0.19.2";
 const RISER: &str = "127.0.19.3";
 
-/// Names of the targets.
+/// Target names.
 const OF_TGT: &str = "iqn.2026-01.org.example:tgt";
 const OF_RISERD: &str = "iqn.2026-01.org.example:riserd";
 
-/// Name of the initiator that `riser` is here.
+/// Initiator name to use for `riser`.
 const INITIATOR: &str = "iqn.2026-01.org.example:riser";
 
-/// Names of those that tgt lets in: over iSER it wants a list of them.
+/// Initiators allowed by tgt, which requires a list of them for iSER.
 const INITIATORS: [&str; 5] = [
     INITIATOR,
     "iqn.2007-10.com.github:sahlberg:libiscsi:iscsi-inq",
@@ -33,16 +33,16 @@ const INITIATORS: [&str; 5] = [
     "iqn.2008-11.org.linux-kvm",
 ];
 
-/// Bytes of a disk.
+/// Disk size in bytes.
 const SIZE: u64 = 32 << 20;
 
-/// Longest time of a program, unless it says otherwise.
+/// Default timeout for a program.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Longest time for a target to serve.
+/// Maximum time to wait until a target is ready.
 const START: Duration = Duration::from_secs(20);
 
-/// One case: its name, the programs that it needs beside ours, and what it does.
+/// A test case: name, required external programs and the test function.
 pub(super) struct Case {
     pub(super) name: &'static str,
     pub(super) needs: &'static [&'static str],
@@ -50,12 +50,12 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Name with its group.
+    /// Returns the group and name.
     pub(super) fn path(&self) -> String {
         format!("iser/{}", self.name)
     }
 
-    /// Runs it; answers its time.
+    /// Runs this case and returns the time it took.
     pub(super) fn run(&self, rig: &Rig, programs: &Path) -> Result<Duration, Failure> {
         let began = Instant::now();
         let stage = Stage {
@@ -125,28 +125,29 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// A case that runs.
+/// A running test case.
 struct Stage<'a> {
     rig: &'a Rig,
     programs: &'a Path,
-    /// A folder that processes may write.
+    /// Directory that is writable for test processes.
     folder: PathBuf,
     case: String,
 }
 
 impl Stage<'_> {
-    /// Starts a program, whose output goes to a log with this name.
+    /// Starts a program and writes its output to a log with this name.
     fn start(&self, command: Command, name: &str) -> Result<Process, Failure> {
         self.rig.start(command, &format!("{}.{name}", self.case))
     }
 
-    /// Runs a program of others on our libraries to its successful end; answers its output.
+    /// Runs an external program using our libraries, which must exit with success. Returns its
+    /// output.
     fn client(&self, words: &[&str]) -> Result<String, Failure> {
         let command = self.rig.command(CLIENT, &[], words);
         self.end(command, words[0], PATIENCE)
     }
 
-    /// Runs `riser` likewise, on its own software NIC.
+    /// Same, but runs `riser` using its own software NIC.
     fn riser(&self, words: &[&str]) -> Result<String, Failure> {
         self.end(self.riser_command(words), words[0], PATIENCE)
     }
@@ -162,7 +163,7 @@ impl Stage<'_> {
         succeed(name, &process.end(Instant::now() + time))
     }
 
-    /// A file of bytes that differ from block to block, for processes to read.
+    /// Creates a file with different data in every block. The file is readable for test processes.
     fn pattern(&self, name: &str, length: usize) -> Result<(PathBuf, Vec<u8>), Failure> {
         let bytes: Vec<u8> = (0..length)
             .map(|i| (i as u32).wrapping_mul(0x9e37_79b1).to_be_bytes()[i % 4])
@@ -172,7 +173,7 @@ impl Stage<'_> {
         Ok((path, bytes))
     }
 
-    /// An empty disk, if it is not there.
+    /// Creates an empty disk if it doesn't exist.
     fn disk(&self) -> Result<PathBuf, Failure> {
         let path = self.folder.join("disk");
         if !path.exists() {
@@ -182,10 +183,11 @@ impl Stage<'_> {
         Ok(path)
     }
 
-    /// A `riserd` that serves the disk over iSER, and the disk's address.
+    /// Starts a `riserd` that exports the disk over iSER and returns the disk address.
     fn riserd(&self) -> Result<(Daemon, String), Failure> {
         let config = self.folder.join("riserd.yaml");
-        // libiscsi sends no more than 256 KiB with one command over iSER, and QEMU asks the target.
+        // Over iSER, libiscsi limits each command to 256 KiB. QEMU uses the limit returned by the
+        // target.
         let text = format!(
             "backends:\n  disk: {{ kind: file, path: {} }}\n\
              limits: {{ max_transfer: 256KiB }}\n\
@@ -200,12 +202,12 @@ impl Stage<'_> {
         Ok((daemon, format!("iser://{SERVER}:3260/{OF_RISERD}/0")))
     }
 
-    /// A `tgtd` that serves the disk as LUN 1 over iSER.
+    /// Starts a `tgtd` that exports the disk as LUN 1 over iSER.
     fn tgt(&self, log: &str) -> Result<Tgt<'_>, Failure> {
         Tgt::start(self, log)
     }
 
-    /// libiscsi's tools at a target of our size.
+    /// Runs the libiscsi tools with a target of our disk size.
     fn libiscsi(&self, url: &str) -> Result<(), Failure> {
         says(&self.client(&["iscsi-inq", url])?, "Vendor:")?;
         let said = self.client(&["iscsi-readcapacity16", url])?;
@@ -215,7 +217,7 @@ impl Stage<'_> {
     }
 }
 
-/// A `tgtd` on our libraries. It is killed when the value goes.
+/// A `tgtd` using our libraries. It's killed on drop.
 struct Tgt<'a> {
     stage: &'a Stage<'a>,
     process: Process,
@@ -224,7 +226,7 @@ struct Tgt<'a> {
 impl<'a> Tgt<'a> {
     fn start(stage: &'a Stage<'a>, log: &str) -> Result<Self, Failure> {
         let disk = stage.disk()?;
-        // The RDMA port is 3260 always, and there is a TCP port as well.
+        // The RDMA port is always 3260, and a TCP port is used as well.
         let portal = format!("portal={SERVER}:{}", free_port()?);
         let words = ["tgtd", "-f", "--iser", "pool_sz_mb=32", "--iscsi", &portal];
         let mut command = stage.rig.command(SERVER, &[], &words);
@@ -233,8 +235,7 @@ impl<'a> Tgt<'a> {
         let mut tgt = Self { stage, process };
         let target = ["target", "--op", "new", "--tid", "1", "-T", OF_TGT];
         let started = Instant::now();
-        // It has no notification of its readiness, so the first command to it is repeated until its
-        // socket is there.
+        // There is no ready notification, so we retry the first command until the socket exists.
         while let Err(error) = tgt.manage(&target) {
             if started.elapsed() > START || tgt.process.has_ended()? {
                 let said = tgt.process.end(Instant::now()).said;
@@ -265,7 +266,7 @@ impl<'a> Tgt<'a> {
         format!("iser://{SERVER}:3260/{OF_TGT}/1")
     }
 
-    /// Runs `tgtadm` in a mode. It has to be the same user's.
+    /// Runs `tgtadm` in the given mode. This must be done by the same user.
     fn manage(&self, words: &[&str]) -> Result<(), Failure> {
         let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
         let mut command = self.stage.rig.without_rights(&command, None);
@@ -273,8 +274,9 @@ impl<'a> Tgt<'a> {
         sh::output(&mut command).map(drop)
     }
 
-    /// Ends it as its manual says, so that it gives all back to the library. That takes a target
-    /// without sessions: it dies where it has to end an iSER session by force.
+    /// Stops the daemon as described in its manual, so that all library resources are released.
+    /// This requires a target without sessions, because the daemon will crash if it has to close an
+    /// iSER session.
     fn stop(mut self) -> Result<(), Failure> {
         let started = Instant::now();
         while let Err(error) = self.manage(&["target", "--op", "delete", "--tid", "1"]) {
@@ -288,11 +290,11 @@ impl<'a> Tgt<'a> {
     }
 }
 
-/// Whether QEMU's tools have their driver, which is not installed here: it has to be of the tools'
-/// version, as `cargo xtask conformance` installs it.
+/// Returns true if the QEMU tools have the iSCSI driver. We don't install it here because its
+/// version must match the tools; `cargo xtask conformance` does this.
 pub(super) fn has_qemu_driver() -> bool {
-    // No target is at this port. A QEMU of before 8 reports an unknown protocol, a newer one a
-    // module that it cannot load.
+    // There is no target on this port. For an unknown protocol, QEMU before version 8 reports that
+    // it's unknown, and newer versions report that they can't load the module.
     let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
     let answer = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
     answer.is_err_and(|error| {
@@ -301,7 +303,7 @@ pub(super) fn has_qemu_driver() -> bool {
     })
 }
 
-/// Output of a program that has succeeded.
+/// Returns the output of a program that exited with success.
 fn succeed(name: &str, ended: &Ended) -> Result<String, Failure> {
     let status = status(name, ended)?;
     match status.success() {
@@ -317,19 +319,19 @@ fn says(said: &str, words: &str) -> Result<(), Failure> {
     }
 }
 
-/// Address at tgt for `riser`, which tgt knows by its name.
+/// Returns a tgt address for `riser`, including the initiator name expected by tgt.
 fn with_name(url: &str) -> String {
     format!("{url}?initiator={INITIATOR}")
 }
 
-/// Discovery, a copy to the disk and back, and verified I/O of all sizes.
+/// Runs discovery, copies data to the disk and back, and verifies I/O with all sizes.
 fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     let tgt = stage.tgt("tgtd")?;
     let found = stage.riser(&["discover", &with_name(&format!("iser://{SERVER}"))])?;
     says(&found, OF_TGT)?;
     let url = with_name(&tgt.url());
     says(&stage.riser(&["inquiry", &url])?, "IET")?;
-    // No multiple of what goes with one command.
+    // Use a size that is not a multiple of the size of a command.
     let (first, bytes) = stage.pattern("first", (9 << 20) + 4096)?;
     let first = first.display().to_string();
     stage.riser(&["write", &url, &first, "--offset", "1MiB"])?;
@@ -356,7 +358,7 @@ fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     tgt.stop()
 }
 
-/// A `tgtd` that is killed during verified I/O, and one in its place: no write may be lost.
+/// Kills `tgtd` during verified I/O and starts a new instance. No write must be lost.
 fn tgt_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let tgt = stage.tgt("tgtd")?;
     let url = with_name(&tgt.url());
@@ -373,9 +375,9 @@ fn tgt_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     tgt.stop()
 }
 
-/// A `riserd` that is killed under a client of libiscsi: the library reports it to the client, and
-/// another client is served by the next `riserd`. The first one does not come back, since libiscsi
-/// 1.19 connects again over TCP.
+/// Kills `riserd` while a libiscsi client is connected. The library must report this to the client,
+/// and the next `riserd` must accept another client. The first client will not reconnect, because
+/// libiscsi 1.19 would use TCP for this.
 fn riserd_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let (daemon, url) = stage.riserd()?;
     let words = [
@@ -403,7 +405,8 @@ fn riserd_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     daemon.stop()
 }
 
-/// An image goes in and is the same, and one changed byte is found; single writes and reads.
+/// Copies an image to the disk and compares it. The comparison must also find a single changed
+/// byte. Also tests single writes and reads.
 fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
     let (daemon, url) = stage.riserd()?;
     let (image, bytes) = stage.pattern("image", SIZE as usize)?;
@@ -413,8 +416,8 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
         "qemu-img", "convert", "-n", "-f", "raw", "-O", "raw", &image, &url,
     ];
     stage.client(&convert)?;
-    // Beside the comparison by the same client: one that wrote and read at the same wrong place
-    // would find its data equal.
+    // We also need to check the file itself: if the same client uses a wrong offset for both write
+    // and read, its own comparison would still succeed.
     if fs::read(stage.disk()?)? != bytes {
         return Err("what qemu-img wrote is not in riserd's file".into());
     }
@@ -432,7 +435,8 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
     daemon.stop()
 }
 
-/// Single writes and reads: tgt does not say how long a transfer may be, so QEMU cannot copy.
+/// Only tests single writes and reads: tgt doesn't report a maximum transfer length, so QEMU can't
+/// copy.
 fn qemu_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     let tgt = stage.tgt("tgtd")?;
     let url = tgt.url();
@@ -458,7 +462,7 @@ fn qemu_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     tgt.stop()
 }
 
-/// `qemu-io` succeeds also where a pattern is not there.
+/// `qemu-io` also returns success if the pattern was not found, so we have to check the output.
 fn is_verified(said: &str) -> Result<(), Failure> {
     match said.contains("failed") {
         true => Err(format!("qemu-io:\n{}", tail(said)).into()),

@@ -1,15 +1,15 @@
-//! `cargo xtask verbs`: RDMA programs of others on our `libibverbs.so.1`, `librdmacm.so.1` and
-//! `libibumad.so.3`.
+//! `cargo xtask verbs`: runs external RDMA programs with our `libibverbs.so.1`, `librdmacm.so.1`
+//! and `libibumad.so.3`.
 //!
-//! Each program runs under `riser run`, unmodified from Debian, at a loopback address of its own. The
-//! machine needs no RDMA device and no kernel module. Started by root, the programs run as an
-//! unprivileged user ([`runner`]). Programs that know nothing of RDMA run with their sockets as
-//! rsockets. A table has the commands and the output that is expected ([`cases`], [`consumers`]). Some
-//! programs need more than an address of loopback ([`namespace`]). tgt, libiscsi and QEMU exchange data
-//! over iSER, with `riserd` and `riser` and with each other ([`iser`]). Beside that, rdma-core's own
-//! tests run ([`pyverbs`]), and libfabric's ([`fabtests`]), and so does our provider suite
-//! ([`providers`]), and the exported symbols are compared ([`symbols`]). `--figures` measures instead
-//! ([`figures`]). What fails, always or on a busy machine, is in one list, [`NOT_YET`].
+//! We use unmodified Debian programs and run each with `riser run` and a separate loopback address.
+//! This doesn't require an RDMA device or kernel modules. If we are root, the programs are run as
+//! an unprivileged user ([`runner`]). The commands and the expected output are in a table
+//! ([`cases`], [`consumers`]). Some programs need more than a loopback address ([`namespace`]). We
+//! transfer data over iSER between tgt, libiscsi, QEMU, `riserd` and `riser` ([`iser`]). We also
+//! run the test suites of rdma-core ([`pyverbs`]) and libfabric ([`fabtests`]) and our provider
+//! suite ([`providers`]), and compare the exported symbols ([`symbols`]). If `--figures` is set, we
+//! run performance measurements instead ([`figures`]). Known failures, including tests that only
+//! fail on a busy machine, are in a single list, [`NOT_YET`].
 
 mod cases;
 mod consumers;
@@ -31,23 +31,18 @@ use pyverbs::{Test, Verdict};
 pub(crate) use runner::{Ended, Rig};
 
 use crate::daemon::{self, OPTIMIZED};
-use crate::packages::{Need, ensure, need};
+use crate::packages::{self, Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, root, sh};
 
-/// Debian packages with the programs, and to build those that Debian has not.
+/// Debian packages with the programs, and packages required to build programs not included in
+/// Debian.
 pub(crate) const NEEDS: &[&[Need]] = &[PROGRAMS, consumers::NEEDS, fabtests::NEEDS];
 
 const PROGRAMS: &[Need] = &[
     need("ibv_devinfo", "ibverbs-utils", "programs for verbs"),
     need("rping", "rdmacm-utils", "programs for connections"),
     need("ib_write_bw", "perftest", "perftest"),
-    need("iperf3", "iperf3", "a program with sockets"),
-    need("socat", "socat", "a program with sockets"),
-    need("curl", "curl", "a program with sockets"),
-    need("nc", "netcat-openbsd", "a program with sockets"),
-    need("redis-server", "redis-server", "a program with epoll"),
-    need("redis-benchmark", "redis-tools", "its client"),
     need("perfquery", "infiniband-diags", "programs for management"),
     need("ibacm", "ibacm", "its place is riser-sa's"),
     need("tgtd", "tgt", "tgt's iSER target"),
@@ -58,8 +53,9 @@ const PROGRAMS: &[Need] = &[
     symbols::NEED,
 ];
 
-/// Cases and tests that fail, always or on a busy machine, by the beginning of their paths
-/// (`--list`), with the reason. They are counted apart, and only `--not-yet` runs them.
+/// Cases and tests that are known to fail, either always or on a busy machine. Each entry has a
+/// prefix of the path (`--list`) and the reason. They are counted separately, and are only run if
+/// `--not-yet` is set.
 const NOT_YET: &[(&str, &str)] = &[
     ("perftest/ib_send_bw -c UC -a", UNRELIABLE),
     ("perftest/ib_send_lat -c UC -a", UNRELIABLE),
@@ -68,22 +64,23 @@ const NOT_YET: &[(&str, &str)] = &[
 
 const UNRELIABLE: &str = "waits for messages that UC may lose, and a busy receiver's socket drops";
 
-/// Group and name of the comparison of symbols.
+/// Group and name used for the symbol comparison.
 const SYMBOLS: &str = "symbols/exports";
 
-/// Group of rdma-core's own tests.
+/// Group of the rdma-core tests.
 const PYVERBS: &str = "pyverbs";
 
-/// Group of libfabric's own tests.
+/// Group of the libfabric tests.
 const FABTESTS: &str = "fabtests";
 
 /// Options of `cargo xtask verbs`.
 ///
-/// The output of each program is kept.
+/// The output of each program is saved.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Run only the cases whose path contains one of these words. The tests of a suite of others have
-    /// a path each; where a word names one, or some of a class, the others of its module do not run.
+    /// Run only the cases whose path contains one of these words. Tests in an external suite have
+    /// their own paths; if a word selects a test or a class, other tests in the same module are not
+    /// run.
     words: Vec<String>,
     /// List the cases and exit.
     #[arg(long)]
@@ -91,23 +88,24 @@ pub(crate) struct Options {
     /// Also run the cases that are known to fail.
     #[arg(long)]
     not_yet: bool,
-    /// Cargo profile to build `riser` and the library with.
+    /// Cargo profile used to build `riser` and the library.
     #[arg(long, default_value = OPTIMIZED)]
     profile: String,
-    /// A folder with `riser`, `riserd`, `libriser_drop_in.so` and `librspreload.so`, and perhaps the
-    /// test `devices`, instead of building them.
+    /// Use `riser`, `riserd`, `libriser_drop_in.so` and, if available, the test `devices` from this
+    /// directory instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Measure latency and bandwidth in as many rounds, beside sockets, instead of running cases.
+    /// Instead of running cases, measure latency and bandwidth for this number of rounds and
+    /// compare with sockets.
     #[arg(long, value_name = "ROUNDS", conflicts_with_all = ["words", "list", "not_yet"])]
     figures: Option<usize>,
-    /// Folder for the logs.
+    /// Directory for logs.
     #[arg(long, default_value = ".build/verbs")]
     logs: PathBuf,
 }
 
 impl Options {
-    /// Options of the test command.
+    /// Options for the test command.
     pub(crate) fn for_test() -> Self {
         Self {
             words: Vec::new(),
@@ -124,8 +122,23 @@ impl Options {
         self.words.is_empty() || self.words.iter().any(|word| path.contains(word.as_str()))
     }
 
-    /// Words that name tests within a process's path: they go on where it ends. Its group may be left
-    /// out.
+    /// Returns true if any rdma-core tests could be selected.
+    fn has_pyverbs(&self) -> bool {
+        let is_named = |word: &String| word.starts_with(PYVERBS) || word.starts_with("test_");
+        self.words.is_empty() || self.words.iter().any(is_named)
+    }
+
+    /// Returns true if any libfabric tests could be selected.
+    fn has_fabtests(&self) -> bool {
+        let mut providers = fabtests::PROVIDERS.iter();
+        providers.any(|(provider, _)| {
+            let path = format!("{FABTESTS}/{provider}");
+            self.is_chosen(&path) || !self.within(&path).is_empty()
+        })
+    }
+
+    /// Returns the words that select tests in a process, because they continue after the end of its
+    /// path. The group is optional.
     fn within<'a>(&'a self, path: &str) -> Vec<&'a str> {
         let tail = path.split_once('/').map_or(path, |(_, tail)| tail);
         let begins = |word: &&str, path: &str| {
@@ -139,7 +152,7 @@ impl Options {
     }
 }
 
-/// One result.
+/// A test result.
 struct Row {
     path: String,
     kind: Kind,
@@ -149,14 +162,14 @@ struct Row {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Outcome {
     Passed,
-    /// Not at the first attempt, for this reason.
+    /// The second attempt passed. Contains the reason why the first attempt failed.
     PassedAgain(String),
     Failed(String),
     Skipped(String),
     NotYet(&'static str),
 }
 
-/// Runs the cases and prints their table.
+/// Runs the cases and prints a table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.list {
         for path in all_paths() {
@@ -171,8 +184,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         let rig = Rig::new(&programs(options)?, &scratch, &logs)?;
         return figures::run(&rig, rounds);
     }
+    if !sh::is_root()
+        && let Some(again) = run_again(options)?
+    {
+        return again;
+    }
     let (tally, failure) = run_all(options)?;
-    // Skips and failures are printed, and nothing counts them here.
+    // Skips and failures are printed, but we don't count them here.
     let _ = noted();
     match failure {
         Some(_) => Err(format!("{} failed", tally.total().failed).into()),
@@ -180,30 +198,31 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Runs the cases; their counts, and what went wrong if something did.
+/// Runs the cases and returns the counts, and an error message if anything failed.
 pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Failure> {
     ensure(NEEDS.iter().copied().flatten());
     let programs = programs(options)?;
     let scratch = sh::Scratch::new("verbs")?;
-    let logs = root().join(&options.logs);
-    let rig = Rig::new(&programs, &scratch, &logs)?;
-    let mut rows = Vec::new();
-    if options.is_chosen(SYMBOLS) {
-        rows.push(of_symbols(&programs));
-    }
-    for (number, case) in all_cases().iter().enumerate() {
-        if options.is_chosen(&case.path()) {
-            rows.push(of_case(options, &rig, number, case));
-        }
-    }
-    rows.extend(of_providers(options, &rig)?);
-    for case in iser::CASES {
-        if options.is_chosen(&case.path()) {
-            rows.push(of_iser(options, &rig, &programs, case));
-        }
-    }
-    rows.extend(of_pyverbs(options, &rig, &scratch));
-    rows.extend(of_fabtests(options, &rig, &scratch));
+    prefetch(options);
+    let suite = suite(options)?;
+    let isolate = || {
+        let [root, programs, cache] = visible(&programs);
+        namespace::isolate(&[root, programs, cache, scratch.path().to_owned()])
+    };
+    let run = || run_rows(options, &programs, &scratch, suite.as_deref());
+    // Use a thread for this, so that the rest of the program keeps its namespaces.
+    let ran = std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            if sh::is_root()
+                && let Err(why) = isolate()
+            {
+                println!("the cases share the machine's network and /tmp: {why}");
+            }
+            run().map_err(|why| why.to_string())
+        });
+        thread.join()
+    });
+    let rows = ran.map_err(|_| "the thread of the cases panicked")??;
     if rows.is_empty() {
         return Err("no case has one of these words in its path".into());
     }
@@ -213,7 +232,88 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
     Ok((tally, failure))
 }
 
-/// The folder with the programs, which are built unless it is named.
+/// Runs the selected cases and tests.
+fn run_rows(
+    options: &Options,
+    programs: &Path,
+    scratch: &sh::Scratch,
+    suite: Option<&Path>,
+) -> Result<Vec<Row>, Failure> {
+    let logs = root().join(&options.logs);
+    let rig = Rig::new(programs, scratch, &logs)?;
+    let mut rows = Vec::new();
+    if options.is_chosen(SYMBOLS) {
+        rows.push(of_symbols(programs));
+    }
+    for (number, case) in all_cases().iter().enumerate() {
+        if options.is_chosen(&case.path()) {
+            rows.push(of_case(options, &rig, number, case));
+        }
+    }
+    if let Some(suite) = suite {
+        rows.extend(of_providers(options, &rig, suite));
+    }
+    for case in iser::CASES {
+        if options.is_chosen(&case.path()) {
+            rows.push(of_iser(options, &rig, programs, case));
+        }
+    }
+    rows.extend(of_pyverbs(options, &rig, scratch));
+    rows.extend(of_fabtests(options, &rig, scratch));
+    Ok(rows)
+}
+
+/// Returns directories that must be available in all namespaces.
+fn visible(programs: &Path) -> [PathBuf; 3] {
+    [root(), programs.to_owned(), packages::cache()]
+}
+
+/// Fills the cache in advance, because cases have no network access.
+fn prefetch(options: &Options) {
+    // If a suite is missing, it will be skipped later and the reason will be printed.
+    let Ok(scratch) = sh::Scratch::new("verbs-fetch") else {
+        return;
+    };
+    if options.has_pyverbs() {
+        let _ = pyverbs::unpack(&scratch);
+    }
+    if options.has_fabtests() {
+        let _ = fabtests::build(&scratch);
+    }
+}
+
+/// Builds the test program of the provider suite if any of its pairs is selected.
+fn suite(options: &Options) -> Result<Option<PathBuf>, Failure> {
+    let mut paths = providers::paths().into_iter();
+    match paths.any(|path| options.is_chosen(&path)) {
+        true => providers::program(options.programs.as_deref()).map(Some),
+        false => Ok(None),
+    }
+}
+
+/// If we are not root, runs this command again in user namespaces. Returns `None` if this is not
+/// possible or already done.
+fn run_again(options: &Options) -> Result<Option<Result<(), Failure>>, Failure> {
+    let programs = programs(options)?;
+    let Some(mut again) = namespace::again_isolated(&visible(&programs)) else {
+        return Ok(None);
+    };
+    ensure(NEEDS.iter().copied().flatten());
+    prefetch(options);
+    // Build the suite's test program here, because Cargo requires network access.
+    suite(options)?;
+    again.args(std::env::args_os().skip(1));
+    if options.programs.is_none() {
+        again.arg("--programs").arg(&programs);
+    }
+    let status = again.status()?;
+    Ok(Some(match status.success() {
+        true => Ok(()),
+        false => Err(format!("cases in namespaces: {status}").into()),
+    }))
+}
+
+/// Returns the directory of the programs. They are built unless a directory is given.
 fn programs(options: &Options) -> Result<PathBuf, Failure> {
     match &options.programs {
         Some(folder) => Ok(std::fs::canonicalize(folder)?),
@@ -224,7 +324,7 @@ fn programs(options: &Options) -> Result<PathBuf, Failure> {
     }
 }
 
-/// All cases of two programs, in the order of their run.
+/// Returns all cases with two programs, in order.
 fn all_cases() -> Vec<Case> {
     let mut cases = cases::all();
     cases.extend(consumers::all());
@@ -246,7 +346,7 @@ fn all_paths() -> Vec<String> {
         .collect()
 }
 
-/// The reason why something does not work yet, if it is on the list.
+/// Returns the reason why a case is known to fail, if it's on the list.
 fn not_yet(path: &str) -> Option<&'static str> {
     let is_it = |(beginning, _): &&(&str, _)| path.starts_with(*beginning);
     NOT_YET.iter().find(is_it).map(|(_, why)| *why)
@@ -298,7 +398,7 @@ fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> 
     })
 }
 
-/// Runs a case if its programs are there, once more if it fails where messages may be lost.
+/// Runs a case if its programs are available. If it fails but messages may be lost, it's run again.
 fn of_programs<'a>(
     options: &Options,
     path: String,
@@ -327,32 +427,23 @@ fn of_programs<'a>(
     }
 }
 
-/// Our provider suite, a process for each pair of providers.
-///
-/// # Errors
-/// The suite cannot be built.
-fn of_providers(options: &Options, rig: &Rig) -> Result<Vec<Row>, Failure> {
+/// Runs our provider suite using a process for each pair of providers.
+fn of_providers(options: &Options, rig: &Rig, program: &Path) -> Vec<Row> {
     let paths = providers::paths();
     let is_chosen = |(_, path): &(usize, &String)| options.is_chosen(path);
-    let chosen: Vec<_> = paths.iter().enumerate().filter(is_chosen).collect();
-    if chosen.is_empty() {
-        return Ok(Vec::new());
-    }
-    let program = providers::program(options.programs.as_deref())?;
     let mut rows = Vec::new();
-    for (index, path) in chosen {
+    for (index, path) in paths.iter().enumerate().filter(is_chosen) {
         let began = Instant::now();
-        let ran = providers::run(rig, &program, index);
+        let ran = providers::run(rig, program, index);
         rows.extend(process_rows(options, path, path, ran, began.elapsed()));
     }
-    Ok(rows)
+    rows
 }
 
-/// rdma-core's own tests, a process for each module: one that ends in a module does not take the
-/// others along.
+/// Runs the rdma-core tests using a process for each module, so that a crash only affects a single
+/// module.
 fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
-    let is_named = |word: &String| word.starts_with(PYVERBS) || word.starts_with("test_");
-    if !options.words.is_empty() && !options.words.iter().any(is_named) {
+    if !options.has_pyverbs() {
         return Vec::new();
     }
     let all = |outcome| {
@@ -392,7 +483,7 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     rows
 }
 
-/// libfabric's own tests, by its script, which runs all of a provider.
+/// Runs the libfabric tests using the script, which runs all tests of a provider.
 fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     let mut rows = Vec::new();
     let mut folder = None;
@@ -414,7 +505,7 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
                 continue;
             }
         };
-        // The script has no way to run one of them alone.
+        // The script doesn't support running a single test.
         let is_chosen = |test: &Test| {
             let name = format!("{path}/{}", test.name);
             is_whole || within.iter().any(|word| name.contains(word))
@@ -426,13 +517,14 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
     rows
 }
 
-/// The first line of a reason, for a table.
+/// Returns the first line of a failure for use in a table.
 fn first_line(why: &Failure) -> String {
     let why = why.to_string();
     why.lines().next().unwrap_or_default().to_owned()
 }
 
-/// Rows of what came of a process that runs tests of a group: one alone where it could not run.
+/// Returns the results of a process that runs several tests. If it could not run, this is a single
+/// result.
 fn process_rows(
     options: &Options,
     group: &str,
@@ -449,7 +541,7 @@ fn process_rows(
     }
 }
 
-/// Rows of the tests of a process, in a group. For the process one line is printed, and one for each
+/// Returns the results for all tests of a process. Prints a line for the process and for each
 /// failure.
 fn suite_rows(
     options: &Options,
@@ -468,7 +560,8 @@ fn suite_rows(
         };
         let outcome = match (not_yet(&path).filter(|_| !options.not_yet), outcome) {
             (Some(why), Outcome::Failed(_)) => Outcome::NotYet(why),
-            // So the list becomes shorter when something is done.
+            // This must fail, so that the entry is removed from the list when the problem has been
+            // fixed.
             (Some(_), Outcome::Passed) => Outcome::Failed("it passes: take it off the list".into()),
             (_, outcome) => outcome,
         };
@@ -492,7 +585,7 @@ fn suite_rows(
     rows
 }
 
-/// Prints a result and answers its row.
+/// Prints a result and returns its row.
 fn show(path: String, kind: Kind, outcome: Outcome, took: Duration) -> Row {
     let said = match &outcome {
         Outcome::Passed => format!("{:>6.1} s  ok", took.as_secs_f64()),
@@ -514,7 +607,7 @@ fn show(path: String, kind: Kind, outcome: Outcome, took: Duration) -> Row {
     }
 }
 
-/// Counts of the rows, and the failures. What was skipped is noted.
+/// Returns the counts and failures. Skips are recorded.
 fn count(rows: &[Row]) -> (Tally, Option<String>) {
     let mut tally = Tally::default();
     let mut failures = Vec::new();
@@ -546,7 +639,7 @@ fn summary(rows: &[Row]) -> String {
     )
 }
 
-/// A line for each reason of a skip.
+/// Prints a line for each reason to skip.
 fn print_skips(rows: &[Row]) {
     let mut reasons = BTreeMap::<&str, Vec<&str>>::new();
     for row in rows {
@@ -566,12 +659,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_unique_and_the_list_names_things_that_exist() {
+    fn paths_are_unique_and_list_is_valid() {
         let paths = all_paths();
         let unique: BTreeSet<_> = paths.iter().collect();
         assert_eq!(unique.len(), paths.len());
         for (beginning, _) in NOT_YET {
-            // rdma-core's tests are known to its package only.
+            // We don't have a list of the rdma-core tests, because they are in the package.
             let is_known = beginning.starts_with(PYVERBS)
                 || paths.iter().any(|path| path.starts_with(beginning));
             assert!(is_known, "{beginning}");
@@ -579,7 +672,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_of_functions_names_cases_that_exist_and_says_which_fail() {
+    fn function_list_matches_cases() {
         let paths = all_paths();
         let groups: BTreeSet<_> = paths.iter().filter_map(|p| p.split_once('/')).collect();
         let groups: BTreeSet<_> = groups.into_iter().map(|(group, _)| group).collect();
@@ -632,7 +725,7 @@ mod tests {
     }
 
     #[test]
-    fn words_choose_tests_of_a_suite_by_the_paths_that_are_printed() {
+    fn suite_tests_are_selected_by_path() {
         let words = [
             "test_qp.QPTest",
             "pyverbs/test_mr.MRTest.test_reg_mr",
@@ -646,7 +739,7 @@ mod tests {
         assert_eq!(options.within("pyverbs/test_qp"), words[..1]);
         assert_eq!(options.within("pyverbs/test_mr"), words[1..2]);
         assert_eq!(options.within("fabtests/verbs;ofi_rxm"), words[2..3]);
-        // Others begin in the same way, or are chosen as a whole.
+        // These paths have a common prefix, or are selected as a whole.
         for path in ["pyverbs/test_cq", "pyverbs/test_cq_ex", "fabtests/verbs"] {
             assert!(options.within(path).is_empty(), "{path}");
         }

@@ -1,27 +1,33 @@
-//! A place with a network interface and a folder `/dev/infiniband`, without any right.
+//! Creates namespaces for all cases ([`isolate`]), and an environment with a network interface and
+//! the directory `/dev/infiniband` that doesn't require privileges.
 //!
-//! libfabric makes connections only at interfaces other than loopback, and UCX opens a device only
-//! where its file in `/dev/infiniband` is a character device, though it never opens that file. Both
-//! are made in namespaces of a user, a network and mounts, in which any user is root.
+//! All cases use a new network namespace and an empty `/tmp` and `/dev/shm`, so that no other
+//! process on this machine can use the same addresses, ports or files.
+//!
+//! libfabric doesn't connect via loopback interfaces, and UCX only uses a device if there is a
+//! character device for it in `/dev/infiniband`, but it never opens this file. We create both in
+//! new user, network and mount namespaces, where any user can be root.
 
 use std::fs;
 use std::net::Ipv4Addr;
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+
 use crate::{Failure, sh};
 
-/// Addresses of the interface, of which each program of a case has one.
+/// Interface addresses. Each program in a case uses one of them.
 pub(super) const ADDRESSES: [Ipv4Addr; 2] =
     [Ipv4Addr::new(10, 17, 0, 1), Ipv4Addr::new(10, 17, 0, 2)];
 
-/// Longest time that the namespaces take.
+/// Maximum time to create the namespaces.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What is made: an interface of a kind that the kernel has, and another `/dev` in the folder `$1`
-/// with what programs need. The arguments after it are the addresses.
+/// Creates an interface, using a type supported by the kernel, and a new `/dev` in the directory
+/// `$1` that contains the files required by programs. The remaining arguments are addresses.
 const SETUP: &str = r#"
 set -e
 dev=$1
@@ -48,14 +54,80 @@ echo ready
 exec sleep infinity
 "#;
 
-/// The namespaces. They end with the value.
+/// Script that is run in new namespaces to clear `/tmp` and `/dev/shm` and enable the loopback
+/// interface. The arguments are directories that should remain visible.
+const PRIVATE: &str = r#"
+set -e
+mount --make-rprivate /
+ip link set lo up
+mount -t tmpfs -o mode=1777 none /dev/shm
+n=0
+for path; do
+    n=$((n + 1))
+    case $path in /tmp/*) ;; *) continue ;; esac
+    [ -d "$path" ] || continue
+    mkdir "/dev/shm/$n"
+    mount --rbind "$path" "/dev/shm/$n"
+done
+mount -t tmpfs -o mode=1777 none /tmp
+n=0
+for path; do
+    n=$((n + 1))
+    [ -d "/dev/shm/$n" ] || continue
+    mkdir -p "$path"
+    mount --rbind "/dev/shm/$n" "$path"
+    umount -l "/dev/shm/$n"
+    rmdir "/dev/shm/$n"
+done
+"#;
+
+/// Environment variable that is set for processes in these namespaces.
+const IS_PRIVATE: &str = "RISER_XTASK_PRIVATE";
+
+/// Moves this thread, and any processes it will start, to new namespaces. Requires root.
+///
+/// # Errors
+/// Returns an error if this is not allowed by the kernel or the container.
+#[allow(unsafe_code, reason = "the standard library has no namespaces")]
+pub(super) fn isolate(visible: &[PathBuf]) -> Result<(), Failure> {
+    // SAFETY: the thread still shares its descriptors with all other threads.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNET | UnshareFlags::NEWNS) }?;
+    let mut setup = sh::cmd("sh", ["-c", PRIVATE, "sh"]);
+    sh::output(setup.args(visible)).map(drop)
+}
+
+/// Returns a command to run this program again in new namespaces, for users other than root.
+/// Returns `None` if this has already been done, or if the kernel doesn't allow users to create
+/// namespaces. The caller has to add the program arguments.
+pub(super) fn again_isolated(visible: &[PathBuf; 3]) -> Option<Command> {
+    const USERS: [&str; 3] = ["--map-root-user", "--net", "--mount"];
+    if std::env::var_os(IS_PRIVATE).is_some() {
+        return None;
+    }
+    let mut attempt = sh::cmd("unshare", USERS);
+    sh::output(attempt.args(["sh", "-c", PRIVATE, "sh"]).args(visible)).ok()?;
+    // The second user namespace is used to drop privileges.
+    let script = format!(
+        "private() {{\n{PRIVATE}}}\nprivate \"$1\" \"$2\" \"$3\"\nshift 3\n\
+         exec unshare --map-user={} --map-group={} -- \"$0\" \"$@\"",
+        rustix::process::getuid().as_raw(),
+        rustix::process::getgid().as_raw()
+    );
+    let mut command = sh::cmd("unshare", USERS);
+    command.args(["sh", "-c", &script]);
+    command.arg(std::env::current_exe().ok()?).args(visible);
+    command.env(IS_PRIVATE, "1");
+    Some(command)
+}
+
+/// The namespaces, which are removed on drop.
 pub(super) struct Namespace {
     holder: std::process::Child,
 }
 
 impl Namespace {
-    /// Makes the namespaces, by a command that has the rights of the programs to come (`as_user`).
-    /// `folder` is theirs, and empty.
+    /// Creates the namespaces using a command with the same privileges as the programs that will
+    /// use them (`as_user`). `folder` must be an empty directory owned by the same user.
     pub(super) fn new(
         as_user: impl FnOnce(Command) -> Command,
         folder: &Path,
@@ -87,8 +159,8 @@ impl Namespace {
         }
     }
 
-    /// A command within them, in a folder, since a process that enters starts at the root of the
-    /// file system.
+    /// Returns a command that runs inside the namespaces. We need to set the directory because a
+    /// process that enters them will start in the root directory.
     pub(super) fn enter(&self, folder: &Path, command: &Command) -> Command {
         let target = self.holder.id().to_string();
         let folder = format!("--wdns={}", folder.display());

@@ -1,5 +1,5 @@
-//! The provider suite of the transport (`transport/tests/suite`) on our libraries: its provider
-//! `rdma_core` loads libibverbs and librdmacm, and here these are ours.
+//! Runs the provider suite of the transport (`transport/tests/suite`) with our libraries. The
+//! `rdma_core` provider loads libibverbs and librdmacm, and here these are our own libraries.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,51 +9,53 @@ use super::pyverbs::{Test, Verdict};
 use super::runner::{Rig, address, failure};
 use crate::{Failure, sh};
 
-/// Group of these rows.
+/// Group of these tests.
 pub(super) const GROUP: &str = "providers";
 
-/// Providers of the device that connects and of the one that listens.
+/// Provider of the device that connects, and of the device that listens.
 const PAIRS: [[&str; 2]; 3] = [
     ["rdma_core", "rdma_core"],
     ["rdma_core", "roce"],
     ["roce", "rdma_core"],
 ];
 
-/// The test that runs the suite on devices that it is given.
+/// Test that runs the suite with the given devices.
 const TEST: &str = "devices";
 
-/// Longest time of a pair.
+/// Timeout for a pair.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Beginnings of the paths of all rows: a pair each.
+/// Returns the path prefix for each pair.
 pub(super) fn paths() -> Vec<String> {
     let path = |[a, b]: [&str; 2]| format!("{GROUP}/{a} to {b}");
     PAIRS.map(path).into()
 }
 
-/// The test program: one of a folder, if it is there, or one that is built.
+/// Returns the test program: either from the directory, if it exists there, or from a new build.
 ///
 /// # Errors
-/// It cannot be built.
+/// Returns an error if the build fails.
 pub(super) fn program(folder: Option<&Path>) -> Result<PathBuf, Failure> {
     let given = folder.map(|folder| folder.join(TEST));
     match given.filter(|program| program.is_file()) {
         Some(program) => Ok(fs::canonicalize(program)?),
-        // With the whole workspace, so that what the other tests have built serves here.
+        // Build with the whole workspace, so that we can use everything already built for other
+        // tests.
         None => sh::built(&["test", "-q", "--workspace", "--test", TEST], TEST),
     }
 }
 
-/// Two addresses of a device, between which connections migrate.
+/// Returns two addresses for a device, so that a connection can migrate between them.
 fn addresses(device: usize) -> String {
     let others = PAIRS[0].len();
     format!("{},{}", address(device), address(device + others))
 }
 
-/// Runs the suite on the pair at `index` of [`paths`]; returns each test, and why it failed.
+/// Runs the suite with the pair at `index` in [`paths`]. Returns all tests, and the error of each
+/// failed test.
 ///
 /// # Errors
-/// The program did not run all tests.
+/// Returns an error if the program did not run all tests.
 pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, Failure> {
     let pair = PAIRS[index];
     let devices: Vec<_> = (0..).zip(pair).collect();
@@ -61,7 +63,8 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     let spec = spec.map(|(n, kind)| format!("{kind}:{}", addresses(*n)));
     let spec = spec.collect::<Vec<_>>().join(" ");
     let program = rig.adopt(program)?;
-    // The library has the devices of the one provider, and the test opens those of the other.
+    // The library provides the devices for one provider, and the test opens the devices for the
+    // other provider.
     let mut run = sh::cmd(rig.riser(), ["run"]);
     for (n, _) in devices.iter().filter(|(_, kind)| *kind == "rdma_core") {
         run.arg("--device")
@@ -80,8 +83,8 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     }
 }
 
-/// Reads the results that the program prints, and whether it has come to its end. Before that of a
-/// test that failed stands what it panicked with.
+/// Parses the test results and checks if the run was completed. If a test fails, its panic message
+/// is printed before the result.
 fn parse(said: &str) -> (Vec<Test>, bool) {
     let mut tests = Vec::new();
     let mut add = |rest: &str, verdict| {

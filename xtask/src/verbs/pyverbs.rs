@@ -1,7 +1,7 @@
-//! rdma-core's own tests, which are in Python: those that name no vendor, at Debian's version.
+//! Runs the rdma-core Python tests that are not specific to a vendor, using Debian's version.
 //!
-//! Debian has them as documentation in the package of the module that they use. It is unpacked
-//! again, since small systems install packages without their documentation.
+//! The tests are installed as documentation in the package with the Python module. We unpack the
+//! package again, because small systems are often configured to not install documentation.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,27 +12,28 @@ use super::runner::{Ended, Rig};
 use crate::packages::{Need, need};
 use crate::{Failure, packages, sh};
 
-/// The module by which the tests use the library. A file of it, as it has no program.
+/// Python module that tests use to access the library. We check for a file because it has no
+/// program.
 pub(super) const NEED: Need = need(
     "/usr/lib/python3/dist-packages/pyverbs/__init__.py",
     "python3-pyverbs",
     "rdma-core's own tests",
 );
 
-/// Debian's Python, for which the module is built.
+/// Debian's Python, because the module is built for this version.
 const PYTHON: &str = "/usr/bin/python3";
 
-/// Folder of the tests in the package.
+/// Directory of the tests in the package.
 const FOLDER: &str = "usr/share/doc/rdma-core/tests";
 
-/// Beginnings of modules that are about devices of a vendor, or memory of a graphics processor.
+/// Prefixes of modules that test vendor-specific devices or GPU memory.
 const VENDORS: [&str; 3] = ["test_mlx5", "test_efa", "test_cuda"];
 
-/// Address of the device that the tests use.
+/// Address of the device used for tests.
 const ADDRESS: &str = "127.0.17.1";
 
-/// What starts the tests. They look for the address of a device in the folder that the kernel has of
-/// its network interface, and skip what needs one; a software device has none.
+/// Script that runs the tests. They search for the device address in the kernel's directory for its
+/// network interface, but a software device has no such directory and these tests would be skipped.
 const DRIVER: &str = "\
 import os, runpy, sys
 here = os.path.dirname(os.path.abspath(__file__))
@@ -44,19 +45,19 @@ tests.base.RDMATestCase._get_ip_mac = address
 runpy.run_path(os.path.join(here, 'run_tests.py'), run_name='__main__')
 ";
 
-/// Longest time of a module.
+/// Timeout for a module.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// Results of one test.
+/// Result of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It holds.
+    /// The test passed.
     Passed,
-    /// It was not tried, for this reason.
+    /// The test was skipped for this reason.
     Skipped(String),
-    /// It does not hold, by the last line of its trace.
+    /// The test failed. Contains the last line of the traceback.
     Failed(String),
-    /// The process ended within it.
+    /// The process exited during the test.
     Unfinished,
 }
 
@@ -68,7 +69,7 @@ pub(super) struct Test {
     pub(super) verdict: Verdict,
 }
 
-/// Unpacks the tests into a folder that processes can read; answers their modules.
+/// Unpacks the tests to a directory that test processes can read, and returns the module names.
 pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     let package = scratch.join("pyverbs");
     packages::unpack(NEED.package, &package)?;
@@ -105,7 +106,8 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     }
 }
 
-/// Runs the tests of one module in a process, or those of it whose names begin with one of `tests`.
+/// Runs the tests of a module in a separate process. If `tests` is not empty, only runs tests that
+/// start with one of these names.
 pub(super) fn run(
     rig: &Rig,
     scratch: &sh::Scratch,
@@ -140,10 +142,10 @@ fn how(ended: &Ended) -> String {
     }
 }
 
-/// Reads what unittest prints with `-v`, and the traces at its end.
+/// Parses the output of unittest when run with `-v`, including the tracebacks at the end.
 ///
-/// A test is `name (module.Class.name)`, perhaps a line of its description, then `... ` and its
-/// result. What the test prints may stand between.
+/// For each test, the output is `name (module.Class.name)`, an optional line with the description,
+/// `... ` and the result. There may be other output in between.
 fn parse(said: &str) -> Vec<Test> {
     let mut tests: Vec<Test> = Vec::new();
     let mut is_open = false;
@@ -179,7 +181,7 @@ fn parse(said: &str) -> Vec<Test> {
         test.verdict = verdict;
         is_open = false;
     }
-    // What fails as a class or a module is set up has a trace and no line of its own.
+    // If the setup of a class or module fails, there is a traceback but no line for the test.
     for (name, why) in traces {
         if !tests.iter().any(|test| test.name == name) {
             tests.push(Test {
@@ -191,7 +193,7 @@ fn parse(said: &str) -> Vec<Test> {
     tests
 }
 
-/// The name of the test that a line begins.
+/// Returns the name of the test if this line is the start of a test.
 fn begun(line: &str) -> Option<String> {
     let (function, rest) = line.split_once(" (")?;
     let (class, _) = rest.split_once(')')?;
@@ -205,7 +207,8 @@ fn begun(line: &str) -> Option<String> {
     Some(full_name(function, class))
 }
 
-/// `tests.module.Class`, to which newer versions of Python add the function, as `module.Class.function`.
+/// Converts `tests.module.Class` to `module.Class.function`. Newer Python versions already include
+/// the function.
 fn full_name(function: &str, class: &str) -> String {
     let class = class.trim_start_matches("tests.");
     match class.ends_with(&format!(".{function}")) {
@@ -214,7 +217,7 @@ fn full_name(function: &str, class: &str) -> String {
     }
 }
 
-/// The last line of each trace, by the test's name.
+/// Returns the last line of each traceback by test name.
 fn traces(text: &str) -> BTreeMap<String, String> {
     let mut traces = BTreeMap::new();
     for part in text.split("\n======").skip(1) {

@@ -1,4 +1,4 @@
-//! Runs a case: its server and its clients, each under `riser run` and without any right.
+//! Runs a test case. The server and all clients use `riser run` and are unprivileged.
 
 use std::fs::{self, File, Permissions};
 use std::net::Ipv4Addr;
@@ -11,59 +11,61 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::cases::{ADMINISTRATOR, Case, ECHO, End, IBACM, Place, Ready};
+use super::cases::{ADMINISTRATOR, Case, End, IBACM, Place, Ready};
 use super::namespace::{ADDRESSES, Namespace};
 use crate::{Failure, sh};
 
-/// User and group without rights, `nobody` and `nogroup` of Debian.
+/// Unprivileged user and group ID: `nobody` and `nogroup` in Debian.
 const NOBODY: u32 = 65_534;
 
-/// Address of the server; those of clients follow.
+/// Server address. The clients use the next addresses.
 const SERVER: [u8; 4] = [127, 0, 17, 1];
 
-/// First port that is given to cases.
+/// First port used for cases.
 const FIRST_PORT: usize = 21_000;
 
-/// Time that a server sleeps when it listens, and from one client to the next.
+/// A server that is listening must sleep for this time. Also used as the delay between starting
+/// clients.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// Time after which a server that does not sleep listens all the same.
+/// If a server never sleeps, we assume that it's listening after this time.
 const BUSY: Duration = Duration::from_secs(3);
 
-/// Longest time that a server takes to get ready, and to end after its clients.
+/// Maximum time for a server to get ready, and to exit after its clients.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time between two looks at processes.
+/// Interval to poll processes.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The programs under test, where a user without rights can read them.
+/// The programs to test, copied to a location that an unprivileged user can read.
 pub(crate) struct Rig {
     riser: PathBuf,
-    /// `libriser_drop_in.so`; the library for sockets is beside it.
+    /// `libriser_drop_in.so`.
     library: PathBuf,
-    /// Folder that the programs came from.
+    /// Directory that the programs were copied from.
     programs: PathBuf,
-    /// Folder of the copies.
+    /// Directory of the copies.
     copies: PathBuf,
-    /// A folder that processes may write.
+    /// Directory that is writable for test processes.
     home: PathBuf,
     logs: PathBuf,
-    /// Network namespace for the cases of [`Place::Network`], made when it is first needed, or why
-    /// there is none.
+    /// Network namespace for cases with [`Place::Network`], or the error if it can't be created.
+    /// This is initialized on first use.
     network: OnceLock<Result<Namespace, String>>,
 }
 
-/// A process that has ended, or had to be ended.
+/// A process that has exited or was killed.
 #[derive(Clone, Debug)]
 pub(crate) struct Ended {
-    /// Its status; none if its time was up.
+    /// Exit status, or `None` if it timed out.
     pub(crate) status: Option<ExitStatus>,
-    /// Its output, both kinds.
+    /// Output, including standard error.
     pub(crate) said: String,
 }
 
 impl Rig {
-    /// Copies the programs of a folder: a user without rights may not enter that of the sources.
+    /// Copies the programs from a directory, because an unprivileged user may not be able to access
+    /// the source directory.
     pub(crate) fn new(
         programs: &Path,
         scratch: &sh::Scratch,
@@ -72,7 +74,6 @@ impl Rig {
         fs::create_dir_all(logs)?;
         fs::set_permissions(scratch.path(), Permissions::from_mode(0o755))?;
         let copy = |name: &str| copy(&programs.join(name), scratch.path());
-        copy("librspreload.so")?;
         let home = scratch.join("home");
         fs::create_dir_all(&home)?;
         let rig = Self {
@@ -88,26 +89,26 @@ impl Rig {
         Ok(rig)
     }
 
-    /// A copy of a program that processes can run.
+    /// Copies a program so that test processes can run it.
     ///
     /// # Errors
-    /// It is not there, or cannot be copied.
+    /// Returns an error if the program doesn't exist or can't be copied.
     pub(super) fn adopt(&self, program: &Path) -> Result<PathBuf, Failure> {
         copy(program, &self.copies)
     }
 
-    /// Gives a folder to the user that processes run as.
+    /// Changes the owner of a directory to the user that runs test processes.
     fn give(&self, folder: &Path) -> Result<(), Failure> {
         fs::set_permissions(folder, Permissions::from_mode(0o700))?;
         self.hand_over(folder)
     }
 
-    /// The program `riser`.
+    /// Returns the path of `riser`.
     pub(super) fn riser(&self) -> &Path {
         &self.riser
     }
 
-    /// Gives a file to the user that processes run as.
+    /// Changes the owner of a file to the user that runs test processes.
     pub(super) fn hand_over(&self, file: &Path) -> Result<(), Failure> {
         if sh::is_root() {
             chown(file, Some(NOBODY), Some(NOBODY))?;
@@ -115,7 +116,7 @@ impl Rig {
         Ok(())
     }
 
-    /// A folder that processes may write, empty.
+    /// Creates an empty directory that is writable for test processes.
     pub(super) fn folder(&self, name: &str) -> Result<PathBuf, Failure> {
         let folder = self.home.join(name);
         let _ = fs::remove_dir_all(&folder);
@@ -124,10 +125,11 @@ impl Rig {
         Ok(folder)
     }
 
-    /// The place with a network interface, which is made when it is first asked for.
+    /// Returns the namespaces with a network interface, which are created on first use.
     ///
     /// # Errors
-    /// The kernel, or a container, does not give namespaces to users.
+    /// Returns an error if users are not allowed to create namespaces by the kernel or the
+    /// container.
     pub(super) fn network(&self) -> Result<&Namespace, String> {
         let made = self.network.get_or_init(|| {
             let make = || {
@@ -140,12 +142,13 @@ impl Rig {
         made.as_ref().map_err(Clone::clone)
     }
 
-    /// A command under `riser run` with devices at addresses, and further options.
+    /// Returns a command that uses `riser run` with devices for the given addresses and additional
+    /// options.
     pub(crate) fn command(&self, addr: &str, options: &[&str], words: &[&str]) -> Command {
         self.command_at(None, addr, options, words)
     }
 
-    /// A command like [`Rig::command`], within the place with a network.
+    /// Same as [`Rig::command`], but runs in the namespaces with a network interface.
     pub(super) fn command_at(
         &self,
         network: Option<&Namespace>,
@@ -158,15 +161,17 @@ impl Rig {
         self.without_rights(&run, network)
     }
 
-    /// A command as a user without rights, within the place with a network if one is given.
+    /// Returns a command that runs as an unprivileged user and, if given, in the namespaces with a
+    /// network interface.
     pub(super) fn without_rights(&self, run: &Command, network: Option<&Namespace>) -> Command {
-        // What a program prints is seen at once, though it is no terminal that it prints to.
+        // Use line buffering, so that we see the output immediately even if it's not a terminal.
         let run = sh::behind(sh::cmd("stdbuf", ["-oL"]), run);
-        // Nearest to the program: another user's process would forget the signal.
+        // This must be the innermost wrapper, because the signal would be reset when we change the
+        // user.
         self.as_user(sh::ending_with_us(run, "KILL"), network)
     }
 
-    /// A command, by a user without rights where we are root.
+    /// Returns a command that runs as an unprivileged user if we are root.
     fn as_user(&self, run: Command, network: Option<&Namespace>) -> Command {
         let run = match network {
             Some(network) => network.enter(&self.home, &run),
@@ -198,7 +203,7 @@ impl Rig {
         run
     }
 
-    /// Starts a command, whose output goes to a log.
+    /// Starts a command and writes its output to a log.
     pub(crate) fn start(&self, mut command: Command, log: &str) -> Result<Process, Failure> {
         let log = self.logs.join(format!("{}.log", file_name(log)));
         let out = File::create(&log)?;
@@ -206,14 +211,14 @@ impl Rig {
             .stdin(Stdio::null())
             .stderr(out.try_clone()?)
             .stdout(out)
-            // A group of its own, so that what it has started ends with it.
+            // Use a separate process group, so that we can also kill its children.
             .process_group(0);
         let shown = command.get_program().display().to_string();
         let child = command.spawn().map_err(|e| format!("{shown}: {e}"))?;
         Ok(Process { child, log })
     }
 
-    /// Runs a case; returns its time, or what went wrong.
+    /// Runs a case. Returns its run time or an error.
     pub(super) fn run(&self, number: usize, case: &Case) -> Result<Duration, Failure> {
         let began = Instant::now();
         let until = began + Duration::from_secs(case.seconds);
@@ -239,12 +244,6 @@ impl Rig {
         if let Some(source) = case.source {
             compile(source, &dir.join("program"))?;
         }
-        if case.is_copy {
-            // More than a window of any kind holds, and no multiple of anything.
-            let bytes: Vec<u8> = (0..1_234_567_u32).map(|n| (n % 251) as u8).collect();
-            fs::write(dir.join("first"), bytes)?;
-        }
-        fs::write(dir.join(ECHO), include_str!("echo.py"))?;
         fs::write(dir.join(IBACM), include_str!("ibacm.py"))?;
         let words = |command: &str, client: usize| {
             let command = command
@@ -262,9 +261,6 @@ impl Rig {
             let mut options = Vec::new();
             if let Some(faults) = case.faults {
                 options.extend(["--inject", faults]);
-            }
-            if case.sockets {
-                options.push("--sockets");
             }
             let mut command = self.command_at(network, &address(client), &options, &words);
             command.envs(case.variable);
@@ -287,7 +283,7 @@ impl Rig {
             }
         }
         let ended: Vec<_> = clients.iter_mut().map(|c| c.end(until)).collect();
-        // A server may wait for ever for a client that has failed.
+        // If a client has failed, the server might wait forever.
         let is_failed = judge(case, None, &ended).is_err();
         let server = server.map(|mut server| {
             if case.end == End::Asked || is_failed {
@@ -296,30 +292,24 @@ impl Rig {
             server.end(until.max(Instant::now() + PATIENCE))
         });
         judge(case, server.as_ref(), &ended)?;
-        if case.is_copy {
-            let same = fs::read(dir.join("first"))? == fs::read(dir.join("second"))?;
-            if !same {
-                return Err("the copy differs".into());
-            }
-        }
         Ok(began.elapsed())
     }
 }
 
-/// A running process of a case. It is ended when the value goes.
+/// A running process of a case, which is killed on drop.
 pub(crate) struct Process {
     child: Child,
     log: PathBuf,
 }
 
 impl Process {
-    /// Output until now.
+    /// Returns the current output.
     fn said(&self) -> String {
         let said = fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&said).into_owned()
     }
 
-    /// Waits until it has said something.
+    /// Waits until the output contains this text.
     pub(super) fn await_words(&self, words: &str, time: Duration) -> Result<(), Failure> {
         let until = Instant::now() + time;
         while !self.said().contains(words) {
@@ -337,17 +327,17 @@ impl Process {
         }
     }
 
-    /// Asks it to end.
+    /// Sends SIGTERM.
     fn ask(&self) {
         self.signal(Signal::TERM);
     }
 
-    /// Whether it has ended by itself.
+    /// Returns true if the process has exited.
     pub(super) fn has_ended(&mut self) -> Result<bool, Failure> {
         Ok(self.child.try_wait()?.is_some())
     }
 
-    /// Waits for its end, and ends it when its time is up.
+    /// Waits until the process exits. If it times out, it's killed.
     pub(crate) fn end(&mut self, until: Instant) -> Ended {
         let status = loop {
             match self.child.try_wait() {
@@ -356,7 +346,7 @@ impl Process {
                 _ => break None,
             }
         };
-        // Its children are in its group, and may be left.
+        // There may be children left in its process group.
         self.signal(Signal::KILL);
         let _ = self.child.wait();
         Ended {
@@ -375,26 +365,26 @@ impl Drop for Process {
     }
 }
 
-/// Copies a file into a folder.
+/// Copies a file to a directory.
 fn copy(from: &Path, folder: &Path) -> Result<PathBuf, Failure> {
     let to = folder.join(from.file_name().unwrap_or_default());
     fs::copy(from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
     Ok(to)
 }
 
-/// Compiles a program of ours against MPI.
+/// Compiles one of our programs with MPI.
 fn compile(source: &str, program: &Path) -> Result<(), Failure> {
     let mut mpicc = sh::cmd("mpicc", ["-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
     sh::output(mpicc.arg(program).arg(crate::root().join(source))).map(drop)
 }
 
-/// Address of the server (0) or of a client, where it is one of loopback.
+/// Returns the loopback address of the server (0) or a client.
 pub(super) fn address(number: usize) -> String {
     let [a, b, c, d] = SERVER;
     format!("{a}.{b}.{c}.{}", usize::from(d) + number)
 }
 
-/// Name of a log, without what means something in paths and shells.
+/// Returns a log file name without characters that have a special meaning in paths and shells.
 fn file_name(path: &str) -> String {
     let keep = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     path.chars()
@@ -402,7 +392,7 @@ fn file_name(path: &str) -> String {
         .collect()
 }
 
-/// Waits for a server that takes clients.
+/// Waits until a server is ready for clients.
 pub(super) fn wait_until_ready(
     server: &mut Process,
     ready: Ready,
@@ -416,7 +406,6 @@ pub(super) fn wait_until_ready(
     loop {
         let is_ready = match ready {
             Ready::Port => is_listening(pid, port),
-            Ready::Datagrams => has_socket(pid, addr, port),
             Ready::Device => has_socket(pid, addr, 4791),
             Ready::Says(words) => server.said().contains(words),
         };
@@ -436,7 +425,7 @@ pub(super) fn wait_until_ready(
         std::thread::sleep(LOOK);
     }
     if ready == Ready::Device {
-        // It listens when it has nothing to do but to wait. One that never sleeps has had the time.
+        // When it only waits, it's listening. If it never sleeps, it has had enough time.
         let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());
         let until = Instant::now() + BUSY;
         while since.elapsed() < SETTLE && Instant::now() < until {
@@ -450,11 +439,11 @@ pub(super) fn wait_until_ready(
     Ok(())
 }
 
-/// Ticks of the processor that a process has used, if it sleeps (`/proc/PID/stat`: fields 3, 14 and
+/// Returns the CPU ticks used by a process if it's sleeping (`/proc/PID/stat`: fields 3, 14 and
 /// 15).
 fn cpu_of_sleeper(pid: u32) -> Option<(u64, u64)> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in brackets, may have spaces.
+    // The process name is in parentheses and may contain spaces.
     let (_, rest) = text.rsplit_once(") ")?;
     let mut fields = rest.split(' ');
     let state = fields.next()?;
@@ -463,8 +452,8 @@ fn cpu_of_sleeper(pid: u32) -> Option<(u64, u64)> {
     (state == "S").then_some(used)
 }
 
-/// Whether a TCP port of any address is listened at in a process's network (`/proc/PID/net/tcp`: state
-/// 0A).
+/// Returns true if a TCP port is in the listen state on any address in the network namespace of a
+/// process (`/proc/PID/net/tcp`: state 0A).
 fn is_listening(pid: u32, port: u16) -> bool {
     let end = format!(":{port:04X}");
     ["tcp", "tcp6"].iter().any(|table| {
@@ -477,16 +466,17 @@ fn is_listening(pid: u32, port: u16) -> bool {
     })
 }
 
-/// Whether there is a UDP socket at an address and port in a process's network.
+/// Returns true if there is a UDP socket for this address and port in the network namespace of a
+/// process.
 fn has_socket(pid: u32, addr: [u8; 4], port: u16) -> bool {
-    // The kernel prints the address as a number of the host.
+    // The kernel prints the address in host byte order.
     let start = format!("{:08X}:{port:04X}", u32::from_ne_bytes(addr));
     let text = fs::read_to_string(format!("/proc/{pid}/net/udp")).unwrap_or_default();
     text.lines()
         .any(|line| line.split_whitespace().nth(1) == Some(&start))
 }
 
-/// Judges the ends of all processes of a case.
+/// Checks the exit status and output of all processes in a case.
 fn judge(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), Failure> {
     let named = clients
         .iter()
@@ -515,10 +505,10 @@ fn judge(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), F
     Ok(())
 }
 
-/// Status of a process that has ended by itself, and not by a mistake that the kernel or the library
-/// ended.
+/// Returns the exit status of a process. Returns an error if it timed out, was killed by a signal
+/// or the library has panicked.
 pub(super) fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
-    // Programs may go on after it, and what follows hides it.
+    // A program may continue after a panic, so this could be hidden by later output.
     if let Some(at) = ended.said.find("panicked at") {
         let lines = ended.said[at..].lines().take(2).collect::<Vec<_>>();
         return Err(format!("{name}: the library {}", lines.join(" ")).into());
@@ -541,12 +531,12 @@ fn check(name: &str, ended: &Ended, says: &[&str]) -> Result<(), Failure> {
     }
 }
 
-/// A failure of a process, with the end of its output.
+/// Creates an error for a process, including its last output.
 pub(super) fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
     format!("{name}: {what}\n{}", tail(&ended.said)).into()
 }
 
-/// The last lines of an output.
+/// Returns the last lines of the output.
 pub(super) fn tail(said: &str) -> String {
     let lines: Vec<_> = said
         .lines()
@@ -577,7 +567,7 @@ mod tests {
         cases.next().unwrap()
     }
 
-    /// The first line of what is wrong.
+    /// Returns the first line of the error.
     fn verdict(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> String {
         let result = judge(case, server, clients);
         let why = result.err().map(|e| e.to_string()).unwrap_or_default();
@@ -607,12 +597,12 @@ mod tests {
         let panicked = ended(0, "thread panicked at a.rs:1\n usec/iter");
         let why = "client 1: the library panicked at a.rs:1  usec/iter";
         assert_eq!(of(&good, &panicked), why);
-        // This server was not asked to end.
+        // We did not send a signal to this server.
         assert!(of(&ended(15, ""), &good).contains("signal: 15"));
     }
 
     #[test]
-    fn a_server_that_is_asked_may_end_by_the_signal() {
+    fn stopped_server_may_exit_by_signal() {
         let watch = case("ibv_asyncwatch");
         let of = |raw, said: &str| verdict(&watch, Some(&ended(raw, said)), &[]);
         assert_eq!(of(15, "riser0: async event FD 4"), "");
@@ -622,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_be_refused_may_not_crash() {
+    fn expected_rejection_must_not_crash() {
         let port = case("port 2");
         let of = |raw| verdict(&port, None, &[ended(raw, "")]);
         assert_eq!(of(1 << 8), "");

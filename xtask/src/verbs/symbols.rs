@@ -1,4 +1,4 @@
-//! Symbols of Debian's libraries, and of ours, which must have them all with their versions.
+//! Checks that our libraries export all symbols of the Debian libraries with the same versions.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,16 +7,17 @@ use std::path::{Path, PathBuf};
 use crate::packages::{Need, need};
 use crate::{Failure, sh};
 
-/// The program that lists them.
+/// Program used to list the symbols.
 pub(super) const NEED: Need = need("nm", "binutils", "symbols of the libraries");
 
-/// The libraries in whose place ours is.
+/// Libraries that are replaced by ours.
 const LIBRARIES: [&str; 3] = ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"];
 
-/// Compares our library with those of this machine; answers the number of symbols of each.
+/// Compares our library with the libraries on this machine and returns the number of symbols for
+/// each.
 ///
 /// # Errors
-/// The symbols that ours lacks.
+/// Returns the symbols that are missing in our library.
 pub(super) fn compare(ours: &Path) -> Result<String, Failure> {
     let has = exports(ours)?;
     let mut said = Vec::new();
@@ -33,9 +34,9 @@ pub(super) fn compare(ours: &Path) -> Result<String, Failure> {
     }
 }
 
-/// Debian's file of a library.
+/// Returns the path of the Debian library.
 pub(super) fn find(library: &str) -> Option<PathBuf> {
-    // In a folder that is named after the architecture.
+    // The library is in a directory with the architecture name.
     let folders = fs::read_dir("/usr/lib").ok()?;
     let files = folders.flatten().map(|folder| folder.path().join(library));
     files.into_iter().find(|file| file.is_file())
@@ -50,7 +51,8 @@ fn exports(library: &Path) -> Result<BTreeSet<String>, Failure> {
     }
 }
 
-/// `name@@VERSION` for each that has a version. Those of a version itself (kind `A`) are no symbols.
+/// Returns `name@@VERSION` for each symbol with a version. Entries for a version itself (type `A`)
+/// are skipped.
 fn parse(text: &str) -> BTreeSet<String> {
     let symbol = |line: &str| {
         let mut fields = line.split_whitespace().rev();
@@ -74,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_of_functions_has_all_that_are_not_provided() {
+    fn function_list_contains_missing_functions() {
         let table = std::fs::read_to_string(crate::root().join("transport/drop-in/symbols.txt"));
         let table = table.unwrap();
         let lines = table.lines().filter(|line| !line.starts_with('#'));

@@ -56,6 +56,33 @@ fn links_lead_to_files_and_headings() {
     all_right(&wrong);
 }
 
+/// Each alert leads to the section of the book that has its name.
+#[test]
+fn runbook_urls_lead_to_headings() {
+    const PAGE: &str = "alerts.md";
+    let rules = std::fs::read_to_string(root().join("deploy/prometheus/riserd.rules.yml"));
+    let rules = rules.expect("the rules can be read");
+    let page = Page::read(&Path::new(BOOK).join(PAGE));
+    let mut wrong = Vec::new();
+    let mut headings = BTreeSet::new();
+    for rule in rules.split("- alert: ").skip(1) {
+        let name = rule.lines().next().unwrap_or_default();
+        let heading = name.to_lowercase();
+        let url = format!("file:///usr/share/doc/riser/book/src/{PAGE}#{heading}");
+        if !rule.contains(&format!("runbook_url: \"{url}\"\n")) {
+            wrong.push(format!("{name}: its runbook_url is not {url}"));
+        }
+        if !page.anchors().contains(&heading) {
+            wrong.push(format!("{name}: {PAGE} has no such heading"));
+        }
+        headings.insert(format!("## {name}"));
+    }
+    let others = page.text().lines().filter(|line| line.starts_with("## "));
+    let others = others.filter(|line| !headings.contains(*line));
+    wrong.extend(others.map(|line| format!("{PAGE}: {line} is no alert")));
+    all_right(&wrong);
+}
+
 #[test]
 fn the_summary_has_every_page_once() {
     let summary = Page::read(&Path::new(BOOK).join("SUMMARY.md"));

@@ -2,6 +2,7 @@
 
 #![allow(missing_docs, reason = "tests")]
 
+mod boot;
 mod commands;
 mod examples;
 mod links;

@@ -2,25 +2,27 @@
 
 use crate::error::RingError;
 
-/// Sizes of a ring, fixed when it is made.
+/// Sizes of a ring, fixed when it is created.
 #[derive(Debug, Clone, Copy)]
 pub struct RingConfig {
-    /// Operations in flight at most, 1 to 32,767. The ring adds one of its own, and the kernel
-    /// rounds up to a power of two, so one less than such a power wastes nothing.
+    /// Maximum number of operations in flight, 1 to 32,767. The ring adds one operation for its
+    /// waker, and the kernel rounds up to a power of two, so a power of two minus one wastes no
+    /// entries.
     pub capacity: u32,
-    /// Pieces of a scatter list at most, after joining neighbours; the kernel's limit is 1,024.
+    /// Maximum number of pieces in a scatter list, after merging adjacent pieces. The kernel's
+    /// limit is 1,024.
     pub max_slices: usize,
-    /// Entries of the table of registered files.
+    /// Entries in the registered file table.
     pub files: u32,
-    /// Entries of the table of registered memory; a region takes one per GiB.
+    /// Entries in the registered buffer table. A region uses one entry per GiB.
     pub memories: u32,
 }
 
 impl RingConfig {
-    /// The most operations that a ring takes: the kernel's limit less the ring's own.
+    /// Maximum capacity of a ring: the kernel's limit minus the ring's own operation.
     pub const MAX_CAPACITY: u32 = 32_767;
 
-    /// Slots of the ring: one more than the caller's, for the waker.
+    /// Returns the number of slots: the configured capacity plus one for the waker.
     pub(crate) fn total(&self) -> Result<u32, RingError> {
         let (asked, max) = (self.capacity, Self::MAX_CAPACITY);
         if asked == 0 || asked > max {
@@ -29,12 +31,14 @@ impl RingConfig {
         Ok(asked + 1)
     }
 
-    /// Kernel threads for operations on files and block devices: one for each operation of the ring.
+    /// Returns the limit of kernel threads for file and block device operations: one for each
+    /// operation of the ring.
     ///
-    /// Operations that have to wait (flushes, allocations, whatever a file system cannot do at once)
-    /// block a thread of the kernel's pool (`io-wq`) each. By default these are four for each
-    /// processor, so a few operations on a file system that hangs would delay operations on all other
-    /// file systems. Threads exist only while operations block, and end after some idle seconds.
+    /// Each blocking operation (flushes, allocations, and everything that a file system cannot do
+    /// without waiting) occupies a thread of the kernel's pool (`io-wq`). The default limit is four
+    /// threads per processor, so a few operations on a file system that hangs would delay
+    /// operations on all other file systems. Threads only exist while operations block, and exit
+    /// after a few idle seconds.
     pub(crate) fn threads(&self) -> u32 {
         self.capacity + 1
     }

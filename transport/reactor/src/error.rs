@@ -1,19 +1,19 @@
-//! Errors of the ring. Errors of single operations are not here: they are negative results in a
-//! [`Completion`](crate::Completion), in the kernel's own numbers.
+//! Ring errors. Errors of individual operations are reported as negative results in a
+//! [`Completion`](crate::Completion), using the kernel's error numbers.
 
 use std::io;
 
-/// Reason why a ring could not be made or entered.
+/// Error returned if a ring cannot be created or entered.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
     /// The kernel has no `io_uring` (`ENOSYS`): it is older than 5.11, was built without it, or a
-    /// system-call filter, such as a container's default profile, hides it.
+    /// seccomp filter, such as a container's default profile, hides it.
     #[error(
         "io_uring is not available (ENOSYS): the kernel lacks it, or a seccomp filter hides it; \
          a container needs a profile that allows io_uring_setup, io_uring_enter and io_uring_register"
     )]
     Missing,
-    /// The kernel refuses `io_uring` to this process (`EPERM`, `EACCES`).
+    /// The kernel denies `io_uring` to this process (`EPERM`, `EACCES`).
     #[error(
         "io_uring is forbidden to this process (EPERM): sysctl kernel.io_uring_disabled is {}; \
          0 allows it to everyone, 1 to the group in kernel.io_uring_group and to CAP_SYS_ADMIN, \
@@ -21,38 +21,39 @@ pub enum RingError {
         .sysctl.as_deref().unwrap_or("not readable")
     )]
     Forbidden {
-        /// The value of `kernel.io_uring_disabled`, where `/proc` shows it.
+        /// The value of `kernel.io_uring_disabled`, if `/proc` shows it.
         sysctl: Option<String>,
     },
-    /// No memory for the rings, which the kernel charges to the user's `RLIMIT_MEMLOCK`, together
-    /// with registered memory: make every ring before registering much with any.
+    /// There is no memory for the rings. The kernel charges rings and registered memory to the
+    /// user's `RLIMIT_MEMLOCK`, so all rings should be created before much memory is registered
+    /// with any ring.
     #[error(
         "no memory for an io_uring of {capacity} operations (raise ulimit -l, LimitMEMLOCK= in a systemd unit): {source}"
     )]
     Memory {
-        /// The capacity asked for.
+        /// The requested capacity.
         capacity: u32,
-        /// The error as the kernel gave it.
+        /// The error returned by the kernel.
         source: io::Error,
     },
     /// Any other failure to set up the ring.
     #[error("cannot set up an io_uring: {0}")]
     Setup(#[source] io::Error),
-    /// The capacity asked for is zero or larger than the kernel's limit.
+    /// The requested capacity is zero or larger than the kernel's limit.
     #[error("an io_uring capacity must be between 1 and {max}, not {asked}")]
     Capacity {
-        /// The length that was asked for.
+        /// The requested capacity.
         asked: u32,
-        /// The most the kernel takes.
+        /// The kernel's limit.
         max: u32,
     },
-    /// The ring failed while handing over or waiting. The ring is of no further use.
+    /// The ring failed while submitting or waiting, and can no longer be used.
     #[error("io_uring_enter failed: {0}")]
     Enter(#[source] io::Error),
 }
 
 impl RingError {
-    /// Names what `io_uring_setup` answered.
+    /// Classifies an error returned by `io_uring_setup`.
     pub(crate) fn from_setup(error: io::Error, capacity: u32) -> Self {
         match error.raw_os_error() {
             Some(libc::ENOSYS) => Self::Missing,
@@ -70,37 +71,39 @@ impl RingError {
     }
 }
 
-/// Reason why an operation was not accepted. Nothing was queued; the caller still owns everything.
+/// Error returned if an operation was not accepted. No operation was queued, and the caller still
+/// owns all resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// Every slot is in use: reap first.
+    /// All slots are in use. Completions must be reaped first.
     #[error("every slot of the ring is in use")]
     Full,
-    /// The scatter list has more pieces, after joining neighbours, than the ring accepts.
+    /// The scatter list has more pieces, after merging adjacent pieces, than the ring supports.
     #[error("a scatter list of more than {max} pieces")]
     TooManySlices {
         /// The limit, in pieces.
         max: usize,
     },
-    /// The scatter list is empty, or longer than one operation may move (2 GiB less a page).
+    /// The scatter list is empty, or longer than the maximum length of an operation (2 GiB minus
+    /// one page).
     #[error("a transfer of {len} bytes cannot be one operation")]
     Length {
         /// Total length in bytes.
         len: usize,
     },
-    /// The kernel would not take the queue, with this error number.
+    /// The kernel did not accept the queue and returned this error number.
     #[error("io_uring_enter failed with error {0}")]
     Enter(i32),
 }
 
-/// Reason why memory or a file was not registered. It remains usable without registration, more
-/// slowly.
+/// Error returned if memory or a file was not registered. It can still be used without
+/// registration, but with more overhead.
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     /// The ring's table has no free entry, or the kernel is too old for such tables.
     #[error("the ring has no room to register this")]
     NoRoom,
-    /// The kernel refused; `ENOMEM` means `RLIMIT_MEMLOCK`.
+    /// The kernel rejected the registration. `ENOMEM` means that `RLIMIT_MEMLOCK` was exceeded.
     #[error("the kernel did not register this (ulimit -l limits it): {0}")]
     Kernel(#[source] io::Error),
 }

@@ -1,4 +1,4 @@
-//! [`Handle`]: a file or socket as operations name it, and the ring's table of registered files.
+//! [`Handle`]: a reference to a file or socket, and the ring's table of registered files.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,15 +9,16 @@ use io_uring::types;
 
 use crate::objects::{self, File, Listener, Socket};
 
-/// A file or socket that operations work on, shared by count. An operation in flight holds a clone,
-/// so a descriptor cannot be closed and its number reused under it.
+/// A reference-counted file or socket that operations can use. Operations in flight hold a clone,
+/// so a descriptor cannot be closed, and its number reused, while it is in use.
 ///
-/// A handle from [`Ring::register_file`](crate::Ring::register_file) names the ring's own reference
-/// to the file, which saves the kernel a look-up per operation; on any other ring, and when made
-/// with [`Handle::new`], it works by descriptor.
+/// A handle returned by [`Ring::register_file`](crate::Ring::register_file) refers to the ring's
+/// own reference to the file, which saves the kernel a lookup per operation. On any other ring, and
+/// if created with [`Handle::new`], the descriptor is used.
 ///
-/// One of [`simulated`](crate::simulated) has no descriptor. It works on simulated rings alone, as
-/// descriptors work on those of the host; on the others, operations end with `EBADF`.
+/// A handle of [`simulated`](crate::simulated) has no descriptor. It only works on simulated rings,
+/// just as descriptors only work on rings of the host. On a ring of the wrong kind, operations fail
+/// with `EBADF`.
 #[derive(Debug, Clone)]
 pub struct Handle {
     object: Arc<Object>,
@@ -31,8 +32,9 @@ enum Object {
 }
 
 impl Handle {
-    /// A handle that works by descriptor. For socket operations the descriptor must be in blocking
-    /// mode, since the ring answers `EAGAIN` at once for others; polling works with either.
+    /// Creates a handle that uses a descriptor. For socket operations the descriptor must be in
+    /// blocking mode, because the ring fails with `EAGAIN` instead of waiting on a non-blocking
+    /// descriptor. Polling works in both modes.
     #[must_use]
     pub fn new(fd: OwnedFd) -> Self {
         Self {
@@ -55,7 +57,7 @@ impl Handle {
         }
     }
 
-    /// Descriptor that the handle shares; none of a simulated file or socket.
+    /// Returns the descriptor, or `None` for a simulated file or socket.
     #[must_use]
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         match &*self.object {
@@ -64,7 +66,7 @@ impl Handle {
         }
     }
 
-    /// The file or socket in memory, if it is one.
+    /// Returns the simulated file or socket, if it is simulated.
     #[must_use]
     pub fn simulated(&self) -> Option<&objects::Object> {
         match &*self.object {
@@ -73,16 +75,16 @@ impl Handle {
         }
     }
 
-    /// Whether operations use a ring's registered reference.
+    /// Returns whether operations use a ring's registered reference.
     #[must_use]
     pub fn is_registered(&self) -> bool {
         self.fixed.is_some()
     }
 
-    /// Address of the peer of a connected socket of IP.
+    /// Returns the address of the peer of a connected IP socket.
     ///
     /// # Errors
-    /// Those of `getpeername(2)`; `Unsupported` for other families.
+    /// Returns errors of `getpeername(2)`, or `Unsupported` for other address families.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         match &*self.object {
             Object::Fd(fd) => {
@@ -94,10 +96,10 @@ impl Handle {
         }
     }
 
-    /// Has a TCP socket send at once what it is given, instead of collecting.
+    /// Disables Nagle's algorithm, so that a TCP socket sends data immediately.
     ///
     /// # Errors
-    /// Those of `setsockopt(2)`.
+    /// Returns errors of `setsockopt(2)`.
     pub fn set_nodelay(&self) -> io::Result<()> {
         match &*self.object {
             Object::Fd(fd) => Ok(rustix::net::sockopt::set_tcp_nodelay(fd, true)?),
@@ -105,10 +107,11 @@ impl Handle {
         }
     }
 
-    /// Ends both directions of a connection. What the ring has of it ends with that.
+    /// Shuts down both directions of a connection, which completes all of its operations on the
+    /// ring.
     ///
     /// # Errors
-    /// Those of `shutdown(2)`, as where the peer has ended it.
+    /// Returns errors of `shutdown(2)`, for example if the peer has already closed the connection.
     pub fn shut_down(&self) -> io::Result<()> {
         match &*self.object {
             Object::Fd(fd) => Ok(rustix::net::shutdown(fd, rustix::net::Shutdown::Both)?),
@@ -116,14 +119,14 @@ impl Handle {
         }
     }
 
-    /// The file's name in operations on the ring with this table.
+    /// Returns how operations refer to the file on the ring with this table.
     pub(crate) fn target(&self, table: &Arc<FileTable>) -> Target {
         match (&self.fixed, &*self.object) {
             (Some(slot), _) if Arc::ptr_eq(&slot.table, table) => {
                 Target::Fixed(types::Fixed(slot.index))
             }
             (_, Object::Fd(fd)) => Target::Fd(types::Fd(fd.as_raw_fd())),
-            // The kernel's answer is EBADF.
+            // The kernel will return EBADF.
             (_, Object::Simulated(_)) => Target::Fd(types::Fd(-1)),
         }
     }
@@ -159,7 +162,8 @@ pub(crate) enum Target {
     Fixed(types::Fixed),
 }
 
-/// An entry of a ring's table, returned to it when the last handle that names it is gone.
+/// An entry of a ring's table. It is returned to the table when the last handle that refers to it
+/// is dropped.
 #[derive(Debug)]
 struct FixedSlot {
     table: Arc<FileTable>,
@@ -172,8 +176,8 @@ impl Drop for FixedSlot {
     }
 }
 
-/// Entries of a ring's table and their use. `free` entries hold no file; `stale` ones hold a file
-/// without a name, which the ring takes out when it next looks.
+/// Free and unused entries of a ring's table. `free` entries hold no file. `stale` entries hold a
+/// file without a handle, which the ring removes when it next checks.
 #[derive(Debug, Default)]
 pub(crate) struct FileTable(Mutex<Entries>);
 
@@ -192,7 +196,7 @@ impl FileTable {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Entries> {
-        // A poisoned list of numbers is still a list of numbers.
+        // The lists are always consistent, so poisoning can be ignored.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,9 +1,9 @@
-//! [`Kernel`]: what carries out the operations of a ring.
+//! [`Kernel`]: the backend that executes the operations of a ring.
 //!
-//! A ring has tokens, slots and bounds; a kernel has queues and does the work. It gets an operation
-//! with the slot that keeps its file and memory, and gives each back, by the slot's user data, as
-//! completions. The host's `io_uring` is one, and one in memory the other
-//! ([`simulated`](crate::simulated)).
+//! A ring has tokens, slots and bounds. A kernel has queues and executes operations. It receives an
+//! operation together with the slot that keeps its file and memory alive, and returns the
+//! operation's user data in its completions. There are two implementations: `io_uring` of the host,
+//! and an in-memory implementation ([`simulated`](crate::simulated)).
 
 use std::io;
 use std::sync::Arc;
@@ -18,7 +18,8 @@ use crate::simulated;
 use crate::slot::Slot;
 use crate::uring::Uring;
 
-/// The kernel under a ring. A match on it costs a compare, and the compiler sees through each arm.
+/// The kernel under a ring. An enum instead of a trait object, so matching costs a comparison and
+/// the compiler can inline each arm.
 #[allow(
     clippy::large_enum_variant,
     reason = "every ring that serves has the large one, without an indirection"
@@ -36,7 +37,7 @@ impl Kernel {
         }
     }
 
-    /// Mappings, or parts of some, that are registered.
+    /// Returns the number of registered mappings or parts of mappings.
     pub(crate) fn buffers(&self) -> usize {
         match self {
             Self::Uring(uring) => uring.buffers(),
@@ -44,7 +45,7 @@ impl Kernel {
         }
     }
 
-    /// Puts a file into an entry of the table of files, or takes it out.
+    /// Stores a file in an entry of the file table, or clears the entry.
     pub(crate) fn update_file(&mut self, index: u32, file: Option<&Handle>) -> io::Result<()> {
         match self {
             Self::Uring(uring) => uring.update_file(index, file),
@@ -52,7 +53,7 @@ impl Kernel {
         }
     }
 
-    /// Makes sure that one operation can be queued.
+    /// Ensures that one operation can be queued.
     #[inline]
     pub(crate) fn make_room(&mut self) -> Result<(), SubmitError> {
         match self {
@@ -61,8 +62,9 @@ impl Kernel {
         }
     }
 
-    /// Queues the operation that a slot was prepared for, after [`make_room`](Self::make_room). The
-    /// slot keeps all that it names until its last completion.
+    /// Queues the operation that the slot was prepared for, after calling
+    /// [`make_room`](Self::make_room). The slot keeps all resources of the operation alive until
+    /// its last completion.
     #[inline(always)]
     #[allow(
         clippy::inline_always,
@@ -82,7 +84,7 @@ impl Kernel {
         }
     }
 
-    /// Asks for the end of an operation, after [`make_room`](Self::make_room).
+    /// Requests the cancellation of an operation, after calling [`make_room`](Self::make_room).
     pub(crate) fn cancel(&mut self, user_data: u64) {
         match self {
             Self::Uring(uring) => uring.cancel(user_data),
@@ -90,7 +92,8 @@ impl Kernel {
         }
     }
 
-    /// Whether what is queued, or what has finished, needs a call of [`enter`](Self::enter).
+    /// Returns whether [`enter`](Self::enter) must be called because of queued operations or
+    /// deferred completions.
     #[inline]
     pub(crate) fn must_enter(&mut self) -> bool {
         match self {
@@ -99,8 +102,8 @@ impl Kernel {
         }
     }
 
-    /// Hands over what is queued; with `wait`, until a completion is there or the time in it has
-    /// passed. Nothing waits in memory.
+    /// Submits queued operations. With `wait`, blocks until a completion is available or the
+    /// timeout in `wait` expires. The simulated kernel never blocks.
     pub(crate) fn enter(&mut self, wait: Option<Option<Duration>>) -> io::Result<()> {
         match self {
             Self::Uring(uring) => uring.enter(wait),
@@ -111,7 +114,8 @@ impl Kernel {
         }
     }
 
-    /// Releases registered files and memory, once nothing is in flight.
+    /// Releases registered files and memory. Must only be called if there are no operations in
+    /// flight.
     pub(crate) fn release(&mut self) {
         match self {
             Self::Uring(uring) => uring.release(),
@@ -119,7 +123,7 @@ impl Kernel {
         }
     }
 
-    /// Leaves registered memory to a kernel that may still write there.
+    /// Leaks registered memory, because the kernel may still write to it.
     pub(crate) fn leak_memory(&mut self) {
         match self {
             Self::Uring(uring) => uring.leak_memory(),

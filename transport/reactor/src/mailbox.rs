@@ -1,15 +1,15 @@
-//! A bounded queue of messages into a worker.
+//! A bounded queue of messages to a worker.
 
 use riser_sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 use crate::waker::Waker;
 
-/// Makes a queue that holds at most `capacity` messages for the owner of the ring that `waker`
-/// belongs to. The bound keeps a stalled worker from collecting memory; senders see it as
-/// [`SendError::Full`].
+/// Creates a queue of at most `capacity` messages to the owner of the ring that `waker` belongs to.
+/// The bound prevents a stalled worker from accumulating memory. Senders get [`SendError::Full`] if
+/// it is exceeded.
 ///
 /// # Panics
-/// If `capacity` is zero: a rendezvous would need the worker to block.
+/// Panics if `capacity` is zero, because a rendezvous channel would require the worker to block.
 #[must_use]
 pub fn mailbox<T>(capacity: usize, waker: Waker) -> (MailSender<T>, MailReceiver<T>) {
     assert!(capacity > 0, "a mailbox holds at least one message");
@@ -17,7 +17,7 @@ pub fn mailbox<T>(capacity: usize, waker: Waker) -> (MailSender<T>, MailReceiver
     (MailSender { tx, waker }, MailReceiver { rx })
 }
 
-/// The sending end; clones share the queue and its bound.
+/// The sending half of a mailbox. Clones share the queue and its bound.
 #[derive(Debug)]
 pub struct MailSender<T> {
     tx: SyncSender<T>,
@@ -37,23 +37,23 @@ impl<T> MailSender<T> {
     /// Queues a message and wakes the worker. Never blocks.
     ///
     /// # Errors
-    /// Gives the message back where the queue is full or the worker is gone.
+    /// Returns the message if the queue is full or the worker has exited.
     pub fn send(&self, message: T) -> Result<(), SendError<T>> {
-        // `try_send`: a worker that waited for another one's room could wait for one that waits
-        // for it.
+        // We use `try_send` because two workers that wait for room in each other's queues would
+        // deadlock.
         self.tx.try_send(message).map_err(|e| match e {
             TrySendError::Full(m) => SendError::Full(m),
             TrySendError::Disconnected(m) => SendError::Closed(m),
         })?;
-        // After the message is in the queue, or the worker might look before it.
+        // This must follow the send, because otherwise the worker might check the queue too early.
         self.waker.wake();
         Ok(())
     }
 
-    /// Queues a message, waiting for room; for threads that may block, never for workers.
+    /// Queues a message, waiting for room. For threads that may block, never for workers.
     ///
     /// # Errors
-    /// Gives the message back where the worker is gone.
+    /// Returns the message if the worker has exited.
     pub fn send_blocking(&self, message: T) -> Result<(), SendError<T>> {
         self.tx.send(message).map_err(|e| SendError::Closed(e.0))?;
         self.waker.wake();
@@ -64,22 +64,22 @@ impl<T> MailSender<T> {
 /// A message that could not be queued.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError<T> {
-    /// The queue is at its bound.
+    /// The queue is full.
     #[error("the worker's mailbox is full")]
     Full(T),
-    /// The receiving end is gone.
+    /// The receiving half was dropped.
     #[error("the worker is gone")]
     Closed(T),
 }
 
-/// Receiving end of a mailbox, which the worker has.
+/// The receiving half of a mailbox, owned by the worker.
 #[derive(Debug)]
 pub struct MailReceiver<T> {
     rx: Receiver<T>,
 }
 
 impl<T> MailReceiver<T> {
-    /// The next message, if there is one. Never blocks.
+    /// Returns the next message, if any. Never blocks.
     pub fn poll_message(&mut self) -> Option<T> {
         self.rx.try_recv().ok()
     }
@@ -96,12 +96,13 @@ mod tests {
     use super::*;
     use crate::handle::Handle;
 
-    /// Waits for a wake as a ring does: its read of the counter ends, then it has seen the wake.
+    /// Waits for a wake-up like a ring does: its read of the counter completes, then it
+    /// acknowledges the wake-up.
     fn park(waker: &Waker) {
         let counter = waker.counter().and_then(Handle::fd).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
-        // It must not block: the threads of a checker are one thread. In Miri, which does not know
-        // the call, they are not.
+        // We must not block here, because the checker runs all threads on a single thread. Miri
+        // doesn't support `poll`, but has real threads.
         while !cfg!(miri)
             && poll(
                 &mut [PollFd::new(&counter, PollFlags::IN)],
@@ -120,7 +121,7 @@ mod tests {
         const EACH: u32 = 3;
         explore(|| {
             let waker = Waker::new().unwrap();
-            // Of fewer messages than are sent.
+            // The capacity is smaller than the number of messages.
             let (sender, mut receiver) = mailbox(2, waker.clone());
             let senders = [0, 1].map(|who| {
                 let sender = sender.clone();

@@ -1,8 +1,8 @@
-//! [`Offload`]: a helper thread for the few blocking system calls that the ring cannot make.
+//! [`Offload`]: a helper thread for the few blocking system calls that the ring does not support.
 //!
-//! The ring has no operation for `BLKDISCARD` on every kernel we serve, nor for finding the holes
-//! of a file. A worker hands such a call here and gets its result through its own ring, so it
-//! never blocks and still has one park point.
+//! Not all supported kernels have a ring operation for `BLKDISCARD`, and none has one for finding
+//! the holes of a file. A worker submits such a call here and receives its result through its own
+//! ring, so it never blocks and still has a single place to park.
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -11,14 +11,15 @@ use crate::slot::Token;
 use crate::threads::{Helper, Threads};
 use crate::waker::Waker;
 
-/// A helper thread, the queue into it and the results out of it.
+/// A helper thread, its job queue and its result queue.
 ///
-/// The queue holds a fixed number of jobs. Results are bounded by the jobs accepted and not yet
-/// collected. Dropping it drops the [`Helper`], which finishes the jobs already queued, if it can
-/// do so soon.
+/// The queue holds a fixed number of jobs. The number of results is bounded by the number of
+/// accepted jobs that have not been collected yet. Dropping this drops the [`Helper`], which
+/// finishes queued jobs if this doesn't take too long.
 #[derive(Debug)]
 pub struct Offload<R> {
-    /// First, since it is dropped first: its jobs send their results while there is a receiver.
+    /// The first field, because it must be dropped first: its jobs send their results while the
+    /// receiver still exists.
     helper: Box<dyn Helper>,
     results: Receiver<(Token, R)>,
     outbox: Sender<(Token, R)>,
@@ -27,17 +28,17 @@ pub struct Offload<R> {
     capacity: usize,
 }
 
-/// The helper has as many jobs as it takes.
+/// The helper's queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the helper thread's queue is full")]
 pub struct OffloadFull;
 
 impl<R: Send + 'static> Offload<R> {
-    /// Starts a helper that holds at most `capacity` jobs whose results are not collected, and
-    /// rings `waker` after each.
+    /// Starts a helper which holds at most `capacity` jobs with uncollected results, and wakes
+    /// `waker` after each job.
     ///
     /// # Errors
-    /// The error of starting the thread.
+    /// Returns an error if the thread cannot be started.
     pub fn new(capacity: usize, waker: Waker, threads: &dyn Threads) -> io::Result<Self> {
         let capacity = capacity.max(1);
         let (outbox, results) = channel();
@@ -51,25 +52,25 @@ impl<R: Send + 'static> Offload<R> {
         })
     }
 
-    /// Queues a job. Its result comes out of [`Offload::poll_result`] with the same token.
+    /// Queues a job. Its result is returned by [`Offload::poll_result`] with the same token.
     ///
     /// # Errors
-    /// [`OffloadFull`] at the bound; the job is dropped.
+    /// Returns [`OffloadFull`] if the queue is full. The job is dropped.
     ///
     /// # Panics
-    /// If the helper died, which only a panicking job can cause.
+    /// Panics if the helper has died, which can only be caused by a panicking job.
     pub fn submit(
         &mut self,
         token: Token,
         job: impl FnOnce() -> R + Send + 'static,
     ) -> Result<(), OffloadFull> {
-        // Counted until the result is collected, which bounds the results as well.
+        // Jobs are counted until their results are collected, so the results are bounded too.
         if self.outstanding >= self.capacity {
             return Err(OffloadFull);
         }
         let (outbox, waker) = (self.outbox.clone(), self.waker.clone());
         let job = Box::new(move || {
-            // After the result is in the queue. If its receiver is gone, no worker sleeps.
+            // This must follow the send. If the receiver was dropped, there's no worker to wake.
             if outbox.send((token, job())).is_ok() {
                 waker.wake();
             }
@@ -79,14 +80,14 @@ impl<R: Send + 'static> Offload<R> {
         Ok(())
     }
 
-    /// The next finished job, if there is one.
+    /// Returns the result of the next completed job, if any.
     pub fn poll_result(&mut self) -> Option<(Token, R)> {
         let done = self.results.try_recv().ok()?;
         self.outstanding -= 1;
         Some(done)
     }
 
-    /// Jobs whose results have not been collected.
+    /// Returns the number of jobs with uncollected results.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.outstanding

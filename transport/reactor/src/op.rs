@@ -1,18 +1,18 @@
-//! Words of the operations, and an operation and its completion as a kernel has them.
+//! Types of operations and completions, as exchanged with a kernel.
 
-/// Durability of a write when it completes: in the host's cache, or on stable storage.
+/// Durability of a write when it completes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
-    /// Complete once the host has the data.
+    /// The host has received the data, possibly in its cache.
     Cached,
-    /// Complete once the device says the data is durable (`RWF_DSYNC`).
+    /// The device has reported that the data is on stable storage (`RWF_DSYNC`).
     Durable,
 }
 
 /// Extent of a sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SyncKind {
-    /// Data and what is needed to find it (`fdatasync`).
+    /// Data and the metadata needed to find it (`fdatasync`).
     Data,
     /// Data and all attributes (`fsync`).
     All,
@@ -21,65 +21,65 @@ pub enum SyncKind {
 /// Operation of `fallocate` on a byte range. The file's size never changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fallocate {
-    /// Allocates what is not allocated.
+    /// Allocates unallocated blocks.
     Allocate,
-    /// Frees the range, which reads as zeroes afterwards.
+    /// Deallocates the range, which reads as zeroes afterwards.
     PunchHole,
     /// Makes the range read as zeroes and keeps it allocated.
     ZeroRange,
 }
 
-/// Condition on which a receive completes.
+/// Condition for completing a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Receive {
-    /// With the first bytes.
+    /// When any bytes are received.
     Some,
-    /// With all bytes asked for, or at the end of the stream, or on an error.
+    /// When all requested bytes are received, or at the end of the stream, or on an error.
     All,
 }
 
-/// An operation, as a kernel gets it. Its file and its memory come with it.
+/// An operation as received by a kernel. Its file and its memory are passed separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
-    /// Reads from a file.
+    /// Read from a file.
     Read {
-        /// First byte in the file.
+        /// Offset of the first byte in the file.
         offset: u64,
     },
-    /// Writes to a file.
+    /// Write to a file.
     Write {
-        /// First byte in the file.
+        /// Offset of the first byte in the file.
         offset: u64,
-        /// Durability of the data when it completes.
+        /// Durability of the data at completion.
         durability: Durability,
     },
-    /// Makes earlier writes durable.
+    /// Make earlier writes durable.
     Sync(SyncKind),
-    /// Allocates, frees or zeroes a range of a file.
+    /// Allocate, deallocate or zero a range of a file.
     Fallocate {
         /// Change to the range.
         what: Fallocate,
-        /// First byte of the range.
+        /// Offset of the first byte of the range.
         offset: u64,
         /// Length of the range in bytes.
         len: u64,
     },
-    /// Reports poll events of a descriptor.
+    /// Report poll events of a descriptor.
     Poll {
         /// Bits of `poll(2)`.
         events: i16,
-        /// Goes on after the first event.
+        /// Continue after the first event.
         is_multi: bool,
     },
-    /// Accepts a connection.
+    /// Accept a connection.
     Accept,
-    /// Receives from a socket.
+    /// Receive from a socket.
     Receive(Receive),
-    /// Sends on a socket.
+    /// Send to a socket.
     Send,
 }
 
-/// A completion, as a kernel gives it.
+/// A completion as returned by a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cqe {
     pub(crate) user_data: u64,

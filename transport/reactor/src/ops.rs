@@ -1,4 +1,4 @@
-//! The operations: one `submit_*` each.
+//! The operations: one `submit_*` method each.
 
 use riser_memory::MemSlice;
 
@@ -11,10 +11,11 @@ use crate::slot::{Kind, Token};
 impl Ring {
     /// Reads from `offset` of the file into the pieces, in order.
     ///
-    /// The result is the number of bytes read, which may be short, and is zero at the end of file.
+    /// The result is the number of bytes read, which may be short, and is zero at the end of the
+    /// file.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_read(
         &mut self,
         file: &Handle,
@@ -29,7 +30,7 @@ impl Ring {
     /// Writes the pieces, in order, at `offset` of the file. The result may be short.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_write(
         &mut self,
         file: &Handle,
@@ -45,7 +46,7 @@ impl Ring {
     /// Makes earlier, completed writes durable.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_sync(
         &mut self,
         file: &Handle,
@@ -55,10 +56,10 @@ impl Ring {
         self.submit_op(Op::Sync(kind), Kind::Plain, file, &[], token)
     }
 
-    /// Allocates, frees or zeroes `len` bytes from `offset` of a file or block device.
+    /// Allocates, deallocates or zeroes `len` bytes at `offset` of a file or block device.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_fallocate(
         &mut self,
         file: &Handle,
@@ -71,16 +72,16 @@ impl Ring {
         self.submit_op(op, Kind::Plain, file, &[], token)
     }
 
-    /// Reports the poll events of a descriptor, again and again, until cancelled or until a
-    /// completion says that no [`more`](crate::Completion::more) follow.
+    /// Reports poll events of a descriptor repeatedly, until cancelled or until a completion
+    /// indicates that there are no [`more`](crate::Completion::more) events.
     ///
-    /// `events` are the `POLL*` bits of `poll(2)`; results are such bits. An event is reported when
-    /// it arises, not while it lasts: read until `EAGAIN` after each. Every arrival costs the
-    /// kernel a completion, so a worker that polls a busy descriptor anyway does better with
+    /// `events` and results are the `POLL*` bits of `poll(2)`. Events are edge-triggered, so the
+    /// caller must read until `EAGAIN` after each event. Every arrival costs the kernel a
+    /// completion. A worker that polls a busy descriptor anyway should use
     /// [`submit_poll_once`](Ring::submit_poll_once) before it parks.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_poll(
         &mut self,
         file: &Handle,
@@ -91,11 +92,12 @@ impl Ring {
         self.submit_op(Op::Poll { events, is_multi }, Kind::Plain, file, &[], token)
     }
 
-    /// Reports once that any of the poll events of a descriptor is there; at once where it already
-    /// is. `events` and results are as for [`submit_poll`](Ring::submit_poll).
+    /// Completes once when any of the poll events of a descriptor occurs, or immediately if it is
+    /// already pending. `events` and results are the same as for
+    /// [`submit_poll`](Ring::submit_poll).
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_poll_once(
         &mut self,
         file: &Handle,
@@ -106,19 +108,19 @@ impl Ring {
         self.submit_op(Op::Poll { events, is_multi }, Kind::Plain, file, &[], token)
     }
 
-    /// Accepts one connection of a listening socket; the completion carries it.
+    /// Accepts one connection from a listening socket, which is returned in the completion.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_accept(&mut self, listener: &Handle, token: Token) -> Result<(), SubmitError> {
         self.submit_op(Op::Accept, Kind::Accept, listener, &[], token)
     }
 
-    /// Receives from a connected socket into the pieces, in order. A result of zero is the end of
-    /// the stream.
+    /// Receives from a connected socket into the pieces, in order. A result of zero indicates the
+    /// end of the stream.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_recv(
         &mut self,
         socket: &Handle,
@@ -129,11 +131,11 @@ impl Ring {
         self.submit_op(Op::Receive(mode), Kind::Plain, socket, into, token)
     }
 
-    /// Sends the pieces, in order, on a connected socket. The result may be short. A peer that is
-    /// gone is `EPIPE`, never a signal.
+    /// Sends the pieces, in order, on a connected socket. The result may be short. If the peer has
+    /// closed the connection, this fails with `EPIPE`, but never raises a signal.
     ///
     /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
+    /// See [`SubmitError`]. The operation was not queued.
     pub fn submit_send(
         &mut self,
         socket: &Handle,

@@ -1,4 +1,4 @@
-//! [`Ring`]: setting up, registering, reaping, parking, and dropping.
+//! [`Ring`]: setup, registration, reaping, parking, and teardown.
 
 #![allow(
     unsafe_code,
@@ -25,43 +25,44 @@ use crate::slot::{Kind, Slots, Token};
 use crate::uring::{CANCEL, Uring};
 use crate::waker::Waker;
 
-/// Time that a dropped ring waits for the kernel to release buffers before it leaks them.
+/// Time for which a dropped ring waits for the kernel to release buffers before it leaks them.
 const DROP_PATIENCE: Duration = Duration::from_secs(30);
 
-/// A finished operation, or one event of a poll that goes on.
+/// A completed operation, or one event of a multishot poll.
 #[derive(Debug)]
 pub struct Completion {
-    /// The token of the submission.
+    /// The token passed at submission.
     pub token: Token,
-    /// Bytes moved, poll events, or zero; a negated error number on failure.
+    /// Bytes transferred, poll events, or zero. A negative error number on failure.
     pub result: i32,
-    /// More completions of the same operation follow (polls only); false on the last one.
+    /// Set if more completions of the same operation will follow (polls only). False for the last
+    /// completion.
     pub more: bool,
     /// The new socket of a successful accept.
     pub socket: Option<Handle>,
 }
 
 impl Completion {
-    /// The result as a count, or the error.
+    /// Returns the result as a count, or an error.
     ///
     /// # Errors
-    /// The operation's error, `ECANCELED` after a cancel.
+    /// Returns the operation's error, or `ECANCELED` if it was cancelled.
     pub fn outcome(&self) -> io::Result<u32> {
         u32::try_from(self.result).map_err(|_| io::Error::from_raw_os_error(-self.result))
     }
 }
 
-/// Result of a call of [`Ring::reap`].
+/// Result of [`Ring::reap`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reaped {
-    /// Completions added to the caller's list.
+    /// Number of completions added to the caller's list.
     pub completions: usize,
-    /// A [`Waker`] of this ring was used: look into the mailboxes.
+    /// Set if a [`Waker`] of this ring was used. The mailboxes should be checked.
     pub woken: bool,
 }
 
 impl Reaped {
-    /// Whether there is nothing to do.
+    /// Returns whether there is nothing to do.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.completions == 0 && !self.woken
@@ -70,15 +71,15 @@ impl Reaped {
 
 /// An `io_uring` and everything in flight on it.
 ///
-/// Order of calls: any number of `submit_*`, then [`reap`](Ring::reap); with nothing left to do,
-/// [`park`](Ring::park), then `reap` again.
+/// Call any number of `submit_*` methods, then [`reap`](Ring::reap). If there is nothing left to
+/// do, call [`park`](Ring::park), then `reap` again.
 pub struct Ring {
     kernel: Kernel,
-    /// Leaked, rather than freed, where the kernel does not release it.
+    /// Leaked instead of freed if the kernel doesn't release them.
     slots: ManuallyDrop<Slots>,
     files: Arc<FileTable>,
     waker: Waker,
-    /// Buffer of the read of the waker's counter.
+    /// Buffer for reading the waker's counter.
     waker_counter: MemSlice,
     waker_armed: bool,
     capacity: usize,
@@ -96,11 +97,11 @@ impl std::fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// Makes a ring that belongs to the calling thread.
+    /// Creates a ring that belongs to the calling thread.
     ///
     /// # Errors
-    /// [`RingError::Missing`] and [`RingError::Forbidden`] where the host denies `io_uring`; the
-    /// other variants as named.
+    /// Returns [`RingError::Missing`] or [`RingError::Forbidden`] if the host denies `io_uring`, or
+    /// other variants as documented.
     pub fn new(config: RingConfig) -> Result<Self, RingError> {
         let total = config.total()?;
         let (uring, files) = Uring::new(&config, total)?;
@@ -108,11 +109,11 @@ impl Ring {
         Self::over(Kernel::Uring(uring), &config, files, waker)
     }
 
-    /// Makes a ring whose operations a kernel in memory carries out, when its driver says so: see
-    /// [`simulated`].
+    /// Creates a ring whose operations are executed by an in-memory kernel, under the control of
+    /// its driver: see [`simulated`].
     ///
     /// # Errors
-    /// [`RingError::Capacity`], as for a ring of the host.
+    /// Returns [`RingError::Capacity`], like a ring of the host.
     pub fn simulated(config: RingConfig) -> Result<(Self, simulated::Kernel), RingError> {
         let (queue, driver) = simulated::Kernel::new(config.threads(), config.total()?);
         let kernel = Kernel::Simulated(queue);
@@ -126,7 +127,7 @@ impl Ring {
         files: u32,
         waker: Waker,
     ) -> Result<Self, RingError> {
-        // The waker's read outlives any call, so its room does too.
+        // The waker's read stays in flight after this call, so its buffer must be kept.
         let waker_counter = Memory::new(8)
             .map_err(RingError::Setup)?
             .slice(0..8)
@@ -146,19 +147,21 @@ impl Ring {
         Ok(ring)
     }
 
-    /// A waker that ends this ring's park.
+    /// Returns a waker that wakes this ring from a park.
     #[must_use]
     pub fn waker(&self) -> Waker {
         self.waker.clone()
     }
 
-    /// An eventfd that becomes readable when there may be something to [`reap`](Ring::reap): for a
-    /// thread that also waits for descriptors that are not in the ring. Before each sleep it reads
-    /// the counter, calls [`park`](Ring::park) for no time, and finds nothing to reap. `poll(2)` on the
-    /// ring itself does not see completions that the kernel defers to this thread.
+    /// Returns an eventfd that becomes readable when there may be completions to
+    /// [`reap`](Ring::reap). For a thread that also waits for descriptors outside of the ring.
+    /// Before each sleep the thread must read the counter, call [`park`](Ring::park) with a timeout
+    /// of zero, and find nothing to reap. Using `poll(2)` on the ring itself does not report
+    /// completions that the kernel defers to this thread.
     ///
     /// # Errors
-    /// Those of making and registering it; `Unsupported` for a simulated ring.
+    /// Returns errors of creating and registering the eventfd, or `Unsupported` for a simulated
+    /// ring.
     pub fn event_fd(&mut self) -> io::Result<OwnedFd> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let event = eventfd(0, flags)?;
@@ -169,45 +172,47 @@ impl Ring {
         Ok(event)
     }
 
-    /// Operations in flight, the ring's own not counted.
+    /// Returns the number of operations in flight, not counting the ring's own operation.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.slots.in_flight() - usize::from(self.waker_armed)
     }
 
-    /// Operations that can be in flight at once.
+    /// Returns the maximum number of operations in flight.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Pieces that the scatter list of one operation may have, after joining neighbours.
+    /// Returns the maximum number of pieces in the scatter list of an operation, after merging
+    /// adjacent pieces.
     #[must_use]
     pub fn max_slices(&self) -> usize {
         self.slots.max_slices()
     }
 
-    /// Whether the next submission would be refused with [`SubmitError::Full`].
+    /// Returns whether the next submission would fail with [`SubmitError::Full`].
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.in_flight() >= self.capacity
     }
 
-    /// Registers a mapping, so that reads and writes of one piece within it save the kernel its
-    /// look-ups. It stays registered as long as the ring lives. Registering twice does nothing.
+    /// Registers a mapping, so that the kernel can skip lookups for reads and writes of a single
+    /// piece within it. It stays registered until the ring is dropped. Registering it again has no
+    /// effect.
     ///
     /// # Errors
-    /// The mapping stays usable without registration; see [`RegisterError`].
+    /// See [`RegisterError`]. The mapping can still be used without registration.
     pub fn register_memory(&mut self, memory: &Memory) -> Result<(), RegisterError> {
         self.kernel.register_memory(memory)
     }
 
-    /// Registers a file. The entry is free again once every clone of the handle is gone.
+    /// Registers a file. The entry is freed when all clones of the returned handle are dropped.
     ///
     /// # Errors
-    /// The file stays usable through [`Handle::new`]; see [`RegisterError`].
+    /// See [`RegisterError`]. The file can still be used via [`Handle::new`].
     pub fn register_file(&mut self, file: &Handle) -> Result<Handle, RegisterError> {
-        // Entries whose last handle is gone are taken out first, so that they can be used again.
+        // Free entries without handles first, so that they can be reused.
         self.drop_stale_files();
         let index = self.files.take().ok_or(RegisterError::NoRoom)?;
         match self.kernel.update_file(index, Some(file)) {
@@ -221,19 +226,20 @@ impl Ring {
 
     fn drop_stale_files(&mut self) {
         while let Some(index) = self.files.take_stale() {
-            // Failing leaves an open file in the table until the entry is used again.
+            // If this fails, the file stays open in the table until the entry is reused.
             let _ = self.kernel.update_file(index, None);
             self.files.give_back(index);
         }
     }
 
-    /// Asks the kernel to cancel every operation with this token; returns how many there are.
+    /// Requests the cancellation of all operations with this token. Returns their number.
     ///
-    /// Each still completes, with `ECANCELED` or with what it achieved. A read or write that
-    /// the disk has already begun is not interrupted.
+    /// Each of them still completes, either with `ECANCELED` or with its actual result. A read or
+    /// write that the disk has already started is not interrupted.
     ///
     /// # Errors
-    /// [`SubmitError::Enter`] or [`SubmitError::Full`] where the kernel takes no others.
+    /// Returns [`SubmitError::Enter`] or [`SubmitError::Full`] if the kernel does not accept more
+    /// entries.
     pub fn cancel(&mut self, token: Token) -> Result<usize, SubmitError> {
         let doomed: Vec<u64> = self.slots.with_token(token).collect();
         for &user_data in &doomed {
@@ -243,18 +249,18 @@ impl Ring {
         Ok(doomed.len())
     }
 
-    /// Hands queued operations to the kernel.
+    /// Submits queued operations to the kernel.
     ///
     /// # Errors
-    /// [`RingError::Enter`]: the ring is of no further use.
+    /// Returns [`RingError::Enter`] if the ring can no longer be used.
     pub fn submit(&mut self) -> Result<(), RingError> {
         self.kernel.enter(None).map_err(RingError::Enter)
     }
 
-    /// Hands over what is queued and collects what has finished, without waiting.
+    /// Submits queued operations and collects completions, without waiting.
     ///
     /// # Errors
-    /// [`RingError::Enter`]: the ring is of no further use.
+    /// Returns [`RingError::Enter`] if the ring can no longer be used.
     pub fn reap(&mut self, out: &mut Vec<Completion>) -> Result<Reaped, RingError> {
         if self.kernel.must_enter() {
             self.submit()?;
@@ -262,14 +268,14 @@ impl Ring {
         Ok(self.drain(out))
     }
 
-    /// Hands over what is queued and sleeps until something finishes, a [`Waker`] is used, a signal
-    /// arrives, or `timeout` passes; then call [`reap`](Ring::reap). Returns at once where
-    /// completions are waiting.
+    /// Submits queued operations and sleeps until an operation completes, a [`Waker`] is used, a
+    /// signal arrives, or `timeout` expires. Returns immediately if completions are available. The
+    /// caller should call [`reap`](Ring::reap) afterwards.
     ///
     /// # Errors
-    /// [`RingError::Enter`]: the ring is of no further use.
+    /// Returns [`RingError::Enter`] if the ring can no longer be used.
     pub fn park(&mut self, timeout: Option<Duration>) -> Result<(), RingError> {
-        // A worker that parks has time for it. A stale entry keeps a closed file open.
+        // A stale entry keeps a closed file open. A worker that parks has time to remove it.
         self.drop_stale_files();
         if !self.waker_armed {
             self.arm_waker();
@@ -277,7 +283,8 @@ impl Ring {
         self.kernel.enter(Some(timeout)).map_err(RingError::Enter)
     }
 
-    /// Takes a slot for an operation and hands both to the kernel. On an error nothing was queued.
+    /// Allocates a slot for an operation and passes both to the kernel. On error, the operation was
+    /// not queued.
     #[inline(always)]
     #[allow(
         clippy::inline_always,
@@ -304,43 +311,46 @@ impl Ring {
         file: &Handle,
         slices: &[MemSlice],
     ) -> Result<(u32, u64), SubmitError> {
-        // The last slot is the waker's, also while it is not armed.
+        // The last slot is reserved for the waker, even while the waker is not armed.
         if kind != Kind::Waker && self.is_full() {
             return Err(SubmitError::Full);
         }
-        // Before the slot is taken: an operation that has one is in the kernel's queue.
+        // This must precede allocating a slot, because an operation with a slot must be in the
+        // kernel's queue.
         self.kernel.make_room()?;
         let file = Some(file.clone());
         self.slots.prepare(token, kind, file, slices)
     }
 
     fn arm_waker(&mut self) {
-        // A waker in memory is a flag, which `drain` looks at.
+        // A simulated waker is a flag, which is checked by `drain`.
         let Some(counter) = self.waker.counter() else {
             return;
         };
         let file = counter.clone();
         let counter = [self.waker_counter.clone()];
         let read = Op::Read { offset: 0 };
-        // Failing here means a queue that the kernel will not take; `park` tries again and reports.
+        // This fails if the kernel does not accept the queue. `park` will try again and report the
+        // error.
         let armed = self.submit_op(read, Kind::Waker, &file, &counter, Token(0));
         self.waker_armed = armed.is_ok();
     }
 
-    /// Collects completions; never enters the kernel.
+    /// Collects completions. Never enters the kernel.
     fn drain(&mut self, out: &mut Vec<Completion>) -> Reaped {
         let mut reaped = Reaped {
             completions: 0,
-            // Before the caller looks at its mailboxes, as below.
+            // Before the caller checks its mailboxes, as below.
             woken: self.waker.take_flag(),
         };
-        // In an arm of its own: one loop with all that it does, as if there were no other kernel.
+        // A separate arm, so that the compiler generates a single loop, as if there were no other
+        // kernel.
         match &mut self.kernel {
             Kernel::Uring(uring) => uring.for_each_completion(|cqe| {
                 let is_wake = settle(&mut self.slots, cqe, Accepted::InResult, out, &mut reaped);
                 if is_wake {
-                    // Before the caller looks at its mailboxes: a message that comes after this
-                    // wakes again.
+                    // Before the caller checks its mailboxes, so that a message that arrives after
+                    // this wakes the ring again.
                     self.waker.acknowledge();
                     self.waker_armed = false;
                 }
@@ -352,19 +362,20 @@ impl Ring {
                 }
             }
         }
-        // A wake ends the read, which has to be posted again for the next.
+        // A wake-up completes the read, which must be posted again for the next wake-up.
         if !self.waker_armed {
             self.arm_waker();
         }
         reaped
     }
 
-    /// Cancels everything and waits for the kernel to release the memory; false where it does not.
+    /// Cancels all operations and waits for the kernel to release their memory. Returns false if it
+    /// does not.
     fn quiesce(&mut self) -> bool {
         let deadline = Instant::now() + DROP_PATIENCE;
         while self.slots.in_flight() > 0 {
-            // In each round, since an operation that had not begun may have missed the first
-            // cancellation.
+            // Repeated in each round, because an operation that had not started yet may have missed
+            // the first cancellation.
             let doomed: Vec<u64> = self.slots.all().collect();
             for user_data in doomed {
                 if Instant::now() > deadline || self.kernel.make_room().is_err() {
@@ -382,8 +393,8 @@ impl Ring {
             let slots = &mut self.slots;
             uring.for_each_completion(|cqe| {
                 if let Some(busy) = slots.busy(cqe.user_data) {
-                    // A socket that was accepted while the ring is dropped has no owner, and
-                    // closes.
+                    // A socket that is accepted while the ring is being dropped has no owner, and
+                    // is closed.
                     drop(new_socket(busy.kind, cqe.result, Accepted::InResult));
                     if !cqe.more {
                         slots.release(cqe.user_data);
@@ -399,30 +410,30 @@ impl Drop for Ring {
     fn drop(&mut self) {
         let is_released = match &mut self.kernel {
             Kernel::Uring(_) => self.quiesce(),
-            // It forgets what it has, and holds the memory by handles of its own.
+            // The simulated kernel drops all operations, and holds references to their memory.
             Kernel::Simulated(queue) => queue.close(),
         };
         if is_released {
             self.kernel.release();
-            // SAFETY: dropped once, here; nothing uses the slots afterwards.
+            // SAFETY: the slots are dropped only here, and are not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.slots) };
         } else {
-            // The kernel may still write: losing the memory is the price of never corrupting it.
+            // The kernel may still write to this memory, so we leak it to avoid corruption.
             self.kernel.leak_memory();
         }
     }
 }
 
-/// The socket that an accept made, as its kernel gives it.
+/// The socket created by an accept, as returned by the kernel.
 enum Accepted {
-    /// The result is its descriptor, where the operation was an accept that succeeded.
+    /// The result is the descriptor, if the operation was a successful accept.
     InResult,
-    /// One in memory, if there is one.
+    /// A simulated socket, if any.
     Simulated(Option<Handle>),
 }
 
-/// Adds a completion to the caller's list; returns true if it is a wake, which the caller never
-/// sees.
+/// Adds a completion to the caller's list. Returns true for a wake-up, which is never passed to the
+/// caller.
 #[inline(always)]
 #[allow(
     clippy::inline_always,
@@ -452,7 +463,7 @@ fn settle(
         });
         reaped.completions += 1;
     }
-    // The slot is released after the completion was read from it, and only by the last one of an
+    // The slot is released after its data was used, and only by the last completion of an
     // operation.
     if !cqe.more {
         slots.release(user_data);
@@ -464,8 +475,7 @@ fn settle(
 fn new_socket(kind: Kind, result: i32, accepted: Accepted) -> Option<Handle> {
     match accepted {
         Accepted::InResult if kind == Kind::Accept && result >= 0 => {
-            // SAFETY: a successful accept returns a new descriptor, and its one completion is seen
-            // once.
+            // SAFETY: a successful accept returns a new descriptor in its only completion.
             Some(unsafe { OwnedFd::from_raw_fd(result) }.into())
         }
         Accepted::InResult => None,

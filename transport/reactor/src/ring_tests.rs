@@ -1,5 +1,5 @@
-//! Tests of the ring against files, sockets and threads. Those that are about neither the host nor
-//! its threads run on a kernel in memory as well ([`both`]).
+//! Tests of the ring with files, sockets and threads. Tests that do not depend on the host or its
+//! threads also run on a simulated kernel ([`both`]).
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -23,10 +23,10 @@ fn ring(capacity: u32) -> Ring {
     .unwrap()
 }
 
-/// Time after which nothing is expected to come any more.
+/// Timeout for events that are expected to arrive.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Parks until something ends that. A park without a limit would hang where nothing does.
+/// Parks with a timeout, because a park without a timeout would hang if nothing wakes it.
 #[track_caller]
 fn park(ring: &mut Ring) {
     let begin = Instant::now();
@@ -56,7 +56,7 @@ fn collect_after(ring: &mut Ring, n: usize, complete: impl Fn()) -> Vec<Completi
     out
 }
 
-/// A ring, and what carries out its operations if the host does not.
+/// A ring, and the simulated kernel if it doesn't use the host's.
 struct Rig {
     ring: Ring,
     kernel: Option<simulated::Kernel>,
@@ -68,7 +68,7 @@ enum Far {
     Simulated(Peer),
 }
 
-/// Runs a test on a ring of the host and on one in memory.
+/// Runs a test on a ring of the host and on a simulated ring.
 fn both(config: RingConfig, test: impl Fn(&mut Rig)) {
     let ring = Ring::new(config).unwrap();
     test(&mut Rig { ring, kernel: None });
@@ -328,7 +328,7 @@ fn a_mailbox_has_a_bound() {
     tx.send('d').unwrap();
 }
 
-/// A socket that listens, with a connection that is waiting there.
+/// Returns a listening socket with a connection that has not been accepted yet.
 fn connect(rig: &Rig) -> (Handle, Far) {
     if rig.kernel.is_some() {
         let listener = Listener::new(([192, 0, 2, 2], 3260).into());
@@ -525,12 +525,12 @@ fn a_dropped_ring_has_let_go_of_its_files() {
     one.submit().unwrap();
     drop(handle);
     drop(one);
-    // The other end sees the end of the stream only once the socket has no other holder.
+    // The other end only sees the end of the stream if nothing else holds the socket.
     b.set_nonblocking(true).unwrap();
     assert_eq!(b.read(&mut [0]).unwrap(), 0);
 }
 
-/// Number of open descriptors and mapped areas of this process.
+/// Returns the number of open descriptors and mapped areas of this process.
 fn footprint() -> (usize, usize) {
     let fds = std::fs::read_dir("/proc/self/fd").unwrap().count();
     let maps = std::fs::read_to_string("/proc/self/maps")
@@ -542,7 +542,7 @@ fn footprint() -> (usize, usize) {
 
 #[test]
 fn dropping_a_ring_with_operations_in_flight_frees_everything() {
-    // In a process of its own, since other tests open and close descriptors at the same time.
+    // This runs in a separate process, because other tests open and close descriptors concurrently.
     if std::env::var_os("RISER_RING_CHILD").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
             .args([
@@ -565,7 +565,7 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
         let (a, b) = UnixStream::pair().unwrap();
         let socket = Handle::from(OwnedFd::from(a));
         let m = Memory::new(1 << 20).unwrap();
-        // Where memory may not be locked, the same without.
+        // If memory can't be locked, we test without registered memory.
         let _ = ring.register_memory(&m);
         for i in 0..8 {
             let own = Memory::new(4096).unwrap();
@@ -584,20 +584,21 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
         drop(ring);
     };
     round();
-    // With what the kernel has yet to close of one ring at most, which is less than fifty would
-    // leak.
+    // This may include resources of one ring that the kernel has not closed yet, which is less than
+    // fifty rings would leak.
     let before = footprint();
     for _ in 0..50 {
         round();
     }
-    // The kernel closes a ring's descriptors a moment after the last reference is gone.
+    // The kernel closes a ring's descriptors shortly after the last reference is dropped.
     eventually("all is closed and unmapped", PATIENCE, || {
         let after = footprint();
         after.0 <= before.0 && after.1 <= before.1 + 4
     });
 }
 
-/// Dropping a helper does not wait for a job that never ends, such as a call to a hung file system.
+/// Dropping a helper does not wait for a job that never completes, such as a call to a file system
+/// that hangs.
 #[test]
 fn a_helper_that_hangs_is_left_behind() {
     let ring = Ring::new(RingConfig::default()).unwrap();

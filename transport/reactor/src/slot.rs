@@ -1,4 +1,4 @@
-//! The table of operations in flight, and everything each one keeps alive.
+//! The table of operations in flight, and the resources that they keep alive.
 
 use std::ptr;
 
@@ -7,45 +7,49 @@ use riser_memory::MemSlice;
 use crate::error::SubmitError;
 use crate::handle::Handle;
 
-/// A caller's name for an operation. The ring returns it with the completion and reads nothing
-/// into it; tokens need not be unique.
+/// Identifies an operation for its caller. The ring returns it with the completion and does not
+/// interpret it. Tokens do not need to be unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Token(pub u64);
 
-/// Meaning of a slot's completion beyond its result.
+/// Determines how a slot's completion is handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A result without a further meaning.
+    /// A plain result.
     Plain,
-    /// A result that is not negative is a new descriptor, owned by the receiver of the completion.
+    /// A non-negative result is a new descriptor, owned by the receiver of the completion.
     Accept,
-    /// The ring's own read of the waker's counter; never shown to the caller.
+    /// The ring's own read of the waker's counter. Never passed to the caller.
     Waker,
 }
 
-/// The most bytes that Linux moves in one call.
+/// Maximum number of bytes that Linux transfers in one call.
 pub(crate) const MAX_TRANSFER: usize = 0x7fff_f000;
 
 pub(crate) struct Slot {
     generation: u32,
     busy: Option<Busy>,
-    /// Vectors the kernel may read until the last completion. The heap block of a `Vec` does not
-    /// move while the slot is busy, because only `prepare`, on an idle slot, changes it.
+    /// Vectors that the kernel may read until the last completion. The heap block of this `Vec`
+    /// does not move while the slot is busy, because it is only changed by `prepare` on an idle
+    /// slot.
     pub(crate) iovecs: Vec<libc::iovec>,
-    /// Message header of a send or receive of several pieces; boxed so that its address is fixed.
+    /// Message header for sending or receiving multiple pieces. Boxed, so that its address is
+    /// stable.
     pub(crate) msg: Box<libc::msghdr>,
-    /// The caller's pieces, which hold their mappings.
+    /// The caller's pieces, which keep their mappings alive.
     pub(crate) keep: Vec<MemSlice>,
 }
 
 pub(crate) struct Busy {
     pub(crate) token: Token,
     pub(crate) kind: Kind,
-    /// Held, not read: a descriptor must not be closed, and its number reused, under an operation.
+    /// Not read, but prevents the descriptor from being closed, and its number reused, during an
+    /// operation.
     _file: Option<Handle>,
 }
 
-/// Slots by number, with a list of the idle ones. The bound is the ring's capacity.
+/// Slots by number, with a list of idle slots. The number of slots is bounded by the ring's
+/// capacity.
 pub(crate) struct Slots {
     slots: Box<[Slot]>,
     idle: Vec<u32>,
@@ -59,7 +63,7 @@ impl Slots {
                 generation: 0,
                 busy: None,
                 iovecs: Vec::new(),
-                // SAFETY: `msghdr` is plain old data for which all zeroes is a valid, empty value.
+                // SAFETY: `msghdr` is plain old data, and all zeroes is a valid, empty value.
                 #[allow(unsafe_code, reason = "libc offers no other constructor")]
                 msg: Box::new(unsafe { std::mem::zeroed() }),
                 keep: Vec::new(),
@@ -80,8 +84,8 @@ impl Slots {
         self.max_slices
     }
 
-    /// Takes an idle slot and fills it; returns its number and user data. On an error the slot
-    /// stays idle.
+    /// Allocates and fills an idle slot. Returns its number and user data. On error the slot stays
+    /// idle.
     pub(crate) fn prepare(
         &mut self,
         token: Token,
@@ -89,13 +93,13 @@ impl Slots {
         file: Option<Handle>,
         slices: &[MemSlice],
     ) -> Result<(u32, u64), SubmitError> {
-        // Taken off the list at the end, so that an error leaves the slot idle.
+        // Removed from the list at the end, so that the slot stays idle on error.
         let index = *self.idle.last().ok_or(SubmitError::Full)?;
         let slot = &mut self.slots[index as usize];
         slot.iovecs.clear();
         let mut total = 0usize;
-        // Neighbouring ranges become one vector: blocks of a pool often are, and one range can be a
-        // fixed buffer.
+        // Merge adjacent ranges into one vector. Blocks of a pool often are adjacent, and a single
+        // range can use a fixed buffer.
         for s in slices.iter().filter(|s| !s.is_empty()) {
             total = total.saturating_add(s.len());
             let base = s.ptr().cast::<libc::c_void>();
@@ -114,7 +118,7 @@ impl Slots {
                 });
             }
         }
-        // Linux would cut a longer transfer short. An empty one with pieces is a mistake of the
+        // Linux would truncate a longer transfer. An empty transfer with pieces is an error of the
         // caller.
         if total > MAX_TRANSFER || (total == 0 && !slices.is_empty()) {
             return Err(SubmitError::Length { len: total });
@@ -126,7 +130,8 @@ impl Slots {
         };
         slot.msg.msg_iovlen = slot.iovecs.len() as _;
         debug_assert!(slot.keep.is_empty());
-        // Clones keep the mappings: the caller may drop its own while the kernel still writes.
+        // These clones keep the mappings alive, because the caller may drop its own while the
+        // kernel is still writing.
         slot.keep.extend_from_slice(slices);
         slot.busy = Some(Busy {
             token,
@@ -141,17 +146,18 @@ impl Slots {
         &mut self.slots[index as usize]
     }
 
-    /// The slot's operation for a completion's user data; `None` for one that is over.
+    /// Returns the slot's operation for a completion's user data, or `None` if the operation has
+    /// completed.
     pub(crate) fn busy(&self, user_data: u64) -> Option<&Busy> {
         let (index, generation) = split(user_data);
         let slot = self.slots.get(index as usize)?;
-        // A completion of an operation that is over names an older generation.
+        // A completion of an operation that has already completed has an older generation.
         (slot.generation == generation)
             .then_some(slot.busy.as_ref())
             .flatten()
     }
 
-    /// Ends the slot's operation and releases what it kept alive.
+    /// Completes the slot's operation and releases its resources.
     pub(crate) fn release(&mut self, user_data: u64) {
         let (index, generation) = split(user_data);
         let slot = &mut self.slots[index as usize];
@@ -159,14 +165,15 @@ impl Slots {
             slot.generation == generation && slot.busy.is_some(),
             "slot {index} released twice"
         );
-        // Before the slot is idle, so that no late completion can mean its next operation.
+        // This must precede freeing the slot, so that a late completion can't refer to its next
+        // operation.
         slot.generation = slot.generation.wrapping_add(1) & GENERATION;
         slot.busy = None;
         slot.keep.clear();
         self.idle.push(index);
     }
 
-    /// User data of every operation in flight, the ring's own included.
+    /// Returns the user data of all operations in flight, including the ring's own.
     pub(crate) fn all(&self) -> impl Iterator<Item = u64> + '_ {
         self.slots
             .iter()
@@ -174,18 +181,19 @@ impl Slots {
             .filter_map(|(i, s)| s.busy.as_ref().map(|_| user_data(i as u32, s.generation)))
     }
 
-    /// User data of every operation in flight that bears the token.
+    /// Returns the user data of all operations in flight with this token.
     pub(crate) fn with_token(&self, token: Token) -> impl Iterator<Item = u64> + '_ {
         self.slots.iter().enumerate().filter_map(move |(i, s)| {
             let busy = s.busy.as_ref()?;
-            // The waker's token is not the caller's, though it may be the same number.
+            // The waker's token is not the caller's, even if the numbers are equal.
             (busy.token == token && busy.kind != Kind::Waker)
                 .then(|| user_data(i as u32, s.generation))
         })
     }
 }
 
-/// Generations leave the top bit of the user data clear, for the ring's own cancellations.
+/// Mask for generations. The top bit of the user data is clear, because the ring uses it for its
+/// own cancellations.
 const GENERATION: u32 = 0x7fff_ffff;
 
 fn user_data(index: u32, generation: u32) -> u64 {

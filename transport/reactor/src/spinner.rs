@@ -1,37 +1,38 @@
-//! [`Spinner`]: whether a worker with nothing to do looks again or sleeps.
+//! [`Spinner`]: decides whether an idle worker polls or sleeps.
 //!
-//! Sleeping costs two context switches when work comes a microsecond later; polling costs a core
-//! when none comes. The policy polls only after work, for a span that grows while polling finds
-//! work and shrinks while it does not, so a loaded worker polls, and an idle one sleeps and costs
-//! nothing.
+//! Sleeping costs two context switches if work arrives a microsecond later. Polling wastes a core
+//! if no work arrives. This policy only polls after there was work. The polling interval grows
+//! while polling finds work and shrinks otherwise, so a loaded worker polls, and an idle worker
+//! sleeps and uses no CPU time.
 
 use std::time::{Duration, Instant};
 
-/// The step after a round of the worker's loop.
+/// What to do after a round of the worker's loop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// Go round again at once.
+    /// Run another round immediately.
     Poll,
-    /// Park, for at most this long where a deadline is given.
+    /// Park, for at most this time if there is a deadline.
     Park(Option<Duration>),
 }
 
-/// The policy's memory: one per worker.
+/// The state of the policy. There is one for each worker.
 #[derive(Debug, Clone)]
 pub struct Spinner {
     max: Duration,
     budget: Duration,
-    /// Time since which polling has found nothing.
+    /// Time since when polling has found no work.
     since: Option<Instant>,
-    /// Anything was found since the last park; a wake without work does not earn polling.
+    /// Set if there was work since the last park. A wake-up without work does not cause polling.
     worked: bool,
 }
 
-/// The share of the longest span with which polling starts and to which it shrinks.
+/// The initial and minimum polling interval is the maximum divided by this.
 const FLOOR: u32 = 8;
 
 impl Spinner {
-    /// A policy that polls for at most `max` after the last work; zero never polls.
+    /// Creates a policy that polls for at most `max` after the last work. If it is zero, it never
+    /// polls.
     #[must_use]
     pub fn new(max: Duration) -> Self {
         Self {
@@ -42,30 +43,30 @@ impl Spinner {
         }
     }
 
-    /// Decides after a round at `now` that did some work or none. `deadline` is when the worker's
-    /// next timer fires.
+    /// Decides what to do after a round at `now`. `worked` indicates whether it did any work,
+    /// `deadline` is the time of the worker's next timer.
     pub fn plan(&mut self, now: Instant, worked: bool, deadline: Option<Instant>) -> Next {
         if worked {
             if self.since.take().is_some() {
-                // Polling found it: a longer span would have found more.
+                // Polling found work. A longer interval would find more.
                 self.budget = (self.budget * 2).min(self.max);
             }
             self.worked = true;
             return Next::Poll;
         }
         let remaining = deadline.map(|d| d.saturating_duration_since(now));
-        // A timer that is due is work: parking would only come back at once.
+        // A timer that has expired is work, so parking would return immediately.
         if remaining.is_some_and(|r| r.is_zero()) {
             return Next::Poll;
         }
-        // After a wake without work the worker sleeps again at once.
+        // After a wake-up without work, the worker goes back to sleep immediately.
         if self.worked {
             let since = *self.since.get_or_insert(now);
             if now.saturating_duration_since(since) < self.budget {
                 return Next::Poll;
             }
-            // Polling found nothing for a whole span, so the next one is shorter. It never goes
-            // below the floor, from which one success doubles it.
+            // Polling found no work during the whole interval, so the next one is shorter. It never
+            // drops below the floor, from which one success doubles it.
             self.budget = (self.budget / 2).max(self.max / FLOOR);
         }
         self.since = None;

@@ -1,4 +1,4 @@
-//! [`Threads`]: where helper threads come from: the system, or a simulation's schedule.
+//! [`Threads`]: the source of helper threads, either the system or a simulation's schedule.
 
 use std::fmt::Debug;
 use std::io;
@@ -14,41 +14,41 @@ const END_PATIENCE: Duration = Duration::from_secs(2);
 /// Work for a thread.
 pub type Job = Box<dyn FnOnce() + Send>;
 
-/// Source of threads for system calls that may block.
+/// Source of threads for blocking system calls.
 pub trait Threads: Debug + Send + Sync {
-    /// Starts a thread that does one job after another, and holds `capacity` of them that wait.
+    /// Starts a thread that runs jobs in order and has a queue of `capacity` jobs.
     ///
     /// # Errors
-    /// The error of starting it.
+    /// Returns an error if the thread cannot be started.
     fn helper(&self, capacity: usize) -> io::Result<Box<dyn Helper>>;
 
-    /// Starts a thread for one job, which goes on when what this returns is dropped.
+    /// Starts a thread for a single job. It keeps running if the return value is dropped.
     ///
     /// # Errors
-    /// The error of starting it; the job is dropped.
+    /// Returns an error if the thread cannot be started. The job is dropped.
     fn spawn(&self, name: &str, job: Job) -> io::Result<Box<dyn Spawned>>;
 }
 
-/// A thread that does one job after another. Dropping it finishes the jobs that it has; but a
-/// system call may never return, and dropping a helper does not wait for that for long.
+/// A thread that runs jobs in order. Dropping it waits for its queued jobs, but only for a short
+/// time, because a system call may never return.
 pub trait Helper: Debug + Send {
     /// Queues a job.
     ///
     /// # Errors
-    /// Gives the job back where as many wait as the helper holds.
+    /// Returns the job if the queue is full.
     ///
     /// # Panics
-    /// If the helper died, which only a panicking job can cause.
+    /// Panics if the helper has died, which can only be caused by a panicking job.
     fn run(&mut self, job: Job) -> Result<(), Job>;
 }
 
 /// A thread with one job.
 pub trait Spawned: Debug + Send {
-    /// Returns when the job has ended, or panicked.
+    /// Returns when the job has completed or panicked.
     fn join(self: Box<Self>);
 }
 
-/// The threads of the system.
+/// Threads of the operating system.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemThreads;
 
@@ -63,9 +63,9 @@ impl Threads for SystemThreads {
     }
 }
 
-/// A thread and the queue into it. When it is dropped and does not end within two seconds, the
-/// thread is left alone with the job that it has: it begins no other, and ends with that or with
-/// the process.
+/// A thread and its job queue. If the thread doesn't exit within two seconds after this is dropped,
+/// it is detached with its current job. It won't start another job, and exits after the current job
+/// or with the process.
 #[derive(Debug)]
 struct SystemHelper {
     jobs: Option<SyncSender<Job>>,
@@ -82,7 +82,8 @@ impl SystemHelper {
             .name("riser-offload".into())
             .spawn(move || {
                 while let Ok(job) = inbox.recv() {
-                    // A helper that was left alone begins no further job, whose owner is gone.
+                    // A detached helper must not start another job, because the job's owner no
+                    // longer exists.
                     if is_over.load(Ordering::Acquire) {
                         break;
                     }
@@ -109,7 +110,7 @@ impl Helper for SystemHelper {
 
 impl Drop for SystemHelper {
     fn drop(&mut self) {
-        // Closing the queue ends the thread once it has done what is in it.
+        // Closing the queue makes the thread exit when it has completed all queued jobs.
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             let until = Instant::now() + END_PATIENCE;
@@ -120,8 +121,8 @@ impl Drop for SystemHelper {
                 }
                 std::thread::sleep(Duration::from_millis(1));
             }
-            // A panic of a job has been reported on its own thread; there is no caller to report
-            // to.
+            // A panic of a job was already reported on its own thread, and there is no caller to
+            // report it to.
             let _ = thread.join();
         }
     }

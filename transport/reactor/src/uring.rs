@@ -1,4 +1,4 @@
-//! The host's `io_uring` under a ring.
+//! The host's `io_uring`, used by a ring.
 
 #![allow(
     unsafe_code,
@@ -20,13 +20,13 @@ use crate::handle::{FileTable, Handle, Target};
 use crate::op::{Cqe, Durability, Fallocate, Op, Receive, SyncKind};
 use crate::slot::{MAX_TRANSFER, Slot};
 
-/// User data of the ring's own cancellations, whose completions are not awaited. No slot has it.
+/// User data of the ring's own cancellations, whose completions are ignored. Never used by a slot.
 pub(crate) const CANCEL: u64 = 1 << 63;
 
-/// The kernel registers at most this much as one buffer.
+/// Maximum length of a buffer that the kernel can register.
 const MAX_BUFFER: usize = 1 << 30;
 
-/// Time that a new ring waits for the memory of rings that are gone.
+/// Time for which a new ring waits for the memory of closed rings.
 const SETUP_PATIENCE: Duration = Duration::from_millis(500);
 
 struct Buffer {
@@ -38,8 +38,8 @@ struct Buffer {
 
 /// An `io_uring` with its registered memory.
 ///
-/// What an operation names is owned by its slot, which its ring neither changes nor frees before
-/// the last completion: every method that queues one relies on that.
+/// All resources used by an operation are owned by its slot, which the ring neither changes nor
+/// frees before the last completion. Every method that queues an operation relies on this.
 pub(crate) struct Uring {
     uring: IoUring,
     /// Registered memory by table index.
@@ -47,7 +47,7 @@ pub(crate) struct Uring {
     max_buffers: usize,
 }
 
-/// Builds an entry for a target of either kind.
+/// Builds an entry for either kind of target.
 macro_rules! entry {
     ($target:expr, |$t:ident| $build:expr) => {
         match $target {
@@ -58,21 +58,21 @@ macro_rules! entry {
 }
 
 impl Uring {
-    /// Sets up queues for `total` operations and tables of the configured sizes; returns the
-    /// entries that its table of files has.
+    /// Sets up queues for `total` operations and tables of the configured sizes. Also returns the
+    /// number of entries in its file table.
     ///
     /// # Errors
-    /// Those of [`Ring::new`](crate::Ring::new).
+    /// Returns the errors of [`Ring::new`](crate::Ring::new).
     pub(crate) fn new(config: &RingConfig, total: u32) -> Result<(Self, u32), RingError> {
         let uring =
             build_patiently(total).map_err(|e| RingError::from_setup(e, config.capacity))?;
-        // Waiting with a timeout and never dropping completions are the floor we stand on.
+        // We require timeouts while waiting, and that completions are never dropped.
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(RingError::Missing);
         }
         lend_threads(&uring, config.threads());
-        // Tables of older kernels cannot be sparse; everything works without them, by descriptor
-        // and address.
+        // Older kernels do not support sparse tables. Everything works without them, using
+        // descriptors and addresses.
         let files = match uring.submitter().register_files_sparse(config.files) {
             Ok(()) => config.files,
             Err(_) => 0,
@@ -89,12 +89,12 @@ impl Uring {
         Ok((uring, files))
     }
 
-    /// Has the kernel count completions, also deferred ones, in an eventfd.
+    /// Registers an eventfd that counts all completions, including deferred ones.
     pub(crate) fn register_event_fd(&self, event: &OwnedFd) -> io::Result<()> {
         self.uring.submitter().register_eventfd(event.as_raw_fd())
     }
 
-    /// Operations of files and block devices that may block at once.
+    /// Returns the maximum number of concurrent blocking operations on files and block devices.
     #[cfg(test)]
     pub(crate) fn threads(&self) -> u32 {
         let mut limits = [0, 0];
@@ -103,23 +103,23 @@ impl Uring {
         limits[0]
     }
 
-    /// Entries of the table of registered memory that are in use.
+    /// Returns the number of entries in use in the registered buffer table.
     pub(crate) fn buffers(&self) -> usize {
         self.buffers.len()
     }
 
-    /// Registers a mapping, in pieces that the kernel takes.
+    /// Registers a mapping, split into pieces that the kernel supports.
     pub(crate) fn register_memory(&mut self, memory: &Memory) -> Result<(), RegisterError> {
         let base = memory.addr() as usize;
         if self.buffers.iter().any(|b| b.addr == base) {
             return Ok(());
         }
-        // All pieces of a mapping or none: a half that is registered would help no transfer
-        // across it.
+        // Register all pieces of a mapping or none, because a partially registered mapping would
+        // not help transfers across the boundary.
         if self.buffers.len() + memory.len().div_ceil(MAX_BUFFER) > self.max_buffers {
             return Err(RegisterError::NoRoom);
         }
-        // The kernel takes at most 1 GiB in one entry, so a larger mapping is several.
+        // The kernel's limit is 1 GiB per entry, so a larger mapping needs multiple entries.
         let mut offset = 0;
         while offset < memory.len() {
             let len = (memory.len() - offset).min(MAX_BUFFER);
@@ -127,7 +127,8 @@ impl Uring {
                 iov_base: memory.ptr(offset).cast(),
                 iov_len: len,
             };
-            // SAFETY: the range lies in `memory`, a clone of which is kept until the ring is gone.
+            // SAFETY: the range is part of `memory`, a clone of which is kept until the ring is
+            // dropped.
             unsafe {
                 self.uring.submitter().register_buffers_update(
                     self.buffers.len() as u32,
@@ -146,7 +147,7 @@ impl Uring {
         Ok(())
     }
 
-    /// Puts a file into an entry of the table, or takes it out.
+    /// Stores a file in an entry of the table, or clears the entry.
     pub(crate) fn update_file(&mut self, index: u32, file: Option<&Handle>) -> io::Result<()> {
         let fd = match file {
             Some(file) => match file.fd() {
@@ -159,13 +160,13 @@ impl Uring {
         submitter.register_files_update(index, &[fd]).map(drop)
     }
 
-    /// Makes sure that one entry can be queued.
+    /// Ensures that one entry can be queued.
     pub(crate) fn make_room(&mut self) -> Result<(), SubmitError> {
         if self.uring.submission().is_full() {
             self.enter(None)
                 .map_err(|e| SubmitError::Enter(e.raw_os_error().unwrap_or(0)))?;
-            // The kernel copies what it takes, so a queue that is still full means that it takes
-            // nothing now.
+            // The kernel copies the entries that it accepts, so a queue that is still full means
+            // that the kernel is not accepting any entries now.
             if self.uring.submission().is_full() {
                 return Err(SubmitError::Full);
             }
@@ -173,8 +174,8 @@ impl Uring {
         Ok(())
     }
 
-    /// Queues the operation that a slot was prepared for; [`make_room`](Self::make_room) has found
-    /// room.
+    /// Queues the operation that a slot was prepared for. [`make_room`](Self::make_room) must have
+    /// been called before.
     #[inline(always)]
     #[allow(
         clippy::inline_always,
@@ -189,13 +190,13 @@ impl Uring {
         files: &Arc<FileTable>,
     ) {
         let target = file.target(files);
-        // The vectors and the header stay where they are until the slot is free: the kernel may
-        // read them as long as that.
+        // The vectors and the header don't move until the slot is free, because the kernel may read
+        // them until then.
         let (iov, count) = (slot.iovecs.as_ptr(), slot.iovecs.len() as u32);
         let msg = &raw mut *slot.msg;
         let entry = match op {
-            // A transfer of one range of registered memory is a fixed one, which spares the kernel
-            // pinning its pages.
+            // If there is only one range and it is registered, we use a fixed transfer, so that the
+            // kernel doesn't need to pin its pages.
             Op::Read { offset } => match self.buffer_of(&slot.iovecs) {
                 Some((addr, len, buffer)) => {
                     entry!(target, |t| opcode::ReadFixed::new(t, addr, len, buffer)
@@ -232,11 +233,12 @@ impl Uring {
                     .mode(mode_of(what)))
             }
             Op::Poll { events, is_multi } => {
-                // Sign-extended, the bits of a negative number would be other events.
+                // Sign extension would set additional event bits.
                 let events = u32::from(events as u16);
                 entry!(target, |t| opcode::PollAdd::new(t, events).multi(is_multi))
             }
-            // The peer's address is not asked for, since it would need room that outlives the call.
+            // We don't request the peer's address, because its buffer would have to outlive the
+            // call.
             Op::Accept => entry!(target, |t| opcode::Accept::new(
                 t,
                 ptr::null_mut(),
@@ -251,8 +253,8 @@ impl Uring {
                 entry!(target, |t| opcode::RecvMsg::new(t, msg).flags(flags as u32))
             }
             Op::Send => {
-                // With `MSG_WAITALL` io_uring itself goes on after a short send, which saves a
-                // completion and a submission for the rest.
+                // With `MSG_WAITALL`, io_uring continues after a short send, which saves a
+                // completion and a submission for the remaining bytes.
                 let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32;
                 entry!(target, |t| opcode::SendMsg::new(t, msg.cast_const())
                     .flags(flags))
@@ -261,26 +263,28 @@ impl Uring {
         self.push(entry, user_data);
     }
 
-    /// Queues the cancellation of an operation; [`make_room`](Self::make_room) has found room. Its
-    /// completion is not awaited: what counts is that of the operation that it ends.
+    /// Queues the cancellation of an operation. [`make_room`](Self::make_room) must have been
+    /// called before. The completion of the cancellation is ignored, because the cancelled
+    /// operation has its own completion.
     pub(crate) fn cancel(&mut self, user_data: u64) {
         self.push(opcode::AsyncCancel::new(user_data).build(), CANCEL);
     }
 
     fn push(&mut self, entry: squeue::Entry, user_data: u64) {
         let entry = entry.user_data(user_data);
-        // SAFETY: every address in the entry belongs to the busy slot that `user_data` names, which
-        // neither changes nor frees it before the last completion. Cancellations hold no address.
+        // SAFETY: every address in the entry belongs to the busy slot identified by `user_data`,
+        // which is neither changed nor freed before the last completion. Cancellations contain no
+        // address.
         unsafe { self.uring.submission().push(&entry) }.expect("make_room found room");
     }
 
-    /// The one piece of the list, where it is one and lies in registered memory.
+    /// Returns the piece if there is only one and it is in registered memory.
     fn buffer_of(&self, iovecs: &[libc::iovec]) -> Option<(*mut u8, u32, u16)> {
         let [iov] = iovecs else {
             return None;
         };
         let start = iov.iov_base.addr();
-        // The kernel takes a fixed transfer only within one registered buffer.
+        // The kernel only supports fixed transfers within a single registered buffer.
         let index = self
             .buffers
             .iter()
@@ -289,15 +293,16 @@ impl Uring {
         Some((iov.iov_base.cast(), iov.iov_len as u32, index as u16))
     }
 
-    /// Whether the kernel has to be entered before there are completions to collect.
+    /// Returns whether the kernel must be entered before completions can be collected.
     pub(crate) fn must_enter(&mut self) -> bool {
         let sq = self.uring.submission();
-        // With `DEFER_TASKRUN` the kernel posts completions only when its thread enters, and says
-        // so in a flag. Without anything to do the look costs no system call.
+        // With `DEFER_TASKRUN`, the kernel only posts completions when the thread enters, and
+        // indicates this in a flag. If there is nothing to do, checking it costs no system call.
         !sq.is_empty() || sq.taskrun() || sq.cq_overflow()
     }
 
-    /// Enters the kernel; with `wait`, until a completion is there or the time in it has passed.
+    /// Enters the kernel. With `wait`, blocks until a completion is available or the timeout
+    /// expires.
     pub(crate) fn enter(&mut self, wait: Option<Option<Duration>>) -> io::Result<()> {
         let result = match wait {
             None => self.uring.submit(),
@@ -311,7 +316,7 @@ impl Uring {
         match result {
             Ok(_) => Ok(()),
             Err(e) if passes(&e) => {
-                // The kernel has not waited, and is asked again until it has memory.
+                // The kernel did not wait. The caller will retry until memory is available.
                 if wait.is_some() && e.raw_os_error() == Some(libc::ENOMEM) {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -321,7 +326,7 @@ impl Uring {
         }
     }
 
-    /// Calls `f` for each completion; never enters the kernel.
+    /// Calls `f` for each completion. Never enters the kernel.
     #[inline(always)]
     #[allow(clippy::inline_always, reason = "one loop with what it does")]
     pub(crate) fn for_each_completion(&mut self, mut f: impl FnMut(Cqe)) {
@@ -334,31 +339,33 @@ impl Uring {
         }
     }
 
-    /// Releases registered files and memory, once nothing is in flight. The kernel takes a closed
-    /// ring apart later, on a thread of its own, but a file's lock is to end with its last handle.
+    /// Releases registered files and memory. Must only be called if there are no operations in
+    /// flight. The kernel tears down a closed ring asynchronously, but a file lock must be released
+    /// with its last handle.
     pub(crate) fn release(&mut self) {
         let _ = self.uring.submitter().unregister_files();
         let _ = self.uring.submitter().unregister_buffers();
     }
 
-    /// Never unmaps the memory that was registered: the kernel may still write there.
+    /// Leaks registered memory, because the kernel may still write to it.
     pub(crate) fn leak_memory(&mut self) {
         let buffers = std::mem::take(&mut self.buffers);
         buffers.into_iter().for_each(|b| std::mem::forget(b.memory));
     }
 }
 
-/// Raises the kernel's limit of threads for operations of this ring that block.
+/// Raises the kernel's limit on threads for blocking operations of this ring.
 fn lend_threads(uring: &IoUring, threads: u32) {
-    // Those of sockets and pipes, the second number, have no such bound. Kernels before 5.15 do not
-    // know the call: everything works, with the default.
+    // The second number is the limit for sockets and pipes. 0 leaves it at the default, which is
+    // much higher. Kernels before 5.15 do not support this call, but everything works without it.
     let submitter = uring.submitter();
     let _ = submitter.register_iowq_max_workers(&mut [threads, 0]);
 }
 
-/// Whether the caller's loop may go round, and come back with what is still queued: after a signal,
-/// at the end of the wait, where the kernel wants completions collected first, or has no memory at
-/// this moment. A worker that ended for that would end the sessions of all initiators.
+/// Returns whether the error is transient, and the caller should continue and submit queued entries
+/// later: after a signal, when the wait has timed out, if the kernel needs completions to be
+/// collected first, or if it is currently out of memory. If a worker exited in these cases, the
+/// sessions of all initiators would be lost.
 fn passes(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -375,10 +382,10 @@ fn mode_of(what: Fallocate) -> i32 {
         }
 }
 
-/// Sets up the queues; where memory is short, waits for what rings that are gone still hold.
+/// Sets up the queues. If there is not enough memory, waits for closed rings to be freed.
 ///
-/// The kernel charges rings to the user's `RLIMIT_MEMLOCK`, and takes a closed one apart a moment
-/// after its descriptor or its process is gone.
+/// The kernel charges rings to the user's `RLIMIT_MEMLOCK`, and frees a closed ring shortly after
+/// its descriptor is closed or its process exits.
 fn build_patiently(entries: u32) -> io::Result<IoUring> {
     let deadline = Instant::now() + SETUP_PATIENCE;
     loop {
@@ -386,15 +393,15 @@ fn build_patiently(entries: u32) -> io::Result<IoUring> {
             Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && Instant::now() < deadline => {
                 std::thread::sleep(SETUP_PATIENCE / 50);
             }
-            // Anything but a lack of memory does not mend by waiting.
+            // Waiting only helps if there is not enough memory.
             other => return other,
         }
     }
 }
 
-/// Sets up the queues with the best mode the kernel knows.
+/// Sets up the queues with the best mode that the kernel supports.
 fn build(entries: u32) -> io::Result<IoUring> {
-    // Twice the submissions: polls complete more than once.
+    // Twice the number of submissions, because polls complete more than once.
     let cq = entries.next_power_of_two() * 2;
     let newer = IoUring::builder()
         .setup_cqsize(cq)
@@ -404,8 +411,7 @@ fn build(entries: u32) -> io::Result<IoUring> {
         .setup_taskrun_flag()
         .build(entries);
     match newer {
-        // An old kernel refuses flags that it does not know; without them it takes locks that are
-        // not needed.
+        // Old kernels reject unknown flags. Without the flags, they use locks that we do not need.
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
             IoUring::builder().setup_cqsize(cq).build(entries)
         }

@@ -1,4 +1,4 @@
-//! [`Waker`]: ends a worker's park from any thread.
+//! [`Waker`]: wakes a parked worker from any thread.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -9,23 +9,23 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::handle::Handle;
 
-/// Wakes the [`Ring`](crate::Ring) it came from. Cheap to clone, usable from any thread, and never
-/// lost: a wake before the park ends that park at once. Wakes that the ring has not yet seen are
-/// one wake.
+/// Wakes the [`Ring`](crate::Ring) that created it. It is cheap to clone and can be used from any
+/// thread. Wake-ups are never lost: a wake-up before a park makes that park return immediately.
+/// Wake-ups that the ring has not seen yet are merged.
 #[derive(Debug, Clone)]
 pub struct Waker(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    /// The descriptor that ends a park; none where nothing parks.
+    /// The descriptor that wakes a park. `None` if the owner never parks.
     counter: Option<Handle>,
     pending: AtomicBool,
 }
 
 impl Waker {
     pub(crate) fn new() -> io::Result<Self> {
-        // The descriptor blocks on purpose: io_uring answers EAGAIN at once, instead of waiting,
-        // for descriptors that do not.
+        // The descriptor is blocking, because io_uring immediately fails with EAGAIN on
+        // non-blocking descriptors instead of waiting.
         let fd = eventfd(0, EventfdFlags::CLOEXEC)?;
         Ok(Self(Arc::new(Shared {
             counter: Some(Handle::new(fd)),
@@ -33,11 +33,12 @@ impl Waker {
         })))
     }
 
-    /// A waker of no ring. Its owner calls [`clear`](Self::clear), looks for what wakes announce,
-    /// and sleeps until [`descriptor`](Self::descriptor) is readable.
+    /// Creates a waker without a ring. Its owner calls [`clear`](Self::clear), checks for the
+    /// events that wake-ups announce, and sleeps until [`descriptor`](Self::descriptor) is
+    /// readable.
     ///
     /// # Errors
-    /// That of `eventfd(2)`.
+    /// Returns errors of `eventfd(2)`.
     pub fn detached() -> io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self(Arc::new(Shared {
@@ -46,25 +47,27 @@ impl Waker {
         })))
     }
 
-    /// Descriptor that is readable after a wake; none of a [`simulated`](Self::simulated) one.
+    /// Returns a descriptor that is readable after a wake-up, or `None` for a
+    /// [`simulated`](Self::simulated) waker.
     #[must_use]
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.counter().and_then(Handle::fd)
     }
 
-    /// Takes the wakes so far of a [`detached`](Self::detached) waker. What a waking thread stored
-    /// before its `wake` is visible after this call. That of a ring would wait here for a wake: the
-    /// ring takes them by itself.
+    /// Consumes all previous wake-ups of a [`detached`](Self::detached) waker. Stores of the waking
+    /// thread before its `wake` are visible after this call. Must not be used for the waker of a
+    /// ring: it would block until a wake-up, and the ring consumes wake-ups itself.
     pub fn clear(&self) {
         if let Some(counter) = self.descriptor() {
-            // Fails if there is none. A wake from here on finds the flag set and writes nothing;
-            // its owner looks after this call.
+            // This fails if there is no wake-up. A wake-up after this read finds the flag set and
+            // does not write to the counter, but the owner checks for events after this call
+            // anyway.
             let _ = rustix::io::read(counter, &mut [0; 8]);
         }
         self.acknowledge();
     }
 
-    /// A waker without a descriptor: a flag, for a simulation, which looks at it
+    /// Creates a waker without a descriptor. It's a flag for a simulation, which checks it
     /// ([`is_pending`](Self::is_pending)) instead of sleeping.
     #[must_use]
     pub fn simulated() -> Self {
@@ -74,13 +77,13 @@ impl Waker {
         }))
     }
 
-    /// Whether there was a wake that the ring has not yet seen.
+    /// Returns whether there was a wake-up that the ring has not seen yet.
     #[must_use]
     pub fn is_pending(&self) -> bool {
         self.0.pending.load(Ordering::Acquire)
     }
 
-    /// Wakes the ring's thread; no system call where a wake is already under way.
+    /// Wakes the ring's thread. Doesn't use a system call if a wake-up is already pending.
     pub fn wake(&self) {
         if self.0.pending.swap(true, Ordering::AcqRel) {
             return;
@@ -88,20 +91,20 @@ impl Waker {
         let Some(counter) = self.0.counter.as_ref().and_then(Handle::fd) else {
             return;
         };
-        // The write cannot block: the counter is at most a few units high, since `pending` admits
-        // one write between two reads by the ring.
+        // This write does not block. The counter is always small, because `pending` allows only one
+        // write between two reads by the ring.
         let written = rustix::io::write(counter, &1u64.to_ne_bytes());
         assert_eq!(written, Ok(8), "an eventfd refused a write");
     }
 
-    /// The ring has seen a wake. What a waking thread stored before its `wake` is visible after
-    /// this call.
+    /// Acknowledges a wake-up. Stores of the waking thread before its `wake` are visible after this
+    /// call.
     pub(crate) fn acknowledge(&self) {
         self.0.pending.swap(false, Ordering::AcqRel);
     }
 
-    /// As [`acknowledge`](Self::acknowledge), where no descriptor reports wakes; whether there was
-    /// one.
+    /// Like [`acknowledge`](Self::acknowledge), for wakers without a descriptor. Returns whether
+    /// there was a wake-up.
     pub(crate) fn take_flag(&self) -> bool {
         self.0.counter.is_none() && self.0.pending.swap(false, Ordering::AcqRel)
     }
@@ -122,8 +125,8 @@ mod tests {
 
     use super::*;
 
-    /// Waits for a wake without blocking: the threads of a checker are one thread. Miri does not
-    /// know the call, and has threads.
+    /// Waits for a wake-up without blocking, because the checker runs all threads on a single
+    /// thread. Miri doesn't support `poll`, but has real threads.
     fn sleep(waker: &Waker) {
         let fd = waker.descriptor().unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);

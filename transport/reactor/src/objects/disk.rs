@@ -1,4 +1,4 @@
-//! [`Disk`]: a file or block device in memory, with a volatile cache above its stable sectors.
+//! [`Disk`]: an in-memory file or block device, with a volatile cache above its stable sectors.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -6,64 +6,64 @@ use std::sync::{Arc, Mutex};
 
 use super::lock;
 
-/// Bytes that a disk writes as a whole: a crash tears no sector.
+/// Bytes that a disk writes atomically: a crash never tears a sector.
 pub const SECTOR: u64 = 512;
 
-/// A sector's bytes; none where nothing is allocated, which reads as zeroes.
+/// A sector's bytes, or `None` if it is not allocated and reads as zeroes.
 type Sector = Option<Box<[u8; SECTOR as usize]>>;
 
-/// A file or block device in memory. Clones are the same one.
+/// An in-memory file or block device. Clones refer to the same disk.
 ///
-/// A write goes to the cache, from where reads have it. A flush makes it stable. A
-/// [`crash`](Disk::crash) keeps of every sector its stable version or one of those written since. A
-/// write-back that has failed ([`fail_write_back`](Disk::fail_write_back)) is reported as Linux
-/// does: once for each open file, and the cache takes the data for clean.
+/// Writes go to the cache, and reads see them there. A flush makes them stable. A
+/// [`crash`](Disk::crash) keeps either the stable version or any version written since, for each
+/// sector. A failed write-back ([`fail_write_back`](Disk::fail_write_back)) is reported like Linux
+/// does: once for each open file, and the cache treats the data as clean.
 #[derive(Debug, Clone)]
 pub struct Disk(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
     len: u64,
-    /// Sectors that survive a crash, and are not zero.
+    /// Allocated sectors that survive a crash.
     stable: BTreeMap<u64, Sector>,
-    /// Versions written since the last flush, the newest last, and the order of all writes. None is
-    /// empty.
+    /// Versions written since the last flush, from oldest to newest, with their position in the
+    /// order of all writes. No list is empty.
     dirty: BTreeMap<u64, Vec<(u64, Sector)>>,
-    /// Number of the last change of a sector.
+    /// Number of the last sector change.
     changes: u64,
-    /// Sectors in the cache that are taken for clean, but were not written back.
+    /// Cached sectors that are treated as clean, but were not written back.
     lost: BTreeMap<u64, Sector>,
     error: WriteBackError,
-    /// Writes under way that go through the page cache: number, offset and data.
+    /// Pending writes through the page cache: number, offset and data.
     writing: Vec<(u64, u64, Vec<u8>)>,
     next_writing: u64,
-    /// It is not opened again.
+    /// Set if the disk can't be reopened.
     refuses: bool,
-    /// Each operation blocks a thread.
+    /// Set if each operation blocks a thread.
     blocks_threads: bool,
 }
 
-/// The last failed write-back, and who knows of it (Linux, `lib/errseq.c`).
+/// The last failed write-back, and whether it was reported (Linux, `lib/errseq.c`).
 #[derive(Debug, Default)]
 struct WriteBackError {
     errno: i32,
     /// Number of failures so far.
     count: u64,
-    /// An open file has reported the last one.
+    /// Set if an open file has reported the last failure.
     is_seen: bool,
 }
 
-/// An open file: a disk, and which failed write-backs it has reported. Clones share both.
+/// An open file: a disk, and the failed write-backs that it has reported. Clones share both.
 #[derive(Debug, Clone)]
 pub struct File {
     disk: Disk,
-    /// Number of the last failure that it need not report.
+    /// Number of the last failure that doesn't need to be reported.
     seen: Arc<Mutex<u64>>,
-    /// Reads and writes are copies of the page cache, which may divide a sector.
+    /// Set if reads and writes are copied through the page cache, which may tear a sector.
     is_buffered: bool,
 }
 
-/// A write through the page cache that is under way until this goes.
+/// A write through the page cache, pending until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Writing {
     disk: Disk,
@@ -78,7 +78,7 @@ impl Drop for Writing {
 }
 
 impl State {
-    /// The sector as processes see it.
+    /// Returns the sector as seen by processes.
     fn sector(&self, number: u64) -> &Sector {
         let dirty = self.dirty.get(&number).and_then(|versions| versions.last());
         let cached = dirty
@@ -88,7 +88,7 @@ impl State {
     }
 
     fn put(&mut self, number: u64, sector: Sector) {
-        // The failed page is written again, and is dirty.
+        // The page whose write-back failed is overwritten, and is dirty again.
         self.lost.remove(&number);
         self.changes += 1;
         let version = (self.changes, sector);
@@ -102,7 +102,7 @@ impl State {
         };
     }
 
-    /// Makes what is dirty in a range of sectors stable, as far as it was changed by then.
+    /// Makes dirty sectors in a range stable, up to the change number `until`.
     fn flush(&mut self, first: u64, end: u64, until: u64) {
         let numbers: Vec<u64> = self.dirty.range(first..end).map(|(n, _)| *n).collect();
         for number in numbers {
@@ -118,8 +118,9 @@ impl State {
         }
     }
 
-    /// Changes a range in memory, sector by sector: `change` gets the sector's bytes, the part of
-    /// them, and where that part lies in the range.
+    /// Changes a byte range sector by sector. `change` gets the affected bytes of the sector, their
+    /// offset in the range, and whether they are the whole sector. It returns whether the sector
+    /// stays allocated.
     fn change(
         &mut self,
         offset: u64,
@@ -145,13 +146,13 @@ impl State {
 }
 
 impl Disk {
-    /// Whether both are the same disk.
+    /// Returns whether both are the same disk.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// A disk of `len` bytes, all zero and none of them allocated.
+    /// Creates a disk of `len` zero bytes, without any allocated sectors.
     #[must_use]
     pub fn new(len: u64) -> Self {
         Self(Arc::new(Mutex::new(State {
@@ -160,11 +161,11 @@ impl Disk {
         })))
     }
 
-    /// Opens it. What fails to be written back from now on is reported to this file, too.
+    /// Opens the disk. Write-back failures that happen later are also reported to this file.
     #[must_use]
     pub fn open(&self) -> File {
         let error = &lock(&self.0).error;
-        // An error that no open file has reported is reported to the next one.
+        // An error that no open file has reported is reported to the next file that is opened.
         let seen = if error.is_seen || error.count == 0 {
             error.count
         } else {
@@ -177,10 +178,10 @@ impl Disk {
         }
     }
 
-    /// Opens it once more, for a file that is open.
+    /// Opens the disk again for a file that is already open.
     ///
     /// # Errors
-    /// `EMFILE`, as long as [`Disk::refuse`] says so.
+    /// Returns `EMFILE` while this is disabled by [`Disk::refuse`].
     pub fn reopen(&self) -> io::Result<File> {
         let refuses = lock(&self.0).refuses;
         match refuses {
@@ -189,19 +190,19 @@ impl Disk {
         }
     }
 
-    /// Whether [`Disk::reopen`] fails from now on, as in a process that has too many files.
+    /// Sets whether [`Disk::reopen`] fails, as in a process that has too many open files.
     pub fn refuse(&self, refuses: bool) {
         lock(&self.0).refuses = refuses;
     }
 
-    /// Whether two are the same.
+    /// Returns whether both are the same disk.
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sets whether its file system executes nothing without a thread that waits for it, as FUSE and
-    /// NFS do, or one that is frozen.
+    /// Sets whether the file system needs a waiting thread for each operation, like FUSE and NFS
+    /// do, or a frozen file system.
     pub fn set_blocks_threads(&self, blocks: bool) {
         lock(&self.0).blocks_threads = blocks;
     }
@@ -210,19 +211,19 @@ impl Disk {
         lock(&self.0).blocks_threads
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         lock(&self.0).len
     }
 
-    /// Whether it has no byte.
+    /// Returns whether the length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Gives it another length, which is stable at once; what lies beyond is lost.
+    /// Changes the length, which is stable immediately. Data beyond the new length is lost.
     pub fn set_len(&self, len: u64) {
         let mut state = lock(&self.0);
         if len < state.len {
@@ -233,7 +234,7 @@ impl Disk {
                     true
                 });
             }
-            // Of the others, those that are there: a file that has grown is mostly a hole.
+            // Only visit sectors that exist, because a file that has grown is mostly a hole.
             let others = len.div_ceil(SECTOR)..;
             let written = state.dirty.range(others.clone()).map(|(n, _)| *n);
             let lost = state.lost.range(others.clone()).map(|(n, _)| *n);
@@ -247,7 +248,8 @@ impl Disk {
         state.len = len;
     }
 
-    /// Reads as a process does, from the cache; returns the bytes before the end.
+    /// Reads from the cache, like a process does. Returns the number of bytes before the end of the
+    /// disk.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> usize {
         let state = lock(&self.0);
         let len = state.len.saturating_sub(offset).min(out.len() as u64) as usize;
@@ -267,7 +269,7 @@ impl Disk {
         len
     }
 
-    /// Writes to the cache; a disk that is too short grows.
+    /// Writes to the cache. A disk that is too short grows.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let change = |part: &mut [u8], from: usize, _| {
             part.copy_from_slice(&data[from..from + part.len()]);
@@ -276,8 +278,8 @@ impl Disk {
         lock(&self.0).change(offset, data.len() as u64, change);
     }
 
-    /// Zeroes a range up to the end, in the cache. Whole sectors are no longer allocated
-    /// afterwards, unless they are to stay.
+    /// Zeroes a range up to the end of the disk, in the cache. Whole sectors are deallocated,
+    /// unless `stays_allocated` is set.
     pub fn zero(&self, offset: u64, len: u64, stays_allocated: bool) {
         let mut state = lock(&self.0);
         let len = len.min(state.len.saturating_sub(offset));
@@ -287,36 +289,37 @@ impl Disk {
         });
     }
 
-    /// Allocates a range, as far as it is not; its bytes stay.
+    /// Allocates the unallocated parts of a range. The contents do not change.
     pub fn allocate(&self, offset: u64, len: u64) {
         let mut state = lock(&self.0);
         let len = len.min(state.len.saturating_sub(offset));
         state.change(offset, len, |_, _, _| true);
     }
 
-    /// Makes all that was written stable.
+    /// Makes all writes stable.
     pub fn flush(&self) {
         self.flush_until(u64::MAX);
     }
 
-    /// Number of the last change: a flush that begins now covers what was changed until then.
+    /// Returns the number of the last change. A flush that starts now covers all changes up to this
+    /// number.
     pub(crate) fn changes(&self) -> u64 {
         lock(&self.0).changes
     }
 
-    /// Makes stable what was written by then. What was written later may well be lost.
+    /// Makes writes up to this change stable. Later writes may still be lost.
     pub(crate) fn flush_until(&self, change: u64) {
         lock(&self.0).flush(0, u64::MAX, change);
     }
 
-    /// Makes what was written to a range stable.
+    /// Makes writes to a range stable.
     pub fn flush_range(&self, offset: u64, len: u64) {
         let end = (offset + len).div_ceil(SECTOR);
         lock(&self.0).flush(offset / SECTOR, end, u64::MAX);
     }
 
-    /// Fails to write back the dirty sectors that `is_lost` names by their numbers. The cache has
-    /// their data still, but no flush will write them; every open file reports the error once.
+    /// Fails the write-back of those dirty sectors for which `is_lost` returns true. The cache
+    /// still has their data, but no flush will write it. Every open file reports the error once.
     pub fn fail_write_back(&self, errno: i32, mut is_lost: impl FnMut(u64) -> bool) {
         let mut state = lock(&self.0);
         let numbers: Vec<u64> = state.dirty.keys().copied().collect();
@@ -333,27 +336,27 @@ impl Disk {
         };
     }
 
-    /// Drops sectors from the cache that are taken for clean: what was lost is read as it is on the
-    /// disk. Returns the numbers of those that were lost.
+    /// Evicts clean sectors from the cache, so that lost writes are no longer visible. Returns the
+    /// numbers of the lost sectors.
     pub fn drop_cache(&self) -> Vec<u64> {
         let lost = std::mem::take(&mut lock(&self.0).lost);
         lost.into_keys().collect()
     }
 
-    /// Whether a write-back has failed, and no open file has reported it: the next one that is
-    /// opened will.
+    /// Returns whether a write-back has failed and no open file has reported it. In this case, the
+    /// next file that is opened will report it.
     #[must_use]
     pub fn has_unseen_error(&self) -> bool {
         let error = &lock(&self.0).error;
         error.count > 0 && !error.is_seen
     }
 
-    /// Loses power. Of each dirty sector one version remains, which `choose` names by the sector's
-    /// number and the number of versions written since it was stable: 0 is the stable one, 1 the
-    /// first of those.
+    /// Simulates a power failure. One version of each dirty sector remains. It is selected by
+    /// `choose`, which gets the sector's number and the number of versions written since the last
+    /// flush. 0 is the stable version, 1 the first version written since.
     ///
     /// # Panics
-    /// If it names a version that there is not.
+    /// Panics if the selected version does not exist.
     pub fn crash(&self, mut choose: impl FnMut(u64, usize) -> usize) {
         let mut state = lock(&self.0);
         for (number, mut versions) in std::mem::take(&mut state.dirty) {
@@ -367,14 +370,15 @@ impl Disk {
         state.error = WriteBackError::default();
     }
 
-    /// Sectors that are not stable, with the number of their versions.
+    /// Returns the numbers of all dirty sectors, with the number of their versions.
     #[must_use]
     pub fn dirty(&self) -> Vec<(u64, usize)> {
         let state = lock(&self.0);
         state.dirty.iter().map(|(n, v)| (*n, v.len())).collect()
     }
 
-    /// Whether data are allocated at `offset`, and how far that goes, up to `len` bytes.
+    /// Returns whether the sector at `offset` is allocated, and the length of the extent with the
+    /// same state, limited to `len` bytes.
     #[must_use]
     pub fn extent(&self, offset: u64, len: u64) -> (bool, u64) {
         let state = lock(&self.0);
@@ -388,7 +392,7 @@ impl Disk {
         (first, at.min(end).saturating_sub(offset))
     }
 
-    /// Bytes that are allocated.
+    /// Returns the number of allocated bytes.
     #[must_use]
     pub fn allocated(&self) -> u64 {
         let state = lock(&self.0);
@@ -402,8 +406,8 @@ impl Disk {
 }
 
 impl File {
-    /// The same, through the page cache: a read gets the first half of each sector as it was, and the
-    /// other half of a write under way.
+    /// Returns the same file, opened through the page cache: a read sees the first half of each
+    /// sector as it was before a pending write, and the second half as it will be after it.
     #[must_use]
     pub fn buffered(self) -> Self {
         Self {
@@ -416,7 +420,7 @@ impl File {
         self.is_buffered
     }
 
-    /// A write is under way from now on.
+    /// Starts a write, which is pending until the returned value is dropped.
     pub(crate) fn begin_write(
         &self,
         offset: u64,
@@ -433,7 +437,7 @@ impl File {
         Some(Writing { disk, number })
     }
 
-    /// As [`Disk::read`], beside the writes that are under way.
+    /// Like [`Disk::read`], but mixes in pending writes.
     pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> usize {
         let len = self.disk.read(offset, out);
         if !self.is_buffered {
@@ -456,20 +460,20 @@ impl File {
         len
     }
 
-    /// The disk that it is open on.
+    /// Returns the underlying disk.
     #[must_use]
     pub fn disk(&self) -> &Disk {
         &self.disk
     }
 
-    /// The error of a write-back that this file has not reported yet.
+    /// Checks for a write-back error that this file has not reported yet.
     ///
     /// # Errors
-    /// Its error number.
+    /// Returns the error number.
     pub(crate) fn check_write_back(&self) -> Result<(), i32> {
         let error = &mut lock(&self.disk.0).error;
         let mut seen = lock(&self.seen);
-        // After a crash the numbers begin again, and no file from before is used any more.
+        // The count restarts after a crash, but files opened before the crash are no longer used.
         if error.count <= std::mem::replace(&mut *seen, error.count) {
             return Ok(());
         }

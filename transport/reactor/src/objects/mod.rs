@@ -1,4 +1,4 @@
-//! Files and sockets in memory, below the handles that name them.
+//! In-memory files and sockets, used by handles.
 
 mod disk;
 mod socket;
@@ -10,14 +10,14 @@ pub(crate) use disk::Writing;
 pub use disk::{Disk, File, SECTOR};
 pub use socket::{Listener, Peer, Socket};
 
-/// A file or socket in memory, behind a [`Handle`](crate::Handle).
+/// An in-memory file or socket behind a [`Handle`](crate::Handle).
 #[derive(Debug, Clone)]
 pub enum Object {
     /// An open file.
     File(File),
     /// A connected socket.
     Socket(Socket),
-    /// A socket that listens.
+    /// A listening socket.
     Listener(Listener),
 }
 
@@ -30,7 +30,8 @@ impl Object {
     }
 }
 
-/// Locks what one thread uses at a time; a panic of a test must not hide another.
+/// Locks a mutex that is never contended. Poisoning is ignored, so that a panic in a test doesn't
+/// hide an earlier panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

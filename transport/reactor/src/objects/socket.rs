@@ -1,4 +1,4 @@
-//! Sockets in memory: what a ring has of them, and what the network has.
+//! In-memory sockets, as seen by a ring and by the network.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -6,22 +6,23 @@ use std::sync::{Arc, Mutex};
 
 use super::lock;
 
-/// Bytes that a socket takes in each direction, as long as its peer sets nothing else.
+/// Default buffer size of a socket in each direction, in bytes.
 const ROOM: usize = 256 << 10;
 
-/// Connections that wait to be accepted.
+/// Maximum number of connections that have not been accepted yet.
 const BACKLOG: usize = 256;
 
-/// A connected socket, as operations of a ring use it. The last clone closes it.
+/// A connected socket, as used by operations of a ring. Dropping the last clone closes it.
 #[derive(Debug, Clone)]
 pub struct Socket {
     shared: Arc<Mutex<State>>,
-    /// Only held: [`Closing`] notes the end of the last clone.
+    /// [`Closing`] detects when the last clone is dropped.
     _closing: Arc<Closing>,
     peer: SocketAddr,
 }
 
-/// The network's end of a connection: bytes arrive at the socket, and leave it, when this says so.
+/// The network's end of a connection. It controls when bytes arrive at the socket, and when they
+/// leave it.
 #[derive(Debug, Clone)]
 pub struct Peer {
     shared: Arc<Mutex<State>>,
@@ -41,20 +42,21 @@ impl Drop for Closing {
 struct State {
     inbound: VecDeque<u8>,
     inbound_room: usize,
-    /// The peer has ended its direction of the stream.
+    /// Set if the peer has closed its direction of the stream.
     is_ended: bool,
     outbound: VecDeque<u8>,
     outbound_room: usize,
-    /// This end is shut down, in both directions.
+    /// Set if this end was shut down in both directions.
     is_shut: bool,
-    /// The connection is broken, with this error number.
+    /// Set to an error number if the connection is broken.
     broken: Option<i32>,
-    /// Number of arrivals, for polls that report each.
+    /// Number of arrivals, for polls that report each arrival.
     arrivals: u64,
 }
 
 impl Socket {
-    /// A connected socket without a listener, and the network's end of it.
+    /// Creates a connected socket without a listener. Returns it and the network's end of the
+    /// connection.
     #[must_use]
     pub fn connected(peer: SocketAddr) -> (Self, Peer) {
         let shared = Arc::new(Mutex::new(State {
@@ -79,7 +81,7 @@ impl Socket {
         (socket, far)
     }
 
-    /// Address of its peer.
+    /// Returns the address of the peer.
     #[must_use]
     pub fn peer(&self) -> SocketAddr {
         self.peer
@@ -89,19 +91,19 @@ impl Socket {
         lock(&self.shared).is_shut = true;
     }
 
-    /// Whether a receive of at least `least` bytes, and one at most, would end now.
+    /// Returns whether a receive of at least `least` bytes would complete immediately.
     pub(crate) fn is_readable(&self, least: usize) -> bool {
         let state = lock(&self.shared);
         state.inbound.len() >= least || state.is_ended || state.is_shut || state.broken.is_some()
     }
 
-    /// Whether a send would move bytes, or fail, now.
+    /// Returns whether a send would make progress or fail.
     pub(crate) fn is_writable(&self) -> bool {
         let state = lock(&self.shared);
         state.outbound.len() < state.outbound_room || state.is_shut || state.broken.is_some()
     }
 
-    /// Takes up to `most` bytes that have arrived, or the error of the connection.
+    /// Receives up to `most` bytes, or returns the connection's error.
     pub(crate) fn receive(&self, most: usize) -> Result<Vec<u8>, i32> {
         let mut state = lock(&self.shared);
         if let Some(errno) = state.broken {
@@ -111,7 +113,7 @@ impl Socket {
         Ok(state.inbound.drain(..len).collect())
     }
 
-    /// Sends as many bytes as there is room for; returns their number.
+    /// Sends as many bytes as there is room for. Returns the number of bytes sent.
     pub(crate) fn send(&self, bytes: &[u8]) -> Result<usize, i32> {
         let mut state = lock(&self.shared);
         if let Some(errno) = state.broken {
@@ -132,14 +134,14 @@ impl Socket {
 }
 
 impl Peer {
-    /// Address of this end.
+    /// Returns the address of this end.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Bytes arrive at the socket, as far as its buffer takes them; returns their number. What was
-    /// shut down takes none.
+    /// Delivers bytes to the socket, up to the available space in its buffer. Returns the number of
+    /// bytes delivered, which is 0 if the socket was shut down.
     pub fn deliver(&self, bytes: &[u8]) -> usize {
         let mut state = lock(&self.shared);
         if state.is_shut || state.broken.is_some() {
@@ -160,27 +162,28 @@ impl Peer {
         state.outbound.drain(..len).collect()
     }
 
-    /// Bytes that the socket has sent and that the peer has not taken.
+    /// Returns the number of bytes sent by the socket that have not been taken yet.
     #[must_use]
     pub fn sent(&self) -> usize {
         lock(&self.shared).outbound.len()
     }
 
-    /// Sets the sizes of the socket's buffers in bytes: one of zero makes it full.
+    /// Sets the sizes of the socket's buffers in bytes. With a size of zero, the buffer is always
+    /// full.
     pub fn set_room(&self, inbound: usize, outbound: usize) {
         let mut state = lock(&self.shared);
         (state.inbound_room, state.outbound_room) = (inbound, outbound);
     }
 
-    /// The peer ends its direction: the end of the stream arrives.
+    /// Closes the peer's direction: the socket will see the end of the stream.
     pub fn close(&self) {
         let mut state = lock(&self.shared);
         state.is_ended = true;
         state.arrivals += 1;
     }
 
-    /// The connection breaks with an error number, such as `ECONNRESET` or `ETIMEDOUT`; what is on
-    /// the way is lost.
+    /// Breaks the connection with an error number, such as `ECONNRESET` or `ETIMEDOUT`. Bytes in
+    /// transit are lost.
     pub fn break_off(&self, errno: i32) {
         let mut state = lock(&self.shared);
         state.broken = Some(errno);
@@ -189,13 +192,13 @@ impl Peer {
         state.arrivals += 1;
     }
 
-    /// Whether the socket has shut down sending, even if sent bytes are still to be taken.
+    /// Returns whether the socket was shut down, even if some sent bytes have not been taken yet.
     #[must_use]
     pub fn is_shut(&self) -> bool {
         lock(&self.shared).is_shut
     }
 
-    /// Whether the socket no longer sends, and all that it has sent was taken.
+    /// Returns whether the socket no longer sends, and all sent bytes were taken.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         let state = lock(&self.shared);
@@ -203,7 +206,7 @@ impl Peer {
     }
 }
 
-/// A socket that listens, from both sides. Clones are the same one.
+/// A listening socket, used by both sides. Clones refer to the same socket.
 #[derive(Debug, Clone)]
 pub struct Listener {
     address: SocketAddr,
@@ -211,7 +214,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// A socket that listens at an address.
+    /// Creates a socket that listens at an address.
     #[must_use]
     pub fn new(address: SocketAddr) -> Self {
         Self {
@@ -220,13 +223,13 @@ impl Listener {
         }
     }
 
-    /// Address at which it listens.
+    /// Returns the local address.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// A connection arrives; `None` if too many wait to be accepted.
+    /// Simulates an incoming connection. Returns `None` if the backlog is full.
     #[must_use]
     pub fn connect(&self, peer: SocketAddr) -> Option<Peer> {
         let mut waiting = lock(&self.waiting);
@@ -238,8 +241,8 @@ impl Listener {
         Some(far)
     }
 
-    /// Whether there is another clone of it, such as a process has. If not, those that wait to be
-    /// accepted are cut off.
+    /// Returns whether another clone of this exists, for example in a process. If not, closes all
+    /// connections that have not been accepted.
     pub fn is_listening(&self) -> bool {
         let is_listening = Arc::strong_count(&self.waiting) > 1;
         if !is_listening {

@@ -1,36 +1,37 @@
-//! Kernel threads of a ring (`io-wq`), as Linux uses them for files and block devices.
+//! Kernel threads of a ring (`io-wq`), as used by Linux for files and block devices.
 //!
-//! An operation that neither completes at its submission nor is executed by a device without a thread
-//! blocks a thread until it completes. The number of threads is bounded for each ring
-//! (`IORING_REGISTER_IOWQ_MAX_WORKERS`). Operations without a thread wait in the order of their
-//! submission, except that hashed ones of one file have one thread at a time.
+//! An operation that neither completes at submission nor is executed asynchronously by a device
+//! blocks a thread until it completes. The number of threads per ring is bounded
+//! (`IORING_REGISTER_IOWQ_MAX_WORKERS`). Operations without a thread are queued in submission
+//! order, except that hashed operations of the same file use one thread at a time.
 
 use super::File;
 use crate::op::Op;
 
-/// Processors of the simulated host, which give the default limit.
+/// Processors of the simulated host, used for the default limit.
 const PROCESSORS: u32 = 2;
 
 /// Execution of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Execution {
-    /// At once, or by the device: no thread is needed.
+    /// Immediately, or by the device. No thread is needed.
     Inline,
-    /// It waits for a thread; with `hashed`, also for the hashed operation of its file.
+    /// Waiting for a thread and, if `hashed`, for the hashed operation of the same file.
     Queued { hashed: bool },
-    /// It blocks a thread.
+    /// Blocking a thread.
     Running { hashed: bool },
 }
 
 impl Execution {
-    /// Execution of an operation on a file, when it is submitted.
+    /// Returns the initial state for an operation on a file.
     pub(super) fn of(op: Op, file: &File) -> Self {
-        // Without `FMODE_NOWAIT`, as on NFS or FUSE, and on a file system that is frozen.
+        // True for files without `FMODE_NOWAIT`, such as on NFS or FUSE, and on a frozen file
+        // system.
         let blocks = file.disk().blocks_threads();
         match op {
             Op::Sync(_) | Op::Fallocate { .. } => Self::Queued { hashed: false },
             Op::Read { .. } if blocks => Self::Queued { hashed: false },
-            // Writes through the page cache take turns at the lock of the inode.
+            // Writes through the page cache are serialized by the inode lock.
             Op::Write { .. } if file.is_buffered() => Self::Queued { hashed: true },
             Op::Write { .. } if blocks => Self::Queued { hashed: false },
             // Direct writes run in parallel, but allocations wait for the journal.
@@ -42,7 +43,7 @@ impl Execution {
     }
 }
 
-/// Threads of a ring at most; 0 is the kernel's default.
+/// Returns the maximum number of threads of a ring. 0 selects the kernel's default.
 pub(super) fn limit(threads: u32, entries: u32) -> usize {
     let most = match threads {
         0 => entries.min(4 * PROCESSORS),

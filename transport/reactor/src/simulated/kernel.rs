@@ -13,31 +13,31 @@ use crate::objects::Writing;
 use crate::op::{Cqe, Durability, Fallocate, Op, Receive};
 use crate::slot::Slot;
 
-/// Name of an operation under way, unique on its ring.
+/// Identifies a pending operation. Unique within a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OperationId(u64);
 
-/// An operation under way.
+/// A pending operation.
 #[derive(Debug, Clone)]
 pub struct Operation {
-    /// Its name.
+    /// Identifies the operation.
     pub id: OperationId,
-    /// Action that it asks for.
+    /// The requested operation.
     pub op: Op,
-    /// File or socket that it is about.
+    /// The file or socket that it uses.
     pub handle: Handle,
     /// Length of its memory in bytes.
     pub len: usize,
-    /// The ring has asked for its end.
+    /// Set if the ring has requested its cancellation.
     pub is_cancelled: bool,
-    /// It would end if it were completed now: a receive with nothing to take would not.
+    /// Set if it would complete now. A receive without any data would not.
     pub is_ready: bool,
-    /// It waits for a thread of the kernel. Only its cancellation ends it.
+    /// Set if it is waiting for a kernel thread. It can only be completed by cancelling it.
     pub is_queued: bool,
 }
 
 impl Operation {
-    /// The disk that it is about, if it is one.
+    /// Returns the disk, if it is an operation on a disk.
     #[must_use]
     pub fn disk(&self) -> Option<&Disk> {
         match self.handle.simulated() {
@@ -47,20 +47,20 @@ impl Operation {
     }
 }
 
-/// The way in which an operation is to end.
+/// How an operation should complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// As it was asked for.
+    /// As requested.
     Whole,
     /// A transfer moves at most this many bytes.
     Short(usize),
-    /// Nothing is done, and this error number is reported.
+    /// The operation has no effect, and this error number is reported.
     Failed(i32),
-    /// All is done, and this error number is reported all the same.
+    /// The operation has its full effect, but this error number is reported.
     DoneButFailed(i32),
 }
 
-/// The driver's end of a simulated ring. Clones are the same one.
+/// The driver's end of a simulated ring. Clones refer to the same ring.
 #[derive(Debug, Clone)]
 pub struct Kernel(Rc<RefCell<State>>);
 
@@ -70,14 +70,14 @@ pub(crate) struct Queue(Rc<RefCell<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Operations that the ring has not handed over.
+    /// Operations that the ring has not submitted yet.
     queued: Vec<Pending>,
-    /// Operations under way, in the order in which they were handed over.
+    /// Pending operations, in submission order.
     pending: Vec<Pending>,
     /// Completions, with the sockets of accepts.
     completions: VecDeque<(Cqe, Option<Handle>)>,
     is_closed: bool,
-    /// Threads for operations that block.
+    /// Threads for blocking operations.
     threads: usize,
 }
 
@@ -88,24 +88,24 @@ struct Pending {
     handle: Handle,
     slices: Vec<MemSlice>,
     is_cancelled: bool,
-    /// Bytes moved so far, of a transfer that waits for its rest.
+    /// Bytes transferred so far, if a transfer is waiting for its remaining bytes.
     moved: usize,
-    /// Arrivals that a poll has reported.
+    /// Number of arrivals that a poll has reported.
     reported: u64,
-    /// Last change of its disk before it was handed over, which is all that a flush is sure to
-    /// cover.
+    /// The last change of the disk before this was submitted. A flush is only guaranteed to cover
+    /// changes up to this one.
     before: u64,
-    /// Its bytes on their way to the page cache.
+    /// Bytes that are being written to the page cache.
     writing: Option<Writing>,
     execution: Execution,
 }
 
-/// What an operation has come to.
+/// Result of trying to complete an operation.
 enum End {
-    /// It waits.
+    /// The operation is still waiting.
     Waits,
     Result(i32),
-    /// One event of a poll that goes on.
+    /// One event of a multishot poll.
     Event(i32),
     Socket(Handle),
 }
@@ -113,7 +113,7 @@ enum End {
 impl From<Result<usize, i32>> for End {
     fn from(result: Result<usize, i32>) -> Self {
         Self::Result(match result {
-            // No transfer of a ring is longer than an `i32` can say.
+            // The length of a transfer always fits in an `i32`.
             Ok(moved) => moved as i32,
             Err(errno) => -errno,
         })
@@ -121,8 +121,8 @@ impl From<Result<usize, i32>> for End {
 }
 
 impl Kernel {
-    /// Makes a kernel for a ring of so many entries, with so many threads for operations that block,
-    /// or as many as the kernel has by default.
+    /// Creates a kernel for a ring with this number of entries. It has `threads` threads for
+    /// blocking operations, or the kernel's default if this is 0.
     pub(crate) fn new(threads: u32, entries: u32) -> (Queue, Self) {
         let state = Rc::new(RefCell::new(State {
             threads: io_wq::limit(threads, entries),
@@ -131,14 +131,15 @@ impl Kernel {
         (Queue(Rc::clone(&state)), Self(state))
     }
 
-    /// Operations under way, in the order in which they were handed over.
+    /// Returns pending operations, in submission order.
     #[must_use]
     pub fn operations(&self) -> Vec<Operation> {
         let state = self.0.borrow();
         state.pending.iter().map(Pending::describe).collect()
     }
 
-    /// As [`Kernel::operations`], without those that cannot end because one of these disks hangs.
+    /// Like [`Kernel::operations`], but without operations that cannot complete because one of
+    /// these disks hangs.
     #[must_use]
     pub fn operations_beside(&self, hung: &[Disk]) -> Vec<Operation> {
         let state = self.0.borrow();
@@ -152,8 +153,8 @@ impl Kernel {
         able.map(Pending::describe).collect()
     }
 
-    /// Carries an operation out, and reports its end to the ring; returns the result, or `None` if
-    /// there is no such operation, or it still waits for its socket or for a thread.
+    /// Executes an operation and reports its completion to the ring. Returns the result, or `None`
+    /// if there is no such operation, or if it is still waiting for its socket or for a thread.
     pub fn complete(&self, id: OperationId, outcome: Outcome) -> Option<i32> {
         let state = &mut *self.0.borrow_mut();
         let at = state.pending.iter().position(|p| p.user_data == id.0)?;
@@ -164,7 +165,7 @@ impl Kernel {
             End::Event(result) => (result, true, None),
             End::Socket(socket) => (0, false, Some(socket)),
         };
-        // Its handle and its memory go before the ring hears of it, as with the host.
+        // Its handle and memory are released before the ring sees the completion, like on the host.
         if !more {
             state.pending.remove(at);
             state.start_queued();
@@ -179,20 +180,21 @@ impl Kernel {
         Some(result)
     }
 
-    /// Completes all operations that can be, in the order in which they came; returns their number.
+    /// Completes all operations that are ready, in submission order. Returns their number.
     pub fn complete_all(&self) -> usize {
         let ready = self.operations().into_iter().filter(|op| op.is_ready);
         let done = ready.filter_map(|op| self.complete(op.id, Outcome::Whole));
         done.count()
     }
 
-    /// Whether completions wait for the ring to reap them.
+    /// Returns whether there are completions that the ring has not reaped.
     #[must_use]
     pub fn has_completions(&self) -> bool {
         !self.0.borrow().completions.is_empty()
     }
 
-    /// Whether the ring is gone. What it had under way was not done.
+    /// Returns whether the ring was dropped. Operations that were pending at that time were not
+    /// executed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.0.borrow().is_closed
@@ -242,7 +244,7 @@ impl Queue {
         self.0.borrow_mut().completions.pop_front()
     }
 
-    /// Forgets all operations; always true, since nothing of them is done any more.
+    /// Drops all operations. Always returns true, because none of them will be executed anymore.
     pub(crate) fn close(&mut self) -> bool {
         let old = self.0.replace(State {
             is_closed: true,
@@ -254,7 +256,7 @@ impl Queue {
 }
 
 impl State {
-    /// Starts operations that wait for a thread, as long as there are some.
+    /// Starts queued operations while threads are available.
     fn start_queued(&mut self) {
         let is_busy = |pending: &&Pending| matches!(pending.execution, Execution::Running { .. });
         let busy = self.pending.iter().filter(is_busy);
@@ -275,7 +277,7 @@ impl State {
         }
     }
 
-    /// Whether a hashed operation of the same file blocks a thread.
+    /// Returns whether a hashed operation of the same file blocks a thread.
     fn is_hash_busy(&self, at: usize) -> bool {
         let disk = |pending: &Pending| match pending.handle.simulated() {
             Some(Object::File(file)) => Some(file.disk().clone()),
@@ -294,7 +296,7 @@ impl State {
 }
 
 impl Pending {
-    /// It begins: a flush covers what was written before.
+    /// Starts the operation. A flush covers earlier writes.
     fn start(&mut self) {
         if let Some(Object::File(file)) = self.handle.simulated() {
             self.before = file.disk().changes();
@@ -324,8 +326,8 @@ impl Pending {
         self.slices.iter().map(MemSlice::len).sum()
     }
 
-    /// Whether its cancellation ends it: a disk that has begun is not interrupted, and its thread is
-    /// not freed.
+    /// Returns whether its cancellation completes it. An operation that the disk has started is not
+    /// interrupted, and its thread is not freed.
     fn is_ended(&self) -> bool {
         let is_disk = matches!(self.handle.simulated(), Some(Object::File(_)));
         self.is_cancelled && (!is_disk || self.is_queued())
@@ -346,12 +348,12 @@ impl Pending {
             (Op::Accept | Op::Poll { .. }, Some(Object::Listener(listener))) => {
                 listener.is_waiting()
             }
-            // A disk is ready, and so is an error.
+            // Disks are always ready, and so are errors.
             _ => true,
         }
     }
 
-    /// Bytes that a receive waits for.
+    /// Returns the number of bytes that a receive waits for.
     fn least(&self, mode: Receive) -> usize {
         match mode {
             Receive::Some => 1,
@@ -359,7 +361,7 @@ impl Pending {
         }
     }
 
-    /// Does what it asks for, as far as the outcome says.
+    /// Executes the operation, subject to the outcome.
     fn end(&mut self, outcome: Outcome) -> End {
         match outcome {
             _ if self.is_queued() && !self.is_ended() => End::Waits,
@@ -387,7 +389,7 @@ impl Pending {
                 Op::Poll { .. } => End::Result(i32::from(libc::POLLIN)),
                 _ => End::Result(-libc::EINVAL),
             },
-            // A descriptor means nothing in memory.
+            // Real descriptors do not work on the simulated kernel.
             None => End::Result(-libc::EBADF),
         }
     }
@@ -406,8 +408,8 @@ impl Pending {
                 bytes.truncate(most);
                 disk.write(offset, &bytes);
                 match durability {
-                    // It may still be lost in a crash, as in the page cache of a host. So its fault
-                    // shows with the next flush, not here.
+                    // The data may still be lost in a crash, like data in the page cache of a host.
+                    // So a failed write-back is reported by the next flush, not here.
                     Durability::Cached => Ok(bytes.len()),
                     Durability::Durable => {
                         disk.flush_range(offset, bytes.len() as u64);
@@ -442,7 +444,7 @@ impl Pending {
                     Ok(bytes) => {
                         self.scatter(self.moved, &bytes);
                         self.moved += bytes.len();
-                        // A part of what a receive of all bytes waits for stays with it.
+                        // A receive that waits for all bytes keeps the part received so far.
                         match is_over || most < usize::MAX && self.moved > 0 {
                             true => End::from(Ok(self.moved)),
                             false => End::Waits,
@@ -485,7 +487,7 @@ impl Pending {
         }
     }
 
-    /// Copies bytes into its memory, from `from` on.
+    /// Copies bytes into its memory, starting at offset `from`.
     fn scatter(&self, from: usize, bytes: &[u8]) {
         let (mut skip, mut rest) = (from, bytes);
         for slice in &self.slices {
@@ -497,7 +499,7 @@ impl Pending {
         }
     }
 
-    /// The bytes of its memory, from `from` on.
+    /// Returns the bytes of its memory, starting at offset `from`.
     fn gather(&self, from: usize) -> Vec<u8> {
         let mut all: Vec<u8> = self.slices.iter().flat_map(MemSlice::to_vec).collect();
         all.drain(..from);

@@ -1,10 +1,10 @@
-//! A kernel in memory, for tests and simulators: files, sockets and threads that act only when a
-//! simulator says so.
+//! An in-memory kernel for tests and simulators: files, sockets and threads that only act when a
+//! simulator tells them to.
 //!
-//! [`Ring::simulated`](crate::Ring::simulated) makes a ring that is the one that ships, with its
-//! tokens, slots, checks and bounds, but whose operations wait in a [`Kernel`] until its driver
-//! completes them: in the order that it chooses, wholly or in part, or with an error. Nothing here
-//! has a clock, a random number, a descriptor or a thread, so one schedule gives one trace.
+//! [`Ring::simulated`](crate::Ring::simulated) creates a regular ring, with the same tokens, slots,
+//! checks and bounds as in production, but its operations wait in a [`Kernel`] until the driver
+//! completes them: in any order, wholly or in part, or with an error. There are no clocks, random
+//! numbers, descriptors or threads here, so a schedule always yields the same trace.
 //!
 //! ```text
 //! worker ─ submit ─▶ Ring ─ enter ─▶ Kernel::operations ─ Kernel::complete ─▶ Ring ─ reap → worker
@@ -13,15 +13,15 @@
 //!                             Disk        Socket ◀─ Peer ─▶ the simulator's network
 //! ```
 //!
-//! - [`Kernel`]: the operations under way on one ring, and their completion. `io_wq`: the threads of
-//!   the kernel that some of them need.
-//! - [`Disk`]: a file or block device: what was written, what is stable, and what a crash leaves of
-//!   it.
-//! - [`Listener`], [`Peer`]: sockets, from the network's side.
+//! - [`Kernel`]: the pending operations of a ring, and their completion. `io_wq`: the kernel
+//!   threads that some of them need.
+//! - [`Disk`]: a file or block device, with its written data, its stable data, and the effects of a
+//!   crash.
+//! - [`Listener`], [`Peer`]: sockets, as seen by the network.
 //! - [`Threads`]: helper threads, whose jobs are steps of the schedule.
 //!
-//! Objects are shared by count and between rings: a disk outlives the ring, and the process, that
-//! used it.
+//! Objects are reference-counted and can be shared between rings: a disk outlives the ring, and the
+//! process, that used it.
 
 mod io_wq;
 mod kernel;

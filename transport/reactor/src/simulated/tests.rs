@@ -1,4 +1,4 @@
-//! Tests of a ring whose kernel does what the test says.
+//! Tests of a ring whose kernel is controlled by the test.
 
 use std::sync::mpsc::channel;
 
@@ -17,14 +17,14 @@ fn reap(ring: &mut Ring) -> Vec<Completion> {
     out
 }
 
-/// Memory whose bytes are all the same.
+/// Returns memory filled with a byte.
 fn filled(byte: u8, len: usize) -> MemSlice {
     let slice = Memory::new(len).unwrap().slice(0..len).unwrap();
     slice.fill(0, len, byte);
     slice
 }
 
-/// Submits one operation, ends it in a way, and returns its result.
+/// Submits one operation, completes it with the given outcome, and returns its result.
 fn end(ring: &mut Ring, kernel: &Kernel, outcome: Outcome) -> i32 {
     ring.submit().unwrap();
     let [operation] = &kernel.operations()[..] else {
@@ -100,7 +100,7 @@ fn a_disk_may_do_less_or_fail() {
     assert_eq!((byte(&disk, 999), byte(&disk, 1000)), (7, 0));
     assert_eq!(write(Outcome::DoneButFailed(libc::EIO)), -libc::EIO);
     assert_eq!(byte(&disk, 4095), 7);
-    // The end of a file that is shorter.
+    // A read beyond the end of the file is short.
     let into = [filled(1, 4096)];
     ring.submit_read(&file, 6000, &into, Token(1)).unwrap();
     assert_eq!(end(&mut ring, &kernel, Outcome::Whole), 2192);
@@ -157,7 +157,7 @@ fn durable_writes_survive_a_crash_and_no_others() {
     assert_eq!((byte(&disk, 0), byte(&disk, 4096)), (1, 0));
 }
 
-/// As Linux does: see `errseq_t`.
+/// Like Linux does: see `errseq_t`.
 #[test]
 fn a_failed_write_back_is_reported_once_to_each_open_file() {
     let (mut ring, kernel) = ring();
@@ -174,7 +174,7 @@ fn a_failed_write_back_is_reported_once_to_each_open_file() {
     assert_eq!(flush(&mut ring, &kernel, &two), -libc::EIO);
     disk.drop_cache();
     assert_eq!((byte(&disk, 0), byte(&disk, 512)), (0, 2));
-    // An error that no file has seen is reported to the next one that is opened.
+    // An error that was not reported to any file is reported to the next file that is opened.
     disk.fail_write_back(libc::ENOSPC, |_| true);
     assert_eq!(
         flush(&mut ring, &kernel, &disk.open().into()),
@@ -214,7 +214,7 @@ fn a_full_socket_takes_a_part_and_waits() {
     assert_eq!(peer.take(5000).len(), 1000);
     assert_eq!((kernel.complete_all(), peer.sent()), (1, 900));
     assert_eq!(reap(&mut ring)[0].result, 2500);
-    // One that breaks in the middle reports what was sent before.
+    // If the connection breaks during a send, the bytes sent before are reported.
     assert_eq!(peer.take(5000).len(), 900);
     ring.submit_send(&socket, &[filled(5, 2500)], Token(2))
         .unwrap();
@@ -314,7 +314,7 @@ fn jobs_of_a_thread_are_steps_in_their_order() {
     assert!(threads.step(thread) && ring.waker().is_pending());
     assert_eq!(helper.poll_result(), Some((Token(1), "one")));
     assert_eq!(helper.poll_result(), None);
-    // A thread that is left alone ends with what it has, and no one waits for the results.
+    // A detached thread exits after its remaining jobs, and their results are dropped.
     drop(helper);
     assert!(threads.step(thread) && !threads.step(thread));
     assert!(threads.runnable().is_empty());
@@ -332,7 +332,8 @@ fn a_thread_with_one_job_is_joined() {
     assert!(is_done.try_recv().is_ok() && threads.runnable().is_empty());
 }
 
-/// A ring with so few entries that the kernel's default number of threads would do for all.
+/// Creates a ring with this capacity, for which the kernel's default number of threads may be too
+/// small.
 fn small_ring(capacity: u32) -> (Ring, Kernel) {
     Ring::simulated(RingConfig {
         capacity,
@@ -341,13 +342,13 @@ fn small_ring(capacity: u32) -> (Ring, Kernel) {
     .unwrap()
 }
 
-/// Operations that wait for a thread of the kernel.
+/// Returns the number of operations waiting for a kernel thread.
 fn queued(kernel: &Kernel) -> usize {
     let operations = kernel.operations();
     operations.iter().filter(|one| one.is_queued).count()
 }
 
-/// Operations on a disk that hangs leave threads for those on another disk.
+/// Operations on a disk that hangs leave threads for operations on another disk.
 #[test]
 fn blocking_operations_leave_threads_for_others() {
     let (mut ring, kernel) = small_ring(64);
@@ -365,7 +366,7 @@ fn blocking_operations_leave_threads_for_others() {
     assert_eq!((queued(&kernel), kernel.operations().len()), (0, 61));
 }
 
-/// Writes through the page cache of one file have one thread at a time.
+/// Writes to a file through the page cache use one thread at a time.
 #[test]
 fn buffered_writes_of_file_take_turns() {
     let (mut ring, kernel) = small_ring(64);
@@ -381,7 +382,7 @@ fn buffered_writes_of_file_take_turns() {
     assert_eq!(queued(&kernel), 2);
     let ids: Vec<_> = kernel.operations().iter().map(|one| one.id).collect();
     assert_eq!(kernel.complete(ids[1], Outcome::Whole), None, "no thread");
-    // An operation with a thread is not interrupted; a queued one is cancelled.
+    // An operation that has a thread is not interrupted, but a queued one is cancelled.
     ring.cancel(Token(0)).unwrap();
     ring.cancel(Token(1)).unwrap();
     let is_ready = |at: usize| kernel.operations()[at].is_ready;

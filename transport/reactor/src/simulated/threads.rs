@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex};
 use crate::objects::lock;
 use crate::threads::{Helper, Job, Spawned};
 
-/// Number of a simulated thread, in the order in which they were started.
+/// Number of a simulated thread, assigned in start order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ThreadId(u64);
 
-/// Threads that run where their driver says so. Clones are the same ones.
+/// Threads that only run when their driver tells them to. Clones refer to the same threads.
 #[derive(Debug, Clone, Default)]
 pub struct Threads(Arc<Mutex<State>>);
 
@@ -25,7 +25,7 @@ struct Thread {
     id: ThreadId,
     jobs: VecDeque<Job>,
     capacity: usize,
-    /// Its owner is gone: it ends with the jobs that it has.
+    /// Set if the owner was dropped. The thread exits after its remaining jobs.
     is_ending: bool,
 }
 
@@ -36,7 +36,7 @@ impl std::fmt::Debug for Thread {
 }
 
 impl Threads {
-    /// Threads that have something to do, by number.
+    /// Returns the threads that have jobs, ordered by number.
     #[must_use]
     pub fn runnable(&self) -> Vec<ThreadId> {
         let state = lock(&self.0);
@@ -44,11 +44,11 @@ impl Threads {
         busy.map(|t| t.id).collect()
     }
 
-    /// Lets a thread do its next job, to its end; `false` if it has none.
+    /// Runs the next job of a thread. Returns `false` if it has none.
     pub fn step(&self, id: ThreadId) -> bool {
         let job = self.take_job(id);
         let is_done = job.is_some();
-        // Without the lock: a job may start another thread.
+        // The lock is released first, because a job may start another thread.
         if let Some(job) = job {
             job();
         }
@@ -118,7 +118,7 @@ impl Helper for SimulatedHelper {
 
 impl Drop for SimulatedHelper {
     fn drop(&mut self) {
-        // It finishes what it has when its turn comes, as a thread that is left alone.
+        // Remaining jobs will still run when scheduled, like in a detached thread.
         let mut state = lock(&self.threads.0);
         if let Some(thread) = state.threads.iter_mut().find(|t| t.id == self.id) {
             thread.is_ending = true;

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn interleavings_of_senders_lose_no_message_and_no_wake() {
+    fn interleavings_of_senders_lose_no_message() {
         const EACH: u32 = 3;
         explore(|| {
             let waker = Waker::new().unwrap();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn interleavings_of_workers_that_never_wait_lose_nothing_unnoticed() {
+    fn interleavings_of_try_send_lose_no_message() {
         explore(|| {
             let (sender, mut receiver) = mailbox(1, Waker::simulated());
             let senders = [1, 2].map(|message| {

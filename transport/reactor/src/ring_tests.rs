@@ -161,7 +161,7 @@ fn pieces(m: &Memory, ranges: &[(usize, usize)]) -> Vec<MemSlice> {
 }
 
 #[test]
-fn reads_what_it_wrote_with_and_without_registration() {
+fn registered_and_unregistered_transfers_match() {
     both(of(8), |rig| {
         let plain = rig.file(1 << 20);
         let fixed = rig.ring.register_file(&plain).unwrap();
@@ -204,7 +204,7 @@ fn reads_what_it_wrote_with_and_without_registration() {
 }
 
 #[test]
-fn a_full_ring_refuses_and_recovers() {
+fn full_ring_refuses_and_recovers() {
     both(of(4), |rig| {
         let (socket, _far) = rig.pair();
         let m = Memory::new(4096).unwrap();
@@ -231,7 +231,7 @@ fn a_full_ring_refuses_and_recovers() {
 }
 
 #[test]
-fn refuses_lists_that_are_empty_or_too_long() {
+fn empty_and_oversized_lists_are_refused() {
     let mut ring = Ring::new(RingConfig {
         max_slices: 2,
         ..RingConfig::default()
@@ -259,7 +259,7 @@ fn refuses_lists_that_are_empty_or_too_long() {
 }
 
 #[test]
-fn a_wake_before_or_during_a_park_ends_it_once() {
+fn wake_interrupts_park_once() {
     let mut ring = ring(4);
     let waker = ring.waker();
     waker.wake();
@@ -283,7 +283,7 @@ fn a_wake_before_or_during_a_park_ends_it_once() {
 }
 
 #[test]
-fn messages_of_many_threads_all_arrive() {
+fn messages_from_multiple_threads_arrive() {
     let mut ring = ring(4);
     let (tx, mut rx) = mailbox(8, ring.waker());
     let threads: Vec<_> = (0..4u32)
@@ -318,7 +318,7 @@ fn messages_of_many_threads_all_arrive() {
 }
 
 #[test]
-fn a_mailbox_has_a_bound() {
+fn mailbox_is_bounded() {
     let ring = ring(4);
     let (tx, mut rx) = mailbox(2, ring.waker());
     tx.send('a').unwrap();
@@ -381,7 +381,7 @@ fn sockets_accept_receive_and_send() {
 }
 
 #[test]
-fn a_receive_ends_when_its_socket_is_shut_down() {
+fn shutdown_completes_receive() {
     both(of(8), |rig| {
         let (socket, far) = rig.pair();
         let m = Memory::new(4096).unwrap();
@@ -396,7 +396,7 @@ fn a_receive_ends_when_its_socket_is_shut_down() {
 }
 
 #[test]
-fn a_poll_reports_every_arrival_until_cancelled() {
+fn poll_reports_arrivals_until_cancelled() {
     both(of(4), |rig| {
         let (polled, mut far) = rig.pair();
         let events = libc::POLLIN;
@@ -420,7 +420,7 @@ fn a_poll_reports_every_arrival_until_cancelled() {
 }
 
 #[test]
-fn a_poll_for_once_reports_what_is_already_there_and_ends() {
+fn oneshot_poll_reports_pending_event() {
     both(of(4), |rig| {
         let (polled, mut far) = rig.pair();
         far.write(b"x");
@@ -466,7 +466,7 @@ fn space_is_freed_zeroed_and_synced() {
 }
 
 #[test]
-fn a_handle_of_another_ring_works_by_descriptor() {
+fn handle_of_other_ring_uses_descriptor() {
     let mut one = ring(4);
     let mut two = ring(4);
     let a = temporary_file(4096);
@@ -479,7 +479,7 @@ fn a_handle_of_another_ring_works_by_descriptor() {
 }
 
 #[test]
-fn file_entries_are_used_again() {
+fn file_entries_are_reused() {
     both(
         RingConfig {
             files: 1,
@@ -500,7 +500,7 @@ fn file_entries_are_used_again() {
 }
 
 #[test]
-fn a_handle_of_another_kernel_is_a_bad_descriptor() {
+fn handle_of_other_kernel_returns_ebadf() {
     let m = Memory::new(4096).unwrap();
     both(of(4), |rig| {
         let other = match rig.kernel {
@@ -515,7 +515,7 @@ fn a_handle_of_another_kernel_is_a_bad_descriptor() {
 }
 
 #[test]
-fn a_dropped_ring_has_let_go_of_its_files() {
+fn dropped_ring_releases_files() {
     let (a, mut b) = UnixStream::pair().unwrap();
     let mut one = ring(4);
     let handle = one.register_file(&OwnedFd::from(a).into()).unwrap();
@@ -541,13 +541,13 @@ fn footprint() -> (usize, usize) {
 }
 
 #[test]
-fn dropping_a_ring_with_operations_in_flight_frees_everything() {
+fn drop_with_operations_in_flight_leaks_nothing() {
     // This runs in a separate process, because other tests open and close descriptors concurrently.
     if std::env::var_os("RISER_RING_CHILD").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "ring::tests::dropping_a_ring_with_operations_in_flight_frees_everything",
+                "ring::tests::drop_with_operations_in_flight_leaks_nothing",
             ])
             .args(["--test-threads", "1"])
             .env("RISER_RING_CHILD", "1")
@@ -600,7 +600,7 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
 /// Dropping a helper does not wait for a job that never completes, such as a call to a file system
 /// that hangs.
 #[test]
-fn a_helper_that_hangs_is_left_behind() {
+fn hung_helper_is_detached() {
     let ring = Ring::new(RingConfig::default()).unwrap();
     let mut offload = Offload::new(2, ring.waker(), &SystemThreads).unwrap();
     let (release, hangs) = std::sync::mpsc::channel::<()>();
@@ -626,7 +626,7 @@ fn a_helper_that_hangs_is_left_behind() {
 }
 
 #[test]
-fn the_helper_thread_reports_through_the_ring() {
+fn helper_thread_reports_through_ring() {
     let mut ring = ring(4);
     let mut offload = Offload::new(2, ring.waker(), &SystemThreads).unwrap();
     offload.submit(Token(1), || 10 + 1).unwrap();
@@ -644,7 +644,7 @@ fn the_helper_thread_reports_through_the_ring() {
 }
 
 #[test]
-fn refusals_are_explained() {
+fn setup_errors_are_explained() {
     let text = |n| RingError::from_setup(io::Error::from_raw_os_error(n), 8).to_string();
     assert!(text(libc::ENOSYS).contains("ENOSYS"));
     let forbidden = text(libc::EPERM);

@@ -210,7 +210,7 @@ mod tests {
     use riser_memory::Memory;
 
     #[test]
-    fn neighbours_become_one_vector_and_empty_pieces_none() {
+    fn adjacent_slices_are_merged() {
         let m = Memory::new(4096).unwrap();
         let piece = |r| m.slice(r).unwrap();
         let mut slots = Slots::new(2, 2);
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_completion_finds_no_slot() {
+    fn late_completion_finds_no_slot() {
         let mut slots = Slots::new(1, 1);
         let (_, old) = slots.prepare(Token(1), Kind::Plain, None, &[]).unwrap();
         assert_eq!(

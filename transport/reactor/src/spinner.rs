@@ -82,7 +82,7 @@ mod tests {
     const US: Duration = Duration::from_micros(1);
 
     #[test]
-    fn an_idle_worker_parks_at_once_and_until_its_timer() {
+    fn idle_worker_parks_until_timer() {
         let t = Instant::now();
         let mut s = Spinner::new(80 * US);
         assert_eq!(s.plan(t, false, None), Next::Park(None));
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn polling_grows_while_it_pays_and_shrinks_while_it_does_not() {
+    fn polling_budget_adapts_to_success() {
         let mut t = Instant::now();
         let mut s = Spinner::new(80 * US);
         assert_eq!(s.plan(t, true, None), Next::Poll);
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn no_budget_means_no_polling() {
+    fn zero_budget_disables_polling() {
         let t = Instant::now();
         let mut s = Spinner::new(Duration::ZERO);
         assert_eq!(s.plan(t, true, None), Next::Poll);

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn interleavings_lose_no_wake_of_a_detached_waker() {
+    fn interleavings_lose_no_detached_wake() {
         const MESSAGES: usize = 4;
         explore(|| {
             let waker = Waker::detached().unwrap();

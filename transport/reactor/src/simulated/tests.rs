@@ -54,7 +54,7 @@ fn byte(disk: &Disk, at: u64) -> u8 {
 }
 
 #[test]
-fn operations_end_in_the_order_that_the_driver_chooses() {
+fn driver_chooses_completion_order() {
     let (mut ring, kernel) = ring();
     let file = crate::Handle::from(Disk::new(1 << 16).open());
     let memory = filled(7, 4096);
@@ -84,7 +84,7 @@ fn operations_end_in_the_order_that_the_driver_chooses() {
 }
 
 #[test]
-fn a_disk_may_do_less_or_fail() {
+fn disk_operations_can_fail_or_be_short() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(8192);
     let file = crate::Handle::from(disk.open());
@@ -108,7 +108,7 @@ fn a_disk_may_do_less_or_fail() {
 }
 
 #[test]
-fn a_crash_keeps_any_version_of_what_was_not_flushed() {
+fn crash_keeps_any_unflushed_version() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
     let file = crate::Handle::from(disk.open());
@@ -126,7 +126,7 @@ fn a_crash_keeps_any_version_of_what_was_not_flushed() {
 }
 
 #[test]
-fn a_flush_covers_nothing_that_was_written_after_it_began() {
+fn flush_ignores_writes_after_submission() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
     let file = crate::Handle::from(disk.open());
@@ -145,7 +145,7 @@ fn a_flush_covers_nothing_that_was_written_after_it_began() {
 }
 
 #[test]
-fn durable_writes_survive_a_crash_and_no_others() {
+fn only_durable_writes_survive_crash() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
     let file = crate::Handle::from(disk.open());
@@ -159,7 +159,7 @@ fn durable_writes_survive_a_crash_and_no_others() {
 
 /// Like Linux does: see `errseq_t`.
 #[test]
-fn a_failed_write_back_is_reported_once_to_each_open_file() {
+fn write_back_error_is_reported_per_file() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(1 << 20);
     let (one, two) = (disk.open().into(), disk.open().into());
@@ -183,7 +183,7 @@ fn a_failed_write_back_is_reported_once_to_each_open_file() {
 }
 
 #[test]
-fn extents_are_those_that_were_written() {
+fn extents_match_written_ranges() {
     let disk = Disk::new(1 << 20);
     disk.write(4096, &[1; 4096]);
     disk.zero(5120, 1000, false);
@@ -199,7 +199,7 @@ fn extents_are_those_that_were_written() {
 }
 
 #[test]
-fn a_full_socket_takes_a_part_and_waits() {
+fn full_socket_sends_part_and_waits() {
     let (mut ring, kernel) = ring();
     let (socket, peer) = Socket::connected(([192, 0, 2, 1], 1).into());
     let socket = crate::Handle::from(socket);
@@ -229,7 +229,7 @@ fn a_full_socket_takes_a_part_and_waits() {
 }
 
 #[test]
-fn the_last_handle_closes_a_socket() {
+fn last_handle_closes_socket() {
     let (socket, peer) = Socket::connected(([192, 0, 2, 1], 1).into());
     let socket = crate::Handle::from(socket);
     let other = socket.clone();
@@ -241,7 +241,7 @@ fn the_last_handle_closes_a_socket() {
 }
 
 #[test]
-fn a_disk_does_not_stop_for_a_cancellation_and_a_socket_does() {
+fn cancel_interrupts_socket_but_not_disk() {
     let (mut ring, kernel) = ring();
     let (socket, _peer) = Socket::connected(([192, 0, 2, 1], 1).into());
     let socket = crate::Handle::from(socket);
@@ -265,7 +265,7 @@ fn a_disk_does_not_stop_for_a_cancellation_and_a_socket_does() {
 }
 
 #[test]
-fn a_wake_is_seen_without_a_descriptor() {
+fn simulated_wake_needs_no_descriptor() {
     let (mut ring, kernel) = ring();
     let waker = ring.waker();
     let (sender, mut mail) = mailbox(4, waker.clone());
@@ -280,7 +280,7 @@ fn a_wake_is_seen_without_a_descriptor() {
 }
 
 #[test]
-fn a_ring_that_is_gone_does_nothing_more() {
+fn dropped_ring_executes_no_operations() {
     let (mut ring, kernel) = ring();
     let disk = Disk::new(4096);
     ring.submit_write(
@@ -300,7 +300,7 @@ fn a_ring_that_is_gone_does_nothing_more() {
 }
 
 #[test]
-fn jobs_of_a_thread_are_steps_in_their_order() {
+fn helper_jobs_run_as_ordered_steps() {
     let (ring, _kernel) = ring();
     let threads = Threads::default();
     let mut helper = Offload::new(2, ring.waker(), &threads).unwrap();
@@ -321,7 +321,7 @@ fn jobs_of_a_thread_are_steps_in_their_order() {
 }
 
 #[test]
-fn a_thread_with_one_job_is_joined() {
+fn spawned_thread_is_joined() {
     use crate::Threads as _;
     let threads = Threads::default();
     let (done, is_done) = channel();
@@ -350,7 +350,7 @@ fn queued(kernel: &Kernel) -> usize {
 
 /// Operations on a disk that hangs leave threads for operations on another disk.
 #[test]
-fn blocking_operations_leave_threads_for_others() {
+fn hung_disk_leaves_threads_for_healthy_disk() {
     let (mut ring, kernel) = small_ring(64);
     let [hung, healthy] = [(), ()].map(|()| Disk::new(1 << 20));
     hung.set_blocks_threads(true);
@@ -368,7 +368,7 @@ fn blocking_operations_leave_threads_for_others() {
 
 /// Writes to a file through the page cache use one thread at a time.
 #[test]
-fn buffered_writes_of_file_take_turns() {
+fn buffered_writes_to_file_are_serialized() {
     let (mut ring, kernel) = small_ring(64);
     let disk = Disk::new(1 << 20);
     let file = crate::Handle::from(disk.open().buffered());

@@ -1,28 +1,28 @@
-//! The audit log: who logged in and out, whom we sent away, and who changed the configuration or
-//! the program.
+//! The audit log: records logins and logouts, refused and disconnected initiators, and changes to
+//! the configuration or program.
 //!
-//! Every line is an event of the log under [`TARGET`], which the log's filter does not hide, with
-//! fields of these names:
+//! Every line is a log event with the target [`TARGET`], which isn't affected by the log filter.
+//! These are the events and their fields:
 //!
 //! | event | when | fields |
 //! | --- | --- | --- |
-//! | `login` | a connection of a session has logged in | those of [`Who`] |
-//! | `end` | such a connection is gone | likewise, `reason` ([`Parting`]) |
-//! | `denied` | an initiator may not log in | likewise, `reason`, `detail` |
-//! | `discovery` | an initiator asked for the targets | likewise, `found` |
-//! | `config_changed` | a configuration is served | `who`, `how`, `revision`, `changes`, `paths` |
-//! | `config_rolled_back` | likewise, one that was served before | likewise |
-//! | `config_rejected` | a configuration is not served | `who`, `how`, `revision` that stays, `reason` |
+//! | `login` | a connection of a session has logged in | all fields of [`Who`] |
+//! | `end` | a logged-in connection was closed | all fields of [`Who`], `reason` ([`Parting`]) |
+//! | `denied` | a login was refused | all fields of [`Who`], `reason`, `detail` |
+//! | `discovery` | an initiator requested the list of targets | all fields of [`Who`], `found` |
+//! | `config_changed` | a new configuration is active | `who`, `how`, `revision`, `changes`, `paths` |
+//! | `config_rolled_back` | a previous configuration is active again | same as `config_changed` |
+//! | `config_rejected` | a configuration was rejected | `who`, `how`, active `revision`, `reason` |
 //! | `disconnect` | sessions are requested to log out | `who`, `initiator`, `connections` |
-//! | `blocked` | an initiator is kept from logging in | `who`, `initiator`, `seconds` |
+//! | `blocked` | an initiator is prevented from logging in | `who`, `initiator`, `seconds` |
 //! | `unblocked` | a blocked initiator may log in again | `who`, `initiator` |
 //! | `upgrade` | another program is about to take over | `who`, `program`, `from`, `to` |
-//! | `upgrade_rejected` | a program may not take over | `who`, `program`, `reason` |
-//! | `suppressed` | lines were held back | `of`, `suppressed` |
+//! | `upgrade_rejected` | a program was refused for an upgrade | `who`, `program`, `reason` |
+//! | `suppressed` | lines were suppressed | `of`, `suppressed` |
 //!
-//! No line has a secret. What peers can cause is bounded at each worker, by a burst and a number of
-//! lines a second ([`Audit`]); the next line of the kind has the number that was held back, or one
-//! of its own soon after.
+//! Lines never contain secrets. Events that can be triggered by peers are rate-limited per worker,
+//! with a burst and a number of lines per second ([`Audit`]). The number of suppressed lines is
+//! included in the next line of the same kind, or logged separately soon afterwards.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -33,52 +33,54 @@ use tracing::field::display;
 use crate::config::{Difference, Protocol};
 use crate::log::RateLimit;
 
-/// Target of these lines in the log.
+/// Target of audit lines in the log.
 pub const TARGET: &str = "riserd::audit";
 
-/// Places of a change that are named.
+/// Maximum number of changed paths listed in a line.
 const PATHS: usize = 32;
 
-/// The other end of a connection, as far as it is known.
+/// The remote end of a connection, with all information available so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Who {
     /// Protocol of the connection.
     pub protocol: Protocol,
     /// Address of the initiator.
     pub peer: String,
-    /// Address of the portal that it came to.
+    /// Address of the portal that accepted the connection.
     pub portal: String,
-    /// The initiator port, as it calls itself.
+    /// Name of the initiator port, as sent by the initiator.
     pub initiator: Option<String>,
-    /// The CHAP user that it has proved to be; of a refused login, that it claims to be.
+    /// Authenticated CHAP user, or the claimed CHAP user if the login was refused.
     pub user: Option<String>,
-    /// The target's name in the configuration, or what the initiator calls it.
+    /// Name of the target in the configuration, or the name requested by the initiator.
     pub target: Option<String>,
-    /// Number of the I_T nexus.
+    /// I_T nexus number.
     pub nexus: Option<u64>,
 }
 
-/// Reason for the end of a connection: the first that applies.
+/// Reason for closing a connection. If several reasons apply, this is the first one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parting {
     /// The initiator logged out.
     Logout,
     /// The initiator closed the connection.
     Closed,
-    /// It was asked to leave: what it used is no longer served to it, or the daemon ends.
+    /// The initiator was requested to log out, because we stopped serving a resource it was using,
+    /// or because the daemon is shutting down.
     Shutdown,
-    /// We ended it: another login took its place, or another connection of the session ended it.
+    /// We closed the connection, because another login replaced it, or on request of another
+    /// connection of the session.
     Terminated,
-    /// The initiator broke the protocol.
+    /// The initiator violated the protocol.
     Protocol,
-    /// The initiator did not answer any more.
+    /// The initiator stopped responding.
     Silent,
     /// The connection was lost.
     Lost,
 }
 
 impl Parting {
-    /// Its name in the log.
+    /// Returns the name in the log.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -93,10 +95,10 @@ impl Parting {
     }
 }
 
-/// The lines of one worker, within bounds.
+/// Rate-limited audit log of a worker.
 #[derive(Debug)]
 pub struct Audit {
-    /// Logins and their ends: those of all sessions at once, then ten a second.
+    /// Logins and logouts: a burst for all sessions, then ten per second.
     sessions: RateLimit,
     denied: RateLimit,
     discoveries: RateLimit,
@@ -133,21 +135,21 @@ macro_rules! line {
 }
 
 impl Audit {
-    /// A connection has logged in.
+    /// Logs that a connection has logged in.
     pub fn login(&mut self, now: Instant, who: &Who) {
         if let Some(suppressed) = self.sessions.admit(now) {
             line!(INFO, "login", who, suppressed, {}, "logged in");
         }
     }
 
-    /// A connection that had logged in is gone.
+    /// Logs that a logged-in connection was closed.
     pub fn end(&mut self, now: Instant, who: &Who, why: Parting) {
         if let Some(suppressed) = self.sessions.admit(now) {
             line!(INFO, "end", who, suppressed, { reason = why.name(), }, "session ended");
         }
     }
 
-    /// A login was refused, or a connection was closed before one.
+    /// Logs that a login was refused, or that a connection was closed before logging in.
     pub fn denied(&mut self, now: Instant, who: &Who, reason: &str, detail: Option<&dyn Display>) {
         if let Some(suppressed) = self.denied.admit(now) {
             let detail = detail.map(display);
@@ -155,30 +157,30 @@ impl Audit {
         }
     }
 
-    /// A discovery was answered with this number of targets.
+    /// Logs a response to a discovery request with this number of targets.
     pub fn discovery(&mut self, now: Instant, who: &Who, found: usize) {
         if let Some(suppressed) = self.discoveries.admit(now) {
             line!(INFO, "discovery", who, suppressed, { found, }, "targets reported");
         }
     }
 
-    /// Next time at which [`Audit::poll`] has something to log.
+    /// Returns the next time when [`Audit::poll`] must be called.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let limits = [&self.sessions, &self.denied, &self.discoveries];
         limits.into_iter().filter_map(RateLimit::due).min()
     }
 
-    /// Says how many lines were held back, before nothing is said any more.
+    /// Logs the number of suppressed lines, before the log is closed.
     pub fn finish(&mut self, now: Instant) {
         if let Some(due) = self.deadline() {
-            // Each kind has earned a line by then.
+            // By then, the rate limit allows one more line of each kind.
             let interval = Duration::from_secs(1);
             self.poll(due.max(now) + interval);
         }
     }
 
-    /// Says how many lines were held back, where it is time to.
+    /// Logs the number of suppressed lines, if this is due.
     pub fn poll(&mut self, now: Instant) {
         let limits = [
             ("sessions", &mut self.sessions),
@@ -197,16 +199,16 @@ impl Audit {
     }
 }
 
-/// Origin of a request for a configuration.
+/// Origin of a configuration request.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
-    /// User and process, or the signal.
+    /// User and process, or a signal.
     pub who: &'a str,
     /// `start`, `apply`, `reload`, `rollback 1`.
     pub how: &'a str,
 }
 
-/// A configuration is served from now on.
+/// Logs that a new configuration is active.
 pub fn changed(asked: Asked<'_>, revision: &str, changes: &[Difference]) {
     let Asked { who, how } = asked;
     let event = if how.starts_with("rollback") {
@@ -227,7 +229,7 @@ pub fn changed(asked: Asked<'_>, revision: &str, changes: &[Difference]) {
     tracing::info!(target: TARGET, event, who, how, revision, changes, paths, "{message}");
 }
 
-/// A configuration is not served; the one of this revision stays.
+/// Logs that a configuration was rejected, and that `revision` remains active.
 pub fn rejected(asked: Asked<'_>, revision: &str, reason: &dyn Display) {
     let Asked { who, how } = asked;
     tracing::warn!(
@@ -236,26 +238,26 @@ pub fn rejected(asked: Asked<'_>, revision: &str, reason: &dyn Display) {
     );
 }
 
-/// An administrator requests the sessions of an initiator to log out.
+/// Logs that an administrator requested an initiator to log out of its sessions.
 pub fn disconnecting(who: &str, initiator: &str, connections: usize) {
     tracing::info!(
         target: TARGET, event = "disconnect", who, initiator, connections, "disconnecting"
     );
 }
 
-/// An administrator keeps an initiator from logging in, for a time or without limit.
+/// Logs that an administrator blocked an initiator from logging in, for a duration or indefinitely.
 pub fn blocked(who: &str, initiator: &dyn Display, duration: Option<Duration>) {
     let (initiator, seconds) = (display(initiator), duration.map(|d| d.as_secs()));
     tracing::info!(target: TARGET, event = "blocked", who, initiator, seconds, "initiator blocked");
 }
 
-/// An administrator lets a blocked initiator log in again.
+/// Logs that an administrator allowed a blocked initiator to log in again.
 pub fn unblocked(who: &str, initiator: &dyn Display) {
     let initiator = display(initiator);
     tracing::info!(target: TARGET, event = "unblocked", who, initiator, "initiator unblocked");
 }
 
-/// Another program is about to take over: from a version, to a version.
+/// Logs that another program is about to take over, with the old and new version.
 pub fn upgrading(who: &str, program: &Path, from: &str, to: &str) {
     let program = program.display();
     tracing::info!(
@@ -263,7 +265,7 @@ pub fn upgrading(who: &str, program: &Path, from: &str, to: &str) {
     );
 }
 
-/// A program may not take over, and this one stays.
+/// Logs that a program was refused for an upgrade, so the current program continues.
 pub fn not_upgraded(who: &str, program: &Path, reason: &dyn Display) {
     let program = program.display();
     tracing::warn!(

@@ -1,29 +1,31 @@
-//! What the daemon gives up before it opens anything: capabilities, the way to new ones, and system
-//! calls that it never makes.
+//! Drops privileges before the daemon opens any file or socket: capabilities, the ability to obtain
+//! new ones, and system calls that it never needs.
 //!
-//! - No new privileges (`PR_SET_NO_NEW_PRIVS`), for this process and all that it starts.
-//! - Capabilities but [`NEEDED`]. The service of the package has none to begin with.
-//! - A seccomp filter with a list of what is allowed ([`calls`]). No namespaces, mounts, modules,
-//!   BPF, tracing of other processes, raw sockets or keys, even with the capabilities for them.
+//! - No new privileges (`PR_SET_NO_NEW_PRIVS`), for this process and all its children.
+//! - Drops all capabilities except [`NEEDED`]. The packaged service starts without any.
+//! - A seccomp filter with a list of allowed system calls ([`calls`]). Namespaces, mounts, kernel
+//!   modules, BPF, tracing of other processes, raw sockets and keys are unavailable, even with the
+//!   required capabilities.
 //!
-//! # What it does not do
-//! Files are not restricted: disks are added while the daemon serves, so it is the user, the
-//! service's unit and its device rules that say what can be opened. `execve` is allowed, since an
-//! upgrade is one and seccomp cannot read its path; what is executed keeps the filter. Operations
-//! that `io_uring` carries out are no system calls, so the filter does not see those: it could open
-//! files and sockets in that way, as far as user and capabilities let it.
+//! # Limitations
+//! Access to files is not restricted. Disks can be added at run time, so the files that can be
+//! opened depend on the user, the systemd unit and its device rules. `execve` is allowed, because
+//! it is required for upgrades and seccomp can't inspect the path. The new program inherits the
+//! filter. `io_uring` operations aren't system calls, so the filter can't see them: they can still
+//! open files and sockets, if the user and capabilities permit this.
 //!
-//! # Refusals
-//! A refused call fails with `ENOSYS`, and the kernel's log has it. The alternative, to kill the
-//! process, would turn a call that a library makes in a new version into lost acknowledgements and
-//! RAM disks. `ENOSYS` is what libraries are prepared for, since older kernels answer so. What
-//! libraries try all the time is refused by a second filter, which does not log, or its lines would
-//! hide the others.
+//! # Refused calls
+//! A refused call fails with `ENOSYS` and is logged by the kernel. If we killed the process
+//! instead, a new system call in a library update would result in lost acknowledgements and RAM
+//! disks. Libraries can handle `ENOSYS`, because older kernels return it. Calls that libraries try
+//! frequently are refused by a second filter without logging, because these lines would hide all
+//! others.
 //!
 //! # Upgrades
-//! A program that takes over from another one enters nothing: the sandbox of a process outlives
-//! `execve`. So nothing can fail here when RAM disks are at stake.
-//! But the next program may make calls that the filter refuses; it is asked for its list before.
+//! After an upgrade, the new program doesn't enter the sandbox again, because the sandbox survives
+//! `execve`. This ensures that no failure is possible here while RAM disks are at stake. The new
+//! program may require calls that the filter refuses, so we request its list of calls before the
+//! upgrade.
 
 mod calls;
 
@@ -34,37 +36,38 @@ use rustix::process::{getegid, getgroups};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_no_new_privs};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, SeccompRule, TargetArch};
 
-/// Variable of the environment that leaves the sandbox out if it is `off`.
+/// Environment variable that disables the sandbox if set to `off`.
 const VARIABLE: &str = "RISERD_SANDBOX";
 
-/// Capabilities that are kept where the daemon has them: to open files of other users, to listen at
-/// ports below 1024, to have long receive buffers (`SO_RCVBUFFORCE`), and to lock memory.
+/// Capabilities to keep, if available: opening files of other users, listening on ports below 1024,
+/// large receive buffers (`SO_RCVBUFFORCE`), and locking memory.
 const NEEDED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::NET_BIND_SERVICE)
     .union(CapabilitySet::NET_ADMIN)
     .union(CapabilitySet::IPC_LOCK);
 
-/// Reason why the sandbox was not entered as a whole.
+/// Error entering the sandbox, which is incomplete or not active.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
-    /// Capabilities or their inheritance cannot be changed.
+    /// Capabilities or their inheritance can't be changed.
     #[error("capabilities cannot be given up: {0}")]
     Capabilities(#[source] io::Error),
-    /// There is no list of system calls for this kind of processor.
+    /// There is no list of system calls for this architecture.
     #[error("no system call filter is known for {}", std::env::consts::ARCH)]
     Architecture,
-    /// The filter cannot be made.
+    /// The filter can't be compiled.
     #[error("the system call filter cannot be made: {0}")]
     Compile(#[from] seccompiler::BackendError),
-    /// The kernel does not take the filter.
+    /// The kernel rejected the filter.
     #[error("the kernel does not take the system call filter: {0}")]
     Filter(#[source] io::Error),
 }
 
-/// Enters the sandbox at the start of the daemon, unless the environment says otherwise, or the
-/// program takes over from another one. To be called before the process has more than one thread.
+/// Enters the sandbox when the daemon starts. This is skipped if it is disabled by the environment,
+/// or if this program takes over from another one. Must be called while the process has only one
+/// thread.
 ///
-/// What cannot be given up is an error in the log, and no reason not to serve.
+/// If this fails, we only log an error and continue to serve.
 pub fn confine(takes_over: bool) {
     outlive_file_limits();
     if takes_over {
@@ -81,38 +84,40 @@ pub fn confine(takes_over: bool) {
     }
 }
 
-/// Has a write beyond the largest file that the process may have (`ulimit -f`) fail with `EFBIG`,
-/// as one command of one disk, instead of ending the daemon by a signal.
+/// Ensures that a write exceeding the maximum file size of the process (`ulimit -f`) fails with
+/// `EFBIG`, which affects a single command of one disk, instead of terminating the daemon with a
+/// signal.
 #[allow(unsafe_code, reason = "signal(2)")]
 fn outlive_file_limits() {
-    // SAFETY: no handler is installed.
+    // SAFETY: this doesn't install a signal handler.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Gives up what is not needed, for this process and all that it executes.
+/// Drops all unnecessary privileges, for this process and all programs it executes.
 ///
 /// # Errors
-/// [`SandboxError`]. As much is given up as was possible until then.
+/// Returns [`SandboxError`] if a step fails. Privileges dropped by the previous steps are not
+/// restored.
 pub fn enter() -> Result<(), SandboxError> {
     let failed = |error: rustix::io::Errno| SandboxError::Capabilities(error.into());
-    // The kernel takes a filter of an unprivileged process only after that.
+    // Required by the kernel before an unprivileged process can install a filter.
     set_no_new_privs(true).map_err(failed)?;
     drop_capabilities().map_err(failed)?;
     install(&filter()?, libc::SECCOMP_FILTER_FLAG_LOG).map_err(SandboxError::Filter)?;
     install(&quiet_filter()?, 0).map_err(SandboxError::Filter)
 }
 
-/// Returns true if this process has the filters that [`enter`] installs, by itself or by a program
-/// that it took over from. Those of a service manager or a container are others.
+/// Returns true if the filters of [`enter`] are active in this process, including filters inherited
+/// during an upgrade. Ignores other filters, such as filters of a service manager or container.
 #[must_use]
 #[allow(unsafe_code, reason = "prctl(2) with an option that has no wrapper")]
 pub fn is_confined() -> bool {
-    // SAFETY: the kernel has no such option, so nothing happens.
+    // SAFETY: this option doesn't exist in the kernel, so the call has no effect.
     let result = unsafe { libc::prctl(calls::PROBE) };
     result == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS)
 }
 
-/// Names of the system calls that this program makes.
+/// Returns the names of the system calls used by this program.
 #[must_use]
 pub fn system_calls() -> Vec<&'static str> {
     let conditional = calls::conditional().into_iter().flatten();
@@ -123,8 +128,9 @@ pub fn system_calls() -> Vec<&'static str> {
         .collect()
 }
 
-/// Leaves [`NEEDED`] of the calling thread's capabilities. Those that an unprivileged process
-/// inherits (`AmbientCapabilities=` of a unit) are kept as far, or an upgrade would lose them.
+/// Drops all capabilities of the calling thread except [`NEEDED`]. This subset of inherited
+/// capabilities of an unprivileged process (`AmbientCapabilities=` in a unit) is kept as well,
+/// because it would be lost in an upgrade otherwise.
 fn drop_capabilities() -> rustix::io::Result<()> {
     let mut needed = NEEDED;
     let old = capabilities(None)?;
@@ -139,15 +145,15 @@ fn drop_capabilities() -> rustix::io::Result<()> {
     new.effective &= needed;
     new.permitted &= needed;
     new.inheritable &= needed;
-    // Not called for nothing: a filter of the service manager may not allow it.
+    // Avoid an unnecessary call, because it may be refused by a filter of the service manager.
     if new == old {
         return Ok(());
     }
     set_capabilities(None, new)
 }
 
-/// Returns true if the kernel lets only privileged processes and one group have an `io_uring`, and
-/// this process is not in the group.
+/// Returns true if `io_uring` is restricted to privileged processes and a group, and this process
+/// isn't in the group.
 fn rings_are_privileged() -> bool {
     let setting = |name: &str| {
         let value = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).ok()?;
@@ -162,7 +168,7 @@ fn rings_are_privileged() -> bool {
     !own.iter().any(|gid| Some(gid.as_raw().into()) == group)
 }
 
-/// How a refused call fails.
+/// Result of a refused call.
 const REFUSED: SeccompAction = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
 
 fn architecture() -> Result<TargetArch, SandboxError> {
@@ -170,10 +176,10 @@ fn architecture() -> Result<TargetArch, SandboxError> {
     arch.map_err(|_| SandboxError::Architecture)
 }
 
-/// The program of the filter with the list.
+/// Compiles the filter with the list of allowed calls.
 fn filter() -> Result<BpfProgram, SandboxError> {
     let arch = architecture()?;
-    // A call without rules is allowed.
+    // Calls without rules are always allowed.
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = calls::allowed()
         .map(|(_, number)| (number, Vec::new()))
         .collect();
@@ -185,25 +191,26 @@ fn filter() -> Result<BpfProgram, SandboxError> {
     Ok(filter.try_into()?)
 }
 
-/// The program of the filter that refuses without a line in the log. The last filter of those that
-/// refuse a call decides about that.
+/// Compiles the filter that refuses calls without logging. If several filters refuse a call, the
+/// most recent filter decides whether it is logged.
 fn quiet_filter() -> Result<BpfProgram, SandboxError> {
     let rules = calls::quietly_refused()?.into_iter().collect();
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, REFUSED, architecture()?)?;
     Ok(filter.try_into()?)
 }
 
-/// Installs a filter on all threads of the process, or on none.
+/// Installs a filter on all threads of the process, or on none if this fails.
 #[allow(unsafe_code, reason = "seccomp(2) with flags has no safe wrapper")]
 fn install(program: &BpfProgram, log: libc::c_ulong) -> io::Result<()> {
-    // A filter must not turn off speculation past stores, which costs more than the filter does.
+    // Don't let the filter enable the mitigation for speculative store bypass, because this is more
+    // expensive than the filter.
     let flags = libc::SECCOMP_FILTER_FLAG_TSYNC | libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW | log;
     let program = libc::sock_fprog {
         len: u16::try_from(program.len()).map_err(io::Error::other)?,
         filter: program.as_ptr().cast_mut().cast(),
     };
-    // SAFETY: the kernel copies the program, whose instructions have the layout of `sock_filter`
-    // and outlive the call.
+    // SAFETY: the kernel copies the program. The instructions have the same layout as
+    // `sock_filter`, and remain valid during the call.
     let result = unsafe {
         libc::syscall(
             libc::SYS_seccomp,

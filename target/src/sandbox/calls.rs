@@ -1,22 +1,23 @@
-//! System calls that the filter allows.
+//! System calls allowed by the filter.
 //!
-//! The list is for what a program needs that serves files over sockets, not for the calls of one
-//! version of libc: another one, or a library of rdma-core, must find what it needs.
+//! This list covers all calls that are useful for serving files over sockets, rather than only the
+//! calls of a specific libc version. This ensures compatibility with other libc versions and with
+//! rdma-core libraries.
 
 use libc::c_long;
 use seccompiler::{BackendError, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
 
-/// Names, as those of the constants, and numbers.
+/// Names, identical to the constants, and numbers.
 type Calls = &'static [(&'static str, c_long)];
 
-/// A name, a number, and rules of which one has to apply.
+/// Name, number, and rules. The call is allowed if any rule matches.
 pub(super) type Conditional = (&'static str, c_long, Vec<SeccompRule>);
 
 macro_rules! calls {
     ($($name:ident)*) => { &[$((stringify!($name), libc::$name)),*] };
 }
 
-/// Calls that both kinds of processors have that are known.
+/// Calls available on all supported architectures.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const COMMON: Calls = calls![
     // Files and directories.
@@ -28,11 +29,11 @@ const COMMON: Calls = calls![
     SYS_getdents64 SYS_getcwd SYS_readlinkat SYS_faccessat SYS_faccessat2 SYS_mkdirat
     SYS_unlinkat SYS_renameat SYS_renameat2 SYS_linkat SYS_symlinkat SYS_fchmod SYS_fchmodat
     SYS_umask SYS_utimensat SYS_memfd_create
-    // Waiting for them.
+    // Waiting for I/O and events.
     SYS_io_uring_setup SYS_io_uring_enter SYS_io_uring_register SYS_epoll_create1 SYS_epoll_ctl
     SYS_epoll_pwait SYS_epoll_pwait2 SYS_ppoll SYS_pselect6 SYS_eventfd2 SYS_timerfd_create
     SYS_timerfd_settime SYS_timerfd_gettime SYS_signalfd4
-    // Sockets, once they are there.
+    // Sockets. Creating a socket is restricted in `conditional`.
     SYS_socketpair SYS_bind SYS_listen SYS_accept SYS_accept4 SYS_connect SYS_getsockname
     SYS_getpeername SYS_sendto SYS_recvfrom SYS_sendmsg SYS_recvmsg SYS_sendmmsg SYS_recvmmsg
     SYS_setsockopt SYS_getsockopt SYS_shutdown
@@ -40,14 +41,14 @@ const COMMON: Calls = calls![
     SYS_brk SYS_mmap SYS_mremap SYS_munmap SYS_mprotect SYS_madvise SYS_msync SYS_mincore SYS_mlock
     SYS_mlock2 SYS_munlock SYS_mlockall SYS_munlockall SYS_membarrier SYS_mbind SYS_get_mempolicy
     SYS_set_mempolicy
-    // Threads, signals, and the program that is to take over.
+    // Threads, signals, and executing the new program in an upgrade.
     SYS_execve SYS_wait4 SYS_waitid SYS_exit SYS_exit_group SYS_futex SYS_set_robust_list
     SYS_get_robust_list SYS_set_tid_address SYS_rseq SYS_sched_yield SYS_sched_getaffinity
     SYS_sched_setaffinity SYS_sched_getparam SYS_sched_getscheduler SYS_getcpu SYS_kill SYS_tkill
     SYS_tgkill SYS_pidfd_open SYS_pidfd_send_signal SYS_rt_sigaction SYS_rt_sigprocmask
     SYS_rt_sigreturn SYS_rt_sigsuspend SYS_rt_sigpending SYS_rt_sigtimedwait SYS_sigaltstack
     SYS_restart_syscall
-    // What a process may know and set of itself; a filter more can only refuse more.
+    // Process information and settings. Additional seccomp filters can only refuse more calls.
     SYS_prctl SYS_seccomp SYS_capget SYS_getpid SYS_getppid SYS_gettid SYS_getpgid SYS_getsid SYS_getuid
     SYS_geteuid SYS_getresuid SYS_getgid SYS_getegid SYS_getresgid SYS_getgroups SYS_getpriority
     SYS_getrlimit SYS_setrlimit SYS_prlimit64 SYS_getrusage SYS_times SYS_sysinfo SYS_uname
@@ -60,7 +61,7 @@ const COMMON: Calls = calls![
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 const COMMON: Calls = &[];
 
-/// Older forms of the same calls, which younger processors do not have.
+/// Legacy versions of the same calls, unavailable on newer architectures.
 #[cfg(target_arch = "x86_64")]
 const OLDER: Calls = calls![
     SYS_open SYS_creat SYS_stat SYS_lstat SYS_access SYS_readlink SYS_getdents SYS_mkdir SYS_rmdir
@@ -72,8 +73,8 @@ const OLDER: Calls = calls![
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER: Calls = &[];
 
-/// Flags of clone(2) for namespaces. In one of its own a process has all capabilities again.
-/// (`CLONE_NEWTIME` is none of clone(2).)
+/// clone(2) flags for namespaces, because a process has all capabilities in a new user namespace.
+/// (`CLONE_NEWTIME` isn't supported by clone(2).)
 const NAMESPACES: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUTS
@@ -82,16 +83,16 @@ const NAMESPACES: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET) as u64;
 
-/// The part of a socket's type that is not a flag: `SOCK_TYPE_MASK` of the kernel.
+/// Mask for a socket type without flags: `SOCK_TYPE_MASK` in the kernel.
 const SOCKET_TYPE: u64 = 0xf;
 
-/// Calls that are allowed with any arguments; none on a processor that is not known.
+/// Returns the calls allowed with any arguments. Empty for an unsupported architecture.
 pub(super) fn allowed() -> impl Iterator<Item = (&'static str, c_long)> {
     let calls = COMMON.iter().chain(OLDER).copied();
     calls.map(|(name, number)| (name.trim_start_matches("SYS_"), number))
 }
 
-/// Calls that are allowed with some arguments.
+/// Returns the calls allowed with specific arguments.
 pub(super) fn conditional() -> Result<[Conditional; 3], BackendError> {
     use SeccompCmpOp::{Eq, MaskedEq, Ne};
     let socket = |family: i32, kind: i32| {
@@ -103,21 +104,21 @@ pub(super) fn conditional() -> Result<[Conditional; 3], BackendError> {
     let netlink =
         |protocol: i32| rule(&[(0, Eq, libc::AF_NETLINK as u64), (2, Eq, protocol as u64)]);
     Ok([
-        // Threads and children. clone3(2) has its flags in memory, where no filter can read them:
-        // libc goes on with clone(2) where there is none.
+        // Threads and processes. The flags of clone3(2) are in memory, so a filter can't check
+        // them. libc falls back to clone(2) if clone3(2) is unavailable.
         (
             "clone",
             libc::SYS_clone,
             vec![rule(&[(0, MaskedEq(NAMESPACES), 0)])?],
         ),
-        // Not to type into the terminal of who has started it.
+        // Prevents injecting input into the terminal of the user who started the daemon.
         (
             "ioctl",
             libc::SYS_ioctl,
             vec![rule(&[(1, Ne, libc::TIOCSTI), (1, Ne, libc::TIOCLINUX)])?],
         ),
-        // No raw ones, and no other families. Interfaces and RDMA devices are asked by netlink;
-        // its other protocols configure the kernel.
+        // No raw sockets and no other address families. Netlink is used to query network interfaces
+        // and RDMA devices. Its other protocols are used to configure the kernel.
         (
             "socket",
             libc::SYS_socket,
@@ -134,11 +135,12 @@ pub(super) fn conditional() -> Result<[Conditional; 3], BackendError> {
     ])
 }
 
-/// An option that prctl(2) does not have. Its error is `EINVAL` but where our filters are: those of
-/// others allow prctl(2), so that it is safe to ask.
+/// A prctl(2) option that doesn't exist. The call fails with `EINVAL` unless our filters are
+/// active. Other filters allow prctl(2), so it is safe to try.
 pub(super) const PROBE: i32 = 0x5269_7365;
 
-/// Calls that are refused without a line in the log: libc tries clone3(2) for each thread.
+/// Returns the calls refused without logging. clone3(2) is included because libc tries it for each
+/// thread.
 pub(super) fn quietly_refused() -> Result<[(i64, Vec<SeccompRule>); 2], BackendError> {
     let probe = rule(&[(0, SeccompCmpOp::Eq, PROBE.cast_unsigned().into())])?;
     Ok([
@@ -147,8 +149,8 @@ pub(super) fn quietly_refused() -> Result<[(i64, Vec<SeccompRule>); 2], BackendE
     ])
 }
 
-/// A rule of which all conditions have to apply: the number of an argument, of which the kernel
-/// looks at 32 bits, and what it is compared with.
+/// Creates a rule that matches if all conditions apply. Each condition has an argument index, an
+/// operator, and a value, which is compared with the lower 32 bits of the argument.
 fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Result<SeccompRule, BackendError> {
     let conditions = conditions.iter().map(|(at, op, value)| {
         SeccompCondition::new(*at, SeccompCmpArgLen::Dword, op.clone(), *value)

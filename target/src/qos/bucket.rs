@@ -1,44 +1,47 @@
-//! One rate: the generic cell rate algorithm (ITU-T I.371), which keeps a single time.
+//! Rate limiter based on the generic cell rate algorithm (ITU-T I.371), which only needs a single
+//! timestamp.
 //!
-//! That is the theoretical arrival time: when everything that has been taken is paid for. Each
-//! command moves it on by what the command costs at the rate. A command may go when the time before
-//! its own cost is at most the tolerance ahead of now, so what was not used for as long as the
-//! tolerance is there at once.
+//! This is the theoretical arrival time (TAT), at which all admitted commands are paid for. Each
+//! command increases it by its own cost divided by the rate. A command may start if the previous
+//! TAT is at most the tolerance ahead of the current time. Unused capacity is therefore available
+//! as a burst, limited by the tolerance.
 
 use riser_sync::atomic::{AtomicU64, Ordering};
 
-/// Nanoseconds of a second.
+/// Nanoseconds per second.
 const SECOND: u64 = 1_000_000_000;
 
-/// A rate that several threads share.
+/// A rate limiter shared by several threads.
 #[derive(Debug, Default)]
 pub struct Bucket {
-    /// Units a second; zero is no limit.
+    /// Units per second, or zero for no limit.
     rate: AtomicU64,
     /// The theoretical arrival time, in nanoseconds.
     paid: AtomicU64,
 }
 
 impl Bucket {
-    /// The rate in units a second, if it is limited.
+    /// Returns the rate in units per second, or `None` for no limit.
     #[must_use]
     pub fn rate(&self) -> Option<u64> {
         Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
     }
 
-    /// Has another rate from now on, or none. What is owed by the old one is forgiven.
+    /// Changes the rate, or removes the limit if `None`. This forgives the debt from the previous
+    /// rate.
     pub fn set(&self, rate: Option<u64>) {
         self.rate.store(rate.unwrap_or(0), Ordering::Relaxed);
         self.paid.store(0, Ordering::Relaxed);
     }
 
-    /// Takes `cost` units at `now`: when what takes them may go. Times are in nanoseconds.
+    /// Consumes `cost` units at `now` and returns the time when the command may start. Times are in
+    /// nanoseconds.
     pub fn book(&self, cost: u64, now: u64, tolerance: u64) -> u64 {
         let Some(time) = self.time_of(cost) else {
             return now;
         };
-        // From now at the earliest: a rate that was not used does not save up more than the
-        // tolerance.
+        // Start at the current time at the earliest, so that an idle rate doesn't accumulate more
+        // than the tolerance.
         let moved = |paid: u64| Some(paid.max(now).saturating_add(time));
         let order = Ordering::Relaxed;
         let before = self.paid.fetch_update(order, order, moved);
@@ -46,7 +49,7 @@ impl Bucket {
         before.saturating_sub(tolerance).max(now)
     }
 
-    /// Gives units back that were not used.
+    /// Returns unused units.
     pub fn refund(&self, cost: u64) {
         if let Some(time) = self.time_of(cost) {
             let back = |paid: u64| Some(paid.saturating_sub(time));
@@ -56,23 +59,23 @@ impl Bucket {
         }
     }
 
-    /// Returns whether something is not paid for at `now`.
+    /// Returns whether there is a debt at `now`.
     #[must_use]
     pub fn owes(&self, now: u64) -> bool {
         self.rate().is_some() && self.paid.load(Ordering::Relaxed) > now
     }
 
-    /// Nanoseconds that `cost` takes at the rate; none without a limit.
+    /// Returns the time for `cost` units in nanoseconds, or 0 for no limit.
     #[must_use]
     pub fn span(&self, cost: u64) -> u64 {
         self.time_of(cost).unwrap_or(0)
     }
 
-    /// Nanoseconds that `cost` takes at the rate, never too few; `None` without a limit.
+    /// Returns the time for `cost` units in nanoseconds, rounded up, or `None` for no limit.
     fn time_of(&self, cost: u64) -> Option<u64> {
         let rate = self.rate()?;
-        // Rounded up: with each command a part of a nanosecond too few would add up to more than
-        // the rate.
+        // Round up, because the rate would be exceeded if each command used a fraction of a
+        // nanosecond less than its cost.
         Some(match cost.checked_mul(SECOND) {
             Some(product) => product.div_ceil(rate),
             None => {
@@ -93,7 +96,8 @@ mod tests {
         bucket
     }
 
-    /// Takes one unit whenever that may go, from `now` on; how many go before `end`.
+    /// Books single units from `now`, each as soon as the previous one may start, and returns the
+    /// number of units started before `end`.
     fn taken(bucket: &Bucket, mut now: u64, end: u64, tolerance: u64) -> u64 {
         let mut n = 0;
         loop {
@@ -108,7 +112,7 @@ mod tests {
     #[test]
     fn a_rate_is_kept_after_what_was_saved_up() {
         let bucket = bucket(1000);
-        // Two seconds' worth at once and one, then one a millisecond.
+        // A burst for two seconds plus one unit, then one unit per millisecond.
         assert_eq!(taken(&bucket, 0, 1, 2 * SECOND), 2001);
         assert_eq!(taken(&bucket, 1, 5 * SECOND, 2 * SECOND), 4998);
     }
@@ -118,7 +122,7 @@ mod tests {
         let bucket = bucket(1000);
         let tolerance = SECOND / 10;
         let (mut now, mut taken) = (0, 0u64);
-        // Looks every 7 ms, and takes what may go by then.
+        // Poll every 7 ms, and start all commands that are due.
         let mut due = bucket.book(1, now, tolerance);
         while now < 10 * SECOND {
             while due <= now {
@@ -173,7 +177,7 @@ mod tests {
         let rate = u64::MAX;
         bucket.set(Some(rate));
         assert_eq!(bucket.book(1, 0, 0), 0);
-        // Never more than the limit: less than a nanosecond counts as one.
+        // The rate is never exceeded, because less than a nanosecond is rounded up to one.
         assert_eq!(bucket.book(1, 0, 0), 1);
     }
 }

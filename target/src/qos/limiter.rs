@@ -1,4 +1,4 @@
-//! The limits of one logical unit or initiator.
+//! Rate limits for a logical unit or an initiator.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,36 +8,36 @@ use riser_config::{BURST, IoLimits};
 
 use super::Bucket;
 
-/// InitiatorStats of a rate that a command takes.
+/// Cost of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
-    /// True if it writes, as opposed to reads.
+    /// True for a write, false for a read.
     pub is_write: bool,
-    /// Bytes that the command moves.
+    /// Number of bytes transferred by the command.
     pub bytes: u64,
 }
 
-/// Commands that had to wait.
+/// Statistics for delayed commands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// Number of these commands.
+    /// Number of delayed commands.
     pub commands: u64,
-    /// Sum of the times that they waited.
+    /// Total delay.
     pub time: Duration,
 }
 
-/// Rates that several channels at several workers share.
+/// Rate limits shared by several channels and workers.
 #[derive(Debug)]
 pub struct Limiter {
-    /// Times are counted from the first one that it is given.
+    /// Base for timestamps: the first time passed to this limiter.
     began: OnceLock<Instant>,
-    /// Commands, bytes: of all, of reads, of writes.
+    /// Commands and bytes, for all commands, then for reads and writes.
     buckets: [Bucket; 6],
-    /// Burst in nanoseconds of each rate.
+    /// Burst for each rate, in nanoseconds.
     burst: AtomicU64,
-    /// Number of rates that are set.
+    /// Number of rates with a limit.
     active: AtomicU64,
-    /// Number of changes of the limits so far.
+    /// Increased when the limits change.
     epoch: AtomicU64,
     waits: AtomicU64,
     waited: AtomicU64,
@@ -58,7 +58,7 @@ impl Default for Limiter {
 }
 
 impl Limiter {
-    /// One with these limits.
+    /// Creates a limiter with these limits.
     #[must_use]
     pub fn new(limits: &IoLimits) -> Self {
         let limiter = Self::default();
@@ -66,11 +66,11 @@ impl Limiter {
         limiter
     }
 
-    /// Has these limits from now on. Where they are others than before, nothing is owed any more,
-    /// and what waits is to book once more.
+    /// Changes the limits. If the new limits are different, this forgives all debt, and commands
+    /// that are waiting must be booked again.
     pub fn set(&self, limits: &IoLimits) {
-        // A reload that changes nothing here must not forgive what is owed, or reloads would be a
-        // way past limits.
+        // A reload without changes must not forgive the debt, because reloads could be used to
+        // exceed the limits.
         if self.limits() == *limits {
             return;
         }
@@ -82,11 +82,12 @@ impl Limiter {
         }
         let active = rates.iter().flatten().count() as u64;
         self.active.store(active, Ordering::Relaxed);
-        // Once more: what was booked meanwhile may have been booked by the limits before.
+        // Increase it again, because a command that was booked in the meantime may have used the
+        // old limits.
         self.epoch.fetch_add(1, Ordering::Release);
     }
 
-    /// Limits that are in force.
+    /// Returns the active limits.
     #[must_use]
     pub fn limits(&self) -> IoLimits {
         let rate = |n: usize| self.buckets[n].rate();
@@ -101,34 +102,34 @@ impl Limiter {
         }
     }
 
-    /// Returns true if it limits anything.
+    /// Returns true if any limit is active.
     #[inline]
     #[must_use]
     pub fn is_active(&self) -> bool {
         self.active.load(Ordering::Relaxed) > 0
     }
 
-    /// Takes what a command costs: when it may go, `now` or later.
+    /// Books a command and returns the time when it may start, `now` or later.
     pub fn book(&self, cost: Cost, now: Instant) -> Instant {
         let (at, burst) = (self.nanos(now), self.burst.load(Ordering::Relaxed));
-        // All of them are booked, even where one alone decides: the command takes from each rate
-        // when it goes.
+        // Book all rates, even if a single rate determines the delay, because the command consumes
+        // units of each rate when it starts.
         let dues = self.concerned(cost);
         let due = dues.map(|(bucket, units)| bucket.book(units, at, burst));
         let wait = due.into_iter().max().map_or(0, |due| due - at);
         now + Duration::from_nanos(wait)
     }
 
-    /// Number of changes of the limits so far.
+    /// Returns the epoch, which increases when the limits change.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Gives back what was booked in an epoch and not used. What other limits have forgiven
-    /// meanwhile is not given back once more.
+    /// Returns the units of an unused booking made in `epoch`. This has no effect if the debt was
+    /// already forgiven by a change of limits.
     pub fn refund(&self, cost: Cost, epoch: u64) {
-        // The buckets were emptied since, so the units would be a gift.
+        // The debt was forgiven by the change, so a refund would add extra units.
         if epoch != self.epoch() {
             return;
         }
@@ -137,7 +138,8 @@ impl Limiter {
         }
     }
 
-    /// Time that these commands take at the limits, which cost `all` together.
+    /// Returns the time that this number of commands takes at the limits, with the total cost
+    /// `all`.
     #[must_use]
     pub fn span(&self, commands: u64, all: Cost) -> Duration {
         let own = if all.is_write { 4 } else { 2 };
@@ -151,20 +153,20 @@ impl Limiter {
         Duration::from_nanos(spans.into_iter().max().unwrap_or_default())
     }
 
-    /// Returns whether something has been taken that is not paid for.
+    /// Returns whether there is any debt at `now`.
     #[must_use]
     pub fn owes(&self, now: Instant) -> bool {
         let at = self.nanos(now);
         self.buckets.iter().any(|bucket| bucket.owes(at))
     }
 
-    /// A command has waited so long.
+    /// Counts a delayed command.
     pub fn count(&self, wait: Duration) {
         self.waits.fetch_add(1, Ordering::Relaxed);
         self.waited.fetch_add(nanos(wait), Ordering::Relaxed);
     }
 
-    /// Commands that have waited.
+    /// Returns the statistics for delayed commands.
     #[must_use]
     pub fn waits(&self) -> Waits {
         Waits {
@@ -173,13 +175,13 @@ impl Limiter {
         }
     }
 
-    /// The limits, and what has waited for them.
+    /// Returns the limits and the statistics for delayed commands.
     #[must_use]
     pub fn view(&self) -> (IoLimits, Waits) {
         (self.limits(), self.waits())
     }
 
-    /// The rates that a command takes from, and how much.
+    /// Returns the buckets used by a command, and the number of units for each.
     fn concerned(&self, cost: Cost) -> [(&Bucket, u64); 4] {
         let own = if cost.is_write { 4 } else { 2 };
         [(0, 1), (1, cost.bytes), (own, 1), (own + 1, cost.bytes)]
@@ -191,7 +193,7 @@ impl Limiter {
     }
 }
 
-/// Nanoseconds, up to some centuries.
+/// Returns the time in nanoseconds, saturating after several centuries.
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -222,7 +224,8 @@ mod tests {
         let after = |ms| now + Duration::from_millis(ms);
         assert_eq!(limiter.book(WRITE, now), now);
         assert_eq!(limiter.book(WRITE, now), after(10));
-        // The first of the reads waits for both writes, the second one for the first one's bytes.
+        // The first read waits for both writes, and the second read waits for the bytes of the
+        // first.
         assert_eq!(limiter.book(READ, now), after(2));
         assert_eq!(limiter.book(READ, now), after(100));
         limiter.refund(READ, limiter.epoch());
@@ -250,7 +253,7 @@ mod tests {
             ..limits
         });
         assert_eq!(limiter.book(READ, now), now);
-        // What it has forgiven is not given back as well.
+        // The forgiven debt isn't refunded as well.
         limiter.refund(READ, before);
         assert_eq!(limiter.book(READ, now), now + Duration::from_millis(500));
         limiter.set(&IoLimits::default());

@@ -1,45 +1,47 @@
-//! Limits on the commands of a logical unit or of an initiator: commands a second, and bytes a
-//! second.
+//! Limits for commands and bytes per second, for a logical unit or an initiator.
 //!
 //! # Modules
-//! - `bucket`: [`Bucket`], one rate. `limiter`: [`Limiter`], the rates of one unit or initiator,
-//!   shared by workers without a lock.
-//! - `table`: [`Initiators`], the limiters of a target's initiators.
+//! - `bucket`: [`Bucket`], a single rate. `limiter`: [`Limiter`], the rates for a unit or an
+//!   initiator, shared by workers without locking.
+//! - `table`: [`Initiators`], the limiters for all initiators of a target.
 //!
-//! The commands that wait are kept by their connection, in a [`Throttle`](crate::fabric::Throttle).
+//! Delayed commands are queued by their connection in a [`Throttle`](crate::fabric::Throttle).
 //!
-//! # Where a command waits
+//! # Delayed commands
 //! ```text
-//!   taken in → Throttle::enter ──────────────────────→ memory, data, task set's order, …
+//!   received → Throttle::enter ──────────────────────→ memory, data, task set's order, …
 //!                    └→ waits ── Throttle::poll ──────────┘
 //! ```
-//! A command that waits is in its unit's task set as one whose data have yet to come: functions
-//! find it, newer commands of its nexus wait for it as far as attributes ask for that, and those of
-//! others do not. It holds no data memory but unsolicited data of iSCSI, which are bounded for each
-//! connection.
+//! A delayed command is in the task set of its unit, like a command that is waiting for data. Task
+//! management functions include it. Newer commands of the same nexus wait for it if required by the
+//! task attributes, but commands of other nexuses do not. It doesn't use data memory, except for
+//! unsolicited iSCSI data, which is limited per connection.
 //!
-//! It waits for its initiator's limits first, and is booked with the unit when those let it go: an
-//! initiator that its own limit holds back does not delay others at the unit.
+//! A command waits for its initiator's limits first. It is booked with the unit only when these
+//! allow it to start, so an initiator delayed by its own limit doesn't delay other initiators of
+//! the unit.
 //!
-//! A quarter of a channel's commands may wait, and the first for each unit and direction; any other
-//! that would be behind those for more than [`MAX_WAIT`](crate::fabric::MAX_WAIT) is answered with
-//! TASK SET FULL, too. So commands for units without limits have contexts, and initiators send
-//! fewer before they time out.
+//! A quarter of the commands of a channel can be delayed, as well as the first command for each
+//! unit and direction. Any other command that would be delayed by these is completed with TASK SET
+//! FULL. The same applies if the delay would be longer than [`MAX_WAIT`](crate::fabric::MAX_WAIT).
+//! This ensures that contexts are available for units without limits, and that initiators reduce
+//! their queue depth before commands time out.
 //!
 //! # Order and fairness
-//! The commands of a channel for one unit wait in line, reads apart from writes. Only the first of
-//! a line has booked its turn with a limiter, so channels take turns at a rate that they share,
-//! however many commands each has. Turns go by commands, not bytes or initiators: only limits of
-//! initiators keep one from using most of what a unit may do. A booking is exact: a rate loses
-//! nothing where a worker comes late.
+//! Each channel has separate FIFO queues for each unit, for reads and for writes. Only the first
+//! command of a queue is booked with a limiter, so channels alternate at a shared rate, regardless
+//! of their number of commands. Fairness is based on commands rather than bytes or initiators, so
+//! initiator limits are required to prevent an initiator from using most of a unit's rate. Bookings
+//! are exact: no capacity is lost if a worker is late.
 //!
-//! # What counts
-//! Commands that read, write, compare, verify or unmap blocks. A read and WRITE SAME count the
-//! blocks that they name, everything else the data that it takes: UNMAP its descriptors, since it
-//! writes nothing, even on media that cannot free blocks. WRITE SAME must leave zeroes, which those
-//! media write. All others pass, and so does what is going to be refused,
-//! by a reservation, by write protection or as it is out of range. A command that costs more than
-//! there is passes when the one before it is paid for, and those behind it wait until it is, too.
+//! # Cost of a command
+//! Limits apply to commands that read, write, compare, verify or unmap blocks. Reads and WRITE SAME
+//! are charged for the blocks in their range, and all other commands for the data they receive.
+//! UNMAP is charged only for its parameter list, because it doesn't write, even to media that can't
+//! deallocate blocks. WRITE SAME must write zeroes to such media. All other commands are not
+//! limited. Neither are commands that will fail, due to a reservation, write protection or an LBA
+//! out of range. A command that exceeds the burst can start as soon as the previous command is paid
+//! for, and subsequent commands wait until it is paid for as well.
 
 mod bucket;
 mod limiter;
@@ -52,13 +54,14 @@ pub use table::{Initiators, LimiterKey, MAX_IDLE};
 
 #[cfg(test)]
 pub(crate) mod fixture {
-    //! Limits for tests that choose them at random.
+    //! Limits for randomized tests.
 
     use std::time::Duration;
 
     use super::IoLimits;
 
-    /// None, or some that are felt within seconds.
+    /// Returns the limits selected by the bits of `n`, if any, with a noticeable effect within
+    /// seconds.
     pub(crate) fn limits(n: u8) -> IoLimits {
         let one_of = |bit: u8, rate: u64| (n & 1 << bit != 0).then_some(rate);
         IoLimits {

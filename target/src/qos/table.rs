@@ -1,4 +1,4 @@
-//! The limiters of a target's initiators.
+//! Limiters for the initiators of a target.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,28 +7,28 @@ use std::time::Instant;
 use super::{IoLimits, Limiter};
 use crate::config;
 
-/// Initiators without sessions whose limiters are kept, while they still owe.
+/// Maximum number of limiters kept for initiators without a session while they have debt.
 pub const MAX_IDLE: usize = 1024;
 
 /// Owner of a limiter.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct LimiterKey {
-    /// The rule that says so: one at another address, or that asks for no secret, must not use up
-    /// what this one grants.
+    /// Rule that sets the limits. The limits are not shared with an initiator at another address or
+    /// without authentication, which must not use up the capacity granted by this rule.
     pub rule: config::RuleSubject,
-    /// Its name, or its address where the rule is about no name.
+    /// Name of the initiator, or its address if the rule doesn't match names.
     pub initiator: String,
-    /// Limits of this limiter.
+    /// Limits.
     pub limits: IoLimits,
 }
 
-/// The limiters of initiators: all sessions of one at a target share it, as far as one rule decides
-/// about them. One that has used more than its rate does not get rid of that by another login.
+/// Limiters for initiators. All sessions of an initiator on a target share a limiter if the same
+/// rule applies. An initiator with debt can't get rid of it by logging in again.
 #[derive(Debug, Default)]
 pub struct Initiators(Mutex<HashMap<LimiterKey, Arc<Limiter>>>);
 
 impl Initiators {
-    /// The limiter of an initiator.
+    /// Returns the limiter for an initiator.
     #[must_use]
     pub fn limiter(&self, key: LimiterKey) -> Arc<Limiter> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,7 +49,7 @@ impl Initiators {
         limiter
     }
 
-    /// Limiters that sessions use, with their names.
+    /// Returns the limiters used by sessions, with the initiator names.
     #[must_use]
     pub fn used(&self) -> Vec<(String, Arc<Limiter>)> {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,15 +1,16 @@
-//! Counters with one writer, and durations in buckets.
+//! Counters with a single writer, and duration histograms.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Buckets of a histogram. The first takes up to [`bound`]`(0)`, the last all that is longer than
-/// the one before it takes.
+/// Number of histogram buckets. The first bucket contains durations up to [`bound`]`(0)`, and the
+/// last bucket contains all durations that exceed the bound of the previous one.
 pub const BUCKETS: usize = 26;
 
-/// The exponent of the first bound: 1.024 µs.
+/// Exponent of the first bound: 1.024 µs.
 const FIRST: u32 = 10;
 
-/// The longest duration of a bucket, in nanoseconds; `None` of the last, which has no bound.
+/// Returns the upper bound of a bucket in nanoseconds, or `None` for the last bucket, which is
+/// unbounded.
 #[must_use]
 pub fn bound(bucket: usize) -> Option<u64> {
     (bucket < BUCKETS - 1).then(|| 1 << (FIRST + bucket as u32))
@@ -20,25 +21,25 @@ fn bucket_of(nanos: u64) -> usize {
     ((u64::BITS - above.leading_zeros()) as usize).min(BUCKETS - 1)
 }
 
-/// A number that one thread counts and others read.
+/// A counter updated by a single thread and read by any thread.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Counts. Only its one writer may.
+    /// Increases the counter. Must only be called by its single writer.
     pub fn add(&self, n: u64) {
         let sum = self.0.load(Ordering::Relaxed).wrapping_add(n);
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// Returns the present count.
+    /// Returns the current count.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Distribution of durations, in buckets of powers of two.
+/// Duration histogram with power-of-two buckets.
 #[derive(Debug, Default)]
 pub struct Histogram {
     buckets: [Counter; BUCKETS],
@@ -47,13 +48,13 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Counts a duration of `nanos` nanoseconds.
+    /// Records a duration of `nanos` nanoseconds.
     pub fn record(&self, nanos: u64) {
         self.buckets[bucket_of(nanos)].add(1);
         self.sum.add(nanos);
     }
 
-    /// Adds what is in it.
+    /// Adds this histogram to `times`.
     pub fn add_to(&self, times: &mut Times) {
         for (sum, bucket) in times.buckets.iter_mut().zip(&self.buckets) {
             *sum += bucket.get();
@@ -62,7 +63,7 @@ impl Histogram {
     }
 }
 
-/// Content of a histogram, or of several together.
+/// Snapshot of a histogram, or the sum of several histograms.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Times {
     /// Number of durations in each bucket.

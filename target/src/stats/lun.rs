@@ -1,4 +1,4 @@
-//! Totals and times of the commands to a logical unit of a target.
+//! Command counts and latencies for a logical unit of a target.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,23 +11,23 @@ use super::histogram::{Counter, Histogram, Times};
 use super::outcome::{Clock, Done, Fault};
 use super::{CLASSES, Stage, Tally, Tracer};
 
-/// Bytes that a unit takes at a worker that has served it.
+/// Memory used by a unit for each worker that has served it, in bytes.
 pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
 
-/// Interval of the commands that are timed.
+/// Average interval between timed commands.
 pub const SAMPLE: u64 = 16;
 
-/// Returns true if the command with this number is in the sample. Multiples of the golden ratio
-/// are spread evenly, so no pattern of a workload (a read, a write, a read, …) keeps a kind of
-/// command out of it.
+/// Returns true if the command with this number is in the sample. Multiples of the golden ratio are
+/// evenly distributed, so a periodic workload (a read, a write, a read, …) doesn't exclude any kind
+/// of command.
 fn is_sampled(n: u64) -> bool {
     n.wrapping_mul(0x9e37_79b9_7f4a_7c15) < u64::MAX / SAMPLE
 }
 
-/// Initiators whose sessions are over and whose names a unit keeps.
+/// Maximum number of initiators without a session kept by a unit.
 pub const MAX_INITIATORS: usize = 256;
 
-/// Failed commands, by how they failed.
+/// Failed commands by reason.
 #[derive(Debug, Default)]
 pub struct Faults(Mutex<Tally<Fault>>);
 
@@ -39,7 +39,7 @@ impl Faults {
             .count(fault);
     }
 
-    /// Returns the failures and their numbers.
+    /// Returns the number of failed commands by reason.
     #[must_use]
     pub fn tally(&self) -> Tally<Fault> {
         self.0
@@ -49,16 +49,16 @@ impl Faults {
     }
 }
 
-/// Commands of one kind at one worker.
+/// Commands of the same kind on a worker.
 #[derive(Debug, Default)]
 struct ClassStats {
-    /// Of commands that were timed.
+    /// Timed commands only.
     stages: [Histogram; Stage::ALL.len()],
     total: Histogram,
     bytes: Counter,
 }
 
-/// All commands at one worker.
+/// All commands on a worker.
 #[derive(Debug, Default)]
 struct WorkerStats {
     classes: [ClassStats; CLASSES.len()],
@@ -66,19 +66,19 @@ struct WorkerStats {
     ended: Counter,
 }
 
-/// Totals of commands of one kind at all workers.
+/// Totals for commands of the same kind on all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
-    /// By stage, of commands that were timed.
+    /// By stage, for timed commands only.
     pub stages: [Times; Stage::ALL.len()],
-    /// From the command to the end of its answer.
+    /// From receiving the command until its response was sent.
     pub total: Times,
-    /// Data of commands that succeeded, both ways, in bytes.
+    /// Number of bytes transferred by successful commands, in both directions.
     pub bytes: u64,
 }
 
-/// A logical unit of a target. Commands that were aborted or torn down are in `queue_depth` while
-/// they last, and nowhere else.
+/// Statistics for a logical unit of a target. Aborted commands and commands of closed connections
+/// are only counted in `queue_depth`, while they are active.
 #[derive(Debug)]
 pub struct LunStats {
     target: String,
@@ -86,16 +86,16 @@ pub struct LunStats {
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
     kept: Mutex<BTreeMap<String, InitiatorStats>>,
-    /// Gives the time to commands that are timed.
+    /// Clock for timed commands.
     clock: Option<Clock>,
-    /// There is a tracer.
+    /// True if there is a tracer.
     is_traced: AtomicBool,
     tracer: Mutex<Option<Arc<Tracer>>>,
 }
 
 impl LunStats {
-    /// Nothing was done yet. Without a clock, stages begin and end at the times of workers' rounds,
-    /// as under virtual time.
+    /// Creates empty statistics. Without a clock, stages start and end at the start times of worker
+    /// rounds, which is suitable for virtual time.
     #[must_use]
     pub fn new(target: &str, lun: u16, clock: Option<Clock>) -> Self {
         Self {
@@ -110,11 +110,11 @@ impl LunStats {
         }
     }
 
-    /// Looks at commands that begin from now on, or at none.
+    /// Traces new commands, or stops tracing if `None`.
     pub fn trace(&self, tracer: Option<Arc<Tracer>>) {
         let mut own = self.tracer.lock().unwrap_or_else(PoisonError::into_inner);
-        // Looked at by each command without the lock; a command too early or too late in a trace
-        // does no harm.
+        // Commands read this flag without locking. It's harmless if a trace includes or misses a
+        // few commands at its start and end.
         self.is_traced.store(tracer.is_some(), Ordering::Relaxed);
         *own = tracer;
     }
@@ -123,19 +123,19 @@ impl LunStats {
         self.clock
     }
 
-    /// The target's name in the configuration.
+    /// Returns the name of the target in the configuration.
     #[must_use]
     pub fn target(&self) -> &str {
         &self.target
     }
 
-    /// The unit's number in the target.
+    /// Returns the LUN of the unit on the target.
     #[must_use]
     pub fn lun(&self) -> u16 {
         self.lun
     }
 
-    /// Failed commands at all workers, by kind, status and sense key.
+    /// Returns the number of failed commands on all workers, by kind, status and sense key.
     #[must_use]
     pub fn faults(&self) -> Tally<Fault> {
         self.faults.tally()
@@ -145,7 +145,7 @@ impl LunStats {
         self.workers.iter().filter_map(|w| Some(&**w.get()?))
     }
 
-    /// Returns the totals of commands of a kind.
+    /// Returns the totals for commands of a kind.
     #[must_use]
     pub fn class(&self, class: Kind) -> ClassCounts {
         let mut counts = self.total(class);
@@ -158,7 +158,7 @@ impl LunStats {
         counts
     }
 
-    /// The same without its stages.
+    /// Returns the same totals without stages.
     #[must_use]
     pub fn total(&self, class: Kind) -> ClassCounts {
         let mut counts = ClassCounts::default();
@@ -170,32 +170,32 @@ impl LunStats {
         counts
     }
 
-    /// Commands that have begun and not ended, at all workers.
+    /// Returns the number of active commands on all workers.
     #[must_use]
     pub fn queue_depth(&self) -> u64 {
-        // A command may end at another worker than it began at.
+        // A command can start and complete on different workers.
         let sum =
             |of: fn(&WorkerStats) -> u64| self.served().fold(0u64, |n, w| n.wrapping_add(of(w)));
-        // Before `begun`: a command that ends in between is then counted as under way, and not as
-        // a negative one.
+        // Read this before `begun`. If a command completes in the meantime, it's counted as active
+        // instead of causing an underflow.
         let ended = sum(|w| w.ended.get());
         let begun = sum(|w| w.begun.get());
         begun.saturating_sub(ended)
     }
 
-    /// A session is over: what it has done stays with its initiator's name, unless there are too
-    /// many.
+    /// Adds the totals of a closed session to its initiator. They are lost if there are too many
+    /// initiators.
     pub fn keep(&self, initiator: &str, share: InitiatorStats) {
         let mut kept = self.lock_kept();
         if let Some(sum) = kept.get_mut(initiator) {
             *sum += share;
-        // A peer may log in under a new name each time, so the number of names is bounded.
+        // A peer can use a new name for each login, so limit the number of names.
         } else if kept.len() < MAX_INITIATORS {
             kept.insert(initiator.to_owned(), share);
         }
     }
 
-    /// Returns the totals of initiators in sessions that are over.
+    /// Returns the totals of closed sessions by initiator.
     #[must_use]
     pub fn kept(&self) -> BTreeMap<String, InitiatorStats> {
         self.lock_kept().clone()
@@ -205,7 +205,7 @@ impl LunStats {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes that it takes.
+    /// Returns the memory usage in bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         let kept = self.lock_kept();
@@ -217,16 +217,17 @@ impl LunStats {
             + kept.len() * size_of::<InitiatorStats>()
     }
 
-    /// Returns the statistics of a worker.
+    /// Returns the statistics for a worker.
     ///
     /// # Panics
-    /// If there cannot be such a worker.
+    /// Panics if the worker number is out of range.
     fn worker(&self, worker: u16) -> Arc<WorkerStats> {
         Arc::clone(self.workers[usize::from(worker)].get_or_init(Arc::default))
     }
 }
 
-/// Statistics of one session at a logical unit: of one worker, as the session's connection is.
+/// Statistics for a session on a logical unit. They belong to the worker of the session's
+/// connection.
 #[derive(Debug)]
 pub struct SessionStats {
     lun: Arc<LunStats>,
@@ -236,23 +237,23 @@ pub struct SessionStats {
     faults: Faults,
 }
 
-/// Totals of one session's commands of one kind.
+/// Totals for commands of the same kind in a session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassTotals {
-    /// Commands that were answered, with GOOD status or another.
+    /// Number of completed commands with GOOD or any other status.
     pub commands: u64,
-    /// Data from and to the initiator, in bytes.
+    /// Number of bytes transferred from and to the initiator.
     pub bytes: u64,
 }
 
-/// Totals of an initiator at a unit.
+/// Totals for an initiator on a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InitiatorStats {
-    /// Commands that were answered, with GOOD status or another.
+    /// Number of completed commands with GOOD or any other status.
     pub commands: u64,
-    /// Data to the initiator, in bytes.
+    /// Number of bytes sent to the initiator.
     pub read: u64,
-    /// Data from the initiator, in bytes.
+    /// Number of bytes received from the initiator.
     pub written: u64,
 }
 
@@ -265,7 +266,7 @@ impl std::ops::AddAssign for InitiatorStats {
 }
 
 impl SessionStats {
-    /// Nothing was done yet.
+    /// Creates empty statistics.
     #[must_use]
     pub fn new(lun: Arc<LunStats>, worker: u16) -> Self {
         Self {
@@ -277,13 +278,13 @@ impl SessionStats {
         }
     }
 
-    /// The unit that these are a part of.
+    /// Returns the statistics for the unit.
     #[must_use]
     pub fn lun(&self) -> &Arc<LunStats> {
         &self.lun
     }
 
-    /// Returns the totals of commands of a kind.
+    /// Returns the totals for commands of a kind.
     #[must_use]
     pub fn class(&self, class: Kind) -> ClassTotals {
         ClassTotals {
@@ -292,8 +293,8 @@ impl SessionStats {
         }
     }
 
-    /// Returns the totals of all commands. The kind of a command decides in which direction its
-    /// data count.
+    /// Returns the totals for all commands. The kind of a command determines the direction for its
+    /// data.
     #[must_use]
     pub fn share(&self) -> InitiatorStats {
         let mut share = InitiatorStats::default();
@@ -308,32 +309,32 @@ impl SessionStats {
         share
     }
 
-    /// Failed commands of this session, by kind, status and sense key.
+    /// Returns the number of failed commands in this session, by kind, status and sense key.
     #[must_use]
     pub fn faults(&self) -> Tally<Fault> {
         self.faults.tally()
     }
 
-    /// Returns true if a tracer looks at commands to the unit.
+    /// Returns true if commands to the unit are traced.
     #[inline]
     pub(super) fn is_traced(&self) -> bool {
         self.lun.is_traced.load(Ordering::Relaxed)
     }
 
-    /// Returns the tracer that does.
+    /// Returns the tracer, if any.
     pub(super) fn tracer(&self) -> Option<Arc<Tracer>> {
         let tracer = self.lun.tracer.lock();
         tracer.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A command has begun; whether it is in the sample that is timed.
+    /// Counts a new command. Returns true if it's in the sample of timed commands.
     pub(super) fn begin(&self) -> bool {
         let n = self.stats.begun.get();
         self.stats.begun.add(1);
         is_sampled(n)
     }
 
-    /// A command has ended; `done` if it was answered.
+    /// Removes an active command. `done` is the outcome if it was completed with a response.
     pub(super) fn end(&self, done: Option<&Done>) {
         self.stats.ended.add(1);
         let Some(done) = done else {
@@ -349,7 +350,7 @@ impl SessionStats {
         of_class.total.record(done.took);
         self.commands[class].add(1);
         match done.fault {
-            // Data of a command that failed were moved to no effect.
+            // Data of a failed command had no effect, so it isn't counted.
             Some(fault) => {
                 self.faults.count(fault);
                 self.lun.faults.count(fault);

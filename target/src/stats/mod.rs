@@ -1,30 +1,30 @@
-//! Statistics of commands, at a cost that can be left on.
+//! Command statistics with a low overhead, so that they are always enabled.
 //!
 //! # Modules
-//! - `histogram`: how long something took, in buckets of powers of two.
-//! - `lun`: [`LunStats`], of a logical unit of a target; [`SessionStats`], of one session's part of
-//!   it.
-//! - `timer`: [`CommandTimer`], the way of one command through its stages.
-//! - `trace`: [`Tracer`], the ways of single commands, on request.
-//! - `tally`: [`Tally`], what happens rarely, by kind.
-//! - `target`: [`TargetStats`], how initiators of iSCSI come to a target and leave it.
+//! - `histogram`: duration histograms with power-of-two buckets.
+//! - `lun`: [`LunStats`], for a logical unit of a target; [`SessionStats`], the part of a single
+//!   session.
+//! - `timer`: [`CommandTimer`], measures the time a command spends in each stage.
+//! - `trace`: [`Tracer`], traces individual commands on request.
+//! - `tally`: [`Tally`], counts rare events by kind.
+//! - `target`: [`TargetStats`], logins and logouts of iSCSI initiators.
 //!
-//! # Who writes
-//! A number is written by one worker and read by any thread, so an addition is a load and a
-//! store and no locked instruction. What several workers count is kept apart and added up by the
-//! reader.
+//! # Concurrency
+//! A counter is updated by a single worker and can be read by any thread, so an update is a load
+//! and a store rather than an atomic read-modify-write instruction. If there are several writers,
+//! each has separate counters and the reader adds them.
 //!
 //! # Clock
-//! For most commands none is read: they begin and end at the times that the worker's rounds began
-//! with. One command in [`SAMPLE`], and each one that is traced, is *timed*: the clock that a unit
-//! was made with ([`LunStats::new`]) is read at each stage. The numbers by stage are of timed
-//! commands alone.
+//! Reading a clock isn't necessary for most commands. They start and end at the start time of a
+//! worker round. One command in [`SAMPLE`], and each traced command, is *timed*: the clock of the
+//! unit ([`LunStats::new`]) is read at each stage. The durations by stage only include timed
+//! commands.
 //!
-//! # Bounds
-//! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a
-//! session an [`SessionStats`] for each unit that it has used; both are made with the first command
-//! and never with a later one. A unit keeps the names of [`lun::MAX_INITIATORS`] whose sessions are
-//! over.
+//! # Limits
+//! A logical unit of a target uses [`lun::WORKER_BYTES`] for each worker that has served it. A
+//! session uses a [`SessionStats`] for each unit it has accessed. Both are allocated for the first
+//! command, so later commands don't allocate memory. A unit keeps the names of up to
+//! [`lun::MAX_INITIATORS`] initiators with closed sessions.
 
 mod histogram;
 mod lun;
@@ -48,7 +48,7 @@ pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
 pub use timer::CommandTimer;
 pub use trace::{CDB_TRACED, Record, TraceKey, Tracer};
 
-/// Kinds of commands that are counted apart.
+/// Kinds of commands with separate statistics.
 pub const CLASSES: [Kind; 6] = [
     Kind::Read,
     Kind::Write,
@@ -58,7 +58,7 @@ pub const CLASSES: [Kind; 6] = [
     Kind::Other,
 ];
 
-/// The name of a kind of commands, as a label.
+/// Returns the name of a kind of command, to be used as a label.
 #[must_use]
 pub fn class_name(class: Kind) -> &'static str {
     match class {
@@ -71,28 +71,29 @@ pub fn class_name(class: Kind) -> &'static str {
     }
 }
 
-/// Stage in which a command spends time.
+/// Stage of command processing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Descriptors and data come from the initiator.
+    /// Receiving descriptors and data from the initiator.
     FabricIn,
-    /// The command waits for the limits of its unit or initiator.
+    /// Delayed by a limit of the unit or initiator.
     Limits,
-    /// It waits for tasks that come before it in the task set.
+    /// Waiting for previous tasks in the task set.
     Order,
-    /// It waits for a data buffer.
+    /// Waiting for a data buffer.
     Memory,
-    /// The logical unit works.
+    /// Processed by the logical unit.
     Scsi,
-    /// A block operation runs, or waits for those that the device has to do first.
+    /// Executing a block operation, or waiting for other operations that the device must complete
+    /// first.
     Backend,
-    /// Data and answer are on their way, until the network has them: of a reliable connection until
-    /// the initiator's side has acknowledged them, of TCP until the socket has taken them.
+    /// Sending data and the response. With a reliable connection, this ends when the initiator has
+    /// acknowledged them. With TCP, it ends when they were written to the socket.
     FabricOut,
 }
 
 impl Stage {
-    /// All of them, in the order of a command's way.
+    /// All stages, in processing order.
     pub const ALL: [Self; 7] = [
         Self::FabricIn,
         Self::Limits,
@@ -103,7 +104,7 @@ impl Stage {
         Self::FabricOut,
     ];
 
-    /// Its name, as a label.
+    /// Returns the name, to be used as a label.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -189,7 +190,7 @@ mod tests {
             static READ: Cell<u64> = const { Cell::new(0) };
             static START: Instant = Instant::now();
         }
-        // Each look is ten microseconds after the one before.
+        // Each reading is ten microseconds after the previous one.
         let clock: Clock = || {
             READ.set(READ.get() + 10);
             START.with(|start| *start) + Duration::from_micros(READ.get())
@@ -224,7 +225,7 @@ mod tests {
         assert_eq!(counts.stages.map(spent), stages);
         assert_eq!(spent(counts.total), (1, 50_000));
         assert_eq!(READ.get(), 60);
-        // Most commands read no clock.
+        // Most commands don't read the clock.
         run();
         assert_eq!(READ.get(), 60);
         let counts = account.lun().class(Kind::Read);
@@ -370,7 +371,7 @@ mod tests {
         assert_eq!(other.class(Kind::Read).commands, 1);
         assert_eq!(other.class(Kind::Read).bytes, 512);
         assert_eq!((one.lun().queue_depth(), other.lun().queue_depth()), (0, 0));
-        // Its answer was lost, and is said once more elsewhere.
+        // The response was lost, and another connection sends it again.
         timer.leave();
         timer.join(Some(Arc::clone(&one)));
         timer.arrive(now);
@@ -398,7 +399,7 @@ mod tests {
         account.lun().trace(Some(Arc::clone(&tracer)));
         run(&mut timer, 50);
         assert_eq!(tracer.take(), [], "too fast");
-        // One that is not answered is not reported, and leaves nothing behind.
+        // A command without a response isn't reported and doesn't leave any state.
         timer.begin(Arc::clone(&account), subject, at(0));
         timer.enter(Stage::Scsi, at(10));
         timer.abandon();
@@ -424,10 +425,10 @@ mod tests {
         assert_eq!(tracer.take(), []);
         let counts = account.lun().class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (5, 950_000));
-        // The first one is in the sample, and three were traced.
+        // The first command is in the sample, and three commands were traced.
         let backend = counts.stages[Stage::Backend as usize];
         assert_eq!((backend.count(), backend.nanos), (4, 40_000));
-        // Another tag is another command.
+        // Commands with a different tag aren't traced.
         let other = Arc::new(Tracer::new(Some(8), Duration::ZERO, 1));
         account.lun().trace(Some(Arc::clone(&other)));
         run(&mut timer, 200);

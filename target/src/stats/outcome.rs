@@ -1,4 +1,4 @@
-//! Outcome of a command that was answered, as its timer hands it to the statistics.
+//! Outcome of a completed command, passed from the timer to the statistics.
 
 use std::borrow::Cow;
 use std::time::Instant;
@@ -7,40 +7,40 @@ use riser_scsi::opcode::Kind;
 
 use super::Stage;
 
-/// Reads the time of a stage; see the module above.
+/// Returns the current time, to measure stages. See the parent module.
 pub type Clock = fn() -> Instant;
 
-/// The numbers of a command that was answered, for its account.
+/// Results of a completed command.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) class: Kind,
     /// Total time in nanoseconds.
     pub(super) took: u64,
-    /// Nanoseconds by stage, of a command that is timed.
+    /// Time in nanoseconds by stage, for a timed command.
     pub(super) spent: Option<[u64; Stage::ALL.len()]>,
     pub(super) bytes: u64,
     pub(super) fault: Option<Fault>,
 }
 
-/// Failure of a command: its status and, with CHECK CONDITION, the sense key.
+/// Failure of a command: its status and, for CHECK CONDITION, the sense key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// Kind of the command.
     pub class: Kind,
-    /// SCSI status of the answer.
+    /// SCSI status of the response.
     pub status: u8,
-    /// Sense key, if the answer has sense data.
+    /// Sense key, if the response includes sense data.
     pub sense_key: Option<u8>,
-    /// Reason for flow control. This is not a failure: the initiator sends the command again.
+    /// Reason for flow control. This isn't a failure, because the initiator will retry the command.
     pub throttle: Option<Throttle>,
 }
 
-/// Reason for which flow control turns a command away, with TASK SET FULL or BUSY.
+/// Reason for refusing a command for flow control, with TASK SET FULL or BUSY.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Throttle {
-    /// Too many commands wait for the limits of their backend or initiator.
+    /// Too many commands are delayed by the limits of their unit or initiator.
     Limit,
-    /// The task set is full, or there is no memory for the command.
+    /// The task set is full, or there isn't enough memory for the command.
     Queue,
 }
 
@@ -59,21 +59,22 @@ impl Throttle {
 }
 
 impl Fault {
-    /// Returns true if it is an error. A unit attention reports what has happened to the unit, and
-    /// its command is repeated; NO SENSE and RECOVERED ERROR go with commands that were carried
-    /// out. Flow control is no error either.
+    /// Returns true if this is an error. A unit attention reports an event on the unit, and the
+    /// command will be retried. NO SENSE and RECOVERED ERROR are reported for successful commands.
+    /// Flow control isn't an error either.
     #[must_use]
     pub fn is_error(&self) -> bool {
         self.throttle.is_none() && !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
     }
 
-    /// Returns true if it is a unit attention.
+    /// Returns true if this is a unit attention.
     #[must_use]
     pub fn is_attention(&self) -> bool {
         self.sense_key == Some(0x6)
     }
 
-    /// Its sense key (SPC-4 4.5.6) or status (SAM-5 5.3.1), as the standards call them.
+    /// Returns the name of the sense key (SPC-4 4.5.6) or status (SAM-5 5.3.1), as specified in the
+    /// standards.
     #[must_use]
     pub fn name(&self) -> Cow<'static, str> {
         const KEYS: [&str; 16] = [
@@ -94,7 +95,7 @@ impl Fault {
             "MISCOMPARE",
             "COMPLETED",
         ];
-        // A sense key says more than CHECK CONDITION, the status that comes with it.
+        // A sense key is more specific than its status, CHECK CONDITION.
         if let Some(key) = self.sense_key {
             return KEYS[usize::from(key & 0xf)].into();
         }

@@ -1,10 +1,10 @@
-//! Counts of what happens rarely, by kind.
+//! Counters for rare events, by kind.
 
-/// Counts by kind. There are few kinds.
+/// Event counters for a small number of kinds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tally<K>(Vec<(K, u64)>);
 
-/// Task-management functions that were answered: the function and the answer, as labels.
+/// Completed task management functions, with the function and response as labels.
 pub type Functions = Tally<(&'static str, &'static str)>;
 
 impl<K> Default for Tally<K> {
@@ -14,12 +14,12 @@ impl<K> Default for Tally<K> {
 }
 
 impl<K: PartialEq + Copy> Tally<K> {
-    /// It has happened once more.
+    /// Counts an event.
     pub fn count(&mut self, kind: K) {
         self.add(kind, 1);
     }
 
-    /// It has happened `n` times more.
+    /// Counts `n` events.
     pub fn add(&mut self, kind: K, n: u64) {
         match self.0.iter_mut().find(|(known, _)| *known == kind) {
             Some((_, sum)) => *sum += n,
@@ -27,19 +27,19 @@ impl<K: PartialEq + Copy> Tally<K> {
         }
     }
 
-    /// Adds what another one has counted.
+    /// Adds all counters of `other`.
     pub fn merge(&mut self, other: &Self) {
         for (kind, n) in other.iter() {
             self.add(kind, n);
         }
     }
 
-    /// Everything that has happened, and how often.
+    /// Returns all kinds with their number of events.
     pub fn iter(&self) -> impl Iterator<Item = (K, u64)> + '_ {
         self.0.iter().copied()
     }
 
-    /// Returns the sum of all kinds.
+    /// Returns the total number of events.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.0.iter().map(|(_, n)| n).sum()

@@ -1,4 +1,4 @@
-//! Logins of iSCSI initiators to a target, and their ends.
+//! Login, logout and session events of iSCSI initiators for a target.
 
 use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -8,23 +8,23 @@ use riser_scsi::iscsi::pdu::LoginStatus;
 
 use super::Tally;
 
-/// Event of a session that is counted at its target.
+/// Session event counted by the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionEvent {
-    /// It was logged out.
+    /// The session was logged out.
     LoggedOut,
-    /// A connection of it was logged out, to end or to be recovered.
+    /// A connection of the session was logged out, to be closed or recovered.
     LoggedOutInPart,
-    /// A PDU had a wrong digest.
+    /// A PDU had an invalid digest.
     DigestError,
-    /// The initiator was silent for too long.
+    /// The initiator didn't respond in time.
     TimedOut,
-    /// A PDU was not legal.
+    /// A PDU was malformed.
     FormatError,
 }
 
 impl SessionEvent {
-    /// Its name, as a label.
+    /// Returns the name, to be used as a label.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -41,7 +41,7 @@ impl SessionEvent {
     }
 }
 
-/// A login that was refused.
+/// A refused login.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
     /// Status of the login response.
@@ -54,44 +54,44 @@ pub struct Refused {
     pub at: Instant,
 }
 
-/// Counts of a target.
+/// Event counters for a target.
 #[derive(Clone, Debug, Default)]
 pub struct TargetCounts {
-    /// Number of logins accepted.
+    /// Number of accepted logins.
     pub logins: u64,
-    /// Logins refused, by the answer.
+    /// Refused logins by status.
     pub refused: Tally<LoginStatus>,
-    /// The last one of them.
+    /// Last refused login.
     pub last_refused: Option<Refused>,
-    /// Events of sessions, with their numbers.
+    /// Session events by kind.
     pub events: Tally<SessionEvent>,
-    /// The last one that was an error, and to whom it happened.
+    /// Last session event that was an error, with the initiator.
     pub last_error: Option<(SessionEvent, String)>,
 }
 
-/// Counts of a target, which all workers share: nothing of this happens often.
+/// Event counters for a target, shared by all workers because these events are rare.
 #[derive(Debug, Default)]
 pub struct TargetStats(Mutex<TargetCounts>);
 
 impl TargetStats {
     fn lock(&self) -> MutexGuard<'_, TargetCounts> {
-        // No count is half done, so poison is ignored.
+        // Updates can't be partial, so ignore poisoning.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A login was accepted.
+    /// Counts an accepted login.
     pub fn count_login(&self) {
         self.lock().logins += 1;
     }
 
-    /// A login was refused.
+    /// Counts a refused login.
     pub fn count_refused(&self, refused: Refused) {
         let mut counts = self.lock();
         counts.refused.count(refused.status);
         counts.last_refused = Some(refused);
     }
 
-    /// Something has happened to an initiator's session.
+    /// Counts an event for a session of an initiator.
     pub fn count_event(&self, event: SessionEvent, initiator: &str) {
         let mut counts = self.lock();
         counts.events.count(event);
@@ -100,7 +100,7 @@ impl TargetStats {
         }
     }
 
-    /// Returns all counts at this moment.
+    /// Returns the current counters.
     #[must_use]
     pub fn counts(&self) -> TargetCounts {
         self.lock().clone()

@@ -1,4 +1,4 @@
-//! Times of one command's stages.
+//! Measures the time a command spends in each stage.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,22 +11,22 @@ use super::outcome::{Clock, Done, Fault, Throttle};
 use super::trace::{Trace, TraceKey};
 use super::{CLASSES, Stage};
 
-/// The present stage of a command and, if the command is timed, the times of those before.
+/// Current stage of a command and, for a timed command, the duration of previous stages.
 #[derive(Debug)]
 pub struct CommandTimer {
     account: Option<Arc<SessionStats>>,
     stage: Stage,
-    /// The beginning of its present stage, where it is timed; of the command, otherwise. `None`
-    /// once it is over.
+    /// Start time of the current stage for a timed command, or of the command otherwise. `None` if
+    /// the command is complete.
     since: Option<Instant>,
-    /// Gives the time of each stage; without one, that is the time of the worker's round.
+    /// Clock for timed commands. If `None`, use the start time of the worker's round.
     clock: Option<Clock>,
-    /// Of a command that is traced.
+    /// Set for a traced command.
     trace: Option<Box<Trace>>,
     answered: bool,
-    /// It is in an account.
+    /// The command was already counted.
     counted: bool,
-    /// Limits turn it away.
+    /// The command is refused because of limits.
     is_limited: bool,
     done: Done,
 }
@@ -54,7 +54,7 @@ impl Default for CommandTimer {
 }
 
 impl CommandTimer {
-    /// Begins with a command that has come.
+    /// Starts timing a command that was just received.
     pub fn begin(
         &mut self,
         account: Arc<SessionStats>,
@@ -80,7 +80,7 @@ impl CommandTimer {
         self.account = Some(account);
     }
 
-    /// Times each of its stages: it is in the sample, or commands to the unit are traced.
+    /// Enables timing for all stages, because the command is in the sample or is traced.
     #[cold]
     fn time(&mut self, account: &SessionStats, subject: Option<TraceKey>, now: Instant) {
         let lun = account.lun();
@@ -95,39 +95,40 @@ impl CommandTimer {
         });
     }
 
-    /// The time, where the worker's round began at `now`.
+    /// Returns the current time. `now` is the start time of the worker's round.
     fn read(&self, now: Instant) -> Instant {
         self.clock.map_or(now, |clock| clock())
     }
 
-    /// Sets the kind of the command.
+    /// Sets the kind of command.
     pub fn classify(&mut self, class: Kind) {
         self.done.class = class;
     }
 
-    /// The status that follows is due to limits.
+    /// Marks the command as refused because of limits. Call this before setting the response.
     pub fn limit(&mut self) {
         self.is_limited = true;
     }
 
-    /// Leaves the command to another connection.
+    /// Stops counting the command for this connection, because it was reassigned to another one.
     pub fn leave(&mut self) {
         if let Some(account) = self.account.take() {
             account.end(None);
         }
     }
 
-    /// Takes the command over from another connection, on this account. One that was answered
-    /// there, and only has its answer repeated, stays on the other's.
+    /// Takes over a command that was reassigned to this connection. If it was already counted by
+    /// the other connection, because only its response is sent again, it isn't counted here.
     pub fn join(&mut self, account: Option<Arc<SessionStats>>) {
-        // Counted at the other connection already, it would count as a second command here.
+        // If it was already counted by the other connection, counting it here would add a second
+        // command.
         self.account = account.filter(|_| !self.counted);
         if let Some(account) = &self.account {
             account.begin();
         }
     }
 
-    /// Ends the present stage and enters another one; no effect if it is the same.
+    /// Enters another stage. This has no effect if it's the current one.
     #[inline]
     pub fn enter(&mut self, stage: Stage, now: Instant) {
         if self.stage != stage {
@@ -138,7 +139,7 @@ impl CommandTimer {
         }
     }
 
-    /// A command that is timed leaves its stage.
+    /// Records the duration of the current stage of a timed command.
     #[cold]
     fn pass(&mut self, now: Instant) {
         let now = self.read(now);
@@ -156,20 +157,20 @@ impl CommandTimer {
         }
     }
 
-    /// Counts data of a piece, in bytes.
+    /// Counts data of a single piece, in bytes.
     pub fn carry(&mut self, bytes: u32) {
         self.done.bytes += u64::from(bytes);
     }
 
-    /// Takes the answer, with `bytes` of data; it is sent now.
+    /// Records the response, with `bytes` of data, which will be sent now.
     pub fn answer(&mut self, response: &Response, bytes: u32, now: Instant) {
         self.enter(Stage::FabricOut, now);
         if self.answered {
-            // Another connection repeats it.
+            // Another connection sends the response again.
             return;
         }
         self.done.bytes += u64::from(bytes);
-        // CONDITION MET is a success as well: that of PRE-FETCH.
+        // CONDITION MET is also successful. It's the status of PRE-FETCH.
         if !matches!(response.status, Status::Good | Status::ConditionMet) {
             let throttle = match self.is_limited {
                 true => Throttle::Limit,
@@ -186,15 +187,15 @@ impl CommandTimer {
         self.answered = true;
     }
 
-    /// The answer has been sent: what follows does not affect the initiator.
+    /// Called when the response was sent. The initiator is not affected by any subsequent stage.
     pub fn arrive(&mut self, now: Instant) {
         if self.done.spent.is_some() {
             self.pass(now);
         } else if let Some(since) = self.since {
             self.done.took = nanos(since, now);
         }
-        // A trace shows commands from beginning to end: those that were aborted have no answer to
-        // show.
+        // A trace contains complete commands only. Aborted commands don't have a response to be
+        // traced.
         if self.answered
             && let Some(trace) = self.trace.take()
         {
@@ -203,7 +204,7 @@ impl CommandTimer {
         self.end(self.answered);
     }
 
-    /// It is over, without an answer if it has not arrived.
+    /// Completes the command, without a response if none was sent before.
     pub fn abandon(&mut self) {
         self.end(false);
     }
@@ -223,7 +224,7 @@ fn nanos(since: Instant, now: Instant) -> u64 {
     passed.as_secs() * 1_000_000_000 + u64::from(passed.subsec_nanos())
 }
 
-/// The sense key, in either format of sense data (SPC-4 4.5).
+/// Returns the sense key of sense data in either format (SPC-4 4.5).
 fn sense_key(sense: &[u8]) -> Option<u8> {
     let at = match sense.first()? & 0x7f {
         0x70 | 0x71 => 2,

@@ -1,11 +1,11 @@
-//! The ways of single commands, on request.
+//! Traces individual commands on request.
 //!
-//! [`Tracer`] says which commands; a logical unit that has one ([`LunStats::trace`]) gives every
-//! command that begins there a [`Trace`], which its [`CommandTimer`](super::CommandTimer) fills in.
-//! Without one a command costs one look at a flag.
+//! [`Tracer`] selects the commands. If there is a tracer for a logical unit ([`LunStats::trace`]),
+//! each new command has a [`Trace`] that is updated by its [`CommandTimer`](super::CommandTimer).
+//! Without a tracer, the overhead of a command is to check a flag.
 //!
-//! What is kept is bounded by the tracer: [`Tracer::take`] empties it, and what does not fit
-//! meanwhile is counted.
+//! The number of records is limited by the tracer. [`Tracer::take`] removes all records. Records
+//! that don't fit until then are counted.
 //!
 //! [`LunStats::trace`]: super::LunStats::trace
 
@@ -18,45 +18,47 @@ use arrayvec::ArrayVec;
 use super::Stage;
 use super::outcome::Done;
 
-/// Stages of a command that are recorded; a write that comes in many parts goes to and fro.
+/// Maximum number of stages recorded for a command. A write that is split into many pieces
+/// alternates between stages.
 const STEPS: usize = 64;
 
-/// Bytes of a CDB that are kept: all that the opcodes with a logical block address have.
+/// Maximum number of CDB bytes to record. This is sufficient for all opcodes with a logical block
+/// address.
 pub const CDB_TRACED: usize = 16;
 
-/// A command, as its initiator named it.
+/// Identifies a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceKey {
-    /// The tag of the transport.
+    /// Tag of the transport.
     pub tag: u64,
-    /// Number of the I_T nexus.
+    /// I_T nexus number.
     pub nexus: u64,
-    /// The CDB, or its first bytes.
+    /// The CDB, truncated if it's too long.
     pub cdb: ArrayVec<u8, CDB_TRACED>,
 }
 
-/// A command that was answered.
+/// Record of a completed command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Target's name in the configuration.
+    /// Name of the target in the configuration.
     pub target: String,
-    /// The logical unit's number there.
+    /// LUN on the target.
     pub lun: u16,
-    /// The command's nexus, tag and CDB.
+    /// Nexus, tag and CDB of the command.
     pub subject: TraceKey,
-    /// Time at which it came.
+    /// Time when the command was received.
     pub begun: Instant,
-    /// The stages that it was in, and how long after it came it reached each.
+    /// Stages of the command, with the time from receiving it until entering each stage.
     pub steps: ArrayVec<(Stage, Duration), STEPS>,
-    /// Time from the command to the end of its answer.
+    /// Time from receiving the command until its response was sent.
     pub took: Duration,
-    /// Data both ways, in bytes.
+    /// Number of bytes transferred in both directions.
     pub bytes: u64,
-    /// SCSI status of the answer.
+    /// SCSI status.
     pub status: u8,
 }
 
-/// A filter for commands, and those that were found.
+/// A command filter with the records of matching commands.
 #[derive(Debug)]
 pub struct Tracer {
     tag: Option<u64>,
@@ -67,8 +69,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// A tracer of commands with this tag, or any, that take at least `slower_than`; it keeps
-    /// `most` of them.
+    /// Creates a tracer for commands with this tag, or any tag if `None`, that take at least
+    /// `slower_than`. It stores up to `most` records.
     #[must_use]
     pub fn new(tag: Option<u64>, slower_than: Duration, most: usize) -> Self {
         Self {
@@ -102,7 +104,7 @@ impl Tracer {
     }
 }
 
-/// The way of one command so far.
+/// Trace of an active command.
 #[derive(Debug)]
 pub(super) struct Trace {
     tracer: Arc<Tracer>,
@@ -110,7 +112,7 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// A command has come to a unit that is looked at; `None` if it is not the one.
+    /// Starts tracing a command. Returns `None` if it doesn't match the filter.
     pub(super) fn begin(
         tracer: Arc<Tracer>,
         (target, lun): (&str, u16),
@@ -135,14 +137,15 @@ impl Trace {
         })
     }
 
-    /// It leaves a stage, which it had reached at `since`.
+    /// Records a stage entered at `since`.
     pub(super) fn leave(&mut self, stage: Stage, since: Instant) {
         let reached = since.saturating_duration_since(self.record.begun);
-        // The last steps of a command of very many are not recorded.
+        // If a command has too many stages, the last ones aren't recorded.
         let _ = self.record.steps.try_push((stage, reached));
     }
 
-    /// Its answer has gone.
+    /// Adds the record of a completed command if it was slow enough. Called when its response was
+    /// sent.
     pub(super) fn finish(mut self, done: &Done) {
         let took = Duration::from_nanos(done.took);
         if took < self.tracer.slower_than {

@@ -1,14 +1,14 @@
-//! The connection: its receives, its state, its end.
+//! A connection: its receives, states and termination.
 //!
 //! # Calling order
-//! 1. [`IserChannel::new`] before the connection is accepted; its first actions post the receives.
+//! 1. [`IserChannel::new`] before the connection is accepted. Its first actions post the receives.
 //! 2. Inputs, in any order: [`IserChannel::handle_established`], [`IserChannel::handle_recv`],
 //!    [`IserChannel::handle_recv_flushed`], [`IserChannel::handle_post_done`],
-//!    [`IserChannel::handle_disconnected`], [`IserChannel::handle_drained`], and through
-//!    [`IserChannel::input`] everything that a [`Channel`] takes.
-//! 3. After every input, [`IserChannel::poll_action`] until it has none, then
-//!    [`IserChannel::poll_post`] until it has none.
-//! 4. After [`IserAction::Release`] it holds nothing, and may be dropped.
+//!    [`IserChannel::handle_disconnected`], [`IserChannel::handle_drained`], and all inputs of a
+//!    [`Channel`] via [`IserChannel::input`].
+//! 3. After every input, [`IserChannel::poll_action`] until there are no more actions, then
+//!    [`IserChannel::poll_post`] until it returns false.
+//! 4. After [`IserAction::Release`], it doesn't use any resources and may be dropped.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -27,31 +27,32 @@ use crate::iscsi::{Action, Channel, Cx, Phase};
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
-/// Time in which an initiator that has got the last PDU may disconnect. One
-/// that is cut off just then reports an error, Linux at least.
+/// Time for an initiator to disconnect after receiving the last PDU. If we disconnect first, some
+/// initiators (at least Linux) report an error.
 const PARTING: Duration = Duration::from_secs(1);
 
-/// State of a connection. The names are those of isert's `iser_conn_state`.
+/// State of a connection, named as in `iser_conn_state` of isert.
 ///
 /// ```text
 ///  Init ──established──→ Up ──login PDU──→ Bound ──login done──→ FullFeature
 ///    └────────────────────┴───── error, logout, disconnect ─────────┘
 ///                                      v
-///                                 Terminating ──everything is back──→ Down
+///                                 Terminating ──completed and idle──→ Down
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConnState {
-    /// Accepted, not yet known to be established; what arrives is kept.
+    /// Accepted, but not established yet. Received messages are queued.
     Init,
-    /// Established; nothing has come yet.
+    /// Established, no message received yet.
     Up,
-    /// A login is under way.
+    /// Login in progress.
     Bound,
-    /// The login is over.
+    /// Login completed.
     FullFeature,
-    /// The queue pair is in error and flushes; devices may still use buffers.
+    /// The queue pair is in the error state and flushes its work requests. Devices may still be
+    /// using buffers.
     Terminating,
-    /// Holds nothing, and may be dropped.
+    /// Doesn't use any resources and may be dropped.
     Down,
 }
 
@@ -68,45 +69,46 @@ impl State for ConnState {
     }
 }
 
-/// Action that the worker carries out for a connection.
+/// Action to be executed by the worker of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IserAction {
-    /// Action of the channel; neither [`Action::Disconnect`] nor [`Action::Release`].
+    /// Action of the channel, except [`Action::Disconnect`] and [`Action::Release`].
     Channel(Action),
     /// Post this descriptor of the receive ring.
     PostRecv(RxIdx),
-    /// Notify the CM that a message came before the one that establishes the connection.
+    /// Notify the CM that a message was received before the connection was established.
     NotifyEstablished,
-    /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
-    /// signaled zero-length write. When it completes, call [`IserChannel::handle_drained`].
+    /// Disconnect, which moves the queue pair to the error state, and then post the drain marker: a
+    /// signaled zero-length write. Call [`IserChannel::handle_drained`] when it completes.
     Disconnect,
-    /// The connection is [`ConnState::Down`]: destroy its queue pair, free its rings.
+    /// The connection is [`ConnState::Down`]. Destroy its queue pair and free its rings.
     Release,
 }
 
-/// Parameters of a new connection.
+/// Parameters for a new connection.
 #[derive(Debug)]
 pub struct IserConfig {
-    /// Limits of the connection and of its rings.
+    /// Limits for the connection and its rings.
     pub params: IserParams,
-    /// Number of the connection's worker.
+    /// Worker of the connection.
     pub worker: u16,
-    /// The connection's number at that worker, never used twice.
+    /// Connection number on this worker. Numbers are never reused.
     pub serial: u64,
-    /// Receive ring: as long as [`IserParams::memory`] says.
+    /// Receive ring, with the length given by [`IserParams::memory`].
     pub receive_ring: MemSlice,
-    /// Send ring: the same.
+    /// Send ring, with the length given by [`IserParams::memory`].
     pub send_ring: MemSlice,
 }
 
 /// State of the Hello exchange (RFC 7145 6.10).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Hello {
-    /// A Hello would be a protocol error.
+    /// A Hello is a protocol error.
     None,
-    /// The next message may be one: an initiator of RFC 5046 does not announce it (RFC 7145 5.1.3).
+    /// The next message may be a Hello, because an RFC 5046 initiator doesn't announce it (RFC 7145
+    /// 5.1.3).
     Possible,
-    /// The next message has to be one.
+    /// The next message must be a Hello.
     Due,
 }
 
@@ -118,30 +120,30 @@ pub struct IserChannel {
     receive_ring: MemSlice,
     state: ConnState,
     posted_receives: u32,
-    /// Receives that are not posted yet, since the connection is new.
+    /// Receives of a new connection that weren't posted yet.
     first_receives: Range<u16>,
-    /// Messages that came before the connection was known to be there; each in a receive of its
-    /// own.
+    /// Messages received before the connection was established, each with its receive descriptor.
     deferred: VecDeque<(RxIdx, u32)>,
-    /// Receives that are not posted while too much waits to be sent; each once.
+    /// Receives that aren't posted again while too many messages are queued for sending. Each is
+    /// listed once.
     held_back: VecDeque<RxIdx>,
-    /// Longest data segment taken, in bytes.
+    /// Maximum data segment length to receive, in bytes.
     recv_segment: u32,
     hello: Hello,
     notified: bool,
     drained: bool,
-    /// The channel holds nothing any more.
+    /// The channel has released all its resources.
     let_go: bool,
-    /// Everything is said; until then the initiator may disconnect by itself.
+    /// All messages were sent. The initiator may disconnect until this time.
     parting: Option<Instant>,
     actions: VecDeque<IserAction>,
 }
 
 impl IserChannel {
-    /// A connection that waits to be established.
+    /// Creates a connection that isn't established yet.
     ///
     /// # Panics
-    /// If the rings are shorter than the parameters say.
+    /// Panics if the rings are too short for the parameters.
     #[must_use]
     pub fn new(config: IserConfig, now: Instant) -> Self {
         let params = config.params;
@@ -155,7 +157,8 @@ impl IserChannel {
             receive_ring: config.receive_ring,
             state: ConnState::Init,
             posted_receives: receives,
-            // All of them, since the initiator may send as soon as it has our answer.
+            // Post all receives, because the initiator may send messages as soon as it receives our
+            // reply.
             first_receives: 0..receives as u16,
             deferred: VecDeque::new(),
             held_back: VecDeque::new(),
@@ -170,18 +173,18 @@ impl IserChannel {
         }
     }
 
-    /// Returns the channel, for looks at its state.
+    /// Returns the channel, for read access to its state.
     #[must_use]
     pub fn channel(&self) -> &Channel<Iser> {
         &self.channel
     }
 
-    /// The initiator has closed the connection.
+    /// Called when the initiator has closed the connection.
     pub fn note_closed(&mut self) {
         self.channel.note_closed();
     }
 
-    /// Returns the limits that it was made with.
+    /// Returns the limits of the connection.
     #[must_use]
     pub fn params(&self) -> &IserParams {
         &self.params
@@ -193,19 +196,20 @@ impl IserChannel {
         self.state
     }
 
-    /// Receives that are posted.
+    /// Returns the number of posted receives.
     #[must_use]
     pub fn posted_receives(&self) -> u32 {
         self.posted_receives
     }
 
-    /// Chains that are posted.
+    /// Returns the number of posted chains.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.channel.mover().outstanding()
     }
 
-    /// Returns the time at which [`Channel::handle_timeout`] is due, as an [`IserChannel::input`].
+    /// Returns the time when [`Channel::handle_timeout`] must be called via
+    /// [`IserChannel::handle_timeout`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.channel
@@ -223,7 +227,7 @@ impl IserChannel {
         self.actions.pop_front()
     }
 
-    /// The next chain to post; `false` when there is none for the moment.
+    /// Sets `post` to the next chain to post. Returns `false` if there isn't any at this time.
     pub fn poll_post(&mut self, now: Instant, post: &mut Post) -> bool {
         let is_posted = self
             .channel
@@ -243,7 +247,7 @@ impl IserChannel {
             .expect("descriptors lie in their ring")
     }
 
-    /// The connection is established.
+    /// Called when the connection is established.
     pub fn handle_established(&mut self, cx: &mut Cx<'_>) {
         if self.state == ConnState::Init {
             become_state(&mut self.state, ConnState::Up);
@@ -257,12 +261,12 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// A message arrived in this receive descriptor: `bytes` are what was received there.
+    /// Called when a message (`bytes`) was received in this descriptor.
     pub fn handle_recv(&mut self, cx: &mut Cx<'_>, rx: RxIdx, bytes: &[u8]) {
         self.posted_receives -= 1;
         match self.state {
-            // A receive may complete before the CM's last message comes. The login in it is not
-            // looked at until the connection is known to be established.
+            // A receive can complete before the last CM message arrives. We don't process the login
+            // until the connection is established.
             ConnState::Init => {
                 self.deferred.push_back((rx, bytes.len() as u32));
                 if !std::mem::replace(&mut self.notified, true) {
@@ -278,17 +282,17 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// A receive ended without a message: the queue pair is in error.
+    /// Called when a receive was flushed, because the queue pair is in the error state.
     pub fn handle_recv_flushed(&mut self, cx: &mut Cx<'_>, _rx: RxIdx) {
         self.posted_receives -= 1;
         self.terminate(cx);
         self.settle(cx);
     }
 
-    /// A chain has completed, or failed.
+    /// Called when a chain has completed or failed.
     ///
     /// # Panics
-    /// If it was not posted.
+    /// Panics if the chain wasn't posted.
     pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, chain: ChainIdx, ok: bool) {
         self.end_chain(cx, chain, ok);
         if !ok {
@@ -297,54 +301,55 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// The connection ended, by the peer or by an error.
+    /// Called when the connection was closed by the peer or by an error.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.terminate(cx);
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_terminate`], and the queue pair goes to the error state.
+    /// Same as [`Channel::handle_terminate`], but also moves the queue pair to the error state.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_terminate(cx);
-        // Also one whose initiator might disconnect by itself: a login waits for its end.
+        // Don't wait for the initiator to disconnect, because a login is waiting for this.
         self.terminate(cx);
         self.settle(cx);
     }
 
-    /// The drain marker completed: nothing posted before it is left.
+    /// Called when the drain marker has completed, so all work requests posted before it have
+    /// completed.
     pub fn handle_drained(&mut self, cx: &mut Cx<'_>) {
         self.drained = true;
         self.settle(cx);
     }
 
-    /// The queues are gone, alone or with their device: nothing that was posted there will happen or
-    /// complete.
+    /// Called when the queues were destroyed, alone or together with their device. Posted work
+    /// requests will not be executed or completed.
     pub fn handle_queues_gone(&mut self, cx: &mut Cx<'_>) {
         self.terminate(cx);
         let chains: Vec<_> = self.channel.mover().under_way().collect();
         for chain in chains {
             self.end_chain(cx, chain, false);
         }
-        // Queues that are gone flush nothing.
+        // Destroyed queues don't flush their work requests.
         self.posted_receives = 0;
         self.drained = true;
         self.settle(cx);
     }
 
-    /// Gives the channel an input that is no completion.
+    /// Passes an input to the channel that isn't a completion.
     pub fn input(&mut self, cx: &mut Cx<'_>, f: impl FnOnce(&mut Channel<Iser>, &mut Cx<'_>)) {
         f(&mut self.channel, cx);
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_others_gone`], with which a login may end.
+    /// Same as [`Channel::handle_others_gone`]. This can complete a login.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_others_gone(cx);
         self.note_login();
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_timeout`], with which a login may end.
+    /// Same as [`Channel::handle_timeout`]. This can complete a login.
     pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_timeout(cx);
         if self.state == ConnState::Bound {
@@ -353,13 +358,13 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// As [`Channel::handle_luns`], which asks for no action.
+    /// Same as [`Channel::handle_luns`], which doesn't cause any actions.
     pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
         self.channel.handle_luns(luns);
     }
 
-    /// Ends everything at once, for a worker that ends without a shutdown; the connection is of no
-    /// use then. The devices are closed already, so nothing touches a buffer.
+    /// Aborts everything immediately, if a worker terminates without a shutdown. The connection
+    /// can't be used afterwards. The devices must already be closed, so the buffers aren't in use.
     pub fn abandon(&mut self, pool: &mut Pool) {
         self.first_receives = 0..0;
         self.actions.clear();
@@ -374,7 +379,8 @@ impl IserChannel {
         if let Some(task) = ended.answered {
             self.channel.handle_done(cx, task);
         }
-        // A channel that closes waits until everything has left. With RDMA that is the last chain.
+        // A channel waits until everything was sent before it closes. With RDMA, this is when the
+        // last chain completes.
         if self.outstanding() == 0 {
             let was_closing = ok && self.channel.phase() == Phase::Closing;
             self.channel.handle_flushed(cx, ok);
@@ -396,7 +402,7 @@ impl IserChannel {
                 }
                 self.channel.mover_mut().set_arriving(buffers);
                 self.channel.handle_frame(cx, &frame);
-                // Buffers that no command has taken must not become those of the next one.
+                // Don't use these buffers for the next command if no command has used them.
                 self.channel.mover_mut().set_arriving(Default::default());
                 self.note_login();
             }
@@ -417,7 +423,8 @@ impl IserChannel {
             .handle_broken(cx, SessionEvent::FormatError, error);
     }
 
-    /// Follows the login: its first PDU, then what was agreed on.
+    /// Updates the state after a login PDU, and applies the negotiated parameters when the login is
+    /// complete.
     fn note_login(&mut self) {
         if self.state == ConnState::Up {
             become_state(&mut self.state, ConnState::Bound);
@@ -433,8 +440,9 @@ impl IserChannel {
         }
     }
 
-    /// Terminates, once: nothing more is received, what is posted flushes, what no device uses ends
-    /// now. Commands that wait for unsolicited data go with the others.
+    /// Terminates the connection once: we stop receiving, flush all posted work requests, and
+    /// release all resources not in use by a device. Commands waiting for unsolicited data are
+    /// included.
     fn terminate(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.state, ConnState::Terminating | ConnState::Down) {
             return;
@@ -447,7 +455,8 @@ impl IserChannel {
         self.channel.handle_disconnected(cx);
     }
 
-    /// Follows every input: faults, actions of the channel, receives that were held back.
+    /// Called after every input to handle faults, actions of the channel, and receives that were
+    /// held back.
     fn settle(&mut self, cx: &mut Cx<'_>) {
         if let Some(fault) = self.channel.mover_mut().take_fault() {
             self.channel
@@ -456,7 +465,8 @@ impl IserChannel {
         if self.parting.is_some_and(|until| until <= cx.now) {
             self.terminate(cx);
         }
-        // Before receives are posted again: an action may terminate, and then none is.
+        // Do this before posting receives again, because an action may terminate the connection and
+        // then no receives must be posted.
         while let Some(action) = self.channel.poll_action() {
             match action {
                 Action::Disconnect if self.parting.is_some() => {}
@@ -480,8 +490,8 @@ impl IserChannel {
         }
     }
 
-    /// Posts a receive again, unless too much waits to be sent: a peer that asks for more than it
-    /// takes is not listened to meanwhile.
+    /// Posts a receive again, unless too many messages are queued for sending. We don't receive
+    /// more requests from a peer that doesn't read our responses.
     fn recycle(&mut self, rx: RxIdx) {
         match self.state {
             ConnState::Terminating | ConnState::Down => {}

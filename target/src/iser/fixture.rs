@@ -1,5 +1,5 @@
-//! A fake worker around one connection: the pool, a disk, a gate, a device that moves bytes, and an
-//! initiator with buffers.
+//! A fake worker for a single connection: a pool, a disk, a gate, a device that transfers data, and
+//! an initiator with buffers.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -23,13 +23,13 @@ use crate::iscsi::{Action, Cx, SpareTasks};
 use crate::pool::Pool;
 use riser_test_peers::pdus::{data_out, nop_out, scsi_command, tmf_request};
 
-/// Commands of the window.
+/// Command window.
 pub(super) const WINDOW: u16 = 4;
 
-/// Where the initiator's buffers begin, as its device counts.
+/// Start address of the initiator's buffers, as used by its device.
 pub(super) const BASE: u64 = 0xff2e_c96a_1f4e_d000;
 
-/// What the initiator received.
+/// Message received by the initiator.
 #[derive(Debug)]
 pub(super) enum Got {
     Pdu {
@@ -41,7 +41,7 @@ pub(super) enum Got {
     Hello(HelloReply),
 }
 
-/// A chain that the device has not carried out.
+/// A posted chain that the device hasn't executed yet.
 #[derive(Debug)]
 pub(super) struct Chain {
     idx: ChainIdx,
@@ -56,19 +56,19 @@ pub(super) struct Rig {
     pub(super) gate: FakeGate,
     pub(super) conn: IserChannel,
     pub(super) disk: Vec<u8>,
-    /// Block operations that have not ended.
+    /// Pending block operations.
     pub(super) blocks: Vec<(TaskIdx, BlockOp)>,
-    /// Whether block operations end by themselves.
+    /// Complete block operations automatically.
     pub(super) prompt: bool,
-    /// Whether the device rests.
+    /// Suspend the device.
     pub(super) stalled: bool,
     pub(super) chains: VecDeque<Chain>,
     receives: VecDeque<RxIdx>,
-    /// The initiator's buffers, by key; each begins at [`BASE`].
+    /// Initiator buffers by key. Each buffer starts at [`BASE`].
     pub(super) memory: HashMap<u32, Vec<u8>>,
     /// Keys that were invalidated and not advertised again.
     invalidated: HashSet<u32>,
-    /// The most work requests that were ever posted at once.
+    /// Maximum number of work requests posted at the same time.
     pub(super) most_posted: usize,
     pub(super) in_error: bool,
     pub(super) released: bool,
@@ -97,7 +97,7 @@ pub(super) fn params() -> IserParams {
 }
 
 impl Rig {
-    /// An accepted connection that is not yet established.
+    /// Returns an accepted connection that isn't established yet.
     pub(super) fn accepted(params: IserParams) -> Self {
         let now = Instant::now();
         let memory = params.memory();
@@ -135,19 +135,19 @@ impl Rig {
         rig
     }
 
-    /// A connection on which nothing has come.
+    /// Returns an established connection before its first message.
     pub(super) fn up() -> Self {
         let mut rig = Self::accepted(params());
         rig.with(IserChannel::handle_established);
         rig
     }
 
-    /// A connection in full-feature phase, its unit attention taken.
+    /// Returns a connection in the full-feature phase, with a cleared unit attention.
     pub(super) fn logged_in(keys: &str) -> Self {
         Self::with_window(1 << 20, keys)
     }
 
-    /// The same with a unit of this window.
+    /// Same as `logged_in`, using a unit with this window.
     pub(super) fn with_window(window: u32, keys: &str) -> Self {
         let mut rig = Self::in_full_feature(window, keys);
         if !keys.contains("iSERHelloRequired=Yes") {
@@ -156,7 +156,7 @@ impl Rig {
         rig
     }
 
-    /// A connection that has logged in, and has sent nothing since.
+    /// Returns a connection that has logged in and hasn't sent any requests yet.
     pub(super) fn in_full_feature(window: u32, keys: &str) -> Self {
         let mut rig = Self::up();
         rig.gate.unit = unit(window);
@@ -192,7 +192,8 @@ impl Rig {
         self.send(&FromInitiator::LoginRequest(request), text.as_bytes())
     }
 
-    /// Gives the connection an input, carries out what it wants; what it sent.
+    /// Passes an input to the connection and executes the resulting actions. Returns the messages
+    /// received by the initiator.
     pub(super) fn with(&mut self, input: impl FnOnce(&mut IserChannel, &mut Cx<'_>)) -> Vec<Got> {
         self.step(input);
         self.settle()
@@ -251,7 +252,7 @@ impl Rig {
         assert!(self.most_posted <= self.conn.params().credits() as usize);
     }
 
-    /// Carries out the oldest chain; what the initiator receives by it.
+    /// Executes the oldest chain. Returns the message received by the initiator, if any.
     pub(super) fn finish_chain(&mut self) -> Option<Got> {
         let chain = self.chains.pop_front()?;
         if self.in_error {
@@ -334,7 +335,7 @@ impl Rig {
         }
     }
 
-    /// Ends a block operation as a disk would.
+    /// Completes a block operation like a disk.
     pub(super) fn finish_block(&mut self, at: usize) {
         let (task, op) = self.blocks.remove(at);
         let from = match op {
@@ -373,7 +374,7 @@ impl Rig {
         });
     }
 
-    /// Sends bytes as one message. The target has a receive for it, always.
+    /// Sends bytes as a single message. The target must always have a posted receive for it.
     pub(super) fn send_bytes(&mut self, bytes: &[u8]) -> Vec<Got> {
         let rx = self.receives.pop_front().expect("a posted receive");
         let slot = self.conn.receive_slot(rx);
@@ -404,14 +405,14 @@ impl Rig {
         self.send_bytes(&Header::Hello(hello).bytes())
     }
 
-    /// A command, whose buffer has the tag as its key.
+    /// Returns a command that uses its tag as the key of its buffer.
     pub(super) fn scsi(&mut self, tag: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
         let command = scsi_command(tag, self.cmd_sn, cdb, writes, len);
         self.cmd_sn = self.cmd_sn.wrapping_add(1);
         command
     }
 
-    /// Sends a command with immediate data. `writes` says which way it moves `len` bytes, if any.
+    /// Sends a command with immediate data. `writes` is the direction of `len` bytes, if any.
     pub(super) fn command(
         &mut self,
         tag: u32,
@@ -449,8 +450,8 @@ impl Rig {
         self.command(tag, &cdb, Some(false), len, &[], true)
     }
 
-    /// A write of `data`: the first `immediate` bytes go with the command, and the last bytes from
-    /// `solicited` on are advertised.
+    /// Sends a write of `data`. The first `immediate` bytes are sent with the command, and the
+    /// bytes starting at `solicited` are advertised.
     pub(super) fn write(
         &mut self,
         tag: u32,
@@ -502,29 +503,29 @@ impl Rig {
         self.send(&FromInitiator::LogoutRequest(request), &[])
     }
 
-    /// Lets time pass.
+    /// Advances the time.
     pub(super) fn wait(&mut self, time: Duration) -> Vec<Got> {
         self.now += time;
         self.with(IserChannel::handle_timeout)
     }
 
-    /// A receive that is taken from the queue.
+    /// Removes a posted receive from the queue.
     pub(super) fn take_receive(&mut self) -> RxIdx {
         self.receives.pop_front().expect("a posted receive")
     }
 
-    /// The oldest chain fails.
+    /// Fails the oldest chain.
     pub(super) fn fail_chain(&mut self) -> Vec<Got> {
         let chain = self.chains.pop_front().expect("a chain is posted");
         self.with(|conn, cx| conn.handle_post_done(cx, chain.idx, false))
     }
 
-    /// Receives that are posted.
+    /// Returns the number of posted receives.
     pub(super) fn receives(&self) -> usize {
         self.receives.len()
     }
 
-    /// Flushes what is posted on a queue pair in error: chains, receives, the drain marker.
+    /// Flushes a queue pair in the error state: chains, receives, and the drain marker.
     pub(super) fn flush(&mut self) {
         assert!(self.in_error);
         while self.finish_chain().is_some() || !self.chains.is_empty() {}
@@ -534,7 +535,8 @@ impl Rig {
         self.with(IserChannel::handle_drained);
     }
 
-    /// Sees the connection end after its queue pair went into error, and that nothing is left.
+    /// Completes the termination of a connection with a queue pair in the error state, and checks
+    /// that all resources are released.
     pub(super) fn check_gone(mut self) {
         assert!(self.in_error, "it disconnects");
         assert_eq!(self.conn.state(), ConnState::Terminating);
@@ -556,8 +558,8 @@ impl Rig {
         );
     }
 
-    /// Everything is said: sees that the initiator has a moment to disconnect, and what happens
-    /// when it does not.
+    /// Called when the last message was sent. Checks that the initiator has time to disconnect, and
+    /// that the connection is terminated if it doesn't.
     pub(super) fn check_parting(mut self) {
         assert!(!self.in_error && !self.released);
         let until = self.conn.deadline().expect("patience ends");
@@ -566,14 +568,14 @@ impl Rig {
         self.check_gone();
     }
 
-    /// The peer is gone; sees that nothing is left.
+    /// Disconnects the peer and checks that all resources are released.
     pub(super) fn end(mut self) {
         self.with(IserChannel::handle_disconnected);
         self.check_gone();
     }
 }
 
-/// The one PDU that was received.
+/// Returns the single received PDU.
 pub(super) fn only(got: &[Got]) -> (&FromTarget, &[u8], Option<u32>) {
     match got {
         [
@@ -588,7 +590,7 @@ pub(super) fn only(got: &[Got]) -> (&FromTarget, &[u8], Option<u32>) {
     }
 }
 
-/// Whether the one PDU that was received is a good answer to a command.
+/// Returns whether the single received PDU is a successful response to a command.
 pub(super) fn is_good(got: &[Got], tag: u32) -> bool {
     matches!(only(got).0, FromTarget::ScsiResponse(r) if r.itt == Itt(tag) && r.status == 0)
 }

@@ -1,9 +1,9 @@
-//! iSER at the target (RFC 7145): a connection with RDMA beneath it.
+//! iSER target (RFC 7145): a connection over RDMA.
 //!
-//! An [`IserChannel`] is a [`Channel`](crate::iscsi::Channel) over the datamover [`Iser`], with the
-//! descriptor rings around both. It takes completions, and gives receives to post and chains of
-//! work requests ([`Post`]); everything else it wants is what the channel wants. Nothing above the
-//! datamover knows that there is RDMA.
+//! An [`IserChannel`] is a [`Channel`](crate::iscsi::Channel) using the datamover [`Iser`],
+//! together with the descriptor rings. It receives completions, and returns receives to post and
+//! chains of work requests ([`Post`]). All other actions are those of the channel. Layers above the
+//! datamover don't depend on RDMA.
 //!
 //! ```text
 //!   receive completion ──→ IserChannel ── frame ──→ Channel ── Action ──→ worker
@@ -14,26 +14,26 @@
 //! ```
 //!
 //! # Modules
-//! - `mover`: [`Iser`]: the queue of what is to be sent, send-queue credit, transfers.
-//! - `ring`: the transmit descriptors. `params`: sizes, fixed before the connection is accepted.
+//! - `mover`: [`Iser`]: send queue, send-queue credits, and transfers.
+//! - `ring`: transmit descriptors. `params`: sizes, fixed before the connection is accepted.
 //! - `channel`: [`IserChannel`]: receives, states ([`ConnState`]), termination.
 //!
 //! # Flow control
-//! There is a posted receive for every message that a well-behaved initiator may send: the commands
-//! of the window, the unsolicited data of each, immediate requests and answers to pings. A receive
-//! is posted again as soon as its message has been looked at, so a peer never meets an RNR NAK. One
-//! that sends more than it may meets them, and slows down no other; so does one that does not
-//! negotiate FirstBurstLength and then sends unsolicited data up to its default, which is longer
-//! than ours.
+//! There is a posted receive for every message that a well-behaved initiator may send: for all
+//! commands in the window, the unsolicited data of each command, immediate requests and ping
+//! responses. A receive is posted again as soon as its message was processed, so such a peer never
+//! receives an RNR NAK. A peer that sends too many messages may receive RNR NAKs, but doesn't slow
+//! down other peers. The same applies to a peer that doesn't negotiate FirstBurstLength and sends
+//! unsolicited data up to its default value, which exceeds ours.
 //!
 //! # Invariants
-//! - Answers leave in the order of their status sequence numbers: there is one queue, and nothing
-//!   overtakes.
-//! - A buffer goes back to the pool no earlier than every chain that touches it has completed.
-//! - [`IserAction::Release`] comes after the last completion: receives, chains, and drain marker.
+//! - Responses are sent in StatSN order, because there is a single FIFO queue.
+//! - A buffer isn't returned to the pool until all chains using it have completed.
+//! - [`IserAction::Release`] follows the last completion, including all receives, chains, and the
+//!   drain marker.
 //!
 //! # Not implemented
-//! Digests, markers and SNACK, which RFC 7145 excludes. Buffers addressed from zero with the short
+//! Digests, markers and SNACK, which are excluded by RFC 7145. Zero-based buffers with the short
 //! header of RFC 5046. Protection information.
 
 mod channel;
@@ -52,6 +52,6 @@ pub use channel::{ConnState, IserAction, IserChannel, IserConfig};
 pub use mover::{ChainIdx, Iser, Post, SendMessage};
 pub use params::{FIRST_BURST, IserParams, RECV_SEGMENT};
 
-/// Number of a receive descriptor.
+/// Index of a receive descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RxIdx(pub u16);

@@ -1,9 +1,8 @@
-//! The datamover on RDMA: control-type PDUs as SENDs, data to the initiator as RDMA WRITEs in front
-//! of the answer, data from it as RDMA READs.
+//! The RDMA datamover: sends control-type PDUs with SEND, data to the initiator with RDMA WRITE
+//! before the response, and reads data from the initiator with RDMA READ.
 //!
-//! Everything that is to be posted waits in one queue, in order; the front waits for send-queue
-//! credit and a transmit descriptor. A transfer that is longer than the queue allows goes in
-//! portions.
+//! Everything is posted from a single FIFO queue. Its first entry waits for send-queue credits and
+//! a transmit descriptor. A transfer that exceeds the send queue is split into portions.
 
 use std::collections::VecDeque;
 
@@ -22,33 +21,33 @@ use super::ring::{LARGE_SEGMENT, TxIdx, TxRing};
 use crate::fabric::{Direction, PortionLimits, RdmaRequest, RemoteRange, TaskIdx, Transfer};
 use crate::iscsi::{Control, Datamover, GetData, PutData, SolicitedData, TaskBuffers};
 
-/// Longest data segment sent in full-feature phase of a normal session, in bytes. Linux and
-/// libiscsi declare more than their descriptors hold, which is this.
+/// Maximum data segment length to send in the full-feature phase of a normal session, in bytes.
+/// Linux and libiscsi declare a larger value than their descriptors support, which is this value.
 const RESPONSE_SEGMENT: u32 = 128;
 
-/// Number of a chain of work requests under way.
+/// Index of a posted chain of work requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChainIdx(pub u16);
 
 /// A message to send.
 #[derive(Clone, Debug)]
 pub struct SendMessage {
-    /// Its bytes, in the send ring.
+    /// Message in the send ring.
     pub bytes: MemSlice,
-    /// The initiator's key that it invalidates.
+    /// STag of the initiator to invalidate, if any.
     pub invalidate: Option<Stag>,
 }
 
-/// One chain to post: RDMA requests, then a message if there is one. Its last request is signaled;
-/// when it completes, or fails, call
+/// A chain to post: RDMA requests, followed by an optional message. The last request is signaled.
+/// When it completes or fails, call
 /// [`IserChannel::handle_post_done`](super::IserChannel::handle_post_done).
 #[derive(Debug)]
 pub struct Post {
-    /// Number that its completion is reported with.
+    /// Chain index for the completion.
     pub chain: ChainIdx,
-    /// The RDMA requests, in order.
+    /// RDMA requests, in order.
     pub requests: Vec<RdmaRequest>,
-    /// Message behind the requests, if there is one.
+    /// Message after the requests, if any.
     pub send: Option<SendMessage>,
 }
 
@@ -62,19 +61,19 @@ impl Default for Post {
     }
 }
 
-/// Work request that ends an item of the queue.
+/// Last work request of a queued item.
 #[derive(Debug)]
 enum ItemEnd {
     /// A control-type PDU in a SEND.
     Send(Control),
-    /// The answer to a Hello.
+    /// A HelloReply.
     Hello(HelloReply),
-    /// Nothing: the data have come, or a piece of them has gone.
+    /// No message. This item receives data, or sends a single piece of data.
     Arrive,
 }
 
 impl ItemEnd {
-    /// Length of the message, in bytes.
+    /// Returns the message length in bytes.
     fn message_len(&self) -> Option<usize> {
         match self {
             Self::Send(control) => {
@@ -87,53 +86,53 @@ impl ItemEnd {
     }
 }
 
-/// An entry of the queue: a transfer, a message, or both.
+/// A queued transfer, message, or both.
 #[derive(Debug)]
 struct Item {
-    /// The transfer of a task's data, and the initiator's side of it.
+    /// Data transfer for a task, with its remote memory range.
     transfer: Option<(TaskIdx, Transfer, RemoteRange)>,
     then: ItemEnd,
 }
 
-/// A chain that is posted.
+/// A posted chain.
 #[derive(Debug)]
 struct Chain {
     wrs: u32,
-    /// Task whose buffer it touches.
+    /// Task with the buffer used by this chain.
     task: Option<TaskIdx>,
-    /// The task waits for the end of the transfer, rather than for that of its answer.
+    /// The task waits for the transfer to complete, rather than for its response.
     is_awaited: bool,
-    /// The transfer ends with it.
+    /// This is the last chain of the transfer.
     is_last: bool,
     tx: Option<TxIdx>,
-    /// Task that ends with its message.
+    /// Task that ends with this message.
     ends: Option<TaskIdx>,
 }
 
-/// Record of a task.
+/// State of a task.
 #[derive(Clone, Copy, Debug, Default)]
 struct TaskRecord {
-    /// Buffers that its command advertised.
+    /// Buffers advertised by the command.
     buffers: Buffers,
-    /// Offset of the data that were asked for first.
+    /// Offset of the first solicited data.
     solicited_from: Option<u32>,
-    /// Chains under way that touch its buffer.
+    /// Number of posted chains using the buffer.
     chains: u16,
-    /// Its data are no longer wanted.
+    /// The data is no longer required.
     is_forgotten: bool,
 }
 
-/// End of a chain, as the channel sees it.
+/// Result of a completed chain for the channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ChainEnd {
-    /// The task whose answer is sent.
+    /// Task with a response that was sent.
     pub(super) answered: Option<TaskIdx>,
-    /// The task whose data have come, or a piece of whose data has gone, or will not, and whose
-    /// buffer is free.
+    /// Task that has received its data or sent a piece of data, or will not, and whose buffer is no
+    /// longer in use.
     pub(super) arrived: Option<TaskIdx>,
 }
 
-/// The datamover on RDMA.
+/// The RDMA datamover.
 #[derive(Debug)]
 pub struct Iser {
     params: IserParams,
@@ -141,21 +140,23 @@ pub struct Iser {
     queue: VecDeque<Item>,
     /// See [`Self::fetched`].
     fetched: Option<TaskIdx>,
-    /// Data that wait for the answer that they go with.
+    /// Data to send with the following response.
     put: Option<(PutData, RemoteBuffer)>,
-    /// Records of the tasks, up to the largest number that was in use: small ones are used first.
+    /// State by task index. Low indices are used first, so the length is the maximum number of
+    /// tasks so far.
     known: Vec<TaskRecord>,
-    /// The chains, likewise.
+    /// Chains by index, with the same kind of length.
     chains: Vec<Option<Chain>>,
     free_chains: Vec<ChainIdx>,
-    /// Work requests that the send queue still takes.
+    /// Number of work requests available in the send queue.
     credits: u32,
     max_send_segment: u32,
-    /// A write's buffer begins with the first byte of all, not the first solicited one.
+    /// Tagged write buffers start with the first byte of the command, not with the first solicited
+    /// byte.
     whole_buffers: bool,
     hello_required: Option<bool>,
     stat_sn: StatSn,
-    /// Buffers of the PDU that is being looked at.
+    /// Buffers of the PDU being processed.
     arriving: Buffers,
     /// Protocol error of the peer.
     fault: Option<&'static str>,
@@ -163,10 +164,10 @@ pub struct Iser {
 }
 
 impl Iser {
-    /// A datamover with this send ring.
+    /// Creates a datamover with this send ring.
     ///
     /// # Panics
-    /// If the ring is too short, or the send queue.
+    /// Panics if the ring or the send queue is too short.
     pub(super) fn new(params: IserParams, send_ring: MemSlice, tasks: usize) -> Self {
         assert!(
             params.credits() >= 2,
@@ -193,22 +194,23 @@ impl Iser {
         }
     }
 
-    /// The buffers of the PDU that is looked at next.
+    /// Sets the buffers of the PDU to be processed next.
     pub(super) fn set_arriving(&mut self, buffers: Buffers) {
         self.arriving = buffers;
     }
 
-    /// Returns the peer's protocol error since the last call, if there was one.
+    /// Returns the protocol error of the peer since the last call, if any.
     pub(super) fn take_fault(&mut self) -> Option<&'static str> {
         self.fault.take()
     }
 
-    /// Whether full-feature phase begins with a Hello, as far as the initiator has said so.
+    /// Returns whether the full-feature phase starts with a Hello, or `None` if the initiator
+    /// didn't specify this.
     pub(super) fn hello_required(&self) -> Option<bool> {
         self.hello_required
     }
 
-    /// Queues the answer to a Hello.
+    /// Queues a HelloReply.
     pub(super) fn send_hello(&mut self, reply: HelloReply) {
         self.queue.push_back(Item {
             transfer: None,
@@ -216,12 +218,12 @@ impl Iser {
         });
     }
 
-    /// Number of chains under way.
+    /// Returns the number of posted chains.
     pub(super) fn outstanding(&self) -> usize {
         self.params.credits() as usize - self.free_chains.len()
     }
 
-    /// Numbers of the chains under way.
+    /// Returns the indices of posted chains.
     pub(super) fn under_way(&self) -> impl Iterator<Item = ChainIdx> + '_ {
         let chains = self.chains.iter().enumerate();
         chains
@@ -229,7 +231,8 @@ impl Iser {
             .map(|(i, _)| ChainIdx(i as u16))
     }
 
-    /// The next chain; `false` when there is nothing to post, or no room to post it.
+    /// Sets `post` to the next chain. Returns `false` if there is nothing to post, or not enough
+    /// space to post it.
     pub(super) fn poll_post(
         &mut self,
         numbers: Numbers,
@@ -249,12 +252,13 @@ impl Iser {
         posted.is_some()
     }
 
-    /// The task whose data the chain posted last fetches, or a piece of whose data it writes.
+    /// Returns the task for which the last posted chain reads data, or writes a piece of data.
     pub(super) fn fetched(&self) -> &[TaskIdx] {
         self.fetched.as_slice()
     }
 
-    /// Posts what there is room for of an item: whether that was the rest of it, if anything.
+    /// Posts as much of an item as possible. Returns true if this is the last part, false if more
+    /// parts remain, and `None` if nothing can be posted.
     fn post_item(
         &mut self,
         item: &mut Item,
@@ -262,8 +266,7 @@ impl Iser {
         held: TaskBuffers<'_>,
         post: &mut Post,
     ) -> Option<bool> {
-        // The message of an item needs a work request of its own behind the data, so one is kept
-        // back from these.
+        // The message of an item requires another work request after the data, so reserve one.
         let len = item.then.message_len();
         let reserve = u32::from(len.is_some());
         if self.credits < reserve + u32::from(item.transfer.is_some()) {
@@ -312,8 +315,9 @@ impl Iser {
         Some(is_last)
     }
 
-    /// Bounds of the next portion, with `reserve` work requests left for the message. Half the
-    /// queue at most, so that a long transfer and a short one go side by side.
+    /// Returns the limits for the next portion, excluding `reserve` work requests for the message.
+    /// A portion can't exceed half of the queue, so that long and short transfers can be in flight
+    /// concurrently.
     fn portion(&self, reserve: u32) -> PortionLimits {
         let half = (self.params.credits() / 2).max(1);
         PortionLimits {
@@ -344,9 +348,8 @@ impl Iser {
                     self.stat_sn = self.stat_sn.next();
                 }
                 chain.ends = control.ends;
-                // Only a command advertises a buffer. What is known of the context of any other
-                // request is what an earlier command left there, and that key may be another
-                // command's by now.
+                // Only commands advertise a buffer. For other requests, the state of this context
+                // is from a previous command, and its STag may already be used by another command.
                 let is_command = matches!(control.pdu, FromTarget::ScsiResponse(_));
                 let command = control.ends.filter(|_| is_command);
                 invalidate = command.and_then(|task| self.advertised(task));
@@ -363,9 +366,9 @@ impl Iser {
         SendMessage { bytes, invalidate }
     }
 
-    /// The key that a command's answer invalidates, where that was agreed on.
+    /// Returns the STag to be invalidated by the response to a command, if this was negotiated.
     fn advertised(&self, task: TaskIdx) -> Option<Stag> {
-        // A function is a task without buffers.
+        // A task management function doesn't have any buffers.
         let buffers = self.known.get(usize::from(task.0))?.buffers;
         let buffer = buffers.read.or(buffers.write);
         buffer
@@ -373,10 +376,10 @@ impl Iser {
             .map(|buffer| buffer.stag)
     }
 
-    /// A chain has completed, or failed.
+    /// Called when a chain has completed or failed.
     ///
     /// # Panics
-    /// If it is not under way.
+    /// Panics if the chain wasn't posted.
     pub(super) fn complete(&mut self, idx: ChainIdx) -> ChainEnd {
         let chain = self.chains[usize::from(idx.0)]
             .take()
@@ -391,8 +394,8 @@ impl Iser {
             let known = &mut self.known[usize::from(task.0)];
             known.chains -= 1;
             if chain.is_awaited {
-                // What was forgotten has no further portion in the queue, so its last chain under
-                // way is the end.
+                // If the data isn't required, all remaining portions were removed from the queue,
+                // so the last posted chain completes the transfer.
                 let is_over = if known.is_forgotten {
                     known.chains == 0
                 } else {
@@ -408,8 +411,9 @@ impl Iser {
     }
 }
 
-/// The `len` bytes from `at` on of a buffer that the initiator has advertised. The address may wrap
-/// if it says so: such a chain is not posted, and the connection ends.
+/// Returns the remote range with `len` bytes at offset `at` of a buffer advertised by the
+/// initiator. The address may wrap if the initiator sent an invalid buffer. In this case posting
+/// the chain fails and the connection is closed.
 fn remote(buffer: RemoteBuffer, at: u32, len: u32) -> RemoteRange {
     RemoteRange {
         addr: buffer.base.wrapping_add(u64::from(at)),
@@ -418,7 +422,7 @@ fn remote(buffer: RemoteBuffer, at: u32, len: u32) -> RemoteRange {
     }
 }
 
-/// A piece of a read, and its place in the initiator's memory.
+/// Returns the transfer and the remote range for a piece of a read.
 fn outgoing(put: &PutData, buffer: RemoteBuffer) -> (TaskIdx, Transfer, RemoteRange) {
     let len = put.end - put.base;
     let transfer = Transfer::new(Direction::ToInitiator, len);
@@ -435,16 +439,16 @@ impl Datamover for Iser {
             RESPONSE_SEGMENT
         };
         self.max_send_segment = connection.max_send_segment.min(limit);
-        // The default is No: the buffer has all data of the command (RFC 7145 6.9). But Linux, the
-        // initiator that is known to send unsolicited data, says nothing, and its buffers begin
-        // with the first solicited byte; LIO reads all of them so. For commands without unsolicited
-        // data there is no difference, so silence is taken as Linux means it, and only a No that is
-        // said as No.
+        // The default is No: the buffer contains all data of the command (RFC 7145 6.9). However,
+        // Linux, which is known to send unsolicited data, doesn't send this key, and its buffers
+        // start with the first solicited byte. LIO always uses this interpretation. There is no
+        // difference for commands without unsolicited data. Therefore we use the Linux
+        // interpretation if the key wasn't sent, and No only if it was sent explicitly.
         self.whole_buffers = session.tagged_solicited_only == Some(false);
         self.hello_required = session.hello_required;
     }
 
-    /// The key means nothing over RDMA (RFC 7145 6.2).
+    /// This key isn't used for RDMA (RFC 7145 6.2).
     fn set_max_send_segment(&mut self, _: u32) {}
 
     fn max_send_segment(&self) -> u32 {
@@ -507,7 +511,7 @@ impl Datamover for Iser {
         } else {
             get.offset - first
         };
-        // The buffer of a long command holds one piece of the data at a time.
+        // The buffer of a long command contains a single piece of the data at a time.
         let start = get.offset - get.base;
         let transfer = Transfer::of_range(Direction::FromInitiator, start..start + get.len);
         self.queue.push_back(Item {
@@ -517,7 +521,7 @@ impl Datamover for Iser {
         0
     }
 
-    /// There are no R2Ts, so nothing comes in answer to one.
+    /// R2Ts aren't used, so solicited Data-Out is a protocol error.
     fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
         self.fault = Some("data that answer an R2T");
         SolicitedData::Stale { was_asked: false }

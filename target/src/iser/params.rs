@@ -1,4 +1,4 @@
-//! Sizes of a connection, known before it is accepted.
+//! Connection sizes, known before a connection is accepted.
 
 use std::time::Duration;
 
@@ -10,49 +10,50 @@ use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::ConnectionMemory;
 use crate::iscsi::ChannelConfig;
 
-/// TargetRecvDataSegmentLength that we offer, in bytes: what Linux and LIO agree on.
+/// TargetRecvDataSegmentLength to offer, in bytes. Linux and LIO negotiate this value.
 pub const RECV_SEGMENT: u32 = 8192;
 
-/// FirstBurstLength that we offer, in bytes. A short write comes with its command, in one message;
-/// what is longer is better read by RDMA than sent in pieces that each need a receive.
+/// FirstBurstLength to offer, in bytes. Data of a short write is sent in the same message as the
+/// command. An RDMA READ is more efficient for longer data than several PDUs, because each requires
+/// a receive.
 pub const FIRST_BURST: u32 = 8192;
 
-/// Receives for immediate requests.
+/// Number of receives for immediate requests.
 const IMMEDIATE: u32 = 16;
 
-/// Receives for PDUs that no window counts otherwise: MaxOutstandingUnexpectedPDUs.
+/// Number of receives for PDUs outside the command window: MaxOutstandingUnexpectedPDUs.
 const UNEXPECTED: u32 = 16;
 
-/// Transmit descriptors beyond those of the command window: answers to immediate requests, pings,
-/// asynchronous messages.
+/// Number of transmit descriptors in addition to the command window: for responses to immediate
+/// requests, pings, and asynchronous messages.
 const SPARE_SENDS: u32 = 16;
 
-/// The drain marker's place in the send queue.
+/// Send-queue slots reserved for the drain marker.
 const RESERVED: u32 = 1;
 
-/// Everything about a connection that is fixed before it is accepted.
+/// Connection parameters, which are fixed before the connection is accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IserParams {
-    /// Commands at once: the window.
+    /// Command window: maximum number of concurrent commands.
     pub commands: u16,
-    /// Longest data segment received, in bytes.
+    /// Maximum data segment length to receive, in bytes.
     pub recv_segment: u32,
-    /// Unsolicited data of a command at most, in bytes.
+    /// Maximum length of unsolicited data for a command, in bytes.
     pub first_burst: u32,
-    /// Work requests of the send queue.
+    /// Number of work requests in the send queue.
     pub send_queue: u32,
-    /// Scatter-gather entries of a work request.
+    /// Number of scatter-gather entries in a work request.
     pub max_sge: usize,
-    /// RDMA READs at once, as reported to an initiator that asks.
+    /// Number of concurrent RDMA READs, as reported to an initiator on request.
     pub reads: u16,
-    /// Answers may invalidate the initiator's keys.
+    /// Responses may invalidate STags of the initiator.
     pub remote_invalidate: bool,
-    /// Time limit for data that the initiator is asked for.
+    /// Time limit for solicited data of the initiator.
     pub data_out_timeout: Duration,
 }
 
 impl IserParams {
-    /// Limits for a window of `commands`.
+    /// Returns the parameters for a window of `commands`.
     #[must_use]
     pub fn new(commands: u16) -> Self {
         Self {
@@ -67,45 +68,47 @@ impl IserParams {
         }
     }
 
-    /// Unexpected PDUs that the initiator may have outstanding (RFC 7145 6.7).
+    /// Returns the maximum number of unexpected PDUs that the initiator may have outstanding (RFC
+    /// 7145 6.7).
     #[must_use]
     pub fn unexpected(&self) -> u32 {
         IMMEDIATE + UNEXPECTED
     }
 
-    /// Receive descriptors: commands, their unsolicited data PDUs, and what is unexpected.
+    /// Returns the number of receive descriptors: for commands, their unsolicited data PDUs, and
+    /// unexpected PDUs.
     #[must_use]
     pub fn receives(&self) -> u32 {
         let data_outs = self.first_burst.div_ceil(self.recv_segment);
         u32::from(self.commands) * (1 + data_outs) + self.unexpected()
     }
 
-    /// Longest message received, in bytes.
+    /// Returns the maximum length of a received message in bytes.
     #[must_use]
     pub fn receive_len(&self) -> usize {
         HEADERS_LEN + MAX_AHS + (self.recv_segment as usize).next_multiple_of(4)
     }
 
-    /// Bytes from one receive descriptor to the next.
+    /// Returns the distance between receive descriptors in bytes.
     #[must_use]
     pub fn receive_stride(&self) -> usize {
         self.receive_len().next_multiple_of(64)
     }
 
-    /// Transmit descriptors of the small kind.
+    /// Returns the number of small transmit descriptors.
     #[must_use]
     pub fn sends(&self) -> u32 {
         (u32::from(self.commands) + SPARE_SENDS).min(self.send_queue)
     }
 
-    /// Work requests that chains may have under way.
+    /// Returns the number of work requests that chains can use at the same time.
     #[must_use]
     pub fn credits(&self) -> u32 {
         self.send_queue - RESERVED
     }
 
-    /// Returns the memory of a connection with these parameters, when it has as many commands as
-    /// it may.
+    /// Returns the memory usage of a connection with these parameters, for its maximum number of
+    /// commands.
     #[must_use]
     pub fn memory(&self) -> ConnectionMemory {
         ConnectionMemory {

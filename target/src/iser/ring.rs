@@ -1,28 +1,28 @@
-//! Transmit descriptors: slots of the send ring.
+//! Transmit descriptors: slots in the send ring.
 //!
-//! Nearly every message fits a small slot: headers, and sense data at most. Login and discovery
-//! text go through a few large ones.
+//! Most messages fit in a small slot, because they only have headers and optional sense data. There
+//! are a few large slots for login and discovery text.
 
 use riser_memory::MemSlice;
 use riser_scsi::iser::HEADERS_LEN;
 
-/// Bytes of a small slot.
+/// Size of a small slot in bytes.
 pub(super) const SMALL: usize = 256;
 
-/// Longest data segment sent, in bytes: that of login and discovery.
+/// Maximum data segment length to send, in bytes. Used for login and discovery.
 pub(super) const LARGE_SEGMENT: u32 = 8192;
 
-/// Bytes of a large slot.
+/// Size of a large slot in bytes.
 pub(super) const LARGE: usize = (HEADERS_LEN + LARGE_SEGMENT as usize).next_multiple_of(64);
 
-/// Large slots: login and text have one answer under way each.
+/// Number of large slots: login and text requests have a single response in flight each.
 pub(super) const LARGE_SLOTS: usize = 2;
 
-/// Number of a transmit descriptor; the large ones come after the small ones.
+/// Index of a transmit descriptor. Large slots follow the small slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TxIdx(u16);
 
-/// The slots, and those that are free.
+/// All slots, with lists of free slots.
 #[derive(Debug)]
 pub(super) struct TxRing {
     ring: MemSlice,
@@ -32,10 +32,10 @@ pub(super) struct TxRing {
 }
 
 impl TxRing {
-    /// `small` small slots and the large ones, in `ring`.
+    /// Creates a ring in `ring` with `small` small slots and all large slots.
     ///
     /// # Panics
-    /// If the ring is too short.
+    /// Panics if the ring is too short.
     pub(super) fn new(ring: MemSlice, small: u16) -> Self {
         assert!(ring.len() >= usize::from(small) * SMALL + LARGE_SLOTS * LARGE);
         let large = small..small + LARGE_SLOTS as u16;
@@ -47,7 +47,7 @@ impl TxRing {
         }
     }
 
-    /// A slot for a message of `len` bytes; `None` while there is none.
+    /// Allocates a slot for a message of `len` bytes. Returns `None` if no slot is available.
     pub(super) fn take(&mut self, len: usize) -> Option<TxIdx> {
         assert!(len <= LARGE, "no message is so long");
         if len <= SMALL {
@@ -57,7 +57,7 @@ impl TxRing {
         }
     }
 
-    /// Gives a slot back.
+    /// Releases a slot.
     pub(super) fn put(&mut self, idx: TxIdx) {
         if idx.0 < self.small {
             self.free_small.push(idx);
@@ -66,7 +66,7 @@ impl TxRing {
         }
     }
 
-    /// The first `len` bytes of a slot.
+    /// Returns the first `len` bytes of a slot.
     pub(super) fn slot(&self, idx: TxIdx, len: usize) -> MemSlice {
         let small = usize::from(self.small);
         let at = match usize::from(idx.0).checked_sub(small) {

@@ -1,4 +1,5 @@
-//! Connections by script: login, data both ways, flow control, every way to the end.
+//! Scripted connection tests: login, data transfer in both directions, flow control, and all kinds
+//! of termination.
 
 use std::time::Duration;
 
@@ -83,12 +84,12 @@ fn keys_are_left_alone_unless_that_was_agreed_on() {
     rig.end();
 }
 
-/// Immediate data, unsolicited data and solicited data, at any alignment, in every mixture.
+/// Immediate, unsolicited and solicited data with any alignment and in any combination.
 #[test]
 fn data_of_a_write_come_every_way() {
     let data = pattern(40 * 512);
     let cases = [
-        // All by READ; all with the command; part with the command.
+        // All data by READ, all data with the command, some data with the command.
         (0, 0),
         (8192, 8192),
         (1, 1),
@@ -121,7 +122,7 @@ fn data_of_a_write_come_every_way() {
     }
 }
 
-/// A write whose data all came with it advertises nothing, and none is missed.
+/// A write with all its data in the command doesn't advertise a buffer, and doesn't need it.
 #[test]
 fn a_short_write_needs_no_buffer() {
     let mut rig = Rig::logged_in("");
@@ -132,7 +133,7 @@ fn a_short_write_needs_no_buffer() {
     rig.end();
 }
 
-/// libiscsi announces immediate data and leaves them in its buffer: they are read like the others.
+/// libiscsi announces immediate data but leaves it in its buffer. We read it like all other data.
 #[test]
 fn data_that_are_announced_and_stay_behind_are_read() {
     let data = pattern(4 * 512);
@@ -154,7 +155,8 @@ fn data_that_are_announced_and_stay_behind_are_read() {
     rig.end();
 }
 
-/// An initiator that says so advertises the whole of a write's data, and READs skip what came.
+/// If negotiated, an initiator advertises a buffer with all data of a write, and READs skip the
+/// data already received.
 #[test]
 fn a_buffer_may_hold_all_data_of_a_write() {
     let data = pattern(32 * 512);
@@ -173,7 +175,7 @@ fn a_buffer_may_hold_all_data_of_a_write() {
     }
 }
 
-/// Transfers longer than the send queue go in portions, and never post more than it holds.
+/// Transfers longer than the send queue are split into portions, and never exceed the queue.
 #[test]
 fn long_transfers_go_in_portions() {
     let mut rig = Rig::accepted(IserParams {
@@ -184,7 +186,7 @@ fn long_transfers_go_in_portions() {
     rig.with(IserChannel::handle_established);
     rig.login("");
     rig.command(100, &[0; 6], None, 0, &[], true);
-    // Of a pool of which every other page is in use, a buffer is one page after another.
+    // If every other page of the pool is in use, a buffer consists of single pages.
     let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.take(4096)).collect();
     for at in (0..held.len()).rev().step_by(2) {
         let buffer = held.swap_remove(at);
@@ -210,7 +212,7 @@ fn answers_leave_in_the_order_of_their_numbers() {
     for tag in 1..=u32::from(WINDOW) {
         rig.read(tag, tag as u8, 64);
     }
-    // The disk is done in another order.
+    // The disk completes them in a different order.
     for at in [2, 0, 1, 0] {
         rig.finish_block(at);
     }
@@ -266,7 +268,7 @@ fn a_ping_is_answered_and_what_it_carries_is_cut() {
     rig.check_gone();
 }
 
-/// However many messages a well-behaved initiator sends at once, each finds a receive.
+/// There is a receive for every message that a well-behaved initiator can send at the same time.
 #[test]
 fn there_is_a_receive_for_every_message_that_may_come() {
     let params = params();
@@ -286,7 +288,8 @@ fn there_is_a_receive_for_every_message_that_may_come() {
     rig.end();
 }
 
-/// A peer that floods is not listened to while its answers wait: memory stays bounded.
+/// If a peer sends too many requests, we stop receiving until the responses are sent. This limits
+/// the memory usage.
 #[test]
 fn a_flood_of_pings_is_held_back() {
     let mut rig = Rig::logged_in("");
@@ -326,7 +329,8 @@ fn an_abort_waits_for_data_under_way() {
     rig.end();
 }
 
-/// A function may have the context of a command before it, whose key is not the function's.
+/// A task management function can use the context of a previous command, but the key of this
+/// command must not be invalidated.
 #[test]
 fn the_answer_to_a_function_invalidates_no_key() {
     let functions = [
@@ -345,9 +349,9 @@ fn the_answer_to_a_function_invalidates_no_key() {
         assert!(is_good(&rig.read(7, 0, 1), 7));
         let got = rig.tmf(20, function, 7);
         assert_eq!(invalidated_by(&got), None, "{function:?}");
-        // What the function raised for its own nexus.
+        // Clear the unit attention of the function for its own nexus.
         rig.command(30, &[0; 6], None, 0, &[], true);
-        // Nor is it the key of a command that it ends: its initiator invalidates that.
+        // Neither is the key of an aborted command invalidated. This is up to the initiator.
         rig.prompt = false;
         rig.read(8, 0, 1);
         rig.read(9, 0, 1);
@@ -373,7 +377,7 @@ fn an_abort_takes_back_what_is_not_posted() {
     for tag in 1..=3 {
         rig.write(tag, &data, 0, 0);
     }
-    // Two READs fill the queue; the third waits, and is gone at once.
+    // Two READs fill the queue. The third waits and is removed immediately.
     let free = rig.pool.free();
     rig.tmf(20, TmfFunction::AbortTask, 3);
     assert!(rig.pool.free() > free);
@@ -403,7 +407,7 @@ fn a_hello_is_answered_where_it_was_announced() {
         (false, 4, 10)
     );
     assert!(!rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
-    // A second one is an error.
+    // A second Hello is an error.
     rig.hello(Hello {
         max_version: 10,
         min_version: 1,
@@ -412,7 +416,7 @@ fn a_hello_is_answered_where_it_was_announced() {
     rig.check_gone();
 }
 
-/// RFC 7145 5.1.3: an initiator of RFC 5046 says Hello without having announced it.
+/// RFC 7145 5.1.3: an RFC 5046 initiator sends a Hello without announcing it.
 #[test]
 fn a_hello_that_was_not_announced_is_answered() {
     let hello = Hello {
@@ -424,7 +428,7 @@ fn a_hello_that_was_not_announced_is_answered() {
     let got = rig.hello(hello);
     assert!(matches!(&got[..], [Got::Hello(reply)] if !reply.rejected));
     assert!(!rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
-    // It comes first, or not at all.
+    // It must be the first message.
     rig.hello(hello);
     rig.check_gone();
     let mut rig = Rig::in_full_feature(1 << 20, "iSERHelloRequired=No\0");
@@ -455,8 +459,8 @@ fn a_logout_is_answered_then_the_connection_ends() {
     rig.check_parting();
 }
 
-/// The units have forgotten a session when its logout is answered, whether or not the initiator
-/// disconnects.
+/// The units have removed a session when its logout response is sent, even if the initiator doesn't
+/// disconnect.
 #[test]
 fn a_logout_ends_the_nexus_before_the_connection() {
     let mut rig = Rig::logged_in("");
@@ -466,16 +470,16 @@ fn a_logout_ends_the_nexus_before_the_connection() {
     rig.check_parting();
 }
 
-/// An initiator that disconnects after its logout is not cut off before.
+/// An initiator can disconnect after its logout without being cut off.
 #[test]
 fn who_has_logged_out_may_disconnect() {
     let mut rig = Rig::logged_in("");
     rig.logout(8);
     assert!(!rig.in_error);
-    // What else it says is passed over.
+    // Any further messages are ignored.
     assert!(rig.nop(9, &[]).is_empty());
     rig.end();
-    // Another login that waits for its place does not wait for that.
+    // Another login that replaces this connection doesn't wait for the disconnect.
     let mut rig = Rig::logged_in("");
     rig.logout(8);
     rig.with(IserChannel::handle_terminate);
@@ -493,12 +497,12 @@ fn a_refused_login_is_answered_then_the_connection_ends() {
     rig.check_parting();
 }
 
-/// The end comes in every state of the connection, and more than once.
+/// The connection can be terminated in any state, and more than once.
 #[test]
 fn the_connection_terminates_in_every_state() {
     let in_login = || {
         let mut rig = Rig::up();
-        // A login whose text goes on.
+        // A login with continued text.
         let mut bhs = [0; 48];
         bhs[..2].copy_from_slice(&[0x43, 0x44]);
         bhs[5..8].copy_from_slice(&[0, 0, 4]);
@@ -522,27 +526,27 @@ fn the_connection_terminates_in_every_state() {
         rig.with(IserChannel::handle_disconnected);
         rig.with(IserChannel::handle_disconnected);
         rig.check_gone();
-        // An administrator, or another login, ends it.
+        // Terminated by an administrator, or by another login.
         let mut rig = make();
         rig.with(IserChannel::handle_terminate);
         rig.check_gone();
-        // The queue pair fails: a receive comes back without a message.
+        // The queue pair fails and a receive is flushed.
         let mut rig = make();
         let rx = rig.take_receive();
         rig.with(|conn, cx| conn.handle_recv_flushed(cx, rx));
         rig.check_gone();
-        // It is shut down, and nobody logs out.
+        // Shutdown without a logout.
         let mut rig = make();
         let until = rig.now + Duration::from_secs(2);
         rig.with(|conn, cx| conn.input(cx, |ch, cx| ch.handle_shutdown(cx, until)));
         rig.wait(Duration::from_secs(2));
         rig.check_gone();
-        // The device goes, with everything that was posted.
+        // The device is removed with all posted work requests.
         let mut rig = make();
         rig.with(IserChannel::handle_queues_gone);
         assert!(rig.released);
         assert_eq!(rig.conn.state(), ConnState::Down);
-        // Nobody logs in.
+        // Login timeout.
         if state != ConnState::FullFeature {
             let mut rig = make();
             rig.wait(Duration::from_secs(15));
@@ -551,8 +555,8 @@ fn the_connection_terminates_in_every_state() {
     }
 }
 
-/// The connection ends while a command stands in each of its states; its buffer goes back when the
-/// device has let go, not before.
+/// The connection is terminated with a command in each of its states. The command's buffer is
+/// released when the device no longer uses it, but not before.
 #[test]
 fn commands_in_every_state_end_with_their_connection() {
     let data = pattern(64 * 512);
@@ -613,7 +617,7 @@ fn commands_in_every_state_end_with_their_connection() {
     }
 }
 
-/// A chain fails: the command's data are lost, and the connection with them.
+/// A chain fails: the data of its command is lost and the connection is closed.
 #[test]
 fn a_failed_chain_ends_the_connection() {
     for write in [false, true] {
@@ -629,7 +633,8 @@ fn a_failed_chain_ends_the_connection() {
     }
 }
 
-/// Also if the gate grants more: at level 2 a connection on TCP would wait for another one here.
+/// This applies even if the gate permits more: at level 2, commands on TCP would wait for another
+/// connection.
 #[test]
 fn commands_do_not_outlive_their_connection() {
     let mut rig = Rig::up();
@@ -643,7 +648,7 @@ fn commands_do_not_outlive_their_connection() {
     rig.end();
 }
 
-/// Posted again after another: the drain marker and the receives may come back in any order.
+/// The drain marker and the receives are posted separately, so they can complete in any order.
 #[test]
 fn the_last_of_all_completions_releases() {
     let mut rig = Rig::logged_in("");
@@ -672,8 +677,8 @@ fn cve_2026_53176_a_login_shorter_than_its_headers_ends_the_connection() {
     }
 }
 
-/// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength larger than what was received, in login and
-/// after.
+/// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength that exceeds the received message, during
+/// login and afterwards.
 #[test]
 fn cve_2026_90413_and_2026_90414_a_data_segment_longer_than_its_message() {
     for mut rig in [Rig::up(), Rig::logged_in("")] {
@@ -694,7 +699,7 @@ fn cve_2026_90413_and_2026_90414_a_data_segment_longer_than_its_message() {
     }
 }
 
-/// A data segment longer than TargetRecvDataSegmentLength, though the receive would hold it.
+/// A data segment longer than TargetRecvDataSegmentLength, even if the receive is long enough.
 #[test]
 fn a_data_segment_beyond_what_was_agreed_on_ends_the_connection() {
     let mut rig = Rig::up();
@@ -711,7 +716,7 @@ fn a_data_segment_beyond_what_was_agreed_on_ends_the_connection() {
     rig.check_gone();
 }
 
-/// CVE-2026-90293: a command before the session is there.
+/// CVE-2026-90293: a command before the login is complete.
 #[test]
 fn cve_2026_90293_a_command_before_the_login_ends_the_connection() {
     let mut rig = Rig::up();
@@ -721,7 +726,7 @@ fn cve_2026_90293_a_command_before_the_login_ends_the_connection() {
     rig.check_gone();
 }
 
-/// SCST 93: INQUIRY without a length, to a unit that is not there.
+/// SCST 93: INQUIRY with an allocation length of 0 to a missing unit.
 #[test]
 fn scst_93_an_inquiry_of_no_length_to_no_unit_is_answered() {
     let mut rig = Rig::logged_in("");
@@ -744,7 +749,7 @@ fn a_command_that_names_no_buffer_for_its_data_ends_the_connection() {
     rig.check_gone();
 }
 
-/// Data that pretend to answer an R2T: over RDMA there is none.
+/// Data-Out with a target transfer tag of an R2T, which doesn't exist over RDMA.
 #[test]
 fn data_for_no_r2t_end_the_connection() {
     let mut rig = Rig::logged_in("");
@@ -761,12 +766,12 @@ fn data_for_no_r2t_end_the_connection() {
     rig.check_gone();
 }
 
-/// A buffer of a command that was refused is not taken for another's.
+/// Buffers of an ignored command are never used for another command.
 #[test]
 fn buffers_belong_to_the_command_they_came_with() {
     let mut rig = Rig::logged_in("");
     rig.memory.insert(1, vec![0; 512]);
-    // Out of order: passed over in silence.
+    // Out of order, so this is ignored silently.
     let mut command = rig.scsi(1, &[0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0], false, 512);
     command.cmd_sn.0 += 7;
     let buffers = Buffers {
@@ -798,9 +803,9 @@ fn memory_is_fixed_and_said() {
     assert!(memory.total() < 3200 << 10, "{memory:?}");
 }
 
-/// Data that are longer than the window go through one page of the pool, whichever part of them
-/// came unsolicited, and whether the initiator's buffer begins with the first byte or with the
-/// first solicited one. Only the answer invalidates the key.
+/// Data longer than the window uses a single page of the pool. This applies to any length of
+/// unsolicited data, and to initiator buffers that start with the first byte or with the first
+/// solicited byte. The key is only invalidated by the response.
 #[test]
 fn long_data_go_through_a_bounded_buffer() {
     let data = pattern(20 * 512);
@@ -834,7 +839,7 @@ fn an_abort_between_pieces_waits_for_the_device() {
         let mut rig = Rig::with_window(2048, "");
         rig.stalled = true;
         if write {
-            // The first piece came with the command; the second one is fetched.
+            // The first piece was sent with the command, and the second piece is being read.
             rig.write(3, &pattern(20 * 512), 2048, 2048);
             assert_eq!(
                 rig.conn.channel().task_state(Itt(3)),
@@ -859,8 +864,8 @@ fn an_abort_between_pieces_waits_for_the_device() {
     }
 }
 
-/// An initiator that posts no receives blocks the chains behind an answer, even if their commands
-/// are aborted.
+/// An initiator that doesn't post receives blocks the chains after a response, even if their
+/// commands are aborted.
 #[test]
 fn an_aborted_command_may_not_linger() {
     for write in [true, false] {
@@ -882,7 +887,8 @@ fn an_aborted_command_may_not_linger() {
     }
 }
 
-/// An initiator that posts no receives, and which lives, cannot keep the data of answers for ever.
+/// An initiator that responds but doesn't post receives can't keep the data of responses in use
+/// forever.
 #[test]
 fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
     let mut rig = Rig::with_window(2048, "");
@@ -899,7 +905,7 @@ fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
     assert!(rig.in_error);
     rig.check_gone();
 
-    // One that is slow is served as long as it likes.
+    // A slow initiator is served without a limit.
     let mut rig = Rig::with_window(2048, "");
     for tag in 3..20 {
         rig.stalled = true;
@@ -907,7 +913,7 @@ fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
         for n in 0..10 {
             rig.wait(Duration::from_secs(10));
             rig.nop(0xffff_ffff, b"");
-            // Pieces, and then the last one with the answer, which takes a while.
+            // Several pieces, then the last piece with the response, which is delayed.
             if n < 4 {
                 rig.finish_chain();
                 rig.settle();
@@ -920,7 +926,7 @@ fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
     rig.end();
 }
 
-/// All data count that the connection moves, as soon as they have come or gone.
+/// All data transferred by the connection is counted immediately.
 #[test]
 fn data_are_counted_when_they_are_moved() {
     let mut rig = Rig::with_window(2048, "");
@@ -935,8 +941,8 @@ fn data_are_counted_when_they_are_moved() {
     rig.end();
 }
 
-/// A command that another nexus ends is answered with TASK ABORTED when the device has its buffer
-/// no longer, and its key ends with that.
+/// A command aborted by another nexus completes with TASK ABORTED when the device no longer uses
+/// its buffer. This also invalidates its key.
 #[test]
 fn a_command_that_another_nexus_ends_is_answered() {
     for write in [true, false] {
@@ -996,7 +1002,8 @@ fn every_transition_is_taken() {
     assert_all_taken(&STATES, the_connection_terminates_in_every_state);
 }
 
-/// An initiator whose data are fetched behind others has its time from then on, as over TCP.
+/// If an initiator's data is read after other transfers, its time limit starts at this time, as for
+/// TCP.
 #[test]
 fn an_initiator_whose_data_begin_to_be_fetched_has_time_for_that() {
     let mut rig = Rig::accepted(IserParams {

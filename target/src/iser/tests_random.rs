@@ -1,5 +1,5 @@
-//! A live connection driven by actions: whatever an initiator, a disk and a device do in any order,
-//! nothing panics, memory stays bounded, and in the end nothing is left.
+//! Random actions on a live connection: for any order of initiator, disk and device operations,
+//! there are no panics, memory usage is limited, and all resources are released in the end.
 
 use proptest::prelude::*;
 use riser_scsi::iscsi::Itt;
@@ -13,28 +13,28 @@ use crate::iscsi::MAX_QUEUED;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Reads: tag, blocks.
+    /// Send a read: tag, blocks.
     Read(u8, u8),
-    /// Writes: tag, blocks, immediate bytes, unsolicited bytes after them.
+    /// Send a write: tag, blocks, immediate bytes, followed by unsolicited bytes.
     Write(u8, u8, u16, u16),
-    /// Sends unsolicited data: tag, number, offset, length, whether they are the last.
+    /// Send unsolicited data: tag, DataSN, offset, length, final flag.
     DataOut(u8, u8, u16, u16, bool),
-    /// Aborts a tag, or all.
+    /// Abort a tag, or all tags.
     Abort(u8, bool),
     Nop(u8),
-    /// Ends a block operation.
+    /// Complete a block operation.
     Block(u8),
-    /// Ends the oldest chain.
+    /// Complete the oldest chain.
     Chain,
-    /// Lets the device run, or rest.
+    /// Resume or suspend the device.
     Stall(bool),
-    /// Any bytes after a header with any buffers.
+    /// Send random bytes after a header with random buffers.
     Bytes(Option<u32>, Vec<u8>),
-    /// Any bytes at all.
+    /// Send random bytes.
     Noise(Vec<u8>),
-    /// Time passes, in seconds.
+    /// Wait for this number of seconds.
     Wait(u8),
-    /// Other limits of the unit.
+    /// Change the limits of the unit.
     Limit(u8),
     Logout,
 }
@@ -65,8 +65,8 @@ fn take(rig: &mut Rig, step: Step) {
         return;
     }
     if let Step::Read(tag, _) | Step::Write(tag, ..) = step {
-        // A tag names one command at a time, and the window is respected; what happens otherwise is
-        // the business of scripts.
+        // Each tag is used for a single command at a time, and the window isn't exceeded.
+        // Violations are tested by scripts.
         let channel = rig.conn.channel();
         let is_used = channel.task_state(Itt(tag.into())).is_some();
         if is_used || channel.in_flight() >= usize::from(WINDOW) {
@@ -112,7 +112,7 @@ fn take(rig: &mut Rig, step: Step) {
             rig.settle();
         }
         Step::Bytes(stag, bytes) => {
-            // Only keys that exist: a device would refuse others.
+            // Use existing keys only, because a device would reject other keys.
             let buffer = stag.map(|_| RemoteBuffer {
                 stag: Stag(0xffff),
                 base: BASE,
@@ -147,7 +147,7 @@ fn windows() -> impl Strategy<Value = u32> {
     one_of![Just(512_u32), Just(20_480), Just(1 << 20)]
 }
 
-/// After any history, everything is given back.
+/// All resources are released after any sequence of steps.
 fn run(steps: Vec<Step>, prompt: bool, window: u32) {
     let mut rig = Rig::with_window(window, "");
     rig.prompt = prompt;

@@ -388,7 +388,7 @@ fn an_abort_in_the_middle_ends_every_state() {
 /// Other commands wait for an aborted command to complete, so an abort must not disable the timeout
 /// for its current piece.
 #[test]
-fn an_aborted_command_may_not_linger() {
+fn aborted_command_cannot_linger() {
     let untagged = 0xffff_ffff;
     let mut rig = rig(KEYS);
     rig.stalled = true;
@@ -440,7 +440,7 @@ fn an_aborted_command_may_not_linger() {
 /// 7.5.8: TAS). If it's aborted by its own nexus, there is no response. The function only waits for
 /// devices.
 #[test]
-fn a_command_that_another_nexus_ends_is_answered() {
+fn command_ended_by_other_nexus_gets_response() {
     let own = NexusId(7);
     let end = |rig: &mut Rig, by: NexusId| {
         let function = TaskManagement::LogicalUnitReset;
@@ -985,7 +985,7 @@ fn a_busy_connection_has_more_time() {
 
 /// All data transferred on the connection is counted when it was sent or received.
 #[test]
-fn data_are_counted_when_they_are_moved() {
+fn data_is_counted_when_transferred() {
     for keys in [KEYS, LEVEL_1] {
         let moved = |rig: &Rig| rig.channel.channel().pace.moved();
         let data = pattern();
@@ -1019,7 +1019,7 @@ fn data_are_counted_when_they_are_moved() {
 /// If an initiator never reads, it must not keep response data without limit, even if it's still
 /// connected.
 #[test]
-fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
+fn unread_response_is_not_kept_forever() {
     let untagged = 0xffff_ffff;
     for keys in [KEYS, LEVEL_1] {
         let mut rig = rig(keys);

@@ -23,7 +23,7 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_login_goes_over_messages_and_agrees_on_segments() {
+fn login_negotiates_segment_lengths() {
     let mut rig = Rig::up();
     assert_eq!(rig.conn.state(), ConnState::Up);
     let got = rig.login("InitialR2T=No\0");
@@ -46,7 +46,7 @@ fn a_login_goes_over_messages_and_agrees_on_segments() {
 }
 
 #[test]
-fn what_comes_before_the_connection_is_established_is_kept() {
+fn messages_before_established_are_deferred() {
     let mut rig = Rig::accepted(params());
     assert!(rig.login("").is_empty());
     assert!(rig.notified);
@@ -58,7 +58,7 @@ fn what_comes_before_the_connection_is_established_is_kept() {
 }
 
 #[test]
-fn a_read_is_written_before_its_answer_which_invalidates_the_key() {
+fn read_writes_data_then_response_invalidates_key() {
     let mut rig = Rig::logged_in("");
     rig.disk = pattern(rig.disk.len());
     let got = rig.read(7, 3, 16);
@@ -69,7 +69,7 @@ fn a_read_is_written_before_its_answer_which_invalidates_the_key() {
 }
 
 #[test]
-fn keys_are_left_alone_unless_that_was_agreed_on() {
+fn keys_stay_valid_without_remote_invalidate() {
     let mut rig = Rig::accepted(IserParams {
         remote_invalidate: false,
         ..params()
@@ -86,7 +86,7 @@ fn keys_are_left_alone_unless_that_was_agreed_on() {
 
 /// Immediate, unsolicited and solicited data with any alignment and in any combination.
 #[test]
-fn data_of_a_write_come_every_way() {
+fn write_combines_all_kinds_of_data() {
     let data = pattern(40 * 512);
     let cases = [
         // All data by READ, all data with the command, some data with the command.
@@ -124,7 +124,7 @@ fn data_of_a_write_come_every_way() {
 
 /// A write with all its data in the command doesn't advertise a buffer, and doesn't need it.
 #[test]
-fn a_short_write_needs_no_buffer() {
+fn short_write_needs_no_buffer() {
     let mut rig = Rig::logged_in("");
     let data = pattern(1024);
     let got = rig.write(9, &data, 1024, 1024);
@@ -135,7 +135,7 @@ fn a_short_write_needs_no_buffer() {
 
 /// libiscsi announces immediate data but leaves it in its buffer. We read it like all other data.
 #[test]
-fn data_that_are_announced_and_stay_behind_are_read() {
+fn missing_immediate_data_is_read() {
     let data = pattern(4 * 512);
     let mut rig = Rig::logged_in("ImmediateData=Yes\0");
     rig.memory.insert(9, data.clone());
@@ -158,7 +158,7 @@ fn data_that_are_announced_and_stay_behind_are_read() {
 /// If negotiated, an initiator advertises a buffer with all data of a write, and READs skip the
 /// data already received.
 #[test]
-fn a_buffer_may_hold_all_data_of_a_write() {
+fn tagged_buffer_can_hold_whole_write() {
     let data = pattern(32 * 512);
     for (key, whole) in [
         ("TaggedBufferForSolicitedDataOnly=No\0", true),
@@ -177,7 +177,7 @@ fn a_buffer_may_hold_all_data_of_a_write() {
 
 /// Transfers longer than the send queue are split into portions, and never exceed the queue.
 #[test]
-fn long_transfers_go_in_portions() {
+fn long_transfers_are_split_into_portions() {
     let mut rig = Rig::accepted(IserParams {
         send_queue: 5,
         max_sge: 1,
@@ -205,7 +205,7 @@ fn long_transfers_go_in_portions() {
 }
 
 #[test]
-fn answers_leave_in_the_order_of_their_numbers() {
+fn responses_are_sent_in_statsn_order() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     rig.stalled = true;
@@ -239,7 +239,7 @@ fn answers_leave_in_the_order_of_their_numbers() {
 }
 
 #[test]
-fn sense_data_come_with_the_answer() {
+fn sense_data_is_sent_with_response() {
     let mut rig = Rig::logged_in("");
     rig.memory.insert(5, vec![0; 512]);
     let cdb = [0x28, 0, 0xff, 0xff, 0xff, 0, 0, 0, 1, 0];
@@ -254,7 +254,7 @@ fn sense_data_come_with_the_answer() {
 }
 
 #[test]
-fn a_ping_is_answered_and_what_it_carries_is_cut() {
+fn ping_response_is_truncated() {
     let mut rig = Rig::logged_in("");
     let data = pattern(300);
     let got = rig.nop(3, &data);
@@ -270,7 +270,7 @@ fn a_ping_is_answered_and_what_it_carries_is_cut() {
 
 /// There is a receive for every message that a well-behaved initiator can send at the same time.
 #[test]
-fn there_is_a_receive_for_every_message_that_may_come() {
+fn receives_cover_all_legal_messages() {
     let params = params();
     let mut rig = Rig::logged_in("");
     let all = params.receives() as usize;
@@ -291,7 +291,7 @@ fn there_is_a_receive_for_every_message_that_may_come() {
 /// If a peer sends too many requests, we stop receiving until the responses are sent. This limits
 /// the memory usage.
 #[test]
-fn a_flood_of_pings_is_held_back() {
+fn ping_flood_holds_back_receives() {
     let mut rig = Rig::logged_in("");
     rig.stalled = true;
     let all = rig.receives();
@@ -310,7 +310,7 @@ fn a_flood_of_pings_is_held_back() {
 }
 
 #[test]
-fn an_abort_waits_for_data_under_way() {
+fn abort_waits_for_transfers_in_flight() {
     let mut rig = Rig::logged_in("");
     rig.stalled = true;
     let data = pattern(64 * 512);
@@ -332,7 +332,7 @@ fn an_abort_waits_for_data_under_way() {
 /// A task management function can use the context of a previous command, but the key of this
 /// command must not be invalidated.
 #[test]
-fn the_answer_to_a_function_invalidates_no_key() {
+fn tmf_response_invalidates_no_key() {
     let functions = [
         TmfFunction::AbortTask,
         TmfFunction::AbortTaskSet,
@@ -364,7 +364,7 @@ fn the_answer_to_a_function_invalidates_no_key() {
 }
 
 #[test]
-fn an_abort_takes_back_what_is_not_posted() {
+fn abort_cancels_unposted_transfer() {
     let mut rig = Rig::accepted(IserParams {
         send_queue: 3,
         ..params()
@@ -392,7 +392,7 @@ fn an_abort_takes_back_what_is_not_posted() {
 }
 
 #[test]
-fn a_hello_is_answered_where_it_was_announced() {
+fn announced_hello_gets_reply() {
     let mut rig = Rig::logged_in("iSERHelloRequired=Yes\0");
     let got = rig.hello(Hello {
         max_version: 10,
@@ -418,7 +418,7 @@ fn a_hello_is_answered_where_it_was_announced() {
 
 /// RFC 7145 5.1.3: an RFC 5046 initiator sends a Hello without announcing it.
 #[test]
-fn a_hello_that_was_not_announced_is_answered() {
+fn unannounced_hello_gets_reply() {
     let hello = Hello {
         max_version: 1,
         min_version: 1,
@@ -437,7 +437,7 @@ fn a_hello_that_was_not_announced_is_answered() {
 }
 
 #[test]
-fn a_hello_that_is_due_comes_first() {
+fn required_hello_must_be_first() {
     let mut rig = Rig::logged_in("iSERHelloRequired=Yes\0");
     assert!(rig.nop(1, &[]).is_empty());
     rig.check_gone();
@@ -452,7 +452,7 @@ fn a_hello_that_is_due_comes_first() {
 }
 
 #[test]
-fn a_logout_is_answered_then_the_connection_ends() {
+fn logout_responds_then_disconnects() {
     let mut rig = Rig::logged_in("");
     let got = rig.logout(8);
     assert!(matches!(only(&got).0, FromTarget::LogoutResponse(_)));
@@ -462,7 +462,7 @@ fn a_logout_is_answered_then_the_connection_ends() {
 /// The units have removed a session when its logout response is sent, even if the initiator doesn't
 /// disconnect.
 #[test]
-fn a_logout_ends_the_nexus_before_the_connection() {
+fn logout_removes_nexus_before_disconnect() {
     let mut rig = Rig::logged_in("");
     assert!(rig.gate.unit.lu.nexus(NexusId(7)).is_some());
     rig.logout(8);
@@ -472,7 +472,7 @@ fn a_logout_ends_the_nexus_before_the_connection() {
 
 /// An initiator can disconnect after its logout without being cut off.
 #[test]
-fn who_has_logged_out_may_disconnect() {
+fn initiator_may_disconnect_after_logout() {
     let mut rig = Rig::logged_in("");
     rig.logout(8);
     assert!(!rig.in_error);
@@ -487,7 +487,7 @@ fn who_has_logged_out_may_disconnect() {
 }
 
 #[test]
-fn a_refused_login_is_answered_then_the_connection_ends() {
+fn refused_login_responds_then_disconnects() {
     let mut rig = Rig::up();
     let got = rig.login("MaxConnections=1\0MaxConnections=1\0");
     let (FromTarget::LoginResponse(response), ..) = only(&got) else {
@@ -499,7 +499,7 @@ fn a_refused_login_is_answered_then_the_connection_ends() {
 
 /// The connection can be terminated in any state, and more than once.
 #[test]
-fn the_connection_terminates_in_every_state() {
+fn connection_terminates_in_any_state() {
     let in_login = || {
         let mut rig = Rig::up();
         // A login with continued text.
@@ -558,7 +558,7 @@ fn the_connection_terminates_in_every_state() {
 /// The connection is terminated with a command in each of its states. The command's buffer is
 /// released when the device no longer uses it, but not before.
 #[test]
-fn commands_in_every_state_end_with_their_connection() {
+fn commands_in_any_state_end_with_connection() {
     let data = pattern(64 * 512);
     let cases: [(&str, TaskState); 6] = [
         ("limit", TaskState::AwaitLimit),
@@ -619,7 +619,7 @@ fn commands_in_every_state_end_with_their_connection() {
 
 /// A chain fails: the data of its command is lost and the connection is closed.
 #[test]
-fn a_failed_chain_ends_the_connection() {
+fn failed_chain_closes_connection() {
     for write in [false, true] {
         let mut rig = Rig::logged_in("");
         rig.stalled = true;
@@ -636,7 +636,7 @@ fn a_failed_chain_ends_the_connection() {
 /// This applies even if the gate permits more: at level 2, commands on TCP would wait for another
 /// connection.
 #[test]
-fn commands_do_not_outlive_their_connection() {
+fn commands_end_with_their_connection() {
     let mut rig = Rig::up();
     rig.gate.offer = offer()
         .with(Key::ErrorRecoveryLevel, 2)
@@ -650,7 +650,7 @@ fn commands_do_not_outlive_their_connection() {
 
 /// The drain marker and the receives are posted separately, so they can complete in any order.
 #[test]
-fn the_last_of_all_completions_releases() {
+fn last_completion_releases_connection() {
     let mut rig = Rig::logged_in("");
     rig.with(IserChannel::handle_disconnected);
     rig.with(IserChannel::handle_drained);
@@ -665,7 +665,7 @@ fn the_last_of_all_completions_releases() {
 
 /// CVE-2026-53176: a login PDU shorter than its 76 bytes of headers.
 #[test]
-fn cve_2026_53176_a_login_shorter_than_its_headers_ends_the_connection() {
+fn cve_2026_53176_short_login_closes_connection() {
     for len in [0, 1, 27, 28, 75] {
         let mut rig = Rig::up();
         let mut bytes = vec![0; len];
@@ -680,7 +680,7 @@ fn cve_2026_53176_a_login_shorter_than_its_headers_ends_the_connection() {
 /// CVE-2026-90413, CVE-2026-90414: a DataSegmentLength that exceeds the received message, during
 /// login and afterwards.
 #[test]
-fn cve_2026_90413_and_2026_90414_a_data_segment_longer_than_its_message() {
+fn cve_2026_90413_and_2026_90414_oversized_data_segment() {
     for mut rig in [Rig::up(), Rig::logged_in("")] {
         let mut bytes = vec![0x10; 1];
         bytes.resize(28, 0);
@@ -701,7 +701,7 @@ fn cve_2026_90413_and_2026_90414_a_data_segment_longer_than_its_message() {
 
 /// A data segment longer than TargetRecvDataSegmentLength, even if the receive is long enough.
 #[test]
-fn a_data_segment_beyond_what_was_agreed_on_ends_the_connection() {
+fn data_segment_over_limit_closes_connection() {
     let mut rig = Rig::up();
     rig.login("");
     rig.end();
@@ -718,7 +718,7 @@ fn a_data_segment_beyond_what_was_agreed_on_ends_the_connection() {
 
 /// CVE-2026-90293: a command before the login is complete.
 #[test]
-fn cve_2026_90293_a_command_before_the_login_ends_the_connection() {
+fn cve_2026_90293_early_command_closes_connection() {
     let mut rig = Rig::up();
     assert!(rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
     assert_eq!(rig.gate.joined, 0);
@@ -728,7 +728,7 @@ fn cve_2026_90293_a_command_before_the_login_ends_the_connection() {
 
 /// SCST 93: INQUIRY with an allocation length of 0 to a missing unit.
 #[test]
-fn scst_93_an_inquiry_of_no_length_to_no_unit_is_answered() {
+fn scst_93_empty_inquiry_to_missing_unit() {
     let mut rig = Rig::logged_in("");
     let mut command = rig.scsi(4, &[0x12, 0, 0, 0, 0, 0], false, 0);
     command.lun = [0, 9, 0, 0, 0, 0, 0, 0];
@@ -738,7 +738,7 @@ fn scst_93_an_inquiry_of_no_length_to_no_unit_is_answered() {
 }
 
 #[test]
-fn a_command_that_names_no_buffer_for_its_data_ends_the_connection() {
+fn command_without_buffer_closes_connection() {
     let mut rig = Rig::logged_in("");
     let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     rig.command(5, &cdb, Some(false), 512, &[], true);
@@ -751,7 +751,7 @@ fn a_command_that_names_no_buffer_for_its_data_ends_the_connection() {
 
 /// Data-Out with a target transfer tag of an R2T, which doesn't exist over RDMA.
 #[test]
-fn data_for_no_r2t_end_the_connection() {
+fn unsolicited_ttt_closes_connection() {
     let mut rig = Rig::logged_in("");
     let pdu = riser_scsi::iscsi::pdu::DataOut {
         is_final: true,
@@ -768,7 +768,7 @@ fn data_for_no_r2t_end_the_connection() {
 
 /// Buffers of an ignored command are never used for another command.
 #[test]
-fn buffers_belong_to_the_command_they_came_with() {
+fn buffers_of_ignored_command_are_not_reused() {
     let mut rig = Rig::logged_in("");
     rig.memory.insert(1, vec![0; 512]);
     // Out of order, so this is ignored silently.
@@ -794,7 +794,7 @@ fn buffers_belong_to_the_command_they_came_with() {
 }
 
 #[test]
-fn memory_is_fixed_and_said() {
+fn memory_size_is_fixed() {
     let params = IserParams::new(128);
     assert_eq!(params.receives(), 2 * 128 + 32);
     let memory = params.memory();
@@ -807,7 +807,7 @@ fn memory_is_fixed_and_said() {
 /// unsolicited data, and to initiator buffers that start with the first byte or with the first
 /// solicited byte. The key is only invalidated by the response.
 #[test]
-fn long_data_go_through_a_bounded_buffer() {
+fn long_data_uses_bounded_buffer() {
     let data = pattern(20 * 512);
     for (keys, whole) in [("", false), ("TaggedBufferForSolicitedDataOnly=No\0", true)] {
         for immediate in [0, 512, 2048, 2560, 8192] {
@@ -834,7 +834,7 @@ fn long_data_go_through_a_bounded_buffer() {
 }
 
 #[test]
-fn an_abort_between_pieces_waits_for_the_device() {
+fn abort_between_pieces_waits_for_device() {
     for write in [true, false] {
         let mut rig = Rig::with_window(2048, "");
         rig.stalled = true;
@@ -867,7 +867,7 @@ fn an_abort_between_pieces_waits_for_the_device() {
 /// An initiator that doesn't post receives blocks the chains after a response, even if their
 /// commands are aborted.
 #[test]
-fn an_aborted_command_may_not_linger() {
+fn aborted_command_cannot_linger() {
     for write in [true, false] {
         let mut rig = Rig::with_window(2048, "");
         rig.stalled = true;
@@ -890,7 +890,7 @@ fn an_aborted_command_may_not_linger() {
 /// An initiator that responds but doesn't post receives can't keep the data of responses in use
 /// forever.
 #[test]
-fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
+fn unread_response_is_not_kept_forever() {
     let mut rig = Rig::with_window(2048, "");
     rig.stalled = true;
     rig.read(3, 0, 1);
@@ -928,7 +928,7 @@ fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
 
 /// All data transferred by the connection is counted immediately.
 #[test]
-fn data_are_counted_when_they_are_moved() {
+fn data_is_counted_when_transferred() {
     let mut rig = Rig::with_window(2048, "");
     let moved = |rig: &Rig| rig.conn.channel().pace().moved();
     let data = pattern(20 * 512);
@@ -944,7 +944,7 @@ fn data_are_counted_when_they_are_moved() {
 /// A command aborted by another nexus completes with TASK ABORTED when the device no longer uses
 /// its buffer. This also invalidates its key.
 #[test]
-fn a_command_that_another_nexus_ends_is_answered() {
+fn command_ended_by_other_nexus_gets_response() {
     for write in [true, false] {
         let mut rig = Rig::with_window(2048, "");
         rig.stalled = true;
@@ -987,7 +987,7 @@ const STATES: [ConnState; 6] = [
 ];
 
 #[test]
-fn the_table_is_the_diagram() {
+fn transition_table_matches_diagram() {
     let expected = "Init: Up Terminating\n\
                     Up: Bound Terminating\n\
                     Bound: FullFeature Terminating\n\
@@ -998,14 +998,14 @@ fn the_table_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_is_taken() {
-    assert_all_taken(&STATES, the_connection_terminates_in_every_state);
+fn transition_coverage_is_complete() {
+    assert_all_taken(&STATES, connection_terminates_in_any_state);
 }
 
 /// If an initiator's data is read after other transfers, its time limit starts at this time, as for
 /// TCP.
 #[test]
-fn an_initiator_whose_data_begin_to_be_fetched_has_time_for_that() {
+fn data_timeout_starts_with_fetch() {
     let mut rig = Rig::accepted(IserParams {
         send_queue: 3,
         ..params()

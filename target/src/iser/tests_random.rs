@@ -169,7 +169,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_happens_everything_comes_back(
+    fn random_history_releases_all_resources(
         steps in proptest::collection::vec(step(), 1..80),
         prompt in any::<bool>(),
         window in windows(),

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_is_kept_after_what_was_saved_up() {
+    fn rate_holds_after_burst() {
         let bucket = bucket(1000);
         // A burst for two seconds plus one unit, then one unit per millisecond.
         assert_eq!(taken(&bucket, 0, 1, 2 * SECOND), 2001);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_loses_nothing_where_its_user_comes_late() {
+    fn rate_loses_no_capacity_to_late_polls() {
         let bucket = bucket(1000);
         let tolerance = SECOND / 10;
         let (mut now, mut taken) = (0, 0u64);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_costs_more_than_there_is_passes_and_the_next_waits_for_it() {
+    fn oversized_cost_passes_and_delays_next() {
         let bucket = bucket(1 << 20);
         assert_eq!(bucket.book(32 << 20, 0, SECOND / 10), 0);
         assert_eq!(bucket.book(1, 0, SECOND / 10), 32 * SECOND - SECOND / 10);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn another_rate_counts_at_once_and_none_lets_everything_pass() {
+    fn changed_rate_applies_immediately() {
         let bucket = bucket(1);
         assert_eq!(bucket.book(100, 0, 0), 0);
         assert_eq!(bucket.book(1, 0, 0), 100 * SECOND);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_used_goes_back() {
+    fn refund_returns_unused_units() {
         let bucket = bucket(10);
         assert_eq!(bucket.book(1, SECOND, 0), SECOND);
         assert_eq!(bucket.book(5, SECOND, 0), SECOND + SECOND / 10);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn times_stop_at_their_end_and_do_not_wrap() {
+    fn times_saturate_on_overflow() {
         let bucket = bucket(1);
         assert_eq!(bucket.book(u64::MAX, 0, 0), 0);
         assert_eq!(bucket.book(u64::MAX, 0, 0), u64::MAX);

@@ -212,7 +212,7 @@ mod tests {
     };
 
     #[test]
-    fn the_slowest_rate_that_concerns_a_command_decides() {
+    fn slowest_applicable_rate_determines_delay() {
         let limiter = Limiter::new(&IoLimits {
             iops: Some(1000),
             write_iops: Some(100),
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_limits_change_nothing_and_others_forgive() {
+    fn only_changed_limits_forgive_debt() {
         let limits = IoLimits {
             iops: Some(1),
             burst: Duration::ZERO,
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_share_a_rate_get_it_once() {
+    fn rate_limit_is_shared_across_threads() {
         let limiter = Limiter::new(&IoLimits {
             iops: Some(1_000_000),
             burst: Duration::ZERO,

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_of_an_initiator_share_a_limiter_which_outlives_them_while_it_owes() {
+    fn sessions_share_limiter_kept_while_indebted() {
         let table = Initiators::default();
         let one = table.limiter(key("one"));
         assert!(Arc::ptr_eq(&one, &table.limiter(key("one"))));
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_come_and_go_do_not_pile_up() {
+    fn idle_limiters_are_bounded() {
         let table = Initiators::default();
         for n in 0..2 * MAX_IDLE {
             let limiter = table.limiter(key(&n.to_string()));
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn two_rules_never_share_a_limiter() {
+    fn rules_have_separate_limiters() {
         let table = Initiators::default();
         let by_name = table.limiter(key("one"));
         let by_address = table.limiter(LimiterKey {

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_duration_goes_to_the_first_bucket_whose_bound_it_does_not_pass() {
+    fn bucket_bounds_are_inclusive() {
         for nanos in [0, 1, 1023, 1024, 1025, 2048, 2049, 1_000_000, 1 << 34] {
             let bucket = bucket_of(nanos);
             assert!(nanos <= bound(bucket).unwrap(), "{nanos}");

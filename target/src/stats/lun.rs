@@ -368,7 +368,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_part_of_a_pattern_of_commands_is_in_the_sample() {
+    fn sample_covers_periodic_workloads() {
         assert!(is_sampled(0), "the first command");
         for period in [1, 2, 3, 4, 8, 16, 17, 32] {
             for first in 0..period {

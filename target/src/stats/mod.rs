@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_is_counted_once_with_the_time_of_each_stage() {
+    fn command_counts_once_with_stage_times() {
         let (account, mut timer) = (account(), CommandTimer::default());
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn stages_are_timed_by_a_clock_and_not_by_rounds() {
+    fn sampled_command_reads_clock_per_stage() {
         thread_local! {
             static READ: Cell<u64> = const { Cell::new(0) };
             static START: Instant = Instant::now();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_initiator_has_done_outlives_its_session() {
+    fn initiator_totals_outlive_session() {
         let (account, mut timer) = (account(), CommandTimer::default());
         for (kind, bytes) in [(Kind::Read, 512), (Kind::Write, 4096), (Kind::Other, 36)] {
             timer.begin(Arc::clone(&account), subject, Instant::now());
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_remembers_the_last_of_what_went_wrong() {
+    fn target_keeps_last_refusal_and_error() {
         use std::net::{IpAddr, Ipv4Addr};
 
         use riser_scsi::iscsi::pdu::LoginStatus;
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_without_an_answer_is_not_counted() {
+    fn command_without_response_is_not_counted() {
         let (account, mut timer) = (account(), CommandTimer::default());
         timer.begin(Arc::clone(&account), subject, Instant::now());
         timer.abandon();
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_told_by_status_and_sense_key_in_either_format() {
+    fn failures_are_grouped_by_status_and_sense() {
         let (account, mut timer) = (account(), CommandTimer::default());
         let sense: [&[u8]; 2] = [&[0x70, 0, 0x05], &[0x72, 0x05]];
         for (status, sense) in [
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_another_connection_carries_on_ends_there() {
+    fn reassigned_command_counts_on_new_connection() {
         let (one, other, mut timer) = (account(), account(), CommandTimer::default());
         let now = Instant::now();
         timer.begin(Arc::clone(&one), subject, now);
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_traced_command_tells_when_it_reached_each_stage_and_is_counted_the_same() {
+    fn trace_records_stage_times_and_counts_command() {
         let (account, mut timer) = (account(), CommandTimer::default());
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);

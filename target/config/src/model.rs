@@ -680,9 +680,9 @@ pub enum Provider {
     Roce,
     /// The host's RDMA devices, through rdma-core.
     RdmaCore,
-    /// An RDMA device where the address belongs to one, else the software NIC.
+    /// An RDMA device if it has the address, or else the software NIC.
     Auto,
-    /// Memory shared with initiators on this host, and with no others.
+    /// Shared memory, for initiators on this host only.
     Shm,
     /// iWARP: RDMA over TCP, for iSER only.
     Iwarp,
@@ -745,13 +745,13 @@ pub struct Log {
     pub audit: bool,
 }
 
-/// The form of the log.
+/// Log format.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// Lines for people.
+    /// Human-readable lines.
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }

@@ -1,15 +1,14 @@
-//! The schema as it is written. Every key of the file is a field here, and nothing else is
-//! allowed.
+//! The schema of the configuration file. Every key is a field here, and no other keys are allowed.
 //!
-//! A key is declared once, here: its description (the first line is a summary, what follows an
-//! empty line says more), its type, its default and its limits. What the type does not say stands
-//! in the schema's own words beside it: `default`, `x-unit` and `x-limits` (see
+//! Each key is declared once, with its description (the first line is a summary, and details follow
+//! after an empty line), its type, its default and its limits. Schema keywords are used for
+//! anything that the type cannot express: `default`, `x-unit` and `x-limits` (see
 //! [`schema`](super::schema())).
 //!
-//! The same declarations are written, in the order of the fields. Keys without a value are dropped
-//! by [`Config::to_value`](super::Config::to_value), so only keys whose default is not `None` say
-//! here when they are left out; so do those of [`Limits`], or the schema would show null for their
-//! defaults, which their types have.
+//! The same declarations are used for writing, in the order of the fields.
+//! [`Config::to_value`](super::Config::to_value) drops keys without a value, so only keys with a
+//! default other than `None` need a condition here to be left out. The keys of [`Limits`] also need
+//! one, because the schema would otherwise show null instead of the default from their types.
 
 use std::fmt;
 
@@ -24,57 +23,57 @@ use super::source::Direct;
 use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
-/// Returns true if a key has its default, which is omitted from files.
+/// Returns true if a key has its default value, so that it can be omitted from the file.
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// A configuration of riserd.
+/// The configuration of riserd.
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Root {
-    /// Text from which serial numbers, world-wide names and GUIDs that are not set are derived.
+    /// Text used to derive serial numbers, world-wide names and GUIDs that are not set.
     ///
-    /// By default the machine's id (/etc/machine-id), else its host name with a random part that the
-    /// state directory keeps from the first start on. Set it where several machines serve the same
-    /// disks, where a machine's disks move to another one and keep their names, or where machines
-    /// are clones with one id.
+    /// The default is the machine ID (/etc/machine-id). If it is missing, the default is the host
+    /// name with a random suffix, which is saved in the state directory on the first start. Set
+    /// this if multiple machines serve the same disks, if a disk must keep its names when it is
+    /// moved to another machine, or if machines are clones with the same machine ID.
     pub(super) identity: Option<Located<String>>,
-    /// Start with everything or not at all.
+    /// Do not start unless everything is available.
     ///
-    /// By default a backend that cannot be opened, or an address that cannot be listened on, is
-    /// reported and tried again, and the rest is served.
+    /// By default, a backend that cannot be opened or an address that cannot be bound is reported
+    /// and retried, and everything else is served.
     #[serde(default, skip_serializing_if = "is_default")]
     #[schemars(extend("default" = false))]
     pub(super) strict: bool,
-    /// Backends: the places of the bytes of disks, by names of your own.
+    /// Backends, which store the data of disks, by name.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(super) backends: Entries<String, Located<Backend>>,
-    /// Targets: the disks that are served, and the addresses at which they are.
+    /// Targets, with their disks and addresses.
     pub(super) targets: Option<Vec<Located<Target>>>,
-    /// Credentials that initiators need for discovery sessions over iSCSI.
+    /// Credentials required for iSCSI discovery sessions.
     ///
-    /// By default they need none.
+    /// By default, no credentials are required.
     pub(super) discovery_chap: Option<Located<Chap>>,
     /// Worker threads.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) workers: Workers,
-    /// Bounds on sessions and memory.
+    /// Limits for sessions and memory.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) limits: Limits,
-    /// The network.
+    /// Network settings.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) transport: Transport,
     /// The admin API.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) admin: Admin,
-    /// The directory for what the daemon keeps over restarts.
+    /// Directory for state that must survive a restart.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) state: State,
     /// Metrics and the status page.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) metrics: Metrics,
-    /// The log.
+    /// Log settings.
     #[serde(default, skip_serializing_if = "is_default")]
     pub(super) log: Log,
 }
@@ -84,8 +83,8 @@ pub(super) struct Root {
 pub(super) struct Admin {
     /// Path of the admin socket, or `none`.
     ///
-    /// By default $RUNTIME_DIRECTORY/admin.sock, for root /run/riserd/admin.sock, for others
-    /// $XDG_RUNTIME_DIR/riserd/admin.sock.
+    /// The default is $RUNTIME_DIRECTORY/admin.sock. If this is not set, it is
+    /// /run/riserd/admin.sock for root, and $XDG_RUNTIME_DIR/riserd/admin.sock for other users.
     #[schemars(extend("x-limits" = "an absolute path, or none"))]
     pub(super) socket: Option<Located<String>>,
 }
@@ -95,12 +94,13 @@ pub(super) struct Admin {
 pub(super) struct Metrics {
     /// TCP address and port for metrics and the status page, such as 127.0.0.1:9909.
     ///
-    /// By default they are on the admin socket only.
+    /// By default, they are only available on the admin socket.
     #[schemars(extend("x-limits" = "an IP address and a port"))]
     pub(super) listen: Option<Located<String>>,
-    /// Allow an address that other hosts reach.
+    /// Allow an address that other hosts can reach.
     ///
-    /// No password protects it: every host that reaches it sees names, addresses and numbers.
+    /// There is no password: any host that can reach this address can read names, addresses and
+    /// statistics.
     #[serde(default, skip_serializing_if = "is_default")]
     #[schemars(extend("default" = false))]
     pub(super) remote: bool,
@@ -111,7 +111,8 @@ pub(super) struct Metrics {
 pub(super) struct State {
     /// Directory for applied configurations, reservations and failed flushes, or `none`.
     ///
-    /// By default $STATE_DIRECTORY, for root /var/lib/riserd, for others none.
+    /// The default is $STATE_DIRECTORY. If this is not set, it is /var/lib/riserd for root, and
+    /// none for other users.
     #[schemars(extend("x-limits" = "an absolute path, or none"))]
     pub(super) directory: Option<Located<String>>,
 }
@@ -119,74 +120,75 @@ pub(super) struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
-    /// A file.
+    /// A regular file.
     File,
     /// A block device.
     Device,
-    /// Memory of the daemon, which is lost with it.
+    /// Memory of the daemon. The data is lost when the daemon exits.
     Ram,
-    /// Nothing: it takes every write, and reads zeroes.
+    /// No medium: writes are discarded, and reads return zeros.
     Null,
 }
 
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Backend {
-    /// The medium.
+    /// Type of the medium.
     pub(super) kind: Kind,
-    /// Path of the file or block device; of these kinds only, which need it.
+    /// Path of the file or block device. Required for these kinds, and only valid for them.
     pub(super) path: Option<Located<String>>,
-    /// Size, such as 10GiB: a number of blocks.
+    /// Size, such as 10GiB.
     ///
-    /// The kinds ram and null need it. A file's is by default the size that it has; a device has
-    /// its own.
+    /// Required for the kinds ram and null. The default for a file is its current size. For a
+    /// device, the size cannot be set.
     #[schemars(extend("x-unit" = "bytes", "x-limits" = "a multiple of block_size"))]
     pub(super) size: Option<Located<Size>>,
-    /// Create the file, or extend it to `size`, sparsely; of kind file only.
+    /// Create the file, or extend it to `size` as a sparse file. Only for kind file.
     #[schemars(extend("default" = false))]
     pub(super) create: Option<Located<bool>>,
     /// Logical block size.
     #[schemars(extend("default" = 512, "enum" = [512, 4096], "x-unit" = "bytes"))]
     pub(super) block_size: Option<Located<u64>>,
-    /// Bypass of the page cache; of kinds file and device only.
+    /// Whether to bypass the page cache. Only for the kinds file and device.
     #[schemars(extend("default" = "auto"))]
     pub(super) direct: Option<Located<Direct>>,
-    /// Volatile write cache: `off` makes every write durable before it completes.
+    /// Volatile write cache. If `off`, a write only completes when it is durable.
     ///
-    /// Initiators can change it by MODE SELECT. A cache that one has disabled stays disabled over
-    /// resets and upgrades; a restart restores this setting, so pages cannot be saved (SP) and
-    /// `off` is the way to disable a cache for good.
+    /// Initiators can change this with MODE SELECT. If an initiator has disabled the cache, it
+    /// remains disabled across resets and upgrades, but a restart restores this setting. Therefore,
+    /// pages cannot be saved (SP), and the cache can only be disabled permanently by setting this
+    /// to `off`.
     #[schemars(extend("default" = "on"))]
     pub(super) write_cache: Option<OnOff>,
-    /// Refuse writes.
+    /// Reject writes.
     #[schemars(extend("default" = false))]
     pub(super) read_only: Option<bool>,
-    /// Offer UNMAP, as far as the backend can.
+    /// Support UNMAP if the backend does.
     #[schemars(extend("default" = true))]
     pub(super) thin: Option<bool>,
-    /// Share of the space available to a file at which initiators are warned that it fills up,
-    /// such as 80%.
+    /// Used share of the space available to a file at which initiators receive a warning, such as
+    /// 80%.
     ///
-    /// Of a thin backend of kind file only. By default they are not warned.
+    /// Only for thin backends of kind file. By default, there is no warning.
     #[schemars(extend("x-unit" = "percent", "x-limits" = "1% to 99%"))]
     pub(super) threshold: Option<Located<Percent>>,
-    /// Let START STOP UNIT stop the unit, for all initiators.
+    /// Allow initiators to stop the unit for all initiators with START STOP UNIT.
     ///
-    /// By default a stop only flushes.
+    /// By default, a stop only flushes the cache.
     #[schemars(extend("default" = false))]
     pub(super) stoppable: Option<bool>,
-    /// Report a medium that turns.
+    /// Report a rotating medium.
     ///
-    /// By default what the device says.
+    /// The default is detected from the device.
     pub(super) rotational: Option<bool>,
     /// Unit serial number.
     ///
-    /// By default derived from `identity`, the backend's name and its path.
+    /// The default is derived from `identity`, and the name and path of the backend.
     #[schemars(extend("x-limits" = "1 to 64 printable ASCII characters"))]
     pub(super) serial: Option<Located<String>>,
-    /// World-wide name: 16 hexadecimal digits that begin with 3, or 32 that begin with 6.
+    /// World-wide name: 16 hexadecimal digits starting with 3, or 32 digits starting with 6.
     ///
-    /// By default derived as `serial` is.
+    /// The default is derived in the same way as `serial`.
     pub(super) naa: Option<Located<NaaText>>,
     /// T10 vendor identification.
     #[schemars(extend("default" = "RISER", "x-limits" = "1 to 8 printable ASCII characters"))]
@@ -197,39 +199,39 @@ pub(super) struct Backend {
     /// Product revision level.
     #[schemars(extend("default" = "0001", "x-limits" = "1 to 4 printable ASCII characters"))]
     pub(super) revision: Option<Located<String>>,
-    /// Limits on the use of the disk by all initiators together.
+    /// Rate limits for this disk, shared by all initiators.
     pub(super) limits: Option<Located<IoLimits>>,
 }
 
-/// Commands a second.
+/// Commands per second.
 pub(super) type Iops = Number<1, 1_000_000_000, NO_DEFAULT>;
 
-/// Bytes a second: at least the larger of the block sizes.
+/// Bytes per second. The minimum is the largest block size.
 pub(super) type Bandwidth = Bytes<4096, { 1 << 50 }, 1, NO_DEFAULT>;
 
-/// Limits on a rate. A key that is not given limits nothing.
+/// Rate limits. If a key is not set, there is no limit.
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct IoLimits {
-    /// Commands that read or write.
+    /// Read and write commands.
     #[schemars(extend("x-unit" = "commands a second"))]
     pub(super) iops: Option<Iops>,
-    /// Commands that read.
+    /// Read commands.
     #[schemars(extend("x-unit" = "commands a second"))]
     pub(super) read_iops: Option<Iops>,
-    /// Commands that write.
+    /// Write commands.
     #[schemars(extend("x-unit" = "commands a second"))]
     pub(super) write_iops: Option<Iops>,
-    /// Data both ways.
+    /// Data read and written in total.
     #[schemars(extend("x-unit" = "bytes a second"))]
     pub(super) bandwidth: Option<Bandwidth>,
-    /// Data that are read.
+    /// Data read.
     #[schemars(extend("x-unit" = "bytes a second"))]
     pub(super) read_bandwidth: Option<Bandwidth>,
-    /// Data that are written.
+    /// Data written.
     #[schemars(extend("x-unit" = "bytes a second"))]
     pub(super) write_bandwidth: Option<Bandwidth>,
-    /// Time for which an unused rate is kept, to be used at once.
+    /// Time for which unused capacity is kept, so that it can be used in a burst.
     #[schemars(extend("default" = "100ms", "x-unit" = "time", "x-limits" = "at most 60m"))]
     pub(super) burst: Option<Located<Span>>,
 }
@@ -237,27 +239,27 @@ pub(super) struct IoLimits {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Target {
-    /// Name of your own, by which the commands of riserd know the target.
+    /// Name of the target for riserd commands.
     #[schemars(extend("x-limits" = "1 to 64 letters, digits, and - _ . :"))]
     pub(super) name: Located<String>,
-    /// iSCSI name, which iSCSI and iSER portals need.
+    /// iSCSI name. Required for iSCSI and iSER portals.
     ///
-    /// By default the target's name, if that is an iSCSI name.
+    /// The default is the name of the target, if that is a valid iSCSI name.
     pub(super) iqn: Option<Located<String>>,
-    /// Addresses at which it listens; at least one.
+    /// Addresses to listen on. At least one is required.
     pub(super) portals: Located<Vec<Portal>>,
-    /// Disks, by logical unit number: the name of a backend, or a mapping.
+    /// Disks by logical unit number: the name of a backend, or an object.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     #[schemars(extend("x-limits" = "numbers from 0 to 16383"))]
     pub(super) luns: Entries<u64, Located<Lun>>,
-    /// Credentials that iSCSI initiators need.
+    /// Credentials required for iSCSI initiators.
     ///
-    /// By default they need none.
+    /// By default, no credentials are required.
     pub(super) chap: Option<Located<Chap>>,
-    /// Initiators that may use it: `open` for all, or a list of rules, of which the first that
-    /// matches decides.
+    /// Initiators that can log in: `open` for all, or a list of rules. The first matching rule is
+    /// used.
     ///
-    /// By default there is no rule, and no initiator may log in.
+    /// By default, there are no rules, and no initiator can log in.
     #[serde(default, skip_serializing_if = "Access::is_none")]
     pub(super) access: Access,
 }
@@ -265,11 +267,11 @@ pub(super) struct Target {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Chap {
-    /// Names and secrets that are accepted; at least one.
+    /// Names and secrets of initiators. At least one is required.
     pub(super) users: Vec<Located<ChapUser>>,
-    /// Name and secret by which the target proves itself to initiators that ask.
+    /// Name and secret used by the target if an initiator requests mutual authentication.
     pub(super) mutual: Option<Located<ChapUser>>,
-    /// Digest algorithms that are accepted.
+    /// Supported digest algorithms.
     #[schemars(extend("default" = ["sha3-256", "sha256", "sha1", "md5"]))]
     pub(super) algorithms: Option<Located<Vec<Located<String>>>>,
 }
@@ -280,14 +282,14 @@ pub(super) struct ChapUser {
     /// CHAP name.
     #[schemars(extend("x-limits" = "1 to 255 characters"))]
     pub(super) name: String,
-    /// The secret itself. Exactly one of the keys of secrets is given.
+    /// The secret. Exactly one of the keys for a secret is required.
     #[schemars(extend("x-limits" = "12 to 255 bytes"))]
     pub(super) secret: Option<String>,
-    /// Path of a file with the secret.
+    /// Path of a file that contains the secret.
     pub(super) secret_file: Option<String>,
-    /// Name of a variable of the daemon's environment with the secret.
+    /// Name of an environment variable of the daemon that contains the secret.
     pub(super) secret_env: Option<String>,
-    /// Name of a systemd credential with the secret.
+    /// Name of a systemd credential that contains the secret.
     pub(super) secret_credential: Option<String>,
 }
 
@@ -303,35 +305,35 @@ impl fmt::Debug for ChapUser {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Portal {
-    /// Protocol.
+    /// Storage protocol.
     pub(super) protocol: Protocol,
-    /// An address of this host, and a port: 192.0.2.10, [2001:db8::1]:5555, or for all addresses
-    /// 0.0.0.0, [::], eth0.
+    /// Address and port of this host, such as 192.0.2.10 or [2001:db8::1]:5555. Use 0.0.0.0, [::]
+    /// or eth0 for all addresses of the host or an interface.
     ///
-    /// By default the port is 5555 for SRP, and 3260 for iSCSI and iSER.
+    /// The default port is 5555 for SRP, and 3260 for iSCSI and iSER.
     pub(super) listen: Located<Listen>,
     /// I/O controller GUID of an SRP portal.
     ///
-    /// By default derived from `identity` and the target's name.
+    /// The default is derived from `identity` and the name of the target.
     pub(super) ioc_guid: Option<Guid>,
     /// Service GUID of an SRP portal.
     ///
-    /// By default the `ioc_guid`.
+    /// The default is the `ioc_guid`.
     pub(super) service_guid: Option<Guid>,
     /// Identifier extension of an SRP portal.
     ///
-    /// By default the `ioc_guid`.
+    /// The default is the `ioc_guid`.
     pub(super) id_ext: Option<Guid>,
-    /// Address to which iSCSI initiators that log in here are sent.
+    /// Redirect iSCSI initiators that log in here to another address.
     pub(super) redirect: Option<Located<Redirect>>,
 }
 
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Redirect {
-    /// An address or host name, and a port if it is not 3260.
+    /// Address or host name, with a port unless it is 3260.
     pub(super) to: String,
-    /// Ask initiators to remember it.
+    /// Tell initiators that the redirect is permanent.
     #[serde(default, skip_serializing_if = "is_default")]
     #[schemars(extend("default" = false))]
     pub(super) permanent: bool,
@@ -349,7 +351,7 @@ pub(super) struct Lun {
 pub(super) struct LunMapping {
     /// Name of a backend.
     backend: String,
-    /// Refuse writes through this number.
+    /// Reject writes through this number.
     #[serde(default, skip_serializing_if = "is_default")]
     #[schemars(extend("default" = false))]
     read_only: bool,
@@ -400,7 +402,7 @@ impl<'de> Deserialize<'de> for Lun {
     }
 }
 
-/// `open`, or a list of rules. Nothing is an empty list: no initiator.
+/// `open`, or a list of rules. An empty list does not allow any initiator.
 #[derive(Debug)]
 pub(super) enum Access {
     Open,
@@ -435,27 +437,27 @@ impl Serialize for Access {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Rule {
-    /// SRP initiator: its GUID, or its whole port identifier.
+    /// SRP initiator: its GUID, or its full port identifier.
     pub(super) initiator: Option<InitiatorId>,
-    /// iSCSI initiator's name.
+    /// iSCSI initiator name.
     pub(super) iqn: Option<Located<String>>,
     /// Source address, or a network such as 192.0.2.0/24.
     pub(super) address: Option<Net>,
-    /// Numbers that it may use, as in [0, 5], or its own numbers for units of the target, as in {
-    /// 0: disk5 }.
+    /// Available units: a list of numbers, such as [0, 5], or separate numbers for units of the
+    /// target, such as { 0: disk5 }.
     ///
-    /// By default all, by the target's numbers.
+    /// By default, all units are available with the numbers of the target.
     pub(super) luns: Option<RuleLuns>,
-    /// Credentials that it needs over iSCSI, in the place of the target's `chap`.
+    /// Credentials required for iSCSI, instead of the target's `chap`.
     ///
-    /// With `iqn` they bind the name to these users: no other user of the target can log in with
-    /// it. Users that share a rule can use each other's initiator names.
+    /// If `iqn` is set, this name can only be used with these credentials, and not by other users
+    /// of the target. Users in the same rule can use each other's initiator names.
     pub(super) chap: Option<Located<Chap>>,
-    /// Limits on the use of this target by each of the initiators, by all its sessions together.
+    /// Rate limits for each initiator of this target, shared by all of its sessions.
     pub(super) limits: Option<Located<IoLimits>>,
 }
 
-/// A list of numbers, or units by numbers.
+/// A list of numbers, or a mapping of numbers to units.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(super) enum RuleLuns {
@@ -523,68 +525,69 @@ impl<'de> Deserialize<'de> for Access {
 #[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Workers {
-    /// Number of workers, or `auto`: one for each CPU listed, or for each core; one for two cores
-    /// where there are fewer than four.
+    /// Number of workers, or `auto`: one per CPU in `cpus`, or one per core. With fewer than four
+    /// cores, one per two cores.
     ///
-    /// It is rounded down to a power of two, 64 at most.
+    /// The number is rounded down to a power of two, with a maximum of 64.
     #[schemars(extend("default" = "auto", "x-limits" = "auto, or 1 to 1024"))]
     pub(super) count: Option<Located<Count>>,
-    /// CPUs to which workers are pinned, in turn; by default they are not pinned.
+    /// CPUs to pin workers to, in this order. By default, workers are not pinned.
     #[schemars(extend("default" = []))]
     pub(super) cpus: Option<Located<Vec<Located<Cpu>>>>,
 }
 
-/// Number of a CPU.
+/// CPU number.
 pub(super) type Cpu = Number<0, 1023, NO_DEFAULT>;
 
 #[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Limits {
-    /// Sessions at once.
+    /// Maximum number of sessions.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) max_sessions: Number<1, { MAX_SESSIONS as u64 }, 256>,
-    /// Sessions at once from one IPv4 address or one IPv6 network (/64); at most `max_sessions`.
+    /// Maximum number of sessions from one IPv4 address or IPv6 network (/64), up to
+    /// `max_sessions`.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) sessions_per_address: Option<Located<SessionsPerAddress>>,
-    /// Channels of one SRP session.
+    /// Maximum number of channels per SRP session.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) channels_per_session: Number<1, 256, 8>,
-    /// Connections of one iSCSI session over TCP.
+    /// Maximum number of connections per iSCSI session over TCP.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) connections_per_session: Number<1, 8, 1>,
-    /// Highest error recovery level of iSCSI over TCP.
+    /// Maximum error recovery level for iSCSI over TCP.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) error_recovery_level: Number<0, 2, 0>,
-    /// Commands at once on one channel or session.
+    /// Maximum number of commands in flight per channel or session.
     ///
-    /// iSCSI and iSER sessions have 1024 at most.
+    /// For iSCSI and iSER, the maximum is 1024.
     #[serde(skip_serializing_if = "is_default")]
     pub(super) queue_depth: Number<1, 4096, 128>,
-    /// Longest information unit of SRP.
+    /// Maximum size of an SRP information unit.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "bytes"))]
     pub(super) max_iu_size: Number<256, 65_536, 8260>,
-    /// Longest transfer of one command, of which 1 MiB at most is in memory at a time.
+    /// Maximum transfer size of a command. At most 1 MiB of it is in memory at a time.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "bytes"))]
     pub(super) max_transfer: Option<Located<MaxTransfer>>,
-    /// Data buffers of each worker: at least what two commands need.
+    /// Size of the data buffers per worker. Must be large enough for two commands.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "MiB"))]
     pub(super) buffer_pool_mib: Option<Located<BufferPool>>,
-    /// Time that an initiator may take to send data that it was asked for.
+    /// Timeout for an initiator to send solicited data.
     #[serde(skip_serializing_if = "is_default")]
     #[schemars(extend("x-unit" = "seconds"))]
     pub(super) data_out_timeout: Number<1, 3600, { DATA_OUT_TIMEOUT.as_secs() }>,
 }
 
-/// Sessions at once from one address.
+/// Maximum number of sessions from one address.
 pub(super) type SessionsPerAddress = Number<1, { MAX_SESSIONS as u64 }, 64>;
 
-/// Longest transfer of one command, in bytes.
+/// Maximum transfer size of a command, in bytes.
 pub(super) type MaxTransfer = Bytes<{ 64 << 10 }, { 32 << 20 }, 4096, { 32 << 20 }>;
 
-/// Data buffers of a worker, in MiB.
+/// Data buffer size of a worker, in MiB.
 pub(super) type BufferPool = Number<1, 65_536, 64>;
 
 #[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
@@ -593,39 +596,40 @@ pub(super) struct Transport {
     /// RDMA devices of the portals.
     #[schemars(extend("default" = "roce"))]
     pub(super) provider: Option<Located<Provider>>,
-    /// Largest path MTU, or `auto`: as large as the interface allows.
+    /// Maximum path MTU, or `auto` for the interface MTU.
     #[schemars(extend("default" = "auto", "x-unit" = "bytes", "x-limits" = "auto, 256, 512, 1024, 2048 or 4096"))]
     pub(super) mtu: Option<Located<Count>>,
-    /// Take packets of the software NIC from its own link only; peers must send with hop limit
+    /// Only accept packets from the local link on the software NIC. Peers must send with hop limit
     /// 255.
     #[schemars(extend("default" = false))]
     pub(super) on_link: Option<bool>,
-    /// Let initiators on this host share memory with the daemon, beside the device of their portal.
+    /// Allow initiators on this host to share memory with the daemon, in addition to the device of
+    /// their portal.
     #[schemars(extend("default" = false))]
     pub(super) shm: Option<bool>,
-    /// Faults of the link on purpose, for tests.
+    /// Injected link faults, for tests.
     pub(super) faults: Option<Faults>,
 }
 
 #[derive(Debug, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Faults {
-    /// Packets lost.
+    /// Packets to drop.
     #[schemars(extend("default" = "0%", "x-unit" = "percent"))]
     pub(super) loss: Option<Percent>,
-    /// Packets sent twice.
+    /// Packets to send twice.
     #[schemars(extend("default" = "0%", "x-unit" = "percent"))]
     pub(super) duplicate: Option<Percent>,
-    /// Packets held back behind later ones.
+    /// Packets to reorder.
     #[schemars(extend("default" = "0%", "x-unit" = "percent"))]
     pub(super) reorder: Option<Percent>,
-    /// Packets with a bit flipped.
+    /// Packets to send with a flipped bit.
     #[schemars(extend("default" = "0%", "x-unit" = "percent"))]
     pub(super) corrupt: Option<Percent>,
-    /// Later packets that may pass one held back.
+    /// Number of later packets that can overtake a held packet.
     #[serde(default)]
     pub(super) reorder_window: Number<1, 1024, 8>,
-    /// Seed of the random numbers, so that a run can be repeated.
+    /// Random seed, so that a run can be repeated.
     #[schemars(extend("default" = 1))]
     pub(super) seed: Option<u64>,
 }
@@ -633,13 +637,13 @@ pub(super) struct Faults {
 #[derive(Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Log {
-    /// Level such as `info`, or levels by module such as `info,riser_target=debug`.
+    /// Level such as `info`, or levels per module such as `info,riser_target=debug`.
     #[schemars(extend("default" = "info"))]
     pub(super) filter: Option<Located<String>>,
-    /// Form of the log.
+    /// Log format.
     #[schemars(extend("default" = "text"))]
     pub(super) format: Option<LogFormat>,
-    /// Log logins, refusals and changes even where the filter does not have them.
+    /// Log logins, rejections and changes even if `filter` excludes them.
     #[schemars(extend("default" = "on"))]
     pub(super) audit: Option<OnOff>,
 }

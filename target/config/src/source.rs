@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::faults::Faults;
 
-/// Bypass of the page cache.
+/// Whether to bypass the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Direct {
-    /// Where the file system and the block size allow it.
+    /// If the file system and the block size support it.
     #[default]
     Auto,
-    /// Always; a backend where that is not possible is not opened.
+    /// Always. If this is not possible, the backend cannot be opened.
     On,
     /// Never.
     Off,

@@ -3,73 +3,73 @@
 use super::ioctx::RecvIdx;
 use crate::fabric::{TaskAction, TaskIdx};
 
-/// An information unit to send: it lies in the send ring, in the place of its context.
+/// An information unit to send. It is stored in the send ring, in the slot of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SendIu {
     /// Length of the message in bytes.
     pub len: u32,
-    /// The initiator asked to be notified of it.
+    /// True if the initiator has requested a notification for this message.
     pub solicited: bool,
 }
 
 /// A request of a channel to its worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// A request for a command or a function.
+    /// A request for a command or a task management function.
     Task(TaskAction),
     /// Post this context of the receive ring.
     PostRecv(RecvIdx),
-    /// Post one chain: the RDMA requests of [`Channel::requests`](super::Channel::requests), then
-    /// the message if there is one. Its last request is signaled; when it completes, call
+    /// Post a chain: the RDMA requests returned by [`Channel::requests`](super::Channel::requests),
+    /// followed by the message, if any. The last request is signaled. When it completes, call
     /// [`Channel::handle_post_done`](super::Channel::handle_post_done).
     Post {
-        /// Context whose requests and message are posted.
+        /// The context to post.
         task: TaskIdx,
-        /// Message behind the requests, if there is one.
+        /// The message to post after the requests, if any.
         send: Option<SendIu>,
     },
-    /// Notify the CM that data came before the message that establishes the connection.
+    /// Notify the CM that data was received before the message that establishes the connection.
     NotifyEstablished,
-    /// Call [`Channel::handle_others_gone`](super::Channel::handle_others_gone) if the channel waits
-    /// for replaced sessions only.
+    /// Call [`Channel::handle_others_gone`](super::Channel::handle_others_gone) if the channel is
+    /// only waiting for replaced sessions.
     StartEarly,
-    /// See whether the initiator is there: post a signaled write of no bytes, which its device
-    /// answers without looking at the key. When it completes, call
+    /// Check whether the initiator is still reachable: post a signaled zero-length write, which its
+    /// device acknowledges without checking the key. When it completes, call
     /// [`Channel::handle_probed`](super::Channel::handle_probed).
     Probe,
-    /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
+    /// Disconnect, which moves the queue pair to the error state, then post the drain marker: a
     /// signaled zero-length write. When it completes, call
     /// [`Channel::handle_drained`](super::Channel::handle_drained).
     Disconnect,
-    /// The channel is [`ChState::Disconnected`](super::ChState::Disconnected): destroy its queue
-    /// pair, free its rings.
+    /// The channel is [`ChState::Disconnected`](super::ChState::Disconnected): destroy the queue
+    /// pair and free the rings.
     Release,
 }
 
 /// Counters of a channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// SRP_CMD requests that got a context.
+    /// SRP_CMD requests for which a context was allocated.
     pub commands: u64,
-    /// Task-management requests taken in.
+    /// Task management requests received.
     pub task_management: u64,
-    /// Requests whose response was written to the send ring.
+    /// Requests for which a response was written to the send ring.
     pub answered: u64,
-    /// Commands ended by task management.
+    /// Commands aborted by task management.
     pub aborted: u64,
-    /// Requests that ended with the channel.
+    /// Requests torn down with the channel.
     pub torn_down: u64,
     /// Bytes written to the initiator.
     pub bytes_in: u64,
-    /// Bytes taken from the initiator.
+    /// Bytes read from the initiator.
     pub bytes_out: u64,
-    /// Information units that were not legal.
+    /// Malformed information units.
     pub malformed: u64,
-    /// Times a request waited for a context.
+    /// Number of times a request waited for a context.
     pub context_waits: u64,
-    /// Times a command waited for a buffer.
+    /// Number of times a command waited for a buffer.
     pub buffer_waits: u64,
-    /// Times a chain waited for send-queue credit.
+    /// Number of times a chain waited for send-queue credit.
     pub credit_waits: u64,
 }
 

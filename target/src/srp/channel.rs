@@ -1,15 +1,15 @@
-//! The channel: one RC connection with one initiator.
+//! The channel: an RC connection with an initiator.
 //!
 //! # Calling order
-//! 1. [`Channel::new`] after the login was accepted; its first actions post the receives.
+//! 1. [`Channel::new`] after the login was accepted. The first actions post the receives.
 //! 2. Inputs, in any order: [`Channel::handle_recv`], [`Channel::handle_post_done`],
 //!    [`Channel::handle_block_done`], [`Channel::handle_pool`], [`Channel::handle_established`],
-//!    [`Channel::handle_disconnected`], [`Channel::handle_timeout`], and what other channels say:
-//!    [`Channel::handle_others_gone`], [`Channel::handle_task_start`], [`Channel::handle_abort`],
-//!    [`Channel::handle_task_gone`].
-//! 3. After every input, [`Channel::poll_action`] until it has none.
-//! 4. After [`Action::Release`] the channel is [`ChState::Disconnected`], holds nothing, and may be
-//!    dropped.
+//!    [`Channel::handle_disconnected`], [`Channel::handle_timeout`], and messages from other
+//!    channels: [`Channel::handle_others_gone`], [`Channel::handle_task_start`],
+//!    [`Channel::handle_abort`], [`Channel::handle_task_gone`].
+//! 3. After each input, [`Channel::poll_action`] until it returns `None`.
+//! 4. After [`Action::Release`], the channel is [`ChState::Disconnected`]. It no longer holds any
+//!    resources, and can be dropped.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -38,51 +38,52 @@ use crate::pool::{Buffer, Pool, Ranges};
 use crate::stats::Functions;
 use crate::warn_limited;
 
-/// Time limit from our accept to the establishment of a connection.
+/// Maximum time between accepting a connection and its establishment.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Time limit for the end of the commands of the session that an established channel replaces.
-/// A device that holds them longer is broken: the initiator is logged out, and may log in again.
+/// Maximum time that an established channel waits for commands of the session it replaces. A device
+/// that needs more time is broken: we log out the initiator, which can then try again.
 pub const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Time after which such a channel starts early, if the commands that it waits for are at a device
-/// that may hang: units with such commands then refuse commands of the channel.
+/// Time after which such a channel is started early, if the remaining commands are waiting for a
+/// device that may hang. Units with such commands will reject commands of this channel.
 pub(super) const REINSTATEMENT: Duration = Duration::from_secs(2);
 
-/// Silence after which the target checks that the initiator is there. A reliable connection
-/// without traffic does not notice that its peer is gone, and its session would stay for ever.
+/// Idle time after which we check whether the initiator is still reachable. Without traffic, a
+/// reliable connection does not detect that its peer has failed, and the session would stay open
+/// forever.
 pub const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// Work requests that the credit of commands does not count: our own messages, the probe, and the
-/// drain marker.
+/// Work requests that are not part of the credit for commands: messages initiated by the target,
+/// the probe, and the drain marker.
 const RESERVED: u32 = OWN_MESSAGES + 2;
 
-/// State of a channel. The names are those of `rdma_ch_state`.
+/// State of a channel. The names are the same as in `rdma_ch_state`.
 ///
 /// ```text
-///  Connecting ──established──→ Joining ──the replaced session is gone──→ Live
+///  Connecting ──established──→ Joining ──replaced session closed───────→ Live
 ///      │                         │   │                                   │   │
 ///      │                         │   └──→ Disconnecting ←── logout, ─────┘   │
-///      │                         │   (T_LOGOUT on its way)  shutdown         │
-///      │                         │            │ sent, or its time is up      │
+///      │                         │   (T_LOGOUT in flight)   shutdown         │
+///      │                         │            │ sent, or timeout             │
 ///      │                         v            v                              │
 ///      └── disconnected, ────→ Draining (queue pair in error) ←──────────────┘
-///          time is up             └──all is back──→ Disconnected
+///          timeout                └──all completed──→ Disconnected
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChState {
-    /// Accepted, not yet known to be established; requests that arrive are kept.
+    /// Accepted, but not established yet. Requests are queued.
     Connecting,
-    /// Established; the channels of the session that it replaces still have commands under way.
-    /// Requests that arrive are kept.
+    /// Established, but the channels of the replaced session still have commands in flight.
+    /// Requests are queued.
     Joining,
-    /// Takes requests and carries them out.
+    /// Receiving and executing requests.
     Live,
-    /// Takes no requests any longer; a T_LOGOUT with the reason is on its way.
+    /// Not receiving requests any more. A T_LOGOUT with the reason is in flight.
     Disconnecting,
-    /// The queue pair flushes; devices still use buffers.
+    /// The queue pair is being flushed, and devices may still use buffers.
     Draining,
-    /// Holds nothing, and may be dropped.
+    /// No resources left. The channel can be dropped.
     Disconnected,
 }
 
@@ -99,14 +100,14 @@ impl State for ChState {
     }
 }
 
-/// The worker's time and memory, for the length of a call.
+/// The worker's time and memory for the duration of a call.
 #[derive(Debug)]
 pub struct Cx<'a> {
-    /// Time of the worker's present round.
+    /// Time of the worker's current round.
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
-    /// The worker's contexts that no request has.
+    /// Unused contexts of the worker.
     pub spare: &'a mut Spare<SendIoctx>,
 }
 
@@ -123,90 +124,90 @@ impl Lent for Cx<'_> {
 /// Parameters of a new channel.
 #[derive(Debug)]
 pub struct ChannelConfig {
-    /// Limits of the channel and of its rings.
+    /// Limits of the channel and its rings.
     pub params: ChannelParams,
-    /// Number of the channel's worker.
+    /// Worker index.
     pub worker: u16,
-    /// The channel's number at that worker, never used twice.
+    /// Channel number, which is never reused by this worker.
     pub serial: u64,
-    /// I_T nexus that the channel belongs to.
+    /// The I_T nexus of this channel.
     pub nexus: NexusId,
-    /// Logical units that the initiator may see.
+    /// Logical units that the initiator can access.
     pub luns: Arc<LunMap>,
     /// Receive ring: [`ChannelParams::receives`] × [`ChannelParams::receive_stride`] bytes.
     pub receive_ring: MemSlice,
     /// Send ring: [`ChannelParams::sends`] × [`ChannelParams::send_stride`] bytes.
     pub send_ring: MemSlice,
-    /// Scatter-gather entries of a send request.
+    /// Maximum number of scatter-gather entries per send request.
     pub max_sge: usize,
-    /// Time limit for data that the initiator is asked for.
+    /// Timeout for solicited data.
     pub data_out_timeout: Duration,
 }
 
-/// One connection with one initiator.
+/// A connection with an initiator.
 #[derive(Debug)]
 pub struct Channel {
     pub(super) config: ChannelConfig,
     pub(super) state: ChState,
     pub(super) ioctx: Contexts<SendIoctx>,
-    /// Commands that are not answered yet, by the tags that the initiator knows them by. Those that
-    /// are chosen for their hashes are found slowly, and there are no more of them than credits.
+    /// Commands without a response, by tag. Tags are chosen by the peer: collisions make lookups
+    /// linear, but bounded by the credit limit.
     pub(super) tags: FxHashMap<Tag, TaskIdx>,
     pub(super) req_lim: ReqLim,
     pub(super) send_queue: SendQueue,
-    /// Receives in the queue pair.
+    /// Number of posted receives.
     posted_receives: u32,
-    /// Receives that are not posted yet, since the channel is new.
+    /// Receives that have not been posted yet, because the channel is new.
     pub(super) first_receives: Range<u16>,
-    /// Received and not yet looked at, oldest first; bounded by the receive ring.
+    /// Received messages that have not been handled yet, oldest first. Bounded by the receive ring.
     pub(super) deferred: VecDeque<(RecvIdx, u32)>,
-    /// Scratch for a deferred information unit, once there was one.
+    /// Buffer for a deferred information unit, allocated on first use.
     scratch: Vec<u8>,
-    /// Commands that wait for memory or limits.
+    /// Commands waiting for memory or rate limits.
     pub(super) backlog: Backlog,
     pub(super) own: OwnMessages,
     pub(super) blocks_in_flight: u32,
-    /// Chains under way that commands wait for: all but those that end with an answer.
+    /// Chains in flight that commands are waiting for: all chains without a response.
     pub(super) transfers: u32,
-    /// Until when the next chain must have completed.
+    /// Deadline for the next chain to complete.
     pub(super) data_deadline: Option<Instant>,
-    /// No later than the end of the time that a command has for all its pieces after the first.
+    /// A lower bound for the deadline of a command's pieces, not including the first.
     pieces_deadline: Option<Instant>,
-    /// That time.
+    /// Maximum total time for the pieces of a command.
     pieces_timeout: Duration,
-    /// Since when other initiators wait for memory of which it has more than its share.
+    /// Set if other initiators are waiting for memory and this channel uses more than its share.
     owed: Option<Wait>,
-    /// Since when other initiators wait for its commands in the order of their unit.
+    /// Set if other initiators are waiting for commands of this channel in the order of their unit.
     held: Option<Wait>,
-    /// Time of the next check of both.
+    /// Time of the next check for `owed` and `held`.
     awaited_deadline: Option<Instant>,
     pub(super) pace: Pace,
     notified: bool,
     pub(super) drained: bool,
-    /// Its requests end without being carried out.
+    /// Set if requests should complete without being executed.
     pub(super) torn_down: bool,
     pub(super) deadline: Option<Instant>,
-    /// Time at which a channel that still waits for replaced sessions is logged out.
+    /// When to log out a channel that is still waiting for replaced sessions.
     join_until: Instant,
-    /// Time at which the initiator was last heard.
+    /// Time of the last message from the initiator.
     heard: Instant,
-    /// Time of the next check that it is still there.
+    /// Time of the next keepalive check.
     probe_at: Option<Instant>,
-    /// A probe is under way.
+    /// Set while a probe is in flight.
     probing: bool,
     pub(super) actions: VecDeque<Action>,
     pub(super) counters: Counters,
-    /// Functions answered, and how.
+    /// Completed functions by result.
     pub(super) functions: Functions,
-    /// Reason of its end, once there is one.
+    /// The reason why the channel was closed, if known.
     pub(super) ended: Option<Parting>,
-    /// Statistics of its commands, by unit.
+    /// Command statistics per unit.
     pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
 }
 
 impl Channel {
-    /// A channel in state [`ChState::Connecting`]; its first actions post all receives.
+    /// Creates a channel in state [`ChState::Connecting`]. Its first actions post all receives.
     ///
     /// # Panics
     /// If the rings are too small.
@@ -221,12 +222,13 @@ impl Channel {
         Self {
             state: ChState::Connecting,
             ioctx: Contexts::new(params.req_lim as u16),
-            // Twice as large as it gets: a table at most half full never allocates again.
+            // Twice the maximum number of entries: a table that is at most half full is never
+            // reallocated.
             tags: FxHashMap::with_capacity_and_hasher(2 * params.req_lim as usize, FxBuildHasher),
             req_lim: ReqLim::new(params.req_lim),
             send_queue: SendQueue::new(credits, params.req_lim as usize),
             posted_receives: receives,
-            // All of them, since the initiator may send as soon as it has our answer.
+            // Post all of them, because the initiator may send as soon as it receives our response.
             first_receives: 0..receives as u16,
             deferred: VecDeque::with_capacity(receives as usize),
             scratch: Vec::new(),
@@ -265,84 +267,85 @@ impl Channel {
         self.state
     }
 
-    /// Returns the number of its I_T nexus.
+    /// Returns the I_T nexus.
     #[must_use]
     pub fn nexus(&self) -> NexusId {
         self.config.nexus
     }
 
-    /// Returns the parameters that it was made with.
+    /// Returns the parameters of this channel.
     #[must_use]
     pub fn config(&self) -> &ChannelConfig {
         &self.config
     }
 
-    /// Returns a copy of its counters.
+    /// Returns a copy of the counters.
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Task-management functions that it has answered, and how.
+    /// Returns the number of completed task management functions by result.
     #[must_use]
     pub fn functions(&self) -> &Functions {
         &self.functions
     }
 
-    /// Returns its statistics of each unit.
+    /// Returns the statistics per unit.
     #[must_use]
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
     }
 
-    /// The initiator has closed the connection; [`Channel::handle_disconnected`] follows.
+    /// Called when the initiator has closed the connection, before
+    /// [`Channel::handle_disconnected`].
     pub fn note_closed(&mut self) {
         self.ended.get_or_insert(Parting::Closed);
     }
 
-    /// Returns the reason of its end.
+    /// Returns the reason why the channel was closed.
     #[must_use]
     pub fn end(&self) -> Parting {
         self.ended.unwrap_or(Parting::Lost)
     }
 
-    /// Returns its account of the initiator's credits.
+    /// Returns the credits of the initiator.
     #[must_use]
     pub fn req_lim(&self) -> &ReqLim {
         &self.req_lim
     }
 
-    /// Returns its account of the send queue's credits.
+    /// Returns the credits of the send queue.
     #[must_use]
     pub fn send_queue(&self) -> &SendQueue {
         &self.send_queue
     }
 
-    /// Returns the number of requests that hold a context.
+    /// Returns the number of requests that use a context.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.ioctx.len()
     }
 
-    /// The state of a context.
+    /// Returns the state of a context.
     #[must_use]
     pub fn ioctx_state(&self, idx: TaskIdx) -> IoctxState {
         self.ioctx.get(idx).map_or(IoctxState::Done, |io| io.state)
     }
 
-    /// Number of waits for pool memory for one unit that have begun.
+    /// Returns the number of times that commands for a unit started to wait for pool memory.
     #[must_use]
     pub fn pool_waits_begun(&self) -> u64 {
         self.backlog.waits_begun()
     }
 
-    /// Number of units for which commands wait for pool memory.
+    /// Returns the number of units with commands waiting for pool memory.
     #[must_use]
     pub fn pool_waits(&self) -> usize {
         self.backlog.memory_waits()
     }
 
-    /// Returns the time at which [`Channel::handle_timeout`] is due.
+    /// Returns the next time at which to call [`Channel::handle_timeout`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let live = |at: Option<Instant>| at.filter(|_| self.state == ChState::Live);
@@ -357,15 +360,15 @@ impl Channel {
         all.into_iter().flatten().min()
     }
 
-    /// Returns the next action, in order.
+    /// Returns the next action.
     pub fn poll_action(&mut self) -> Option<Action> {
         if let Some(first) = self.first_receives.next() {
             return Some(Action::PostRecv(RecvIdx(first)));
         }
         let action = self.actions.pop_front();
         if action.is_none() {
-            // Begins again at the front of its memory, most of which a shallow session never
-            // touches.
+            // Start again at the beginning of the allocation. If the queue depth is low, most of
+            // the memory is never touched.
             self.actions.clear();
         }
         action
@@ -378,21 +381,21 @@ impl Channel {
         slot(&self.config.receive_ring, self.receive_offset(recv), len)
     }
 
-    /// Returns the address and the length of a receive context, for the device.
+    /// Returns the address and length of a receive context, for the device.
     #[must_use]
     pub fn receive_place(&self, recv: RecvIdx) -> (u64, u32) {
         let addr = self.config.receive_ring.addr() + self.receive_offset(recv) as u64;
         (addr, self.config.params.max_it_iu_len)
     }
 
-    /// Returns the memory of a send context's message.
+    /// Returns the memory for the message of a send context.
     #[must_use]
     pub fn send_slot(&self, ioctx: TaskIdx) -> MemSlice {
         let len = self.config.params.max_ti_iu_len as usize;
         slot(&self.config.send_ring, self.send_offset(ioctx), len)
     }
 
-    /// Returns the address of a send context's message, for the device.
+    /// Returns the address of the message of a send context, for the device.
     #[must_use]
     pub fn send_addr(&self, ioctx: TaskIdx) -> u64 {
         self.config.send_ring.addr() + self.send_offset(ioctx) as u64
@@ -402,22 +405,22 @@ impl Channel {
         usize::from(ioctx.0) * self.config.params.send_stride()
     }
 
-    /// Returns the data buffer of a context, for its block operation, if that needs one.
+    /// Returns the data buffer for the block operation of a context, if it needs one.
     #[must_use]
     pub fn data_buffer(&self, ioctx: TaskIdx) -> Option<&Buffer> {
         self.ioctx[usize::from(ioctx.0)].exec.buffer.as_ref()
     }
 
-    /// Returns the RDMA requests of the chain that is being posted.
+    /// Returns the RDMA requests of the chain to be posted.
     pub fn requests(&self, task: TaskIdx) -> impl Iterator<Item = RdmaRequest<Ranges<'_>>> {
-        // A message of our own has none.
+        // A message initiated by the target does not have any RDMA requests.
         let ioctx = self.ioctx.get(task);
         ioctx.into_iter().flat_map(SendIoctx::requests)
     }
 
-    /// A message arrived in this receive context.
+    /// Called when a message was received in this context.
     ///
-    /// `bytes` are what was received there.
+    /// `bytes` is the received data.
     pub fn handle_recv(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, bytes: &[u8]) {
         self.posted_receives -= 1;
         self.heard = cx.now;
@@ -429,7 +432,8 @@ impl Channel {
                     self.actions.push_back(Action::NotifyEstablished);
                 }
             }
-            // Otherwise it would overtake those that wait for a context.
+            // If there are messages waiting for a context, this message must wait too, to avoid
+            // overtaking them.
             ChState::Live if self.deferred.is_empty() => {
                 if !self.dispatch(cx, recv, bytes) {
                     self.counters.context_waits += 1;
@@ -444,14 +448,14 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A receive ended without a message: the queue pair is in error.
+    /// Called when a receive was flushed because the queue pair is in the error state.
     pub fn handle_recv_flushed(&mut self, cx: &mut Cx<'_>, _recv: RecvIdx) {
         self.posted_receives -= 1;
         self.on_queue_pair_error(cx);
         self.settle_round(cx);
     }
 
-    /// The chain of a context completed, or failed.
+    /// Called when the chain of a context has completed or failed.
     pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         if u32::from(idx.0) >= self.config.params.req_lim {
             self.on_own_sent(cx, idx, ok);
@@ -467,7 +471,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A block operation ended.
+    /// Called when a block operation has completed.
     pub fn handle_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         assert_eq!(
             self.ioctx_state(idx),
@@ -479,14 +483,14 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The pool has more room than before.
+    /// Called when memory was returned to the pool.
     pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
         self.poll_memory(cx);
         self.settle_round(cx);
     }
 
-    /// The connection is established. Unless the channel may start at once, it waits for
-    /// [`Channel::handle_others_gone`], for at most [`JOIN_TIMEOUT`].
+    /// Called when the connection is established. Unless `may_start` is set, the channel waits for
+    /// [`Channel::handle_others_gone`], but at most for [`JOIN_TIMEOUT`].
     pub fn handle_established(&mut self, cx: &mut Cx<'_>, may_start: bool) {
         if self.state == ChState::Connecting {
             become_state(&mut self.state, ChState::Joining);
@@ -501,7 +505,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The channels that this one waited for hold nothing any more.
+    /// Called when the replaced channels have released all resources.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         if self.state == ChState::Joining {
             self.start_serving();
@@ -509,7 +513,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The channel has waited for replaced sessions longer than their commands usually take.
+    /// Called when the channel has waited for replaced sessions for longer than expected.
     pub(super) fn on_join_late(&mut self, cx: &mut Cx<'_>) {
         if cx.now >= self.join_until {
             return self.logout(cx, TLogoutReason::NoReason);
@@ -523,7 +527,7 @@ impl Channel {
         self.deadline = None;
     }
 
-    /// A deadline may have passed.
+    /// Handles expired deadlines.
     pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
         if self.deadline.is_some_and(|d| d <= cx.now) {
             self.deadline = None;
@@ -538,8 +542,8 @@ impl Channel {
             self.check_awaited(cx);
         }
         if self.state == ChState::Live && self.probe_at.is_some_and(|at| at <= cx.now) {
-            // Messages do not touch the timer, which is cheaper: what has been heard meanwhile is
-            // only seen here.
+            // To save time, the timer is not updated when a message is received. If there was one,
+            // set the timer again here.
             let silent = cx.now.saturating_duration_since(self.heard);
             if silent < KEEPALIVE {
                 self.probe_at = Some(self.heard + KEEPALIVE);
@@ -552,7 +556,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A probe was answered, or was not.
+    /// Called when a probe has completed or failed.
     pub fn handle_probed(&mut self, cx: &mut Cx<'_>, ok: bool) {
         self.probing = false;
         if ok {
@@ -564,8 +568,8 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The queues are gone, alone or with their device: nothing that was posted there will happen or
-    /// complete.
+    /// Called when the queues were destroyed, with or without their device: posted requests will
+    /// neither be executed nor complete.
     pub fn handle_queues_gone(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
         for idx in self.ioctx.numbers() {
@@ -579,17 +583,17 @@ impl Channel {
             }
         }
         self.own.forget_sends();
-        // Queues that are gone flush nothing.
+        // There are no flush completions for destroyed queues.
         self.posted_receives = 0;
         self.probing = false;
         self.drained = true;
         self.settle_round(cx);
     }
 
-    /// What every input ends with: deferred requests, chains that wait for credit, our own
-    /// messages, and whether the channel is done.
+    /// Called after every input. Handles deferred requests, chains waiting for credit and messages
+    /// initiated by the target, and checks whether the channel is drained.
     pub(super) fn settle_round(&mut self, cx: &mut Cx<'_>) {
-        // Each input of each command comes here, and as a rule there is nothing to do.
+        // This is called for every input of every command, usually with nothing to do.
         if !self.deferred.is_empty() {
             self.retry_deferred(cx);
         }
@@ -603,13 +607,13 @@ impl Channel {
         }
     }
 
-    /// Limits the time in which chains complete. An initiator that does not take its answers holds
-    /// memory, and blocks what waits for credit behind them.
+    /// Starts the timer for chains to complete. An initiator that does not receive its responses
+    /// uses memory, and blocks any chain that is waiting for credit.
     fn watch_chains(&mut self, now: Instant) {
         if self.send_queue.is_idle() && self.send_queue.front().is_none() && self.transfers == 0 {
             return;
         }
-        // An answer alone, with nothing behind it, has longer than what others wait for.
+        // If no other command is waiting, a response has more time.
         let at = if self.transfers > 0 || self.send_queue.front().is_some() {
             now + self.config.data_out_timeout
         } else {
@@ -618,9 +622,10 @@ impl Channel {
         self.data_deadline = Some(self.data_deadline.map_or(at, |other| other.min(at)));
     }
 
-    /// A command that goes in pieces has its place in the order from the second one on, and others
-    /// may wait for its end: all later pieces together have a time, and the answer what is left of
-    /// it. Data that are moved meanwhile extend it: see [`Pace`](crate::fabric::Pace).
+    /// Starts the wait for a piece of data. After the first piece, the command is ordered in its
+    /// unit, so other commands may have to wait for it. Therefore, all further pieces share a time
+    /// limit, and the response gets the remaining time. Any data transferred in the meantime
+    /// extends it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.began = Some(self.pace.begin(now));
@@ -629,7 +634,8 @@ impl Channel {
         }
         io.wait = io.began;
         io.ordered = io.ordered.or(io.began);
-        // The first wait of a command has all of the time, and most commands wait once.
+        // For the first wait of a command, the full time is available. Most commands only wait
+        // once.
         let due = match io.waited.is_zero() {
             true => Some(now + self.pieces_timeout),
             false => io.piece_due(self.pieces_timeout, &self.pace),
@@ -639,11 +645,11 @@ impl Channel {
         }
     }
 
-    /// Whether the initiator has had all the time that there is to give or take data.
+    /// Returns whether the time for the initiator to send or receive data has expired.
     fn is_overdue(&mut self, now: Instant) -> bool {
         let is_over = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         if is_over(self.pieces_deadline) {
-            // The piece may have come or gone meanwhile.
+            // The piece may have completed since.
             let time = self.pieces_timeout;
             let dues = self
                 .ioctx
@@ -654,7 +660,8 @@ impl Channel {
         is_over(self.data_deadline) || is_over(self.pieces_deadline)
     }
 
-    /// Other initiators wait for memory, of which this channel may have more than its share.
+    /// Called when other initiators are waiting for memory. This channel may be using more than its
+    /// share.
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
         if self.state == ChState::Live {
             self.check_awaited(cx);
@@ -662,15 +669,15 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A command waits for the initiator with its place in the order. Nothing tells the channel that
-    /// others begin to wait for it there.
+    /// Called when an ordered command starts to wait for the initiator. We need to check regularly,
+    /// because the channel is not notified if other initiators start to wait for it.
     pub(super) fn watch_order(&mut self, now: Instant) {
         let look = now + OWED;
         self.awaited_deadline = Some(self.awaited_deadline.map_or(look, |at| at.min(look)));
     }
 
-    /// Closes the channel if other initiators wait too long for its memory or its commands, as
-    /// [`iscsi::Channel`](crate::iscsi::Channel) does in `check_data`.
+    /// Closes the channel if other initiators have been waiting for too long for its memory or its
+    /// commands, like `check_data` in [`iscsi::Channel`](crate::iscsi::Channel).
     fn check_awaited(&mut self, cx: &mut Cx<'_>) {
         let timeout = self.config.data_out_timeout;
         let now = self.pace.begin(cx.now);
@@ -688,7 +695,7 @@ impl Channel {
             let began = io.began?;
             let owed = owed.map(|since| pace.due_awaited(began.later(since), timeout));
             let held = held.filter(|_| is_in_order(io));
-            // Other initiators wait for all of its pieces together.
+            // Other initiators wait for the total time of all pieces.
             let ordered = io.ordered.unwrap_or(began);
             let held = held.map(|since| pace.due_awaited(ordered.later(since), OWED));
             owed.into_iter().chain(held).min()
@@ -702,7 +709,7 @@ impl Channel {
         }
     }
 
-    /// Closes the channel of an initiator that moves no data, or too little.
+    /// Closes the channel because the initiator transfers data too slowly, or not at all.
     fn end_silent(&mut self, cx: &mut Cx<'_>) {
         warn_limited!(
             self.complaints,
@@ -735,14 +742,15 @@ impl Channel {
         }
     }
 
-    /// Looks at a message; `false` if it has to wait for a context.
+    /// Handles a message. Returns `false` if it has to wait for a context.
     fn dispatch(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, bytes: &[u8]) -> bool {
         let opcode = Opcode::of(bytes);
         if self.ioctx.is_full() && matches!(opcode, Ok(Opcode::Cmd | Opcode::TskMgmt)) {
             return false;
         }
         let immediate = self.config.params.immediate;
-        // Nearly all are commands, which are large to move: they are parsed by themselves.
+        // Almost all messages are commands. Moving them is expensive, so they are parsed
+        // separately.
         let other = match opcode {
             Ok(Opcode::Cmd) => match Cmd::parse(bytes, immediate) {
                 Ok(cmd) => {
@@ -758,7 +766,7 @@ impl Channel {
         true
     }
 
-    /// Looks at a message that is no command, or is not legal.
+    /// Handles a message other than a command, or a malformed message.
     fn on_other(
         &mut self,
         cx: &mut Cx<'_>,
@@ -786,8 +794,8 @@ impl Channel {
                     %error,
                     "malformed information unit"
                 );
-                // A request with a tag can be answered by itself; anything else leaves it open what
-                // the peer means, so the channel ends.
+                // If the request has a tag, we can send a response for it. Otherwise, the state of
+                // the peer is unknown, so we close the channel.
                 match (opcode, tag_of(bytes)) {
                     (Ok(Opcode::Cmd | Opcode::TskMgmt), Some(tag)) => self.refuse(cx, tag),
                     _ => self.logout(cx, TLogoutReason::InvalidIuType),
@@ -796,7 +804,7 @@ impl Channel {
         }
     }
 
-    /// Ends the channel because of what its peer did.
+    /// Closes the channel because of a protocol error.
     pub(super) fn complain(&mut self, cx: &mut Cx<'_>, what: &str, reason: TLogoutReason) {
         self.counters.malformed += 1;
         warn_limited!(
@@ -809,7 +817,7 @@ impl Channel {
         self.logout(cx, reason);
     }
 
-    /// Posts a receive context again, while the channel still receives.
+    /// Posts a receive context again, unless the channel no longer receives.
     pub(super) fn recycle_recv(&mut self, recv: RecvIdx) {
         if matches!(
             self.state,
@@ -828,15 +836,15 @@ impl Channel {
         usize::from(recv.0) * self.config.params.receive_stride()
     }
 
-    /// The mapping that the receive ring lies in, and where a context begins in it.
+    /// Returns the mapping that contains the receive ring, and the offset of a context.
     pub(super) fn receive_memory(&self, recv: RecvIdx) -> (&Memory, usize) {
         let ring = &self.config.receive_ring;
         (ring.memory(), ring.offset() + self.receive_offset(recv))
     }
 
     pub(super) fn portion_limits(&self) -> PortionLimits {
-        // Half the queue, so that one long transfer and a short one go side by side; one place is
-        // the answer's.
+        // Use half of the queue, so that a long and a short transfer can run at the same time, and
+        // reserve an entry for the response.
         let credits = self.config.params.send_queue - RESERVED;
         PortionLimits {
             wrs: (credits / 2).max(1).min(credits - 1),
@@ -844,7 +852,7 @@ impl Channel {
         }
     }
 
-    /// The name of a context's present use, for other channels.
+    /// Returns a reference to the current request of a context, for other channels.
     pub(super) fn task_ref(&self, idx: TaskIdx) -> TaskRef {
         TaskRef {
             worker: self.config.worker,
@@ -855,9 +863,9 @@ impl Channel {
     }
 
     fn check_drained(&mut self) {
-        // Everything that a device may still touch: posted receives, chains and block operations
-        // of the contexts, messages of our own, the probe. The marker is behind all that was
-        // posted.
+        // Check everything that a device may still access: posted receives, chains and block
+        // operations, messages initiated by the target, and the probe. The marker was posted after
+        // all of them.
         let done = self.state == ChState::Draining
             && self.drained
             && self.posted_receives == 0
@@ -879,7 +887,8 @@ fn slot(ring: &MemSlice, offset: usize, len: usize) -> MemSlice {
         .expect("contexts lie in their ring")
 }
 
-/// The tag of a request that is otherwise not understood: every request has it in the same place.
+/// Returns the tag of a request that cannot be parsed. The tag is at the same offset in all
+/// requests.
 fn tag_of(bytes: &[u8]) -> Option<riser_scsi::srp::Tag> {
     let tag = bytes.get(8..16)?;
     Some(riser_scsi::srp::Tag(u64::from_be_bytes(

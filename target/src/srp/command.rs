@@ -1,5 +1,5 @@
-//! The way of an SRP_CMD: taken in, its task ordered, its table and data fetched, its steps carried
-//! out, answered.
+//! Execution of SRP_CMD: receives the command, orders its task, fetches its table and data,
+//! executes its steps, and responds.
 
 use std::time::{Duration, Instant};
 
@@ -20,10 +20,10 @@ use crate::stats::Stage;
 use crate::warn_limited;
 
 impl Channel {
-    /// Takes a request into an idle context.
+    /// Allocates a context for a request.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no free context.
     pub(super) fn take_in(&mut self, cx: &mut Cx<'_>, tag: Tag, state: IoctxState) -> TaskIdx {
         let idx = self.ioctx.insert(cx.spare.take(SendIoctx::new));
         self.req_lim.on_request();
@@ -75,8 +75,8 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let tables = io.tables.take(cmd, cx.pool, owner);
         let descriptors = io.tables.descriptors();
-        // Immediate data stay in the receive ring until the command has a buffer; until then their
-        // receive is not posted.
+        // Immediate data remains in the receive ring until the command has a buffer. Its receive is
+        // not posted again until then.
         if io.immediate.is_none() {
             self.recycle_recv(recv);
         }
@@ -85,7 +85,8 @@ impl Channel {
                 let name = (idx, self.task_ref(idx));
                 self.enter_task_set(cx, name, nexus, descriptors);
             }
-            // The pool cannot even hold the table of descriptors: the initiator tries again.
+            // There is not even room for the descriptor table in the pool. The initiator will
+            // retry.
             Ok(false) => self.answer_status(cx, idx, Status::Busy),
             Err(error) => {
                 self.counters.malformed += 1;
@@ -95,7 +96,7 @@ impl Channel {
         }
     }
 
-    /// A request that could not be parsed, except for its tag.
+    /// Rejects a request if only its tag could be parsed.
     pub(super) fn refuse(&mut self, cx: &mut Cx<'_>, tag: Tag) {
         let idx = self.take_in(cx, tag, IoctxState::New);
         self.ioctx[usize::from(idx.0)].notify_failure = true;
@@ -116,8 +117,8 @@ impl Channel {
         }
     }
 
-    /// Moves immediate data from the receive ring to the buffer, and frees its receive context when
-    /// it has been all.
+    /// Copies immediate data from the receive ring to the buffer. When all data was copied, the
+    /// receive context is released.
     fn take_immediate(&mut self, idx: TaskIdx, len: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let held = io.immediate.as_mut().expect("immediate data is held");
@@ -148,7 +149,8 @@ impl Channel {
         self.go_on(cx, idx, result);
     }
 
-    /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
+    /// Completes a command that was aborted, or whose channel is being closed, if it is no longer
+    /// used by a device. Returns whether it did.
     pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
         if self.ioctx[usize::from(idx.0)].exec.aborted {
             self.end_aborted(cx, idx);
@@ -161,8 +163,9 @@ impl Channel {
         false
     }
 
-    /// Ends an aborted command that no device uses any more. One that another nexus has ended is
-    /// answered with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    /// Completes an aborted command that is no longer used by any device. If it was aborted by
+    /// another nexus, its initiator is waiting for a response, so we return TASK ABORTED (SPC-4
+    /// 7.5.8: TAS).
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;
         if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {
@@ -179,9 +182,9 @@ impl Channel {
         self.answer_status(cx, idx, Status::TaskAborted);
     }
 
-    /// A tag stands for this command no longer.
+    /// Removes the tag of this command.
     pub(super) fn forget_tag(&mut self, tag: Tag, idx: TaskIdx) {
-        // It may stand for another one, whose tag this one has used as well.
+        // The tag may refer to another command with the same tag.
         if let Some(named) = self.tags.remove(&tag)
             && named != idx
         {
@@ -189,13 +192,13 @@ impl Channel {
         }
     }
 
-    /// Ends a request: releases its resources and notifies its watchers.
+    /// Completes a request: releases its resources and notifies its watchers.
     pub(super) fn finish(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
         let context = self.end_request(cx.pool, idx, end);
         cx.spare.put(context);
     }
 
-    /// As [`Channel::finish`]; returns the request's context, which holds nothing any more.
+    /// Same as [`Channel::finish`], but returns the context, which no longer holds any resources.
     pub(super) fn end_request(
         &mut self,
         pool: &mut Pool,
@@ -206,7 +209,7 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         debug_assert_eq!(io.wrs, 0, "its chain has completed");
         let token = io.token.take();
-        // An answer forgets the tag already.
+        // The tag was already removed when the response was written.
         let is_known = token.is_some();
         match (token, end) {
             (None, End::Answered) => {}
@@ -220,7 +223,7 @@ impl Channel {
                 self.counters.torn_down += 1;
                 self.req_lim.on_silence();
             }
-            // The answer was on its way when the channel broke.
+            // The channel failed after the response was posted.
             (None, End::TornDown | End::Aborted) => {}
             (Some(_), End::Answered) => unreachable!("an answer takes the token"),
         }
@@ -281,7 +284,7 @@ impl CommandFlow for Channel {
         io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
     }
 
-    /// Fetches an external table, or answers BUSY without room for it.
+    /// Fetches an external table. Returns BUSY status if there is no room for it.
     fn fetch_descriptors(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> bool {
         let io = &mut self.ioctx[usize::from(task.0)];
         let Some(remote) = io.tables.external() else {
@@ -299,7 +302,7 @@ impl CommandFlow for Channel {
         true
     }
 
-    /// Reads the data from the initiator's memory, unless they came with the command.
+    /// Reads the data from the initiator's memory, unless it was sent with the command.
     fn receive_data(
         &mut self,
         cx: &mut Cx<'_>,
@@ -307,7 +310,7 @@ impl CommandFlow for Channel {
         from: u32,
         len: u32,
     ) -> Option<StepResult> {
-        // The unit may ask for data only when the command starts.
+        // It is possible that the unit only requests data when the command starts.
         if self.fetch_descriptors(cx, task) {
             return None;
         }
@@ -359,7 +362,7 @@ impl CommandFlow for Channel {
         }
     }
 
-    /// Answers with what the logical unit said, data first.
+    /// Sends the response of the logical unit, after its data.
     fn respond(&mut self, cx: &mut Cx<'_>, task: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
         let io = &mut self.ioctx[usize::from(task.0)];
@@ -378,7 +381,8 @@ impl CommandFlow for Channel {
         self.leave_answering(task);
     }
 
-    /// Tables of commands that wait for limits must not keep others from theirs.
+    /// Commands that wait for rate limits must not use up the pool for the tables of other
+    /// commands.
     fn check_held(
         &mut self,
         cx: &mut Cx<'_>,

@@ -1,4 +1,4 @@
-//! Two kinds of credit: the request limit that the initiator spends, and the send queue that we do.
+//! Two kinds of credit: the request limit used by the initiator, and the send queue used by us.
 
 use std::collections::VecDeque;
 
@@ -6,9 +6,9 @@ use crate::fabric::TaskIdx;
 
 /// The request limit of a channel (SRP r16a, REQUEST LIMIT).
 ///
-/// Invariant: credits at the initiator, requests taken in and not settled, and credits owed to the
-/// initiator add up to the limit of the login. An initiator that sends more than it may makes its
-/// own share negative; it gets no more than any other channel.
+/// Invariant: the credits held by the initiator, the outstanding requests, and the credits that we
+/// owe to the initiator always add up to the limit from the login. If an initiator exceeds its
+/// limit, its own share becomes negative, but it doesn't get more than any other channel.
 #[derive(Clone, Debug)]
 pub struct ReqLim {
     limit: u32,
@@ -19,7 +19,7 @@ pub struct ReqLim {
 }
 
 impl ReqLim {
-    /// The initiator starts with `limit` credits.
+    /// Creates the state for an initiator that starts with `limit` credits.
     #[must_use]
     pub fn new(limit: u32) -> Self {
         Self {
@@ -31,40 +31,40 @@ impl ReqLim {
         }
     }
 
-    /// The limit of the login.
+    /// Returns the limit from the login.
     #[must_use]
     pub fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// Credits that the initiator has, as far as we know.
+    /// Returns the number of credits that the initiator should have.
     #[must_use]
     pub fn at_initiator(&self) -> i64 {
         self.at_initiator
     }
 
-    /// Requests taken in and neither answered nor aborted.
+    /// Returns the number of requests that were received but not completed or aborted yet.
     #[must_use]
     pub fn outstanding(&self) -> u32 {
         self.outstanding
     }
 
-    /// Credits that no answer has carried back yet.
+    /// Returns the number of credits that were not returned by a response yet.
     #[must_use]
     pub fn owed(&self) -> u32 {
         self.owed
     }
 
-    /// Requests that came without a credit.
+    /// Returns the number of requests received without a credit.
     #[must_use]
     pub fn over_limit(&self) -> u64 {
         self.over_limit
     }
 
-    /// A request came in.
+    /// Called when a request is received.
     pub fn on_request(&mut self) {
-        // Only counted: such a request waits for a context like the others, and gets nothing by
-        // it.
+        // We only count these: the request has to wait for a context like any other request, so the
+        // initiator does not gain anything.
         if self.at_initiator <= 0 {
             self.over_limit += 1;
         }
@@ -73,27 +73,27 @@ impl ReqLim {
         self.check();
     }
 
-    /// A request is answered: the REQUEST LIMIT DELTA of the answer.
+    /// Called when a request is completed. Returns the REQUEST LIMIT DELTA for the response.
     pub fn on_answer(&mut self) -> i32 {
         self.outstanding -= 1;
         self.owed += 1;
         self.grant()
     }
 
-    /// A request ends without an answer; its credit is owed.
+    /// Called when a request is aborted without a response. Its credit is now owed.
     pub fn on_silence(&mut self) {
         self.outstanding -= 1;
         self.owed += 1;
         self.check();
     }
 
-    /// Whether credits are owed that no answer is going to carry.
+    /// Returns whether there are owed credits, but no pending response that could return them.
     #[must_use]
     pub fn is_stuck(&self) -> bool {
         self.owed > 0 && self.outstanding == 0
     }
 
-    /// Takes what is owed, for a message to carry.
+    /// Returns the owed credits, to be sent in a message.
     pub fn grant(&mut self) -> i32 {
         let delta = std::mem::take(&mut self.owed);
         self.at_initiator += i64::from(delta);
@@ -110,9 +110,9 @@ impl ReqLim {
     }
 }
 
-/// Work requests that the send queue still takes, and the contexts that wait for them.
+/// Free entries of the send queue, and the contexts that are waiting for them.
 ///
-/// The queue of waiting contexts is bounded by their number: each waits once.
+/// The number of waiting contexts is bounded, because each context can only wait once.
 #[derive(Debug)]
 pub struct SendQueue {
     size: u32,
@@ -121,7 +121,7 @@ pub struct SendQueue {
 }
 
 impl SendQueue {
-    /// A queue of `size` work requests with room for `contexts` waiting ones.
+    /// Creates a queue of `size` work requests, for at most `contexts` waiting contexts.
     #[must_use]
     pub fn new(size: u32, contexts: usize) -> Self {
         Self {
@@ -131,19 +131,20 @@ impl SendQueue {
         }
     }
 
-    /// Work requests that may be posted.
+    /// Returns the number of work requests that can be posted.
     #[must_use]
     pub fn free(&self) -> u32 {
         self.free
     }
 
-    /// Whether everything posted has completed.
+    /// Returns whether all posted requests have completed.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.free == self.size
     }
 
-    /// Takes credit for a chain. No context overtakes one that waits already.
+    /// Reserves credit for a chain. Returns false if there is not enough, or if another context is
+    /// already waiting.
     pub fn take(&mut self, wrs: u32) -> bool {
         assert!(wrs <= self.size, "a chain fits the queue");
         let granted = self.waiting.is_empty() && wrs <= self.free;
@@ -153,18 +154,18 @@ impl SendQueue {
         granted
     }
 
-    /// Waits behind the others.
+    /// Adds a context to the end of the waiting list.
     pub fn wait(&mut self, idx: TaskIdx) {
         self.waiting.push_back(idx);
     }
 
-    /// Returns the context that is next, if one waits.
+    /// Returns the next waiting context, if any.
     #[must_use]
     pub fn front(&self) -> Option<TaskIdx> {
         self.waiting.front().copied()
     }
 
-    /// Gives the front of the queue its credit, if there is enough.
+    /// Reserves credit for the first waiting context, if there is enough.
     pub fn take_front(&mut self, wrs: u32) -> bool {
         let granted = wrs <= self.free;
         if granted {
@@ -174,12 +175,12 @@ impl SendQueue {
         granted
     }
 
-    /// Gives up the place of a context in the queue.
+    /// Removes a context from the waiting list.
     pub fn forget(&mut self, idx: TaskIdx) {
         self.waiting.retain(|&w| w != idx);
     }
 
-    /// A chain has completed.
+    /// Called when a chain has completed.
     pub fn give_back(&mut self, wrs: u32) {
         self.free += wrs;
         assert!(self.free <= self.size, "credit comes back once");

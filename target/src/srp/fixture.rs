@@ -1,5 +1,5 @@
-//! A fake worker around channels: the pool, disks, the initiator's memory, and devices whose work
-//! completes when a test says so.
+//! A fake worker for channels, with a pool, disks, the initiator's memory, and devices. Each test
+//! decides when their work completes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ use crate::stats::LunStats;
 
 pub(super) const DISK: usize = 1 << 20;
 
-/// Work that a device has and has not finished.
+/// Outstanding work of a device.
 #[derive(Debug)]
 pub(super) enum Pending {
     Chain {
@@ -59,16 +59,16 @@ pub(super) struct Rig {
     pub(super) pool: Pool,
     pub(super) spare: Spare<SendIoctx>,
     pub(super) units: Vec<Arc<Unit>>,
-    /// What is counted of them.
+    /// Command statistics.
     pub(super) stats: Vec<Arc<LunStats>>,
     pub(super) disks: Vec<Vec<u8>>,
-    /// The initiator's registered memory, by key; addresses count from 0.
+    /// The initiator's registered memory, by key. Addresses start at 0.
     pub(super) remote: HashMap<u32, Vec<u8>>,
     pub(super) channels: Vec<Channel>,
-    /// Receives in the queue pair, by channel.
+    /// Posted receives, by channel.
     pub(super) receives: Vec<Vec<RecvIdx>>,
     pub(super) pending: Vec<Pending>,
-    /// Messages that arrived at the initiator.
+    /// Messages received by the initiator.
     pub(super) sent: Vec<(usize, Vec<u8>)>,
     pub(super) released: Vec<bool>,
     pub(super) disconnects: usize,
@@ -87,18 +87,18 @@ pub(super) fn params() -> ChannelParams {
     }
 }
 
-/// Units whose commands have `window` bytes of their data in memory at a time.
+/// Units whose commands can have `window` bytes of data in memory at a time.
 pub(super) fn windowed(window: u32) -> Config {
     windowed_unit_config((DISK / 512) as u64, window)
 }
 
 impl Rig {
-    /// Two units, LUN 0 and 1, and no channel.
+    /// Creates two units, LUN 0 and 1, without a channel.
     pub(super) fn new() -> Self {
         Self::of_units(&windowed(Limits::default().window))
     }
 
-    /// Two units like this, and no channel.
+    /// Creates two copies of this unit, without a channel.
     pub(super) fn of_units(config: &Config) -> Self {
         let lu = || Arc::new(LogicalUnit::new(config.clone()).unwrap());
         let units: Vec<_> = (0..2)
@@ -124,12 +124,12 @@ impl Rig {
         }
     }
 
-    /// A live channel of nexus 1 whose unit attentions have been read.
+    /// Creates a live channel of nexus 1 without pending unit attentions.
     pub(super) fn live() -> Self {
         Self::with_window(Limits::default().window)
     }
 
-    /// The same with units whose commands have `window` bytes of their data in memory at a time.
+    /// The same with units whose commands can have `window` bytes of data in memory at a time.
     pub(super) fn with_window(window: u32) -> Self {
         let mut rig = Self::of_units(&windowed(window));
         rig.add_channel(params(), 1);
@@ -204,7 +204,7 @@ impl Rig {
         self.with(chan, |ch, cx| ch.handle_established(cx, true));
     }
 
-    /// Sends an information unit to the channel; `false` where no receive is posted.
+    /// Sends an information unit to the channel. Returns `false` if no receive is posted.
     pub(super) fn send(&mut self, chan: usize, iu: &[u8]) -> bool {
         if self.receives[chan].is_empty() {
             return false;
@@ -217,7 +217,7 @@ impl Rig {
         true
     }
 
-    /// Takes what the channels want done.
+    /// Executes the actions of all channels.
     pub(super) fn pump(&mut self) {
         let mut again = true;
         while std::mem::take(&mut again) {
@@ -300,7 +300,7 @@ impl Rig {
                 }
             }
             Action::NotifyEstablished => self.notified += 1,
-            // Replaced sessions end first in these tests.
+            // In these tests, replaced sessions are closed first.
             Action::StartEarly => {}
             Action::Probe => self.pending.push(Pending::Probe { chan }),
             Action::Disconnect => {
@@ -311,12 +311,12 @@ impl Rig {
         }
     }
 
-    /// Finishes the oldest work of a device.
+    /// Completes the oldest work of a device.
     pub(super) fn complete(&mut self) {
         self.complete_nth(0, true);
     }
 
-    /// Finishes some work. Of one channel's queue pair the oldest goes first, whichever is named.
+    /// Completes some work. For the queue pair of a channel, this is always the oldest.
     pub(super) fn complete_nth(&mut self, n: usize, ok: bool) {
         let queue = |p: &Pending| match p {
             Pending::Chain { chan, .. } | Pending::Drain { chan } | Pending::Probe { chan } => {
@@ -381,14 +381,14 @@ impl Rig {
         }
     }
 
-    /// Finishes everything.
+    /// Completes all outstanding work.
     pub(super) fn settle(&mut self) {
         while !self.pending.is_empty() {
             self.complete();
         }
     }
 
-    /// Whether the initiator's device allows all of this.
+    /// Returns whether the initiator's device allows access to all of this range.
     fn allows(&self, requests: &[RdmaRequest]) -> bool {
         requests.iter().all(|wr| {
             let len = wr.bytes() as usize;
@@ -459,7 +459,7 @@ impl Rig {
         }
     }
 
-    /// The one answer that has arrived.
+    /// Returns the only response that was received.
     pub(super) fn rsp(&mut self) -> Answer {
         assert_eq!(self.sent.len(), 1, "one message: {:?}", self.sent);
         let (_, bytes) = self.sent.remove(0);
@@ -474,7 +474,7 @@ impl Rig {
             .collect()
     }
 
-    /// Ends a channel and checks that it leaves nothing behind.
+    /// Closes a channel and checks that no resources are left.
     pub(super) fn end(&mut self) {
         for chan in 0..self.channels.len() {
             self.with(chan, Channel::handle_disconnected);
@@ -497,7 +497,7 @@ impl Rig {
     }
 }
 
-/// An SRP_RSP, owned.
+/// An SRP_RSP with owned data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Answer {
     pub(super) tag: u64,
@@ -657,21 +657,21 @@ pub(super) fn tmf(tag: u64, lun: u32, function: TskMgmtFunction, task: u64) -> V
     out
 }
 
-/// The key of the initiator's memory that [`blocks`] describes.
+/// Key of the initiator's memory used in [`blocks`].
 pub(super) const KEY: u32 = 7;
 
-/// The key of the initiator's memory that holds the descriptor table of [`indirect`].
+/// Key of the initiator's memory with the descriptor table for [`indirect`].
 pub(super) const TABLE: u32 = 3;
 
-/// A descriptor for each of the first `count` blocks of 512 bytes of the memory [`KEY`].
+/// Returns a descriptor for each of the first `count` blocks of 512 bytes in memory [`KEY`].
 pub(super) fn blocks(count: u32) -> Vec<MemDesc> {
     (0..count)
         .map(|i| MemDesc::new(u64::from(i) * 512, KEY, 512))
         .collect()
 }
 
-/// All that `descs` describe: the command carries the first `inline` of them, and the memory
-/// [`TABLE`] holds the whole table.
+/// Returns an indirect table for `descs`: the first `inline` descriptors are in the command, and
+/// the full table is in memory [`TABLE`].
 pub(super) fn indirect(descs: &[MemDesc], inline: usize) -> Data {
     Data::Indirect {
         table: MemDesc::new(0, TABLE, descs.len() as u32 * 16),
@@ -680,7 +680,7 @@ pub(super) fn indirect(descs: &[MemDesc], inline: usize) -> Data {
     }
 }
 
-/// The bytes of a descriptor table as they lie in the initiator's memory.
+/// Returns the bytes of a descriptor table, as stored in the initiator's memory.
 pub(super) fn table_bytes(descs: &[MemDesc]) -> Vec<u8> {
     let mut out = Vec::new();
     for d in descs {

@@ -1,4 +1,4 @@
-//! The contexts of a channel: one per command that it may have under way.
+//! Command contexts of a channel, one for each command in flight.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::fabric::{
 };
 use crate::pool::Ranges;
 
-/// Number of a receive context.
+/// Index of a receive context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecvIdx(pub u16);
 
@@ -23,20 +23,20 @@ pub struct RecvIdx(pub u16);
 pub enum ChainKind {
     /// Read an external descriptor table.
     FetchTable,
-    /// Read the command's data, or a piece of them.
+    /// Read the command's data, or a piece of it.
     NeedData,
-    /// Write a piece of the data that others follow.
+    /// Write a piece of data, with more to follow.
     SendData,
-    /// Write data, and answer with the last portion.
+    /// Write data, and send the response after the last portion.
     Respond,
 }
 
-/// State of a send context. The names are those of `srpt_command_state`, with a state for each
-/// resource that a command may have to wait for.
+/// State of a send context. The names are the same as in `srpt_command_state`, with an additional
+/// state for each resource that a command may have to wait for.
 ///
 /// ```text
 ///  Done → New ─→ AwaitLimit ─→ AwaitBuffer ─→ FetchTable ─→ NeedData ─→ AwaitTask ─→ AwaitBuffer
-///          │         (each only where it is needed, in this order)                        │
+///          │         (each only if required, in this order)                               │
 ///          │                                                                v─────────────┘
 ///          └──────────────────────────────────────────────→ DataIn (block operations)
 ///                                                             ↑ └→ NeedData, SendData (pieces)
@@ -44,46 +44,46 @@ pub enum ChainKind {
 ///  Done ←── CmdRspSent ←── WriteData (portions) ←───────────────────────────┘
 ///
 ///  Done → Mgmt → MgmtRspSent → Done         AwaitCredit(then) before every post
-///  New → Mgmt → New                         a command with the tag of another one
+///  New → Mgmt → New                         a command with a duplicate tag
 /// ```
 ///
-/// A command may be answered early in every state (it is refused, or another nexus ends it: TASK
-/// ABORTED), and ends without an answer where its own nexus or the end of the channel takes it. A
-/// state that follows itself is the next portion of a transfer, the next block operation, or
-/// another wait.
+/// In any state, a command can be completed early (if it is rejected, or aborted by another nexus:
+/// TASK ABORTED). If it is aborted by its own nexus or the channel is closed, there is no response.
+/// A state can be followed by itself: for the next portion of a transfer, the next block operation,
+/// or another wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoctxState {
-    /// Idle: processing finished, or never began.
+    /// Idle: processing has finished, or was never started.
     Done,
-    /// Taken in, being looked at.
+    /// Received and being parsed.
     New,
-    /// Waits for the limits of its unit or initiator.
+    /// Waiting for the rate limits of the unit or initiator.
     AwaitLimit,
-    /// Waits in the unit's task set for older tasks.
+    /// Waiting for older tasks in the unit's task set.
     AwaitTask,
-    /// The external descriptor table is being read.
+    /// Reading the external descriptor table.
     FetchTable,
-    /// Waits for a data buffer of the pool.
+    /// Waiting for a data buffer from the pool.
     AwaitBuffer,
-    /// The command's data is being read from the initiator, or a piece of it.
+    /// Reading the command's data, or a piece of it, from the initiator.
     NeedData,
-    /// A piece of the data is being written to the initiator, and more will follow.
+    /// Writing a piece of data to the initiator, with more to follow.
     SendData,
-    /// Data is here or not needed: a block operation runs.
+    /// Executing a block operation. Its data was received, or is not required.
     DataIn,
-    /// Data is being written to the initiator; the answer goes with the last portion.
+    /// Writing data to the initiator. The response is sent after the last portion.
     WriteData,
-    /// Waits for room in the send queue.
+    /// Waiting for room in the send queue.
     AwaitCredit(ChainKind),
-    /// The answer to a command is posted.
+    /// The response to a command has been posted.
     CmdRspSent,
-    /// A task-management function runs.
+    /// A task management function is running.
     Mgmt,
-    /// The answer to a task-management function is posted.
+    /// The response to a task management function has been posted.
     MgmtRspSent,
 }
 
-/// States by their numbers; one of them is not used.
+/// States by number. One number is not used.
 pub(super) const STATES: [Option<IoctxState>; 18] = {
     use IoctxState::*;
 
@@ -109,8 +109,8 @@ pub(super) const STATES: [Option<IoctxState>; 18] = {
     ]
 };
 
-/// The states that may follow each one: a bit for the number of each of them. Every command goes
-/// through several states, and what it pays for the check is one look here.
+/// Bit mask of valid next states for each state. Each command goes through several states, and this
+/// makes the check a single lookup.
 const MAY_FOLLOW: [u32; STATES.len()] = {
     let mut table = [0; STATES.len()];
     let mut from = 0;
@@ -136,8 +136,8 @@ impl State for IoctxState {
 }
 
 impl IoctxState {
-    /// Its place in `STATES`. These are the numbers that the compiler gives the states as well, so
-    /// this costs nothing.
+    /// Returns the index in `STATES`. The compiler uses the same numbers for the states, so this
+    /// has no cost.
     pub(super) const fn number(self) -> usize {
         match self {
             Self::AwaitCredit(then) => then as usize,
@@ -157,18 +157,19 @@ impl IoctxState {
         }
     }
 
-    /// The transitions, from which the table is made.
+    /// Returns whether a transition is valid. This is used to create the table.
     const fn leads_to(self, next: Self) -> bool {
         use IoctxState::*;
 
-        // What every command that is not answered yet may come to.
+        // Valid for any command without a response.
         let is_end = matches!(next, AwaitCredit(ChainKind::Respond) | CmdRspSent | Done);
         let is_fetch = matches!(next, FetchTable | AwaitCredit(ChainKind::FetchTable));
         let is_receive = matches!(next, NeedData | AwaitCredit(ChainKind::NeedData));
         let is_send = matches!(next, SendData | AwaitCredit(ChainKind::SendData));
         match self {
             Done => matches!(next, New | Mgmt),
-            // It is looked at in one go, so nothing ends it before it is answered or waits.
+            // This state is left in a single call, so the command cannot complete without a
+            // response or a wait.
             New => {
                 let waits = matches!(next, AwaitLimit | AwaitTask | AwaitBuffer);
                 let begins = is_fetch || is_receive || matches!(next, DataIn | WriteData | Mgmt);
@@ -177,10 +178,10 @@ impl IoctxState {
             AwaitLimit => {
                 is_end || is_fetch || is_receive || matches!(next, AwaitTask | AwaitBuffer)
             }
-            // Data come before the order, but for a command that could take none when it came: the
-            // unit has grown since.
+            // Data is received before the task is ordered, unless the command could not accept any
+            // data at first because the unit has grown since.
             AwaitTask => is_end || is_receive || matches!(next, AwaitBuffer | DataIn | WriteData),
-            // The buffer for the data was there before the table was fetched.
+            // The data buffer was allocated before the table was fetched.
             FetchTable => is_end || is_fetch || is_receive || matches!(next, AwaitTask),
             AwaitBuffer => {
                 let goes_on = matches!(next, AwaitBuffer | AwaitTask | DataIn | WriteData);
@@ -188,7 +189,7 @@ impl IoctxState {
             }
             NeedData => is_end || is_receive || matches!(next, AwaitTask | DataIn),
             SendData => is_end || is_send || matches!(next, DataIn),
-            // Parameter data that an operation has found may lack a buffer.
+            // A buffer may be required for parameter data found by the operation.
             DataIn => {
                 let goes_on = matches!(next, AwaitBuffer | DataIn | WriteData);
                 is_end || is_receive || is_send || goes_on
@@ -198,8 +199,7 @@ impl IoctxState {
             AwaitCredit(ChainKind::NeedData) => is_end || matches!(next, NeedData),
             AwaitCredit(ChainKind::SendData) => is_end || matches!(next, SendData),
             AwaitCredit(ChainKind::Respond) => is_end || matches!(next, WriteData | MgmtRspSent),
-            // A function is answered, or a command with the tag of another one goes on to its
-            // answer.
+            // The function completes, or a command with a duplicate tag continues to its response.
             Mgmt => matches!(
                 next,
                 New | AwaitCredit(ChainKind::Respond) | MgmtRspSent | Done
@@ -209,38 +209,38 @@ impl IoctxState {
     }
 }
 
-/// A request that ends tasks, and is answered when they are gone.
+/// A request that aborts tasks, and completes once they are removed.
 #[derive(Clone, Debug)]
 pub enum Cause {
-    /// A task-management function of the initiator.
+    /// A task management function of the initiator.
     Function(Function),
-    /// A command with the tag of another one; its unit, if there is such a one.
+    /// A command with a duplicate tag, and its unit, if it exists.
     Overlap(Option<Arc<Unit>>),
 }
 
-/// Proof that a request was taken in. It ends in exactly one of three ways; a context that lets it
-/// go otherwise has lost a command, which debug builds report.
+/// Proof that a request was received. It must be consumed in exactly one of three ways. If a
+/// context drops it, a command was lost, which is reported in debug builds.
 #[derive(Debug)]
 #[must_use = "a request is answered, aborted or torn down"]
 pub struct CommandToken(());
 
 impl CommandToken {
-    /// A request came in.
+    /// Called when a request is received.
     pub(super) fn taken_in() -> Self {
         Self(())
     }
 
-    /// Its answer is on its way.
+    /// Called when the response was written.
     pub(super) fn answered(self) {
         std::mem::forget(self);
     }
 
-    /// Task management aborted it: no answer.
+    /// Called when the request was aborted by task management, without a response.
     pub(super) fn aborted(self) {
         std::mem::forget(self);
     }
 
-    /// Its channel is gone.
+    /// Called when the channel was torn down.
     pub(super) fn torn_down(self) {
         std::mem::forget(self);
     }
@@ -254,59 +254,59 @@ impl Drop for CommandToken {
     }
 }
 
-/// Immediate data that still lies in the receive ring.
+/// Immediate data in the receive ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Immediate {
-    /// The receive context that is held back for it.
+    /// The receive context, which is not posted again until the data is consumed.
     pub recv: RecvIdx,
     /// Offset in the information unit, in bytes.
     pub offset: u32,
-    /// Bytes that are still there.
+    /// Remaining length in bytes.
     pub len: u32,
 }
 
-/// One request under way, and everything that it holds.
+/// A request in flight, with all of its resources.
 #[derive(Debug)]
 pub struct SendIoctx {
     /// State of the request.
     pub state: IoctxState,
-    /// Tag that the initiator knows the request by.
+    /// Tag used by the initiator.
     pub tag: Tag,
-    /// Command, its steps and its data buffer.
+    /// The command, its steps and its data buffer.
     pub exec: Execution,
-    /// Notify the initiator of success.
+    /// True to notify the initiator on success.
     pub notify_success: bool,
-    /// Notify the initiator of failure.
+    /// True to notify the initiator on failure.
     pub notify_failure: bool,
-    /// Immediate data not yet taken from the receive ring.
+    /// Immediate data that was not copied from the receive ring yet.
     pub immediate: Option<Immediate>,
-    /// The initiator's memory that the command names.
+    /// The command's data in the initiator's memory.
     pub tables: Tables,
-    /// The transfer under way.
+    /// The current transfer.
     pub transfer: Option<Transfer>,
-    /// RSP_CODE of the answer, for one with response data.
+    /// RSP_CODE for a response with response data.
     pub code: Option<RspCode>,
-    /// The answer, once there is one.
+    /// The response, if available.
     pub response: Option<Response>,
-    /// Work requests of the chain that is posted.
+    /// Number of work requests in the posted chain.
     pub wrs: u32,
-    /// Since when a command that has started waits for the initiator to give or take a piece of its
-    /// data, or its answer.
+    /// Start of the current wait, if a running command waits for the initiator to send or receive a
+    /// piece of data, or the response.
     pub wait: Option<Wait>,
-    /// The same, also of a command that gathers its data.
+    /// Same as `wait`, but also set for a command that gathers its data.
     pub began: Option<Wait>,
-    /// The first wait with a place in the order of its unit.
+    /// The first wait after the command was ordered in its unit.
     pub ordered: Option<Wait>,
-    /// Time that its waits for earlier pieces count.
+    /// Total time of previous waits for pieces.
     pub waited: Duration,
-    /// The function, in a context of a task-management request.
+    /// The function, for a task management request.
     pub mgmt: Option<PendingFunction<Cause>>,
-    /// Proof of the request, until it ends.
+    /// Proof of the request until it completes.
     pub token: Option<CommandToken>,
 }
 
 impl SendIoctx {
-    /// Makes a context that no request has.
+    /// Creates an unused context.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -330,7 +330,7 @@ impl SendIoctx {
         }
     }
 
-    /// Whether a device may still touch what the context holds.
+    /// Returns whether a device may still access buffers of this context.
     #[must_use]
     pub fn is_in_device(&self) -> bool {
         matches!(
@@ -345,25 +345,26 @@ impl SendIoctx {
         )
     }
 
-    /// Deadline of the piece that it waits for; all pieces together have `time`.
+    /// Returns the deadline for the current piece. `time` is the limit for all pieces in total.
     #[must_use]
     pub fn piece_due(&self, time: Duration, pace: &Pace) -> Option<Instant> {
         let mut left = time.saturating_sub(self.waited);
         if self.response.is_some() || self.state == IoctxState::CmdRspSent {
-            // No command waits for an answered one: see `iscsi::Channel::check_data`.
+            // No other command waits for a completed command: see `iscsi::Channel::check_data`.
             left = left.max(time / MAX_DATA_TIMEOUTS);
         }
         Some(pace.due(self.wait?, left))
     }
 
-    /// Whether it is a command, as opposed to idle or a task-management request.
+    /// Returns whether this is a command, instead of a task management request or an unused
+    /// context.
     #[must_use]
     pub fn is_command(&self) -> bool {
         self.state != IoctxState::Done && self.mgmt.is_none() && self.state != IoctxState::Mgmt
     }
 
-    /// Plans the next portion of the transfer under way; returns its number of work requests.
-    /// Without a transfer there are none.
+    /// Plans the next portion of the current transfer. Returns the number of work requests, which
+    /// is zero without a transfer.
     pub(super) fn plan_portion(&mut self, limits: PortionLimits) -> u32 {
         let Some(transfer) = &mut self.transfer else {
             return 0;
@@ -373,7 +374,7 @@ impl SendIoctx {
         transfer.plan(table, buffer, limits)
     }
 
-    /// Whether nothing remains of the transfer after the planned portion.
+    /// Returns whether the planned portion completes the transfer.
     pub(super) fn is_last_portion(&self) -> bool {
         self.transfer.as_ref().is_none_or(Transfer::is_last)
     }

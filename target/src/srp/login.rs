@@ -1,4 +1,5 @@
-//! The login decision: pure, from a request, the portal's limits and what exists already.
+//! The decision whether to accept a login: a pure function of the request, the limits of the
+//! portal, and the existing channels.
 
 use std::sync::Arc;
 
@@ -12,27 +13,28 @@ use super::action::Action;
 use super::ioctx::{RecvIdx, SendIoctx};
 use crate::fabric::{ConnectionMemory, Contexts, LunMap, TaskIdx};
 
-/// Receives beyond the request limit: answers to CRED_REQ and AER_REQ, a logout, and one to spare.
-/// None of these spends a credit.
+/// Receives in addition to the request limit: responses to CRED_REQ and AER_REQ, a logout, and a
+/// spare. These do not need a credit.
 pub const SPARE_RECEIVES: u32 = 4;
 
-/// Messages of our own that a channel may have under way: CRED_REQ, AER_REQ, T_LOGOUT. Each has a
-/// context and a place in the send queue of its own.
+/// Maximum number of messages initiated by the target per channel: CRED_REQ, AER_REQ, T_LOGOUT.
+/// Each has a reserved context and a reserved entry in the send queue.
 pub const OWN_MESSAGES: u32 = 3;
 
-/// The longest information unit that we send: a response with response data and the longest sense.
+/// Maximum size of an information unit that we send: a response with response data and the maximum
+/// sense data.
 pub const MAX_TI_IU: u32 = 36 + 4 + 252;
 
 /// Limits of a portal, from the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginLimits {
-    /// Requests that a channel may have outstanding.
+    /// Maximum number of outstanding requests per channel.
     pub req_lim: u32,
-    /// The longest information unit that an initiator may send, in bytes.
+    /// Maximum size of an information unit from the initiator, in bytes.
     pub max_it_iu_len: u32,
-    /// Channels of one I_T nexus.
+    /// Maximum number of channels per I_T nexus.
     pub max_channels: u32,
-    /// Work requests of a channel's send queue.
+    /// Send queue size of a channel, in work requests.
     pub send_queue: u32,
 }
 
@@ -47,29 +49,29 @@ impl Default for LoginLimits {
     }
 }
 
-/// Decision of access control about an initiator port at a target port.
+/// The result of access control for an initiator port and a target port.
 #[derive(Clone, Debug)]
 pub enum Admission {
-    /// It may see these logical units.
+    /// The initiator can access these logical units.
     Allowed(Arc<LunMap>),
-    /// The access list does not name it.
+    /// The initiator is not in the access list.
     Denied,
-    /// There is no such target port here.
+    /// The target port does not exist.
     UnknownTarget,
 }
 
-/// Reason for which a login is refused.
+/// The reason why a login was rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoginRefused {
-    /// The reason for the SRP_LOGIN_REJ.
+    /// The reason code for SRP_LOGIN_REJ.
     pub reason: LoginRejReason,
-    /// The reason for the audit log, in the words of every protocol: SRP has one code both for
-    /// initiators that access control denies and for targets that do not exist.
+    /// The reason for the audit log, which is common to all protocols. SRP uses the same code if
+    /// access control denies the initiator and if the target does not exist.
     pub audit: &'static str,
 }
 
 impl LoginRefused {
-    /// A login that is refused for a reason, after access control has decided so.
+    /// Creates a rejection, based on the result of access control.
     #[must_use]
     pub fn new(reason: LoginRejReason, admission: &Admission) -> Self {
         let audit = match (reason, admission) {
@@ -95,64 +97,64 @@ impl From<LoginRejReason> for LoginRefused {
 /// State of the target at the time of a login.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoginView {
-    /// Channels that the I_T nexus has.
+    /// Existing channels of this I_T nexus.
     pub channels: u32,
-    /// There is no room for another channel, in memory, queue pairs or sessions.
+    /// True if another channel would exceed the limits for memory, queue pairs or sessions.
     pub exhausted: bool,
-    /// The target is shutting down.
+    /// True if the target is shutting down.
     pub stopping: bool,
 }
 
-/// Everything about a channel that is fixed when it is created.
+/// Channel parameters, which are fixed when it is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelParams {
-    /// Requests that the initiator may have outstanding.
+    /// Maximum number of outstanding requests.
     pub req_lim: u32,
-    /// The longest information unit received, in bytes.
+    /// Maximum size of a received information unit, in bytes.
     pub max_it_iu_len: u32,
-    /// The longest information unit sent, in bytes.
+    /// Maximum size of a sent information unit, in bytes.
     pub max_ti_iu_len: u32,
-    /// Work requests of the send queue.
+    /// Send queue size, in work requests.
     pub send_queue: u32,
-    /// Offset of immediate data, if it was agreed on.
+    /// Offset of immediate data, if it was negotiated.
     pub immediate: Option<ImmediateDataOffset>,
-    /// The initiator has asked for asynchronous events (AER_REQ).
+    /// True if the initiator has requested asynchronous events (AER_REQ).
     pub wants_events: bool,
-    /// Choice of the messages that are to be solicited events.
+    /// The messages to send as solicited events.
     pub flags: LoginReqFlags,
 }
 
 impl ChannelParams {
-    /// Contexts of the receive ring.
+    /// Returns the number of contexts in the receive ring.
     #[must_use]
     pub fn receives(&self) -> u32 {
         self.req_lim + SPARE_RECEIVES
     }
 
-    /// Contexts of the send ring.
+    /// Returns the number of contexts in the send ring.
     #[must_use]
     pub fn sends(&self) -> u32 {
         self.req_lim + OWN_MESSAGES
     }
 
-    /// Bytes from one receive context to the next.
+    /// Returns the distance between two receive contexts, in bytes.
     #[must_use]
     pub fn receive_stride(&self) -> usize {
         (self.max_it_iu_len as usize).next_multiple_of(64)
     }
 
-    /// Bytes from one send context to the next.
+    /// Returns the distance between two send contexts, in bytes.
     #[must_use]
     pub fn send_stride(&self) -> usize {
         (self.max_ti_iu_len as usize).next_multiple_of(64)
     }
 
-    /// Returns the memory of a channel with these parameters, when it has as many requests as it
-    /// may.
+    /// Returns the memory used by a channel with these parameters and the maximum number of
+    /// requests.
     #[must_use]
     pub fn memory(&self) -> ConnectionMemory {
         let (requests, receives) = (self.req_lim as usize, self.receives() as usize);
-        // A table has room for twice as many tags, and is not full then.
+        // The table has room for twice as many tags, and is not full then.
         let tags = 4 * requests * size_of::<(Tag, TaskIdx)>();
         let lists = receives * (size_of::<(RecvIdx, u32)>() + 2 * size_of::<Action>());
         ConnectionMemory {
@@ -164,21 +166,21 @@ impl ChannelParams {
     }
 }
 
-/// A login that is accepted.
+/// An accepted login.
 #[derive(Clone, Debug)]
 pub struct LoginOutcome {
-    /// The channel to create.
+    /// Parameters for the channel to create.
     pub params: ChannelParams,
-    /// SRP_LOGIN_RSP for the initiator.
+    /// The SRP_LOGIN_RSP to send.
     pub rsp: LoginRsp,
-    /// The logical units that it may see.
+    /// The logical units that the initiator can access.
     pub luns: Arc<LunMap>,
 }
 
-/// Decides on a login.
+/// Decides whether to accept a login.
 ///
 /// # Errors
-/// The reason for the SRP_LOGIN_REJ.
+/// Returns the reason for SRP_LOGIN_REJ.
 pub fn plan_login(
     req: &LoginReq,
     limits: &LoginLimits,
@@ -194,7 +196,8 @@ pub fn plan_login(
             return Err(LoginRejReason::UnableToAssociateChannel);
         }
     };
-    // The length decides the size of the receive ring, so the initiator does not choose it freely.
+    // The size of the receive ring depends on this, so the initiator must not choose an arbitrary
+    // length.
     if !(MIN_MAX_IU_LEN..=limits.max_it_iu_len).contains(&req.req_it_iu_len) {
         return Err(LoginRejReason::ReqItIuLengthTooLarge);
     }
@@ -211,12 +214,13 @@ pub fn plan_login(
             return Err(LoginRejReason::ChannelLimitReached);
         }
     }
-    // After the checks of the request: one that can never be granted gets a reason that says so,
-    // rather than one that suggests another attempt.
+    // This is checked after the request itself: if a request can never be accepted, the reason
+    // should say so instead of suggesting a retry.
     if view.exhausted {
         return Err(LoginRejReason::InsufficientResources);
     }
-    // An offset beyond the longest information unit leaves no room for data: not agreed on.
+    // If the offset is beyond the maximum information unit, there is no room for data, so we do not
+    // enable immediate data.
     let immediate = req
         .immediate
         .filter(|offset| offset.bytes() < req.req_it_iu_len as usize);
@@ -323,7 +327,7 @@ mod tests {
             ),
             (|_, _, _, v| v.exhausted = true, 0x0001_0001),
             (|_, _, _, v| v.stopping = true, 0x0001_0000),
-            // Access is decided first: a stranger learns nothing of the limits.
+            // Access is checked first, so that a denied initiator cannot find out any limits.
             (
                 |r, _, a, _| {
                     *a = Admission::Denied;

@@ -1,7 +1,7 @@
-//! Task management over SRP, and commands with the tag of another one.
+//! Task management over SRP, and commands with a duplicate tag.
 //!
-//! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. All
-//! else is common to the fabrics: [`task_mgmt`].
+//! ABORT TASK refers to a tag of this channel, because SRP tags are only unique per channel.
+//! Everything else is common to all fabrics: [`task_mgmt`].
 
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
@@ -39,9 +39,9 @@ impl Channel {
         }
     }
 
-    /// A command has the tag of one that is not answered yet, so an answer to either could be taken
-    /// for the other's. All commands of the nexus in the unit's task set end without an answer, and
-    /// so does the older one where it is for another unit (SAM-5 5.10).
+    /// Handles a command with the tag of a command in flight: a response could be for either of
+    /// them. We abort all commands of the nexus in the unit's task set without a response, and also
+    /// the older command if it's for another unit (SAM-5 5.10).
     pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, older: TaskIdx) {
         self.counters.malformed += 1;
         let tag = self.ioctx[usize::from(idx.0)].tag.0;
@@ -56,7 +56,7 @@ impl Channel {
         let unit = io.exec.unit.clone();
         become_state(&mut io.state, IoctxState::Mgmt);
         let cause = Cause::Overlap(unit.clone());
-        // The older one.
+        // For the older command.
         io.mgmt.insert(PendingFunction::new(cause)).await_tasks(1);
         if let Some(unit) = unit {
             let outcome = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
@@ -66,7 +66,7 @@ impl Channel {
         self.abort_own(cx, older, watcher);
     }
 
-    /// Has the tasks aborted that a function ends, which waits for them.
+    /// Aborts the tasks affected by a function, and waits for them.
     fn await_effect(&mut self, idx: TaskIdx, effect: Effect) {
         let watcher = self.task_ref(idx);
         self.mgmt_mut(idx).await_tasks(effect.tasks());
@@ -80,7 +80,7 @@ impl Channel {
         io.mgmt.as_mut().expect("a function runs")
     }
 
-    /// Aborts the commands of this channel with the tag that ABORT TASK names.
+    /// Aborts the commands of this channel with the tag in ABORT TASK.
     fn abort_tagged(
         &mut self,
         cx: &mut Cx<'_>,
@@ -90,7 +90,8 @@ impl Channel {
         let units = self.config.luns.with_former(request.lun);
         let unit = units.first().ok_or(FunctionAnswer::NoSuchLun)?;
         let watcher = self.task_ref(idx);
-        // Not by `tags`, which forgets a command as soon as its answer is written.
+        // We can't use `tags`, because it no longer contains a command once its response was
+        // written.
         for other in self.ioctx.numbers() {
             let Some(io) = self.ioctx.get(other) else {
                 continue;
@@ -105,7 +106,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Answers a function when the tasks that it waits for are gone.
+    /// Completes a function when the tasks that it was waiting for are removed.
     fn check_mgmt(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let pending = self.mgmt_mut(idx);
         if !pending.is_over() {
@@ -119,7 +120,7 @@ impl Channel {
         }
     }
 
-    /// Answers a command with the tag of another one.
+    /// Completes a command with a duplicate tag.
     fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, unit: Option<&Unit>) {
         let format = unit.map_or(SenseFormat::Fixed, |unit| unit.lu.sense_format());
         let overlapped = AdditionalSense::OVERLAPPED_COMMANDS;
@@ -131,7 +132,7 @@ impl Channel {
         self.respond(cx, idx, response);
     }
 
-    /// Counts a function by its answer, and answers it.
+    /// Counts a function by result, and completes it.
     fn answer_function(
         &mut self,
         cx: &mut Cx<'_>,
@@ -143,9 +144,9 @@ impl Channel {
         self.answer_code(cx, idx, code_of(answer));
     }
 
-    /// A task of this channel may start: those that held it back are gone.
+    /// Called when a task of this channel can start, because the tasks before it have been removed.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, task: TaskRef) {
-        // The mail may be late, and the context another command's by now.
+        // The message may be late, and the context may be used by a different command now.
         let io = self.ioctx.of_use(task.index, task.generation);
         if io.is_some_and(|io| io.state == IoctxState::AwaitTask) {
             self.start(cx, task.index);
@@ -153,7 +154,8 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Task management, here or on another channel, ends a task of this one.
+    /// Called when a task of this channel is aborted by task management, from this or another
+    /// channel.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, task: TaskRef, watcher: TaskRef) {
         let io = self.ioctx.of_use(task.index, task.generation);
         if io.is_some_and(|io| io.is_command()) {
@@ -164,7 +166,7 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A task that a function of this channel waited for is gone.
+    /// Called when a task was removed that a function of this channel is waiting for.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
         let io = self.ioctx.of_use(watcher.index, watcher.generation);
         if let Some(io) = io
@@ -177,14 +179,14 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Ends a command of this channel without an answer, since its own nexus asks for that.
+    /// Aborts a command silently, as requested by its own nexus.
     fn abort_own(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         self.ioctx[usize::from(idx.0)].exec.renounce();
         self.abort(cx, idx, watcher);
     }
 
-    /// Ends a command, at once or as soon as no device uses its buffers. It is answered if only
-    /// another nexus has ended it.
+    /// Aborts a command, immediately or as soon as its buffers are no longer used by a device.
+    /// There is a response only if it was aborted by another nexus alone.
     fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let own = self.task_ref(idx);
         let is_elsewhere = (watcher.worker, watcher.channel) != (own.worker, own.channel);
@@ -204,11 +206,12 @@ impl Channel {
                 io.exec.aborted = true;
                 self.ask(TaskAction::AbortBlock(idx));
             }
-            // It was named while its answer waited, by a function that comes over another channel:
-            // the last of its data may still be on their way. `finish` reports their end.
+            // The function was received on another channel, and the command was found because its
+            // response was still waiting. The last of its data may still be in flight. `finish`
+            // will report its completion.
             IoctxState::CmdRspSent if is_elsewhere && io.exec.is_left_ended() => {}
             IoctxState::CmdRspSent => {
-                // Its answer is on its way before ours: the task is gone for the initiator.
+                // Its response will be sent before ours, so the initiator no longer has this task.
                 io.exec.watchers.pop();
                 self.ask(TaskAction::TaskGone(watcher));
             }
@@ -219,7 +222,7 @@ impl Channel {
         }
     }
 
-    /// Takes a context out of the queues that it may stand in.
+    /// Removes a context from any queue that it is waiting in.
     pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: TaskIdx) {
         match self.ioctx_state(idx) {
             IoctxState::AwaitCredit(_) => self.send_queue.forget(idx),
@@ -241,7 +244,7 @@ fn function_of(function: TskMgmtFunction) -> Function {
     }
 }
 
-/// RSP_CODE of an answer. SRP has no code for an initiator that may not do something.
+/// Returns the RSP_CODE for a result. SRP does not have a code for an initiator without permission.
 fn code_of(answer: FunctionAnswer) -> RspCode {
     match answer {
         FunctionAnswer::Complete => RspCode::Complete,

@@ -1,33 +1,35 @@
-//! The SRP target: channels as machines that do no I/O.
+//! The SRP target: channels implemented as state machines without I/O.
 //!
-//! A [`Channel`] is one RC connection with one initiator. It takes information units, completions,
-//! results of block operations and connection events, and gives [`Action`]s: post this receive,
-//! post this chain, start this block operation, disconnect. The worker carries the actions out; a
-//! test or a simulator does so as well.
+//! A [`Channel`] is an RC connection with an initiator. Its inputs are received information units,
+//! completions, results of block operations and connection events. Its outputs are [`Action`]s:
+//! post this receive, post this chain, start this block operation, disconnect. These are executed
+//! by the worker, or by a test or simulation.
 //!
 //! # Modules
-//! - `login`: whether a login is accepted, and with what limits ([`plan_login`]).
-//! - `channel`: [`Channel`], its states ([`ChState`]) and its inputs; `action`: what it wants done.
-//! - `command`: the way of an SRP_CMD through its states; `respond`: its transfers and its answer.
+//! - `login`: decides whether to accept a login, and with which limits ([`plan_login`]).
+//! - `channel`: [`Channel`], its states ([`ChState`]) and its inputs; `action`: its requests to the
+//!   worker.
+//! - `command`: executes SRP_CMD; `respond`: data transfers and responses.
 //! - `mgmt`: task management and aborts.
-//! - `teardown`: logouts, disconnecting, draining.
-//! - `own`: messages of our own accord.
-//! - `ioctx`: the contexts of commands ([`IoctxState`]) and the rings.
+//! - `teardown`: logout, disconnect and drain.
+//! - `own`: messages initiated by the target.
+//! - `ioctx`: command contexts ([`IoctxState`]) and the rings.
 //! - `credit`: the request limit and the send queue.
 //! - `table`: descriptor tables.
 //!
 //! # Invariants
-//! - A command that was taken in is answered, aborted or torn down with its channel, exactly once
-//!   (see [`ioctx::CommandToken`]).
+//! - Each received command is completed, aborted or torn down with its channel, exactly once (see
+//!   [`ioctx::CommandToken`]).
 //! - Credits are conserved ([`credit::ReqLim`]).
-//! - Send-queue credit is taken before a chain is posted, and comes back with its last completion.
-//! - Every buffer goes back to the pool, and no earlier than the devices have released it.
-//! - All memory is allocated when the channel is created ([`ChannelParams::memory`]); data buffers
-//!   come from the worker's pool.
+//! - Send-queue credit is reserved before a chain is posted, and returned when its last request
+//!   completes.
+//! - Each buffer is returned to the pool, but only when it is no longer used by a device.
+//! - All memory is allocated when the channel is created ([`ChannelParams::memory`]). Data buffers
+//!   are allocated from the worker's pool.
 //!
 //! # Not implemented
-//! Bidirectional commands run as far as the logical unit has such commands, which it has not.
-//! Protection information.
+//! Bidirectional commands are supported here, but not by the logical unit. Protection information
+//! is not supported.
 
 #![forbid(unsafe_code)]
 

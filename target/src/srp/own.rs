@@ -1,4 +1,4 @@
-//! Messages that a target sends of its own accord: T_LOGOUT, CRED_REQ, AER_REQ.
+//! Messages initiated by the target: T_LOGOUT, CRED_REQ, AER_REQ.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -7,7 +7,7 @@ use riser_scsi::lun::WireLun;
 use riser_scsi::sense::SenseData;
 use riser_scsi::srp::Tag;
 
-/// A message of our own: at most one of each kind is under way.
+/// The type of a message. At most one message of each type is in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     CredReq,
@@ -15,12 +15,12 @@ pub(super) enum Kind {
     Logout,
 }
 
-/// State of a message of our own.
+/// State of a message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Slot {
-    /// Its send has not completed.
+    /// Set until the send has completed.
     pub(super) sending: bool,
-    /// Its answer has not come.
+    /// Tag of the message until the response is received.
     pub(super) unanswered: Option<Tag>,
 }
 
@@ -30,18 +30,18 @@ impl Slot {
     }
 }
 
-/// Messages of our own.
+/// Messages initiated by the target.
 #[derive(Debug, Default)]
 pub(super) struct OwnMessages {
     pub(super) slots: [Slot; 3],
     pub(super) next_tag: u64,
     pub(super) events: VecDeque<(WireLun, SenseData)>,
-    /// Until when commands under way may finish before the logout.
+    /// If set, commands in flight can complete until then, followed by a logout.
     pub(super) stopping: Option<Instant>,
 }
 
 impl OwnMessages {
-    /// None of them will complete.
+    /// Marks all sends as completed, because their completions will never arrive.
     pub(super) fn forget_sends(&mut self) {
         for slot in &mut self.slots {
             slot.sending = false;

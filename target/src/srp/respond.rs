@@ -1,4 +1,5 @@
-//! Chains: RDMA requests and answers, planned, posted when there is credit, completed.
+//! Chains of RDMA requests and responses: these are planned, posted when there is enough credit,
+//! and completed.
 
 use riser_scsi::sense::SENSE_MAX;
 use riser_scsi::srp::{RSP_LEN, Residual, Rsp, RspCode};
@@ -11,15 +12,16 @@ use super::ioctx::{ChainKind, IoctxState};
 use super::login::MAX_TI_IU;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, Transfer};
 
-/// Length of the longest answer in bytes: one with response data and sense data.
+/// Maximum size of a response in bytes, with response data and sense data.
 const MAX_RSP: usize = RSP_LEN + 4 + SENSE_MAX;
 
-// It fits the place of its context in the send ring.
+// This must fit into the context's slot in the send ring.
 const _: () = assert!(MAX_RSP <= MAX_TI_IU as usize);
 
 impl Channel {
-    /// A command leaves the task set with its answer. What is left of that must not follow the
-    /// response to a function of the nexus, which may come over another channel.
+    /// Removes a command from its task set when its response is posted. If the response is still
+    /// waiting, it must not be sent after the response to a function of the same nexus, which may
+    /// be received on another channel.
     pub(super) fn leave_answering(&mut self, idx: TaskIdx) {
         let (nexus, name) = (self.config.nexus, self.task_ref(idx));
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -29,7 +31,7 @@ impl Channel {
         self.leave_task_set(idx);
     }
 
-    /// Answers with response data: the request never became a task, or was none.
+    /// Sends a response with response data, for a request that is not a task or did not become one.
     pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: TaskIdx, code: RspCode) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.code = Some(code);
@@ -49,7 +51,7 @@ impl Channel {
         }
     }
 
-    /// Posts chains that waited, as far as there is credit now.
+    /// Posts waiting chains while there is enough credit.
     pub(super) fn retry_posts(&mut self, _cx: &mut Cx<'_>) {
         while let Some(idx) = self.send_queue.front() {
             let IoctxState::AwaitCredit(then) = self.ioctx_state(idx) else {
@@ -63,7 +65,7 @@ impl Channel {
         }
     }
 
-    /// Plans the next chain of a context; returns its number of work requests.
+    /// Plans the next chain of a context. Returns the number of work requests.
     fn plan_chain(&mut self, idx: TaskIdx, then: ChainKind) -> u32 {
         let limits = self.portion_limits();
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -90,10 +92,11 @@ impl Channel {
         self.actions.push_back(Action::Post { task: idx, send });
     }
 
-    /// Writes the answer into the send ring. From here on the request counts as answered.
+    /// Writes the response to the send ring. After this, the request is complete.
     fn emit_rsp(&mut self, idx: TaskIdx) -> SendIu {
         let req_lim_delta = self.req_lim.on_answer();
-        // From here on the initiator may use the tag again, before we hear that the answer arrived.
+        // The initiator may now reuse the tag, possibly before we receive the completion of this
+        // response.
         self.forget_tag(self.ioctx[usize::from(idx.0)].tag, idx);
         self.counters.answered += 1;
         let offset = self.send_offset(idx);
@@ -134,15 +137,16 @@ impl Channel {
         }
     }
 
-    /// A chain of a command context has completed.
+    /// Called when a chain of a command context has completed.
     pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
-        // The queue moves, so the time for the next chain begins: `watch_chains` sets it.
+        // The queue is making progress, so restart the timer for the next chain. It is set by
+        // `watch_chains`.
         self.data_deadline = None;
         let io = &mut self.ioctx[usize::from(idx.0)];
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
         self.pace.on_moved(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
-            // The initiator knows nothing of one that was lost.
+            // If the response was lost, the initiator does not know about it.
             if ok {
                 io.exec.arrive(cx.now);
             } else {

@@ -1,8 +1,8 @@
-//! Descriptor tables: where a command's data lies in the initiator's memory.
+//! Descriptor tables: the location of a command's data in the initiator's memory.
 //!
-//! A direct descriptor and a short indirect table fit the command's own context. A longer table,
-//! and an external one that must first be read from the initiator, lie in a buffer of the pool, so
-//! that a channel's memory does not depend on what its peer sends.
+//! A direct descriptor or a short indirect table is stored in the context of the command. A longer
+//! table, or an external table that must be read from the initiator first, is stored in a pool
+//! buffer, so that the memory of a channel does not depend on its peer.
 
 use arrayvec::ArrayVec;
 use riser_scsi::access::DataAccess;
@@ -13,58 +13,58 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::fabric::{Descriptors, Direction, RemoteMemory, RemoteRange};
 use crate::pool::{Buffer, Owner, Pool};
 
-/// Descriptors that a table holds without a pool buffer.
+/// Maximum number of descriptors without a pool buffer.
 pub const INLINE_DESCRIPTORS: usize = 16;
 
-/// Descriptors of the longest table that a target accepts.
+/// Maximum number of descriptors in a table.
 pub const MAX_DESCRIPTORS: u32 = 2048;
 
-/// Ranges of the initiator's memory, in order.
+/// An ordered list of ranges in the initiator's memory.
 #[derive(Debug, Default)]
 pub enum Table {
-    /// No data goes in this direction.
+    /// No data in this direction.
     #[default]
     Empty,
-    /// A few descriptors, in the command's own context.
+    /// A small number of descriptors, stored in the context of the command.
     Inline(ArrayVec<MemDesc, INLINE_DESCRIPTORS>),
-    /// Descriptors in a buffer of the pool.
+    /// Descriptors in a pool buffer.
     Pooled {
-        /// Bytes of the descriptors, as they came.
+        /// The descriptors as received.
         buffer: Buffer,
-        /// Number of descriptors in it.
+        /// Number of descriptors.
         entries: u32,
     },
-    /// Descriptors that the command only points to.
+    /// The command only contains the address of the descriptors.
     External {
-        /// The initiator's memory with them.
+        /// The location of the descriptors in the initiator's memory.
         remote: MemDesc,
-        /// Length of the data that they describe, in bytes.
+        /// Total length of the data in bytes.
         data_len: u32,
     },
 }
 
-/// Reason for which a command's descriptors cannot be used.
+/// The reason why the descriptors of a command are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
-    /// More descriptors than [`MAX_DESCRIPTORS`].
+    /// There are more than [`MAX_DESCRIPTORS`] descriptors.
     #[error("a table of {0} descriptors")]
     TooLong(u32),
-    /// The descriptors describe less memory than the command says.
+    /// The descriptors are for less data than the length in the command.
     #[error("descriptors describe {described} of {declared} bytes")]
     Short {
-        /// Sum of the descriptors' lengths.
+        /// Total length of the descriptors.
         described: u64,
-        /// Length according to the command, in bytes.
+        /// Length in the command, in bytes.
         declared: u32,
     },
 }
 
 impl Table {
-    /// Takes over the descriptors of one direction of a command, in the place of an empty table.
-    /// Returns `false` without room in the pool.
+    /// Stores the descriptors for one direction of a command in an empty table. Returns `false` if
+    /// there is no room in the pool.
     ///
     /// # Errors
-    /// [`TableError`]; nothing is held then.
+    /// [`TableError`]. No resources are held in this case.
     pub fn take(
         &mut self,
         data: &DataBuffer<'_>,
@@ -75,7 +75,7 @@ impl Table {
             DataBuffer::None | DataBuffer::Immediate { .. } => {}
             DataBuffer::Direct(desc) => self.set_inline(&[*desc]),
             DataBuffer::Indirect(table) => {
-                // Before any memory is taken: the number is the peer's.
+                // Check this before allocating memory, because the number is chosen by the peer.
                 let entries = table.entries();
                 if entries > MAX_DESCRIPTORS {
                     return Err(TableError::TooLong(entries));
@@ -87,7 +87,7 @@ impl Table {
                     };
                     return Ok(true);
                 }
-                // A transfer would run past the last descriptor if they described less.
+                // Without this check, a transfer could continue beyond the last descriptor.
                 check_sum(table.inline.iter(), table.len)?;
                 if table.inline.len() <= INLINE_DESCRIPTORS {
                     self.set_inline(table.inline);
@@ -108,8 +108,8 @@ impl Table {
         Self::Inline(descs.into_iter().collect())
     }
 
-    /// Takes over descriptors in the place of an empty table, filled where it lies: one that is
-    /// made elsewhere is moved with the room that it does not use.
+    /// Stores descriptors in an empty table. The list is filled in place, because moving it would
+    /// also copy its unused capacity.
     fn set_inline(&mut self, descs: &[MemDesc]) {
         *self = Self::Inline(ArrayVec::new());
         if let Self::Inline(list) = self {
@@ -118,7 +118,7 @@ impl Table {
         }
     }
 
-    /// Number of descriptors at hand.
+    /// Returns the number of available descriptors.
     #[must_use]
     pub fn entries(&self) -> u32 {
         match self {
@@ -128,7 +128,7 @@ impl Table {
         }
     }
 
-    /// The descriptor at `index`.
+    /// Returns the descriptor at `index`.
     ///
     /// # Panics
     /// If `index` is out of range.
@@ -145,7 +145,7 @@ impl Table {
         }
     }
 
-    /// Checks that the descriptors describe at least `declared` bytes.
+    /// Checks that the total length of the descriptors is at least `declared` bytes.
     ///
     /// # Errors
     /// [`TableError::Short`].
@@ -156,9 +156,9 @@ impl Table {
         short(all, declared)
     }
 
-    /// Gives its buffer, if it has one, back to the pool.
+    /// Returns the buffer to the pool, if there is one.
     pub fn release(&mut self, pool: &mut Pool) {
-        // A table is large to move, so that is left to those that have something to return.
+        // A table is expensive to move, so only do this if there is a buffer to return.
         if !matches!(self, Self::Pooled { .. }) {
             *self = Self::Empty;
         } else if let Self::Pooled { buffer, .. } = std::mem::take(self) {
@@ -178,19 +178,20 @@ impl RemoteMemory for Table {
     }
 }
 
-/// The tables of a command, and the external one that is being fetched.
+/// The tables of a command, and the external table that is being fetched.
 ///
-/// A command names an external table in one direction at most: there are no bidirectional ones.
+/// A command can have an external table in one direction only, because we do not support
+/// bidirectional commands.
 #[derive(Debug, Default)]
 pub struct Tables {
     data_out: Table,
     data_in: Table,
-    /// External table that is being read, and the buffer that it goes to.
+    /// The external table that is being read, and the buffer for it.
     fetch: Option<(Table, Buffer)>,
 }
 
 impl Tables {
-    /// Takes over the descriptors of a command; `false` without room in the pool.
+    /// Stores the descriptors of a command. Returns `false` if there is no room in the pool.
     ///
     /// # Errors
     /// [`TableError`].
@@ -200,12 +201,12 @@ impl Tables {
         pool: &mut Pool,
         owner: Owner,
     ) -> Result<bool, TableError> {
-        // Without room for one, the other is released with the command.
+        // If there is no room for the second table, the first is released with the command.
         Ok(self.data_out.take(&cmd.data_out, pool, owner)?
             && self.data_in.take(&cmd.data_in, pool, owner)?)
     }
 
-    /// Says where the descriptors are.
+    /// Returns where the descriptors are stored.
     #[must_use]
     pub fn descriptors(&self) -> Descriptors {
         let mut descriptors = Descriptors::default();
@@ -226,19 +227,19 @@ impl Tables {
         })
     }
 
-    /// Begins to fetch an external table into a buffer.
+    /// Starts to fetch an external table into a buffer.
     pub fn begin_fetch(&mut self, remote: MemDesc, buffer: Buffer) {
         let source = Table::inline([remote]);
         self.fetch = Some((source, buffer));
     }
 
-    /// Takes over the external table that was fetched.
+    /// Uses the external table after it was fetched.
     ///
     /// # Errors
     /// [`TableError::Short`].
     ///
     /// # Panics
-    /// If none was.
+    /// If no table was fetched.
     pub fn on_fetched(&mut self) -> Result<(), TableError> {
         let (_, buffer) = self.fetch.take().expect("a table was fetched");
         let external = [&mut self.data_out, &mut self.data_in]
@@ -255,7 +256,7 @@ impl Tables {
         external.check(data_len)
     }
 
-    /// Returns both sides of a transfer: of the table that is being fetched, or of the command's
+    /// Returns both sides of a transfer: for the table that is being fetched, or for the command's
     /// data.
     ///
     /// # Panics
@@ -276,7 +277,7 @@ impl Tables {
         (table, data.expect("a transfer has a buffer"))
     }
 
-    /// Gives the buffers of the tables back to the pool.
+    /// Returns the buffers of the tables to the pool.
     pub fn release(&mut self, pool: &mut Pool) {
         self.data_out.release(pool);
         self.data_in.release(pool);
@@ -373,7 +374,7 @@ mod tests {
         requests.map(RdmaRequest::to_list).collect()
     }
 
-    /// A list of descriptors that lies nowhere.
+    /// A list of descriptors without a pool buffer.
     struct List(Vec<MemDesc>);
 
     impl RemoteMemory for List {
@@ -384,8 +385,8 @@ mod tests {
     }
 
     proptest! {
-        /// A table in separate pages of the pool gives the requests of its descriptors, and as many
-        /// as were counted.
+        /// A table in separate pages of the pool should result in the same requests as its
+        /// descriptors, and the number of requests should match.
         #[test]
         fn a_table_that_crosses_pages_gives_the_requests_of_its_descriptors(
             lens in proptest::collection::vec(1u32..1500, 200..700),
@@ -435,7 +436,8 @@ mod tests {
         }
     }
 
-    /// Each work request lies in one descriptor, they are in order, and together they move all.
+    /// Checks that each work request is contained in a single descriptor, that they are in order,
+    /// and that they transfer all data.
     fn check_requests(table: &Table, len: u32, limits: PortionLimits, pool: &mut Pool) {
         let buffer = pool.take(len).expect("the pool is large enough");
         let mut transfer = Transfer::new(Direction::ToInitiator, len);
@@ -468,8 +470,9 @@ mod tests {
         pool.release(buffer);
     }
 
-    /// What a peer describes is refused, or moves each byte once to where its descriptors say. The
-    /// bytes: limits of a portion, a length, where the table is, then its descriptors.
+    /// Checks that descriptors from a peer are either rejected, or that each byte is transferred
+    /// once to the right address. The input contains limits for a portion, a length and the
+    /// location of the table, followed by the descriptors.
     fn check_descriptors(bytes: &[u8], pool: &mut Pool) {
         let Some((&[wrs, sges, place, high, low], rest)) = bytes.split_first_chunk() else {
             return;

@@ -1,5 +1,4 @@
-//! Ends of a channel, and the messages that a target sends of its own accord: T_LOGOUT, CRED_REQ,
-//! AER_REQ.
+//! Channel teardown, and messages initiated by the target: T_LOGOUT, CRED_REQ, AER_REQ.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,19 +17,20 @@ use crate::audit::Parting;
 use crate::fabric::{CommandFlow as _, End, LunMap, TaskAction, TaskIdx, UnitIdx};
 use crate::pool::Pool;
 
-/// Time limit for sending a T_LOGOUT; the connection ends without it then.
+/// Timeout for sending a T_LOGOUT. After that, we disconnect without it.
 const LOGOUT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The same for a channel that a new login replaces: its commands wait until this channel is gone.
+/// The same for a channel that is replaced by a new login. Commands of the new channel have to wait
+/// until this channel is closed.
 const REPLACED_LOGOUT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Events that wait for AER_REQ at most; more are not reported that way, and meet the initiator as
-/// unit attentions.
+/// Maximum number of events waiting for AER_REQ. Any further event is only reported as a unit
+/// attention.
 const MAX_EVENTS: usize = 16;
 
 impl Channel {
-    /// The target is shutting down: commands under way may finish until `until`, then the initiator
-    /// is logged out.
+    /// Called when the target is shutting down. Commands in flight can complete until `until`, then
+    /// we log out the initiator.
     pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
         self.ended.get_or_insert(Parting::Shutdown);
         match self.state {
@@ -39,15 +39,16 @@ impl Channel {
                 self.deadline = Some(until);
             }
             ChState::Connecting => self.disconnect(cx),
-            // It has taken no command yet.
+            // No command was received yet.
             ChState::Joining => self.logout(cx, TLogoutReason::NoReason),
             ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
         }
         self.settle_round(cx);
     }
 
-    /// A new login of the same nexus ends the channel. Its commands end now, since the initiator
-    /// has given them up: one that started or went on would overwrite what comes after it.
+    /// Called when the channel is replaced by a new login of the same nexus. Its commands are
+    /// aborted now, because the initiator does not expect them to complete, and they must not
+    /// overwrite the data of newer commands.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
         self.logout(cx, TLogoutReason::MultiChannelAction);
@@ -59,19 +60,19 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The connection ended, by the peer or by an error.
+    /// Called when the connection was closed, by the peer or due to an error.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
         self.settle_round(cx);
     }
 
-    /// The drain marker completed: nothing posted before it is left.
+    /// Called when the drain marker has completed. All earlier requests have completed too.
     pub fn handle_drained(&mut self, cx: &mut Cx<'_>) {
         self.drained = true;
         self.settle_round(cx);
     }
 
-    /// Reports an event of a unit by AER_REQ, if the initiator has asked for that.
+    /// Reports an event of a unit with AER_REQ, if this was requested by the initiator.
     pub fn handle_event(&mut self, cx: &mut Cx<'_>, unit: UnitIdx, attention: Attention) {
         if self.state == ChState::Live && self.config.params.wants_events {
             let sense = attention.sense().encode(SenseFormat::Fixed);
@@ -81,7 +82,7 @@ impl Channel {
                 && room
             {
                 let event = (lun.encode(), sense);
-                // An initiator that does not answer must not have the queue filled by one event.
+                // If the initiator does not respond, a single event must not fill the queue.
                 if !self.own.events.contains(&event) {
                     self.own.events.push_back(event);
                 }
@@ -90,15 +91,15 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// The initiator sees other units from now on. Commands under way keep theirs to their end. The
-    /// unit attention is the nexus's affair; an initiator that has asked for events gets an AER_REQ
-    /// at once.
+    /// Called when the logical units for this initiator have changed. Commands in flight continue
+    /// to use their unit. The nexus handles the unit attention, but if the initiator has requested
+    /// events, it immediately gets an AER_REQ.
     pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
         let is_same = self.config.luns.is_same(&luns);
         self.accounts.follow(&luns);
         self.config.luns = luns;
         if is_same {
-            // The initiator has other limits: see `Channel::handle_limits`.
+            // Only the limits of the initiator have changed: see `Channel::handle_limits`.
             return self.settle_round(cx);
         }
         let first = self.config.luns.iter().next().map(|(_, unit)| unit.index);
@@ -108,7 +109,7 @@ impl Channel {
         }
     }
 
-    /// The limits of units or of the initiator may be others from now on.
+    /// Called when the limits of units or of the initiator may have changed.
     pub fn handle_limits(&mut self, cx: &mut Cx<'_>) {
         let limiter = self.config.luns.limiter();
         self.backlog.limits.rebook(limiter, cx.now);
@@ -116,8 +117,8 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Ends everything at once, for a worker that ends without a shutdown; the channel is of no use
-    /// then. The devices are closed already, so nothing touches a buffer.
+    /// Aborts everything immediately, when a worker exits without a shutdown. After this, the
+    /// channel can't be used. The devices are already closed, so buffers are no longer accessed.
     pub fn abandon(&mut self, pool: &mut Pool) {
         for idx in self.ioctx.numbers() {
             if let Some(io) = self.ioctx.get_mut(idx) {
@@ -129,7 +130,7 @@ impl Channel {
         self.actions.clear();
     }
 
-    /// Logs the initiator out, then disconnects.
+    /// Logs out the initiator, then disconnects.
     pub(super) fn logout(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
         self.ended.get_or_insert(Parting::Protocol);
         match self.state {
@@ -171,7 +172,7 @@ impl Channel {
         }
     }
 
-    /// Goes to the draining state, unless it is there.
+    /// Starts to drain the channel, unless already started.
     fn disconnect(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.state, ChState::Draining | ChState::Disconnected) {
             return;
@@ -184,7 +185,8 @@ impl Channel {
         self.tear_down(cx);
     }
 
-    /// Ends all requests: those that no device holds now, the rest as they come back.
+    /// Tears down all requests, either immediately or as soon as they are no longer used by a
+    /// device.
     fn tear_down(&mut self, cx: &mut Cx<'_>) {
         if std::mem::replace(&mut self.torn_down, true) {
             return;
@@ -199,7 +201,7 @@ impl Channel {
                         self.ask(TaskAction::AbortBlock(idx));
                     }
                 }
-                // The completion of its chain ends it.
+                // It is torn down when its chain completes.
                 _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}
                 _ => {
                     self.stop_waiting(cx.pool, idx);
@@ -209,7 +211,7 @@ impl Channel {
         }
     }
 
-    /// Sends what is due of our own.
+    /// Sends pending messages initiated by the target.
     pub(super) fn poll_own(&mut self, cx: &mut Cx<'_>) {
         if self.state != ChState::Live {
             return;
@@ -217,8 +219,8 @@ impl Channel {
         if self.own.stopping.is_some() && self.req_lim.outstanding() == 0 {
             return self.logout(cx, TLogoutReason::NoReason);
         }
-        // Credits travel with answers. Only when none is under way that could carry them, a request
-        // of ours does, or the initiator would wait for ever.
+        // Credits are returned with responses. Only send a request if there is no response to
+        // return them, because the initiator would then wait forever.
         if self.req_lim.is_stuck() && self.slot(Kind::CredReq).is_idle() {
             let tag = self.own_tag();
             let solicited = self.wants(LoginReqFlags::CRSOLNT);
@@ -267,7 +269,7 @@ impl Channel {
         }
     }
 
-    /// The send of a message of our own completed, or failed.
+    /// Called when a message initiated by the target was sent, or has failed.
     pub(super) fn on_own_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         let kind = match u32::from(idx.0) - self.config.params.req_lim {
             0 => Kind::CredReq,
@@ -277,7 +279,8 @@ impl Channel {
         let slot = self.slot_mut(kind);
         assert!(slot.sending, "{kind:?} was being sent");
         slot.sending = false;
-        // Nothing follows a T_LOGOUT: the initiator has it now, and the queue pair may go.
+        // T_LOGOUT is always the last message. The initiator has received it, so we can close the
+        // queue pair.
         if !ok || kind == Kind::Logout {
             self.on_queue_pair_error(cx);
         }

@@ -1,4 +1,4 @@
-//! Scripts: information units and completions in, actions out.
+//! Scripted tests: information units and completions as input, actions as output.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -296,7 +296,7 @@ fn waits_for_other_tasks_and_for_memory_are_stages_of_their_own() {
     rig.end();
 }
 
-/// Commands with their data in memory wait for one in the order that has no memory yet.
+/// An ordered command has no memory yet, and commands that use the memory are waiting for it.
 #[test]
 fn a_command_in_the_order_gets_memory_that_others_hold() {
     const MIB: usize = 1 << 20;
@@ -323,8 +323,8 @@ fn a_command_in_the_order_gets_memory_that_others_hold() {
     rig.end();
 }
 
-/// Newer commands of its nexus wait for an ORDERED one, and must not do so with the memory that it
-/// needs.
+/// Newer commands of the nexus have to wait for an ORDERED command, so they must not use the memory
+/// that it needs.
 #[test]
 fn no_command_overtakes_one_that_waits_for_memory() {
     let mut rig = Rig::live();
@@ -346,7 +346,7 @@ fn no_command_overtakes_one_that_waits_for_memory() {
     rig.end();
 }
 
-/// Nor do they while its table is on its way.
+/// The same while its table is being fetched.
 #[test]
 fn no_command_takes_the_memory_of_one_that_fetches_its_table() {
     const MIB: u32 = 1 << 20;
@@ -380,7 +380,7 @@ fn commands_that_need_the_reserve_have_it_in_turn() {
     rig.remote.insert(KEY, vec![0; 512]);
     let all = rig.pool.take(4 << 20).unwrap();
     let data = || Data::Direct(MemDesc::new(0, KEY, 512));
-    // Commands that are not in the order yet wait for other memory and block none.
+    // Commands that have not been ordered yet wait for memory, but do not block any other command.
     rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
     for (chan, tag) in [(0, 2), (0, 3), (1, 4), (1, 5)] {
         rig.send(chan, &read10(0, 1).tag(tag).into(data()).bytes());
@@ -428,8 +428,8 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
     rig.end();
 }
 
-/// A command that is being answered has left the unit's task set, but its data may have only begun
-/// to move.
+/// While its response is sent, a command is no longer in the task set of the unit, but its data
+/// transfer may have just started.
 #[test]
 fn no_data_move_after_the_function_that_ended_their_command() {
     for function in [
@@ -442,7 +442,7 @@ fn no_data_move_after_the_function_that_ended_their_command() {
         let read = read10(0, 60).into(indirect(&blocks(60), 60));
         rig.send(0, &read.tag(1).bytes());
         rig.complete();
-        // Another unit is none of the function's business.
+        // The function does not affect the other unit.
         rig.send(0, &read10(0, 1).lun(1).tag(2).bytes());
         assert_eq!(
             rig.channels[0].ioctx_state(TaskIdx(0)),
@@ -458,7 +458,8 @@ fn no_data_move_after_the_function_that_ended_their_command() {
     }
 }
 
-/// A command may have left the task set when its channel hears that another nexus has ended it.
+/// A command may have been removed from the task set before its channel is notified that it was
+/// aborted by another nexus.
 #[test]
 fn a_cleared_command_whose_answer_has_begun_is_answered() {
     let mut rig = Rig::live();
@@ -484,8 +485,9 @@ fn a_cleared_command_whose_answer_has_begun_is_answered() {
     rig.end();
 }
 
-/// The answer to an older command with the same tag could be taken for the newer one's, and a
-/// command that its own nexus ends gets no status: both hold where another nexus has ended it, too.
+/// A response to an older command with the same tag could be mistaken for the newer command, and a
+/// command aborted by its own nexus does not have a status. Both also apply if it was aborted by
+/// another nexus.
 #[test]
 fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
     let overlapped = cmd(&[0; 6]).lun(1).tag(5).bytes();
@@ -519,7 +521,7 @@ fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
     }
 }
 
-/// The function may come over another channel of the nexus.
+/// The function may be received on another channel of the nexus.
 #[test]
 fn no_data_move_after_a_function_over_another_channel() {
     for (function, is_last) in [
@@ -555,7 +557,7 @@ fn no_data_move_after_a_function_over_another_channel() {
         let is_rsp = |bytes: &[u8]| matches!(FromTarget::parse(bytes), Ok(FromTarget::Rsp(_)));
         let answers: Vec<_> = sent.iter().filter(|(_, bytes)| is_rsp(bytes)).collect();
         match is_last {
-            // Its data and its answer were posted before.
+            // Its data and response were posted earlier.
             true => assert!(matches!(answers[..], [(1, _), (0, _)]), "{function:?}"),
             false => assert!(matches!(answers[..], [(0, _)]), "{function:?}"),
         }
@@ -633,7 +635,7 @@ fn abort_task_of_nothing_is_complete() {
     rig.end();
 }
 
-/// CVE-2016-6327: ABORT TASK for a command in any state, repeated, neither crashes nor loses one.
+/// CVE-2016-6327: repeated ABORT TASK for a command in any state must not crash or lose a command.
 #[test]
 fn cve_2016_6327_abort_task_in_every_state() {
     for steps in 0..6 {
@@ -813,7 +815,7 @@ fn a_tag_in_use_ends_the_commands_of_the_nexus() {
     let write = |byte| write10(0, 1).out(Data::Immediate(vec![byte; 512]));
     rig.send(0, &write(0xaa).tag(1).bytes());
     rig.send(0, &cmd(&[0x35]).tag(2).bytes());
-    // For another unit, whose commands end as well.
+    // This is for another unit, but its commands are aborted too.
     rig.send(0, &cmd(&[0x35]).tag(3).lun(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(1).lun(1).bytes());
     assert_eq!(
@@ -827,7 +829,7 @@ fn a_tag_in_use_ends_the_commands_of_the_nexus() {
     assert_eq!(ended, [(2, 0, None), (1, 2, Some(0xb))]);
     assert_eq!(rig.channels[0].counters().aborted, 2);
     assert_eq!(rig.disks[0][..512], [0; 512]);
-    // A tag may be used again once it is answered, before the send of the answer completes.
+    // A tag can be reused once the response was sent, even before the send has completed.
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.settle();
@@ -892,7 +894,7 @@ fn a_malformed_command_with_a_tag_is_answered() {
     rig.end();
 }
 
-/// CVE-2026-74394: immediate data whose offset and length wrap around is refused.
+/// CVE-2026-74394: immediate data is rejected if its offset and length overflow.
 #[test]
 fn cve_2026_74394_immediate_data_length_wraps() {
     for len in [u32::MAX, u32::MAX - 79, u32::MAX - 80, 8181, 4097] {
@@ -911,14 +913,14 @@ fn cve_2026_74394_immediate_data_length_wraps() {
     }
 }
 
-/// CVE-2020-28374, CVE-2021-3139: a copy command of one unit that names another one by its
-/// designator, where the initiator may not see it. No command to LUN 0 leads to any other unit.
+/// CVE-2020-28374, CVE-2021-3139: a copy command of one unit contains the designator of another
+/// unit, which may not be visible to the initiator. No command to LUN 0 should access another unit.
 #[test]
 fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name() {
     let mut rig = Rig::live();
     rig.disks[1].fill(0x77);
-    // EXTENDED COPY (LID1): two targets by their NAA designators, and a segment from the second
-    // to the first.
+    // EXTENDED COPY (LID1) with two targets by NAA designator, and a segment from the second to the
+    // first.
     let mut list = vec![0; 16];
     (list[3], list[11]) = (64, 28);
     for unit in 0..2 {
@@ -955,7 +957,7 @@ fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name
             );
         }
     }
-    // Neither does any other code, with the same list.
+    // No other opcode should access it with the same list.
     for opcode in 0..=0xff {
         for action in 0..0x20 {
             let mut cdb = [0; 16];
@@ -972,7 +974,8 @@ fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name
         }
     }
     assert_eq!(rig.disks[1], was[1]);
-    // A LUN that leads nowhere for this initiator is no unit, whatever other initiators have there.
+    // If a LUN is not mapped for this initiator, there is no unit, even if it is mapped for another
+    // initiator.
     for lun in [2, 9, 255] {
         rig.sent.clear();
         rig.send(0, &read10(0, 1).tag(7).lun(lun).bytes());
@@ -982,13 +985,13 @@ fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name
     rig.end();
 }
 
-/// CVE-2026-100075: an indirect table that fails half-way leaves send-queue credit as it was.
+/// CVE-2026-100075: if an indirect table fails halfway, send-queue credit must not change.
 #[test]
 fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
     let mut rig = Rig::live();
     let free = rig.channels[0].send_queue().free();
     for round in 0..50 {
-        // The table as fetched describes less than the command said.
+        // The fetched table describes less data than the length in the command.
         let mut descs = blocks(20);
         let data = indirect(&descs, 5);
         descs[19] = MemDesc::new(0, KEY, 511);
@@ -1004,8 +1007,8 @@ fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
     rig.end();
 }
 
-/// CVE-2022-50129 and CVE-2024-26872: with anything under way when the connection goes, nothing is
-/// used after its end, and nothing stays.
+/// CVE-2022-50129 and CVE-2024-26872: if the connection is closed at any point, no resource may be
+/// used after it was released, and none may leak.
 #[test]
 fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {
     for before in 0..12 {
@@ -1096,7 +1099,7 @@ fn a_silent_initiator_is_looked_for() {
     rig.end();
 }
 
-/// A COMPARE AND WRITE whose data are in the initiator's memory.
+/// Returns a COMPARE AND WRITE with data in the initiator's memory.
 fn compare_and_write(lba: u8) -> Vec<u8> {
     let mut caw = [0; 16];
     caw[0] = 0x89;
@@ -1181,11 +1184,11 @@ fn the_table_is_the_diagram() {
 fn every_transition_is_taken() {
     assert_all_taken(&STATES, || {
         a_connection_that_is_never_established_ends();
-        // By itself, and by a shutdown or the initiator.
+        // Normally, after a shutdown, and after a logout of the initiator.
         a_channel_that_replaces_others_waits_until_they_are_gone();
         shutdown_lets_commands_finish_then_logs_out();
         a_logout_of_the_initiator_ends_the_channel();
-        // The connection ends before the replaced session is gone.
+        // The connection is closed before the replaced session.
         let mut rig = Rig::new();
         let chan = rig.add_channel(params(), 1);
         rig.with(chan, |ch, cx| ch.handle_established(cx, false));

@@ -1,4 +1,4 @@
-//! Contexts: the table of their states, and every transition of it.
+//! Tests for contexts: the state table, and all of its transitions.
 
 use std::time::Duration;
 
@@ -37,22 +37,22 @@ const STATES: [IoctxState; 17] = [
     IoctxState::MgmtRspSent,
 ];
 
-/// Send queue of a channel that posts two work requests at once, and one of a transfer.
+/// Send queue of a channel that can post two work requests at a time, and one for a transfer.
 const NARROW: u32 = 7;
 
-/// Send queue of a channel that posts fifteen, and seven of a transfer.
+/// Send queue of a channel that can post fifteen work requests at a time, and seven for a transfer.
 const WIDE: u32 = 20;
 
-/// Bytes of a command's data that are in memory at a time.
+/// Bytes of a command's data in memory at a time.
 const WINDOW: u32 = 1024;
 
-/// The unit takes ten commands a second.
+/// Interval for a limit of ten commands per second.
 const TENTH: Duration = Duration::from_millis(100);
 
-/// The command that a script is about.
+/// Tag of the command under test.
 const TAG: u64 = 1;
 
-/// Two channels of two nexuses, and what else of the pool is in use.
+/// Two channels of different nexuses, and the pool memory allocated by the test.
 struct Bench {
     rig: Rig,
     hog: Option<Buffer>,
@@ -61,7 +61,7 @@ struct Bench {
 
 impl Bench {
     fn new(send_queue: u32) -> Self {
-        // GET LBA STATUS is for thin units.
+        // GET LBA STATUS requires a thin unit.
         let granularity = 1;
         let mut rig = Rig::of_units(&Config {
             provisioning: Provisioning::Thin { granularity },
@@ -93,7 +93,7 @@ impl Bench {
         self.rig.send(0, &command.bytes());
     }
 
-    /// The state of the command's context.
+    /// Returns the state of the command's context.
     fn state(&self) -> IoctxState {
         let contexts = &self.rig.channels[0].ioctx;
         let mut contexts = contexts.iter();
@@ -106,7 +106,7 @@ impl Bench {
         assert_eq!(self.state(), state);
     }
 
-    /// Completes work, oldest first, until the command is in a state.
+    /// Completes work, oldest first, until the command is in this state.
     #[track_caller]
     fn complete_until(&mut self, state: IoctxState) {
         while self.state() != state {
@@ -115,14 +115,14 @@ impl Bench {
         }
     }
 
-    /// Completes the block operation that runs.
+    /// Completes the running block operation.
     fn complete_block(&mut self) {
         let is_block = |work: &Pending| matches!(work, Pending::Block { .. });
         let at = self.rig.pending.iter().position(is_block);
         self.rig.complete_nth(at.expect("an operation runs"), true);
     }
 
-    /// Leaves no credit, and lets commands for another unit wait for some.
+    /// Uses up the credit with commands for another unit, some of which have to wait for more.
     fn take_credit(&mut self) {
         for tag in [8, 9, 10] {
             self.send(&cmd(&[0; 6]).lun(1).tag(tag));
@@ -151,7 +151,7 @@ impl Bench {
         self.rig.pump();
     }
 
-    /// Leaves the memory of tables in pieces, so that a long table takes several work requests.
+    /// Fragments the memory for tables, so that a long table needs several work requests.
     fn cut_table_memory(&mut self) {
         let pool = &mut self.rig.pool;
         let mut taken: Vec<_> = (100..)
@@ -167,7 +167,8 @@ impl Bench {
         }
     }
 
-    /// The unit has taken a command, and takes the next in a tenth of a second.
+    /// Starts a command on a limited unit, so that the next command has to wait for a tenth of a
+    /// second.
     fn limit(&mut self) {
         self.rig.units[0].limits.set(&IoLimits {
             iops: Some(10),
@@ -178,13 +179,13 @@ impl Bench {
         self.rig.settle();
     }
 
-    /// Sends a command behind one of its nexus that is under way.
+    /// Sends a command that has to wait for another command of its nexus.
     fn send_behind(&mut self, command: CmdBuilder) {
         self.send(&cmd(&[0x35]).tag(7));
         self.send(&command.attr(TaskAttr::Ordered));
     }
 
-    /// Sends a write for blocks that there are only by the time that its turn comes.
+    /// Sends a write for blocks that will exist when the command starts.
     fn send_before_growth(&mut self) {
         let blocks = DISK as u32 / 512;
         let data = Data::Direct(MemDesc::new(0, KEY, 512));
@@ -192,18 +193,18 @@ impl Bench {
         self.rig.disks[0].resize(2 * DISK, 0);
         let unit = &self.rig.units[0].lu;
         unit.set_capacity(u64::from(2 * blocks)).unwrap();
-        // It takes the unit attention.
+        // This clears the unit attention.
         self.send(&plain().tag(6).attr(TaskAttr::HeadOfQueue));
         self.rig.complete_nth(1, true);
     }
 
-    /// Another nexus clears the task set.
+    /// Clears the task set from another nexus.
     fn clear(&mut self) {
         let clear = tmf(99, 0, TskMgmtFunction::ClearTaskSet, 0);
         self.rig.send(1, &clear);
     }
 
-    /// Ends the channel with the command in its state.
+    /// Closes the channel while the command is in its current state.
     fn end(mut self) {
         self.rig.with(0, Channel::handle_disconnected);
         self.give_memory();
@@ -213,7 +214,7 @@ impl Bench {
         self.rig.end();
     }
 
-    /// Lets the command go on to its end.
+    /// Completes the command.
     fn finish(mut self) {
         self.give_memory();
         self.rig.settle();
@@ -222,7 +223,7 @@ impl Bench {
     }
 }
 
-/// Descriptors of 256 bytes for `count` blocks.
+/// Returns descriptors of 256 bytes for `count` blocks.
 fn quarters(count: u32) -> Vec<MemDesc> {
     (0..2 * u64::from(count))
         .map(|i| MemDesc::new(i * 256, KEY, 256))
@@ -241,14 +242,14 @@ fn write(count: u16) -> CmdBuilder {
     write10(0, count).tag(TAG).out(indirect(&descs, inline))
 }
 
-/// A write whose table the initiator keeps.
+/// Returns a write with an external table.
 fn external(bench: &mut Bench) -> CmdBuilder {
     let descs = quarters(1);
     bench.rig.remote.insert(TABLE, table_bytes(&descs));
     write10(0, 1).tag(TAG).out(indirect(&descs, 0))
 }
 
-/// A write whose table, which the initiator keeps, takes two work requests.
+/// Returns a write with an external table that needs two work requests.
 fn long_external(bench: &mut Bench) -> CmdBuilder {
     bench.cut_table_memory();
     let descs: Vec<_> = (0..1100).map(|i| MemDesc::new(i, KEY, 1)).collect();
@@ -260,12 +261,12 @@ fn immediate() -> CmdBuilder {
     write10(0, 1).tag(TAG).out(Data::Immediate(vec![1; 512]))
 }
 
-/// A command without data.
+/// Returns a command without data.
 fn plain() -> CmdBuilder {
     cmd(&[0; 6]).tag(TAG)
 }
 
-/// READ CAPACITY (10) into as many ranges.
+/// Returns READ CAPACITY (10) with this number of ranges.
 fn capacity(ranges: u32) -> CmdBuilder {
     let len = 8 / ranges;
     let descs: Vec<_> = (0..ranges)
@@ -275,7 +276,7 @@ fn capacity(ranges: u32) -> CmdBuilder {
     cmd(&[0x25]).tag(TAG).into(data)
 }
 
-/// A command in a state in which it may be ended.
+/// Returns a bench with the command in a state where it can be aborted.
 fn reach(state: IoctxState) -> Bench {
     let mut bench = Bench::new(NARROW);
     match state {
@@ -321,8 +322,8 @@ fn reach(state: IoctxState) -> Bench {
     bench
 }
 
-/// Commands end in every state: with their channel, or by another nexus, with credit for the answer
-/// and without.
+/// Commands can be aborted in any state: with their channel, or by another nexus, with or without
+/// credit for the response.
 fn commands_end_everywhere() {
     for state in STATES {
         let may_end = state.may_become(&IoctxState::Done)
@@ -342,7 +343,8 @@ fn commands_end_everywhere() {
     }
 }
 
-/// Another nexus ends what waits for more credit than there is, though the answer needs less.
+/// A command that waits for too much credit is aborted by another nexus. The response needs less
+/// credit.
 fn answers_overtake_transfers() {
     let mut bench = Bench::new(WIDE);
     let command = long_external(&mut bench);
@@ -369,7 +371,8 @@ fn answers_overtake_transfers() {
     bench.finish();
 }
 
-/// Another nexus has ended a command that is answered before its channel is notified.
+/// A command was aborted by another nexus, but its response is posted before the channel is
+/// notified.
 fn an_abort_comes_late() {
     let mut bench = Bench::new(NARROW);
     bench.send(&read(1));
@@ -394,7 +397,7 @@ fn an_abort_comes_late() {
     bench.finish();
 }
 
-/// Commands go on from every state in which they wait, and wait for the next thing.
+/// Commands can continue from any state in which they wait, and wait again for the next resource.
 fn commands_go_on() {
     let ways: [fn(&mut Bench); 10] = [
         |b| b.send(&write(4)),
@@ -434,12 +437,12 @@ fn commands_go_on() {
         let mut bench = Bench::new(NARROW);
         way(&mut bench);
         bench.finish();
-        // Without credit from the beginning.
+        // Without credit from the start.
         let mut bench = Bench::new(NARROW);
         bench.take_credit();
         way(&mut bench);
         bench.finish();
-        // As soon as the first thing has been posted.
+        // Without credit after the first post.
         let mut bench = Bench::new(NARROW);
         way(&mut bench);
         bench.take_credit();
@@ -455,7 +458,7 @@ fn commands_go_on() {
     bench.finish();
 }
 
-/// Commands that wait for memory, with credit afterwards and without.
+/// Commands waiting for memory, followed by enough credit or not.
 fn commands_get_memory() {
     let ways: [fn(&mut Bench) -> CmdBuilder; 6] = [
         |_| write(1),
@@ -477,7 +480,7 @@ fn commands_get_memory() {
     }
 }
 
-/// Commands that wait for limits.
+/// Commands waiting for rate limits.
 fn commands_get_past_limits() {
     let ways: [fn(&mut Bench) -> CmdBuilder; 3] = [|_| write(1), |_| read(1), external];
     for (way, has_credit) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
@@ -499,7 +502,7 @@ fn commands_get_past_limits() {
     bench.finish();
 }
 
-/// Commands that wait for their turn.
+/// Commands waiting for older tasks.
 fn commands_get_their_turn() {
     let ways: [fn(&mut Bench); 4] = [
         |b| b.send_behind(plain()),
@@ -523,7 +526,7 @@ fn commands_get_their_turn() {
     bench.finish();
 }
 
-/// Functions, and a command with the tag of another one.
+/// Functions, and a command with a duplicate tag.
 fn functions_are_answered() {
     for has_credit in [true, false] {
         let mut bench = reach(IoctxState::DataIn);
@@ -570,7 +573,7 @@ fn the_table_is_the_diagram() {
         Mgmt: Done New AwaitCredit(Respond) MgmtRspSent\n\
         MgmtRspSent: Done\n";
     assert_eq!(table(&STATES), expected);
-    // The number of a state is its place in the table.
+    // The number of a state is its index in the table.
     let of = |state: IoctxState| super::ioctx::STATES[state.number()];
     assert!(STATES.into_iter().all(|state| of(state) == Some(state)));
 }

@@ -1,4 +1,4 @@
-//! Commands that wait for the limits of their unit or initiator.
+//! Tests for commands waiting for the limits of their unit or initiator.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ fn iops(rate: u64) -> IoLimits {
     }
 }
 
-/// A channel whose first unit takes ten commands a second.
+/// Returns a channel whose first unit is limited to ten commands per second.
 fn limited() -> Rig {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; 1 << 20]);
@@ -53,7 +53,7 @@ fn tags(rig: &mut Rig) -> Vec<u64> {
     rig.answers().iter().map(|answer| answer.tag).collect()
 }
 
-/// Commands of the first unit that were turned away, by kind and reason.
+/// Returns the number of throttled commands of the first unit, by kind and reason.
 fn throttled(rig: &Rig) -> Vec<(Kind, Throttle, u64)> {
     let faults = rig.stats[0].faults();
     let all = faults
@@ -62,7 +62,7 @@ fn throttled(rig: &Rig) -> Vec<(Kind, Throttle, u64)> {
     all.collect()
 }
 
-/// A context has the kind of the command before it, which was another one's.
+/// A context is reused from a command of a different kind.
 #[test]
 fn throttled_command_is_counted_by_its_kind() {
     let mut rig = limited();
@@ -71,7 +71,7 @@ fn throttled_command_is_counted_by_its_kind() {
         burst: Duration::ZERO,
         ..IoLimits::default()
     });
-    // Every context has written.
+    // All contexts were used for a write.
     for tag in 1..9 {
         rig.send(0, &write(tag).lun(1).bytes());
         rig.settle();
@@ -101,7 +101,7 @@ fn limited_commands_wait_in_their_order_and_hold_no_memory() {
     assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1], 2));
     assert_eq!(rig.units[0].limit_waits(), 2);
     assert_eq!(rig.pool.free(), rig.pool.size());
-    // What is not about blocks does not wait, nor does another unit.
+    // Commands without block access do not have to wait, and neither do commands for another unit.
     rig.send(0, &cmd(&[0; 6]).tag(4).bytes());
     rig.settle();
     rig.send(0, &write(5).lun(1).bytes());
@@ -143,7 +143,7 @@ fn an_external_table_is_fetched_when_its_command_may_go() {
     rig.end();
 }
 
-/// Tables of commands that wait leave others half of the memory for tables.
+/// Tables of waiting commands leave half of the table memory for other commands.
 #[test]
 fn tables_of_waiting_commands_leave_room_for_others() {
     let mut rig = limited();
@@ -194,7 +194,7 @@ fn functions_end_what_waits_and_it_is_never_carried_out() {
         assert_eq!(tags(&mut rig), expected, "{function:?}");
         rig.advance(Duration::from_secs(10));
         assert_eq!(rig.disks[0][2 * 512..][..512], [0; 512], "{function:?}");
-        // What comes then goes, after the attention of a reset.
+        // After the unit attention of a reset, new commands are executed.
         rig.send(0, &cmd(&[0; 6]).tag(6).bytes());
         rig.settle();
         rig.send(0, &write(7).bytes());
@@ -236,7 +236,7 @@ fn what_waits_goes_with_its_connection() {
         match ends {
             0 => rig.with(0, Channel::handle_disconnected),
             1 => rig.with(0, Channel::handle_terminate),
-            // A shutdown gives them time, but no more than others have.
+            // After a shutdown, they can complete, but within the same deadline as other commands.
             _ => {
                 rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
                 assert_eq!(rig.channels[0].state(), ChState::Live);
@@ -261,7 +261,7 @@ fn the_order_of_a_nexus_holds_while_its_commands_wait() {
     rig.send(0, &write(1).bytes());
     rig.settle();
     rig.send(0, &read(2).bytes());
-    // It waits for the read, which waits for its limit.
+    // This has to wait for the read, which is waiting for its limit.
     rig.send(0, &cmd(&[0x35]).tag(3).attr(TaskAttr::Ordered).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(4).bytes());
     rig.settle();
@@ -272,8 +272,8 @@ fn the_order_of_a_nexus_holds_while_its_commands_wait() {
     rig.end();
 }
 
-/// A command that waits in the order keeps its data in memory: not behind one that waits for a
-/// limit.
+/// A command that waits for older tasks keeps its data in memory, so it must not wait behind a
+/// command that is waiting for a limit.
 #[test]
 fn no_data_wait_in_memory_behind_a_limit() {
     let mut rig = limited();
@@ -318,7 +318,7 @@ fn other_limits_count_for_what_waits() {
     rig.end();
 }
 
-/// Channels of an initiator share its limits, and another initiator does not.
+/// All channels of an initiator share its limits, but not with another initiator.
 #[test]
 fn an_initiator_has_its_limits_on_all_its_channels() {
     let mut rig = Rig::live();
@@ -363,7 +363,7 @@ fn an_initiator_has_its_limits_on_all_its_channels() {
     rig.end();
 }
 
-/// What a command costs is what it moves, not what its initiator says.
+/// The cost of a command depends on the data transferred, not on the expected length.
 #[test]
 fn a_command_costs_what_it_moves() {
     let mut rig = Rig::live();
@@ -373,14 +373,14 @@ fn a_command_costs_what_it_moves() {
         burst: Duration::ZERO,
         ..IoLimits::default()
     });
-    // One block, although the initiator has memory for more, and one although it has none.
+    // Each of these transfers one block, even if the initiator's buffer is larger or missing.
     let data = || Data::Direct(MemDesc::new(0, KEY, 1 << 19));
     rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
     rig.settle();
     rig.send(0, &read10(0, 1).tag(2).bytes());
     rig.settle();
     rig.send(0, &read10(0, 1).tag(3).into(data()).bytes());
-    // More than a command may move: it is refused, and costs nothing.
+    // This exceeds the maximum transfer size, so it is rejected without any cost.
     let long = [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0];
     rig.send(0, &cmd(&long).tag(4).bytes());
     rig.settle();
@@ -390,7 +390,7 @@ fn a_command_costs_what_it_moves() {
         rig.settle();
         assert_eq!(tags(&mut rig), [tag]);
     }
-    // WRITE SAME (10) writes its one block many times.
+    // WRITE SAME (10) writes the block multiple times.
     rig.advance(Duration::from_secs(1));
     let same = cmd(&[0x41, 0, 0, 0, 0, 0, 0, 0, 8, 0]).tag(5);
     rig.send(
@@ -408,7 +408,7 @@ fn a_command_costs_what_it_moves() {
     rig.end();
 }
 
-/// Who may not use a unit must not use up what others may.
+/// An initiator without access to a unit must not use up the limit of other initiators.
 #[test]
 fn what_is_refused_costs_nothing() {
     let mut rig = limited();
@@ -421,7 +421,7 @@ fn what_is_refused_costs_nothing() {
         rig.settle();
         rig.answers().iter().map(|answer| answer.status).collect()
     };
-    // Beyond the end.
+    // Beyond the end of the medium.
     for tag in 1..4 {
         let data = Data::Direct(MemDesc::new(0, KEY, 512));
         rig.send(0, &read10(u32::MAX, 1).tag(tag).into(data).bytes());
@@ -436,7 +436,7 @@ fn what_is_refused_costs_nothing() {
     }
     rig.send(chan, &cmd(&[0x17, 0, 0, 0, 0, 0]).tag(8).bytes());
     assert_eq!(statuses(&mut rig), [0]);
-    // Through a number that is read-only.
+    // Through a read-only LUN.
     let luns = rig.channels[0].config().luns.iter();
     let luns = luns.map(|(lun, unit)| {
         let mapping = Mapping {
@@ -452,7 +452,7 @@ fn what_is_refused_costs_nothing() {
         rig.send(0, &write(tag).bytes());
         assert_eq!(statuses(&mut rig), [2]);
     }
-    // By a LUN that has become stale.
+    // Through a stale LUN.
     let mut config = crate::fixture::unit_config(2048);
     config.identity.serial = "another".into();
     let lu = Arc::new(LogicalUnit::new(config).unwrap());
@@ -475,7 +475,7 @@ fn what_is_refused_costs_nothing() {
     rig.end();
 }
 
-/// Commands that wait for a unit's limits leave contexts for those of others.
+/// Commands waiting for the limits of a unit must not use up the contexts for other units.
 #[test]
 fn what_would_wait_for_long_is_answered_with_task_set_full() {
     let mut rig = Rig::live();
@@ -485,7 +485,7 @@ fn what_would_wait_for_long_is_answered_with_task_set_full() {
         burst: Duration::ZERO,
         ..IoLimits::default()
     });
-    // Eight seconds each.
+    // Each takes eight seconds.
     let long = |tag| {
         let data = Data::Direct(MemDesc::new(0, KEY, 4096));
         read10(0, 8).tag(tag).into(data).bytes()
@@ -506,7 +506,7 @@ fn what_would_wait_for_long_is_answered_with_task_set_full() {
     rig.end();
 }
 
-/// A command that waits in the order keeps its table, too.
+/// A command that waits for older tasks also keeps its table.
 #[test]
 fn no_tables_wait_in_memory_behind_a_limit() {
     let mut rig = limited();

@@ -1,5 +1,5 @@
-//! Random histories: no message panics, credits are conserved, and every request
-//! ends exactly once.
+//! Random histories: no message causes a panic, credits are conserved, and each request completes
+//! exactly once.
 
 use proptest::prelude::*;
 use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
@@ -12,9 +12,9 @@ use super::fixture::{
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Any bytes at all.
+    /// Arbitrary bytes.
     Garbage(usize, Vec<u8>),
-    /// A legal command with one byte changed, or none.
+    /// A valid command with at most one byte changed.
     Mutated(Box<Step>, u16, u8),
     Read {
         chan: usize,
@@ -80,7 +80,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// One of the ways to describe `len` bytes.
+/// Returns a buffer of `len` bytes, in one of several formats.
 fn data(shape: u8, len: u32) -> Data {
     let n = len.div_ceil(512).max(1);
     let descs = blocks(n);
@@ -108,7 +108,7 @@ fn attr(a: u8) -> TaskAttr {
     }
 }
 
-/// The information unit of a step, and its channel.
+/// Returns the information unit for a step, and its channel.
 fn iu(step: &Step, tag: u64) -> Option<(usize, Vec<u8>)> {
     Some(match step {
         Step::Garbage(chan, bytes) => (*chan, bytes.clone()),
@@ -169,7 +169,7 @@ fn windows() -> impl Strategy<Value = u32> {
     one_of![Just(512_u32), Just(2560), Just(1 << 20)]
 }
 
-/// Every request ends once, and nothing stays.
+/// Each request should complete exactly once, and no resources should be left.
 fn run(steps: &[Step], window: u32) {
     let mut rig = Rig::with_window(window);
     rig.add_channel(params(), 2);

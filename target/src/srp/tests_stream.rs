@@ -1,4 +1,5 @@
-//! Commands that are longer than the window, whose data go through a bounded buffer.
+//! Tests for commands with more data than the window, which is transferred through a bounded
+//! buffer.
 
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{Direction, MAX_DATA_TIMEOUTS, RdmaRequest, TaskIdx};
 use crate::pool::Owner;
 
-/// Not a multiple of a descriptor's length.
+/// Not a multiple of the length of a descriptor.
 const WINDOW: u32 = 2048;
 const LEN: usize = 9 * 512;
 
@@ -22,8 +23,7 @@ fn pattern() -> Vec<u8> {
     (0..LEN).map(|i| (i * 7 % 251) as u8).collect()
 }
 
-/// Six descriptors of 768 bytes, last first, in a table that comes with the command or that is only
-/// pointed to.
+/// Returns six descriptors of 768 bytes in reverse order, as an inline or external table.
 fn last_first(rig: &mut Rig, inline: bool) -> Data {
     let descs: Vec<_> = (0..6)
         .map(|i| MemDesc::new(u64::from(5 - i as u32) * 1000, KEY, 768))
@@ -32,7 +32,7 @@ fn last_first(rig: &mut Rig, inline: bool) -> Data {
     indirect(&descs, if inline { 6 } else { 0 })
 }
 
-/// The bytes that the descriptors name, in their order.
+/// Returns the bytes referenced by the descriptors, in order.
 fn described(rig: &Rig) -> Vec<u8> {
     let memory = &rig.remote[&KEY];
     (0..6)
@@ -148,7 +148,8 @@ fn immediate_data_may_be_longer_than_the_window() {
     rig.end();
 }
 
-/// The buffer of a command that is aborted between pieces comes back when no device uses it.
+/// If a command is aborted between pieces, its buffer should be returned when it is no longer used
+/// by a device.
 #[test]
 fn an_abort_in_the_middle_ends_every_state() {
     let aborts = |write: bool, steps: usize, expected: IoctxState| {
@@ -211,8 +212,8 @@ fn an_error_in_the_middle_says_what_was_moved() {
     }
 }
 
-/// A command that reads and writes keeps its blocks between its pieces; an initiator that does not
-/// give the next one loses its channel.
+/// A command that reads and writes keeps its blocks between pieces. If the initiator does not send
+/// the next piece, its channel is closed.
 #[test]
 fn blocks_are_kept_between_pieces_and_not_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
@@ -221,7 +222,7 @@ fn blocks_are_kept_between_pieces_and_not_for_ever() {
     let mut orwrite = [0; 16];
     (orwrite[0], orwrite[13]) = (0x8b, 9);
     rig.send(0, &cmd(&orwrite).tag(1).out(data).bytes());
-    // Data, a read, a write: the next piece is asked for.
+    // Data, a read, a write. Then the next piece is requested.
     for _ in 0..3 {
         rig.complete();
     }
@@ -241,7 +242,7 @@ fn blocks_are_kept_between_pieces_and_not_for_ever() {
     rig.end();
 }
 
-/// Each piece comes in time, but others wait for the end of the command.
+/// Each piece is received in time, but other commands wait for the command to complete.
 #[test]
 fn all_later_pieces_have_their_time_together() {
     let mut rig = Rig::with_window(WINDOW);
@@ -252,7 +253,7 @@ fn all_later_pieces_have_their_time_together() {
     let data = Data::Direct(MemDesc::new(0, KEY, u32::from(BLOCKS) * 512));
     rig.send(0, &cmd(&orwrite).out(data).bytes());
     let late = DATA_OUT_TIMEOUT - Duration::from_secs(1);
-    // The first piece comes before the command has its place in the order.
+    // The first piece is received before the command is ordered.
     for _ in 0..=MAX_DATA_TIMEOUTS {
         assert_eq!(state(&rig), IoctxState::NeedData);
         rig.advance(late);
@@ -268,7 +269,8 @@ fn all_later_pieces_have_their_time_together() {
     rig.end();
 }
 
-/// The same where the connection moves other data meanwhile, as far as these explain the wait.
+/// The same if the connection transfers other data in the meantime, but only for the time required
+/// for this data.
 #[test]
 fn a_busy_connection_has_more_time() {
     const BLOCKS: u8 = 240;
@@ -307,7 +309,7 @@ fn a_busy_connection_has_more_time() {
     assert!(busy > alone && busy < 3 * alone, "{busy}");
 }
 
-/// Answers that the initiator does not take fill the send queue.
+/// The send queue is filled with responses that the initiator does not receive.
 #[test]
 fn what_waits_for_credit_does_not_wait_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
@@ -336,7 +338,7 @@ fn what_waits_for_credit_does_not_wait_for_ever() {
     rig.end();
 }
 
-/// They keep their data in memory.
+/// These keep their data in memory.
 #[test]
 fn answers_that_nobody_takes_are_not_kept_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
@@ -352,7 +354,7 @@ fn answers_that_nobody_takes_are_not_kept_for_ever() {
     rig.end();
 }
 
-/// Nor are those kept that wait behind others, which are taken one after the other.
+/// Neither are responses waiting behind other responses, which are received one by one.
 #[test]
 fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
@@ -375,13 +377,13 @@ fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
     }
     rig.advance(DATA_OUT_TIMEOUT * 2 - Duration::from_secs(1));
     assert_eq!(rig.channels[0].state(), ChState::Live);
-    // What was moved explains a millisecond.
+    // The transferred data only extends the deadline by a millisecond.
     rig.advance(Duration::from_secs(2));
     assert_eq!(rig.channels[0].state(), ChState::Draining);
     rig.end();
 }
 
-/// An initiator that does not take its data in the middle of a READ loses its channel as well.
+/// The channel is also closed if the initiator stops receiving data in the middle of a READ.
 #[test]
 fn data_that_nobody_takes_are_not_kept_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
@@ -395,8 +397,9 @@ fn data_that_nobody_takes_are_not_kept_for_ever() {
     rig.end();
 }
 
-/// Seconds until a channel ends whose initiator has the data of a short WRITE fetched every four
-/// seconds, or none, while another one waits for its memory, or none does.
+/// Returns the number of seconds until the channel is closed. The data of a short WRITE is
+/// transferred every four seconds if `trickles` is set, and another initiator is waiting for memory
+/// if `others_wait` is set.
 fn hold_memory(others_wait: bool, trickles: bool) -> Option<u32> {
     let mut rig = Rig::with_window(WINDOW);
     rig.remote.insert(KEY, vec![0; 512]);
@@ -431,7 +434,7 @@ fn hold_memory(others_wait: bool, trickles: bool) -> Option<u32> {
 fn silent_or_trickling_initiator_returns_memory_early() {
     assert_eq!(hold_memory(true, false), Some(8));
     assert_eq!(hold_memory(true, true), Some(16));
-    // Data that nobody waits for.
+    // No other initiator is waiting.
     assert_eq!(hold_memory(false, false), Some(16));
     assert_eq!(hold_memory(false, true), None);
 }

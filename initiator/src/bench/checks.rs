@@ -1,4 +1,4 @@
-//! Checks of jobs that are to run side by side.
+//! Checks for jobs that run concurrently.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use super::task::{RunOptions, Task};
 use super::{setup, usage};
 use crate::block::BlockDevice;
 
-/// Checks whether jobs can run side by side on their devices, as far as that is known before they
-/// start.
+/// Checks whether jobs can run concurrently on their devices, using the information available
+/// before they start.
 ///
 /// # Errors
-/// Says what is not possible, and which job it is.
+/// Returns the reason and the name of the job.
 pub fn check<D: BlockDevice>(tasks: &[Task<D>], run: RunOptions) -> Result<(), BenchError> {
     options(run)?;
     buffers(tasks)?;
     overlaps(tasks, |index| region(&tasks[index]))
 }
 
-/// Fails for options that are not possible.
+/// Fails if an option is out of range, or the server process can't be measured.
 fn options(options: RunOptions) -> Result<(), BenchError> {
     let fail = |what| Err(BenchError::Config(what));
     if options.interval < Duration::from_millis(1) {
@@ -32,8 +32,8 @@ fn options(options: RunOptions) -> Result<(), BenchError> {
     }
 }
 
-/// Fails if the buffers of all jobs do not fit into those of their devices: a job would wait for
-/// another's without end.
+/// Fails if the jobs on a device need more buffers than it has. A job would then wait forever for
+/// buffers held by another job.
 fn buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchError> {
     let mut needs: Vec<(&Arc<D>, u64)> = Vec::new();
     for task in tasks {
@@ -64,22 +64,23 @@ fn buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// Bytes of buffers that a job needs on one of its devices.
+/// Returns the number of buffer bytes that a job needs on one of its devices.
 fn need_of<D: BlockDevice>(task: &Task<D>, device: &Arc<D>) -> Result<u64, BenchError> {
     let geometry = device.geometry();
     if task.job.verify_only {
         setup::check_in_flight(&task.job)?;
-        // It takes more than one only where they are left over.
+        // Only a single operation is required. A second one is started only if there are unused
+        // buffers.
         return Ok(device.buffer_bytes().min(geometry.max_transfer.into()));
     }
-    // What else is wrong with it comes first: its buffers may only be too many for that.
+    // Check the rest of the job first, because this may be the reason why it needs so many buffers.
     setup::shares(&task.job, geometry)?;
     let connections = task.devices.len() as u32;
     Ok(setup::buffer_bytes(&task.job, connections))
 }
 
-/// Bytes of the device that a job uses, as far as its options say: one that only checks what a
-/// state file records has none.
+/// Returns the region of the device that is used according to the options of a job. This is empty
+/// if it only checks blocks that are recorded in a state file.
 fn region<D: BlockDevice>(task: &Task<D>) -> Result<Range<u64>, BenchError> {
     match task.devices.first() {
         Some(device) if !task.job.verify_only => {
@@ -90,7 +91,7 @@ fn region<D: BlockDevice>(task: &Task<D>) -> Result<Range<u64>, BenchError> {
     }
 }
 
-/// Fails if a job would change blocks that another one verifies at the same time.
+/// Fails if a job changes blocks while another job verifies them.
 pub(super) fn overlaps<D>(
     tasks: &[Task<D>],
     region: impl Fn(usize) -> Result<Range<u64>, BenchError>,

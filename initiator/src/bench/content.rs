@@ -1,14 +1,14 @@
-//! Contents of blocks: filling them, and checking verified ones by their headers.
+//! Generates and checks the contents of blocks.
 //!
-//! A verified block begins with a header of 40 bytes, little-endian:
+//! A verified block starts with a 40-byte header (little-endian):
 //!
 //! ```text
 //!   magic 4 | length 4 | checksum of all that follows 8 | seed 8 | offset 8 | generation 4 | 0 4
 //! ```
 //!
-//! The rest follows from seed, offset and generation, so a block is checked without its neighbours,
-//! and the first wrong byte can be named. The seed is one of the run that wrote the block, so a
-//! block that an earlier run has left is not taken for one of this.
+//! All other data is derived from the seed, offset and generation, so we can check each block
+//! separately and report the first wrong byte. The seed identifies the run that wrote the block, so
+//! blocks left by previous runs are not mistaken for blocks of this run.
 
 use super::error::{Difference, Mismatch};
 use super::job::{Checksum, Content};
@@ -19,36 +19,36 @@ pub(super) const HEADER: usize = 40;
 /// `RBV2`.
 const MAGIC: u32 = 0x3256_4252;
 
-/// Bytes before those that the checksum covers.
+/// Number of bytes not covered by the checksum, at the start of the header.
 const UNCOVERED: usize = 16;
 
-/// Spreads every bit of `z` over the result (the finaliser of SplitMix64).
+/// Spreads every bit of `z` over the result (finalizer of SplitMix64).
 pub(super) fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
 
-/// Fills buffers.
+/// Generates the contents of buffers.
 #[derive(Clone, Debug)]
 pub(super) struct Filler {
     content: Content,
     seed: u64,
 }
 
-/// Generations that a block may be of.
+/// Generations that a block may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Expected {
-    /// Acknowledged before the read began.
+    /// Generation acknowledged before the read was started.
     pub(super) oldest: u32,
-    /// Begun before the read ended.
+    /// Last generation started before the read completed.
     pub(super) newest: u32,
-    /// The block need not be of this run.
+    /// Set if the block may have been written by any run.
     pub(super) any_seed: bool,
 }
 
 impl Expected {
-    /// Any block that is right on its own.
+    /// Any block that is consistent with its own header.
     pub(super) const ANY: Self = Self {
         oldest: 0,
         newest: u32::MAX,
@@ -69,12 +69,13 @@ impl Filler {
         Self { content, seed }
     }
 
-    /// Fills with what the options ask for; `key` makes it different from other blocks.
+    /// Fills a buffer according to the options. The contents depend on `key`, so that blocks
+    /// differ.
     pub(super) fn fill(&self, key: u64, out: &mut [u8]) {
         payload(&self.content, mix(self.seed ^ key), out);
     }
 
-    /// Makes the block at an offset a verified one.
+    /// Generates a verified block for this offset.
     pub(super) fn fill_verified(
         &self,
         kind: Checksum,
@@ -96,7 +97,7 @@ impl Filler {
         out[8..16].copy_from_slice(&sum.to_le_bytes());
     }
 
-    /// Checks the block that was read at an offset. Returns its generation.
+    /// Checks a block that was read from this offset and returns its generation.
     pub(super) fn check(
         &self,
         kind: Checksum,
@@ -114,12 +115,13 @@ impl Filler {
             expected: self.seed,
         };
         if magic != MAGIC || len as usize != block.len() {
-            // A header that is damaged itself is named by its byte, where it is known what it was.
+            // If we know what was written, we can report the wrong byte even if the header itself
+            // is damaged.
             let corrupt = is_known.then(|| self.corrupt(kind, offset, expected.newest, block));
             return match corrupt.flatten() {
                 Some(byte) => Err(byte),
                 None if magic != MAGIC => fail(Difference::NoHeader),
-                // A write of this run is missing there; the one before it may have had any length.
+                // A write of this run was lost. The previous contents may use any block size.
                 None if is_foreign => fail(foreign),
                 None => fail(Difference::Length { found: len }),
             };
@@ -153,9 +155,9 @@ impl Filler {
         Ok(generation)
     }
 
-    /// Names the first byte that differs from the block of a generation. That is what was written
-    /// only if the checksum in the header is that of it; the header may be what is damaged, or the
-    /// options of the run that wrote it were others.
+    /// Returns the first byte that differs from the block of a generation. This requires that both
+    /// have the same checksum in their headers. Otherwise the header itself may be damaged, or the
+    /// block was written with other options.
     fn corrupt(
         &self,
         kind: Checksum,
@@ -170,7 +172,7 @@ impl Filler {
             .flatten()
     }
 
-    /// The block of a generation at an offset, of `len` bytes.
+    /// Returns the block of `len` bytes for an offset and generation.
     pub(super) fn verified(
         &self,
         kind: Checksum,
@@ -183,9 +185,9 @@ impl Filler {
         block
     }
 
-    /// Names the first byte that differs from the block of a generation; `None` where it is not
-    /// known what was written. It is known if the checksum in the header is the right one, or all
-    /// that follows the header is right: content of other options has neither.
+    /// Returns the first byte that differs from the block of a generation, or `None` if we don't
+    /// know what was written. We know it if the checksum or all data after the header is correct.
+    /// Neither is correct if the block was written with other options.
     fn damaged(
         &self,
         kind: Checksum,
@@ -198,7 +200,7 @@ impl Filler {
             return None;
         }
         let differs = |at: &usize| block[*at] != right[*at];
-        // After the header first: a wrong checksum is only the consequence of another content.
+        // Check the checksum last: if other bytes are wrong, it doesn't match either.
         let mut places = (UNCOVERED..block.len()).chain(0..UNCOVERED);
         let at = places.find(differs)?;
         let what = Difference::Byte {
@@ -234,7 +236,7 @@ fn checksum(kind: Checksum, bytes: &[u8]) -> u64 {
     }
 }
 
-/// Random bytes, then the pattern or zeroes, as the options say.
+/// Generates random bytes, followed by the pattern or by zeroes, depending on the options.
 fn payload(content: &Content, key: u64, out: &mut [u8]) {
     let random = match content.compress_percentage {
         Some(percent) => out.len() * (100 - usize::from(percent)) / 100,
@@ -330,7 +332,7 @@ mod tests {
             generation: 5,
         };
         assert_eq!(error.what, what);
-        // The seed itself, without which nothing is known about the rest.
+        // If the seed itself is damaged, we don't know the expected contents.
         assert_eq!(check(17).what, Difference::Checksum);
     }
 
@@ -361,7 +363,7 @@ mod tests {
             let what = error.unwrap_err().what;
             assert_eq!(what, Difference::Length { found: 65536 });
         }
-        // Where this run has written, it is that write that is missing.
+        // If this run has written here, its write was lost.
         let other = Filler::new(Content::default(), 1);
         let large = other.verified(Checksum::Crc32c, 8192, 5, 65536);
         let check = |expected| {

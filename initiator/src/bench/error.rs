@@ -1,4 +1,4 @@
-//! Reasons why a run has no result.
+//! Errors of a run.
 
 use std::fmt;
 
@@ -7,10 +7,10 @@ use thiserror::Error;
 use super::job::{COMMAND_LINE, Job};
 use crate::block::BlockError;
 
-/// Reason why there is no result.
+/// Error of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum BenchError {
-    /// The job is not possible, or not on this device.
+    /// The job is invalid, or not supported by this device.
     #[error("{0}")]
     Config(String),
     /// An operation of the device failed.
@@ -22,10 +22,10 @@ pub enum BenchError {
         offset: u64,
         /// Length of the operation, in bytes.
         len: u64,
-        /// Error of the device.
+        /// Error returned by the device.
         error: BlockError,
     },
-    /// Data read differ from those written.
+    /// The data read differs from the data written.
     #[error("{0}")]
     Mismatch(Box<Mismatch>),
     /// The state file cannot be used.
@@ -33,16 +33,16 @@ pub enum BenchError {
     State {
         /// Path of the file.
         path: String,
-        /// Text of the failure.
+        /// Description of the error.
         reason: String,
     },
-    /// The device's thread ended in the middle of the run.
+    /// The thread of the device exited during the run.
     #[error("the device was closed before the run was over")]
     Closed,
 }
 
 impl BenchError {
-    /// The same with the name of the job that is not possible, if it was given one.
+    /// Adds the name of the invalid job, if the user has assigned one.
     pub(super) fn of_job(self, job: &Job) -> Self {
         match self {
             Self::Config(what) if job.name != COMMAND_LINE => {
@@ -53,55 +53,55 @@ impl BenchError {
     }
 }
 
-/// A block whose content is not what was written there.
+/// A block with unexpected contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mismatch {
-    /// The first wrong byte, as far as it is known; otherwise the first byte of the block.
+    /// Offset of the first wrong byte if known, otherwise of the block.
     pub offset: u64,
-    /// First byte of the block.
+    /// Offset of the block.
     pub block: u64,
-    /// Difference from what was expected.
+    /// Difference from the expected contents.
     pub what: Difference,
 }
 
-/// Difference between a block and what was expected there.
+/// Difference between a block and its expected contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Difference {
-    /// There is no header.
+    /// The block has no header.
     NoHeader,
-    /// The block there has another length.
+    /// The block has another length.
     Length {
         /// Length in the header, in bytes.
         found: u32,
     },
-    /// Another run has written it.
+    /// The block was written by another run.
     Seed {
         /// Seed in the header.
         found: u64,
-        /// Seed of the blocks of this run.
+        /// Seed of this run.
         expected: u64,
     },
-    /// The checksum is not that of the block, and what was written is not known.
+    /// The checksum doesn't match the block, and we don't know what was written.
     Checksum,
-    /// The block belongs to another place.
+    /// The block was written to another offset.
     Offset {
         /// Offset in the header, in bytes.
         found: u64,
     },
-    /// A write is missing, or one that was never acknowledged came back.
+    /// A write was lost, or the block of an unacknowledged write reappeared.
     Generation {
         /// Generation in the header.
         found: u32,
-        /// Oldest generation that may be there.
+        /// Oldest generation expected.
         oldest: u32,
-        /// Newest generation that may be there.
+        /// Newest generation expected.
         newest: u32,
     },
-    /// A byte is wrong.
+    /// A byte differs.
     Byte {
-        /// Value that was read.
+        /// Value read.
         found: u8,
-        /// Value that was written.
+        /// Value written.
         expected: u8,
         /// Generation in the header.
         generation: u32,

@@ -12,9 +12,9 @@
 //!   include more.inc    the lines of another file
 //! ```
 //!
-//! Options that mean nothing here but do no harm are accepted ([`IGNORED`](super::job::IGNORED),
-//! [`NOTED`](super::job::NOTED), [`LIMITED`](super::job::LIMITED)). All options that are not supported are
-//! reported together, with their lines.
+//! Options that can be ignored safely are accepted ([`IGNORED`](super::job::IGNORED),
+//! [`NOTED`](super::job::NOTED), [`LIMITED`](super::job::LIMITED)). All unsupported options are
+//! reported together, with their line numbers.
 
 mod expand;
 
@@ -25,28 +25,28 @@ use std::path::{Path, PathBuf};
 use self::expand::{expand, without_comment};
 use super::job::{Amount, Job, KbBase, Units};
 
-/// Most files that a job file includes, directly or not.
+/// Maximum number of files included by a job file, directly or indirectly.
 const MAX_INCLUDES: usize = 64;
 
-/// Jobs of a file, in its order.
+/// Jobs in the order of the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobFile {
-    /// Groups of jobs that run side by side, one group after another.
+    /// Groups of jobs. Jobs in a group run concurrently, and groups run sequentially.
     pub groups: Vec<Vec<Job>>,
-    /// Options that have no effect, with their places.
+    /// Options that have no effect, with their positions.
     pub ignored: Vec<(Place, String)>,
-    /// Names of files and directories that the address replaces.
+    /// Names of files and directories that are replaced by the address.
     pub replaced: Vec<String>,
-    /// Meaning of `k` at the end of the sections, if it is the same in all of them.
+    /// Meaning of `k` at the end of each section, if this is the same for all.
     pub kb_base: Option<KbBase>,
 }
 
-/// A line of a job file.
+/// A position in a job file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Name of the file.
     pub file: String,
-    /// Line, from 1.
+    /// Line number, starting from 1.
     pub line: usize,
 }
 
@@ -59,9 +59,9 @@ impl fmt::Display for Place {
 /// An error in a job file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobFileError {
-    /// Its place.
+    /// Position of the error.
     pub place: Place,
-    /// Description of the mistake.
+    /// Description of the error.
     pub reason: String,
 }
 
@@ -71,7 +71,7 @@ impl fmt::Display for JobFileError {
     }
 }
 
-/// All errors in a job file, at least one.
+/// All errors in a job file. This is never empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobFileErrors(pub Vec<JobFileError>);
 
@@ -84,13 +84,13 @@ impl fmt::Display for JobFileErrors {
 
 impl std::error::Error for JobFileErrors {}
 
-/// Sources of a job file besides its text.
+/// Sources for a job file in addition to its text.
 pub struct Sources<'a> {
-    /// Variables of the environment.
+    /// Returns the value of an environment variable.
     pub env: &'a dyn Fn(&str) -> Option<String>,
-    /// Content of included files.
+    /// Reads an included file.
     pub read: &'a dyn Fn(&Path) -> io::Result<String>,
-    /// An address that replaces the files and directories of all jobs is given.
+    /// Set if an address was specified, which replaces the files and directories of all jobs.
     pub has_address: bool,
 }
 
@@ -100,7 +100,7 @@ impl fmt::Debug for Sources<'_> {
     }
 }
 
-/// A section that is being read.
+/// A section that is being parsed.
 #[derive(Clone)]
 struct Section {
     job: Job,
@@ -109,10 +109,10 @@ struct Section {
     filesize: Option<Amount>,
 }
 
-/// Reads a job file.
+/// Parses a job file.
 ///
 /// # Errors
-/// All lines that are wrong, or not supported.
+/// Returns all lines that are invalid or not supported.
 pub fn parse(file: &str, text: &str, sources: &Sources<'_>) -> Result<JobFile, JobFileErrors> {
     let mut parser = Parser {
         sources,
@@ -163,11 +163,11 @@ pub fn parse(file: &str, text: &str, sources: &Sources<'_>) -> Result<JobFile, J
 struct Parser<'a> {
     sources: &'a Sources<'a>,
     global: Section,
-    /// The section that a job is made of.
+    /// The job section that is being parsed.
     open: Option<Section>,
     is_global: bool,
     sections: Vec<Section>,
-    /// Files that were included so far.
+    /// Number of files included so far.
     includes: usize,
     ignored: Vec<(Place, String)>,
     replaced: Vec<String>,
@@ -175,7 +175,7 @@ struct Parser<'a> {
 }
 
 impl Parser<'_> {
-    /// Reads the lines of a file, up to an `include` beyond the limit.
+    /// Reads the lines of a file, stopping if there are too many `include` lines.
     fn read_file(&mut self, file: &str, text: &str) {
         for (index, line) in text.lines().enumerate() {
             if self.includes > MAX_INCLUDES {
@@ -202,7 +202,7 @@ impl Parser<'_> {
         }
         let (name, value) = match line.split_once('=') {
             Some((name, value)) => (name.trim(), Some(value.trim())),
-            // The only line with a value and no equals sign.
+            // This is the only line that separates its value with whitespace.
             None => match line.split_once(char::is_whitespace) {
                 Some(("include", file)) => ("include", Some(file.trim())),
                 _ => (line, None),
@@ -245,8 +245,7 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// Reads the lines of another file. As in fio, its path may be relative to the file that includes
-    /// it.
+    /// Reads the lines of another file. As in fio, the path may be relative to the including file.
     fn include(&mut self, name: &str, place: &Place) -> Result<(), String> {
         self.includes += 1;
         if self.includes > MAX_INCLUDES {
@@ -270,7 +269,7 @@ impl Parser<'_> {
         Err(format!("cannot read the included file {name}{error}"))
     }
 
-    /// The section is complete.
+    /// Completes the section.
     fn close(&mut self) {
         let section = self.open.take().map(Section::finish);
         self.sections.extend(section);
@@ -297,13 +296,13 @@ impl Section {
                 self.filesize = Some(Amount::Bytes(size)).filter(|_| size > 0);
                 Ok(true)
             }
-            // These are options of the command line.
+            // These options are only available on the command line.
             "state" | "sessions" | "fua" | "total" => Err(format!("option `{name}` is not known")),
             _ => self.job.set(name, value, units),
         }
     }
 
-    /// The region is as large as the file that fio would create.
+    /// Completes the section. The region has the same size as the file that fio would create.
     fn finish(mut self) -> Self {
         if let Some(Amount::Bytes(file)) = self.filesize {
             self.job.size = match self.job.size {

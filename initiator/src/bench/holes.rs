@@ -1,4 +1,5 @@
-//! Unallocated parts of a region, whose reads say nothing about a disk that holds data.
+//! Finds unallocated parts of a region. Reads from these are not representative of a disk that is
+//! full of data.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -6,14 +7,14 @@ use std::time::{Duration, Instant};
 use super::outcome::Holes;
 use crate::block::{BlockDevice, ExtentKind, task};
 
-/// Time after which no further call is made: the run waits for the answer.
+/// No further request is sent after this time, because the run has to wait for the response.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Most calls for one region.
+/// Maximum number of requests for a region.
 const MAX_CALLS: usize = 1024;
 
-/// Asks for the unallocated parts of a region; `None` where the device does not report them. What
-/// the calls do not reach counts as allocated.
+/// Queries the unallocated parts of a region. Returns `None` if this is not supported by the
+/// device. Parts not covered within the limits are counted as allocated.
 pub(super) fn of<D: BlockDevice>(device: &D, region: &Range<u64>) -> Option<Holes> {
     let until = Instant::now() + PATIENCE;
     within(device, region, || Instant::now() >= until)
@@ -33,7 +34,7 @@ fn within<D: BlockDevice>(
         if at >= region.end || is_over() {
             break;
         }
-        // A device that fails here is found out by the job itself.
+        // If the device has failed, the job itself will report this.
         let Ok(extents) = task::block_on(device.status(at..region.end)) else {
             break;
         };
@@ -61,7 +62,7 @@ mod tests {
         let holes = of(&device, &(65536..1 << 20)).unwrap();
         assert_eq!(holes.of, (1 << 20) - 65536);
         assert_eq!(holes.bytes, holes.of - 65536);
-        // A device that is slow to answer does not keep the run waiting.
+        // A slow device must not delay the run.
         let holes = within(&device, &(65536..1 << 20), || true).unwrap();
         assert_eq!(holes.bytes, 0);
     }

@@ -1,9 +1,10 @@
-//! What was written where: the generation of each block, in memory and, with a state file, beyond a
+//! Records the generation of each block in memory. If there is a state file, the record survives a
 //! crash of this process.
 //!
-//! A block's generation grows with each write. One write of a block is in flight at a time, so the
-//! blocks on the device are of the acknowledged generation, or of that in flight. While it is, only
-//! its worker changes the entry of the block, in memory and in the file.
+//! The generation of a block is incremented with each write. As there is only one write in flight
+//! for each block, a block on the device has either the acknowledged generation or the one in
+//! flight. During this time, its entry is only modified by the worker of the write, both in memory
+//! and in the file.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,10 +12,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::error::BenchError;
 use super::state::{Layout, StateFile};
 
-/// Most blocks: their generations take 2 GiB of memory.
+/// Maximum number of blocks. This uses 2 GiB of memory for the generations.
 const MAX_BLOCKS: u64 = 1 << 28;
 
-/// The content is not known: never written, or trimmed. In the half in flight: it is a trim.
+/// Set in `acknowledged` if the contents are not known because they were never written or were
+/// trimmed. Set in `in_flight` for a trim.
 const UNKNOWN: u32 = 1 << 31;
 
 /// State of a block.
@@ -36,44 +38,44 @@ impl Entry {
         u64::from(self.acknowledged) | u64::from(self.in_flight) << 32
     }
 
-    /// Generation that the device has, if it is known and no trim is in flight.
+    /// Returns the generation on the device if it's known and there is no trim in flight.
     pub(super) fn acknowledged(self) -> Option<u32> {
         let is_known = (self.acknowledged | self.in_flight) & UNKNOWN == 0;
         (is_known && self.acknowledged > 0).then_some(self.acknowledged)
     }
 
-    /// Generation of a write in flight.
+    /// Returns the generation of a write in flight.
     pub(super) fn in_flight(self) -> Option<u32> {
         (self.in_flight & UNKNOWN == 0 && self.in_flight > 0).then_some(self.in_flight)
     }
 
-    /// Newest generation that the device may have.
+    /// Returns the newest generation that could be on the device.
     pub(super) fn newest(self) -> u32 {
         (self.acknowledged & !UNKNOWN).max(self.in_flight & !UNKNOWN)
     }
 
-    /// A write or a trim is in flight.
+    /// Returns whether there is a write or trim in flight.
     pub(super) fn is_busy(self) -> bool {
         self.in_flight != 0
     }
 }
 
-/// The blocks of a region, shared by all clones of a job.
+/// Blocks of a region, shared by all clones of a job.
 #[derive(Debug)]
 pub(super) struct Ledger {
     region: Range<u64>,
     block: u64,
-    /// Of the blocks that are written, so that those of other runs are known as such.
+    /// Seed of all blocks that are written, which distinguishes them from other runs.
     seed: u64,
     entries: Vec<AtomicU64>,
     file: Option<StateFile>,
 }
 
 impl Ledger {
-    /// A ledger of blocks of which nothing is known.
+    /// Creates a ledger with unknown blocks.
     ///
     /// # Errors
-    /// The region has more blocks than fit into memory.
+    /// Fails if the region has too many blocks to keep in memory.
     pub(super) fn new(layout: &Layout) -> Result<Self, BenchError> {
         let blocks = (layout.region.end - layout.region.start) / layout.block;
         if blocks > MAX_BLOCKS {
@@ -91,10 +93,11 @@ impl Ledger {
         })
     }
 
-    /// The ledger of a state file. An empty file is made one of blocks of which nothing is known.
+    /// Loads the ledger from a state file. If the file is empty, it's initialized with unknown
+    /// blocks.
     ///
     /// # Errors
-    /// It cannot be read or written, or is of another job or disk.
+    /// Fails if the file can't be read or written, or belongs to another job or disk.
     pub(super) fn open(file: StateFile, layout: &Layout) -> Result<Self, BenchError> {
         let mut ledger = Self::new(layout)?;
         let blocks = ledger.entries.len();
@@ -109,20 +112,20 @@ impl Ledger {
                     ledger.entries[index].store(word, Ordering::Relaxed);
                 })?;
             }
-            // One without blocks gets a new seed, too: should it once have had some, those on the
-            // disk must not pass for blocks of this run.
+            // If the blocks were truncated, we also need a new seed. Otherwise old blocks that are
+            // still on the disk would be accepted as blocks of this run.
             _ => file.make(layout, ledger.seed, blocks)?,
         }
         ledger.file = Some(file);
         Ok(ledger)
     }
 
-    /// Bytes of the device that it has blocks of.
+    /// Returns the region of the device covered by this ledger.
     pub(super) fn region(&self) -> &Range<u64> {
         &self.region
     }
 
-    /// Seed of its blocks.
+    /// Returns the seed of all blocks.
     pub(super) fn seed(&self) -> u64 {
         self.seed
     }
@@ -132,37 +135,37 @@ impl Ledger {
         index(range.start)..index(range.end)
     }
 
-    /// State of the block at an offset.
+    /// Returns the state of the block at this offset.
     pub(super) fn entry(&self, offset: u64) -> Entry {
         let index = self.index(&(offset..offset)).start;
         Entry::unpack(self.entries[index].load(Ordering::Acquire))
     }
 
-    /// Returns whether any block of the range is known.
+    /// Returns whether any block in the range is known.
     pub(super) fn knows(&self, range: &Range<u64>) -> bool {
         let entries = self.entries[self.index(range)].iter();
         let mut entries = entries.map(|e| Entry::unpack(e.load(Ordering::Relaxed)));
         entries.any(|e| e.acknowledged().is_some() || e.is_busy())
     }
 
-    /// Returns whether no write and no trim was ever begun.
+    /// Returns whether no write or trim was ever started.
     pub(super) fn is_blank(&self) -> bool {
         let mut entries = self.entries.iter();
         entries.all(|entry| entry.load(Ordering::Relaxed) == 0)
     }
 
-    /// Number of blocks whose last write or trim has not been acknowledged.
+    /// Returns the number of blocks with an unacknowledged write or trim.
     pub(super) fn unresolved(&self) -> u64 {
         let entries = self.entries.iter();
         let busy = entries.filter(|e| Entry::unpack(e.load(Ordering::Relaxed)).is_busy());
         busy.count() as u64
     }
 
-    /// Begins a write or a trim. Returns false, and changes nothing, while another one of any of
-    /// the blocks is in flight.
+    /// Starts a write or trim. Returns false without any changes if there is already an operation
+    /// in flight for any of the blocks.
     ///
     /// # Errors
-    /// The state file cannot be written.
+    /// Fails if the state file can't be written.
     pub(super) fn begin(&self, range: &Range<u64>, is_trim: bool) -> Result<bool, BenchError> {
         let blocks = self.index(range);
         for index in blocks.clone() {
@@ -194,10 +197,10 @@ impl Ledger {
         Ok(true)
     }
 
-    /// The write or trim was acknowledged.
+    /// Records that a write or trim was acknowledged.
     ///
     /// # Errors
-    /// The state file cannot be written.
+    /// Fails if the state file can't be written.
     pub(super) fn end(&self, range: &Range<u64>) -> Result<(), BenchError> {
         self.settle(self.index(range), |entry| Entry {
             acknowledged: entry.in_flight,
@@ -205,23 +208,23 @@ impl Ledger {
         })
     }
 
-    /// The block at an offset, which is busy, was read, and is of this generation; `None`: of none
-    /// that is known.
+    /// Updates a busy block after it has been read with this generation, or `None` if the contents
+    /// are unknown.
     ///
     /// # Errors
-    /// The state file cannot be written.
+    /// Fails if the state file can't be written.
     pub(super) fn resolve(&self, offset: u64, generation: Option<u32>) -> Result<(), BenchError> {
         let index = self.index(&(offset..offset)).start;
         self.settle(index..index + 1, |entry| Entry {
-            // Where the old content is there, the next write has the number of the one that did not
-            // arrive, and the same content. Where nothing is known, it has a new number.
+            // If the old contents are found, the next write will use the same generation and
+            // contents as the lost write. If they are unknown, it will use a new generation.
             acknowledged: generation.unwrap_or(entry.newest() | UNKNOWN),
             in_flight: 0,
         })
     }
 
-    /// Changes entries that are busy. The file comes first: as soon as they are free in memory,
-    /// another worker may begin a write, and what it records must not be overwritten.
+    /// Updates busy entries. The file must be written first: as soon as the entries in memory are
+    /// free, another worker can start a write, and we must not overwrite its record.
     fn settle(
         &self,
         blocks: Range<usize>,
@@ -242,7 +245,7 @@ impl Ledger {
     }
 }
 
-/// Changes an entry that no other worker changes.
+/// Modifies an entry, which must not be modified by any other worker.
 fn change(entry: &AtomicU64, to: impl Fn(Entry) -> Entry) {
     let old = Entry::unpack(entry.load(Ordering::Acquire));
     entry.store(to(old).pack(), Ordering::Release);
@@ -268,7 +271,7 @@ mod tests {
         }
     }
 
-    /// A state file that goes with the value.
+    /// A state file that is removed on drop.
     struct Temporary(PathBuf);
 
     impl Temporary {
@@ -342,7 +345,7 @@ mod tests {
         ledger.begin(&first, false).unwrap();
         ledger.end(&first).unwrap();
         ledger.begin(&second, false).unwrap();
-        // The process is killed here.
+        // Assume that the process is killed here.
         drop((ledger, lock));
         let (ledger, lock) = path.open();
         assert_eq!(ledger.entry(8192).acknowledged(), Some(1));
@@ -368,7 +371,7 @@ mod tests {
                 while !ledger.begin(&block, false).unwrap() {
                     thread::yield_now();
                 }
-                // The one before it gets time to do what it still does.
+                // Allow the other worker to complete its remaining steps.
                 thread::yield_now();
                 let mut word = [0; 8];
                 file.read_exact_at(&mut word, 4096).unwrap();

@@ -1,12 +1,12 @@
-//! The benchmark: many operations in flight on a block device, timed one by one.
+//! Benchmark with many operations in flight on a block device, which measures each operation.
 //!
-//! - [`Job`]: what is done, with fio's words.
+//! - [`Job`]: the operations to run, using fio's terminology.
 //! - [`fio`]: fio's job files.
-//! - [`check`]: whether that is possible.
-//! - [`run`]: does it, for jobs side by side.
-//! - [`outcome`]: what came of it.
-//! - [`output`]: that for people and programs.
-//! - [`wire`]: what the machine or network carries.
+//! - [`check`]: checks whether jobs can run.
+//! - [`run`]: runs jobs concurrently.
+//! - [`outcome`]: results of a run.
+//! - [`output`]: output of results for users and programs.
+//! - [`wire`]: measures the limits of the machine or network.
 //!
 //! ```text
 //!   Job ─ setup ─▶ shares ─ prepare ─▶ workers (one for each clone) ─▶ the device's thread
@@ -15,13 +15,13 @@
 //!   Outcome ◀─ collector ◀─ figures ────┘  stats: once in an interval
 //! ```
 //!
-//! A worker is a [`crate::block::Workload`]: it runs where the operations complete, so no switch
-//! between threads is in the figures, and an operation takes no lock. Its time runs from the call
-//! that starts it to the one that completes it. With a rate the times of operations are planned
-//! (open loop): an operation that is late, because those before it were slow, is counted from its
-//! planned time.
+//! A worker is a [`crate::block::Workload`] that runs on the thread where operations complete, so
+//! the results don't include context switches, and no locks are required. We measure the time
+//! between the calls that start and complete an operation. If there is a rate, operations are
+//! started at planned times (open loop). If an operation is delayed by previous ones, we measure
+//! from its planned time.
 //!
-//! Not here: think time, recorded workloads, devices with zones.
+//! Think time, recorded workloads and zoned devices are not supported.
 
 mod checks;
 mod content;

@@ -1,34 +1,34 @@
-//! What a run has measured, before any form of output.
+//! Results of a run, independent of the output format.
 
 use std::ops::AddAssign;
 use std::time::{Duration, SystemTime};
 
 use hdrhistogram::Histogram;
 
-/// Percentiles of the JSON, which are those that fio prints by default.
+/// Percentiles included in the JSON output. These are the defaults of fio.
 pub const PERCENTILES: [f64; 17] = [
     1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95,
     99.99,
 ];
 
-/// Kinds of operations, in the order of fio's JSON.
+/// Kinds of operations, in the same order as fio's JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {
     /// Reads.
     Read,
     /// Writes.
     Write,
-    /// Trims: contents that are given up.
+    /// Trims, which deallocate blocks.
     Trim,
-    /// Flushes, fio's `sync`.
+    /// Flushes, named `sync` in fio.
     Flush,
 }
 
 impl OpKind {
-    /// All of them; `kind as usize` is an index into it.
+    /// All kinds, which can be indexed by `kind as usize`.
     pub const ALL: [Self; 4] = [Self::Read, Self::Write, Self::Trim, Self::Flush];
 
-    /// Name in fio's JSON.
+    /// Returns the name in fio's JSON.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -40,50 +40,50 @@ impl OpKind {
     }
 }
 
-/// Figures of the operations of one kind. Histograms hold nanoseconds, with three digits.
+/// Results for one kind of operation. Histograms use nanoseconds with three digits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
-    /// Bytes moved; none by flushes.
+    /// Number of bytes transferred, always 0 for flushes.
     pub bytes: u64,
-    /// From the start of an operation to its completion (fio's `clat`). Its length is the number of
-    /// operations.
+    /// Time between start and completion of an operation (fio's `clat`). Its length is the number
+    /// of operations.
     pub service: Histogram<u64>,
-    /// From the time when an operation was due to its completion (fio's `lat`), where arrivals are
-    /// planned (open loop). In a closed loop an operation is due when it starts.
+    /// Time between planned arrival and completion of an operation (fio's `lat`), only available if
+    /// arrivals are planned (open loop). In a closed loop, there is no difference.
     pub response: Option<Histogram<u64>>,
 }
 
-/// Figures of a part of the run.
+/// Results for one interval of the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Interval {
-    /// Its begin, from that of the measurement.
+    /// Start, relative to the measurement.
     pub at: Duration,
     /// Its length.
     pub length: Duration,
-    /// Figures of what completed in it, by [`OpKind`].
+    /// Results of operations completed in this interval, by [`OpKind`].
     pub measured: [Measured; 4],
 }
 
-/// Processor time and context switches of a process between begin and end of the measurement.
+/// Processor time and context switches of a process during the measurement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Time in user mode.
     pub user: Duration,
     /// Time in the kernel.
     pub system: Duration,
-    /// Context switches because the process waited.
+    /// Context switches caused by waiting.
     pub voluntary: u64,
-    /// Context switches because others had to run.
+    /// Context switches caused by preemption.
     pub involuntary: u64,
 }
 
-/// Data that were compared.
+/// Numbers of verified blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
-    /// Blocks that were read and were right; one that is not ends the run.
+    /// Number of blocks read and verified. The first mismatch aborts the run.
     pub blocks: u64,
-    /// Blocks of writes that a crash has interrupted, which are old in part and new in part, as
-    /// disks may leave them.
+    /// Number of blocks with a write interrupted by a crash, which contain both old and new data.
+    /// Disks may leave such blocks.
     pub torn: u64,
 }
 
@@ -94,55 +94,55 @@ impl AddAssign for Verified {
     }
 }
 
-/// Reads of the parts of the disk that have no blocks allocated: their figures say nothing about a
-/// disk that holds data.
+/// Unallocated parts of a region that was read. Reads from these are not representative of a disk
+/// that is full of data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Holes {
-    /// Bytes of the region that are not allocated, as far as the disk says.
+    /// Number of unallocated bytes in the region, as reported by the disk.
     pub bytes: u64,
-    /// Bytes of the region.
+    /// Size of the region in bytes.
     pub of: u64,
 }
 
-/// One section of a job file, or the workload of the command line, as it was run.
+/// Results for one section of a job file or for the workload from the command line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     /// Name of the job.
     pub name: String,
     /// Address of the disk.
     pub address: String,
-    /// Name of the RDMA device that it was reached over, which begins with its provider's: figures
-    /// of memory that is shared are never taken for those of a network.
+    /// Name of the RDMA device used for the connection, including the provider. This makes sure
+    /// that results for shared memory can't be mistaken for network results.
     pub device: Option<String>,
-    /// Its options with fio's names, in fio's form: `("bs", "4k")`.
+    /// Options with names and values in fio's format, e.g. `("bs", "4k")`.
     pub options: Vec<(String, String)>,
-    /// When the measurement began.
+    /// Start time of the measurement.
     pub started: SystemTime,
-    /// Its length.
+    /// Duration of the measurement.
     pub runtime: Duration,
-    /// Figures of the whole, by [`OpKind`].
+    /// Results for the whole measurement, by [`OpKind`].
     pub measured: [Measured; 4],
-    /// Figures over time, in order and without gaps; the last one may be shorter.
+    /// Results for each interval, in order and without gaps. The last interval may be shorter.
     pub intervals: Vec<Interval>,
-    /// Of this process. Where jobs run side by side, each has the part that its operations are of
-    /// those of all.
+    /// Usage of this process. If there are concurrent jobs, it's divided in proportion to their
+    /// number of operations.
     pub client: Usage,
-    /// Of the process that serves the disk, if it is known and on this host; divided likewise.
+    /// Usage of the process serving the disk, if it is known and running on this host. It's divided
+    /// in the same way.
     pub server: Option<Usage>,
-    /// Data that were compared, if that was wanted.
+    /// Number of verified blocks if verification was enabled.
     pub verified: Option<Verified>,
-    /// Unallocated parts of the region, if the disk reports them and there were reads.
+    /// Unallocated parts of the region, if there were reads and this is supported by the disk.
     pub holes: Option<Holes>,
-    /// It asked for stable storage, by flushes or with its writes, and the disk has no way to be
-    /// asked for that.
+    /// Set if stable storage was requested by flushes or writes, but is not supported by the disk.
     pub unstable: bool,
-    /// Operations of an open loop that were due before the end and had not started then: the disk
-    /// does not reach the rate. It is the mean where times or sizes are random.
+    /// Number of operations in an open loop that were due before the end, but were never started
+    /// because the disk couldn't sustain the rate. If times or sizes are random, this is the mean.
     pub not_started: u64,
 }
 
 impl Measured {
-    /// Number of operations.
+    /// Returns the number of operations.
     #[must_use]
     pub fn ios(&self) -> u64 {
         self.service.len()
@@ -150,25 +150,25 @@ impl Measured {
 }
 
 impl Outcome {
-    /// The disk, with the RDMA device that it was reached over.
+    /// Returns the disk and the RDMA device used for the connection.
     #[must_use]
     pub fn disk(&self) -> String {
         show_disk(&self.address, self.device.as_deref())
     }
 
-    /// Figures of one kind of operation.
+    /// Returns the results for one kind of operation.
     #[must_use]
     pub fn of(&self, kind: OpKind) -> &Measured {
         &self.measured[kind as usize]
     }
 
-    /// Operations per second of one kind.
+    /// Returns operations per second for one kind of operation.
     #[must_use]
     pub fn iops(&self, kind: OpKind) -> f64 {
         self.of(kind).ios() as f64 / self.seconds()
     }
 
-    /// Bytes per second of one kind.
+    /// Returns bytes per second for one kind of operation.
     #[must_use]
     pub fn bytes_per_second(&self, kind: OpKind) -> f64 {
         self.of(kind).bytes as f64 / self.seconds()
@@ -179,7 +179,7 @@ impl Outcome {
     }
 }
 
-/// Writes a disk with the RDMA device that it was reached over.
+/// Formats a disk and the RDMA device used for the connection.
 #[must_use]
 pub fn show_disk(address: &str, device: Option<&str>) -> String {
     match device {

@@ -1,4 +1,4 @@
-//! The workers of a job: their plans, buffers, ledger and clock.
+//! Prepares the workers of a job, including their plans, buffers, ledger and clock.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::verify::{Check, Verifier};
 use super::worker::{Clock, Left, Parts, Shared, Think, Worker};
 use crate::block::{BlockDevice, Buffer, task};
 
-/// Plan of a clone, before it is a worker.
+/// Parameters of a clone before its worker is created.
 pub(super) struct ClonePlan {
     pub(super) source: Source,
     pub(super) arrivals: Option<Arrivals>,
@@ -34,16 +34,16 @@ pub(super) struct ClonePlan {
 pub(super) struct Prepared {
     pub(super) clones: Vec<ClonePlan>,
     pub(super) verifier: Verifier,
-    /// Bytes of the device that it uses.
+    /// Region of the device that is used by the job.
     pub(super) region: Range<u64>,
-    /// Largest operation, in bytes.
+    /// Size of the largest operation in bytes.
     pub(super) max_block: usize,
-    /// Keeps other runs away from its state file.
+    /// Prevents other runs from using the same state file.
     pub(super) _lock: Option<Lock>,
 }
 
 impl Prepared {
-    /// What the workers do together.
+    /// Returns the total amount of work for all clones.
     pub(super) fn left(&self) -> Left {
         let sum = |of: fn(&Left) -> u64| {
             let amounts = self.clones.iter().map(|clone| of(&clone.left));
@@ -55,13 +55,13 @@ impl Prepared {
         }
     }
 
-    /// Place of the reads, if they are of what a ledger knows.
+    /// Returns the position if this reads all blocks known to a ledger.
     pub(super) fn scan_place(&self) -> Option<ScanPlace> {
         self.clones.first()?.source.scan_place(&self.region)
     }
 }
 
-/// Parts that the workers of all jobs of a group have in common.
+/// State shared by the workers of all jobs in a group.
 pub(super) struct Context {
     pub(super) clock: Clock,
     pub(super) stop: Arc<AtomicBool>,
@@ -69,11 +69,10 @@ pub(super) struct Context {
     pub(super) reporter: Reporter,
 }
 
-/// Prepares a job, which is one of several side by side in a run, on a device that is open at least
-/// once.
+/// Prepares a job, which may run concurrently with other jobs. The device must be open.
 ///
 /// # Errors
-/// The job is not possible, or its state file cannot be used.
+/// Fails if the job is invalid, or the state file can't be used.
 pub(super) fn prepare<D: BlockDevice>(
     run: u64,
     index: usize,
@@ -85,7 +84,8 @@ pub(super) fn prepare<D: BlockDevice>(
     let shares = setup::shares(job, device.geometry())?;
     let region = setup::region(&shares);
     let (check, lock) = check(task, &shares, &region)?;
-    // The same job beside itself, or once more, does other operations.
+    // If the same job runs multiple times, either concurrently or in different runs, each must use
+    // different operations.
     let mut random = Rng::with_seed(job.randseed ^ mix(run << 32 | index as u64));
     let count = f64::from(job.numjobs);
     let mut clones = Vec::new();
@@ -102,8 +102,9 @@ pub(super) fn prepare<D: BlockDevice>(
     }
     let seed = match &check {
         Check::Ledger(ledger) => ledger.seed(),
-        // Storage that deduplicates would know the content of the runs before it. It is mixed once
-        // more, so that the numbers of runs and of clones do not cancel out.
+        // With deduplication, the storage could already contain blocks from previous runs, so these
+        // must differ. The number is mixed separately to avoid combining it directly with the
+        // number of a clone.
         Check::Nothing | Check::Own => mix(job.randseed ^ mix(run)),
     };
     let verifier = Verifier {
@@ -123,7 +124,7 @@ pub(super) fn prepare<D: BlockDevice>(
     })
 }
 
-/// Returns the way in which blocks of a job are checked, with the lock of its state file.
+/// Returns how the blocks of a job are verified, including the lock on its state file.
 fn check<D>(
     task: &Task<D>,
     shares: &[setup::Share],
@@ -176,12 +177,13 @@ fn open_ledger(job: &Job, layout: &Layout) -> Result<(Ledger, Option<Lock>), Ben
 fn buffers<D: BlockDevice>(job: &Job, device: &Arc<D>) -> Vec<Option<Buffer>> {
     let len = job.max_block() as usize;
     let has_buffers = setup::has_buffers(job);
-    // There are enough, as was checked for all jobs, so the wait is for others that end.
+    // We have already checked that there are enough buffers for all jobs, so this only waits for
+    // buffers that are being released.
     let buffer = |_| has_buffers.then(|| task::block_on(device.buffer(len)));
     (0..job.iodepth).map(buffer).collect()
 }
 
-/// The workers of a job, in the order of its connections.
+/// Creates the workers of a job, in the order of its connections.
 pub(super) fn workers(
     task: usize,
     job: &Job,

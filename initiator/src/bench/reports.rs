@@ -1,5 +1,5 @@
-//! Reports of workers to the run that has started them. Workers never wait, so the memory of what
-//! the run has not yet taken is limited here.
+//! Reports from workers to the run. Since workers never wait, the memory used for pending reports
+//! is limited here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,29 +10,29 @@ use super::error::BenchError;
 use super::outcome::Verified;
 use super::stats::{Figures, memory};
 
-/// Report of a worker.
+/// A report from a worker.
 pub(super) enum Report {
-    /// Figures of an interval, with its number.
+    /// Index of an interval and its results.
     Figures(u64, Figures),
-    /// It is over.
+    /// The worker has completed.
     Ended(End),
 }
 
-/// End of a worker.
+/// Final report from a worker.
 pub(super) struct End {
-    /// Time of its last completion.
+    /// Time of the last completion.
     pub(super) at: Instant,
-    /// Data that were checked.
+    /// Number of verified blocks.
     pub(super) checked: Verified,
-    /// The time of the run ended it, and not the amount of work.
+    /// Set if the worker was stopped at the end of the run before it reached its amount of work.
     pub(super) is_by_time: bool,
-    /// Operations whose planned time came before the end, and that had not started then.
+    /// Number of operations that were due before the end, but not started.
     pub(super) not_started: u64,
     pub(super) result: Result<(), BenchError>,
 }
 
-/// A channel of reports, of which figures that wait have at most `limit` bytes: but for one report
-/// that is larger, and for the last ones of the workers.
+/// Creates a channel for reports. Pending results are limited to `limit` bytes, except for a single
+/// larger report and for the last report from each worker.
 pub(super) fn channel(limit: usize) -> (Reporter, Reports) {
     let (sender, receiver) = mpsc::channel();
     let waiting = Arc::new(AtomicUsize::new(0));
@@ -45,8 +45,8 @@ pub(super) fn channel(limit: usize) -> (Reporter, Reports) {
     (reporter, Reports { receiver, waiting })
 }
 
-/// Sends the reports of a worker. They are without effect once the run has failed, when nothing
-/// receives them any longer.
+/// Sends reports from a worker. If the run has failed, reports are ignored because they are no
+/// longer received.
 #[derive(Clone)]
 pub(super) struct Reporter {
     task: usize,
@@ -56,7 +56,7 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    /// The same for a job of the run, by its number.
+    /// Returns a reporter for a job in the run, using its index.
     pub(super) fn of_task(&self, task: usize) -> Self {
         Self {
             task,
@@ -64,7 +64,7 @@ impl Reporter {
         }
     }
 
-    /// Reports the figures of an interval. Returns them while too many wait.
+    /// Reports the results of an interval. Returns them if there are too many pending reports.
     pub(super) fn figures(&self, index: u64, figures: Figures) -> Option<Figures> {
         let size = memory(&figures);
         let before = self.waiting.fetch_add(size, Ordering::Relaxed);
@@ -76,7 +76,7 @@ impl Reporter {
         None
     }
 
-    /// Reports the last figures and the end.
+    /// Reports the last results and the completion of the worker.
     pub(super) fn end(&self, last: Option<(u64, Figures)>, end: End) {
         if let Some((index, figures)) = last {
             let size = memory(&figures);
@@ -91,7 +91,7 @@ impl Reporter {
     }
 }
 
-/// Receives the reports of all workers, each with the number of its job.
+/// Receives reports from all workers, including the indices of their jobs.
 pub(super) struct Reports {
     receiver: mpsc::Receiver<(usize, Report)>,
     waiting: Arc<AtomicUsize>,
@@ -101,7 +101,7 @@ impl Reports {
     /// Waits for a report.
     ///
     /// # Errors
-    /// The time is over, or all workers are.
+    /// Fails on timeout, or if all workers have exited.
     pub(super) fn receive(&self, patience: Duration) -> Result<(usize, Report), RecvTimeoutError> {
         let received = self.receiver.recv_timeout(patience)?;
         if let (_, Report::Figures(_, figures)) = &received {
@@ -141,7 +141,7 @@ mod tests {
             not_started: 0,
             result: Ok(()),
         };
-        // The last ones are never given back, and what there is is received first.
+        // The last results are never rejected, and previous results are received before them.
         reporter.end(Some((4, figures())), end);
         drop(reporter);
         let received = [(); 3].map(|()| index(&reports));

@@ -1,4 +1,4 @@
-//! Runs jobs: starts their workers, collects what these report, reads back what was written.
+//! Runs jobs: starts their workers, collects their reports, and verifies the data written.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,46 +20,48 @@ use super::worker::{Clock, Left, Worker};
 use super::{checks, holes, scan, setup};
 use crate::block::{self, BlockDevice};
 
-/// Interval of progress reports.
+/// Interval between progress reports.
 const TICK: Duration = Duration::from_millis(250);
 
-/// Most memory of figures that workers have reported and that are not collected yet, in bytes.
+/// Maximum size in bytes of results that workers have reported, but are not collected yet.
 const MAX_WAITING: usize = 256 << 20;
 
 /// Progress of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Progress {
-    /// Part of the time, of the bytes or of the operations, from 0 to 1.
+    /// Progress from 0 to 1, based on time, bytes or operations.
     pub done: f64,
-    /// The ramp lasts; figures do not count yet.
+    /// Set during ramp time, when results are not included yet.
     pub is_ramp: bool,
-    /// A job has ended, and what it has written is read back: `done` is the part of that.
+    /// Set while the data written by a completed job is verified. In this case, `done` is the
+    /// progress of the verification.
     pub is_read_back: bool,
-    /// Operations per second, in the last interval.
+    /// Operations per second in the last interval.
     pub iops: f64,
-    /// Bytes per second, in the last interval.
+    /// Bytes per second in the last interval.
     pub bytes_per_second: f64,
-    /// Median time of an operation, in the last interval; from its planned start in an open loop.
+    /// Median latency in the last interval. For an open loop, this is measured from the planned
+    /// arrival.
     pub p50: Duration,
-    /// Time that 99 % of the operations did not exceed, in the last interval.
+    /// 99th percentile of the latency in the last interval.
     pub p99: Duration,
 }
 
-/// Runs jobs side by side, and reports progress several times a second.
+/// Runs jobs concurrently, and reports progress several times per second.
 ///
 /// # Errors
-/// A job is not possible on its device, an operation failed, or what was read was wrong. The first
-/// error ends all jobs.
+/// Fails if a job is not valid for its device, an operation fails, or the data read is wrong. All
+/// jobs are aborted after the first error.
 pub fn run<D: BlockDevice>(
     tasks: &[Task<D>],
     options: RunOptions,
     mut progress: impl FnMut(&Progress),
 ) -> Result<Vec<Outcome>, BenchError> {
-    // Preparing makes state files, so what is known to fail comes before.
+    // Find errors before creating any state files below.
     checks::check(tasks, options)?;
     let mut all = prepare_all(tasks, options.run)?;
     checks::overlaps(tasks, |index| Ok(all[index].region.clone()))?;
-    // A long answer to the question for holes must not let one job begin before another.
+    // Query all holes first, as a slow response must not delay the start of some of the jobs.
     let holes: Vec<_> = tasks.iter().zip(&all).map(holes_of).collect();
     let (reporter, reports) = reports::channel(MAX_WAITING);
     let stop = Arc::new(AtomicBool::new(false));
@@ -94,8 +96,8 @@ pub fn run<D: BlockDevice>(
     Ok(outcomes)
 }
 
-/// Prepares all jobs, in their order. Those that only check what a state file records come last, as
-/// they take the buffers that are left.
+/// Prepares all jobs in order. Jobs that only verify a state file are prepared last, because they
+/// use any remaining buffers.
 fn prepare_all<D: BlockDevice>(tasks: &[Task<D>], run: u64) -> Result<Vec<Prepared>, BenchError> {
     let mut all = Vec::new();
     for is_scan in [false, true] {
@@ -128,19 +130,19 @@ fn start<D: BlockDevice>(devices: &[Arc<D>], workers: Vec<Worker>) -> Result<(),
     Ok(())
 }
 
-/// A job that runs, or has run.
+/// A running or completed job.
 struct Running {
     clock: Clock,
     is_open_loop: bool,
-    /// A worker was still at work when the time was over.
+    /// Set if any worker was stopped at the end of the run before it reached its amount of work.
     is_by_time: bool,
-    /// What its workers do.
+    /// Total amount of work for all workers.
     left: Left,
-    /// Kinds of operations that are a part of it.
+    /// Kinds of operations included in this amount.
     kinds: &'static [OpKind],
-    /// Place of its reads, if they are of what a state file records.
+    /// Position if this reads the blocks recorded in a state file.
     scan: Option<ScanPlace>,
-    /// Workers that are not over.
+    /// Number of running workers.
     workers: usize,
     collector: Collector,
     checked: Verified,
@@ -154,7 +156,7 @@ impl Running {
     fn new<D>(task: &Task<D>, prepared: &Prepared, options: RunOptions, begun: Instant) -> Self {
         let job = &task.job;
         let is_open_loop = job.is_open_loop() && !job.verify_only;
-        // Checking what a state file records is no load: it has neither ramp nor end.
+        // When verifying a state file, there is no ramp time or time limit.
         let (ramp, ends) = match job.verify_only {
             true => (Duration::ZERO, None),
             false => (job.ramp_time, job.runtime),
@@ -184,7 +186,7 @@ impl Running {
         }
     }
 
-    /// Takes the use of the processor when the measurement begins.
+    /// Starts measuring CPU usage at the start of the measurement.
     fn look(&mut self, now: Instant, meter: &mut Meter) {
         if !self.is_measuring && now >= self.clock.measured_from {
             self.is_measuring = true;
@@ -192,7 +194,7 @@ impl Running {
         }
     }
 
-    /// Handles a report of a worker.
+    /// Handles a report from a worker.
     fn handle(&mut self, report: Report, meter: &mut Meter) -> Result<(), BenchError> {
         match report {
             Report::Figures(index, figures) => self.collector.add(index, figures),
@@ -213,7 +215,8 @@ impl Running {
 
     fn runtime(&self) -> Duration {
         let end = match self.clock.ends {
-            // What completes late counts here, so the time until then does.
+            // Operations that complete after the end are included, so the runtime must also include
+            // this time.
             Some(end) if self.is_open_loop && self.is_by_time => self.last.max(end),
             None => self.last,
             _ if self.is_open_loop => self.last,
@@ -255,7 +258,7 @@ impl Running {
         }
     }
 
-    /// Part of the work that is done, from 0 to 1.
+    /// Returns the progress from 0 to 1.
     fn done(&self, now: Instant) -> f64 {
         let passed = now.saturating_duration_since(self.clock.measured_from);
         let of_time = self.clock.ends.map(|end| {
@@ -270,7 +273,7 @@ impl Running {
     }
 }
 
-/// Waits until all workers are over. Returns the first error.
+/// Waits until all workers have completed and returns the first error.
 fn wait(
     jobs: &mut [Running],
     reports: &Reports,
@@ -292,7 +295,7 @@ fn wait(
         match reports.receive(until.saturating_duration_since(now)) {
             Ok((index, report)) => {
                 if let Err(e) = jobs[index].handle(report, meter) {
-                    // That a device was closed may be the consequence of another error.
+                    // If a device was closed, the cause may be another error.
                     match &error {
                         None | Some(BenchError::Closed) => error = Some(e),
                         Some(_) => {}
@@ -306,7 +309,7 @@ fn wait(
     error.map_or(Ok(()), Err)
 }
 
-/// Progress of all jobs together.
+/// Returns the overall progress of all jobs.
 fn sum(jobs: &[Running], now: Instant) -> Progress {
     let mut sum = Progress {
         done: jobs.iter().map(|job| job.done(now)).fold(1.0, f64::min),
@@ -338,7 +341,7 @@ fn sum(jobs: &[Running], now: Instant) -> Progress {
     sum
 }
 
-/// Reads back what a job has written, if that is wanted.
+/// Verifies the data written by a job if this is enabled.
 fn read_back<D: BlockDevice>(
     task: &Task<D>,
     prepared: &Prepared,

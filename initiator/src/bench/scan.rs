@@ -1,4 +1,4 @@
-//! Reads of everything that a ledger knows: after a run, or of what a state file records.
+//! Reads all blocks known to a ledger, either after a run or to verify a state file.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -15,17 +15,17 @@ use super::verify::{Check, Verifier};
 use super::worker::Left;
 use crate::block::{BlockDevice, Buffer, Geometry, task};
 
-/// Length of the reads, in bytes, where blocks are not longer.
+/// Maximum length of reads in bytes, unless the blocks are larger.
 const PIECE: u64 = 128 << 10;
 
-/// Reads of a worker in flight.
+/// Maximum number of reads in flight for each worker.
 const DEPTH: u32 = 32;
 
-/// Prepares the reads of what a state file says was written, with the properties that it has. They
-/// take buffers that are left over, so other jobs are prepared first.
+/// Prepares to verify the writes recorded in a state file, using the parameters stored in this
+/// file. All other jobs must be prepared first, because this uses any remaining buffers.
 ///
 /// # Errors
-/// The job is not possible, or its state file cannot be used.
+/// Fails if the job is invalid, or the state file can't be used.
 pub(super) fn prepare<D: BlockDevice>(task: &Task<D>) -> Result<Prepared, BenchError> {
     setup::check_in_flight(&task.job)?;
     let device = task.devices.first();
@@ -73,7 +73,7 @@ fn open<D: BlockDevice>(
         ..found
     };
     let ledger = Ledger::open(file, &layout)?;
-    // Otherwise a file without any record of what is to be checked would prove all of it right.
+    // Without any records, we would report success without verifying any block.
     if ledger.is_blank() {
         let path = path.display().to_string();
         let reason = "it records no write".into();
@@ -82,7 +82,7 @@ fn open<D: BlockDevice>(
     Ok((layout, ledger, lock))
 }
 
-/// Reads of every block that the ledger knows, on all connections.
+/// Prepares reads of all blocks known to the ledger, distributed over all connections.
 pub(super) fn reads<D: BlockDevice>(
     verifier: &Verifier,
     devices: &[Arc<D>],
@@ -115,16 +115,17 @@ pub(super) fn reads<D: BlockDevice>(
     }
 }
 
-/// Length of a read, in bytes: whole blocks, at least one.
+/// Returns the length of reads in bytes. This is a multiple of the block size, and at least one
+/// block.
 fn piece<D: BlockDevice>(block: u64, devices: &[Arc<D>]) -> u64 {
     let limits = devices.iter().map(|device| device.geometry().max_transfer);
     let most = u64::from(limits.min().unwrap_or(0)).min(PIECE);
     (most / block * block).max(block)
 }
 
-/// Buffers for the reads on each connection. Each waits for one; the others are those that are left,
-/// as all of them may be more than the device has. A connection that is listed twice may have one
-/// only.
+/// Allocates buffers for reads on each connection. We only wait for the first buffer of each
+/// connection, and use additional buffers if they are available, as the device may not have enough
+/// for all of them. If a connection is listed multiple times, we only wait once.
 fn buffers<D: BlockDevice>(devices: &[Arc<D>], len: usize, depth: u32) -> Vec<Vec<Option<Buffer>>> {
     let first = |(index, device): (usize, &Arc<D>)| {
         let known = &devices[..index];

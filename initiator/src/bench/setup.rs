@@ -1,4 +1,4 @@
-//! A job on a device: whether it is possible, the region of each clone, and how much each does.
+//! Validates a job for a device, and calculates the region and the amount of work for each clone.
 
 use std::ops::Range;
 
@@ -8,27 +8,27 @@ use super::job::{Access, Amount, BlockSizes, Job, Pattern};
 use super::outcome::OpKind;
 use crate::block::{Geometry, MAX_TRANSFER};
 
-/// Most operations in flight of a job.
+/// Maximum number of operations in flight for a job.
 const MAX_IN_FLIGHT: u32 = 4096;
 
-/// Size of a page of memory, in bytes.
+/// Size of a page in bytes.
 const PAGE: u64 = 4096;
 
-/// Part of a clone.
+/// Region and amount of work for a clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Share {
-    /// Bytes of the device.
+    /// Region on the device in bytes.
     pub(super) region: Range<u64>,
-    /// Bytes that it moves.
+    /// Number of bytes to transfer.
     pub(super) bytes: u64,
-    /// Operations that it does.
+    /// Number of operations.
     pub(super) ios: u64,
 }
 
-/// Checks a job on a device, and gives each clone its part.
+/// Validates a job for a device, and calculates the share of each clone.
 ///
 /// # Errors
-/// Says what is not possible.
+/// Returns the reason if the job is invalid.
 pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, BenchError> {
     check_sizes(job, geometry)?;
     check_in_flight(job)?;
@@ -61,10 +61,9 @@ pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, Bench
     Ok(shares)
 }
 
-/// Fails for too many operations in flight.
+/// Fails if there are too many operations in flight.
 pub(super) fn check_in_flight(job: &Job) -> Result<(), BenchError> {
-    // The product is checked and not the factors, since each operation in flight has a buffer of
-    // the device.
+    // Each operation in flight requires a buffer, so we check the product instead of the factors.
     let in_flight = job.iodepth.checked_mul(job.numjobs);
     match in_flight.is_none_or(|n| n == 0 || n > MAX_IN_FLIGHT) {
         true => fail(format!(
@@ -92,7 +91,7 @@ fn check_sizes(job: &Job, geometry: &Geometry) -> Result<(), BenchError> {
         }
         let size = sizes.max();
         let limit = match kind {
-            // The write of the same blocks has its limit, too.
+            // The same blocks are then written, so the limit for transfers also applies.
             OpKind::Trim if job.access == Access::TrimWrite => {
                 geometry.max_discard.min(geometry.max_transfer.into())
             }
@@ -139,7 +138,7 @@ fn check_rates(job: &Job) -> Result<(), BenchError> {
         _ if !job.thinktime.is_zero() => {
             fail("thinktime has no effect on operations with planned times: leave out one".into())
         }
-        // The default is as good as not given.
+        // We can't distinguish the default from an explicit value.
         _ if job.access == Access::Mixed && job.rwmixread != 50 => fail(
             "rwmixread has no effect on reads and writes with rates: these say how many of each \
              there are"
@@ -187,7 +186,7 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
     let align = u64::from(job.min_block().max(geometry.block_size));
     let start = start(job, whole, align, index);
     let end = match job.size {
-        // To the end of the device at most.
+        // Don't exceed the end of the device.
         Some(size @ Amount::Percent(_)) => start
             .saturating_add(size.of(whole, align))
             .min(whole.max(start)),
@@ -195,7 +194,7 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
         None => whole.max(start),
     };
     let (count, index) = (u64::from(job.numjobs), u64::from(index));
-    // The rounding is by the sums, so the shares of all clones add up to the whole.
+    // Calculate the bounds from rounded sums, so that the shares of all clones add up to the whole.
     let part =
         |of: u64, index: u64| (u128::from(of) * u128::from(index) / u128::from(count)) as u64;
     let region = match job.splits_region && job.pattern == Pattern::Sequential {
@@ -212,7 +211,7 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
             let blocks = total / align;
             (part(blocks, index + 1) - part(blocks, index)) * align
         }
-        // Whole blocks: of a part of one, the last operation would begin again at the start.
+        // Round down to whole blocks. Otherwise the last operation would wrap around to the start.
         (None, Some(size)) => size.of(length, align) / align * align,
         (None, None) => length / align * align,
     };
@@ -227,7 +226,7 @@ fn share(job: &Job, geometry: &Geometry, index: u32) -> Share {
     }
 }
 
-/// First byte of the region of a clone. As in fio, percentages are rounded up to blocks.
+/// Returns the start of the region for a clone. As in fio, percentages are rounded up to blocks.
 fn start(job: &Job, whole: u64, align: u64, index: u32) -> u64 {
     let increment = job.offset_increment.exact(whole);
     let increments = increment.saturating_mul(index.into());
@@ -239,9 +238,10 @@ fn start(job: &Job, whole: u64, align: u64, index: u32) -> u64 {
     }
 }
 
-/// Bytes of the operations of one pass of strides over a region, after which a job of fio has done its
-/// work. `None` for a job without strides, and where fio begins again: if the last operation is not at the
-/// end of the device, and the stride behind it leads beyond that.
+/// Returns the number of bytes in a single pass of a strided job over its region. As in fio, the
+/// job completes after one pass. Returns `None` if the job isn't strided, or if fio would wrap
+/// around. This is the case if the last operation is before the end of the device, but the stride
+/// after it isn't.
 fn strided(job: &Job, whole: u64, region: &Range<u64>) -> Option<u64> {
     let [kind] = job.access.kinds() else {
         return None;
@@ -263,20 +263,20 @@ fn strided(job: &Job, whole: u64, region: &Range<u64>) -> Option<u64> {
     }
 }
 
-/// Bytes of the device from the begin of the first share to the end of the last.
+/// Returns the region from the start of the first share to the end of the last share.
 pub(super) fn region(shares: &[Share]) -> Range<u64> {
     let start = shares.iter().map(|share| share.region.start).min();
     let end = shares.iter().map(|share| share.region.end).max();
     start.unwrap_or(0)..end.unwrap_or(0)
 }
 
-/// Bytes of a device that a crash leaves either old or new. Files keep to the kernel's pages, even
-/// where a server takes larger blocks only.
+/// Returns the size in bytes which is atomic after a crash. Files use the page size of the kernel,
+/// even if a server only supports larger blocks.
 pub(super) fn atom(geometry: &Geometry) -> u64 {
     u64::from(geometry.block_size).min(PAGE)
 }
 
-/// Returns whether a job asks for stable storage in vain, because its device cannot be asked.
+/// Returns whether a job requires stable storage, but this is not supported by its device.
 pub(super) fn is_unstable(job: &Job, geometry: &Geometry) -> bool {
     let writes = job.is_destructive() && job.access.kinds().contains(&OpKind::Write);
     let flushes = job.end_fsync && job.is_destructive() || job.fsync > 0 && writes;
@@ -308,11 +308,12 @@ fn check_region(job: &Job, geometry: &Geometry, region: &Range<u64>) -> Result<(
     Ok(())
 }
 
-/// Bytes of one buffer of a job, and of what an operation needs besides.
+/// Returns the buffer size for an operation, and the size required for its parameters, both in
+/// bytes.
 fn buffer_size(job: &Job) -> (u64, u64) {
     let data = u64::from(job.max_block()).next_multiple_of(PAGE);
     match job.access {
-        // The parameters of a trim take a buffer of their own.
+        // The parameters of a trim require a separate buffer.
         Access::Trim => (0, PAGE),
         Access::Flush => (0, 0),
         Access::TrimWrite => (data, PAGE),
@@ -320,11 +321,11 @@ fn buffer_size(job: &Job) -> (u64, u64) {
     }
 }
 
-/// Bytes of the buffers that a job has on each of its connections.
+/// Returns the total size of the buffers of a job on each of its connections, in bytes.
 #[must_use]
 pub fn buffer_bytes(job: &Job, connections: u32) -> u64 {
     if job.verify_only {
-        // One, as long as the blocks in its state file may be.
+        // A single buffer with the maximum block size of a state file.
         return MAX_TRANSFER.into();
     }
     let (data, besides) = buffer_size(job);
@@ -333,7 +334,7 @@ pub fn buffer_bytes(job: &Job, connections: u32) -> u64 {
     (data + besides).saturating_mul(operations)
 }
 
-/// Returns whether operations of a job have buffers.
+/// Returns whether the operations of a job require buffers.
 pub(super) fn has_buffers(job: &Job) -> bool {
     buffer_size(job).0 > 0
 }
@@ -408,7 +409,7 @@ mod tests {
             let places = [region.start, region.end, *bytes];
             assert!(places.iter().all(|n| n.is_multiple_of(65536)), "{places:?}");
         }
-        // As fio does: 33 and 40 percent are rounded up.
+        // As in fio, 33 and 40 percent are rounded up.
         assert_eq!(shares[0].region, 43 << 16..82 << 16);
         assert_eq!(shares[1].region.start, 52 << 16);
         assert_eq!(shares[0].bytes, 30 << 16);
@@ -418,7 +419,7 @@ mod tests {
         shares(job, &geometry()).unwrap()[0].bytes
     }
 
-    /// fio 3.33 reports the same numbers.
+    /// These are the same values as in fio 3.33.
     #[test]
     fn strides_end_at_the_end_of_the_region() {
         let job = |size, modifier| Job {
@@ -428,7 +429,7 @@ mod tests {
         };
         assert_eq!(bytes(&job(4 << 20, 12 << 10)), 256 * 4096);
         assert_eq!(bytes(&job(4 << 20, 10 << 10)), 293 * 4096);
-        // On a whole device fio begins again if a stride leads beyond the end.
+        // For a whole device, fio wraps around if the stride exceeds the end.
         for (skip, blocks) in [(9, 630), (10, 585), (12, 2048), (20, 2048)] {
             assert_eq!(bytes(&job(8 << 20, skip << 10)), blocks * 4096, "{skip}");
         }

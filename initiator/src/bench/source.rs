@@ -1,4 +1,4 @@
-//! Where the operations of a worker come from.
+//! Sources for the operations of a worker.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,30 +9,30 @@ use super::outcome::OpKind;
 use super::plan::{Op, Plan};
 use super::verify::{Verifier, next_known};
 
-/// Random places that are tried before a write waits for its blocks.
+/// Number of random offsets to try before a write has to wait for its blocks.
 const TRIES: usize = 8;
 
 /// Source of operations.
 pub(super) enum Source {
-    /// Those of the job.
+    /// Operations planned for the job.
     Plan(Plan),
-    /// Reads of every block that is known, in pieces of some bytes. Workers share the place.
+    /// Reads of all known blocks. The position is shared by all workers.
     Scan {
-        /// Offset of the next piece.
+        /// Offset of the next read.
         next: Arc<AtomicU64>,
-        /// Length of a piece, in bytes.
+        /// Length of each read in bytes.
         piece: u64,
     },
 }
 
-/// Place of the reads of every block that is known.
+/// Position when reading all known blocks.
 pub(super) struct ScanPlace {
     next: Arc<AtomicU64>,
     region: Range<u64>,
 }
 
 impl ScanPlace {
-    /// Part of the region that was read, from 0 to 1.
+    /// Returns the progress from 0 to 1.
     pub(super) fn done(&self) -> f64 {
         let Range { start, end } = self.region;
         let at = self.next.load(Ordering::Relaxed).min(end);
@@ -41,7 +41,7 @@ impl ScanPlace {
 }
 
 impl Source {
-    /// Its place in the region, if it reads what is known.
+    /// Returns the position if this reads all known blocks.
     pub(super) fn scan_place(&self, region: &Range<u64>) -> Option<ScanPlace> {
         match self {
             Self::Plan(_) => None,
@@ -52,7 +52,8 @@ impl Source {
         }
     }
 
-    /// The next operation; of `kind` where its time was planned before.
+    /// Returns the next operation. This has the given `kind` if it was already planned together
+    /// with its arrival.
     pub(super) fn next(&mut self, verifier: &Verifier, kind: Option<OpKind>) -> Option<Op> {
         match self {
             Self::Plan(plan) => Some(plan.next(kind)),
@@ -66,11 +67,12 @@ impl Source {
         }
     }
 
-    /// Enters a write or trim into the ledger; where its blocks are in flight, at another random
-    /// place if it `may_move`. Returns false if they stay so.
+    /// Records the start of a write or trim in the ledger. If another operation is in flight for
+    /// the same blocks, tries other random offsets if `may_move` is set. Returns false if all of
+    /// them are busy.
     ///
     /// # Errors
-    /// The state file cannot be written.
+    /// Fails if the state file can't be written.
     pub(super) fn enter(
         &mut self,
         verifier: &Verifier,
@@ -115,7 +117,7 @@ mod tests {
         assert_eq!(place.done(), 0.0);
         next.store(5120, Ordering::Relaxed);
         assert_eq!(place.done(), 0.25);
-        // Every worker takes a piece beyond the end.
+        // After the end, each worker still increments the offset once.
         next.store(10_240, Ordering::Relaxed);
         assert_eq!(place.done(), 1.0);
     }

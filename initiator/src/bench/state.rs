@@ -1,4 +1,4 @@
-//! The state file of a ledger: what was acknowledged, beyond a crash of this process.
+//! State files of ledgers, which record acknowledged writes even if this process crashes.
 //!
 //! ```text
 //!   magic 8 | seed 8 | block size 8 | first byte 8 | length 8 | checksum kind 8 | disk 8 | content 8 |
@@ -6,9 +6,9 @@
 //!   then 8 bytes for each block, little-endian: acknowledged 4 | in flight 4
 //! ```
 //!
-//! It is written before a write starts and after it was acknowledged, by system calls that the
-//! kernel carries out even if the process is killed at once. It does not survive a crash of the
-//! host, and says nothing about caches of the device.
+//! The file is written before a write is started and after it was acknowledged. The kernel
+//! completes these system calls even if the process is killed at this point. The file doesn't
+//! survive a crash of the host, and doesn't record the state of device caches.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -21,26 +21,27 @@ use super::job::{Checksum, Content};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"RISERBV3");
 
-/// Length of the header, in bytes.
+/// Length of the header in bytes.
 const HEADER: u64 = 4096;
 
-/// Words of the header that are in use.
+/// Number of words used in the header.
 const WORDS: usize = 8;
 
-/// Blocks that are read at once.
+/// Number of blocks to load at the same time.
 const BATCH: usize = 8192;
 
-/// Properties that a state file has to have in common with its job.
+/// Parameters that must match between a state file and its job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// Bytes of the device.
+    /// Region of the device in bytes.
     pub(super) region: Range<u64>,
     /// Size of a block in bytes.
     pub(super) block: u64,
     pub(super) checksum: Checksum,
-    /// Hash of the disk's name.
+    /// Hash of the disk name.
     pub(super) disk: u64,
-    /// Hash of the content options: with others, a torn block looks like a damaged one.
+    /// Hash of the options for contents. Using other options, we couldn't distinguish a torn block
+    /// from a damaged one.
     pub(super) content: u64,
 }
 
@@ -80,7 +81,7 @@ impl Layout {
         })
     }
 
-    /// Fails where a file differs from its job.
+    /// Fails if a parameter in the file differs from the job.
     fn check(&self, found: &Self) -> Result<(), String> {
         if found.disk != self.disk {
             return Err("it is of another disk, or of this one at another address".into());
@@ -104,12 +105,12 @@ impl Layout {
     }
 }
 
-/// A name of a disk as a state file has it.
+/// Hashes the name of a disk for the state file.
 pub(super) fn hash(name: &str) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, name.as_bytes())
 }
 
-/// Hash of the options that the content of verified blocks depends on.
+/// Hashes the options that determine the contents of verified blocks.
 pub(super) fn hash_content(content: &Content) -> u64 {
     let Content {
         compress_percentage,
@@ -124,32 +125,33 @@ pub(super) fn hash_content(content: &Content) -> u64 {
 pub(super) struct StateFile {
     file: File,
     path: String,
-    /// A run writes: it may make the file, and finish making it.
+    /// Set for a run, which may create and initialize the file.
     may_create: bool,
 }
 
-/// Keeps other runs away from a state file, in this process and in others.
+/// Prevents other runs from using the same state file, both in this process and in other processes.
 #[derive(Debug)]
 pub(super) struct Lock(File);
 
 impl Drop for Lock {
-    /// Workers that have ended may keep the file open for a moment longer.
+    /// Unlock explicitly, because the file may still be kept open for a short time by completed
+    /// workers.
     fn drop(&mut self) {
         let _ = self.0.unlock();
     }
 }
 
 impl StateFile {
-    /// Opens a state file. One that does not exist is made, empty, if `may_create`.
+    /// Opens a state file. If it doesn't exist and `may_create` is set, creates an empty file.
     ///
     /// # Errors
-    /// It cannot be opened, is no regular file, or another run uses it.
+    /// Fails if it can't be opened, is not a regular file, or is used by another run.
     pub(super) fn open(path: &Path, may_create: bool) -> Result<(Self, Lock), BenchError> {
         let fail = |reason: String| BenchError::State {
             path: path.display().to_string(),
             reason,
         };
-        // Before it is opened, which does something with some devices.
+        // Check this first, because opening a device can have side effects.
         if fs::metadata(path).is_ok_and(|file| !file.is_file()) {
             return Err(fail("it is no regular file".into()));
         }
@@ -172,7 +174,7 @@ impl StateFile {
         Ok((state, Lock(other)))
     }
 
-    /// An error of this file.
+    /// Creates an error for this file.
     pub(super) fn error(&self, reason: String) -> BenchError {
         BenchError::State {
             path: self.path.clone(),
@@ -189,10 +191,10 @@ impl StateFile {
         file.map(|file| file.len()).map_err(|error| self.io(error))
     }
 
-    /// Layout of its blocks and their seed; `None` where it is empty.
+    /// Returns the layout and seed of the blocks, or `None` if the file is empty.
     ///
     /// # Errors
-    /// It cannot be read, or is no state file.
+    /// Fails if the file can't be read or is not a state file.
     pub(super) fn header(&self) -> Result<Option<(Layout, u64)>, BenchError> {
         let len = self.len()?;
         if len == 0 {
@@ -216,18 +218,19 @@ impl StateFile {
         }
     }
 
-    /// Returns whether there is nothing behind the header: a crash came between the two steps of
-    /// making it.
+    /// Returns whether the file only contains a header. This happens if it was interrupted by a
+    /// crash during initialization.
     ///
     /// # Errors
-    /// It cannot be read. Or it is only to be read: a copy that was cut short looks the same, so it
-    /// must not pass for a record without writes.
+    /// Fails if the file can't be read. Also fails if it was opened for verification, because a
+    /// truncated copy looks the same and must not be treated as an empty record.
     pub(super) fn is_half_made(&self) -> Result<bool, BenchError> {
         match self.len()? == HEADER {
             true if !self.may_create => {
                 Err(self.error("it ends early and records no write".into()))
             }
-            // It may also have lost its blocks, and with them a record that a check would need.
+            // This may also be caused by truncation, which loses the records required for
+            // verification.
             true => {
                 let path = &self.path;
                 tracing::warn!(
@@ -239,15 +242,15 @@ impl StateFile {
         }
     }
 
-    /// Fails if this is a file of another job or disk.
+    /// Fails if the file belongs to another job or disk.
     pub(super) fn check(&self, layout: &Layout, found: &Layout) -> Result<(), BenchError> {
         layout.check(found).map_err(|why| self.error(why))
     }
 
-    /// Makes one that has no blocks yet a file of blocks of which nothing is known.
+    /// Initializes a new file with unknown blocks.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Fails if the file can't be written.
     pub(super) fn make(&self, layout: &Layout, seed: u64, blocks: usize) -> Result<(), BenchError> {
         let mut header = vec![0; HEADER as usize];
         let words = [MAGIC, seed].into_iter().chain(layout.words());
@@ -260,10 +263,10 @@ impl StateFile {
             .map_err(|error| self.io(error))
     }
 
-    /// Reads the word of each block of a file that has a header.
+    /// Loads the records of all blocks.
     ///
     /// # Errors
-    /// It cannot be read, or has another length.
+    /// Fails if the file can't be read or has the wrong length.
     pub(super) fn load(
         &self,
         blocks: usize,
@@ -285,10 +288,10 @@ impl StateFile {
         Ok(())
     }
 
-    /// Writes the words of blocks that follow one another.
+    /// Writes the records of consecutive blocks.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Fails if the file can't be written.
     pub(super) fn write(
         &self,
         first: usize,
@@ -300,7 +303,7 @@ impl StateFile {
     }
 }
 
-/// Length of a file, in bytes.
+/// Returns the file size in bytes.
 fn whole(blocks: usize) -> u64 {
     HEADER + 8 * blocks as u64
 }
@@ -325,7 +328,7 @@ mod tests {
         }
     }
 
-    /// A path that goes with the value.
+    /// A path that is removed on drop.
     struct Temporary(PathBuf);
 
     impl Temporary {
@@ -379,7 +382,7 @@ mod tests {
         assert!(path.refused().contains("another run uses it"));
         drop(lock);
         let _other = path.open();
-        // It is open for longer than it is locked, as by a worker that ends.
+        // The file can be open for longer than the lock, e.g. if a worker is about to exit.
         drop(file);
     }
 

@@ -1,4 +1,5 @@
-//! Figures: recorded by workers without locks, handed over once in an interval, and collected.
+//! Results which are recorded by workers without locks, reported once per interval, and then
+//! collected.
 
 use std::time::Duration;
 
@@ -6,13 +7,14 @@ use hdrhistogram::Histogram;
 
 use super::outcome::{Interval, Measured, OpKind};
 
-/// Most intervals that are kept; beyond, neighbours are merged.
+/// Maximum number of intervals. Beyond this, adjacent intervals are merged.
 const MAX_INTERVALS: usize = 3600;
 
-/// Figures of an interval or a run, by [`OpKind`].
+/// Results of an interval or a run, by [`OpKind`].
 pub(super) type Figures = [Measured; 4];
 
-/// Figures without an operation. Their histograms take little memory, since most stay so.
+/// Returns results without any operations. As most of these remain unused, the histograms are
+/// small.
 pub(super) fn no_figures(is_open_loop: bool) -> Figures {
     let empty = || Histogram::new(1).expect("one digit is allowed");
     std::array::from_fn(|_| Measured {
@@ -24,7 +26,7 @@ pub(super) fn no_figures(is_open_loop: bool) -> Figures {
 
 fn precise(histogram: &mut Histogram<u64>) -> &mut Histogram<u64> {
     if histogram.is_empty() && histogram.sigfig() != 3 {
-        // It grows to the longest time that occurs.
+        // The histogram is resized automatically for longer latencies.
         *histogram = Histogram::new(3).expect("three digits are allowed");
     }
     histogram
@@ -48,7 +50,7 @@ fn merge(into: &mut Figures, from: Figures) {
     }
 }
 
-/// Memory of the histograms of figures, in bytes.
+/// Returns the memory size of all histograms in bytes.
 pub(super) fn memory(figures: &Figures) -> usize {
     let counts = |measured: &Measured| {
         let response = measured.response.as_ref();
@@ -57,15 +59,15 @@ pub(super) fn memory(figures: &Figures) -> usize {
     8 * figures.iter().map(counts).sum::<usize>()
 }
 
-/// An operation that has completed.
+/// A completed operation.
 pub(super) struct Completed {
     pub(super) kind: OpKind,
     pub(super) bytes: u64,
-    /// From its start.
+    /// Time since its start.
     pub(super) service: Duration,
-    /// From its planned time.
+    /// Time since its planned arrival.
     pub(super) response: Duration,
-    /// Time of its completion, from the begin of the measurement.
+    /// Time of completion, relative to the start of the measurement.
     pub(super) at: Duration,
 }
 
@@ -73,7 +75,7 @@ pub(super) struct Completed {
 pub(super) struct Recorder {
     is_open_loop: bool,
     interval: Duration,
-    /// End of the current interval, from the begin of the measurement.
+    /// End of the current interval, relative to the start of the measurement.
     end: Duration,
     index: u64,
     figures: Figures,
@@ -92,8 +94,8 @@ impl Recorder {
         }
     }
 
-    /// Records an operation. Returns the figures of the interval before, with its number, if this is
-    /// the first of a new one.
+    /// Records an operation. If this is the first operation in a new interval, returns the index
+    /// and results of the previous one.
     pub(super) fn record(&mut self, done: &Completed) -> Option<(u64, Figures)> {
         let over = if done.at < self.end {
             None
@@ -120,7 +122,8 @@ impl Recorder {
         over
     }
 
-    /// Takes the figures of the current interval, if it has any.
+    /// Returns the index and results of the current interval, and resets it. Returns `None` if it's
+    /// empty.
     pub(super) fn take(&mut self) -> Option<(u64, Figures)> {
         if std::mem::replace(&mut self.is_empty, true) {
             return None;
@@ -129,21 +132,21 @@ impl Recorder {
         Some((self.index, std::mem::replace(&mut self.figures, empty)))
     }
 
-    /// Takes back figures that could not be handed over: they count for the current interval.
+    /// Adds results which couldn't be reported to the current interval.
     pub(super) fn put_back(&mut self, figures: Figures) {
         merge(&mut self.figures, figures);
         self.is_empty = false;
     }
 }
 
-/// Collects the figures of a job's workers.
+/// Collects the results from all workers of a job.
 pub(super) struct Collector {
     is_open_loop: bool,
-    /// Most memory of the intervals, in bytes; beyond, neighbours are merged.
+    /// Maximum memory size of all intervals in bytes. Beyond this, adjacent intervals are merged.
     max_memory: usize,
-    /// Length of the intervals, which doubles with every merge.
+    /// Length of the intervals, which is doubled when they are merged.
     length: Duration,
-    /// Intervals of the workers are `2^shift` times shorter.
+    /// The intervals of workers are shorter by a factor of `2^shift`.
     shift: u32,
     intervals: Vec<Figures>,
     total: Figures,
@@ -161,7 +164,7 @@ impl Collector {
         }
     }
 
-    /// Adds what a worker has measured in an interval.
+    /// Adds the results of a worker for an interval.
     pub(super) fn add(&mut self, index: u64, figures: Figures) {
         merge(&mut self.total, figures.clone());
         while index >> self.shift >= MAX_INTERVALS as u64 || self.is_large() {
@@ -179,7 +182,7 @@ impl Collector {
             .resize_with(count, || no_figures(is_open_loop));
     }
 
-    /// Returns whether merging would save memory that is to be saved.
+    /// Returns whether the memory limit is exceeded and can be reduced by merging.
     fn is_large(&self) -> bool {
         let memory: usize = self.intervals.iter().map(memory).sum();
         self.intervals.len() > 1 && memory > self.max_memory
@@ -197,7 +200,7 @@ impl Collector {
         self.shift += 1;
     }
 
-    /// Operations of some kinds, and bytes that these have moved.
+    /// Returns the number of operations and bytes for the given kinds.
     pub(super) fn amount(&self, kinds: &[OpKind]) -> (u64, u64) {
         let all = kinds.iter().map(|kind| &self.total[*kind as usize]);
         all.fold((0, 0), |(ios, bytes), measured| {
@@ -205,9 +208,9 @@ impl Collector {
         })
     }
 
-    /// Figures of the last interval that was over at `now`, from the begin of the measurement, as
-    /// far as workers have handed them over. A worker does that with its first operation of a later
-    /// interval, so the one before the last may be shown; `None` if nothing has come since.
+    /// Returns the results of the last interval that is complete at `now` (relative to the start of
+    /// the measurement). A worker only reports these with its first operation in a later interval,
+    /// so this may return the interval before the last. Returns `None` if neither was reported.
     pub(super) fn last(&self, now: Duration) -> Option<(&Figures, Duration)> {
         let over = (now.as_nanos() / self.length.as_nanos()) as usize;
         let last = over.checked_sub(1)?;
@@ -216,16 +219,16 @@ impl Collector {
         Some((figures?, self.length))
     }
 
-    /// The figures of the whole, and the intervals of a run of that length.
+    /// Returns the total results and all intervals of a run with this duration.
     pub(super) fn finish(mut self, runtime: Duration) -> (Figures, Vec<Interval>) {
         let count = |length: Duration| runtime.as_nanos().div_ceil(length.as_nanos()).max(1);
-        // The limit holds for a long run without operations, too.
+        // The limit also applies to a long run without operations.
         while count(self.length) > MAX_INTERVALS as u128 {
             self.merge_neighbours();
         }
         let count = count(self.length) as usize;
         self.grow(count);
-        // What completed with the last instant belongs to the interval that ends then.
+        // If an operation completes exactly at the end, add it to the last interval.
         while self.intervals.len() > count {
             let last = self.intervals.pop().expect("it has more than one");
             merge(&mut self.intervals[count - 1], last);
@@ -341,7 +344,7 @@ mod tests {
         let ios = |now| collector.last(now).map(|(figures, _)| figures[1].ios());
         assert_eq!(ios(Duration::from_millis(500)), None);
         assert_eq!(ios(Duration::from_millis(2500)), Some(1));
-        // The fourth one may be still to come, but a device that does nothing is not shown as busy.
+        // The fourth interval may not be reported yet. But we must not show an idle device as busy.
         assert_eq!(ios(Duration::from_millis(4500)), Some(1));
         assert_eq!(ios(Duration::from_millis(5500)), None);
     }
@@ -360,7 +363,7 @@ mod tests {
         let (total, intervals) = collector.finish(Duration::from_secs(100));
         assert_eq!(total[1].ios(), 99);
         assert!(intervals[0].length > SECOND);
-        // No limit is too small for one interval.
+        // A single interval is always allowed.
         let mut least = Collector::new(SECOND, false, 0);
         for index in 0..3 {
             least.add(index, no_figures(false));

@@ -1,37 +1,38 @@
-//! What is run, and how.
+//! Jobs to run and options for runs.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::job::Job;
 
-/// A job with the device that it runs on.
+/// A job and its device.
 #[derive(Debug)]
 pub struct Task<D> {
     /// The job.
     pub job: Job,
-    /// Address of the device, for the result.
+    /// Address of the device, included in the result.
     pub address: String,
-    /// Name of the RDMA device that it is reached over, for the result.
+    /// Name of the RDMA device used for the connection, included in the result.
     pub rdma_device: Option<String>,
-    /// Name of the device by which a state file knows it: the same at each address that leads to it,
-    /// as far as that can be.
+    /// Name of the device for state files. This is the same for all its addresses, if possible.
     pub identity: String,
-    /// The device, opened at least once: the clones are distributed over the connections.
+    /// The device, with at least one connection. Clones are distributed over the connections.
     pub devices: Vec<Arc<D>>,
 }
 
 /// Options of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct RunOptions {
-    /// Length of the intervals of the figures.
+    /// Length of the intervals for results.
     pub interval: Duration,
-    /// Process that serves the device, if its use of the processor is to be measured.
+    /// Process that serves the device, if its CPU usage should be measured.
     pub server_pid: Option<u32>,
-    /// Number of the run among those of a command: with the same seed, each does other operations
-    /// with other content, so that storage does not know them from an earlier one.
+    /// Index of the run for this command. Each run uses different operations and contents, even
+    /// with the same seed. Otherwise the storage could cache or deduplicate data from previous
+    /// runs.
     pub run: u64,
-    /// Most memory of the figures over time of a job, in bytes; beyond, intervals become longer.
+    /// Maximum memory size in bytes for the results of a job over time. Beyond this, intervals
+    /// become longer.
     pub memory: usize,
 }
 

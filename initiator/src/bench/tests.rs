@@ -1,4 +1,4 @@
-//! Whole runs on a disk in memory.
+//! Tests complete runs using a disk in memory.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -88,7 +88,7 @@ fn sequential_clones_cover_the_region_once() {
     let outcome = run_on(&device, sequential).unwrap();
     assert_eq!(ios(&outcome), [0, 256, 0, 0]);
     assert_eq!(outcome.verified.unwrap().blocks, 256);
-    // A later run checks each block on its own.
+    // A later run checks each block separately.
     let read = Job {
         access: Access::Read,
         total: None,
@@ -143,7 +143,7 @@ fn pauses_follow_their_operations() {
     };
     let outcome = run_on(&device(), thinking).unwrap();
     assert_eq!(ios(&outcome), [10, 0, 0, 0]);
-    // Behind the 4th and the 8th operation.
+    // After the fourth and eighth operation.
     assert!(
         outcome.runtime >= Duration::from_millis(20),
         "{:?}",
@@ -169,7 +169,7 @@ fn delayed_job_starts_later_and_loops() {
     let outcome = run_on(&device(), delayed).unwrap();
     assert!(begun.elapsed() >= Duration::from_millis(50));
     assert_eq!(ios(&outcome), [768, 0, 0, 0]);
-    // The delay is not measured.
+    // The delay is not included.
     assert!(outcome.runtime < begun.elapsed() - Duration::from_millis(40));
 }
 
@@ -224,7 +224,7 @@ fn flushes_follow_writes_and_end_the_run() {
     };
     let outcome = run_on(&device, job.clone()).unwrap();
     let [_, writes, _, flushes] = ios(&outcome);
-    // The last eight have their flush still to come.
+    // The flush after the last eight writes was not started.
     assert_eq!((writes, flushes), (64, 7));
     assert_eq!(device.flushes(), 7);
     let end = Job {
@@ -234,7 +234,7 @@ fn flushes_follow_writes_and_end_the_run() {
     };
     assert_eq!(ios(&run_on(&device, end).unwrap()), [0, 64, 0, 1]);
     assert_eq!(device.flushes(), 8);
-    // They are no part of the number of operations, as with fio.
+    // As in fio, flushes are not included in the number of operations.
     let number = Job {
         total: None,
         fsync: 1,
@@ -314,7 +314,7 @@ fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
         total: None,
         number_ios: Some(2000),
         io_size: Some(Amount::Bytes(u64::MAX)),
-        // Far more than one operation at a time can do: arrivals queue up.
+        // The rate is too high for one operation in flight, so arrivals are queued.
         rates: [Some(Rate::Iops(100_000_000)), None, None],
         verify: None,
         ..job()
@@ -323,7 +323,7 @@ fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
     let reads = outcome.of(OpKind::Read);
     let response = reads.response.as_ref().unwrap();
     assert_eq!((reads.ios(), response.len()), (2000, 2000));
-    // The last arrival was due 20 us after the first, and waited for all before it.
+    // The last operation is due 20 us after the first, but has to wait for all previous operations.
     let runtime = outcome.runtime.as_nanos() as u64;
     assert!(
         response.max() > runtime / 2,
@@ -339,7 +339,7 @@ fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
     };
     let outcome = run_on(&device(), poisson).unwrap();
     assert_eq!(outcome.of(OpKind::Read).ios(), 50);
-    // Fifty arrivals take about 50 ms, however fast the device is.
+    // Even with a fast device, 50 arrivals take about 50 ms.
     assert!(
         outcome.runtime > Duration::from_millis(10),
         "{:?}",
@@ -362,7 +362,7 @@ fn an_open_loop_reports_what_came_late_and_what_did_not_start() {
     };
     let outcome = run_on(&device(), open).unwrap();
     let reads = outcome.of(OpKind::Read);
-    // Each of the 4 million arrivals was either done, and has its time, or has not started.
+    // Each of the 4 million arrivals is either completed and has a latency, or was not started.
     let all = reads.ios() + outcome.not_started;
     assert!(all.abs_diff(4_000_000) <= 1, "{all}, by rounding");
     assert!(outcome.not_started > 0);
@@ -371,7 +371,7 @@ fn an_open_loop_reports_what_came_late_and_what_did_not_start() {
 
 #[test]
 fn a_job_does_all_its_operations_after_a_ramp_and_no_more() {
-    // With the rate, the ramp leaves many that are late.
+    // With this rate, many operations are still overdue after the ramp time.
     for rate in [None, Some(Rate::Iops(100_000_000))] {
         let ramped = Job {
             access: Access::Read,
@@ -424,7 +424,7 @@ fn an_error_ends_jobs_whose_next_operation_is_far_away() {
         ..job()
     };
     let slow = Job {
-        // One operation in more than an hour.
+        // One operation takes more than an hour.
         rates: [Some(Rate::Bytes(1)), None, None],
         ..half(0)
     };
@@ -433,7 +433,7 @@ fn an_error_ends_jobs_whose_next_operation_is_far_away() {
     assert!(matches!(error, BenchError::Operation { .. }), "{error}");
 }
 
-/// Content of the device.
+/// Returns the contents of the device.
 fn content(device: &MemoryDevice) -> Vec<u8> {
     let mut bytes = vec![0; SIZE as usize];
     device.memory().read(0, &mut bytes);
@@ -453,7 +453,7 @@ fn a_second_run_with_the_same_seed_writes_other_blocks() {
     let first = content(&device);
     run_on(&device, write).unwrap();
     let second = content(&device);
-    // A write of the second run that is lost leaves a block that is wrong there.
+    // If a write of the second run is lost, the remaining block must be detected as wrong.
     let mut blocks = first.chunks(4096).zip(second.chunks(4096));
     assert!(blocks.all(|(first, second)| first[8..40] != second[8..40]));
 }
@@ -525,7 +525,7 @@ fn clones_and_jobs_side_by_side_write_different_content() {
         };
         let tasks = [task(half(0)), task(half(SIZE / 2))];
         run(&tasks, RunOptions::default(), |_| {}).unwrap();
-        // The first block of each of the two clones of both jobs.
+        // The first block for each of the two clones in both jobs.
         let content = content(&device);
         let mut first: Vec<_> = content
             .chunks(SIZE as usize / 4)
@@ -560,7 +560,7 @@ fn jobs_run_side_by_side_and_each_has_its_outcome() {
         .map(|outcome| outcome.name.as_str())
         .collect();
     assert_eq!(names, ["a", "b"]);
-    // By whichever address the disk is reached.
+    // This doesn't depend on the address of the disk.
     for address in ["mem", "other"] {
         let other = Task {
             address: address.into(),
@@ -599,7 +599,7 @@ fn jobs_side_by_side_with_the_same_seed_do_different_operations() {
     };
     assert_eq!(ops(0, 0), ops(0, 0));
     assert_ne!(ops(0, 0), ops(0, 1));
-    // Nor does a later run, which would find the blocks of this one in a cache.
+    // Later runs must also differ, because the data of this run may be cached.
     assert_ne!(ops(0, 0), ops(1, 0));
     assert_ne!(ops(0, 1), ops(1, 0));
 }
@@ -623,7 +623,7 @@ fn more_buffers_than_the_device_has_are_refused() {
     );
 }
 
-/// A state file that goes with the value.
+/// A state file that is removed on drop.
 struct StateFile(PathBuf);
 
 impl StateFile {
@@ -662,7 +662,7 @@ fn a_later_process_checks_what_a_state_file_records() {
     assert!(outcome.of(OpKind::Read).ios() > 0, "its reads are measured");
     let checked = outcome.verified.unwrap().blocks;
     assert!((600..=1024).contains(&checked), "{checked}");
-    // A copy that was cut short proves nothing.
+    // A truncated copy must not be accepted.
     let kept = std::fs::read(&file.0).unwrap();
     let cut = std::fs::OpenOptions::new().write(true).open(&file.0);
     cut.unwrap().set_len(4096).unwrap();
@@ -675,11 +675,11 @@ fn a_later_process_checks_what_a_state_file_records() {
     assert!(error.contains("records no write"), "{error}");
     std::fs::write(&file.0, kept).unwrap();
     let before = content(&device);
-    // Another run goes on where the first has ended.
+    // Another run continues from the state of the first.
     run_on(&device, write).unwrap();
     let again = run_on(&device, check.clone()).unwrap();
     assert!(again.verified.unwrap().blocks >= checked);
-    // An acknowledged write that is lost is found: the block before it comes back.
+    // If an acknowledged write is lost, we detect the old block.
     let after = content(&device);
     let mut blocks = before.chunks(4096).zip(after.chunks(4096));
     let is_newer = |(old, new): (&[u8], &[u8])| old[..4] == *b"RBV2" && old[32..36] != new[32..36];
@@ -739,7 +739,7 @@ fn a_run_after_a_state_file_lost_its_blocks_takes_none_of_them_for_its_own() {
     let cut = std::fs::OpenOptions::new().write(true).open(&file.0);
     cut.unwrap().set_len(4096).unwrap();
     run_on(&device, write).unwrap();
-    // Each write of it is lost: the blocks of the earlier run, of the same generation, come back.
+    // All writes are lost. The old blocks from the previous run have the same generation.
     device.memory().write(0, &before);
     let check = Job {
         verify_only: true,
@@ -802,7 +802,7 @@ fn what_a_state_file_records_is_checked_with_the_buffers_that_there_are() {
         ..job()
     };
     run_on(&device, write).unwrap();
-    // It would like to have 32 buffers, and there is one.
+    // This could use 32 buffers, but only one is available.
     let check = Task {
         job: Job {
             verify_only: true,

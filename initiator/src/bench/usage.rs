@@ -1,4 +1,4 @@
-//! Processor time and context switches of processes, as the kernel counts them.
+//! CPU usage and context switches of processes, as reported by the kernel.
 
 use std::fs;
 use std::io;
@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use super::outcome::{Measured, Outcome, Usage};
 
-/// Returns the usage of a process since it was started.
+/// Returns the usage of a process since its start.
 ///
 /// # Errors
-/// No process has this number.
+/// Fails if the process doesn't exist.
 pub(super) fn of(pid: u32) -> io::Result<Usage> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let (user, system) = times(&stat, rustix::param::clock_ticks_per_second())
@@ -19,9 +19,9 @@ pub(super) fn of(pid: u32) -> io::Result<Usage> {
         system,
         ..Usage::default()
     };
-    // The file of the process itself counts its first thread only.
+    // The status file of the process itself only includes its main thread.
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
-        // A thread may end while the list is read.
+        // A thread may exit while the directory is read.
         let status = fs::read_to_string(task?.path().join("status")).unwrap_or_default();
         let (voluntary, involuntary) = switches(&status);
         usage.voluntary += voluntary;
@@ -30,7 +30,8 @@ pub(super) fn of(pid: u32) -> io::Result<Usage> {
     Ok(usage)
 }
 
-/// Usage between two times. Threads that ended in between take their switches with them.
+/// Returns the usage between two samples. Context switches of threads that have exited are not
+/// included.
 fn between(before: Usage, after: Usage) -> Usage {
     Usage {
         user: after.user.saturating_sub(before.user),
@@ -40,7 +41,7 @@ fn between(before: Usage, after: Usage) -> Usage {
     }
 }
 
-/// Use of the processor by a process, between two times.
+/// CPU usage of a process between two points in time.
 struct Sample {
     pid: Option<u32>,
     before: Option<Usage>,
@@ -53,14 +54,14 @@ impl Sample {
     }
 }
 
-/// Measures the use of the processor by this process and by the one that serves the disks, while
-/// any of the jobs that run side by side is measured.
+/// Measures CPU usage of this process and the process serving the disks, while any of the
+/// concurrent jobs is being measured.
 pub(super) struct Meter {
     samples: [Sample; 2],
 }
 
 impl Meter {
-    /// Nothing is measured yet.
+    /// Creates a meter that is not running.
     pub(super) fn new(server: Option<u32>) -> Self {
         let sample = |pid| Sample {
             pid,
@@ -72,22 +73,21 @@ impl Meter {
         }
     }
 
-    /// The measurement of a job begins. Only the first one counts.
+    /// Called when the measurement of a job starts. Only the first call has an effect.
     pub(super) fn begin(&mut self) {
         for sample in &mut self.samples {
             sample.before = sample.before.or_else(|| sample.now());
         }
     }
 
-    /// A job has ended. The last one counts.
+    /// Called when a job completes. Only the last call is used.
     pub(super) fn end(&mut self) {
         for sample in &mut self.samples {
             sample.after = sample.now();
         }
     }
 
-    /// Puts what was used into the results of the jobs, of which each gets the part that its
-    /// operations are of those of all.
+    /// Adds the usage to the results of all jobs, in proportion to their number of operations.
     pub(super) fn divide(&self, outcomes: &mut [Outcome]) {
         let [client, server] = &self.samples;
         let used = |sample: &Sample| Some(between(sample.before?, sample.after?));
@@ -99,8 +99,8 @@ impl Meter {
     }
 }
 
-/// Divides the use of the processor among jobs that ran side by side, each of which has that of
-/// all, by their operations.
+/// Divides the usage between concurrent jobs in proportion to their number of operations.
+/// Initially, each job has the total usage.
 fn divide(outcomes: &mut [Outcome]) {
     if outcomes.len() < 2 {
         return;
@@ -127,9 +127,9 @@ fn part(usage: Usage, share: f64) -> Usage {
     }
 }
 
-/// Times in user mode and in the kernel, from `/proc/PID/stat` (proc(5)).
+/// Parses user and system time from `/proc/PID/stat` (see proc(5)).
 fn times(stat: &str, ticks: u64) -> Option<(Duration, Duration)> {
-    // The name, in parentheses, may have blanks and parentheses itself.
+    // The name is in parentheses, and can itself contain spaces and parentheses.
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace().skip(11);
     let mut time = || {
@@ -139,7 +139,7 @@ fn times(stat: &str, ticks: u64) -> Option<(Duration, Duration)> {
     Some((time()?, time()?))
 }
 
-/// Voluntary and involuntary context switches, from `/proc/PID/status`.
+/// Parses the number of voluntary and involuntary context switches from `/proc/PID/status`.
 fn switches(status: &str) -> (u64, u64) {
     let value = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(switches(""), (0, 0));
     }
 
-    /// A job that has done `ios` reads.
+    /// Returns the outcome of a job with `ios` reads.
     fn outcome(seconds: u64, ios: u64) -> Outcome {
         let mut measured = no_figures(false);
         measured[0].service.record_n(1000, ios).unwrap();
@@ -210,7 +210,7 @@ mod tests {
             server: Some(usage),
             ..outcome(seconds, ios)
         };
-        // However long each of them has lasted.
+        // This doesn't depend on the duration of the jobs.
         let mut outcomes = [outcome(1, 6), outcome(2, 3)];
         divide(&mut outcomes[..1]);
         assert_eq!(outcomes[0].client, usage, "it was alone");

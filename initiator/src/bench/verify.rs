@@ -1,4 +1,4 @@
-//! Checks of blocks by their headers, and by the ledger where there is one.
+//! Verifies blocks using their headers, and the ledger if there is one.
 
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
@@ -10,38 +10,38 @@ use super::job::Checksum;
 use super::ledger::{Entry, Ledger};
 use super::outcome::Verified;
 
-/// Blocks that are checked when they are read.
+/// Blocks that are verified when they are read.
 #[derive(Clone, Debug)]
 pub(super) enum Check {
-    /// None.
+    /// No blocks.
     Nothing,
-    /// All, each by its own header.
+    /// All blocks, using only their own headers.
     Own,
-    /// Blocks that the ledger knows.
+    /// Blocks known to the ledger.
     Ledger(Arc<Ledger>),
 }
 
-/// Fills and checks the blocks of a job.
+/// Generates and verifies the blocks of a job.
 #[derive(Clone, Debug)]
 pub(super) struct Verifier {
     pub(super) filler: Filler,
     pub(super) check: Check,
     pub(super) checksum: Checksum,
-    /// Size of a block with a header, in bytes.
+    /// Size of a block with a header in bytes.
     pub(super) block: u64,
-    /// Size of a logical block of the device, in bytes: what it writes as a whole or not at all.
+    /// Logical block size of the device in bytes. Writes of this size are atomic.
     pub(super) atom: u64,
-    /// Reads settle what was in flight when another process was killed.
+    /// Set if reads also resolve operations that were in flight when another process was killed.
     pub(super) resolves: bool,
 }
 
-/// Content of a block that was right.
+/// Result for a block without errors.
 enum Found {
-    /// Nothing was known about it.
+    /// The expected contents are unknown.
     Unknown,
-    /// A known one.
+    /// The block has the expected contents.
     Whole,
-    /// Parts of a write that a crash has interrupted, and of what was there before.
+    /// A write was interrupted by a crash and the block contains both old and new data.
     Torn,
 }
 
@@ -57,7 +57,7 @@ impl Verifier {
         range.clone().step_by(self.block as usize)
     }
 
-    /// Puts into `out` the generation of each block that a read from now on finds at least.
+    /// Stores the oldest generation that can be found by a read starting now, for each block.
     pub(super) fn note_oldest(&self, range: &Range<u64>, out: &mut Vec<Option<u32>>) {
         out.clear();
         if let Some(ledger) = self.ledger() {
@@ -65,7 +65,7 @@ impl Verifier {
         }
     }
 
-    /// Fills with the blocks of a write that was begun in the ledger.
+    /// Generates the blocks of a write that was started in the ledger.
     pub(super) fn fill(&self, ledger: &Ledger, range: &Range<u64>, out: &mut [u8]) {
         let blocks = out.chunks_mut(self.block as usize);
         for (block, at) in blocks.zip(self.blocks(range)) {
@@ -75,7 +75,7 @@ impl Verifier {
         }
     }
 
-    /// Checks the blocks of a read. Returns the number of blocks whose content was known.
+    /// Verifies the blocks returned by a read. Returns the number of blocks with known contents.
     pub(super) fn check(
         &self,
         range: &Range<u64>,
@@ -103,7 +103,7 @@ impl Verifier {
         Ok(checked)
     }
 
-    /// Checks a block that was known when its read began, unless a trim came in between.
+    /// Verifies a block that was known when the read was started, unless it was trimmed since then.
     fn check_known(
         &self,
         entry: Entry,
@@ -117,15 +117,15 @@ impl Verifier {
         let newest = entry.newest();
         match self.check_block(at, Expected::between(oldest, newest), block) {
             Ok(_) => Ok(Found::Whole),
-            // The read may have found parts of a write beside it. They end at any byte: a page
-            // cache copies without a lock.
+            // The read may contain parts of a concurrent write. These can end at any byte, because
+            // the page cache is copied without a lock.
             Err(_) if self.is_mixture(1, oldest..=newest, at, block) => Ok(Found::Unknown),
             Err(error) => Err(error),
         }
     }
 
-    /// Returns whether each `atom` bytes are those of one of these generations. They are few: those
-    /// that were written during one read.
+    /// Returns whether each unit of `atom` bytes belongs to one of these generations. There are
+    /// few, as all were written during a single read.
     fn is_mixture(
         &self,
         atom: usize,
@@ -152,15 +152,15 @@ impl Verifier {
         checked.map_err(|mismatch| BenchError::Mismatch(Box::new(mismatch)))
     }
 
-    /// Checks a block after a crash. Of a write in flight, each logical block is there or what was
-    /// there before: no disk promises more. If the block is whole, its content counts as
-    /// acknowledged from then on, otherwise as not known.
+    /// Verifies a block after a crash. If a write was in flight, each logical block contains either
+    /// old or new data, because disks don't provide a stronger guarantee. The contents are then
+    /// recorded as acknowledged if the block is consistent, and as unknown otherwise.
     fn resolve(&self, ledger: &Ledger, at: u64, block: &[u8]) -> Result<Found, BenchError> {
         let entry = ledger.entry(at);
         let atom = self.atom as usize;
         match (entry.acknowledged(), entry.in_flight()) {
             (None, None) => {
-                // At most a trim was in flight: nothing is known about the content from then on.
+                // If there is an operation in flight, it's a trim, and the contents become unknown.
                 if entry.is_busy() {
                     ledger.resolve(at, None)?;
                 }
@@ -183,7 +183,7 @@ impl Verifier {
         }
     }
 
-    /// The same for a block of which nothing was known before its write.
+    /// Verifies a block after a crash whose contents were unknown before the write.
     fn resolve_first(
         &self,
         ledger: &Ledger,
@@ -195,14 +195,14 @@ impl Verifier {
         let (generation, found) = match self.filler.check(self.checksum, at, any, block) {
             Ok(generation) if generation == new => (Some(new), Found::Whole),
             Err(damaged) if is_of(&damaged, new) => {
-                // The logical block with the header is new as a whole. What follows it may be
-                // anything that was there before.
+                // The logical block containing the header was written completely, so it must be
+                // correct. The rest may contain unknown old data.
                 if damaged.offset < at + self.atom {
                     return Err(BenchError::Mismatch(Box::new(damaged)));
                 }
                 (None, Found::Torn)
             }
-            // The old content, of which nothing is known.
+            // These are the old contents, which are unknown.
             Ok(_) | Err(_) => (None, Found::Unknown),
         };
         ledger.resolve(at, generation)?;
@@ -210,12 +210,12 @@ impl Verifier {
     }
 }
 
-/// Returns whether a block has the header of that generation, and not the content.
+/// Returns whether a block has the header of this generation, but wrong contents.
 fn is_of(mismatch: &Mismatch, new: u32) -> bool {
     matches!(mismatch.what, Difference::Byte { generation, .. } if generation == new)
 }
 
-/// The next piece of the ledger's region that has a known block.
+/// Returns the next range in the region of the ledger that contains a known block.
 pub(super) fn next_known(ledger: &Ledger, next: &AtomicU64, piece: u64) -> Option<Range<u64>> {
     let end = ledger.region().end;
     loop {
@@ -264,7 +264,7 @@ mod tests {
             Self { verifier, ledger }
         }
 
-        /// Begins a write, and returns its content.
+        /// Starts a write and returns its contents.
         fn begin(&self) -> Vec<u8> {
             assert_eq!(self.ledger.begin(&BLOCK, false), Ok(true));
             let mut block = vec![0; 4096];
@@ -283,7 +283,7 @@ mod tests {
             Ok(checked.blocks)
         }
 
-        /// Number of torn blocks after a crash.
+        /// Returns the number of torn blocks after a crash.
         fn torn(&self, block: &[u8]) -> Result<u64, BenchError> {
             let checked = self.verifier.check(&BLOCK, &[], block)?;
             assert_eq!(checked.blocks, 0);
@@ -339,7 +339,7 @@ mod tests {
         let BenchError::Mismatch(mismatch) = error else {
             panic!("{error}");
         };
-        // The first bytes of the two may be the same by chance.
+        // The first bytes of both could be equal by chance.
         assert!((4608..4640).contains(&mismatch.offset), "{mismatch}");
     }
 

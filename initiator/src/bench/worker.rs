@@ -1,5 +1,5 @@
-//! A clone of a job as a workload of a device: keeps its operations in flight, times and checks
-//! them.
+//! A clone of a job as a workload of a device: keeps operations in flight, measures them and
+//! verifies data.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,40 +15,41 @@ use super::stats::{Completed, Recorder};
 use super::verify::{Check, Verifier};
 use crate::block::{Buffer, Completion, Operation, Submissions, Workload};
 
-/// Time before a planned one at which a thread is awake: the kernel's timers are that late.
+/// The thread wakes up this time before a planned arrival, because timers of the kernel may be
+/// late.
 const LEAD: Duration = Duration::from_micros(70);
 
-/// Time after which a write is tried again whose blocks another clone writes.
+/// Interval for retrying a write if its blocks are being written by another clone.
 const RETRY: Duration = Duration::from_micros(50);
 
-/// Longest time without a look whether another worker has failed.
+/// Maximum time before checking whether another worker has failed.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Amounts from here on are never reached.
+/// Limits from this value on are treated as unlimited.
 const ENDLESS: u64 = 1 << 62;
 
-/// Parts that the workers of a job have in common.
+/// State shared by all workers of a job.
 pub(super) struct Shared {
     pub(super) verifier: Verifier,
-    /// Each write gets new content.
+    /// Set to generate new contents for each write.
     pub(super) refill: bool,
     pub(super) fua: bool,
     pub(super) end_fsync: bool,
-    /// A trim is followed by a write of the same blocks.
+    /// Set if each trim is followed by a write of the same blocks.
     pub(super) trim_write: bool,
-    /// Flushes are the operations of the job, and do not follow from its writes.
+    /// Set if the job measures flushes, instead of using them after writes.
     pub(super) flushes_count: bool,
     /// Pauses between operations.
     pub(super) think: Option<Think>,
     pub(super) clock: Clock,
-    /// An error of any worker of the group ends all.
+    /// Set on error to stop all workers in the group.
     pub(super) stop: Arc<AtomicBool>,
 }
 
 /// Times of a run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
-    /// Planned times count from here.
+    /// Start of the run. Planned arrivals are relative to this.
     pub(super) begun: Instant,
     pub(super) measured_from: Instant,
     pub(super) ends: Option<Instant>,
@@ -57,13 +58,13 @@ pub(super) struct Clock {
 /// Pauses of a job.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Think {
-    /// Operations between two pauses.
+    /// Number of operations between two pauses.
     pub(super) blocks: u64,
-    /// Length of a pause, from the last completion.
+    /// Duration of a pause after the last completion.
     pub(super) time: Duration,
 }
 
-/// Amount that is left to a worker.
+/// Remaining amount of work for a worker.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     pub(super) ios: u64,
@@ -71,7 +72,8 @@ pub(super) struct Left {
 }
 
 impl Left {
-    /// Part of it that some operations are, from 0 on. A limit that no run reaches is none.
+    /// Returns completed work relative to this amount, starting from 0. Values that can't be
+    /// reached are unlimited.
     pub(super) fn part(self, ios: u64, bytes: u64) -> f64 {
         let part = |done: u64, of: u64| match of < ENDLESS {
             true => done as f64 / of.max(1) as f64,
@@ -84,31 +86,31 @@ impl Left {
         self.ios == 0 || self.bytes == 0
     }
 
-    /// Takes an operation.
+    /// Subtracts an operation.
     fn take(&mut self, bytes: u64) {
         self.ios = self.ios.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(bytes);
     }
 }
 
-/// Place of an operation.
+/// A slot for an operation in flight.
 struct Slot {
     buffer: Option<Buffer>,
     op: Op,
     due: Instant,
     started: Instant,
-    /// It is a part of what is left.
+    /// Set if this is included in the amount of work.
     counts: bool,
-    /// Oldest generation of each block that a read may find.
+    /// Oldest generation that a read may return, for each block.
     oldest: Vec<Option<u32>>,
     is_filled: bool,
 }
 
-/// An operation that is to start.
+/// The next operation to start.
 struct Next {
     op: Op,
     due: Instant,
-    /// It is a part of what is left, and does not follow from another operation.
+    /// Set if this is included in the amount of work, and wasn't caused by another operation.
     counts: bool,
 }
 
@@ -119,11 +121,11 @@ pub(super) struct Worker {
     arrivals: Option<Arrivals>,
     slots: Vec<Slot>,
     free: Vec<u32>,
-    /// A write whose blocks are in flight, or that follows a trim.
+    /// Writes that are waiting for another operation on the same blocks, or that follow a trim.
     held: Vec<Next>,
     left: Left,
     writes: u64,
-    /// Operations since the last pause.
+    /// Number of operations since the last pause.
     unpaused: u64,
     salt: u64,
     recorder: Recorder,
@@ -138,16 +140,16 @@ pub(super) struct Worker {
     reporter: Reporter,
 }
 
-/// Parts of a worker.
+/// Parameters of a worker.
 pub(super) struct Parts {
     pub(super) source: Source,
     pub(super) arrivals: Option<Arrivals>,
     pub(super) buffers: Vec<Option<Buffer>>,
     pub(super) left: Left,
     pub(super) recorder: Recorder,
-    /// Largest operation, in bytes.
+    /// Size of the largest operation in bytes.
     pub(super) max_block: usize,
-    /// Makes its content another one than that of other workers.
+    /// Makes the contents different from all other workers.
     pub(super) salt: u64,
     pub(super) reporter: Reporter,
 }
@@ -179,7 +181,7 @@ impl Worker {
             scratch: vec![0; parts.max_block],
             due: None,
             is_synced: !shared.end_fsync,
-            // Without a place for one operation there is nothing to do.
+            // If there are no slots, there is nothing to do.
             is_over: slots.is_empty(),
             is_by_time: false,
             checked: Verified::default(),
@@ -200,11 +202,11 @@ impl Worker {
         self.error.get_or_insert(error);
     }
 
-    /// Starts operations until there is nothing to start. `now` is a time that is just past.
+    /// Starts as many operations as possible. `now` is a recent time.
     fn start_all(&mut self, now: Instant, queue: &mut Submissions) {
         self.due = None;
-        // Reading the clock is the most expensive part of planning an operation, so the first one
-        // starts with the completion that made room for it.
+        // Reading the clock is the most expensive part of planning an operation. The first
+        // operation therefore uses the time of the completion that has freed its slot.
         let mut just_now = Some(now);
         while !self.is_over && !self.free.is_empty() {
             let now = just_now.take().unwrap_or_else(Instant::now);
@@ -225,8 +227,8 @@ impl Worker {
         }
     }
 
-    /// The next operation, if it can start now. Sets `due` where it can later, and `is_over` where
-    /// there is none.
+    /// Returns the next operation if it can start now. Otherwise, sets `due` if it has to wait, or
+    /// `is_over` if there are no more operations.
     fn plan_next(&mut self, now: Instant) -> Option<Next> {
         if self.shared.stop.load(Ordering::Relaxed) {
             self.is_over = true;
@@ -243,7 +245,7 @@ impl Worker {
         self.begin(next, now)
     }
 
-    /// Returns whether a time is at the end of the run or after it.
+    /// Returns whether a time is after the end of the run.
     fn is_after(&self, time: Instant) -> bool {
         self.shared.clock.ends.is_some_and(|end| time >= end)
     }
@@ -253,10 +255,10 @@ impl Worker {
         self.is_by_time = true;
     }
 
-    /// Takes an operation from the source, when its time has come.
+    /// Returns an operation from the source if it is due.
     fn draw(&mut self, now: Instant) -> Option<Next> {
         if self.left.is_nothing() {
-            // A trim that is in flight has its write still to come.
+            // A trim in flight will be followed by a write.
             self.is_over = !self.shared.trim_write || self.outstanding() == 0;
             return None;
         }
@@ -285,19 +287,19 @@ impl Worker {
             return None;
         };
         if op.kind == OpKind::Flush {
-            // One that follows writes has no planned time of its own.
+            // Flushes after writes don't have a planned arrival.
             due = now;
         } else if let Some(arrivals) = &mut self.arrivals {
             arrivals.advance(op.len());
         }
-        // `number_ios` is one of reads, writes and trims, as fio's is.
+        // As in fio, `number_ios` only includes reads, writes and trims.
         let counts = op.kind != OpKind::Flush || self.shared.flushes_count;
         self.unpaused += u64::from(counts);
         Some(Next { op, due, counts })
     }
 
-    /// The time from which the next operation may start; `None` while operations before a pause are in
-    /// flight.
+    /// Returns the earliest start time of the next operation. Returns `None` if operations before a
+    /// pause are still in flight.
     fn resume_time(&mut self) -> Option<Instant> {
         match self.shared.think {
             Some(think) if self.unpaused >= think.blocks => {
@@ -314,9 +316,10 @@ impl Worker {
         }
     }
 
-    /// Enters a write or trim into the ledger. Holds it back while its blocks are in flight.
+    /// Records the start of a write or trim in the ledger. If another operation on the same blocks
+    /// is in flight, it's deferred.
     fn begin(&mut self, mut next: Next, now: Instant) -> Option<Next> {
-        // The write that follows a trim has its place.
+        // The offset of the write after a trim must not change.
         let may_move = !self.shared.trim_write;
         let verifier = &self.shared.verifier;
         match self.source.enter(verifier, &mut next.op, may_move) {
@@ -336,14 +339,15 @@ impl Worker {
     fn start(&mut self, next: Next, now: Instant, queue: &mut Submissions) {
         let tag = self.free.pop().expect("the caller has looked");
         let Next { op, due, counts } = next;
-        // Filling takes its time, which is none of the device's.
+        // The time to generate contents must not be included in the latency.
         let mut was_filled = false;
         let operation = match op.kind {
             OpKind::Flush => Operation::Flush,
             OpKind::Trim => Operation::Discard(op.range.clone()),
             OpKind::Read => {
                 let slot = &mut self.slots[tag as usize];
-                // The next write in this place must not send what the read brings.
+                // The read will overwrite the buffer, so it must be filled again before the next
+                // write.
                 slot.is_filled = false;
                 self.shared
                     .verifier
@@ -369,7 +373,7 @@ impl Worker {
         } else {
             slot.started
         };
-        // Those of the ramp take nothing of what is left, unless they turn out to straddle its end.
+        // Operations during ramp time are not included, unless they turn out to complete after it.
         if counts && slot.started >= self.shared.clock.measured_from {
             self.left.take(op.len());
         }
@@ -385,7 +389,7 @@ impl Worker {
         buffer
     }
 
-    /// Puts the content of a write into its buffer. Returns false if that was there already.
+    /// Fills the buffer of a write. Returns false if it was already filled.
     fn fill(&mut self, tag: u32, range: &Range<u64>, buffer: &Buffer) -> bool {
         let verifier = &self.shared.verifier;
         let bytes = &mut self.scratch[..buffer.len()];
@@ -398,7 +402,7 @@ impl Worker {
             verifier.filler.fill(key, bytes);
             buffer.slice().write(0, bytes);
         } else if !std::mem::replace(&mut self.slots[tag as usize].is_filled, true) {
-            // All of it, as the next write may be longer.
+            // Fill the whole buffer, because the next write may be longer.
             let start = buffer.slice().offset();
             let whole = buffer
                 .slice()
@@ -445,7 +449,8 @@ impl Worker {
             ends,
             ..
         } = self.shared.clock;
-        // Without those that end late, an open loop would hide the longest times.
+        // In an open loop, operations that complete after the end are included. Otherwise we would
+        // hide the longest latencies.
         let is_late = ends.is_some_and(|end| now > end) && self.arrivals.is_none();
         let is_of_ramp = self.slots[tag as usize].started < measured_from;
         if is_late || is_of_ramp && !self.straddles(tag, now) {
@@ -466,9 +471,10 @@ impl Worker {
         }
     }
 
-    /// Returns whether an operation that was started in the ramp counts, because it completes after
-    /// it, and takes its part of what is left. In a closed loop, what is in flight at the end of the
-    /// ramp makes up for what is at the end of the time. In an open loop, what is late counts there.
+    /// Returns whether an operation started during ramp time is included because it completes after
+    /// it, and subtracts it from the remaining work. In a closed loop, operations in flight at the
+    /// end of the ramp time are included instead of those in flight at the end of the run. In an
+    /// open loop, the latter are included.
     fn straddles(&mut self, tag: u32, now: Instant) -> bool {
         let counts = self.arrivals.is_none()
             && now >= self.shared.clock.measured_from
@@ -480,7 +486,7 @@ impl Worker {
         counts
     }
 
-    /// Operations whose planned time came before the end, and that have not started.
+    /// Returns the number of operations that were due before the end, but not started.
     fn not_started(&self) -> u64 {
         let clock = self.shared.clock;
         let (Some(end), Some(arrivals)) = (clock.ends, &self.arrivals) else {
@@ -493,7 +499,7 @@ impl Worker {
         due.saturating_add(held).min(left)
     }
 
-    /// Enters a completed write into the ledger, checks a completed read.
+    /// Updates the ledger for a completed write, or verifies the data of a completed read.
     fn settle(&mut self, tag: u32) -> Result<(), BenchError> {
         let slot = &self.slots[tag as usize];
         let verifier = &self.shared.verifier;
@@ -544,7 +550,7 @@ impl Workload for Worker {
     fn complete(&mut self, tag: u32, completion: Completion, queue: &mut Submissions) {
         let now = Instant::now();
         self.finish(tag, completion, now);
-        // A check takes its time, which is none of the next operation's.
+        // The time for verification must not be included in the latency of the next operation.
         let now = match self.shared.verifier.check {
             Check::Nothing => now,
             Check::Own | Check::Ledger(_) => Instant::now(),
@@ -565,7 +571,8 @@ impl Drop for Worker {
             None if is_complete => Ok(()),
             None => Err(BenchError::Closed),
         };
-        // Its buffers are free before the next stage needs some.
+        // Release all buffers before reporting the end, because they may be needed in the next
+        // phase.
         self.slots.clear();
         let end = End {
             at: self.last,
@@ -590,8 +597,8 @@ mod tests {
     use super::super::reports::{Report, channel};
     use super::*;
 
-    /// Number of reads that a worker counts whose first one straddles the end of the ramp, and
-    /// number of those that it starts then.
+    /// Returns the number of reads counted by a worker when its first read completes after the ramp
+    /// time, and the number of reads started at this point.
     fn straddling_reads(job: &Job, ios: u64) -> (u64, usize) {
         let (reporter, reports) = channel(usize::MAX);
         let begun = Instant::now();

@@ -1,9 +1,9 @@
-//! Text of a line: comments, variables and words.
+//! Preprocessing of lines: comments, variables and keywords.
 
-/// A number of this host.
+/// Returns a number that depends on this host.
 type HostNumber = fn() -> u64;
 
-/// Words that stand for numbers of this host.
+/// Keywords that are replaced by numbers of this host.
 const WORDS: [(&str, HostNumber); 3] = [
     ("$ncpus", || {
         std::thread::available_parallelism().map_or(1, |count| count.get() as u64)
@@ -15,12 +15,14 @@ const WORDS: [(&str, HostNumber); 3] = [
     }),
 ];
 
-/// The line up to a comment, which begins with `;` or `#`. As in fio, no value contains these.
+/// Removes a comment, which starts with `;` or `#`. As in fio, a value can't contain these
+/// characters.
 pub(super) fn without_comment(line: &str) -> &str {
     line.find([';', '#']).map_or(line, |at| &line[..at])
 }
 
-/// Replaces each `${NAME}` by the variable of the environment, and fio's words for numbers of this host.
+/// Replaces each `${NAME}` by the environment variable and fio's keywords by the numbers of this
+/// host.
 pub(super) fn expand(line: &str, env: &dyn Fn(&str) -> Option<String>) -> Result<String, String> {
     let mut out = String::new();
     let mut rest = line;

@@ -115,7 +115,7 @@ fn error_names_file_line_and_reason() {
     assert!(refused("[a]\ninclude loop.inc\n").contains("loop.inc:1: `include loop.inc` is not"));
 }
 
-/// Else their number would double with each level.
+/// Otherwise the number of included files would double with each level.
 #[test]
 fn recursive_includes_end_at_the_limit() {
     let errors = parsed("[a]\ninclude twice.inc\nfrob=1\n").unwrap_err();
@@ -176,7 +176,7 @@ fn region_is_as_large_as_the_file() {
     assert!(refused("[a]\nfilesize=1m-4m\n").contains("one size is supported"));
 }
 
-/// Directory of job files in the shapes in which they are published.
+/// Returns a directory of job files, which are similar to published ones.
 fn published(directory: &str) -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/fio");
     let entries = std::fs::read_dir(root.join(directory)).unwrap();
@@ -186,7 +186,7 @@ fn published(directory: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Reads a published job file as `riser bench --job-file` does with an address.
+/// Parses one of these job files in the same way as `riser bench --job-file` with an address.
 fn parse_published(path: &Path) -> Result<JobFile, String> {
     let read = |path: &Path| std::fs::read_to_string(path);
     let sources = Sources {
@@ -197,7 +197,7 @@ fn parse_published(path: &Path) -> Result<JobFile, String> {
     parse(path.to_str().unwrap(), &read(path).unwrap(), &sources).map_err(|e| e.to_string())
 }
 
-/// Result of fio's parser for a job file; `None` if fio is not installed.
+/// Returns fio's result for a job file, or `None` if fio is not installed.
 fn judged_by_fio(path: &Path, option: &str) -> Option<Result<String, String>> {
     let judge = std::process::Command::new("fio")
         .arg(option)
@@ -215,7 +215,7 @@ fn judged_by_fio(path: &Path, option: &str) -> Option<Result<String, String>> {
     }
 }
 
-/// fio accepts each file as well, and finds the same jobs in it.
+/// fio also accepts each of these files and finds the same jobs.
 #[test]
 fn published_shapes_are_accepted() {
     let paths = published("");
@@ -230,14 +230,14 @@ fn published_shapes_are_accepted() {
         judged.unwrap_or_else(|e| panic!("{}: {e}", path.display()));
         let command = judged_by_fio(&path, "--showcmd").unwrap().unwrap();
         let words = command.split_whitespace();
-        // A global `name=` precedes those of the sections.
+        // A global `name=` is printed before the names of the sections.
         let sections: Vec<_> = words.filter(|word| word.starts_with("--name=")).collect();
         let last = &sections[sections.len().saturating_sub(names.len())..];
         assert_eq!(last, names, "{}", path.display());
     }
 }
 
-/// fio refuses each file as well. The first line of a file quotes the reason.
+/// fio also rejects each of these files. Their first lines contain the reason.
 #[test]
 fn invalid_files_are_refused_as_by_fio() {
     let paths = published("invalid");
@@ -250,7 +250,8 @@ fn invalid_files_are_refused_as_by_fio() {
     }
 }
 
-/// fio accepts these files: they use options that `riser` lacks, or have a mistake that fio ignores.
+/// fio accepts these files: they use options not supported by `riser`, or contain mistakes that fio
+/// ignores.
 #[test]
 fn files_beyond_support_are_refused() {
     let paths = published("refused");

@@ -1,9 +1,9 @@
-//! Jobs: what is done, with fio's words.
+//! Jobs: the operations to run, using fio's terminology.
 //!
-//! - [`Job`]: a job, made by hand or from options by name.
-//! - [`Units`]: forms of sizes and times.
-//! - [`IGNORED`], [`NOTED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options without an effect here,
-//!   options with restricted values, and unsupported options.
+//! - [`Job`]: a job that can be created directly or from named options.
+//! - [`Units`]: units of sizes and times.
+//! - [`IGNORED`], [`NOTED`], [`LIMITED`], [`UNSUPPORTED`]: fio's options that have no effect here,
+//!   that have restricted values, and that are not supported.
 
 mod options;
 mod tables;
@@ -19,13 +19,13 @@ pub use values::{KbBase, Units};
 
 use super::outcome::OpKind;
 
-/// Order of the offsets.
+/// Order of offsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pattern {
-    /// Any block of the region, by the job's [`Distribution`].
+    /// Any block in the region, according to the [`Distribution`] of the job.
     Random,
-    /// One after the other.
+    /// Consecutive blocks.
     Sequential,
 }
 
@@ -36,18 +36,18 @@ pub enum Access {
     Read,
     /// Writes.
     Write,
-    /// Reads and writes, by [`Job::rwmixread`].
+    /// Reads and writes, according to [`Job::rwmixread`].
     Mixed,
     /// Trims.
     Trim,
     /// Trims, each followed by a write of the same blocks.
     TrimWrite,
-    /// Flushes. Not one of fio's.
+    /// Flushes. This is not supported by fio.
     Flush,
 }
 
 impl Access {
-    /// Kinds of operations that it is made of.
+    /// Returns the kinds of operations that this contains.
     #[must_use]
     pub fn kinds(self) -> &'static [OpKind] {
         match self {
@@ -60,7 +60,7 @@ impl Access {
         }
     }
 
-    /// Kinds of operations that are planned; others follow from these.
+    /// Returns the kinds of operations that are planned. All other operations follow a planned one.
     #[must_use]
     pub fn planned(self) -> &'static [OpKind] {
         match self {
@@ -69,13 +69,13 @@ impl Access {
         }
     }
 
-    /// Returns whether it changes what is on the device.
+    /// Returns whether this changes the data on the device.
     #[must_use]
     pub fn is_destructive(self) -> bool {
         !matches!(self, Self::Read | Self::Flush)
     }
 
-    /// Returns whether it writes data.
+    /// Returns whether this writes data.
     #[must_use]
     pub fn writes(self) -> bool {
         self.kinds().contains(&OpKind::Write)
@@ -85,9 +85,9 @@ impl Access {
 /// Sizes of operations, in bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum BlockSizes {
-    /// Always the same.
+    /// All operations have the same size.
     Fixed(u32),
-    /// Multiples of the smallest, each as likely as another.
+    /// Multiples of the smallest size, with equal probability.
     Range {
         /// Smallest size.
         min: u32,
@@ -99,7 +99,7 @@ pub enum BlockSizes {
 }
 
 impl BlockSizes {
-    /// Smallest size, in bytes.
+    /// Returns the smallest size in bytes.
     #[must_use]
     pub fn min(&self) -> u32 {
         match self {
@@ -109,7 +109,7 @@ impl BlockSizes {
         }
     }
 
-    /// Largest size, in bytes.
+    /// Returns the largest size in bytes.
     #[must_use]
     pub fn max(&self) -> u32 {
         match self {
@@ -119,7 +119,7 @@ impl BlockSizes {
         }
     }
 
-    /// Mean size, in whole bytes.
+    /// Returns the mean size, rounded down to bytes.
     #[must_use]
     pub fn mean(&self) -> u64 {
         match self {
@@ -136,27 +136,27 @@ impl BlockSizes {
 /// Distribution of random offsets.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Distribution {
-    /// Each block as likely as another.
+    /// All blocks have equal probability.
     Uniform,
-    /// The n-th most frequent block is `n^theta` times rarer than the most frequent one. Ranks are
-    /// scattered over the region.
+    /// The n-th most frequent block is accessed `n^theta` times less often than the most frequent
+    /// one. Ranks are scattered across the region.
     Zipf(f64),
-    /// Parts of the region, in order: percentage of operations, percentage of the region. Each adds
-    /// up to 100.
+    /// Consecutive parts of the region, as a percentage of operations and a percentage of the
+    /// region. Each adds up to 100.
     Zoned(Vec<(f64, f64)>),
 }
 
-/// A number of bytes, or a part of the device.
+/// A number of bytes or a percentage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amount {
     /// Bytes.
     Bytes(u64),
-    /// Percentage of the device, or of the region.
+    /// Percentage of the device or region.
     Percent(u8),
 }
 
 impl Amount {
-    /// In bytes of a whole, not rounded to blocks.
+    /// Returns the number of bytes, where `whole` is the total. This is not rounded to blocks.
     #[must_use]
     pub fn exact(self, whole: u64) -> u64 {
         match self {
@@ -165,7 +165,8 @@ impl Amount {
         }
     }
 
-    /// In bytes of a whole; a percentage is rounded down to multiples of `block`.
+    /// Returns the number of bytes, where `whole` is the total. Percentages are rounded down to a
+    /// multiple of `block`.
     #[must_use]
     pub fn of(self, whole: u64, block: u64) -> u64 {
         match self {
@@ -175,16 +176,16 @@ impl Amount {
     }
 }
 
-/// Times between arrivals, where a job has a rate.
+/// Intervals between the arrivals of operations if a job has a rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RateProcess {
-    /// Always the same.
+    /// Constant.
     Linear,
     /// Exponentially distributed.
     Poisson,
 }
 
-/// Rate of the operations of one kind.
+/// Rate of operations of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rate {
     /// Operations per second.
@@ -193,119 +194,121 @@ pub enum Rate {
     Bytes(u64),
 }
 
-/// Content of written buffers, apart from what verification puts there.
+/// Contents of write buffers, excluding headers of verified blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Content {
-    /// Each write gets new content. Without it, a buffer is filled once.
+    /// Generate new contents for each write. Otherwise a buffer is only filled once.
     pub refill: bool,
-    /// Part of each block that a compressor removes, in percent; the rest is random.
+    /// Percentage of each block that can be removed by compression. The rest is random.
     pub compress_percentage: Option<u8>,
-    /// Bytes that are repeated instead of random ones, and in the compressible part.
+    /// Pattern for the compressible part, or for the whole block if this isn't set. Replaces zeroes
+    /// or random bytes.
     pub pattern: Vec<u8>,
 }
 
-/// Checksum in the header of a verified block.
+/// Type of the checksum in the header of a verified block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checksum {
     /// CRC-32C.
     Crc32c,
-    /// CRC-32 of Ethernet.
+    /// CRC-32 as used by Ethernet.
     Crc32,
-    /// CRC-64 of NVMe.
+    /// CRC-64 as used by NVMe.
     Crc64,
 }
 
-/// Name of the job of the command line in reports. Errors leave it out: no user has given it.
+/// Name in reports for the job from the command line. It's not included in error messages because
+/// it was not chosen by the user.
 pub const COMMAND_LINE: &str = "riser bench";
 
 /// A job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Job {
-    /// Name in reports.
+    /// Name used in reports.
     pub name: String,
-    /// Address of the device, if the job has one of its own (`filename`).
+    /// Address of the device, if specified for this job (`filename`).
     pub filename: Option<String>,
-    /// Reads and writes go past the page cache, where the device is a file of this host.
+    /// If the device is a file on this host, bypass the page cache.
     pub direct: bool,
     /// Operations.
     pub access: Access,
     /// Order of the offsets.
     pub pattern: Pattern,
-    /// Sequential: bytes that are skipped behind each operation. Random: operations that follow one
-    /// another from each random offset on, if more than one.
+    /// Sequential: number of bytes skipped after each operation. Random: number of consecutive
+    /// operations at each random offset, or 0 for one.
     pub modifier: u64,
-    /// Reads of a hundred operations, where there are both and no rates.
+    /// Percentage of reads if there are both reads and writes, and no rates.
     pub rwmixread: u8,
     /// Sizes of reads, writes and trims.
     pub sizes: [BlockSizes; 3],
-    /// Operations of one clone in flight.
+    /// Number of operations in flight for each clone.
     pub iodepth: u32,
-    /// Clones, each with its own offsets.
+    /// Number of clones, each with its own offsets.
     pub numjobs: u32,
-    /// Connections to the device, over which the clones are distributed.
+    /// Number of connections to the device. Clones are distributed over these.
     pub sessions: u32,
-    /// Rates of reads, writes and trims of one clone. Operations then start at planned times (open
-    /// loop).
+    /// Rates of reads, writes and trims for each clone. If set, operations are started at planned
+    /// times (open loop).
     pub rates: [Option<Rate>; 3],
-    /// Times between arrivals.
+    /// Intervals between arrivals.
     pub rate_process: RateProcess,
     /// Distribution of random offsets.
     pub distribution: Distribution,
-    /// First byte of the region.
+    /// Start of the region.
     pub offset: Amount,
-    /// Bytes by which the region of each clone begins behind that of the one before it.
+    /// Distance between the regions of two consecutive clones, in bytes.
     pub offset_increment: Amount,
-    /// Length of the region; to the end of the device if it is not given.
+    /// Length of the region. Defaults to the rest of the device.
     pub size: Option<Amount>,
-    /// Each clone of a sequential job has a part of the region of its own. In job files each has
-    /// the whole region.
+    /// Split the region of a sequential job between its clones. In job files, each clone uses the
+    /// whole region.
     pub splits_region: bool,
-    /// Time before the figures count.
+    /// Time before the measurement is started.
     pub ramp_time: Duration,
-    /// Longest time to measure, `ramp_time` not included.
+    /// Maximum duration of the measurement, not including `ramp_time`.
     pub runtime: Option<Duration>,
-    /// Goes on until the end of `runtime`, however much was moved.
+    /// Always continue until the end of `runtime`, regardless of the amount transferred.
     pub time_based: bool,
-    /// Bytes that a clone moves; the length of the region if it is not given.
+    /// Number of bytes to transfer for each clone. Defaults to the length of the region.
     pub io_size: Option<Amount>,
-    /// Bytes that all clones move together.
+    /// Number of bytes to transfer for all clones together.
     pub total: Option<u64>,
-    /// Operations that a clone does at most.
+    /// Maximum number of operations for each clone.
     pub number_ios: Option<u64>,
-    /// Times that a clone moves its bytes or does its operations.
+    /// Number of times that each clone repeats its bytes or operations.
     pub loops: u64,
-    /// Time between the start of the group and that of the job.
+    /// Delay between the start of the group and the start of the job.
     pub startdelay: Duration,
-    /// Pause after `thinktime_blocks` operations, once they have completed.
+    /// Pause after `thinktime_blocks` operations have completed.
     pub thinktime: Duration,
-    /// Operations between two pauses.
+    /// Number of operations between two pauses.
     pub thinktime_blocks: u64,
-    /// Writes after which there is a flush; 0: none.
+    /// Number of writes between two flushes, or 0 to disable flushes.
     pub fsync: u32,
-    /// A flush is the last operation.
+    /// Flush after the last operation.
     pub end_fsync: bool,
-    /// Writes must be on stable storage.
+    /// Writes must be persisted on stable storage before they complete.
     pub fua: bool,
-    /// Content of the writes.
+    /// Contents of writes.
     pub content: Content,
-    /// Blocks have headers, by which they are checked when they are read.
+    /// Add a header to each block, which is then checked when the block is read.
     pub verify: Option<Checksum>,
-    /// What was written is read back after the run.
+    /// Read and verify all written blocks after the run.
     pub do_verify: bool,
-    /// Nothing but what a state file says was written is read.
+    /// Only read and verify the blocks that are recorded in a state file.
     pub verify_only: bool,
-    /// File that records what was acknowledged.
+    /// File that records acknowledged writes.
     pub state: Option<PathBuf>,
-    /// Seed of the random numbers.
+    /// Seed for random numbers.
     pub randseed: u64,
-    /// The seed is the same for each command. Without it, one was drawn for this command.
+    /// Use the same seed for each command. Otherwise the seed was generated for this command.
     pub randrepeat: bool,
-    /// Waits for the jobs before it.
+    /// Wait for the previous jobs.
     pub stonewall: bool,
 }
 
 impl Default for Job {
-    /// The defaults of fio.
+    /// Returns the default job of fio.
     fn default() -> Self {
         Self {
             name: "job".into(),
@@ -352,54 +355,55 @@ impl Default for Job {
 }
 
 impl Job {
-    /// Sets an option by fio's name of it; `value` is `None` where it stands alone. Returns false
-    /// for one of [`IGNORED`], [`NOTED`] or [`LIMITED`].
+    /// Sets an option, using the name from fio. `value` is `None` if only the name was specified.
+    /// Returns false for options in [`IGNORED`], [`NOTED`] or [`LIMITED`].
     ///
     /// # Errors
-    /// A line that says why the option or its value is refused.
+    /// Describes why the option or its value is invalid, in a single line.
     pub fn set(&mut self, name: &str, value: Option<&str>, units: Units) -> Result<bool, String> {
         options::set(self, name, value, units)
     }
 
-    /// Its options in fio's form, by fio's names: those of the workload, and others that are not as
-    /// by default.
+    /// Returns the options using fio's names and format. Includes options that describe the
+    /// workload and all other options that differ from their defaults.
     #[must_use]
     pub fn options(&self) -> Vec<(String, String)> {
         options::describe(self)
     }
 
-    /// Returns whether it changes what is on the device.
+    /// Returns whether this changes the data on the device.
     #[must_use]
     pub fn is_destructive(&self) -> bool {
         self.access.is_destructive() && !self.verify_only
     }
 
-    /// Operations start at planned times.
+    /// Returns whether operations are started at planned times.
     #[must_use]
     pub fn is_open_loop(&self) -> bool {
         let mut kinds = self.access.planned().iter();
         kinds.any(|kind| self.rate_of(*kind).is_some())
     }
 
-    /// Rate of the operations of a kind.
+    /// Returns the rate for this kind of operation.
     #[must_use]
     pub fn rate_of(&self, kind: OpKind) -> Option<Rate> {
         self.rates.get(kind as usize).copied().flatten()
     }
 
-    /// Sizes of the operations of a kind; flushes have none, and get those of writes.
+    /// Returns the sizes for this kind of operation. Flushes have no size, and return the sizes of
+    /// writes.
     #[must_use]
     pub fn sizes_of(&self, kind: OpKind) -> &BlockSizes {
         &self.sizes[(kind as usize).min(2)]
     }
 
-    /// Largest operation, in bytes.
+    /// Returns the size of the largest operation in bytes.
     #[must_use]
     pub fn max_block(&self) -> u32 {
         self.extreme(BlockSizes::max).max().unwrap_or(0)
     }
 
-    /// Smallest operation, in bytes.
+    /// Returns the size of the smallest operation in bytes.
     #[must_use]
     pub fn min_block(&self) -> u32 {
         self.extreme(BlockSizes::min).min().unwrap_or(0)

@@ -1,4 +1,4 @@
-//! fio's options: what each does to a job, and which have no effect here.
+//! Parses and formats fio's options.
 
 use super::tables::{LIMITED, UNSUPPORTED, has_no_effect};
 use super::values::{
@@ -6,7 +6,7 @@ use super::values::{
 };
 use super::{Access, Amount, BlockSizes, Checksum, Distribution, Job, Pattern, Rate, RateProcess};
 
-/// Most connections of a job.
+/// Maximum number of connections for a job.
 const MAX_SESSIONS: u32 = 64;
 
 pub(super) fn set(
@@ -20,7 +20,7 @@ pub(super) fn set(
         return Ok(false);
     }
     if let Some((_, is_accepted, why)) = LIMITED.iter().find(|(known, ..)| *known == name) {
-        // An option that stands alone is switched on.
+        // If only the name is specified, the option is enabled.
         let value = value.unwrap_or("1");
         return match is_accepted(value) {
             true => Ok(false),
@@ -43,7 +43,7 @@ pub(super) fn set(
     }
 }
 
-/// Booleans, which may stand alone.
+/// Boolean options, which can be specified without a value.
 fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, String> {
     let flag = match name {
         "time_based" => &mut job.time_based,
@@ -56,7 +56,7 @@ fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, Stri
         "direct" => &mut job.direct,
         "randrepeat" | "allrandrepeat" => {
             job.randrepeat = boolean(value)?;
-            // As in fio, a seed that is given counts even so.
+            // As in fio, an explicit seed takes precedence.
             if !job.randrepeat && job.randseed == Job::default().randseed {
                 job.randseed = fastrand::u64(..);
             }
@@ -78,7 +78,7 @@ fn set_flag(job: &mut Job, name: &str, value: Option<&str>) -> Result<bool, Stri
     Ok(true)
 }
 
-/// Sets options about the operations, and how many there are at once.
+/// Sets options for the operations and for their concurrency.
 fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<bool, String> {
     match name {
         "rw" | "readwrite" => set_rw(job, text, units)?,
@@ -128,7 +128,7 @@ fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<b
     Ok(true)
 }
 
-/// Sets options about the region and the amount.
+/// Sets options for the region and for the amount transferred.
 fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<bool, String> {
     match name {
         "offset" => job.offset = units.amount(text)?,
@@ -150,7 +150,7 @@ fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<boo
     Ok(true)
 }
 
-/// Content, its verification, and names.
+/// Sets options for contents, verification and names.
 fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
     match name {
         "name" => job.name = text.to_owned(),
@@ -160,7 +160,7 @@ fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
         "buffer_compress_percentage" => {
             let percent = percentage(text)?;
             job.content.compress_percentage = Some(percent);
-            // As fio does: blocks that are all alike would compress together.
+            // As in fio. Otherwise all blocks would be identical and could be compressed together.
             job.content.refill |= percent != 100;
         }
         "verify" => {
@@ -182,7 +182,8 @@ fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
     Ok(true)
 }
 
-/// One address. In a path fio separates several files by colons, and escapes a colon of a name.
+/// Parses an address. fio separates multiple paths by colons, and a colon in a name must be
+/// escaped.
 fn filename(text: &str) -> Result<String, String> {
     let is_path = |text: &str| {
         ["/", "./", "../"]
@@ -192,7 +193,7 @@ fn filename(text: &str) -> Result<String, String> {
     if !is_path(text) {
         return Ok(text.to_owned());
     }
-    // No path contains a NUL, so it can stand for the colon of a name.
+    // As paths can't contain NUL, we can use it to represent an escaped colon.
     let unescaped = text.replace("\\:", "\0");
     match unescaped.split(':').skip(1).any(is_path) {
         true => Err(format!(
@@ -210,7 +211,7 @@ fn positive(number: u64) -> Result<u64, String> {
     }
 }
 
-/// `randread`, `write:64k`.
+/// Parses `randread` or `write:64k`.
 fn set_rw(job: &mut Job, text: &str, units: Units) -> Result<(), String> {
     let (name, modifier) = match text.split_once(':') {
         Some((name, modifier)) => (name, Some(modifier)),
@@ -244,7 +245,7 @@ fn set_rw(job: &mut Job, text: &str, units: Units) -> Result<(), String> {
     Ok(())
 }
 
-/// A size in fio's form.
+/// Formats a size for fio.
 fn size(bytes: u64) -> String {
     let units = [(40, "t"), (30, "g"), (20, "m"), (10, "k")];
     let whole = |(shift, _): &&(u32, &str)| bytes != 0 && bytes.is_multiple_of(1 << *shift);
@@ -278,8 +279,8 @@ fn rw(job: &Job) -> String {
     }
 }
 
-/// The name of the option for block sizes, and its value. Where the directions have sizes of
-/// different forms, all are written as splits.
+/// Returns the option for block sizes and its value. If the directions have different types of
+/// sizes, all are converted to splits.
 fn block_sizes(sizes: &[BlockSizes; 3]) -> (&'static str, String) {
     let is_fixed = |s: &BlockSizes| matches!(s, BlockSizes::Fixed(_));
     let is_range = |s: &BlockSizes| matches!(s, BlockSizes::Range { .. });
@@ -309,7 +310,7 @@ fn block_sizes(sizes: &[BlockSizes; 3]) -> (&'static str, String) {
     }
 }
 
-/// The rates for which `of` has a number, by direction.
+/// Returns the rates for which `of` returns a number, by direction.
 fn rates(job: &Job, of: fn(Rate) -> Option<u64>) -> Option<String> {
     let text = |n: u64| n.to_string();
     let show = |rate: &Option<Rate>| rate.and_then(of).map_or_else(String::new, text);
@@ -345,7 +346,7 @@ fn zones(distribution: &Distribution) -> Option<String> {
     }
 }
 
-/// A pattern, if there is one.
+/// Formats a pattern if it isn't empty.
 fn hex(pattern: &[u8]) -> Option<String> {
     let digits: String = pattern.iter().map(|byte| format!("{byte:02x}")).collect();
     (!digits.is_empty()).then(|| format!("0x{digits}"))
@@ -366,7 +367,7 @@ pub(super) fn describe(job: &Job) -> Vec<(String, String)> {
     let poisson = job.is_open_loop() && job.rate_process == RateProcess::Poisson;
     let has_rates = job.rates.iter().any(Option::is_some);
     let thinks = !job.thinktime.is_zero();
-    // Without a limit, where operations are counted instead.
+    // Remove this if unlimited, which is used if operations are counted instead.
     let io_size = job.io_size.filter(|size| *size != Amount::Bytes(u64::MAX));
     let options = [
         ("direct", yes(job.direct)),

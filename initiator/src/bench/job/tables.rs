@@ -1,8 +1,8 @@
-//! fio's options that change nothing here: accepted, accepted with some values, or refused.
+//! fio's options that are ignored, that only accept some values, or that are not supported.
 
 use crate::bench::outcome::PERCENTILES;
 
-/// Options that are accepted and have no effect, with the reasons.
+/// Options that are accepted but have no effect, with reasons.
 pub const IGNORED: &[(&str, &str)] = &[
     ("ioengine", "the address says how the device is reached"),
     (
@@ -90,7 +90,8 @@ pub const IGNORED: &[(&str, &str)] = &[
     ("hugepage-size", "buffers are the device's own"),
 ];
 
-/// Options that are accepted, have no effect, and may matter to users, who get a note. The reasons.
+/// Options that are accepted and ignored with a warning, because they may be important to users.
+/// Includes the reasons.
 pub const NOTED: &[(&str, &str)] = &[
     ("nrfiles", "a job runs on one device"),
     (
@@ -146,10 +147,11 @@ pub const NOTED: &[(&str, &str)] = &[
     ),
 ];
 
-/// Name of an option, test of a value, and the reason why the values that fail it are refused.
+/// Name of an option, predicate for its supported values, and the reason why other values are not
+/// supported.
 pub type Limited = (&'static str, fn(&str) -> bool, &'static str);
 
-/// Options of which some values are what happens here anyway.
+/// Options that are only accepted with values that match our behavior.
 pub const LIMITED: &[Limited] = &[
     (
         "norandommap",
@@ -217,13 +219,14 @@ fn is_off(value: &str) -> bool {
     matches!(value, "0" | "false")
 }
 
-/// Returns whether a percentile is among those of the JSON.
+/// Returns whether a percentile is included in the JSON output.
 fn is_percentile(text: &str) -> bool {
     let known = |percent: f64| PERCENTILES.iter().any(|p| (p - percent).abs() < 1e-9);
     text.trim().parse().is_ok_and(known)
 }
 
-/// Options of fio that are refused, with the reasons. So are those that fio does not have.
+/// Options that are known but not supported, with reasons. Options not known to fio are also
+/// rejected.
 pub const UNSUPPORTED: &[(&str, &str)] = &[
     (
         "directory",
@@ -297,15 +300,15 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
     ),
 ];
 
-/// Returns whether an option has no effect here, with any value that is accepted.
+/// Returns whether an option has no effect here, regardless of its accepted value.
 #[must_use]
 pub fn is_ignored(name: &str) -> bool {
     has_no_effect(name) || LIMITED.iter().any(|(known, ..)| *known == name)
 }
 
-/// Returns whether an option has no effect here, with any value.
+/// Returns whether an option has no effect here, regardless of its value.
 pub(super) fn has_no_effect(name: &str) -> bool {
     let mut tables = IGNORED.iter().chain(NOTED);
-    // Settings of fio's log files.
+    // Settings for fio's log files.
     tables.any(|(known, _)| *known == name) || name.starts_with("log_")
 }

@@ -1,4 +1,4 @@
-//! Values of options.
+//! Parsers for the values of options.
 
 use std::time::Duration;
 
@@ -7,27 +7,27 @@ use super::{Amount, BlockSizes, Distribution};
 /// Meaning of `k` and `ki` in job files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum KbBase {
-    /// `k` is 1024 and `ki` 1000: fio's default, which its old job files are written for.
+    /// `k` is 1024 and `ki` 1000. This is the default in fio, for compatibility with old job files.
     #[default]
     Binary,
     /// `k` is 1000 and `ki` 1024.
     Decimal,
 }
 
-/// Forms of sizes and times.
+/// Units of sizes and times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Units {
-    /// Units of fio's job files.
+    /// Units in fio's job files.
     Fio(KbBase),
-    /// Units of Riser's command line: `k` and `KiB` are 1024, `KB` is 1000.
+    /// Units on Riser's command line: `k` and `KiB` are 1024, `KB` is 1000.
     CommandLine,
 }
 
 impl Units {
-    /// Reads a number of bytes.
+    /// Parses a size in bytes.
     ///
     /// # Errors
-    /// It is not one.
+    /// Fails if this is not a valid size.
     pub fn size(self, text: &str) -> Result<u64, String> {
         match self {
             Self::Fio(base) => fio_size(text, base),
@@ -49,7 +49,7 @@ impl Units {
         }
     }
 
-    /// A time, in microseconds if it has no unit.
+    /// Parses a duration. The default unit is microseconds.
     pub(super) fn micros(self, text: &str) -> Result<Duration, String> {
         match text.bytes().all(|b| b.is_ascii_digit()) {
             true => Ok(Duration::from_micros(number(text)?)),
@@ -57,7 +57,8 @@ impl Units {
         }
     }
 
-    /// A size, or a percentage. Files that are made from templates have `%%` for a percent sign.
+    /// Parses a size or percentage. Files generated from templates can contain `%%` instead of a
+    /// percent sign.
     pub(super) fn amount(self, text: &str) -> Result<Amount, String> {
         match text.ends_with('%') {
             true => Ok(Amount::Percent(percentage(text.trim_end_matches('%'))?)),
@@ -92,7 +93,7 @@ fn fio_size(text: &str, base: KbBase) -> Result<u64, String> {
         "p" => 5,
         _ => return Err(wrong()),
     };
-    // The two bases name the prefixes the other way round.
+    // The meaning of the prefixes is swapped between the two bases.
     let factor: u64 = match is_iec == (base == KbBase::Binary) {
         true => 1000,
         false => 1024,
@@ -116,7 +117,7 @@ fn fio_time(text: &str) -> Result<Duration, String> {
         _ => return Err(wrong()),
     };
     let micros = number.checked_mul(micros);
-    // A year, so that sums with the clock never overflow.
+    // This is a year, so that adding it to the clock can't overflow.
     micros
         .filter(|micros| *micros <= 366 * 86_400_000_000)
         .map(Duration::from_micros)
@@ -135,7 +136,7 @@ pub(super) fn number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
         .map_err(|_| format!("`{text}` is not a number in the range of this option"))
 }
 
-/// A boolean of fio: 1 or 0, or nothing at all.
+/// Parses a boolean in fio's format: 1, 0 or no value.
 pub(super) fn boolean(value: Option<&str>) -> Result<bool, String> {
     match value {
         None | Some("1" | "true") => Ok(true),
@@ -144,8 +145,8 @@ pub(super) fn boolean(value: Option<&str>) -> Result<bool, String> {
     }
 }
 
-/// Values for reads, writes and trims, separated by commas: one that is missing at the end is that
-/// before it, an empty one keeps what there was.
+/// Parses comma-separated values for reads, writes and trims. Missing values at the end are the
+/// same as the last value, and an empty value keeps the existing one.
 pub(super) fn by_direction<T: Clone>(
     text: &str,
     into: &mut [T; 3],
@@ -176,7 +177,7 @@ pub(super) fn by_direction<T: Clone>(
     Ok(())
 }
 
-/// `1k-4k` or `1k:4k`.
+/// Parses `1k-4k` or `1k:4k`.
 pub(super) fn range(text: &str, units: Units) -> Result<BlockSizes, String> {
     let (low, high) = text
         .split_once(['-', ':'])
@@ -188,7 +189,7 @@ pub(super) fn range(text: &str, units: Units) -> Result<BlockSizes, String> {
     })
 }
 
-/// `4k/60:64k/40`. Entries without a percentage share what is left.
+/// Parses `4k/60:64k/40`. The remaining percentage is split evenly between all entries without one.
 pub(super) fn split(text: &str, units: Units) -> Result<BlockSizes, String> {
     let mut parts = Vec::new();
     for part in text.split(':') {
@@ -217,7 +218,7 @@ pub(super) fn split(text: &str, units: Units) -> Result<BlockSizes, String> {
     Ok(BlockSizes::Split(parts.collect()))
 }
 
-/// `random`, `zipf:1.2`, `zoned:80/20:20/80`, `hotspot:20/80`.
+/// Parses `random`, `zipf:1.2`, `zoned:80/20:20/80` or `hotspot:20/80`.
 pub(super) fn distribution(text: &str) -> Result<Distribution, String> {
     let (name, rest) = text.split_once(':').unwrap_or((text, ""));
     match name {
@@ -255,7 +256,8 @@ fn pair(text: &str) -> Result<(f64, f64), String> {
     parsed.ok_or_else(|| format!("`{text}` is not two percentages such as 80/20"))
 }
 
-/// Operations and blocks of zones, in percent. The last zone may have the blocks that are left.
+/// Parses the percentages of operations and blocks for each zone. The last zone can use the
+/// remaining blocks.
 fn zones(text: &str) -> Result<Distribution, String> {
     let (closed, last) = match text.strip_suffix('/') {
         Some(open) => open.rsplit_once(':').unwrap_or(("", open)),
@@ -283,7 +285,7 @@ fn zones(text: &str) -> Result<Distribution, String> {
     Ok(Distribution::Zoned(zones))
 }
 
-/// fio's patterns: `0xdeadbeef`, a decimal number, `"text"`, or several of them.
+/// Parses a pattern in fio's format: `0xdeadbeef`, a decimal number or `"text"`.
 pub(super) fn pattern(text: &str) -> Result<Vec<u8>, String> {
     let wrong = || format!("`{text}` is not a pattern such as 0xdeadbeef or \"text\"");
     if let Some(inner) = text.strip_prefix('"').and_then(|t| t.strip_suffix('"')) {
@@ -302,7 +304,7 @@ pub(super) fn pattern(text: &str) -> Result<Vec<u8>, String> {
     }
     let number: i64 = text.parse().map_err(|_| wrong())?;
     let bytes = number.to_le_bytes();
-    // As short as the number allows, as fio does: 0 is one byte, 300 two.
+    // As in fio, use the minimum number of bytes: one for 0, two for 300.
     let fill = if number < 0 { 0xff } else { 0 };
     let len = bytes
         .iter()

@@ -1,10 +1,11 @@
-//! Figures over time as comma-separated values: quoted as in RFC 4180, with line feeds alone at the
-//! ends of lines.
+//! Results over time as comma-separated values. These are quoted according to RFC 4180, but lines
+//! are terminated by LF instead of CRLF.
 //!
-//! One row per interval and kind of operation of which the run has any. Latencies are in
-//! nanoseconds, from the time when an operation was due, if arrivals are planned; in an interval
-//! without operations they are empty. `t_ms` is the begin of the interval, in milliseconds from
-//! that of the measurement. `disk` is the address with the RDMA device that it was reached over.
+//! There is one row for each interval and kind of operation, excluding kinds that are not used by
+//! the run. Latencies are in nanoseconds, and are measured from the planned arrival if the run has
+//! planned arrivals. They are empty for intervals without operations. `t_ms` is the start of the
+//! interval relative to the start of the measurement, in milliseconds. `disk` is the address and
+//! the RDMA device used for the connection.
 
 use std::io::{self, Write};
 
@@ -15,14 +16,14 @@ use crate::bench::outcome::{Interval, OpKind, Outcome};
 const HEADER: &str = "job,run,t_ms,kind,iops,bytes_per_second,mean_ns,p50_ns,p90_ns,p99_ns,p99_9_ns,max_ns,\
                       disk";
 
-/// Percentiles of the columns.
+/// Percentiles included as columns.
 const PERCENTILES: [f64; 4] = [50.0, 90.0, 99.0, 99.9];
 
-/// Writes the intervals of all outcomes. `run` counts outcomes from 0, since several may have one
-/// name.
+/// Writes the intervals of all outcomes. Since names may not be unique, `run` is the index of the
+/// outcome.
 ///
 /// # Errors
-/// What `out` reports.
+/// Returns errors from `out`.
 pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     writeln!(out, "{HEADER}")?;
     for (run, outcome) in outcomes.iter().enumerate() {
@@ -59,8 +60,8 @@ fn row(out: &mut dyn Write, interval: &Interval, kind: OpKind) -> io::Result<()>
     write!(out, ",{}", latencies.max())
 }
 
-/// A text as a field. Quotes keep separators in it; a first character that spreadsheets take for a
-/// formula is set off by an apostrophe.
+/// Formats text as a field, which is quoted if it contains separators. If a spreadsheet could
+/// interpret it as a formula, it's prefixed with an apostrophe.
 fn field(text: &str) -> String {
     let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
     let text = if formula {
@@ -92,7 +93,7 @@ mod tests {
         let outcome = sample::mixed("a", 1);
         let rows = rows(&[outcome.clone(), sample::open_loop("b", 2)]);
         assert!(rows.iter().all(|row| row.len() == 13), "{rows:?}");
-        // Reads, writes and flushes of the first outcome, reads of the second.
+        // The first outcome has reads, writes and flushes, and the second outcome only reads.
         assert_eq!(rows.len(), 1 + 11 * 3 + 11);
         let row = &rows[1 + 3];
         assert_eq!(row[..4], ["a", "0", "100.000", "read"]);

@@ -1,33 +1,33 @@
-//! Figures that several forms of output derive from an outcome.
+//! Values calculated from an outcome for multiple output formats.
 
 use hdrhistogram::Histogram;
 
 use crate::bench::outcome::{Interval, Measured, OpKind, Outcome, Usage};
 
-/// An interval counts as a sample of the rate if it has this part of the longest one's length: the
-/// rate of a few milliseconds at the end of a run would be the minimum or maximum of no importance.
+/// Minimum length of an interval, relative to the longest one, to be used as a sample of the rate.
+/// Otherwise the last few milliseconds of a run could become the minimum or maximum.
 const SAMPLE: f64 = 0.5;
 
-/// Kinds of which there were operations, in fio's order.
+/// Returns the kinds of operations used by the run, in fio's order.
 pub(super) fn active(outcome: &Outcome) -> impl Iterator<Item = OpKind> {
     OpKind::ALL
         .into_iter()
         .filter(|kind| outcome.of(*kind).ios() > 0)
 }
 
-/// Operations of all kinds.
+/// Returns the number of operations of all kinds.
 pub(super) fn total_ios(outcome: &Outcome) -> u64 {
     outcome.measured.iter().map(Measured::ios).sum()
 }
 
-/// Latencies that an application would see: from the time when an operation was due, where
+/// Returns the latencies seen by an application. These are measured from the planned arrival if
 /// arrivals are planned.
 pub(super) fn latencies(measured: &Measured) -> &Histogram<u64> {
     measured.response.as_ref().unwrap_or(&measured.service)
 }
 
-/// Latencies of the operations that move data or trim, of all kinds together; `None` without any.
-/// Flushes have latencies of another order, so they are left out.
+/// Returns the latencies of all reads, writes and trims, or `None` if there were none. Flushes are
+/// not included because they have much higher latencies.
 pub(super) fn data_latencies(measured: &[Measured; 4]) -> Option<Histogram<u64>> {
     let kinds = [OpKind::Read, OpKind::Write, OpKind::Trim];
     let parts = kinds
@@ -36,7 +36,7 @@ pub(super) fn data_latencies(measured: &[Measured; 4]) -> Option<Histogram<u64>>
     sum(parts.filter(|part| !part.is_empty()))
 }
 
-/// All values of some histograms; `None` of none.
+/// Merges histograms. Returns `None` if there are none.
 pub(super) fn sum<'a>(
     mut parts: impl Iterator<Item = &'a Histogram<u64>>,
 ) -> Option<Histogram<u64>> {
@@ -48,24 +48,24 @@ pub(super) fn sum<'a>(
     Some(all)
 }
 
-/// Adds the values of a histogram to one that resizes itself.
+/// Adds the values of a histogram to a histogram with automatic resizing.
 fn add(sum: &mut Histogram<u64>, part: &Histogram<u64>) {
     sum.add(part)
         .expect("a histogram that resizes itself takes every value");
 }
 
-/// Operations of an interval that move data or trim.
+/// Returns the number of reads, writes and trims in an interval.
 pub(super) fn data_ios(measured: &[Measured; 4]) -> u64 {
     let flushes = measured[OpKind::Flush as usize].ios();
     measured.iter().map(Measured::ios).sum::<u64>() - flushes
 }
 
-/// Processor time per operation, in nanoseconds; 0 without operations.
+/// Returns the processor time per operation in nanoseconds, or 0 if there were no operations.
 pub(super) fn cpu_per_op(usage: &Usage, ios: u64) -> f64 {
     per_op((usage.user + usage.system).as_nanos() as f64, ios)
 }
 
-/// Context switches per operation; 0 without operations.
+/// Returns the number of context switches per operation, or 0 if there were no operations.
 pub(super) fn switches_per_op(usage: &Usage, ios: u64) -> f64 {
     per_op((usage.voluntary + usage.involuntary) as f64, ios)
 }
@@ -77,7 +77,7 @@ fn per_op(value: f64, ios: u64) -> f64 {
     }
 }
 
-/// Rates of one kind in each interval that is long enough: operations and bytes per second.
+/// Returns operations and bytes per second for each interval that is long enough.
 pub(super) fn samples(outcome: &Outcome, kind: OpKind) -> Vec<(f64, f64)> {
     let longest = outcome.intervals.iter().map(|i| i.length).max();
     let shortest = longest.unwrap_or_default().mul_f64(SAMPLE);
@@ -92,13 +92,13 @@ pub(super) fn samples(outcome: &Outcome, kind: OpKind) -> Vec<(f64, f64)> {
     .collect()
 }
 
-/// A number of an interval as a rate.
+/// Converts a number for an interval to a rate.
 pub(super) fn per_second(number: u64, interval: &Interval) -> f64 {
     number as f64 / interval.length.as_secs_f64().max(1e-9)
 }
 
-/// At most `limit` intervals with the same figures: neighbours are added up, so percentiles of
-/// what is drawn are those of all operations.
+/// Reduces the number of intervals to `limit`. Adjacent intervals are merged, so their percentiles
+/// include all operations.
 pub(super) fn thinned(intervals: &[Interval], limit: usize) -> Vec<Interval> {
     let together = intervals.len().div_ceil(limit.max(1)).max(1);
     intervals.chunks(together).map(merged).collect()
@@ -119,7 +119,7 @@ fn merged(chunk: &[Interval]) -> Interval {
     all
 }
 
-/// Adds a distribution to a sum. One without values has fewer digits, so its place is taken.
+/// Adds a histogram to a sum. An empty sum is replaced because it may have fewer digits.
 fn accumulate(sum: &mut Histogram<u64>, part: &Histogram<u64>) {
     if sum.is_empty() {
         sum.clone_from(part);
@@ -129,7 +129,8 @@ fn accumulate(sum: &mut Histogram<u64>, part: &Histogram<u64>) {
     }
 }
 
-/// The middle of the values; the mean of the two in the middle of an even number. 0 of none.
+/// Returns the median, or 0 if there are no values. This is the mean of the middle two if there is
+/// an even number of values.
 pub(super) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,9 +1,10 @@
-//! Interval logs of HdrHistogram: version 1.3 of the format, each histogram compressed in its V2
-//! form, with a tag for each kind of operation. `HistogramLogProcessor`, hdr-plot and
-//! HistogramLogAnalyzer read them.
+//! HdrHistogram interval logs (version 1.3). Each histogram is compressed using the V2 encoding,
+//! and has a tag for the kind of operation. These logs can be read by `HistogramLogProcessor`,
+//! hdr-plot and HistogramLogAnalyzer.
 //!
-//! A comment in the head names the disk of each run, with the RDMA device that it was reached over.
-//! Values are nanoseconds. The column of maxima, which is for people, is in milliseconds.
+//! The header contains a comment with the disk of each run and the RDMA device used for the
+//! connection. Values are in nanoseconds. The column with the maximum is intended for users and in
+//! milliseconds.
 
 use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
@@ -18,25 +19,26 @@ use super::figures::active;
 use super::show;
 use crate::bench::outcome::{Interval, OpKind, Outcome};
 
-/// Nanoseconds of the unit of maxima.
+/// Unit for the maximum column in nanoseconds.
 const MAX_VALUE_DIVISOR: f64 = 1e6;
 
-/// Line that names the columns.
+/// Line with the column names.
 const LEGEND: &str =
     "\"StartTimestamp\",\"Interval_Length\",\"Interval_Max\",\"Interval_Compressed_Histogram\"";
 
 /// Writes the intervals of all outcomes.
 ///
-/// Tags are `read`, `write`, `trim` and `sync` for latencies from the start of an operation, and
-/// the same with `-response` for those from the time when it was due, where arrivals are planned.
-/// If there are several outcomes, their numbers and names come first: `0.job.read`.
+/// Tags are `read`, `write`, `trim` and `sync` for latencies measured from the start of an
+/// operation. If there are planned arrivals, the suffix `-response` is added for latencies measured
+/// from these. If there are multiple outcomes, tags start with the index and name of the outcome:
+/// `0.job.read`.
 ///
 /// # Errors
-/// What `out` reports.
+/// Returns errors from `out`.
 pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     let base = outcomes.iter().map(|o| o.started).min();
     let base = base.unwrap_or(SystemTime::UNIX_EPOCH);
-    // The builder takes a sized writer.
+    // The builder requires a sized writer.
     let mut out = out;
     let mut serializer = V2DeflateSerializer::new();
     let mut head = IntervalLogWriterBuilder::new();
@@ -79,8 +81,8 @@ fn entries(
     prefix: &str,
     start: Duration,
 ) -> io::Result<()> {
-    // Readers add up what follows in a distribution like the first one, so one without values has
-    // to have as many digits as the others.
+    // When adding up histograms, readers use the precision of the first one. It must therefore have
+    // all digits, even if it's empty.
     let empty = Histogram::new(3).expect("three digits are allowed");
     let measured = &interval.measured[kind as usize];
     let response = measured.response.as_ref().map(|h| ("-response", h));
@@ -101,8 +103,8 @@ fn entries(
     Ok(())
 }
 
-/// A name without the characters that end a tag or a line. Quotes and signs that begin other lines
-/// cannot come first, since a number does.
+/// Replaces characters in a name that would terminate the tag or line. As the tag starts with a
+/// number, the first character can't be mistaken for a quoted line or a comment.
 fn tag_text(name: &str) -> String {
     let allowed = |c: char| !(c == ',' || c.is_whitespace() || c.is_control());
     let replace = |c| if allowed(c) { c } else { '_' };
@@ -118,7 +120,7 @@ mod tests {
     use super::*;
     use crate::bench::output::sample;
 
-    /// Bytes of a text in base 64 (RFC 4648 4).
+    /// Decodes base64 (RFC 4648 section 4).
     fn decode(text: &str) -> Vec<u8> {
         let value = |c: u8| match c {
             b'A'..=b'Z' => c - b'A',

@@ -1,29 +1,29 @@
-//! The machine that a run was on, as far as it matters to figures. It is not named: reports are
-//! passed around.
+//! Describes the machine used for a run. It doesn't include the host name because reports may be
+//! shared.
 
 use std::{fs, thread};
 
 use serde::{Deserialize, Serialize};
 
-/// Text for what the kernel does not report.
+/// Used if information is not available from the kernel.
 const UNKNOWN: &str = "unknown";
 
 /// Kernel, processor and memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Name and release of the kernel, and the architecture.
+    /// Name and version of the kernel, and the architecture.
     pub kernel: String,
     /// Model of the first processor.
     pub cpu: String,
-    /// Logical processors that this process may run on.
+    /// Number of logical processors that this process can use.
     pub cores: usize,
-    /// Memory that the kernel manages, in bytes; 0 if it is not known.
+    /// Memory managed by the kernel in bytes, or 0 if unknown.
     pub memory_bytes: u64,
 }
 
 impl Machine {
-    /// Describes this machine. What cannot be read is `unknown` or 0, as in a container that hides
-    /// `/proc`.
+    /// Describes this machine. If information can't be read, e.g. in a container without `/proc`,
+    /// it's `unknown` or 0.
     #[must_use]
     pub fn this() -> Self {
         let uname = rustix::system::uname();
@@ -43,7 +43,8 @@ impl Machine {
     }
 }
 
-/// Model in `/proc/cpuinfo`: a name on x86, numbers of the implementer and the part on Arm.
+/// Returns the model from `/proc/cpuinfo`. On x86, this is a name. On Arm, it's the numbers of the
+/// implementer and part.
 fn cpu_model(cpuinfo: &str) -> String {
     let field = |name| lines_of(cpuinfo).find(|(key, _)| *key == name);
     if let Some((_, model)) = field("model name") {
@@ -57,7 +58,7 @@ fn cpu_model(cpuinfo: &str) -> String {
     }
 }
 
-/// `MemTotal` in `/proc/meminfo`, whose kB are 1024 bytes.
+/// Returns `MemTotal` from `/proc/meminfo`, where 1 kB is 1024 bytes.
 fn memory(meminfo: &str) -> u64 {
     let total = lines_of(meminfo).find(|(key, _)| *key == "MemTotal");
     total

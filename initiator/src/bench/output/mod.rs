@@ -1,16 +1,16 @@
-//! Output of the benchmark: files and tables made of [`Outcome`]s.
+//! Output of benchmark results as files and tables, based on [`Outcome`]s.
 //!
-//! - [`fio`]: JSON in fio's layout, and a reader of it.
+//! - [`fio`]: JSON in fio's format, including a parser.
 //! - [`csv`]: time series.
-//! - [`hdr`]: interval logs of HdrHistogram.
-//! - [`html`]: a page for a browser.
-//! - [`text`]: for a terminal.
-//! - [`compare`]: differences between two JSON files, and which of them are beyond noise.
-//! - [`machine`]: the machine that a run was on.
+//! - [`hdr`]: HdrHistogram interval logs.
+//! - [`html`]: HTML pages.
+//! - [`text`]: terminal output.
+//! - [`compare`]: compares two JSON files and reports which differences are significant.
+//! - [`machine`]: describes the machine used for a run.
 //!
-//! Nothing here measures or opens a file. Writers take a [`std::io::Write`] and produce the same
-//! bytes for the same outcomes. Names and addresses come from job files and command lines, so each
-//! writer escapes them for its format.
+//! This module doesn't measure anything or open files. Writers use [`std::io::Write`], and their
+//! output only depends on the outcomes. As names and addresses come from job files and command
+//! lines, each writer has to escape them for its format.
 //!
 //! [`Outcome`]: super::outcome::Outcome
 

@@ -1,4 +1,4 @@
-//! Outcomes for tests: made of a seed, with figures that a small disk could have.
+//! Outcomes for tests, generated from a seed with results that are plausible for a small disk.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -7,7 +7,7 @@ use hdrhistogram::Histogram;
 use super::machine::Machine;
 use crate::bench::outcome::{Holes, Interval, Measured, OpKind, Outcome, Usage, Verified};
 
-/// Operations of a kind in a full interval, their size, and their usual latency.
+/// Number of operations of a kind in a full interval, their size and their typical latency.
 #[derive(Clone, Copy)]
 struct Load {
     kind: OpKind,
@@ -16,7 +16,7 @@ struct Load {
     micros: f64,
 }
 
-/// Start of all runs: 2026-01-02 03:04:05 UTC.
+/// Start time of all runs: 2026-01-02 03:04:05 UTC.
 pub(super) const STARTED: u64 = 1_767_323_045;
 
 fn histogram() -> Histogram<u64> {
@@ -31,7 +31,7 @@ fn measured(response: bool) -> Measured {
     }
 }
 
-/// Adds operations with a long tail of latencies.
+/// Records operations using a latency distribution with a long tail.
 fn record(measured: &mut Measured, load: Load, ios: u64, random: &mut fastrand::Rng) {
     for _ in 0..ios {
         let tail = 1.0 / (1.0 - 0.98 * random.f64()).powf(0.35);
@@ -98,7 +98,7 @@ fn options(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
     owned.collect()
 }
 
-/// Reads, writes and flushes in a closed loop, with all that is optional.
+/// Returns reads, writes and flushes in a closed loop, including all optional values.
 pub(super) fn mixed(name: &str, seed: u64) -> Outcome {
     let load = |kind, ios, size, micros| Load {
         kind,
@@ -131,7 +131,7 @@ pub(super) fn mixed(name: &str, seed: u64) -> Outcome {
     }
 }
 
-/// Reads in an open loop.
+/// Returns reads in an open loop.
 pub(super) fn open_loop(name: &str, seed: u64) -> Outcome {
     let load = Load {
         kind: OpKind::Read,
@@ -145,14 +145,14 @@ pub(super) fn open_loop(name: &str, seed: u64) -> Outcome {
     }
 }
 
-/// Reads of one block size at several depths.
+/// Returns reads with one block size at different depths.
 pub(super) fn sweep(bs: &str, depths: &[u64]) -> Vec<Outcome> {
     let runs = depths.iter().map(|depth| {
         let size = riser_units::parse_size(bs).expect("it is a size");
         let kib = size as f64 / 1024.0;
         let load = Load {
             kind: OpKind::Read,
-            // Throughput saturates and latency goes on growing.
+            // Throughput saturates while latency continues to increase.
             ios: (900.0 / (1.0 + kib / 100.0)) as u64 * depth / (depth + 6),
             size,
             micros: (40.0 + 9.0 * *depth as f64) * (1.0 + kib / 100.0),
@@ -166,7 +166,7 @@ pub(super) fn sweep(bs: &str, depths: &[u64]) -> Vec<Outcome> {
     runs.collect()
 }
 
-/// A machine that none of the tests runs on.
+/// Returns a machine that doesn't exist.
 pub(super) fn machine() -> Machine {
     Machine {
         kernel: "Linux 6.1.0-test x86_64".into(),

@@ -1,41 +1,42 @@
-//! Numbers and names as people read them.
+//! Formats numbers and names for users.
 
 use std::fmt::Write;
 
-/// Longest name or address in a table, in characters.
+/// Maximum number of characters for a name or address in a table.
 const LONGEST: usize = 200;
 
-/// A number in at most four digits, with a suffix of thousands: `950`, `12.3k`, `1.20M`.
+/// Formats a number using at most four digits and a decimal suffix: `950`, `12.3k`, `1.20M`.
 pub(super) fn count(value: f64) -> String {
     scaled(value, 1000.0, &["", "k", "M", "G", "T"], "")
 }
 
-/// Bytes in binary units: `512 B`, `4.00 KiB`.
+/// Formats bytes using binary units: `512 B`, `4.00 KiB`.
 pub(super) fn bytes(value: f64) -> String {
     scaled(value, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB"], "")
 }
 
-/// Bytes per second in binary units.
+/// Formats bytes per second using binary units.
 pub(super) fn rate(value: f64) -> String {
     scaled(value, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB"], "/s")
 }
 
-/// A time that is given in nanoseconds: `950 ns`, `12.3 us`, `1.20 ms`.
+/// Formats a time in nanoseconds: `950 ns`, `12.3 us`, `1.20 ms`.
 pub(super) fn time(nanos: f64) -> String {
     scaled(nanos, 1000.0, &[" ns", " us", " ms", " s"], "")
 }
 
-/// Three significant digits, in the largest unit that leaves 1 or more.
+/// Formats a number using three significant digits. Selects the largest unit for which the result
+/// is at least 1.
 fn scaled(value: f64, step: f64, units: &[&str], suffix: &str) -> String {
     let mut value = value;
     let mut unit = 0;
-    // The bound is where three digits would be rounded up to a fourth.
+    // Above this limit, the number would be rounded up to a fourth digit.
     while value.abs() >= step - 0.5 && unit + 1 < units.len() {
         value /= step;
         unit += 1;
     }
     let digits = match value.abs() {
-        // The smallest unit has fractions only where they matter.
+        // Only use fractions of the smallest unit if they are significant.
         small if unit == 0 && (small >= 100.0 || small.fract() == 0.0) => 0,
         small if small < 9.995 => 2,
         small if small < 99.95 => 1,
@@ -44,18 +45,19 @@ fn scaled(value: f64, step: f64, units: &[&str], suffix: &str) -> String {
     format!("{value:.digits$}{}{suffix}", units[unit])
 }
 
-/// A fraction as a percentage with one digit.
+/// Formats a percentage using one decimal digit.
 pub(super) fn percent(fraction: f64) -> String {
     format!("{:.1} %", 100.0 * fraction)
 }
 
-/// A percentile's name: `p50`, `p99.9`.
+/// Formats the name of a percentile: `p50`, `p99.9`.
 pub(super) fn percentile(percent: f64) -> String {
     format!("p{percent}")
 }
 
-/// A text of others for a terminal: control characters, which could move the cursor or change
-/// colours, are replaced, as are those that change the direction of text; a long one is cut.
+/// Formats untrusted text for a terminal. Control characters are replaced, as these could move the
+/// cursor or change colors. Characters that change the text direction are also replaced. Long text
+/// is truncated.
 pub(super) fn printable(text: &str) -> String {
     let mut shown = String::new();
     for (i, c) in text.chars().enumerate() {
@@ -75,7 +77,7 @@ fn is_direction(c: char) -> bool {
     matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Options as in a job file, on one line.
+/// Formats options in the same way as a job file, but on a single line.
 pub(super) fn options(options: &[(String, String)]) -> String {
     let mut line = String::new();
     for (key, value) in options.iter().filter(|(key, _)| key != "name") {

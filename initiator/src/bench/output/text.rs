@@ -1,4 +1,5 @@
-//! Results for a terminal: a block for each outcome, or rows of one table if there are many.
+//! Results for terminals. If there are many outcomes, these are shown in a table, otherwise in a
+//! separate block each.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -9,13 +10,13 @@ use super::figures::{active, cpu_per_op, latencies, switches_per_op, total_ios};
 use super::show;
 use crate::bench::outcome::{OpKind, Outcome, Usage};
 
-/// Most outcomes that have a block each.
+/// Maximum number of outcomes for separate blocks.
 const BLOCKS: usize = 3;
 
-/// Writes the outcomes.
+/// Writes all outcomes.
 ///
 /// # Errors
-/// What `out` reports.
+/// Returns errors from `out`.
 pub fn write(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     if outcomes.len() > BLOCKS {
         return table(out, outcomes);
@@ -105,7 +106,7 @@ fn costs(usage: &Usage, ios: u64) -> String {
     )
 }
 
-/// Sentences that a reader of an outcome's figures must know.
+/// Returns notes that are required to interpret the results of an outcome.
 pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     let mut notes = Vec::new();
     if let Some(verified) = &outcome.verified {
@@ -139,7 +140,7 @@ pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     notes
 }
 
-/// Share of the region that is unallocated, if any of it was read.
+/// Returns the unallocated percentage of the region if there were any reads.
 fn hole_share(outcome: &Outcome) -> Option<String> {
     let holes = outcome
         .holes
@@ -148,7 +149,7 @@ fn hole_share(outcome: &Outcome) -> Option<String> {
         .then(|| show::percent(holes.bytes as f64 / holes.of as f64))
 }
 
-/// Names of options that have different values, in the order of their first appearance.
+/// Returns the names of options with more than one value, in the order of their first occurrence.
 fn varying(outcomes: &[Outcome]) -> Vec<&str> {
     let mut keys: Vec<&str> = Vec::new();
     for (key, _) in outcomes.iter().flat_map(|outcome| &outcome.options) {
@@ -164,13 +165,13 @@ fn varying(outcomes: &[Outcome]) -> Vec<&str> {
     keys
 }
 
-/// Value of an option; empty if the outcome does not have it.
+/// Returns the value of an option, or an empty string if it isn't set.
 fn option<'a>(outcome: &'a Outcome, key: &str) -> &'a str {
     let found = outcome.options.iter().find(|(known, _)| known == key);
     found.map_or("", |(_, value)| value)
 }
 
-/// A row for each outcome and kind, with the options that vary.
+/// Writes a row for each outcome and kind of operation, including options that differ.
 fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     let varying = varying(outcomes);
     let names = outcomes.iter().any(|o| o.name != outcomes[0].name);
@@ -203,7 +204,7 @@ fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
             .map(move |note| format!("{name}: {note}"))
     });
     let mut notes: Vec<_> = notes.collect();
-    // Rounds of a case mostly have the same ones.
+    // Most rounds of a case have the same notes.
     notes.sort();
     notes.dedup();
     for note in notes {
@@ -212,7 +213,7 @@ fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes per second; flushes move none.
+/// Formats bytes per second. Flushes don't transfer any.
 pub(super) fn bandwidth(outcome: &Outcome, kind: OpKind) -> String {
     match kind {
         OpKind::Flush => "-".into(),
@@ -220,7 +221,7 @@ pub(super) fn bandwidth(outcome: &Outcome, kind: OpKind) -> String {
     }
 }
 
-/// Names of the columns of figures.
+/// Column names for results.
 const FIGURES: [&str; 9] = [
     "IOPS",
     "bandwidth",
@@ -251,7 +252,8 @@ fn figures(outcome: &Outcome, kind: OpKind) -> [String; 9] {
     ]
 }
 
-/// Writes rows in columns: the first `texts` begin at the same place, the others end there.
+/// Writes rows with aligned columns. The first `texts` columns are left-aligned, and all other
+/// columns are right-aligned.
 fn aligned(out: &mut dyn Write, rows: &[Vec<String>], texts: usize) -> io::Result<()> {
     let width = |column: usize| {
         let cells = rows.iter().map(|row| row[column].chars().count());
@@ -333,7 +335,7 @@ mod tests {
             ["iodepth", "kind", "IOPS", "bandwidth"]
         );
         assert_eq!(words(lines[5])[..2], ["16", "read"]);
-        // Figures end at the same place.
+        // The last column is right-aligned.
         let ends = lines.iter().map(|line| line.chars().count());
         assert_eq!(
             ends.collect::<std::collections::BTreeSet<_>>().len(),

@@ -1,4 +1,4 @@
-//! Planned times of operations (open loop).
+//! Planned arrivals of operations (open loop).
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use fastrand::Rng;
 use crate::bench::job::{Job, Rate, RateProcess};
 use crate::bench::outcome::OpKind;
 
-/// Times at which the operations of a clone are due. They do not depend on how long operations
-/// take, so one that is slow makes none of those after it look faster.
+/// Planned arrivals for the operations of a clone. They don't depend on the latency, so a slow
+/// operation doesn't hide the delay of later ones.
 pub(in crate::bench) struct Arrivals {
     process: RateProcess,
     random: Rng,
@@ -19,15 +19,15 @@ pub(in crate::bench) struct Arrivals {
 struct Stream {
     kind: OpKind,
     rate: Rate,
-    /// Mean size of an operation, in bytes.
+    /// Mean size of an operation in bytes.
     size: u64,
-    /// Of the next operation, in seconds from the start.
+    /// Arrival of the next operation, in seconds since the start.
     due: f64,
 }
 
 impl Arrivals {
-    /// Arrivals of the kinds of a job, if it has rates. Clones start at different times within a
-    /// gap, given by `phase` from 0 to 1.
+    /// Creates planned arrivals for a job, or returns `None` if it doesn't have a rate. `phase` is
+    /// between 0 and 1 and distributes the first arrivals of clones over one interval.
     pub(in crate::bench) fn new(job: &Job, phase: f64, mut random: Rng) -> Option<Self> {
         let mut streams = Vec::new();
         for kind in job.access.planned() {
@@ -53,13 +53,13 @@ impl Arrivals {
         })
     }
 
-    /// Kind and time of the next operation, from the start.
+    /// Returns the kind and the arrival of the next operation, relative to the start.
     pub(in crate::bench) fn peek(&self) -> (OpKind, Duration) {
         let stream = &self.streams[self.first()];
         (stream.kind, Duration::from_secs_f64(stream.due.min(1e9)))
     }
 
-    /// The caller has started the next operation, of this many bytes: plans the one after it.
+    /// Plans the next operation after the caller has started one of this length in bytes.
     pub(in crate::bench) fn advance(&mut self, len: u64) {
         let first = self.first();
         let stream = &mut self.streams[first];
@@ -70,8 +70,8 @@ impl Arrivals {
         };
     }
 
-    /// Number of operations that are due before a time, from the start, and were not taken. It is
-    /// the mean where times or sizes are random.
+    /// Returns the number of operations which are due before `until` (relative to the start) and
+    /// have not been started. This is the mean if times or sizes are random.
     pub(in crate::bench) fn before(&self, until: Duration) -> u64 {
         let until = until.as_secs_f64();
         let due = self.streams.iter().filter(|stream| stream.due < until);
@@ -92,7 +92,7 @@ impl Arrivals {
     }
 }
 
-/// Mean time after an operation of `len` bytes, in seconds.
+/// Returns the mean interval in seconds after an operation of `len` bytes.
 fn gap(rate: Rate, len: u64) -> f64 {
     match rate {
         Rate::Iops(n) => 1.0 / n as f64,
@@ -161,7 +161,7 @@ mod tests {
             .collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
         let spread = gaps.iter().map(|g| (g - mean).powi(2)).sum::<f64>() / gaps.len() as f64;
-        // Of an exponential distribution both are the inverse of the rate.
+        // For an exponential distribution, both are the inverse of the rate.
         assert!((mean * 1000.0 - 1.0).abs() < 0.02, "{mean}");
         assert!((spread.sqrt() * 1000.0 - 1.0).abs() < 0.04, "{spread}");
         let long = gaps.iter().filter(|g| **g > mean).count() as f64 / gaps.len() as f64;

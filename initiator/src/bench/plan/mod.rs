@@ -1,5 +1,5 @@
-//! Operations of a clone of a job: kinds, offsets, sizes, times. Nothing here reads a clock, and the
-//! same seed gives the same operations.
+//! Plans the operations of a clone: kinds, offsets, sizes and arrivals. This doesn't depend on a
+//! clock, and operations are reproducible for a given seed.
 
 mod arrivals;
 mod offsets;
@@ -19,7 +19,7 @@ use super::outcome::OpKind;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Op {
     pub(super) kind: OpKind,
-    /// Bytes on the device; nothing for a flush.
+    /// Range on the device in bytes, empty for a flush.
     pub(super) range: Range<u64>,
 }
 
@@ -34,23 +34,24 @@ impl Op {
     }
 }
 
-/// Plans one operation after another.
+/// Sequence of planned operations.
 pub(super) struct Plan {
     access: Access,
     rwmixread: u8,
     sizes: [BlockSizes; 3],
-    /// Of reads, writes and trims: each has its own place in a sequence.
+    /// Offsets of reads, writes and trims. Sequential operations of each kind have separate
+    /// positions.
     offsets: [Offsets; 3],
     random: Rng,
     fsync: u32,
-    /// Writes since the last flush.
+    /// Number of writes since the last flush.
     unsynced: u32,
 }
 
 impl Plan {
-    /// The plan of a clone on its region.
+    /// Creates a plan for a clone and its region.
     pub(super) fn new(job: &Job, region: &Range<u64>, random: Rng) -> Self {
-        // Writes go to blocks of the smallest size of all, so that headers are as far apart.
+        // Align offsets to the smallest block size, so that they match the position of headers.
         let align = job.min_block();
         Self {
             access: job.access,
@@ -63,7 +64,8 @@ impl Plan {
         }
     }
 
-    /// Plans the next operation; of `kind` where its time was planned before.
+    /// Returns the next operation. This has the given `kind` if it was already planned together
+    /// with its arrival.
     pub(super) fn next(&mut self, kind: Option<OpKind>) -> Op {
         if self.fsync > 0 && self.unsynced >= self.fsync {
             self.unsynced = 0;
@@ -80,7 +82,7 @@ impl Plan {
         Op { kind, range }
     }
 
-    /// Another random place for an operation; `None` where places follow one another.
+    /// Returns another random range for an operation, or `None` if offsets are not all random.
     pub(super) fn another_place(&mut self, op: &Op) -> Option<Range<u64>> {
         let offsets = &mut self.offsets[op.kind as usize];
         let is_free = offsets.is_random();
@@ -109,7 +111,7 @@ fn size(sizes: &BlockSizes, random: &mut Rng) -> u32 {
                 left -= percent;
                 left < 0.0
             });
-            // The percentages may add up to a little less, by rounding.
+            // Due to rounding, the sum of percentages may be slightly less than 100.
             chosen.or(parts.last()).map_or(0, |(size, _)| *size)
         }
     }

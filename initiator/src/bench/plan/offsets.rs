@@ -7,25 +7,25 @@ use fastrand::Rng;
 use super::zipf::Zipf;
 use crate::bench::job::{Distribution, Job, Pattern};
 
-/// Offsets of the operations of one kind.
+/// Offsets for one kind of operation.
 pub(super) struct Offsets {
     region: Range<u64>,
-    /// Offsets are multiples of it, from the begin of the region on.
+    /// Alignment of offsets, relative to the start of the region.
     align: u64,
     pattern: Pattern,
     modifier: u64,
     distribution: Blocks,
-    /// Where a sequence goes on.
+    /// Offset of the next sequential operation.
     next: u64,
-    /// Operations that follow the last random offset in sequence.
+    /// Number of sequential operations remaining after the last random offset.
     left: u64,
 }
 
-/// Distribution over blocks from 0 on.
+/// Distribution of block numbers, starting from 0.
 enum Blocks {
     Uniform,
     Zipf(Zipf, Scatter),
-    /// Upper limits of the share of operations, from 0 to 1, and of the blocks.
+    /// Cumulative distribution of operations and blocks, both from 0 to 1.
     Zoned(Vec<(f64, f64)>),
 }
 
@@ -52,12 +52,12 @@ impl Offsets {
         }
     }
 
-    /// Every operation is at a random place.
+    /// Returns whether the offsets of all operations are random.
     pub(super) fn is_random(&self) -> bool {
         self.pattern == Pattern::Random && self.modifier <= 1
     }
 
-    /// The bytes of an operation of that length.
+    /// Returns the range for an operation of this length.
     pub(super) fn next(&mut self, len: u64, random: &mut Rng) -> Range<u64> {
         let fits = |start: u64| {
             start
@@ -84,7 +84,8 @@ impl Offsets {
     }
 
     fn random(&self, len: u64, random: &mut Rng) -> u64 {
-        // Places at which one of that length fits: fewer than blocks, for those that are longer.
+        // Number of valid offsets for this length. For operations longer than a block, this is less
+        // than the number of blocks.
         let places = (self.region.end - self.region.start - len) / self.align + 1;
         let block = match &self.distribution {
             Blocks::Uniform => random.u64(..places),
@@ -95,7 +96,7 @@ impl Offsets {
     }
 }
 
-/// Adds up percentages.
+/// Calculates cumulative sums of percentages.
 fn limits(zones: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let sum = |(ops, blocks): &mut (f64, f64), zone: &(f64, f64)| {
         *ops += zone.0 / 100.0;
@@ -116,7 +117,7 @@ fn zoned(limits: &[(f64, f64)], places: u64, random: &mut Rng) -> u64 {
     random.u64(low..high)
 }
 
-/// A one-to-one mapping of blocks onto blocks, so that the frequent ones are not neighbours.
+/// Permutation of blocks, so that frequent blocks are not adjacent.
 struct Scatter {
     blocks: u64,
     factor: u64,
@@ -124,8 +125,8 @@ struct Scatter {
 
 impl Scatter {
     fn new(blocks: u64) -> Self {
-        // By the golden ratio neighbours get far apart. A factor without a common divisor makes
-        // it one-to-one.
+        // Using the golden ratio separates adjacent blocks. This is a permutation if the factor and
+        // the number of blocks are coprime.
         let start = ((blocks as f64 * 0.618_033_988_749_895) as u64).max(1);
         let factor = (start..).find(|factor| gcd(*factor, blocks) == 1);
         Self {
@@ -186,7 +187,7 @@ mod tests {
         let mut runs = offsets(Pattern::Random, 4, Distribution::Uniform);
         let starts = starts(&mut runs, 400);
         let follows = starts.windows(2).filter(|w| w[1] == w[0] + 1).count();
-        // Three of four, but for runs that meet the end of the region.
+        // This is three out of four, except for sequences that reach the end of the region.
         assert!(follows > 200, "{follows}");
     }
 

@@ -1,17 +1,17 @@
-//! Zipf's distribution by rejection-inversion (W. Hörmann and G. Derflinger, 1996), which takes no
-//! table and a few steps for a number, however many there are.
+//! Zipf distribution using rejection-inversion (W. Hörmann and G. Derflinger, 1996). This doesn't
+//! need a table, and the cost per sample is independent of the number of ranks.
 
 use fastrand::Rng;
 
-/// Ranks from 1 to `n`, of which rank `k` has a probability proportional to `k^-theta`.
+/// Ranks from 1 to `n`. The probability of rank `k` is proportional to `k^-theta`.
 pub(super) struct Zipf {
     n: f64,
     theta: f64,
-    /// Integral at 1.5, less the probability of rank 1.
+    /// Integral at 1.5, minus the density of rank 1.
     low: f64,
     /// Integral at `n + 0.5`.
     high: f64,
-    /// Distance from a rank within which a point is taken without a test.
+    /// Maximum distance from a rank for which a sample is accepted immediately.
     near: f64,
 }
 
@@ -43,7 +43,7 @@ fn density(x: f64, theta: f64) -> f64 {
     (-theta * x.ln()).exp()
 }
 
-/// `(x^(1-theta) - 1) / (1-theta)`, or the logarithm of `x` where `theta` is 1.
+/// Returns `(x^(1-theta) - 1) / (1-theta)`, or the logarithm of `x` if `theta` is 1.
 fn integral(x: f64, theta: f64) -> f64 {
     let log = x.ln();
     let power = (1.0 - theta) * log;
@@ -54,7 +54,7 @@ fn integral(x: f64, theta: f64) -> f64 {
 }
 
 fn inverse(y: f64, theta: f64) -> f64 {
-    // Rounding may lead a little below the range of the logarithm.
+    // Due to rounding, this may be slightly outside of the domain of the logarithm.
     let scaled = (y * (1.0 - theta)).max(-1.0);
     match scaled.abs() > 1e-8 {
         true => (scaled.ln_1p() / (1.0 - theta)).exp(),

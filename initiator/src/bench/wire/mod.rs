@@ -1,18 +1,18 @@
-//! Measures what a machine, or a network between two, carries in packets of RoCEv2: the limit of
-//! every figure of the software NIC.
+//! Measures the performance limit of a machine or network for RoCEv2 packets. This is an upper
+//! bound for all results of the software NIC.
 //!
-//! - [`measure_loopback`]: two threads of this process.
-//! - [`measure`]: against a host that runs [`Responder`].
-//! - [`WireReport`]: the figures.
+//! - [`measure_loopback`]: two threads in this process.
+//! - [`measure`]: this host and a host running [`Responder`].
+//! - [`WireReport`]: the results.
 //!
-//! A requester sends commands of 84 bytes and a responder answers each with RDMA WRITEs and a
-//! response, the packets of one READ of a target. There are no queue pairs, no retransmission and
-//! no disk: what is left is the NIC's socket driver ([`riser_transport::roce::driver`]), headers,
-//! and in some cases the ICRC at both ends and the copy to the data's place. Both threads poll
-//! without sleeping.
+//! The requester sends 84-byte commands. For each command, the responder sends RDMA WRITEs and a
+//! response, which are the same packets as for a READ from a target. There are no queue pairs,
+//! retransmissions or disks. This only leaves the socket driver of the NIC
+//! ([`riser_transport::roce::driver`]) and headers. Some cases also include the ICRC on both sides,
+//! and copying the data to its destination. Both threads poll without sleeping.
 //!
-//! The responder answers only requesters that have shown that they receive at their address: it
-//! sends much more than it receives, to an address that a packet could forge.
+//! A responder sends much more data than it receives, and source addresses can be spoofed. It
+//! therefore only responds if the requester has shown that it can receive packets at its address.
 
 mod packets;
 mod requester;
@@ -34,18 +34,18 @@ use thiserror::Error;
 use self::requester::Requester;
 pub use self::responder::Responder;
 
-/// Size that is asked for each buffer of a socket, in bytes, as the software NIC does.
+/// Size requested for each socket buffer in bytes, as in the software NIC.
 const SOCKET_BUFFER: usize = 16 << 20;
 
-/// Duration and shape of a measurement.
+/// Options for measurements.
 #[derive(Clone, Copy, Debug)]
 pub struct WireConfig {
-    /// Time of each case, without its warm-up.
+    /// Duration of each case, excluding warm-up.
     pub runtime: Duration,
-    /// Time of each case before it is measured.
+    /// Duration of the warm-up for each case.
     pub warm_up: Duration,
-    /// Longest payload of a packet in bytes: a path MTU of InfiniBand, 256 to 4096. `None` for the
-    /// largest one that the interface carries.
+    /// Maximum payload of a packet in bytes. This is an InfiniBand path MTU from 256 to 4096.
+    /// `None` uses the largest path MTU supported by the interface.
     pub path_mtu: Option<u16>,
 }
 
@@ -59,10 +59,10 @@ impl Default for WireConfig {
     }
 }
 
-/// Reason why nothing was measured.
+/// Errors of a measurement.
 #[derive(Debug, Error)]
 pub enum WireError {
-    /// The socket could not be had.
+    /// Failed to open a socket.
     #[error("cannot open a socket at {addr}, UDP port {ROCE_PORT}: {source}")]
     Open {
         /// Local address.
@@ -70,28 +70,28 @@ pub enum WireError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// Every address that was tried has a software NIC already.
+    /// All addresses are already used by a software NIC.
     #[error("every loopback address from 127.77.0.1 to 127.77.0.254 is in use")]
     NoAddress,
-    /// One address is IPv4 and the other IPv6.
+    /// One address is IPv4 and the other is IPv6.
     #[error("{0} and {1} are not of one address family")]
     Family(IpAddr, IpAddr),
-    /// The addresses of both ends are the same.
+    /// Both addresses are the same.
     #[error("{0} is this end's own address")]
     SameAddress(IpAddr),
-    /// A path MTU that does not exist.
+    /// Invalid path MTU.
     #[error("path MTU {0} is none of 256, 512, 1024, 2048 and 4096")]
     PathMtu(u16),
-    /// The interface carries less than the smallest path MTU.
+    /// The MTU of the interface is less than the smallest path MTU.
     #[error("the interface with {0} carries no RoCE packets: its MTU is too small")]
     Interface(IpAddr),
-    /// No responder.
+    /// There is no responder.
     #[error("no responder answers at {0}: does `riser bench wire --listen` run there?")]
     NoAnswer(IpAddr),
-    /// Nothing came through in a case.
+    /// No data was received in a case.
     #[error("{0}: no reply came within {1:?}; a path that carries smaller packets needs --mtu")]
     Nothing(&'static str, Duration),
-    /// A thread could not be started, or has ended early.
+    /// A thread couldn't be started or has exited.
     #[error("the responder's thread failed: {0}")]
     Thread(String),
 }
@@ -99,70 +99,71 @@ pub enum WireError {
 /// Latencies in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct WireLatency {
-    /// Shortest time.
+    /// Minimum.
     pub min: u64,
-    /// Half took no longer.
+    /// Median.
     pub p50: u64,
-    /// 99 % took no longer.
+    /// 99th percentile.
     pub p99: u64,
-    /// 99.9 % took no longer.
+    /// 99.9th percentile.
     pub p99_9: u64,
-    /// Longest time.
+    /// Maximum.
     pub max: u64,
 }
 
-/// Figures of one case.
+/// Results of a case.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WireCase {
     /// Name of the case.
     pub name: &'static str,
-    /// Commands outstanding.
+    /// Number of commands in flight.
     pub depth: u32,
-    /// Data in the reply to a command, in bytes.
+    /// Amount of data returned for each command, in bytes.
     pub reply_bytes: u32,
-    /// ICRCs were made and verified, and data copied to their place.
+    /// Set if ICRCs are generated and verified, and data is copied to its destination.
     pub icrc: bool,
-    /// Time measured, in seconds.
+    /// Duration of the measurement in seconds.
     pub seconds: f64,
-    /// Commands that were answered.
+    /// Number of completed commands.
     pub operations: u64,
-    /// Commands answered per second.
+    /// Completed commands per second.
     pub operations_per_second: f64,
-    /// Data received per second, in bytes, without headers.
+    /// Bytes of data received per second, excluding headers.
     pub bytes_per_second: f64,
-    /// Times from a command to its response.
+    /// Time between a command and its response.
     pub latency_ns: Option<WireLatency>,
-    /// Commands without a reply, in whose places others were sent.
+    /// Number of commands without a response. Each was replaced by another command.
     pub lost_commands: u64,
-    /// Packets of data missing from replies.
+    /// Number of data packets missing from replies.
     pub lost_packets: u64,
-    /// Packets whose ICRC was wrong.
+    /// Number of packets with an invalid ICRC.
     pub corrupted: u64,
-    /// Datagrams that were no packets of this measurement.
+    /// Number of datagrams that don't belong to this measurement.
     pub foreign: u64,
 }
 
-/// Figures of a measurement.
+/// Results of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WireReport {
-    /// Address of this end.
+    /// Local address.
     pub local: IpAddr,
     /// Address of the responder.
     pub peer: IpAddr,
-    /// Both ends are threads of this process.
+    /// Set if both sides are threads in this process.
     pub loopback: bool,
-    /// Longest payload of a packet, in bytes.
+    /// Maximum payload of a packet in bytes.
     pub path_mtu: u16,
-    /// Packets that one send takes (`UDP_SEGMENT`); 1 where the kernel does not segment.
+    /// Number of packets per send (`UDP_SEGMENT`). This is 1 if segmentation is not supported by
+    /// the kernel.
     pub packets_per_send: usize,
-    /// Receive buffer of this end's socket in bytes, as the kernel accounts it.
+    /// Size of the local receive buffer in bytes, as used by the kernel for accounting.
     pub receive_buffer: usize,
-    /// Figures by case.
+    /// Results of all cases.
     pub cases: Vec<WireCase>,
 }
 
 impl WireReport {
-    /// The figures as a table for people; lines end with a line feed.
+    /// Formats the results as a table for users.
     #[must_use]
     pub fn table(&self) -> String {
         let place = match self.loopback {
@@ -220,7 +221,7 @@ fn open(addr: IpAddr) -> io::Result<Driver> {
     })
 }
 
-/// Opens a socket at a loopback address that no other program has.
+/// Opens a socket with an unused loopback address.
 fn open_on_loopback() -> Result<(IpAddr, Driver), WireError> {
     for last in 1..=254 {
         let addr = IpAddr::V4(Ipv4Addr::new(127, 77, 0, last));
@@ -233,7 +234,8 @@ fn open_on_loopback() -> Result<(IpAddr, Driver), WireError> {
     Err(WireError::NoAddress)
 }
 
-/// Measures this machine: requester and responder are two threads, at two loopback addresses.
+/// Measures this machine, using threads for the requester and responder with separate loopback
+/// addresses.
 ///
 /// # Errors
 /// [`WireError`].
@@ -256,7 +258,7 @@ pub fn measure_loopback(config: WireConfig) -> Result<WireReport, WireError> {
     })
 }
 
-/// Measures the way to a responder on another host, from a local address.
+/// Measures the network between a local address and a responder on another host.
 ///
 /// # Errors
 /// [`WireError`].

@@ -1,4 +1,4 @@
-//! Packets of a measurement: commands, data and responses, in the form that RoCEv2 gives them.
+//! RoCEv2 packets used for measurements: commands, data and responses.
 
 use std::net::SocketAddr;
 
@@ -12,46 +12,47 @@ use riser_transport::wire::{
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Queue pair that the packets name at either end. No device of this host has the socket.
+/// Queue pair number used in both directions. The socket doesn't belong to any RDMA device on this
+/// host.
 const QPN: Qpn = Qpn::new(0x52_57);
 
-/// Payload of a command in bytes, that of an SRP_CMD with one direct descriptor, padded.
+/// Payload of a command in bytes. This is the padded size of an SRP_CMD with one direct descriptor.
 const COMMAND_LEN: usize = 68;
-/// Payload of a response in bytes, that of an SRP_RSP, padded.
+/// Payload of a response in bytes. This is the padded size of an SRP_RSP.
 const RESPONSE_LEN: usize = 40;
 
-/// `RWIR`, first of the payload of commands and responses.
+/// `RWIR`, at the start of commands and responses.
 const MAGIC: u32 = 0x5257_4952;
 
-/// Kind of a message.
+/// Type of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Kind {
-    /// Asks for the responder's cookie.
+    /// Requests the cookie of the responder.
     Hello = 0,
-    /// Asks for data.
+    /// Requests data.
     Command = 1,
-    /// Brings the cookie, or ends a reply.
+    /// Contains the cookie, or completes a command.
     Response = 2,
 }
 
-/// Beginning of the payload of a command or response.
+/// Start of the payload for commands and responses.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub(super) struct Message {
     magic: U32,
     kind: u8,
-    /// 1 where ICRCs are made and verified.
+    /// Set to 1 if ICRCs are generated and verified.
     icrc: u8,
-    /// Longest payload of a packet of data, in bytes.
+    /// Maximum payload of data packets in bytes.
     pub(super) mtu: U16,
-    /// Number that only a requester knows that receives at its address.
+    /// Number that proves that the requester can receive packets at its address.
     pub(super) cookie: U64,
     /// Length of the data in bytes.
     pub(super) len: U32,
-    /// Run of the requester; replies of an earlier one are late.
+    /// Used by the requester to ignore responses from previous runs.
     pub(super) epoch: U32,
-    /// Number of the command.
+    /// Sequence number of the command.
     pub(super) seq: U32,
 }
 
@@ -75,29 +76,29 @@ impl Message {
         self.kind == kind as u8
     }
 
-    /// Returns whether ICRCs are made and verified.
+    /// Returns whether ICRCs are generated and verified.
     pub(super) fn has_icrc(&self) -> bool {
         self.icrc != 0
     }
 
-    /// The response to this command.
+    /// Returns the response for this command.
     pub(super) fn response(mut self) -> Self {
         self.kind = Kind::Response as u8;
         self
     }
 }
 
-/// A packet as its receiver sees it.
+/// A received packet.
 pub(super) enum Received<'a> {
     /// A command or response.
     Message(Message),
-    /// Data, and their place where they are the first of a reply.
+    /// Data. The first packet also contains the address.
     Data(Option<u64>, &'a [u8]),
     /// An acknowledgement.
     Acknowledge,
 }
 
-/// Parses a packet. `None` for one that is not of a measurement.
+/// Parses a packet. Returns `None` if it doesn't belong to a measurement.
 pub(super) fn parse(datagram: &[u8]) -> Option<Received<'_>> {
     let packet = Packet::parse(datagram).ok()?;
     if packet.bth.dest_qpn() != QPN {
@@ -117,7 +118,7 @@ pub(super) fn parse(datagram: &[u8]) -> Option<Received<'_>> {
     }
 }
 
-/// Puts packets for one peer into a batch.
+/// Adds packets for a peer to a batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sender {
     data: Way,
@@ -126,10 +127,11 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    /// A sender from `local` to `peer`; `None` where they are not of one address family.
+    /// Creates a sender from `local` to `peer`. Returns `None` if they use different address
+    /// families.
     pub(super) fn new(local: SocketAddr, peer: SocketAddr) -> Option<Self> {
         Some(Self {
-            // As the NIC's data: capable of ECN, which the socket sets for all.
+            // As in the NIC, data is ECN-capable. The socket sets this for all packets.
             data: Way::to(peer).markable(true),
             flow: IcrcFlow::new(local, peer)?,
             psn: Psn::new(0),
@@ -146,12 +148,12 @@ impl Sender {
         psn
     }
 
-    /// A command.
+    /// Adds a command.
     pub(super) fn push_command(&mut self, batch: &mut TxBatch, message: &Message) {
         self.push_message(batch, message, COMMAND_LEN);
     }
 
-    /// A response.
+    /// Adds a response.
     pub(super) fn push_response(&mut self, batch: &mut TxBatch, message: &Message) {
         self.push_message(batch, message, RESPONSE_LEN);
     }
@@ -168,7 +170,7 @@ impl Sender {
         batch.push_bytes(&packet);
     }
 
-    /// An acknowledgement, as a target sends one for the commands of a round.
+    /// Adds an acknowledgement, as sent by a target for all commands in a round.
     pub(super) fn push_acknowledge(&mut self, batch: &mut TxBatch) {
         let bth = Bth::new(Opcode::RcAcknowledge, QPN, self.psn);
         let ext = ExtHeaders {
@@ -185,7 +187,7 @@ impl Sender {
         batch.push_bytes(&self.flow.compute(&headers, id).to_le_bytes());
     }
 
-    /// The data of a reply, in packets of `mtu` bytes. Without `icrc` that field is 0.
+    /// Adds the data of a reply, using packets of `mtu` bytes. If `icrc` is not set, the ICRC is 0.
     pub(super) fn push_data(
         &mut self,
         batch: &mut TxBatch,

@@ -1,4 +1,4 @@
-//! The end that sends commands, and measures.
+//! Requester: sends commands and measures the performance.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -14,15 +14,15 @@ use super::responder::MAX_REPLY;
 use super::{WireCase, WireConfig, WireError, WireLatency};
 use crate::poll_fds::wait_readable;
 
-/// Datagrams or trains that one round takes.
+/// Maximum number of datagrams or trains received in a round.
 const RECEIVES: usize = 8;
-/// Memory that data are placed in.
+/// Size of the memory for received data.
 const MEMORY: usize = 4 << 20;
-/// Time after which a command without a reply is lost.
+/// Time after which a command without a response is lost.
 const STALL: Duration = Duration::from_millis(100);
-/// Interval at which such commands are looked for while nothing comes.
+/// Interval for checking for lost commands if nothing is received.
 const LOOK: Duration = Duration::from_millis(10);
-/// Interval and number of attempts to reach the responder.
+/// Interval and maximum number of attempts to contact the responder.
 const GREETING: (Duration, usize) = (Duration::from_millis(200), 10);
 
 /// A case to measure.
@@ -73,7 +73,7 @@ const SHAPES: [Shape; 6] = [
     },
 ];
 
-/// Result of a run.
+/// Statistics of received packets.
 #[derive(Debug)]
 pub(super) struct Tally {
     peer: SocketAddr,
@@ -81,11 +81,11 @@ pub(super) struct Tally {
     icrc: bool,
     pub(super) epoch: u32,
     memory: Memory,
-    /// Place of the next data.
+    /// Position for the next data.
     at: usize,
-    /// Numbers of the commands that were answered since the caller looked.
+    /// Sequence numbers of responses since they were last processed.
     pub(super) answered: Vec<u32>,
-    /// Cookie of the last response.
+    /// Cookie in the last response.
     pub(super) cookie: u64,
     pub(super) packets: u64,
     pub(super) bytes: u64,
@@ -94,7 +94,8 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// For replies from `peer` to `local`; `None` where they are not of one address family.
+    /// Creates statistics for packets sent from `peer` to `local`. Fails if they use different
+    /// address families.
     pub(super) fn new(local: SocketAddr, peer: SocketAddr) -> Result<Self, WireError> {
         let flow = IcrcFlow::new(peer, local);
         let memory = Memory::new(MEMORY).map_err(|e| WireError::Thread(e.to_string()))?;
@@ -114,13 +115,13 @@ impl Tally {
         })
     }
 
-    /// Begins to count from 0.
+    /// Resets all counters.
     fn reset(&mut self) {
         (self.packets, self.bytes) = (0, 0);
         (self.corrupted, self.foreign) = (0, 0);
     }
 
-    /// Takes a datagram, or a train of packets of `segment` bytes.
+    /// Processes a datagram, or a train of packets of `segment` bytes.
     pub(super) fn take(&mut self, src: SocketAddr, segment: usize, bytes: &[u8]) {
         if src != self.peer {
             self.foreign += 1;
@@ -132,7 +133,7 @@ impl Tally {
     }
 
     fn take_packet(&mut self, index: u16, packet: &[u8]) {
-        // The ICRC comes first: nothing of a corrupted packet is to be trusted.
+        // Verify the ICRC first, because we can't trust a corrupted packet.
         if self.icrc && self.flow.check(packet, index).is_err() {
             self.corrupted += 1;
             return;
@@ -142,7 +143,7 @@ impl Tally {
             Some(Received::Acknowledge) => {}
             Some(Received::Message(message)) => {
                 let is_response = message.is(Kind::Response);
-                // Late replies are of an earlier run.
+                // Ignore late responses from a previous run.
                 if is_response && message.epoch.get() == self.epoch {
                     self.cookie = message.cookie.get();
                     self.answered.push(message.seq.get());
@@ -158,7 +159,7 @@ impl Tally {
         }
     }
 
-    /// Copies data to their place, which never reaches beyond the memory.
+    /// Copies data to its destination, which is always within the memory.
     fn place(&mut self, place: Option<u64>, payload: &[u8]) {
         if let Some(va) = place {
             self.at = (va % (MEMORY - MAX_REPLY) as u64) as usize;
@@ -171,7 +172,7 @@ impl Tally {
     }
 }
 
-/// A requester at a socket.
+/// A requester and its socket.
 pub(super) struct Requester {
     driver: Driver,
     batch: TxBatch,
@@ -210,7 +211,7 @@ impl Requester {
         });
     }
 
-    /// Finds the responder and gets its cookie.
+    /// Contacts the responder and receives its cookie.
     pub(super) fn greet(&mut self) -> Result<(), WireError> {
         let (interval, attempts) = GREETING;
         self.tally.epoch = 1;
@@ -235,20 +236,20 @@ impl Requester {
         Err(WireError::NoAnswer(self.sender.peer().ip()))
     }
 
-    /// Measures every case.
+    /// Measures all cases.
     pub(super) fn run_all(&mut self, config: WireConfig) -> Result<Vec<WireCase>, WireError> {
         let shapes = SHAPES.into_iter();
         shapes.map(|shape| self.run(shape, config)).collect()
     }
 
-    /// Measures one case.
+    /// Measures a case.
     pub(super) fn run(
         &mut self,
         mut shape: Shape,
         config: WireConfig,
     ) -> Result<WireCase, WireError> {
-        // More than the socket holds would be lost. The kernel accounts packets at up to four times
-        // their length.
+        // Limit the depth so that all replies fit into the socket buffer. The kernel accounts
+        // packets with up to four times their length.
         let held = self.driver.receive_buffer() as u32 / 4;
         shape.depth = shape.depth.min((held / shape.reply.max(1)).max(1));
         let mut run = Run::new(shape);
@@ -273,10 +274,11 @@ impl Requester {
                 _ => {}
             }
             self.receive();
-            // After a time in which this thread did not run, answers are here that look late.
+            // If this thread was descheduled, responses may be pending for commands that appear
+            // lost.
             let has_answers = !self.tally.answered.is_empty();
             if has_answers {
-                // The time after the receive, not before it.
+                // Use the time after receiving.
                 self.go_on(&mut run, Instant::now());
             }
             let interval = if has_answers { STALL } else { LOOK };
@@ -286,7 +288,7 @@ impl Requester {
         }
     }
 
-    /// Sends as many commands as may be outstanding, whose replies do not mix with earlier ones.
+    /// Sends the initial commands. Responses from the previous case are ignored.
     fn begin(&mut self, run: &mut Run, now: Instant) {
         self.tally.epoch += 1;
         self.tally.answered.clear();
@@ -296,7 +298,7 @@ impl Requester {
         self.send(now);
     }
 
-    /// Sends a command for each that was answered.
+    /// Sends a new command for each response.
     fn go_on(&mut self, run: &mut Run, now: Instant) {
         let mut answered = std::mem::take(&mut self.tally.answered);
         for seq in answered.drain(..) {
@@ -308,8 +310,8 @@ impl Requester {
         self.send(now);
     }
 
-    /// Sends a command in the place of each that is lost, so that as many as before are
-    /// outstanding.
+    /// Replaces each lost command by a new one, so that the number of commands in flight doesn't
+    /// change.
     fn repeat_lost(&mut self, run: &mut Run, now: Instant) {
         run.looked = now;
         let lost_before = run.lost_commands;
@@ -324,7 +326,8 @@ impl Requester {
         }
     }
 
-    /// Takes in the replies that are outstanding, which the next case might count as corrupted.
+    /// Receives all remaining replies. Otherwise they could be counted as corrupted in the next
+    /// case.
     fn drain(&mut self, mut outstanding: u32) {
         let mut heard = Instant::now();
         while outstanding > 0 && heard.elapsed() < STALL {
@@ -368,7 +371,7 @@ impl Requester {
             bytes_per_second: self.tally.bytes as f64 / seconds,
             latency_ns: run.latency(),
             lost_commands: run.lost_commands,
-            // Replies under way at the begin and the end of the time count in part.
+            // Replies in flight at the start or end of the measurement are only partially included.
             lost_packets: wanted
                 .saturating_sub(self.tally.packets)
                 .saturating_sub(u64::from(shape.depth * per_reply)),
@@ -378,7 +381,7 @@ impl Requester {
     }
 }
 
-/// A command outstanding.
+/// A command in flight.
 struct Place {
     seq: u32,
     sent: Instant,
@@ -387,13 +390,13 @@ struct Place {
 /// State of a case.
 struct Run {
     shape: Shape,
-    /// The number of a command is that of its place, or a multiple of the depth more.
+    /// Sequence numbers for each index are equal to the index modulo the depth.
     places: Vec<Place>,
-    /// Time at which lost commands were looked for.
+    /// Time of the last check for lost commands.
     looked: Instant,
     operations: u64,
     lost_commands: u64,
-    /// For cases with one command outstanding.
+    /// Only used if there is one command in flight.
     latencies: Option<Histogram<u64>>,
 }
 
@@ -406,7 +409,7 @@ impl Run {
         };
         Self {
             shape,
-            // The first command of a place is one turn further.
+            // This is incremented by the depth before the first command is sent.
             places: (0..shape.depth)
                 .map(|seq| Place { seq, sent: now })
                 .collect(),
@@ -417,10 +420,10 @@ impl Run {
         }
     }
 
-    /// Number of the next command of a place.
+    /// Returns the next sequence number for this index.
     fn next(&mut self, place: usize, now: Instant) -> u32 {
         let place = &mut self.places[place];
-        // A number that wrapped might be that of another place.
+        // After wrapping, the sequence number could belong to another index.
         place.seq = match place.seq.checked_add(self.shape.depth) {
             Some(seq) => seq,
             None => place.seq % self.shape.depth,
@@ -429,8 +432,8 @@ impl Run {
         place.seq
     }
 
-    /// Counts the answer to a command. Returns its place; `None` if it was answered before, or was
-    /// given up.
+    /// Counts the response for a command and returns its index. Returns `None` if this is a
+    /// duplicate or if the command was already lost.
     fn answer(&mut self, seq: u32, now: Instant) -> Option<usize> {
         let index = (seq % self.shape.depth) as usize;
         let place = &self.places[index];

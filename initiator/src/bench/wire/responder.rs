@@ -1,4 +1,4 @@
-//! The end that answers commands.
+//! Responder: sends data and responses for commands.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,21 +13,22 @@ use super::packets::{Kind, Message, Received, Sender, parse};
 use super::{WireError, open};
 use crate::poll_fds::wait_readable;
 
-/// Commands whose data, and then responses, leave together: the number for which the packets of
-/// 4 KiB reads are fastest on loopback.
+/// Number of commands for which we first send all data, followed by all responses. This value is
+/// the fastest for 4 KiB reads on loopback.
 const GROUP: usize = 8;
-/// Datagrams or trains that one round takes.
+/// Maximum number of datagrams or trains received in a round.
 const RECEIVES: usize = 8;
-/// Memory that data are sent from: more than a processor's nearest caches have.
+/// Size of the memory used as the source of data. This is larger than the L1 and L2 caches of most
+/// processors.
 const MEMORY: usize = 2 << 20;
-/// Longest data of a reply.
+/// Maximum amount of data for a command.
 pub(super) const MAX_REPLY: usize = 256 << 10;
-/// Time without a command after which the thread sleeps.
+/// Time without commands before the thread can sleep.
 const IDLE: Duration = Duration::from_millis(5);
-/// Longest sleep, after which the end is looked for.
+/// Maximum sleep before checking whether to stop.
 const NAP: Duration = Duration::from_millis(20);
 
-/// A responder at a socket.
+/// A responder and its socket.
 #[derive(Debug)]
 pub struct Responder {
     driver: Driver,
@@ -39,7 +40,7 @@ pub struct Responder {
 }
 
 impl Responder {
-    /// A responder at an address of this host.
+    /// Opens a responder with an address of this host.
     ///
     /// # Errors
     /// [`WireError::Open`].
@@ -51,7 +52,7 @@ impl Responder {
     pub(super) fn new(driver: Driver) -> Result<Self, WireError> {
         let failed = |error: std::io::Error| WireError::Thread(error.to_string());
         let memory = Memory::new(MEMORY).map_err(failed)?;
-        // Something that no packet consists of by chance.
+        // Random data which can't be in any other packet by chance.
         let mut random = fastrand::Rng::with_seed(1);
         let mut page = [0; PAGE];
         for at in (0..MEMORY).step_by(PAGE) {
@@ -70,7 +71,8 @@ impl Responder {
         })
     }
 
-    /// Answers commands until `stop` is set. It polls while commands come, and sleeps otherwise.
+    /// Processes commands until `stop` is set. This polls while commands are being received and
+    /// sleeps otherwise.
     pub fn run(&mut self, stop: &AtomicBool) {
         let mut last = Instant::now();
         while !stop.load(Ordering::Relaxed) {
@@ -83,7 +85,7 @@ impl Responder {
         }
     }
 
-    /// Answers the commands that have come. Returns whether there were any.
+    /// Processes all received commands. Returns whether there were any.
     fn turn(&mut self, now: Instant) -> bool {
         let mut commands = std::mem::take(&mut self.commands);
         let local = self.driver.local_addr();
@@ -102,8 +104,8 @@ impl Responder {
         worked
     }
 
-    /// Answers commands of one requester: the data of a group first, then its responses, so that
-    /// packets of one length follow one another.
+    /// Processes commands from a requester. For each group, all data is sent before the responses,
+    /// so that packets of the same length are adjacent.
     fn answer(&mut self, commands: &[(SocketAddr, Message)], now: Instant) {
         let (src, first) = commands[0];
         let known = self.sender.take().filter(|sender| sender.peer() == src);
@@ -144,7 +146,7 @@ impl Responder {
     }
 }
 
-/// The command that a packet brings, if it is one to be answered.
+/// Returns the command in a packet, if it should be processed.
 fn take(
     packet: &[u8],
     src: SocketAddr,
@@ -155,8 +157,8 @@ fn take(
     let Received::Message(message) = parse(packet)? else {
         return None;
     };
-    // A requester that does not know the cookie may have another's address: it gets no more than it
-    // sends.
+    // Without a valid cookie, the source address may be spoofed, so we must not send more than we
+    // received.
     let may_ask = message.is(Kind::Command) && message.cookie.get() == cookie;
     if !may_ask && !message.is(Kind::Hello) {
         return None;

@@ -27,7 +27,7 @@ fn a_short_run_moves_data_in_every_case() {
             assert_eq!((case.corrupted, case.foreign), (0, 0), "{case:?}");
             let bytes = case.bytes_per_second * case.seconds;
             let wanted = case.operations as f64 * f64::from(case.reply_bytes);
-            // Up to the replies under way at both ends of the time.
+            // The difference is limited by the replies in flight at the start and the end.
             let slack = f64::from(case.depth * case.reply_bytes)
                 + case.lost_packets as f64 * f64::from(report.path_mtu);
             assert!(
@@ -54,7 +54,7 @@ fn corrupted_and_foreign_packets_are_counted_and_not_taken() {
     let mut response = Message::new(Kind::Response, true);
     response.seq = 7.into();
     sender.push_response(&mut batch, &response);
-    // Trains as the kernel would deliver them.
+    // Trains of packets as received from the kernel.
     let trains: Vec<_> = batch
         .groups()
         .iter()
@@ -88,7 +88,7 @@ fn corrupted_and_foreign_packets_are_counted_and_not_taken() {
         assert_eq!(tally.packets, data);
         assert_eq!(tally.answered.len(), usize::from(damaged != 2));
     }
-    // Of another host, and of an earlier run.
+    // From another host, and from a previous run.
     let mut tally = Tally::new(local, peer).unwrap();
     tally.take(at(3), 100, &[0; 100]);
     assert_eq!(tally.foreign, 1);
@@ -104,7 +104,7 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
     let stop = AtomicBool::new(false);
     let asker = UdpSocket::bind((at(11).ip(), 0)).unwrap();
     let local = asker.local_addr().unwrap();
-    // What is expected, and what comes beside it within some time.
+    // Receives the expected packets, and any additional packets within a short time.
     let ask = |kind, cookie: u64, expected: usize| {
         let mut message = Message::new(kind, true);
         message.cookie = cookie.into();
@@ -131,7 +131,7 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
         scope.spawn(|| responder.run(&stop));
         let greeting = ask(Kind::Hello, 0, 1);
         let guessed = ask(Kind::Command, 1, 0);
-        // Nothing panics before the responder has stopped, which the scope waits for.
+        // Don't panic before the responder was stopped, because this is required to exit the scope.
         let cookie = match greeting.first().map(|packet| parse(packet)) {
             Some(Some(Received::Message(answer))) => answer.cookie.get(),
             _ => 0,
@@ -146,8 +146,8 @@ fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
     });
 }
 
-/// Answers commands without data, each twice, but leaves out those of some numbers. Returns how
-/// many it has answered.
+/// Sends two responses for each command (without data), except for the given sequence numbers.
+/// Returns the number of commands with a response.
 fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u64 {
     let local = socket.local_addr().unwrap();
     let mut room = [0; 8192];
@@ -197,14 +197,14 @@ fn a_lost_command_is_counted_and_repeated() {
     };
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Of all places but one.
+        // This leaves only one index without a lost command.
         let server = scope.spawn(|| answer_all_but(&socket, &[9, 10, 11], &stop));
         let greeted = requester.greet();
         let case = greeted.and_then(|()| requester.run(shape, config));
         stop.store(true, Ordering::Relaxed);
         let answered = server.join().unwrap();
         let case = case.unwrap();
-        // On a busy machine others may be late as well.
+        // On a busy machine, additional commands may time out.
         assert!(case.lost_commands >= 3, "{case:?}");
         assert!(
             (1..=answered).contains(&case.operations),
@@ -225,7 +225,7 @@ fn addresses_that_cannot_be_are_errors() {
         measure(own, "::1".parse().unwrap(), SHORT),
         Err(WireError::Family(..))
     ));
-    // An address of documentation, which no host has.
+    // An address reserved for documentation, which is not used by any host.
     let foreign = "192.0.2.1".parse().unwrap();
     assert!(matches!(
         measure(foreign, own, SHORT),
@@ -240,7 +240,7 @@ fn addresses_that_cannot_be_are_errors() {
         },
     );
     assert!(matches!(error, Err(WireError::PathMtu(1500))));
-    // Nothing answers there.
+    // There is no responder at this address.
     assert!(matches!(
         measure(own, at(21).ip(), SHORT),
         Err(WireError::NoAnswer(_))

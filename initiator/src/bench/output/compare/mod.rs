@@ -1,11 +1,12 @@
-//! Differences between two sets of runs, and which of them are beyond noise.
+//! Compares two sets of runs and reports which differences are significant.
 //!
-//! Runs of one name with the same options are rounds of a case. For each figure of a case that both
-//! sides have, [`compare()`] gives the medians, the ratio of B to A and an interval of it, from the
-//! test of Mann and Whitney at 95 % ([`stats`]): a difference is beyond noise if the interval does
-//! not contain 1. That takes four rounds of each side, three and five, or two and eight: of three
-//! and three even the most extreme result happens by chance more often. Of twenty figures that are
-//! the same, one is expected to be reported as different.
+//! Runs with the same name and options are rounds of a case. For each measured value that's
+//! available on both sides, [`compare()`] returns the medians, the ratio of B to A and its 95 %
+//! confidence interval, using the Mann-Whitney test ([`stats`]). A difference is significant if the
+//! interval doesn't contain 1. This requires four rounds on each side, or three and five, or two
+//! and eight. With three rounds on each side, even the most extreme result is too likely to occur
+//! by chance. When comparing 20 values without any real difference, we expect one to be reported as
+//! different.
 
 pub mod stats;
 mod table;
@@ -19,8 +20,8 @@ use super::fio::{CpuSummary, KindSummary, LatencySummary, RunSummary};
 use crate::bench::job::is_ignored;
 use crate::bench::outcome::OpKind;
 
-/// Options that say where a run was or how its output is, not what it did, beside those that have
-/// no effect here ([`is_ignored`]).
+/// Options that describe where a job was run or its output format instead of the workload, in
+/// addition to options that have no effect here ([`is_ignored`]).
 const NOT_COMPARED: &[&str] = &[
     "name",
     "filename",
@@ -34,7 +35,7 @@ const NOT_COMPARED: &[&str] = &[
     "allrandrepeat",
 ];
 
-/// Other names of options.
+/// Synonyms of options.
 const SYNONYMS: &[(&str, &str)] = &[
     ("blocksize", "bs"),
     ("blocksize_range", "bsrange"),
@@ -43,7 +44,7 @@ const SYNONYMS: &[(&str, &str)] = &[
     ("io_limit", "io_size"),
 ];
 
-/// Values that options have where they are not given. We list some of them, and fio does not.
+/// Default values of options. Some of these are included in our output but not in fio's.
 const DEFAULTS: &[(&str, &str)] = &[
     ("rw", "read"),
     ("rwmixread", "50"),
@@ -53,16 +54,16 @@ const DEFAULTS: &[(&str, &str)] = &[
     ("randseed", "1"),
 ];
 
-/// Percentiles that are compared.
+/// Percentiles to compare.
 const PERCENTILES: [f64; 3] = [50.0, 99.0, 99.9];
 
-/// Choice of the runs that belong together.
+/// Selects which runs are compared with each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MatchBy {
-    /// Name and options of the workload are the same.
+    /// Runs with the same name and workload options.
     #[default]
     Options,
-    /// Names are the same. This compares, for example, block sizes.
+    /// Runs with the same name. This allows comparing e.g. block sizes.
     Name,
 }
 
@@ -70,17 +71,17 @@ pub enum MatchBy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// B is better, beyond noise.
+    /// B is significantly better.
     Better,
-    /// B is worse, beyond noise.
+    /// B is significantly worse.
     Worse,
     /// The interval contains 1.
     NoDifference,
-    /// No result of so few rounds would be beyond noise.
+    /// There are too few rounds to get a significant result.
     TooFewRounds,
 }
 
-/// Unit of a figure.
+/// Unit of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
@@ -88,83 +89,83 @@ pub enum Unit {
     PerSecond,
     /// Bytes per second.
     BytesPerSecond,
-    /// Nanoseconds of latency.
+    /// Latency in nanoseconds.
     Latency,
-    /// Nanoseconds of processor time per operation.
+    /// Processor time per operation in nanoseconds.
     CpuPerOp,
     /// Context switches per operation.
     SwitchesPerOp,
 }
 
-/// A figure of both sides.
+/// A measured value available on both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Figure {
-    /// Name: `read iops`, `write p99`, `read response p99` of an open loop, `server cpu per op`.
+    /// Name: `read iops`, `write p99`, `read response p99` for an open loop, `server cpu per op`.
     pub name: String,
-    /// Its unit.
+    /// Unit.
     pub unit: Unit,
-    /// Median of the rounds of A.
+    /// Median over the rounds of A.
     pub a: f64,
-    /// Median of the rounds of B.
+    /// Median over the rounds of B.
     pub b: f64,
-    /// B to A: the median of the ratios of all pairs of rounds.
+    /// Ratio of B to A: the median of the ratios for all pairs of rounds.
     pub ratio: f64,
-    /// Interval of the ratio at 95 %, if there are rounds enough.
+    /// 95 % confidence interval of the ratio, if there are enough rounds.
     pub interval: Option<(f64, f64)>,
-    /// Judgement.
+    /// Verdict.
     pub verdict: Verdict,
 }
 
-/// Operations or a figure that are not compared, as some rounds have none.
+/// Operations or values that can't be compared because they are missing in some rounds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Missing {
     /// Name: `reads`, `read p99.9`.
     pub what: String,
-    /// Side with such rounds: `A` or `B`.
+    /// Side with the incomplete rounds: `A` or `B`.
     pub side: char,
-    /// Number of these rounds.
+    /// Number of incomplete rounds.
     pub rounds: usize,
 }
 
-/// Rounds of both sides.
+/// Comparison of the rounds of both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Case {
     /// Name of the job.
     pub name: String,
-    /// Its options, in the order of their names; those of A's first round if only names are
-    /// compared.
+    /// Options, sorted by name. If only names are compared, these are the options of the first
+    /// round of A.
     pub options: Vec<(String, String)>,
-    /// Disks of A and B with the RDMA devices that they were reached over, where they are known.
+    /// Disks of A and B and the RDMA devices used for the connection, if known.
     pub disks: [Option<String>; 2],
-    /// Numbers of rounds of A and B.
+    /// Number of rounds of A and B.
     pub rounds: (usize, usize),
-    /// Figures that both have.
+    /// Values available on both sides.
     pub figures: Vec<Figure>,
-    /// Figures that some rounds do not have.
+    /// Values missing in some rounds.
     pub missing: Vec<Missing>,
-    /// Warnings about rounds of A and B, each once.
+    /// Warnings from rounds of A and B, without duplicates.
     pub warnings: [Vec<String>; 2],
 }
 
-/// A case of one side only.
+/// A case that is only available on one side.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Unmatched {
-    /// Side that has it: `A` or `B`.
+    /// Side: `A` or `B`.
     pub side: char,
     /// Name of the job.
     pub name: String,
-    /// Its options.
+    /// Options.
     pub options: Vec<(String, String)>,
 }
 
 /// Result of a comparison.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Probability with which an interval contains the true ratio, at least.
+    /// Minimum probability that an interval contains the true ratio.
     pub confidence: f64,
-    /// Cases of both sides, in the order of A.
+    /// Cases available on both sides, in the order of A.
     pub cases: Vec<Case>,
-    /// Others.
+    /// Cases only available on one side.
     pub unmatched: Vec<Unmatched>,
 }
 
@@ -177,7 +178,8 @@ struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    /// The same case of another side. Where the disk is matters only if a side has several.
+    /// Returns the same case on the other side. The disk is only relevant if there are multiple
+    /// disks on one side.
     fn partner<'g>(&self, own: &[Self], others: &'g [Group<'a>], by: MatchBy) -> Option<&'g Self> {
         let count = |groups: &[Group<'_>]| groups.iter().filter(|g| g.is_case_of(self, by)).count();
         let is_only = count(own) == 1 && count(others) == 1;
@@ -200,7 +202,7 @@ impl<'a> Group<'a> {
     }
 }
 
-/// Compares the runs of two sides.
+/// Compares runs from two sides.
 #[must_use]
 pub fn compare(a: &[RunSummary], b: &[RunSummary], by: MatchBy) -> Comparison {
     let (a, b) = (groups(a, by), groups(b, by));
@@ -248,10 +250,11 @@ fn groups(runs: &[RunSummary], by: MatchBy) -> Vec<Group<'_>> {
     groups
 }
 
-/// Options that describe the workload and are not as by default, sorted, and with one form for
-/// names and values that have several: `4k` and `4096`, `randread` and `RandRead`.
+/// Returns the sorted options that describe the workload and differ from their defaults. Names and
+/// values are normalized, as there can be multiple forms: `4k` and `4096`, `randread` and
+/// `RandRead`.
 fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
-    // A seed that was drawn for the run is another one in each round.
+    // If the seed was generated for the run, it's different in each round.
     let is_off = |value: &str| matches!(value, "0" | "false");
     let repeats = |(key, value): &(String, String)| key != "randrepeat" || !is_off(value);
     let has_seed = options.iter().all(repeats);
@@ -269,20 +272,19 @@ fn workload(options: &[(String, String)]) -> Vec<(String, String)> {
     kept
 }
 
-/// An option under its first name, with the first form of its value.
+/// Normalizes the name and value of an option.
 fn normal(key: &str, value: &str) -> (String, String) {
     let synonym = SYNONYMS.iter().find(|(other, _)| *other == key);
     let name = synonym.map_or(key, |(_, name)| *name);
     let value = value.trim().to_ascii_lowercase();
     let value = match key {
-        // fio writes an option that stands alone with an empty text.
+        // fio uses an empty string if an option was specified without a value.
         _ if value.is_empty() => "1".into(),
         "rwmixwrite" => match value.parse::<u8>() {
             Ok(percent @ 0..=100) => (100 - percent).to_string(),
             _ => value,
         },
-        // Of a time, in which m are minutes and not mebibytes, only the form of a number alone has
-        // to be the same.
+        // Only remove the unit of a duration, because `m` would be minutes and not mebibytes.
         "runtime" | "ramp_time" | "startdelay" => value.trim_end_matches('s').to_owned(),
         _ => riser_units::parse_size(&value).map_or(value, |bytes| bytes.to_string()),
     };
@@ -315,7 +317,7 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
     }
 }
 
-/// A case of both sides, whose figures are being compared.
+/// Comparison of a case that is available on both sides.
 struct Sides<'g, 'a> {
     a: &'g Group<'a>,
     b: &'g Group<'a>,
@@ -324,7 +326,7 @@ struct Sides<'g, 'a> {
 }
 
 impl Sides<'_, '_> {
-    /// Figures of a kind of operation.
+    /// Adds the values for one kind of operation.
     fn add_kind(&mut self, kind: OpKind) {
         let count = |run: &RunSummary| find(run, kind).map(|found| found.ios as f64);
         if !self.has_all(plural(kind), count) {
@@ -335,8 +337,8 @@ impl Sides<'_, '_> {
         self.add(rate, |run| Some(find(run, kind)?.iops));
         let bandwidth = (format!("{name} bandwidth"), Unit::BytesPerSecond);
         self.add(bandwidth, |run| Some(find(run, kind)?.bytes_per_second));
-        // Response times are what open loops are for. If one side lacks them, the times that both
-        // have are compared.
+        // For open loops, the response time is more relevant. If it's missing on one side, compare
+        // the service times instead, which are always available.
         let mut rounds = self.a.rounds.iter().chain(&self.b.rounds);
         let responses = rounds.all(|run| find(run, kind).is_some_and(|k| k.response.is_some()));
         let latency = move |run: &RunSummary, of: &dyn Fn(&LatencySummary) -> Option<f64>| {
@@ -360,7 +362,7 @@ impl Sides<'_, '_> {
         }
     }
 
-    /// Costs of a process.
+    /// Adds the CPU usage of a process.
     fn add_process(&mut self, side: &str, of: impl Fn(&RunSummary) -> Option<CpuSummary>) {
         self.add((format!("{side} cpu per op"), Unit::CpuPerOp), |run| {
             Some(of(run)?.cpu_ns_per_op)
@@ -369,7 +371,7 @@ impl Sides<'_, '_> {
         self.add(switches, |run| Some(of(run)?.switches_per_op));
     }
 
-    /// A figure, unless a round lacks it or has 0, of which there is no ratio.
+    /// Adds a value, unless it's missing in any round, or zero so that there is no ratio.
     fn add(&mut self, (name, unit): (String, Unit), of: impl Fn(&RunSummary) -> Option<f64>) {
         if !self.has_all(&name, &of) {
             return;
@@ -391,7 +393,8 @@ impl Sides<'_, '_> {
         }
     }
 
-    /// Returns whether all rounds have a value that is not 0. If only some have, notes the others.
+    /// Returns whether all rounds have a non-zero value. If only some of them do, records the
+    /// number of incomplete rounds.
     fn has_all(&mut self, what: &str, of: impl Fn(&RunSummary) -> Option<f64>) -> bool {
         let lacks =
             |run: &&&RunSummary| of(run).is_none_or(|value| !value.is_finite() || value <= 0.0);
@@ -478,7 +481,8 @@ mod tests {
         b[1].notes.push("warning: no flushes".into());
         let comparison = compare(&rounds(4, 1), &b, MatchBy::Options);
         let [of_a, of_b] = &comparison.cases[0].warnings;
-        // One of holes in all rounds, and no word of what was verified.
+        // All rounds have the same warning about holes. The note about verification is not a
+        // warning.
         assert!(of_a.len() == 1 && of_a[0].contains("12.5 %"), "{of_a:?}");
         assert_eq!(of_b[..], [of_a[0].clone(), "warning: no flushes".into()]);
     }
@@ -503,20 +507,20 @@ mod tests {
         for case in &comparison.cases {
             assert!(case.figures.iter().all(|f| f.a == f.b), "{case:?}");
         }
-        // Of a third disk it is not known which of the two it stands for.
+        // We don't know which of the two disks the third disk corresponds to.
         let third = summaries(&[run("srp://127.0.0.1/disk/2", 1)]);
         let comparison = compare(&both, &third, MatchBy::Options);
         assert!(comparison.cases.is_empty());
         let sides: String = comparison.unmatched.iter().map(|u| u.side).collect();
         assert_eq!(sides, "AAB");
-        // Memory that is shared is no round of the network.
+        // Results for shared memory and for a network are not rounds of the same case.
         let shared = Outcome {
             device: Some("shm-127.0.0.1".into()),
             ..run(one, 20)
         };
         let comparison = compare(&summaries(&[run(one, 0), shared]), &third, MatchBy::Options);
         assert!(comparison.cases.is_empty(), "rounds of two disks");
-        // Of one disk a side, it does not matter which.
+        // If there is only one disk on each side, we can always compare them.
         let comparison = compare(&rounds_at(one, &both), &third, MatchBy::Options);
         assert_eq!(comparison.cases[0].rounds, (4, 1));
         assert!(comparison.unmatched.is_empty());
@@ -568,7 +572,7 @@ mod tests {
             [("read p99.9", 'B', 1), ("client switches per op", 'B', 2)]
         );
         assert!(case.figures.iter().any(|f| f.name == "write p99.9"));
-        // Where no round has it, there is nothing to compare.
+        // If it's missing in all rounds, there is nothing to compare.
         let mut without = b.clone();
         without.iter_mut().for_each(|run| run.server = None);
         let comparison = compare(&without, &without, MatchBy::Options);
@@ -594,7 +598,7 @@ mod tests {
         let cpu = find(&comparison, "server cpu per op");
         assert_eq!(cpu.verdict, Verdict::Better);
         assert_eq!(find(&comparison, "sync mean").verdict, Verdict::Worse);
-        // Flushes move no bytes, so there is no ratio of their bandwidths.
+        // Flushes don't transfer bytes, so there is no bandwidth ratio.
         let names = comparison.cases[0].figures.iter().map(|f| f.name.as_str());
         assert!(!names.into_iter().any(|name| name == "sync bandwidth"));
     }

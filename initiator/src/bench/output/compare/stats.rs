@@ -1,29 +1,29 @@
-//! Difference of two small samples without an assumption about their distribution.
+//! Compares two small samples without assumptions about their distribution.
 //!
-//! The interval of the ratio is the one that belongs to the test of Mann and Whitney: of all
-//! ratios of a value of B to one of A, as many are cut off at either end as the test allows at the
-//! level of confidence. The estimate is the median of these ratios (Hodges and Lehmann).
+//! This uses the confidence interval that corresponds to the Mann-Whitney test: we sort the ratios
+//! for all pairs of values and remove as many from each end as the test allows at this confidence
+//! level. The estimate is the median of the ratios (Hodges-Lehmann).
 
-/// Probability with which the interval contains the true ratio, at least.
+/// Minimum probability that the interval contains the true ratio.
 pub const CONFIDENCE: f64 = 0.95;
 
-/// Largest sample for which the distribution of the test is computed; above, the normal
-/// distribution is close enough.
+/// Maximum sample size for which we compute the exact distribution. Beyond this, the normal
+/// distribution is a good approximation.
 const EXACT: usize = 30;
 
-/// Quantile of the normal distribution for [`CONFIDENCE`], both sides.
+/// Two-sided quantile of the normal distribution for [`CONFIDENCE`].
 const NORMAL: f64 = 1.959_963_985;
 
-/// Ratio of B to A, and the interval that it is in.
+/// Ratio of B to A and its confidence interval.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ratio {
-    /// Median of the ratios of all pairs.
+    /// Median of the ratios for all pairs.
     pub estimate: f64,
-    /// Lower and upper bound at [`CONFIDENCE`]; `None` of samples that are too small for any.
+    /// Lower and upper bound at [`CONFIDENCE`], or `None` if the samples are too small.
     pub interval: Option<(f64, f64)>,
 }
 
-/// Compares two samples; `None` if one is empty or has a value that is not positive.
+/// Compares two samples. Returns `None` if one is empty or contains a value that is not positive.
 pub fn ratio(a: &[f64], b: &[f64]) -> Option<Ratio> {
     let positive = |values: &[f64]| values.iter().all(|v| v.is_finite() && *v > 0.0);
     if a.is_empty() || b.is_empty() || !positive(a) || !positive(b) {
@@ -33,7 +33,7 @@ pub fn ratio(a: &[f64], b: &[f64]) -> Option<Ratio> {
     let (middle, last) = (ratios.len() / 2, ratios.len() - 1);
     let estimate = match ratios.len() % 2 {
         1 => ratios.nth(middle),
-        // The ratio of A to B must be the inverse, so the mean is the geometric one.
+        // Use the geometric mean, so that swapping A and B results in the inverse ratio.
         _ => (ratios.nth(middle - 1) * ratios.nth(middle)).sqrt(),
     };
     let cut = cut(a.len(), b.len());
@@ -43,9 +43,10 @@ pub fn ratio(a: &[f64], b: &[f64]) -> Option<Ratio> {
     })
 }
 
-/// The ratios of all pairs in their order. They are not listed: of many rounds there are too many.
+/// Sorted ratios for all pairs. These are not stored, as there are too many for a large number of
+/// rounds.
 struct Ratios {
-    /// In ascending order.
+    /// Ascending.
     a: Vec<f64>,
     b: Vec<f64>,
 }
@@ -67,9 +68,9 @@ impl Ratios {
         self.a.len() * self.b.len()
     }
 
-    /// Number of ratios that are at most `limit`.
+    /// Returns the number of ratios up to `limit`.
     fn up_to(&self, limit: f64) -> usize {
-        // The larger a value of A, the more values of B have such a ratio to it.
+        // With increasing values of A, an increasing number of values of B are within the limit.
         let (mut within, mut count) = (0, 0);
         for a in &self.a {
             let further = self.b[within..].iter().take_while(|b| **b / a <= limit);
@@ -79,9 +80,9 @@ impl Ratios {
         count
     }
 
-    /// The ratio with `n` others before it.
+    /// Returns the ratio at index `n`.
     fn nth(&self, n: usize) -> f64 {
-        // Numbers that are not negative have the order of their bits.
+        // Floating-point numbers that are not negative can be sorted by their bits.
         let (mut low, mut high) = (0, f64::INFINITY.to_bits());
         while low < high {
             let middle = low + (high - low) / 2;
@@ -94,13 +95,14 @@ impl Ratios {
     }
 }
 
-/// Ratios to cut off at each end; `None` if even the whole range has less confidence than wanted.
+/// Returns the number of ratios to remove from each end, or `None` if even the full range doesn't
+/// reach the required confidence.
 pub fn cut(a: usize, b: usize) -> Option<usize> {
     let tail = (1.0 - CONFIDENCE) / 2.0;
     if a.max(b) > EXACT {
         let (a, b) = (a as f64, b as f64);
         let deviation = (a * b * (a + b + 1.0) / 12.0).sqrt();
-        // Half a step, since the statistic has whole values.
+        // Continuity correction, because the statistic is an integer.
         let cut = a * b / 2.0 - NORMAL * deviation - 0.5;
         return (cut >= 0.0).then_some(cut as usize);
     }
@@ -108,7 +110,8 @@ pub fn cut(a: usize, b: usize) -> Option<usize> {
     let all: f64 = counts.iter().sum();
     let mut below = 0.0;
     let mut cut = None;
-    // With `cut` values cut off, the interval misses the truth for statistics of up to `cut`.
+    // If we remove `cut` values, the interval doesn't contain the true ratio if the statistic is at
+    // most `cut`.
     for (statistic, count) in counts.iter().enumerate() {
         below += count;
         if below / all > tail {
@@ -119,11 +122,12 @@ pub fn cut(a: usize, b: usize) -> Option<usize> {
     cut
 }
 
-/// Orders of `a + b` values that lead to each value of the statistic, the number of pairs in which
-/// the value of A is the smaller one.
+/// Returns the number of permutations of `a + b` values for each value of the statistic. The
+/// statistic is the number of pairs where the value from A is smaller.
 fn counts(a: usize, b: usize) -> Vec<f64> {
     let width = a * b + 1;
-    // Row `j` has the counts for `j` values of B and those values of A that were added so far.
+    // Row `j` contains the counts for `j` values from B and the values from A that have been added
+    // so far.
     let mut rows = vec![vec![0.0; width]; b + 1];
     for row in &mut rows {
         row[0] = 1.0;
@@ -131,8 +135,8 @@ fn counts(a: usize, b: usize) -> Vec<f64> {
     for i in 1..=a {
         for j in 1..=b {
             let (before, rest) = rows.split_at_mut(j);
-            // The largest value is one of A and in no such pair: these are in the row already. Or
-            // it is one of B, and in a pair with each of A.
+            // If the largest value is from A, it isn't the smaller one in any pair, and this is
+            // already included in the row. If it is from B, it forms a pair with each value from A.
             let fewer = &before[j - 1];
             for (count, add) in rest[0][i..].iter_mut().zip(fewer) {
                 *count += add;
@@ -154,7 +158,7 @@ mod tests {
                 if order.count_ones() as usize != b {
                     continue;
                 }
-                // A bit that is set is a value of B, and lower bits are smaller values.
+                // Each bit that is set is a value from B, with smaller values in lower bits.
                 let places = (0..a + b).filter(|bit| order >> bit & 1 == 1);
                 let pairs: usize = places
                     .map(|bit| bit - (order & ((1 << bit) - 1)).count_ones() as usize)
@@ -167,7 +171,7 @@ mod tests {
 
     #[test]
     fn critical_values_are_those_of_the_tables() {
-        // Mann and Whitney, two-sided, 5 %.
+        // Mann-Whitney, two-sided, 5 %.
         let table = [
             (3, 3, None),
             (3, 4, None),
@@ -209,7 +213,7 @@ mod tests {
                 assert_eq!(ratios.nth(n), *ratio);
             }
         }
-        // A list of these would have ten thousand million entries.
+        // There are ten billion pairs, which would not fit into memory.
         let (a, b) = (draw(100_000), draw(100_000));
         let found = ratio(&a, &b).unwrap();
         let (low, high) = found.interval.unwrap();
@@ -233,7 +237,7 @@ mod tests {
     #[test]
     fn the_interval_contains_the_truth_as_often_as_it_says() {
         let mut random = fastrand::Rng::with_seed(7);
-        // Skewed, as latencies are.
+        // Skewed distribution, similar to latencies.
         let mut draw = |scale: f64| [(); 6].map(|()| scale / (1.0 - 0.9 * random.f64()).sqrt());
         let mut hits = 0;
         for _ in 0..4000 {
@@ -241,7 +245,8 @@ mod tests {
             let (low, high) = ratio(&a, &b).unwrap().interval.unwrap();
             hits += u32::from(low <= 1.2 && 1.2 <= high);
         }
-        // The level for six and six is 95.9 %; the bounds are six standard deviations off.
+        // The exact level for two samples of six is 95.9 %. Both bounds are six standard deviations
+        // away from this.
         assert!((3760..3910).contains(&hits), "{hits}");
     }
 

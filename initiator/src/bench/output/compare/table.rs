@@ -1,14 +1,14 @@
-//! The comparison as a table.
+//! Output of comparisons as a table.
 
 use std::io::{self, Write};
 
 use super::{Case, Comparison, Figure, Missing, Unit, Unmatched, Verdict, stats};
 use crate::bench::output::show;
 
-/// Writes a table for each case, and the cases of one side.
+/// Writes a table for each case, followed by the cases that are only available on one side.
 ///
 /// # Errors
-/// What `out` reports.
+/// Returns errors from `out`.
 pub fn write(out: &mut dyn Write, comparison: &Comparison) -> io::Result<()> {
     for case in &comparison.cases {
         write_case(out, case)?;

@@ -1,4 +1,4 @@
-//! The document that is written, with fio's names in fio's order.
+//! Serialized JSON document, using fio's names and order.
 
 use std::io::{self, Write};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -54,7 +54,7 @@ struct Job<'a> {
     riser: Extra<'a>,
 }
 
-/// Figures of reads, writes or trims.
+/// Results for reads, writes or trims.
 #[derive(Serialize)]
 struct Direction {
     io_bytes: u64,
@@ -73,7 +73,7 @@ struct Direction {
     samples: Samples,
 }
 
-/// Rates of the intervals.
+/// Statistics of rates over all intervals.
 #[derive(Serialize)]
 struct Samples {
     bw_min: u64,
@@ -95,7 +95,7 @@ struct Flushes {
     lat_ns: Latency,
 }
 
-/// Figures that fio has no place for.
+/// Additional results that are not included in fio's format.
 #[derive(Serialize)]
 struct Extra<'a> {
     address: &'a str,
@@ -138,8 +138,8 @@ struct Part {
     kinds: Map<String, Value>,
 }
 
-/// Figures of one kind in an interval; of the latencies of an open loop those from when an
-/// operation was due.
+/// Results for one kind of operation in an interval. In an open loop, latencies are measured from
+/// the planned arrival.
 #[derive(Serialize)]
 struct PartFigures {
     iops: f64,
@@ -152,10 +152,10 @@ struct PartFigures {
     max_ns: u64,
 }
 
-/// Writes a document of all outcomes; with `bins` it is that of `json+`.
+/// Writes a document with all outcomes. If `bins` is set, this uses the `json+` format.
 ///
 /// # Errors
-/// What `out` reports.
+/// Returns errors from `out`.
 pub fn write(
     out: &mut dyn Write,
     outcomes: &[Outcome],
@@ -166,7 +166,7 @@ pub fn write(
     let ended = ended.unwrap_or(UNIX_EPOCH);
     let jobs = outcomes.iter().enumerate();
     let document = Document {
-        // Readers take the text behind "fio-" for a version; this one is of no fio.
+        // Other programs parse the text after "fio-" as a version, so we use a different prefix.
         fio_version: format!("riser-{}", env!("CARGO_PKG_VERSION")),
         timestamp: millis(since_epoch(ended)) / 1000,
         timestamp_ms: millis(since_epoch(ended)),
@@ -190,7 +190,7 @@ fn job(id: usize, outcome: &Outcome, bins: bool) -> Job<'_> {
     Job {
         jobname: &outcome.name,
         groupid: id,
-        // A run that fails has no outcome.
+        // There is no outcome for a failed run.
         error: 0,
         options: options(outcome),
         read: direction(OpKind::Read),
@@ -211,7 +211,7 @@ fn job(id: usize, outcome: &Outcome, bins: bool) -> Job<'_> {
     }
 }
 
-/// Options of the job, its name first as in fio's.
+/// Returns the options of the job. As in fio, the name is the first option.
 fn options(outcome: &Outcome) -> Map<String, Value> {
     let name = ("name".to_owned(), Value::from(outcome.name.as_str()));
     let others = outcome.options.iter().filter(|(key, _)| key != "name");
@@ -235,7 +235,7 @@ fn direction(outcome: &Outcome, kind: OpKind, bins: bool) -> Direction {
         iops: outcome.iops(kind),
         runtime: if used { millis(outcome.runtime) } else { 0 },
         total_ios: measured.ios(),
-        // An operation that is not done in full ends the run.
+        // The run is aborted if an operation is incomplete.
         short_ios: 0,
         drop_ios: 0,
         slat_ns: Latency::default(),
@@ -246,7 +246,7 @@ fn direction(outcome: &Outcome, kind: OpKind, bins: bool) -> Direction {
 }
 
 fn rates(outcome: &Outcome, kind: OpKind) -> Samples {
-    // Without operations there are no samples, as in fio.
+    // As in fio, there are no samples if there were no operations.
     let samples = match outcome.of(kind).ios() {
         0 => Vec::new(),
         _ => samples(outcome, kind),
@@ -272,7 +272,8 @@ fn rates(outcome: &Outcome, kind: OpKind) -> Samples {
     }
 }
 
-/// Spread of samples: all 0 without any, and no deviation of one.
+/// Statistics of samples. All are 0 if there are no samples. The deviation is 0 if there is only
+/// one.
 #[derive(Default)]
 struct Spread {
     min: f64,
@@ -314,7 +315,7 @@ fn extra(outcome: &Outcome) -> Extra<'_> {
         device: outcome.device.as_deref(),
         started_ms: millis(since_epoch(outcome.started)),
         open_loop: outcome.measured.iter().any(|m| m.response.is_some()),
-        // Little's law: the sum of all latencies over the time that they are from.
+        // Little's law: the sum of all latencies divided by the measurement time.
         mean_in_flight: busy / outcome.runtime.as_nanos().max(1) as f64,
         client: process(&outcome.client, ios),
         server: outcome.server.as_ref().map(|usage| process(usage, ios)),
@@ -385,7 +386,7 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A time in the form of `ctime`, in the local time zone.
+/// Formats a time like `ctime`, using the local time zone.
 fn ctime(time: SystemTime) -> String {
     let time = Timestamp::try_from(time).unwrap_or_default();
     let local = time.to_zoned(TimeZone::system());
@@ -475,7 +476,7 @@ mod tests {
         let mut outcome = sample::open_loop("a", 1);
         let reads = &mut outcome.measured[0];
         reads.service.reset();
-        // Three at a time through one second.
+        // Three concurrent operations during one second.
         reads.service.record_n(1_000_000, 3_000).unwrap();
         outcome.runtime = Duration::from_secs(1);
         let json = written(&outcome);

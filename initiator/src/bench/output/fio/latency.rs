@@ -1,8 +1,8 @@
-//! fio's forms of a distribution of latencies.
+//! Latency distributions in fio's format.
 //!
-//! fio keeps 64 bins for each power of two, 29 of them; times below 128 ns have a bin each (fio's
-//! `stat.h`). A bin is named by its midpoint. The histograms here have 1024 bins for each power of
-//! two, which lie within fio's, so the conversion is exact.
+//! fio uses 64 bins for each power of two and 29 powers of two. Times below 128 ns each have their
+//! own bin (see `stat.h` in fio). A bin is identified by its midpoint. Our histograms use 1024 bins
+//! for each power of two. As these are subdivisions of fio's bins, the conversion is exact.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,11 @@ use serde_json::{Map, Value};
 
 use crate::bench::outcome::PERCENTILES;
 
-/// Binary digits by which bins of one power of two differ.
+/// Number of bits that identify a bin within a power of two.
 const BIN_BITS: u32 = 6;
 
-/// Lowest time of the last bin, which has all longer times, too: bin 63 of the group from 2^33 ns.
+/// Start of the last bin, which also contains all larger values. This is bin 63 for the range
+/// starting at 2^33 ns.
 const LAST_BIN: u64 = (64 + 63) << 27;
 
 /// `slat_ns`, `clat_ns` or `lat_ns`.
@@ -34,7 +35,7 @@ pub(super) struct Latency {
 }
 
 impl Latency {
-    /// Mean and extremes only.
+    /// Returns the mean, standard deviation and extremes.
     pub(super) fn summary(values: &Histogram<u64>) -> Self {
         if values.is_empty() {
             return Self::default();
@@ -50,8 +51,8 @@ impl Latency {
         }
     }
 
-    /// The same with percentiles, and with bins for `json+`. Like fio's it has neither without
-    /// samples.
+    /// Also includes percentiles, and bins for the `json+` format. As in fio, these are omitted if
+    /// there are no samples.
     pub(super) fn distribution(values: &Histogram<u64>, with_bins: bool) -> Self {
         let mut latency = Self::summary(values);
         if values.is_empty() {
@@ -75,7 +76,7 @@ fn bins(values: &Histogram<u64>) -> BTreeMap<u64, u64> {
     bins
 }
 
-/// Midpoint of the bin that fio would count a time in, in nanoseconds.
+/// Returns the midpoint of the bin used by fio for a time in nanoseconds.
 fn midpoint(nanos: u64) -> u64 {
     let nanos = nanos.min(LAST_BIN);
     match nanos.checked_ilog2() {
@@ -87,17 +88,19 @@ fn midpoint(nanos: u64) -> u64 {
     }
 }
 
-/// Shares of operations by time, in percent: `latency_ns`, `latency_us` and `latency_ms`.
+/// Percentage of operations for each range of latencies: `latency_ns`, `latency_us` and
+/// `latency_ms`.
 ///
-/// A key is the time that operations stayed below; they took no less than the key before it. Times
-/// of a microsecond and more count in the table of microseconds only, and so on.
+/// The key is the upper bound (exclusive), and the previous key is the lower bound. Latencies of at
+/// least a microsecond are only included in `latency_us`, and those of at least a millisecond only
+/// in `latency_ms`.
 pub(super) struct Shares {
     pub(super) ns: Map<String, Value>,
     pub(super) us: Map<String, Value>,
     pub(super) ms: Map<String, Value>,
 }
 
-/// Keys of each table but the one of milliseconds, which has two more.
+/// Keys of each table. There are two additional keys for milliseconds.
 const BOUNDS: [u64; 10] = [2, 4, 10, 20, 50, 100, 250, 500, 750, 1000];
 
 impl Shares {
@@ -129,7 +132,7 @@ impl Shares {
         }
     }
 
-    /// Table and row that a time counts in.
+    /// Returns the table and row for a latency.
     fn place(nanos: u64) -> (usize, usize) {
         let (table, value) = match nanos {
             0..1_000 => (0, nanos),
@@ -147,7 +150,8 @@ mod tests {
 
     #[test]
     fn bins_have_the_midpoints_of_fio() {
-        // From outputs of fio 3.33, but for the last two: the bounds of the last bin.
+        // From the output of fio 3.33, except for the last two, which are the bounds of the last
+        // bin.
         for (nanos, expected) in [
             (0, 0),
             (127, 127),

@@ -1,34 +1,35 @@
-//! JSON in the layout of fio 3.33, which other programs plot and compare.
+//! JSON in the format of fio 3.33, which can be used by other programs for plots and comparisons.
 //!
-//! - [`write()`]: `--output-format=json`, or `json+` with the `bins` of each distribution.
-//! - [`read()`]: summaries of such documents, ours and fio's.
+//! - [`write()`]: `--output-format=json`, or `json+` to include the `bins` of each distribution.
+//! - [`read()`]: summaries of documents from Riser or fio.
 //!
-//! Each outcome is a job and a group of its own, even if it was measured beside others: it has the
-//! figures of all its clones together, and readers add up the jobs of a group. The figures have
-//! fio's meaning and units: `bw` is KiB per second, `runtime` is milliseconds, percentages of
-//! processor time are of one processor. Where the meanings differ:
+//! Each outcome is a job and a separate group, even if it ran concurrently with other jobs, because
+//! other programs add up the jobs in a group. It contains the total for all its clones. Values have
+//! the same meaning and units as in fio: `bw` is in KiB per second, `runtime` is in milliseconds,
+//! and CPU usage is in percent of one processor. There are some differences:
 //!
-//! - `clat_ns` is the time from the start of an operation to its completion. `lat_ns` begins when
-//!   the operation was due; in a closed loop that is its start, so both are the same and only
-//!   `clat_ns` has percentiles, as by default in fio.
-//! - `percentile` has the values of a histogram with three digits, not the midpoints of fio's bins,
-//!   which have two. `bins` has fio's bins.
-//! - `bw_min` to `iops_stddev` are of the intervals of the run. In fio they are of `bwavgtime`.
-//! - `usr_cpu`, `sys_cpu` and `ctx` are of the whole process, the transport's threads included, and
-//!   all clones of a job are in it. fio shows the mean of its processes, with `numjobs=4` a quarter
-//!   of their sum.
-//! - `slat_ns` has no samples: submission is not timed apart.
+//! - `clat_ns` is the time between start and completion of an operation. `lat_ns` is measured from
+//!   the planned arrival. In a closed loop, this is the same as the start, and only `clat_ns` has
+//!   percentiles, which is also fio's default.
+//! - `percentile` contains the values from a histogram with three digits. fio uses the midpoints of
+//!   its bins, which have two digits. `bins` contains fio's bins.
+//! - `bw_min` to `iops_stddev` are calculated using the intervals of the run. fio uses `bwavgtime`.
+//! - `usr_cpu`, `sys_cpu` and `ctx` are for the whole process, including the threads of the
+//!   transport and all clones of a job. fio shows the mean over its processes. With `numjobs=4`,
+//!   this is a quarter of their sum.
+//! - `slat_ns` doesn't have samples, as we don't measure submission separately.
 //!
-//! Left out is what is not measured: `eta` and `elapsed` of a run that is over, `majf` and `minf`,
-//! the depths `iodepth_level`, `iodepth_submit` and `iodepth_complete`, and `latency_depth`,
-//! `latency_target`, `latency_percentile` and `latency_window` of fio's search for a depth. There
-//! are no `global options`, because each job has all of its own.
+//! Values that we don't measure are omitted: `eta` and `elapsed` of a completed run, `majf` and
+//! `minf`, the depths `iodepth_level`, `iodepth_submit` and `iodepth_complete`, and
+//! `latency_depth`, `latency_target`, `latency_percentile` and `latency_window`, which fio uses
+//! when searching for a depth. There are no `global options` because each job includes all its
+//! options.
 //!
-//! What fio has no place for is in objects named `riser`: at the top the machine, and in each job
-//! the address, the RDMA device, both sides' processor time and context switches, holes, verified
-//! and torn blocks, whether the disk takes no flushes though they were wanted (`unstable`), planned
-//! operations that were not started, the mean number of operations in flight, the notes that a
-//! terminal shows, and the figures over time.
+//! Additional values are in objects named `riser`. The one at the top level describes the machine.
+//! For each job, it contains the address, the RDMA device, CPU time and context switches on both
+//! sides, holes, the number of verified and torn blocks, whether flushes were requested but are not
+//! supported by the disk (`unstable`), the number of planned operations that were not started, the
+//! mean number of operations in flight, notes shown on a terminal, and results over time.
 
 mod document;
 mod latency;
@@ -48,7 +49,7 @@ mod tests {
 
     const GOLDEN: &str = include_str!("../golden/fio-3.33.json");
 
-    /// Keys of fio that ours leaves out, below a job or at the top.
+    /// Keys from fio that are omitted in our documents, either at the top level or in a job.
     const LEFT_OUT: [&str; 12] = [
         "eta",
         "elapsed",
@@ -64,7 +65,7 @@ mod tests {
         "latency_window",
     ];
 
-    /// Paths of all keys, but for those of options. `N` stands for the key of any bin.
+    /// Collects the paths of all keys, except for options. `N` is used for the key of a bin.
     fn keys(value: &Value, path: &str, found: &mut BTreeSet<String>) {
         match value {
             Value::Object(object) if !path.ends_with(" options") => {
@@ -85,7 +86,7 @@ mod tests {
         all.iter().filter(|path| !part(path)).cloned().collect()
     }
 
-    /// The jobs of the golden document.
+    /// Returns a document with the same jobs as the golden document.
     fn ours() -> Value {
         let mut trims = sample::sweep("4k", &[1]).remove(0);
         trims.measured.swap(0, 2);
@@ -104,7 +105,8 @@ mod tests {
         keys(&serde_json::from_str(GOLDEN).unwrap(), "", &mut fio);
         keys(&ours(), "", &mut own);
         assert_eq!(without(&own, &["riser"]), without(&fio, &LEFT_OUT));
-        // The list above and the documentation are right: ours has none of these.
+        // Check that the list above and the documentation are correct: we must not use any of these
+        // keys.
         let named = |path: &&String| LEFT_OUT.contains(&path.rsplit('/').next().unwrap());
         assert_eq!(own.iter().find(named), None);
     }

@@ -1,49 +1,48 @@
-//! Summaries of documents, ours and fio's.
+//! Parses documents from Riser and fio into summaries.
 
 use serde_json::{Map, Value};
 use thiserror::Error;
 
 use crate::bench::outcome::{OpKind, show_disk};
 
-/// Reason why a document cannot be used.
+/// Errors when reading a document.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ReadError {
-    /// It is no JSON.
+    /// The document is not valid JSON.
     #[error("no JSON of fio: {0}")]
     Syntax(String),
     /// A member is missing or has another type.
     #[error("{path}: {wanted}")]
     Member {
-        /// Where it should be: `jobs[2].read.iops`.
+        /// Path of the member: `jobs[2].read.iops`.
         path: String,
-        /// What is expected there.
+        /// Expected value.
         wanted: &'static str,
     },
-    /// Several processes of one job, each with figures of its own.
+    /// There are multiple processes for a job, with separate results.
     #[error(
         "jobs[{index}] runs beside another job of its name, {name}, and their percentiles cannot be \
          added up; run fio with --group_reporting"
     )]
     Clones {
-        /// Position of the second one.
+        /// Index of the second process.
         index: usize,
-        /// Their name.
+        /// Name of the job.
         name: String,
     },
 }
 
-/// Percentiles and mean of latencies, in nanoseconds.
+/// Mean and percentiles of latencies in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LatencySummary {
     /// Mean.
     pub mean: f64,
-    /// Pairs of a percentage and the time that this part of the operations took at most, as far as
-    /// the document has them.
+    /// Percentages and the corresponding maximum latencies, if included in the document.
     pub percentiles: Vec<(f64, f64)>,
 }
 
 impl LatencySummary {
-    /// Time that a percentage of the operations took at most.
+    /// Returns the maximum latency for a percentage of the operations.
     #[must_use]
     pub fn at(&self, percent: f64) -> Option<f64> {
         let found = self
@@ -54,7 +53,7 @@ impl LatencySummary {
     }
 }
 
-/// Figures of one kind of operation, of which there were some.
+/// Results for one kind of operation. There is at least one operation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KindSummary {
     /// Kind of operation.
@@ -63,48 +62,50 @@ pub struct KindSummary {
     pub ios: u64,
     /// Operations per second.
     pub iops: f64,
-    /// Bytes per second; 0 of flushes.
+    /// Bytes per second, always 0 for flushes.
     pub bytes_per_second: f64,
-    /// From start to completion. Flushes of fio have no other.
+    /// Time between start and completion. This is the only latency that fio reports for flushes.
     pub service: LatencySummary,
-    /// From the time when an operation was due, if the document has percentiles of it.
+    /// Time between planned arrival and completion, if the document includes percentiles.
     pub response: Option<LatencySummary>,
 }
 
-/// Costs of a process, per operation of any kind.
+/// CPU usage of a process per operation of any kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CpuSummary {
-    /// Processor time, in nanoseconds.
+    /// CPU time in nanoseconds.
     pub cpu_ns_per_op: f64,
     /// Context switches.
     pub switches_per_op: f64,
 }
 
-/// One job of a document.
+/// Summary of a job in a document.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RunSummary {
-    /// Its name.
+    /// Name of the job.
     pub name: String,
-    /// Its options, with the global ones that it does not override; the name is not among them.
+    /// Options of the job, including global options that are not overridden. The name is not
+    /// included.
     pub options: Vec<(String, String)>,
-    /// The disk with the RDMA device that it was reached over, in documents of ours.
+    /// The disk and the RDMA device used for the connection. Only available in Riser's documents.
     pub disk: Option<String>,
-    /// Kinds of which there were operations.
+    /// Kinds of operations used by the job.
     pub kinds: Vec<KindSummary>,
-    /// Costs of the process that ran the job.
+    /// CPU usage of the process that ran the job.
     pub client: Option<CpuSummary>,
-    /// Costs of the process that served the disk, in documents of ours.
+    /// CPU usage of the process that served the disk. Only available in Riser's documents.
     pub server: Option<CpuSummary>,
-    /// Sentences about its figures, in documents of ours.
+    /// Notes about the results. Only available in Riser's documents.
     pub notes: Vec<String>,
 }
 
-/// Reads the jobs of a text with one or more documents, as several runs of fio append them to a
-/// file. Lines before the first document are skipped: fio prints its warnings there.
+/// Reads the jobs from one or more documents. There can be multiple documents if the output of
+/// several fio runs is appended to the same file. Lines before the first document are skipped, as
+/// fio prints its warnings there.
 ///
 /// # Errors
-/// Names the member that is missing or wrong, or where the text is no JSON. A job that has failed is
-/// refused, and one that fio has run in several processes without `group_reporting`.
+/// Returns the member that is missing or invalid, or the position of a syntax error. Fails if any
+/// job failed, or if fio used multiple processes for a job without `group_reporting`.
 pub fn read(text: &str) -> Result<Vec<RunSummary>, ReadError> {
     let mut start = 0;
     let mut skipped = 0;
@@ -151,7 +152,7 @@ fn read_document(document: &Value, runs: &mut Vec<RunSummary>) -> Result<(), Rea
             value,
         };
         let run = read_job(&job, global)?;
-        // Jobs of a group run at the same time, so two of them are no rounds of one.
+        // Jobs in a group run concurrently, so they can't be rounds of the same case.
         let group = job.value.get("groupid").and_then(Value::as_u64);
         let group = group.unwrap_or(index as u64);
         let mut before = runs[first..].iter().zip(&groups);
@@ -183,7 +184,7 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
     };
     let mut kinds = Vec::new();
     for kind in OpKind::ALL {
-        // Old documents have no syncs.
+        // Documents from old versions don't include flushes.
         if kind != OpKind::Flush || job.value.get(kind.name()).is_some() {
             kinds.extend(read_kind(&job.member(kind.name())?, kind, lasted)?);
         }
@@ -208,8 +209,8 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
     })
 }
 
-/// Time in seconds that the reads, writes or trims took, whichever took longest. That of the job is
-/// the sum of those of its processes.
+/// Returns the runtime of reads, writes or trims in seconds, whichever is longest. The runtime of
+/// the job would be the sum over its processes.
 fn runtime(job: &Node<'_>) -> Result<f64, ReadError> {
     let mut longest = 0.0_f64;
     for kind in [OpKind::Read, OpKind::Write, OpKind::Trim] {
@@ -219,7 +220,7 @@ fn runtime(job: &Node<'_>) -> Result<f64, ReadError> {
     Ok(longest)
 }
 
-/// Options of the job before the global ones.
+/// Merges options of the job and global options. Options of the job take precedence.
 fn options(own: Option<&Value>, global: Option<&Map<String, Value>>) -> Vec<(String, String)> {
     let own = own.and_then(Value::as_object);
     let mut options: Vec<(String, String)> = Vec::new();
@@ -255,7 +256,7 @@ fn read_kind(
             )
         }
     };
-    // fio counts its syncs, but has no rate of them.
+    // fio counts flushes, but doesn't calculate their rate.
     let counted = match seconds {
         0.0 => 0.0,
         seconds => ios as f64 / seconds,
@@ -282,7 +283,7 @@ fn latency(node: &Node<'_>) -> Result<LatencySummary, ReadError> {
             return Err(list.wrong("an object is expected here"));
         };
         for (key, value) in object {
-            // Old versions of fio write 0.00 in the place of percentiles that were not asked for.
+            // Old versions of fio include 0.00 for percentiles that are not configured.
             match (key.parse::<f64>(), value.as_f64()) {
                 (Ok(percent), Some(nanos)) => percentiles.push((percent, nanos)),
                 _ => return Err(list.wrong("pairs of a percentage and a time are expected here")),
@@ -295,14 +296,14 @@ fn latency(node: &Node<'_>) -> Result<LatencySummary, ReadError> {
     })
 }
 
-/// Notes of a document of ours; older versions wrote none.
+/// Reads the notes from a Riser document. Older versions didn't include any.
 fn notes(ours: &Value) -> Vec<String> {
     let notes = ours.get("notes").and_then(Value::as_array);
     let texts = notes.into_iter().flatten().filter_map(Value::as_str);
     texts.map(str::to_owned).collect()
 }
 
-/// Costs that a document of ours has.
+/// Reads CPU usage from a Riser document.
 fn process(usage: &Value) -> Option<CpuSummary> {
     Some(CpuSummary {
         cpu_ns_per_op: usage.get("cpu_ns_per_io")?.as_f64()?,
@@ -310,7 +311,7 @@ fn process(usage: &Value) -> Option<CpuSummary> {
     })
 }
 
-/// Costs from fio's percentages of the time that all processes of the job ran.
+/// Calculates CPU usage from fio's percentages and the total runtime of all processes.
 fn of_fio(job: &Node<'_>, seconds: f64, ios: u64) -> Result<Option<CpuSummary>, ReadError> {
     if ios == 0 || job.value.get("usr_cpu").is_none() {
         return Ok(None);
@@ -322,7 +323,7 @@ fn of_fio(job: &Node<'_>, seconds: f64, ios: u64) -> Result<Option<CpuSummary>, 
     }))
 }
 
-/// A value and the path to it.
+/// A value and its path.
 struct Node<'a> {
     path: String,
     value: &'a Value,
@@ -423,10 +424,10 @@ mod tests {
             assert!(GOLDEN.contains(from));
             read(&GOLDEN.replace(from, to)).unwrap()[0].kinds[2].iops
         };
-        // Four processes, whose times fio adds up.
+        // There are four processes, and fio adds up their times.
         let clones = syncs("\"job_runtime\": 2000", "\"job_runtime\": 8000");
         assert_eq!(clones, 95.0 / 2.001);
-        // Nothing but flushes.
+        // There are only flushes.
         assert_eq!(syncs("\"runtime\": 2001", "\"runtime\": 0"), 47.5);
     }
 
@@ -492,7 +493,7 @@ mod tests {
     #[test]
     fn processes_of_one_job_are_no_rounds() {
         let together = GOLDEN.replace("\"groupid\": 1", "\"groupid\": 0");
-        // Jobs of other names may run at the same time.
+        // Jobs with different names can run concurrently.
         assert_eq!(read(&together).unwrap().len(), 2);
         let rounds = written(&[sample::mixed("a", 1), sample::mixed("a", 2)]);
         assert_eq!(read(&rounds).unwrap().len(), 2);

@@ -1,4 +1,4 @@
-//! Bars with the rounds that they are the median of, as SVG.
+//! SVG bar charts. Each bar shows the median, and each round is marked.
 
 use std::fmt::Write;
 
@@ -13,19 +13,19 @@ const BAR: f64 = 16.0;
 const GAP: f64 = 8.0;
 const TOP: f64 = 8.0;
 
-/// Characters of a label.
+/// Maximum number of characters in a label.
 const LABEL: usize = 42;
 
-/// A bar with its label.
+/// A bar and its label.
 pub(super) struct Bar {
     pub(super) label: String,
-    /// Index of its colour.
+    /// Index of the color.
     pub(super) colour: usize,
-    /// Values of the rounds; the bar has their median.
+    /// Values of all rounds. The bar is their median.
     pub(super) rounds: Vec<f64>,
 }
 
-/// Bars of one unit, from 0.
+/// A chart of bars with the same unit. The axis starts at 0.
 pub(super) struct Bars {
     pub(super) title: String,
     pub(super) show: fn(f64) -> String,
@@ -33,7 +33,7 @@ pub(super) struct Bars {
 }
 
 impl Bars {
-    /// Adds the bars to a page.
+    /// Appends the chart to a page.
     pub(super) fn write(&self, page: &mut String) {
         let values = self.bars.iter().flat_map(|bar| bar.rounds.iter().copied());
         let range = Range::from_zero(values);
@@ -130,7 +130,7 @@ mod tests {
         bars.write(&mut page);
         assert_eq!(page.matches("<circle").count(), 3);
         assert!(page.contains("&lt;job&gt;: 80, median of 3 rounds from 60 to 100"));
-        // 80 of the axis, which ends at 100.
+        // The value is 80, and the axis ends at 100.
         let width = format!("width=\"{:.1}\"", 0.8 * (WIDTH - LEFT - RIGHT));
         assert!(page.contains(&width), "{page}");
     }

@@ -1,4 +1,4 @@
-//! Runs that belong together, and names for them.
+//! Groups runs into cases and names them.
 
 use std::collections::BTreeMap;
 
@@ -6,18 +6,18 @@ use crate::bench::outcome::Outcome;
 use crate::bench::output::figures::total_ios;
 use crate::bench::output::show;
 
-/// The name, disk and options of a run.
+/// Name, disk and options of a run.
 type Key<'a> = (&'a str, String, &'a [(String, String)]);
 
-/// Groups runs of one name, disk and options, which are rounds of a case, and names each case.
-/// Runs without operations are left out.
+/// Groups runs with the same name, disk and options as rounds of a case, and assigns a label to
+/// each case. Runs without operations are not included.
 pub(super) fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
     let mut order: Vec<(String, Vec<&Outcome>)> = Vec::new();
     let mut known: BTreeMap<Key<'_>, usize> = BTreeMap::new();
     for outcome in outcomes.iter().filter(|o| total_ios(o) > 0) {
         let options = show::options(&outcome.options);
         let label = format!("{} {options} {}", outcome.name, outcome.disk());
-        // Not by what is shown, which is cut where it is long.
+        // Don't use the label as the key, because long options are truncated.
         let key = (outcome.name.as_str(), outcome.disk(), &outcome.options[..]);
         match known.get(&key) {
             Some(i) => order[*i].1.push(outcome),
@@ -40,7 +40,7 @@ pub(super) fn cases(outcomes: &[Outcome]) -> Vec<(String, Vec<&Outcome>)> {
     order
 }
 
-/// The words of each name that not all names have.
+/// Returns the words of each name that are not in all other names.
 pub(super) fn labels<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let names: Vec<Vec<&str>> = names.map(|name| name.split(' ').collect()).collect();
     let common = |word: &str| names.len() > 1 && names.iter().all(|name| name.contains(&word));

@@ -1,50 +1,50 @@
-//! Charts of lines, as SVG.
+//! SVG line charts.
 
 use std::fmt::Write;
 
 use super::escape::{escape, shortened};
 use super::scale::Range;
 
-/// Width of a chart, in units of the drawing.
+/// Width of a chart in SVG units.
 const WIDTH: f64 = 680.0;
 const HEIGHT: f64 = 250.0;
 const LEFT: f64 = 66.0;
 const TOP: f64 = 26.0;
 const BOTTOM: f64 = 44.0;
 
-/// Distance of labels at the ends of lines.
+/// Minimum distance between labels at the ends of lines.
 const LINE_HEIGHT: f64 = 15.0;
 
-/// Characters of a label.
+/// Maximum number of characters in a label.
 const LABEL: usize = 30;
 
-/// Colours that the style has. Of more lines, the next ones are dashed.
+/// Number of colors in the stylesheet. After this, lines are dashed.
 pub(super) const COLOURS: usize = 6;
 
 /// A line and its label.
 pub(super) struct Series {
-    /// Written at its end.
+    /// Label at the end of the line.
     pub(super) label: String,
-    /// Index of its colour.
+    /// Index of the color.
     pub(super) colour: usize,
-    /// Drawn with gaps.
+    /// Set for a dashed line.
     pub(super) dashed: bool,
-    /// Points, with a text for each that is shown beside it; empty for none.
+    /// Points, with an optional text which is shown as a tooltip.
     pub(super) points: Vec<(f64, f64, String)>,
-    /// Indices of points that are not joined to the one before, in order.
+    /// Sorted indices of points that are not connected to the previous point.
     pub(super) gaps: Vec<usize>,
 }
 
-/// An axis with its marks.
+/// An axis with ticks.
 pub(super) struct Axis {
     pub(super) label: &'static str,
     pub(super) range: Range,
-    /// Places and texts of the marks.
+    /// Position and text for each tick.
     pub(super) ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// An axis whose marks are those of its range.
+    /// Creates an axis with the default ticks for its range.
     pub(super) fn new(label: &'static str, range: Range, show: fn(f64) -> String) -> Self {
         let ticks = range.ticks().into_iter();
         Self {
@@ -55,7 +55,7 @@ impl Axis {
     }
 }
 
-/// A number without the zeros at its end, since marks are at round values: `5 ms`, not `5.00 ms`.
+/// Removes trailing zeros. As ticks are at round values, use `5 ms` instead of `5.00 ms`.
 fn round(shown: &str) -> String {
     let digit = |c: char| c.is_ascii_digit() || c == '.' || c == '-';
     let end = shown.find(|c| !digit(c)).unwrap_or(shown.len());
@@ -69,18 +69,18 @@ fn round(shown: &str) -> String {
     }
 }
 
-/// A chart of lines.
+/// A line chart.
 pub(super) struct Chart {
     pub(super) title: String,
     pub(super) x: Axis,
     pub(super) y: Axis,
     pub(super) series: Vec<Series>,
-    /// Points are marked, and each is explained where the pointer is.
+    /// Set to mark each point and to show its tooltip.
     pub(super) marks: bool,
 }
 
 impl Chart {
-    /// Adds the chart to a page.
+    /// Appends the chart to a page.
     pub(super) fn write(&self, page: &mut String) {
         let longest = self.series.iter().map(|s| s.label.chars().count()).max();
         let labels = longest.unwrap_or(0).min(LABEL + 1) as f64;
@@ -155,7 +155,7 @@ impl Chart {
         let mut start = 0;
         for end in series.gaps.iter().copied().chain([series.points.len()]) {
             let part = &series.points[start..end];
-            // A point between two gaps is a dot: a line to itself.
+            // If there are gaps on both sides, draw a dot by connecting the point to itself.
             let again = part.first().filter(|_| part.len() == 1);
             let _ = write!(page, "<polyline class=\"l s{colour}{dashed}\" points=\"");
             for point in part.iter().chain(again) {
@@ -175,7 +175,7 @@ impl Chart {
         }
     }
 
-    /// Writes each label where its line ends, or as near to it as the others leave room.
+    /// Adds a label near the end of each line. Labels are moved if they would overlap.
     fn labels(&self, page: &mut String, area: &Area) {
         let mut ends: Vec<(f64, f64, &Series)> = Vec::new();
         for series in &self.series {
@@ -208,7 +208,7 @@ impl Chart {
     }
 }
 
-/// Part of the drawing that has the lines.
+/// The part of the chart used for the lines.
 struct Area {
     right: f64,
 }
@@ -223,7 +223,8 @@ impl Area {
     }
 }
 
-/// Heights of labels in the order of those that are wanted, a line apart where there is room.
+/// Returns the positions of labels. These are close to the requested positions and in the same
+/// order, with a distance of one line if there is enough space.
 fn spread(wanted: &[f64], top: f64, bottom: f64) -> Vec<f64> {
     let room = (bottom - top) / wanted.len().max(1) as f64;
     let apart = LINE_HEIGHT.min(room);
@@ -231,7 +232,7 @@ fn spread(wanted: &[f64], top: f64, bottom: f64) -> Vec<f64> {
     for i in 1..places.len() {
         places[i] = places[i].max(places[i - 1] + apart);
     }
-    // What was pushed below the end comes back, and pushes those before it.
+    // Move labels up if they are below the bottom, including previous labels if they would overlap.
     let mut limit = bottom;
     for place in places.iter_mut().rev() {
         *place = place.min(limit);

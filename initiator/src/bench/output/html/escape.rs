@@ -1,7 +1,8 @@
-//! Text of others in a page.
+//! Escapes text that is not trusted.
 
-/// A text as content or as the value of an attribute, in HTML and in XML. Characters that XML does
-/// not allow are replaced, and those that change the direction of the text behind them.
+/// Escapes text for use as content or in an attribute, for both HTML and XML. Characters not
+/// allowed in XML are replaced, and also characters that change the direction of the text after
+/// them.
 pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -23,8 +24,8 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// The same of a text without its middle, where there is no room for more than `limit` characters:
-/// names begin alike, and options end differently.
+/// Escapes text and truncates it in the middle if it's longer than `limit` characters, because
+/// names often have a common prefix and options differ at the end.
 pub(super) fn shortened(text: &str, limit: usize) -> String {
     let all: Vec<char> = text.chars().collect();
     if all.len() <= limit {

@@ -1,4 +1,4 @@
-//! Drawings of several runs: latency against load, rounds, costs.
+//! Charts that compare multiple runs: latency by load, rounds and CPU usage.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::bench::output::figures::{
 };
 use crate::bench::output::show;
 
-/// Options that set the load, which a sweep changes.
+/// Options that change the load in a sweep.
 const LOAD: &[&str] = &[
     "iodepth",
     "numjobs",
@@ -26,16 +26,16 @@ const LOAD: &[&str] = &[
     "sessions",
 ];
 
-/// Most sweeps in a drawing, two lines each.
+/// Maximum number of sweeps in a chart. There are two lines for each sweep.
 const SWEEPS: usize = 6;
 
-/// Most bars of a drawing.
+/// Maximum number of bars in a chart.
 const BARS: usize = 40;
 
 /// Outcomes with their numbers.
 type Numbered<'a> = Vec<(usize, &'a Outcome)>;
 
-/// Operations per second that move data or trim.
+/// Returns reads, writes and trims per second.
 fn iops(outcome: &Outcome) -> f64 {
     data_ios(&outcome.measured) as f64 / outcome.runtime.as_secs_f64().max(1e-9)
 }
@@ -45,8 +45,8 @@ fn loads(outcome: &Outcome) -> impl Iterator<Item = &(String, String)> {
     outcome.options.iter().filter(load)
 }
 
-/// Runs that differ in their load only, by name, disk and other options; those of two loads and
-/// more are a sweep. Rounds of a load follow one another.
+/// Groups runs by name, disk and options, except for options that change the load. Runs with at
+/// least two different loads are a sweep. Rounds with the same load are adjacent.
 fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
     let mut sweeps: Vec<(String, Numbered<'_>)> = Vec::new();
     for (i, outcome) in outcomes.iter().enumerate() {
@@ -72,7 +72,7 @@ fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
             .any(|(_, run)| loads(run).collect::<Vec<_>>() != first)
     });
     for (_, runs) in &mut sweeps {
-        // In the order of the runs, a line would go back to the first load for each round.
+        // Without sorting, the line would return to the first load for each round.
         let mut order: Vec<Vec<_>> = Vec::new();
         runs.sort_by_cached_key(|&(_, run)| {
             let load: Vec<_> = loads(run).collect();
@@ -86,7 +86,7 @@ fn sweeps(outcomes: &[Outcome]) -> Vec<(String, Numbered<'_>)> {
     sweeps
 }
 
-/// Adds a drawing of latency by throughput, if there are sweeps.
+/// Adds a chart of latency by throughput if there are sweeps.
 pub(super) fn latency_against_load(page: &mut String, outcomes: &[Outcome]) {
     let sweeps = sweeps(outcomes);
     if sweeps.is_empty() {
@@ -145,7 +145,7 @@ fn point(number: usize, run: &Outcome, percent: f64) -> Option<(f64, f64, String
     Some((iops(run), nanos, about))
 }
 
-/// Adds bars of throughput and latency, with a mark for each round, if there is more than one run.
+/// If there is more than one run, adds bars for throughput and latency, with a mark for each round.
 pub(super) fn rounds(page: &mut String, outcomes: &[Outcome]) {
     let cases = cases(outcomes);
     if outcomes.len() < 2 || cases.is_empty() {
@@ -186,7 +186,7 @@ fn cut(page: &mut String, all: usize) {
     }
 }
 
-/// Adds processor time and context switches of both sides.
+/// Adds CPU time and context switches of both sides.
 pub(super) fn costs(page: &mut String, outcomes: &[Outcome]) {
     let cases = cases(outcomes);
     if cases.is_empty() {
@@ -221,7 +221,7 @@ pub(super) fn costs(page: &mut String, outcomes: &[Outcome]) {
     table(page, &cases, &sides);
 }
 
-/// Usage of one side in a run, if it is known.
+/// Returns the usage of one side during a run, if available.
 type Side = fn(&Outcome) -> Option<&Usage>;
 
 fn table(page: &mut String, cases: &[(String, Vec<&Outcome>)], sides: &[(&str, Side); 2]) {

@@ -1,11 +1,11 @@
-//! A report as one HTML page without external parts: style and drawings are in it, there is no
-//! script, and it is well-formed XML. Colours follow the browser's light or dark scheme, and the
-//! page prints.
+//! Reports as a single HTML page without external resources. The style and all charts are included,
+//! there are no scripts, and the page is well-formed XML. Colors depend on the light or dark mode
+//! of the browser, and the page can be printed.
 //!
-//! Its parts: the machine, a table of the runs, throughput and latency over time and distributions
-//! ([`time`]), latency against load for sweeps, rounds of each case and costs of both sides
-//! ([`load`]). [`cases`] are runs that belong together. Drawings are made by [`chart`] and
-//! [`bars`], on the axes of [`scale`].
+//! The page contains the machine, a table of all runs, throughput and latency over time,
+//! distributions ([`time`]), latency by load for sweeps, and rounds and CPU usage of each case
+//! ([`load`]). Runs are grouped by [`cases`]. Charts are drawn by [`chart`] and [`bars`] using axes
+//! from [`scale`].
 
 mod bars;
 mod cases;
@@ -27,10 +27,10 @@ use escape::escape;
 
 const STYLE: &str = include_str!("style.css");
 
-/// Writes a page about the outcomes.
+/// Writes a page for these outcomes.
 ///
 /// # Errors
-/// What `out` reports.
+/// Returns errors from `out`.
 pub fn write(out: &mut dyn Write, outcomes: &[Outcome], machine: &Machine) -> io::Result<()> {
     let title = title(outcomes);
     let mut page = format!(
@@ -57,7 +57,7 @@ pub fn write(out: &mut dyn Write, outcomes: &[Outcome], machine: &Machine) -> io
     out.write_all(page.as_bytes())
 }
 
-/// Names of the jobs, as far as they fit.
+/// Returns a title with the names of the first jobs.
 fn title(outcomes: &[Outcome]) -> String {
     let mut names: Vec<&str> = Vec::new();
     for outcome in outcomes {
@@ -77,7 +77,7 @@ fn title(outcomes: &[Outcome]) -> String {
     format!("Benchmark: {}{more}", shown.join(", "))
 }
 
-/// Date, machine and disks.
+/// Adds the date, machine and disks.
 fn facts(page: &mut String, outcomes: &[Outcome], machine: &Machine) {
     let started = outcomes.iter().map(|o| o.started).min();
     let started = started.and_then(|time| Timestamp::try_from(time).ok());
@@ -115,8 +115,8 @@ mod tests {
         String::from_utf8(out).unwrap()
     }
 
-    /// Fails unless every element is closed in the order in which it was opened, attributes are
-    /// quoted, and `&` begins a reference that XML knows.
+    /// Checks that elements are nested correctly, that attributes are quoted, and that `&` always
+    /// starts an XML reference.
     fn well_formed(page: &str) {
         let mut open: Vec<&str> = Vec::new();
         let mut rest = page.strip_prefix("<!DOCTYPE html>").expect("it is HTML");
@@ -168,7 +168,7 @@ mod tests {
         ] {
             assert!(page.contains(&format!(">{heading}</h2>")), "{heading}");
         }
-        // Nothing is loaded or run. The name of the language is no address that is fetched.
+        // No resources are loaded and no scripts are executed. The XML namespace is not fetched.
         let page = page.replace("http://www.w3.org/1999/xhtml", "");
         for part in [
             "http:", "https:", "src=", "href=", "url(", "@import", "<script",

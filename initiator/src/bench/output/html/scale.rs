@@ -1,18 +1,18 @@
-//! Axes: from values to places, and the values that are marked.
+//! Axes: convert values to positions, and select values for ticks.
 
-/// Most marks of an axis.
+/// Maximum number of ticks on an axis.
 const TICKS: f64 = 6.0;
 
-/// Way from a value to its place.
+/// Conversion from a value to its position.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Scale {
-    /// Distances are differences.
+    /// The distance is the difference between values.
     Linear,
-    /// Distances are ratios.
+    /// The distance is the ratio of values.
     Log,
 }
 
-/// A scale with its ends.
+/// A scale with lower and upper bounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Range {
     scale: Scale,
@@ -21,7 +21,7 @@ pub(super) struct Range {
 }
 
 impl Range {
-    /// A range from 0 that has all values, and ends at a round one.
+    /// Returns a range from 0 to a round number that includes all values.
     pub(super) fn from_zero(values: impl Iterator<Item = f64>) -> Self {
         let high = values.filter(|v| v.is_finite()).fold(0.0, f64::max);
         let high = if high > 0.0 { high } else { 1.0 };
@@ -33,7 +33,7 @@ impl Range {
         }
     }
 
-    /// A range with exactly these ends.
+    /// Returns a range with these bounds.
     pub(super) fn exact(low: f64, high: f64) -> Self {
         Self {
             scale: Scale::Linear,
@@ -42,7 +42,8 @@ impl Range {
         }
     }
 
-    /// A range of ratios that has all positive values, and ends at 1, 2 or 5 times a power of ten.
+    /// Returns a logarithmic range that includes all positive values. Both bounds are 1, 2 or 5
+    /// times a power of ten.
     pub(super) fn ratios(values: impl Iterator<Item = f64>) -> Self {
         let positive = values.filter(|v| v.is_finite() && *v > 0.0);
         let (low, high) = positive.fold((f64::INFINITY, 0.0), |(low, high), v| {
@@ -50,7 +51,7 @@ impl Range {
         });
         let (low, high) = if high > 0.0 { (low, high) } else { (1.0, 10.0) };
         let (low, mut high) = (round_down(low), round_up(high));
-        // One value alone has no extent.
+        // Make sure the range isn't empty if there is only one value.
         if high < 4.0 * low {
             high = round_up(4.0 * low);
         }
@@ -61,7 +62,8 @@ impl Range {
         }
     }
 
-    /// Place of a value: 0 at the low end, 1 at the high one. Values beyond an end are put there.
+    /// Returns the position of a value, from 0 for the lower bound to 1 for the upper bound. Values
+    /// outside of the range are clamped.
     pub(super) fn place(&self, value: f64) -> f64 {
         let place = match self.scale {
             Scale::Linear => (value - self.low) / (self.high - self.low),
@@ -74,7 +76,7 @@ impl Range {
         }
     }
 
-    /// Values to mark.
+    /// Returns the values for ticks.
     pub(super) fn ticks(&self) -> Vec<f64> {
         match self.scale {
             Scale::Linear => {
@@ -89,7 +91,8 @@ impl Range {
 
     fn ratio_ticks(&self) -> Vec<f64> {
         let decades = (self.high / self.low).log10();
-        // Few decades have marks between the powers of ten, many leave powers out.
+        // With few decades, there are ticks between powers of ten. With many decades, some powers
+        // are skipped.
         let factors: &[f64] = if decades <= 2.05 {
             &[1.0, 2.0, 5.0]
         } else {
@@ -106,13 +109,13 @@ impl Range {
     }
 }
 
-/// Distance of marks: 1, 2 or 5 times a power of ten.
+/// Returns the distance between ticks: 1, 2 or 5 times a power of ten.
 fn step(extent: f64) -> f64 {
     round_up(extent / TICKS)
 }
 
 fn exponent(value: f64) -> i32 {
-    // The logarithm of a power of ten may be a little less than whole.
+    // The logarithm of a power of ten may be slightly less than an integer.
     (value.log10() + 1e-9).floor() as i32
 }
 

@@ -1,4 +1,4 @@
-//! The table of the runs.
+//! Table of runs.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,7 +8,7 @@ use crate::bench::outcome::{OpKind, Outcome};
 use crate::bench::output::figures::{active, latencies};
 use crate::bench::output::{show, text};
 
-/// Adds the table, and notes about runs whose figures need them.
+/// Adds the table, followed by notes about runs.
 pub(super) fn runs(page: &mut String, outcomes: &[Outcome]) {
     page.push_str(
         "<h2>Runs</h2>\n<div class=\"scroll\"><table><caption>Rates are means of the whole \
@@ -49,7 +49,7 @@ pub(super) fn runs(page: &mut String, outcomes: &[Outcome]) {
     notes(page, outcomes);
 }
 
-/// Returns whether a run has to name its disk.
+/// Returns whether there are multiple disks, so that each run must name its disk.
 pub(super) fn have_several_disks(outcomes: &[Outcome]) -> bool {
     outcomes.iter().any(|o| o.disk() != outcomes[0].disk())
 }
@@ -87,7 +87,7 @@ fn row(page: &mut String, outcome: &Outcome, kind: OpKind) {
     page.push_str("</tr>\n");
 }
 
-/// Adds the notes, each with the runs that it is about.
+/// Adds notes, and the numbers of the runs they refer to.
 fn notes(page: &mut String, outcomes: &[Outcome]) {
     let mut notes: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (i, outcome) in outcomes.iter().enumerate() {

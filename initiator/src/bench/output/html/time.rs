@@ -1,4 +1,4 @@
-//! Drawings of single runs: throughput and latency over time, distributions of latencies.
+//! Charts for individual runs: throughput and latency over time, and latency distributions.
 
 use std::fmt::Write;
 
@@ -13,22 +13,22 @@ use crate::bench::outcome::{Interval, OpKind, Outcome};
 use crate::bench::output::figures::{active, latencies, per_second, sum, thinned};
 use crate::bench::output::show;
 
-/// Most runs whose course is drawn.
+/// Maximum number of runs with charts over time.
 const RUNS: usize = 16;
 
-/// Most points of a line over time.
+/// Maximum number of points in a line over time.
 const POINTS: usize = 300;
 
-/// Most lines of a drawing of distributions.
+/// Maximum number of lines in a distribution chart.
 const LINES: usize = 12;
 
-/// Points of a distribution for each power of ten by which operations get rarer.
+/// Number of points in a distribution for each additional nine of the percentile.
 const PER_NINE: u32 = 20;
 
-/// Percentiles over time, with the least frequent first in the drawing's order of colours.
+/// Percentiles over time, in the order of their colors.
 const PERCENTILES: [f64; 4] = [50.0, 99.0, 99.9, 100.0];
 
-/// Adds throughput and latency over time of each run.
+/// Adds throughput and latency over time for each run.
 pub(super) fn over_time(page: &mut String, outcomes: &[Outcome]) {
     let with_intervals = |outcome: &&Outcome| outcome.intervals.len() > 1;
     let all = outcomes.iter().filter(with_intervals).count();
@@ -62,7 +62,7 @@ pub(super) fn over_time(page: &mut String, outcomes: &[Outcome]) {
     }
 }
 
-/// The disk of a run behind its options, if runs have several.
+/// Returns the disk of a run, which is shown after the options if there are multiple disks.
 fn disk(outcome: &Outcome, outcomes: &[Outcome]) -> String {
     match have_several_disks(outcomes) {
         true => format!(" at {}", escape(&show::printable(&outcome.disk()))),
@@ -70,7 +70,7 @@ fn disk(outcome: &Outcome, outcomes: &[Outcome]) -> String {
     }
 }
 
-/// Seconds from the begin of the measurement to the middle of an interval.
+/// Returns the middle of an interval, in seconds since the start of the measurement.
 fn middle(interval: &Interval) -> f64 {
     (interval.at + interval.length / 2).as_secs_f64()
 }
@@ -116,7 +116,7 @@ fn percentiles(page: &mut String, outcome: &Outcome, kind: OpKind, intervals: &[
         !latencies.is_empty()
     });
     let measured: Vec<_> = measured.collect();
-    // A time without operations has no latency, and a line across it would show one.
+    // There is no latency without operations, so don't draw a line across this time.
     let pairs = measured.windows(2).enumerate();
     let gaps = pairs.filter(|(_, pair)| pair[1].0 > pair[0].0 + 1);
     let gaps: Vec<_> = gaps.map(|(i, _)| i + 1).collect();
@@ -152,7 +152,7 @@ fn percentiles(page: &mut String, outcome: &Outcome, kind: OpKind, intervals: &[
     .write(page);
 }
 
-/// Adds the distributions of each kind, all cases in one drawing.
+/// Adds a distribution for each kind of operation, with all cases in one chart.
 pub(super) fn distributions(page: &mut String, outcomes: &[Outcome]) {
     if outcomes
         .iter()
@@ -213,13 +213,14 @@ fn distribution(page: &mut String, outcomes: &[Outcome], kind: OpKind) {
     .write(page);
 }
 
-/// Latencies of one kind in all rounds of a case; `None` without any.
+/// Returns the latencies of one kind of operation in all rounds of a case, or `None` if there are
+/// none.
 fn all_rounds(runs: &[&Outcome], kind: OpKind) -> Option<Histogram<u64>> {
     let rounds = runs.iter().map(|run| latencies(run.of(kind)));
     sum(rounds.filter(|round| !round.is_empty()))
 }
 
-/// Share of the operations that are more frequent than one in `10^n`: 0 %, 90 %, 99 %, 99.9 %.
+/// Formats the percentile that is exceeded by one in `10^n` operations: 0 %, 90 %, 99 %, 99.9 %.
 fn nines(n: u32) -> String {
     match n {
         0 => "0 %".into(),
@@ -229,7 +230,8 @@ fn nines(n: u32) -> String {
     }
 }
 
-/// Latencies by the logarithm of how rare they are, to the rarest one that was measured.
+/// Returns the curve of latencies, where the x-axis is the logarithm of their rarity, up to the
+/// maximum latency.
 fn curve(latencies: &Histogram<u64>) -> Vec<(f64, f64, String)> {
     let rarest = (latencies.len().max(1) as f64).log10();
     let steps = (rarest * f64::from(PER_NINE)).ceil() as u32;
@@ -281,7 +283,7 @@ mod tests {
             let reads = &mut outcome.intervals[stalled].measured[OpKind::Read as usize];
             reads.service.reset();
         }
-        // The single point has a line to itself.
+        // An isolated point is drawn as a separate line.
         assert_eq!(lines(&outcome), [3, 2, 4].repeat(PERCENTILES.len()));
     }
 

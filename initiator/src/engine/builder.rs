@@ -39,78 +39,81 @@ impl Default for ClientBuilder {
 }
 
 impl ClientBuilder {
-    /// Length of the buffer pool, in bytes. Default: 64 MiB.
+    /// Sets the size of the buffer pool in bytes. Default: 64 MiB.
     #[must_use]
     pub fn pool(mut self, bytes: usize) -> Self {
         self.pool = bytes;
         self
     }
 
-    /// Duration of polling after the thread's last work, before it sleeps. Default: 50 µs.
+    /// Sets how long the thread polls after its last work before it sleeps. Default: 50 µs.
     #[must_use]
     pub fn spin(mut self, span: Duration) -> Self {
         self.spin = span;
         self
     }
 
-    /// Waits and intervals of sessions.
+    /// Sets the timeouts and intervals of sessions.
     #[must_use]
     pub fn timing(mut self, timing: Timing) -> Self {
         self.timing = timing;
         self
     }
 
-    /// Commands outstanding on a channel, unless the address has another number. Default: 64.
+    /// Sets the maximum number of outstanding commands per channel, unless the address specifies
+    /// another number. Default: 64.
     #[must_use]
     pub fn queue_size(mut self, commands: u16) -> Self {
         self.queue_size = commands.max(1);
         self
     }
 
-    /// Longest data that travels within a command, in bytes; 0: none. Default: 8 KiB.
+    /// Sets the maximum length of immediate data in bytes; 0 disables immediate data. Default: 8
+    /// KiB.
     #[must_use]
     pub fn max_immediate(mut self, bytes: u32) -> Self {
         self.max_immediate = bytes;
         self
     }
 
-    /// Pieces of a buffer that one registration covers; a buffer of more needs more descriptors.
-    /// Default: 64, or as many as the device can.
+    /// Sets the maximum number of buffer segments per registration. A buffer with more segments
+    /// needs more descriptors. Default: 64, or the device's limit.
     #[must_use]
     pub fn region_segments(mut self, segments: u32) -> Self {
         self.region_segments = segments.max(1);
         self
     }
 
-    /// Seed of the identifiers of its initiator ports, for a client of one disk. Two such clients
-    /// with the same seed are one initiator in two lives: the later login ends the earlier session.
-    /// Default: random, and another one for each session.
+    /// Sets the seed for the initiator port identifiers of a client with a single disk. A client
+    /// with the same seed as an earlier one is treated as the same initiator: its login terminates
+    /// the earlier session. Default: random, with a different identifier for each session.
     #[must_use]
     pub fn port(mut self, seed: u64) -> Self {
         self.port = Some(seed);
         self
     }
 
-    /// Says whether [`Self::port`] is that of an earlier life which ended without closing its
-    /// sessions: its commands may still be on their way. Default: no.
+    /// Sets whether [`Self::port`] was used by an earlier process that exited without closing its
+    /// sessions, so that its commands may still be in flight. Default: false.
     #[must_use]
     pub fn recovers(mut self, recovers: bool) -> Self {
         self.recovers = recovers;
         self
     }
 
-    /// GUID of its initiator ports of SRP, as [`Session::port_guid`](super::Session::port_guid) gave
-    /// it in the earlier life: the device may have another by now, as a software NIC has at another
-    /// address, and the target would not know that the old session is to end. Default: the device's.
+    /// Sets the GUID of the SRP initiator ports, as returned by
+    /// [`Session::port_guid`](super::Session::port_guid) in the earlier process. The device's GUID
+    /// may have changed since (a software NIC's depends on its address), and then the target would
+    /// not recognize that it must terminate the old session. Default: the device's GUID.
     #[must_use]
     pub fn guid(mut self, guid: Option<u64>) -> Self {
         self.guid = guid;
         self
     }
 
-    /// Generation of its unit's cache that the earlier life had noted
-    /// ([`SessionReport::cache`](super::SessionReport::cache)). If the unit has another, the first
-    /// flush fails, since acknowledged writes may be lost. Default: not known.
+    /// Sets the cache generation of the unit as recorded by the earlier process
+    /// ([`SessionReport::cache`](super::SessionReport::cache)). If the unit reports a different
+    /// one, the first flush fails, because acknowledged writes may be lost. Default: unknown.
     #[must_use]
     pub fn noted_cache(mut self, generation: Option<[u8; 16]>) -> Self {
         self.noted = generation;

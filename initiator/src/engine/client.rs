@@ -1,4 +1,4 @@
-//! An engine as its users hold it: its buffers, its clock, its end.
+//! Handle of an engine: its buffers, clock and shutdown.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,8 +18,8 @@ use crate::block::Service;
 #[cfg(doc)]
 use crate::request::RequestError;
 
-/// An engine. Clones share it; when the last clone, session and logical unit is gone, it closes its
-/// sessions and ends.
+/// Handle of an engine. Clones share the engine. When the last clone, session and logical unit is
+/// dropped, the engine closes its sessions and terminates.
 #[derive(Clone)]
 pub struct Client(pub(super) Arc<Shared>);
 
@@ -32,40 +32,40 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// The default configuration of one.
+    /// Returns a builder with the default configuration.
     #[must_use]
     pub fn builder() -> ClientBuilder {
         ClientBuilder::default()
     }
 
-    /// Name of the RDMA device.
+    /// Returns the name of the RDMA device.
     #[must_use]
     pub fn device(&self) -> &str {
         &self.0.device.name
     }
 
-    /// The pool that data buffers come from.
+    /// Returns the pool for data buffers.
     #[must_use]
     pub fn buffers(&self) -> &BufferPool {
         &self.0.pool
     }
 
-    /// Closes every session and waits for the engine to end. Outstanding commands end with
+    /// Closes all sessions and waits for the engine to terminate. Outstanding commands fail with
     /// [`RequestError::Closed`].
     pub fn shutdown(&self) {
         self.0.stop();
     }
 
-    /// Returns whether the engine runs on a thread of its own. One that its owner steps runs at
-    /// times that nothing else knows.
+    /// Returns whether the engine has a dedicated thread. Otherwise its owner steps it, at times
+    /// unknown to its users.
     pub(crate) fn has_thread(&self) -> bool {
         let thread = self.0.thread.lock();
         thread.unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Serves a client of a disk on the engine's thread, until that is over.
+    /// Runs a service of a disk's client on the engine's thread until it completes.
     pub(crate) fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
-        // An engine that its owner steps runs whenever the owner likes, which may be never.
+        // An engine without a thread is stepped by its owner at arbitrary times, possibly never.
         if !self.has_thread() {
             return Err(service);
         }
@@ -76,12 +76,12 @@ impl Client {
         })
     }
 
-    /// Waits for a future, but not longer than `limit`. The engine keeps the time, so any executor
-    /// will do. A future that is late is dropped with the wait.
+    /// Waits for a future, but at most for `limit`. The engine runs the timer, so this works with
+    /// any executor. On timeout the future is dropped.
     pub fn timeout<F: Future>(&self, limit: Duration, future: F) -> Timeout<F> {
         let (sender, receiver) = oneshot();
         let message = Message::Timer(limit, sender);
-        // A closed mailbox drops the sender, which ends the wait.
+        // A closed mailbox drops the sender, which completes the wait.
         drop(self.0.mailbox.send(message));
         Timeout::new(future, receiver)
     }
@@ -93,13 +93,13 @@ pub(super) struct DeviceInfo {
     pub(super) name: String,
     pub(super) guid: u64,
     pub(super) region_segments: u32,
-    /// A receive reports which key the peer has invalidated.
+    /// Receive completions report the key invalidated by the peer.
     pub(super) reports_invalidation: bool,
     pub(super) pkeys: Vec<PKey>,
 }
 
 impl DeviceInfo {
-    /// Attributes of an engine without a device.
+    /// Returns the attributes of an engine without a device.
     pub(super) fn none() -> Self {
         Self {
             name: "none".to_owned(),
@@ -128,7 +128,7 @@ impl DeviceInfo {
         }
     }
 
-    /// Returns whether the device is in a partition, as a full member or a limited one.
+    /// Returns whether the device is a full or limited member of a partition.
     pub(super) fn has_pkey(&self, pkey: u16) -> bool {
         self.pkeys.iter().any(|p| p.0 & 0x7fff == pkey & 0x7fff)
     }
@@ -138,22 +138,22 @@ pub(super) struct Shared {
     pub(super) mailbox: Arc<Mailbox<Message>>,
     pub(super) pool: BufferPool,
     pub(super) device: DeviceInfo,
-    /// Random numbers of its sessions.
+    /// Random number generator for sessions.
     pub(super) random: Mutex<Rng>,
-    /// Extension of this client's initiator port identifier where an address gives none.
+    /// Extension of this client's initiator port identifier, if the address doesn't specify one.
     pub(super) extension: u64,
     pub(super) config: ClientBuilder,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Shared {
-    /// A random number from the surroundings.
+    /// Returns a random number from the environment.
     pub(super) fn random(&self) -> u64 {
         let random = self.random.lock();
         random.unwrap_or_else(PoisonError::into_inner).u64(..)
     }
 
-    /// The second half of the identifiers of this client's initiator ports (SRP).
+    /// Returns the second half of this client's SRP initiator port identifiers.
     pub(super) fn port_guid(&self) -> u64 {
         self.config.guid.unwrap_or(self.device.guid)
     }

@@ -1,4 +1,4 @@
-//! Sessions of an engine: from an address to a login, and discovery.
+//! Opening sessions: from an address to a login, and discovery.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,10 +27,10 @@ use crate::srp::session::SessionConfig;
 use crate::url::{Host, IscsiUrl, SrpUrl, TargetUrl};
 
 impl Client {
-    /// Asks an address which SRP ports it offers. A host name is looked up on the calling thread.
+    /// Requests the SRP ports of an address. Resolves a host name on the calling thread.
     ///
     /// # Errors
-    /// [`EngineError::Discovery`] where no port answers, or the device cannot ask.
+    /// [`EngineError::Discovery`] if no port responds or the device does not support the query.
     pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
         let ip = resolve(&url.into())?.dst.ip();
         let (reply, answer) = oneshot();
@@ -46,13 +46,13 @@ impl Client {
         Ok(answer.await.ok_or(EngineError::Gone)??)
     }
 
-    /// The address with the target port's identifier in it: the target is asked for its ports where
-    /// the address names none. A target that does not answer leaves the address as it is; its login
-    /// shows whether it takes one without an identifier.
+    /// Completes the address with the identifier of the target port. If the address does not name a
+    /// port, this requests the target's ports. If the target does not respond, returns the address
+    /// unchanged; the login then shows whether the target accepts it without an identifier.
     ///
     /// # Errors
-    /// [`EngineError::Ambiguous`] where there are several to choose from; [`EngineError::Unnamed`]
-    /// where the device cannot ask.
+    /// [`EngineError::Ambiguous`] if the target has several ports; [`EngineError::Unnamed`] if the
+    /// device does not support the query.
     pub async fn find_port(&self, url: &SrpUrl) -> Result<SrpUrl, EngineError> {
         let mut url = url.clone();
         if url.id_ext.is_some() || url.ioc_guid.is_some() {
@@ -78,13 +78,13 @@ impl Client {
         Ok(url)
     }
 
-    /// Logs in to a target. A host name is looked up on the calling thread. Where an SRP address
-    /// names no target port, the target is asked which it has; [`Session::url`] names it then. An
-    /// address with several portals gives a session that uses all of them for its logical unit; see
-    /// [`crate::paths`].
+    /// Logs in to a target. Resolves a host name on the calling thread. If an SRP address does not
+    /// name a target port, this requests the ports from the target; [`Session::url`] then contains
+    /// the port. An address with several portals creates a session that uses all of them for its
+    /// logical unit; see [`crate::paths`].
     ///
     /// # Errors
-    /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
+    /// [`EngineError`]. Attempts the login once, with the timeout [`Timing::login`].
     pub async fn connect(&self, url: impl Into<TargetUrl>) -> Result<Session, EngineError> {
         let patience = self.0.config.timing.login;
         match url.into() {
@@ -96,10 +96,10 @@ impl Client {
         }
     }
 
-    /// Logs in to a target without asking it anything before, for as long as `patience` says.
+    /// Logs in to a target without querying its ports, with the timeout `patience`.
     ///
     /// # Errors
-    /// As [`Self::connect`].
+    /// See [`Self::connect`].
     pub async fn login(
         &self,
         url: impl Into<TargetUrl>,
@@ -118,16 +118,16 @@ impl Client {
         self.open_session(url, plan, Arc::default()).await
     }
 
-    /// Asks an iSCSI portal which targets it offers (SendTargets). A target in the address does not
-    /// matter.
+    /// Requests the list of targets of an iSCSI portal (SendTargets). A target in the address is
+    /// ignored.
     ///
     /// # Errors
-    /// As [`Self::connect`]; also an invalid list.
+    /// See [`Self::connect`]; also if the list is invalid.
     pub async fn discover_targets(&self, url: &IscsiUrl) -> Result<Vec<Found>, EngineError> {
         self.send_targets(url, None).await
     }
 
-    /// Requests the targets of a portal, or the portals of one target.
+    /// Requests the targets of a portal, or the portals of a single target.
     pub(super) async fn send_targets(
         &self,
         url: &IscsiUrl,
@@ -146,12 +146,12 @@ impl Client {
         let _guard = self.open(&url, Plan::One(protocol), status.clone()).await?;
         match found.await {
             Some(found) => Ok(found),
-            // It was live, and was closed without a list.
+            // The session was live, but closed without a list.
             None => Err(status.last_down().unwrap_or(Down::ConnectionLost).into()),
         }
     }
 
-    /// Opens a session for its user.
+    /// Opens a session for a user.
     pub(super) async fn open_session(
         &self,
         url: TargetUrl,
@@ -210,8 +210,8 @@ impl Client {
             Some(false) => 0,
             _ => config.max_immediate,
         };
-        // Large enough for the longest immediate data behind a command with 16 more bytes of
-        // CDB, and for the largest table in a command.
+        // Large enough for the maximum immediate data after a command with 16 additional CDB bytes,
+        // and for the largest descriptor table in a command.
         let immediate_iu = 68 + max_immediate;
         let table_iu = 84 + 16 * u32::from(inline_descriptors);
         let asked = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
@@ -252,11 +252,11 @@ impl Client {
         })))
     }
 
-    /// Seed of a path's initiator port. Each session has its own: a second login with the first
-    /// one's would end that.
+    /// Returns the seed for the initiator port of a path. Each session has a separate one, because
+    /// a second login with the same initiator port would terminate the first session.
     pub(super) fn session_port(&self, path: u64) -> u64 {
         match self.0.config.port {
-            // An iSCSI session identifier is made of the first 40 bits.
+            // An iSCSI session identifier consists of the first 40 bits.
             Some(seed) => seed.wrapping_add(path << 24),
             None => self.0.random(),
         }
@@ -287,8 +287,8 @@ impl Client {
                 queue_size: config.queue_size,
                 region_segments: segments.max(1),
                 discovery: url.target.is_none(),
-                // A key that the target has invalidated without our notice would be
-                // invalidated again, which fails and breaks the connection.
+                // If the target invalidated a key without a report to us, we would invalidate it
+                // again, which fails and breaks the connection.
                 remote_invalidate: self.0.device.reports_invalidation,
             }),
         };
@@ -300,7 +300,7 @@ impl Client {
     }
 }
 
-/// The addresses of a URL's target.
+/// Resolves the addresses of a URL's target.
 pub(super) fn resolve(url: &TargetUrl) -> Result<Target, EngineError> {
     let dst = url
         .resolve()

@@ -1,4 +1,4 @@
-//! The surroundings of an engine: the machine that it runs on, or a simulation of one.
+//! Environment of an engine: the host, or a simulation of a host.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,31 +7,31 @@ use std::time::Duration;
 
 use riser_transport::verbs::Provider;
 
-/// The source of everything that an engine does not compute itself, but for the time: that comes
-/// with each round ([`Engine::step`](super::Engine::step)).
+/// Provides all external inputs of an engine except the time, which is passed to each round
+/// ([`Engine::step`](super::Engine::step)).
 pub trait Env {
-    /// The kind of RDMA device.
+    /// RDMA provider.
     type Provider: Provider;
 
-    /// Opens the device; `None` for an engine whose sessions all run on TCP. Called once, before
-    /// everything else.
+    /// Opens the device, or returns `None` for an engine with TCP sessions only. Called once,
+    /// before all other methods.
     ///
     /// # Errors
     /// The device cannot be opened.
     fn open_device(&mut self) -> io::Result<Option<Self::Provider>>;
 
-    /// Makes a stream socket that does not block and has begun to connect.
+    /// Creates a non-blocking stream socket and starts to connect it.
     ///
     /// # Errors
-    /// The connection cannot even be begun.
+    /// The connection attempt cannot be started.
     fn connect_tcp(&mut self, src: Option<SocketAddr>, dst: SocketAddr) -> io::Result<OwnedFd>;
 
-    /// Fills `out` with random bytes that no peer can foresee.
+    /// Fills `out` with random bytes that are unpredictable for peers.
     ///
     /// # Errors
-    /// There are none.
+    /// No random bytes are available.
     fn fill_random(&mut self, out: &mut [u8]) -> io::Result<()>;
 
-    /// The wall clock, as time since 1970.
+    /// Returns the wall-clock time since 1970.
     fn date(&self) -> Duration;
 }

@@ -1,4 +1,5 @@
-//! A small SRP target on a software NIC, for tests: one disk in memory, and misbehaviour on demand.
+//! A small SRP target on a software NIC, for tests: a disk in memory, with configurable
+//! misbehaviour.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
@@ -31,50 +32,51 @@ const STAGING: usize = RECVS * RECV_LEN;
 const REPLY: usize = STAGING + (4 << 20);
 const REPLY_LEN: usize = 512;
 
-/// Misbehaviour of the target, and its observations.
+/// Misbehaviour of the target, and its statistics.
 #[derive(Default)]
 pub(crate) struct Knobs {
-    /// Number of commands that get no answer.
+    /// Number of commands to ignore.
     pub(crate) swallow: AtomicU32,
-    /// Number of commands that get BUSY.
+    /// Number of commands to complete with BUSY.
     pub(crate) busy: AtomicU32,
-    /// Number of commands that are answered with a unit attention.
+    /// Number of commands to complete with a unit attention.
     pub(crate) attention: AtomicU32,
-    /// INQUIRYs for pages still to be answered NOT READY, with sense data that ask for no retry.
+    /// Number of INQUIRYs for pages to complete with NOT READY, with sense data that does not
+    /// suggest a retry.
     pub(crate) no_pages: AtomicU32,
-    /// The next INQUIRY for a page is refused, as without a unit, and the command after it ends the
-    /// connection.
+    /// Rejects the next INQUIRY for a page, as without a unit, and closes the connection at the
+    /// following command.
     pub(crate) vanishes: AtomicBool,
-    /// The list of pages names neither the serial number's nor the designators'.
+    /// The list of supported pages contains neither the serial number page nor the designator page.
     pub(crate) unlisted: AtomicBool,
-    /// The disk has no volatile cache, and no command that flushes one.
+    /// The disk has no volatile cache and does not support flush commands.
     pub(crate) cacheless: AtomicBool,
-    /// WRITE SAME is refused.
+    /// WRITE SAME is rejected.
     pub(crate) no_write_same: AtomicBool,
-    /// Another disk took the place of the first.
+    /// A different disk replaces the first one.
     pub(crate) exchanged: AtomicBool,
-    /// The next command ends the connection.
+    /// The next command closes the connection.
     pub(crate) disconnect: AtomicBool,
-    /// The next answer is garbage.
+    /// The next response is malformed.
     pub(crate) garbage: AtomicBool,
-    /// The next answer invalidates the key of the last direct descriptor, unasked.
+    /// The next response invalidates the key of the last direct descriptor, unsolicited.
     pub(crate) invalidate: AtomicBool,
-    /// Logins are refused.
+    /// Logins are rejected.
     pub(crate) refuse: AtomicBool,
-    /// Requests for further channels are answered late.
+    /// Responses to login requests for further channels are delayed.
     pub(crate) late: AtomicBool,
-    /// Task management is not answered.
+    /// Task management requests get no response.
     pub(crate) deaf: AtomicBool,
-    /// Every answer comes with a credit request before it.
+    /// A credit request precedes each response.
     pub(crate) ask_credit: AtomicBool,
-    /// Write to the memory of the last command again, though it has been answered.
+    /// Writes to the memory of the last command again, after its response.
     pub(crate) attack: AtomicBool,
-    /// Attacks made, and those of them that were repelled.
+    /// Number of attacks, and of failed attacks.
     pub(crate) attacks: (AtomicU32, AtomicU32),
     pub(crate) aborts: AtomicU32,
-    /// Tags that ABORT TASK named, of one connection.
+    /// Tags of ABORT TASK functions on a connection.
     aborted: Mutex<HashSet<u64>>,
-    /// Commands that came behind their own ABORT TASK.
+    /// Commands received after their own ABORT TASK.
     pub(crate) behind_abort: AtomicU32,
     pub(crate) logins: AtomicU32,
     pub(crate) logouts: AtomicU32,
@@ -104,7 +106,7 @@ struct Channel {
     replies: usize,
 }
 
-/// Queue pair 1: answers questions for ports with one port.
+/// Queue pair 1: responds to port queries with a single port.
 struct Gsi {
     qp: QpId,
     cq: CqId,
@@ -194,7 +196,7 @@ impl Gsi {
     }
 }
 
-/// The target itself, which the world gives its turns.
+/// The target, driven by the world.
 pub(super) struct Target {
     gsi: Gsi,
     nic: Endpoint,
@@ -204,7 +206,7 @@ pub(super) struct Target {
     disk: Arc<Mutex<Vec<u8>>>,
     channels: HashMap<QpId, Channel>,
     ids: HashMap<CmId, QpId>,
-    /// Requests for a connection with their private data, and when each is answered.
+    /// Connection requests with their private data and the time of the response.
     waiting: Vec<(Instant, CmId, Vec<u8>)>,
     received: VecDeque<Completion>,
     sent: Vec<Completion>,
@@ -221,7 +223,7 @@ fn count(counter: &AtomicU32) {
 }
 
 impl FakeTarget {
-    /// Starts a target with a disk of `blocks` at an address of its own.
+    /// Starts a target with a disk of `blocks` at a new address.
     pub(crate) fn start(blocks: usize) -> Self {
         let knobs = Arc::new(Knobs::default());
         let disk = Arc::new(Mutex::new(vec![0; blocks * BLOCK]));
@@ -250,7 +252,7 @@ impl FakeTarget {
 }
 
 impl Target {
-    /// Does what there is to do; whether there was anything.
+    /// Processes all pending work; returns whether there was any.
     pub(super) fn turn(&mut self) -> bool {
         let mut worked = self.poll();
         self.gsi.turn(&mut self.nic, self.pd);
@@ -263,7 +265,7 @@ impl Target {
             count(&self.knobs.attacks.0);
             worked = true;
         }
-        // What came before a disconnect is heard before it.
+        // Completions received before a disconnect are processed before it.
         while let Some(completion) = self.received.pop_front() {
             worked = true;
             if self.channels.contains_key(&completion.qp) && completion.status.is_ok() {
@@ -297,7 +299,7 @@ impl Target {
         worked
     }
 
-    /// The time of its next turn at the latest.
+    /// Returns the latest time of the next turn.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let waiting = self.waiting.iter().map(|(due, ..)| *due);
         waiting.chain(self.nic.deadline()).min()
@@ -364,7 +366,7 @@ impl Target {
             sq_sig_all: true,
             ..QpInitAttr::new(self.pd, self.cq, QpType::Rc, cap)
         };
-        // The initiator may have given up by now.
+        // The initiator may have abandoned the connection already.
         let Ok(qp) = self.nic.create_cm_qp(id, &init) else {
             self.nic.dereg_mr(mr.id).unwrap();
             let _ = self.nic.destroy_id(id);
@@ -425,7 +427,7 @@ impl Target {
                         completion.qp,
                         &Rsp {
                             solicited: false,
-                            // The unit of the aborted command comes back too.
+                            // This also returns the credit of the aborted command.
                             req_lim_delta: 2,
                             tag: tmf.tag,
                             status: 0,
@@ -478,11 +480,12 @@ impl Target {
             false => SendOp::Send,
         };
         let wr = SendWr::new(0, op, &sges);
-        // On a connection that has broken meanwhile no receiver waits for it.
+        // If the connection broke in the meantime, there is no receiver.
         let _ = self.nic.post_send(qp, &[wr]);
     }
 
-    /// One RDMA transfer between the staging memory and a range of the initiator's; waits for it.
+    /// Performs an RDMA transfer between the staging memory and a range of the initiator's memory,
+    /// and waits for its completion.
     fn transfer(&mut self, qp: QpId, desc: MemDesc, at: usize, to_initiator: bool) -> bool {
         let Some(channel) = self.channels.get(&qp) else {
             return false;
@@ -520,7 +523,7 @@ impl Target {
         }
     }
 
-    /// Moves a buffer's data, in the order of its descriptors.
+    /// Transfers the data of a buffer in the order of its descriptors.
     fn move_data(&mut self, qp: QpId, buffer: &DataBuffer<'_>, to_initiator: bool) -> bool {
         let descs = match buffer {
             DataBuffer::None => Vec::new(),
@@ -611,7 +614,7 @@ impl Target {
             }
         }
         if self.knobs.ask_credit.load(Ordering::SeqCst) {
-            // Asks for credit on the way, which the initiator must acknowledge.
+            // Requests credit first; the initiator must acknowledge this.
             let mut req = [0; 16];
             (req[0], req[15]) = (0x81, 9);
             self.send(qp, &req);
@@ -619,7 +622,7 @@ impl Target {
         self.reply(qp, &rsp);
     }
 
-    /// Carries a command out; data-out is in the staging memory. Gives data-in.
+    /// Executes a command and returns its Data-In. Data-Out is in the staging memory.
     fn execute(&mut self, qp: QpId, cmd: &Cmd<'_>) -> Option<Vec<u8>> {
         let mut disk = self.disk.lock().unwrap();
         let cdb = &cmd.cdb;

@@ -1,19 +1,19 @@
-//! Host names of targets, which are looked up again for each connection attempt.
+//! Host names of targets, resolved again for each connection attempt.
 //!
-//! A lookup blocks, so a separate thread performs it and the engine never waits: a target is
-//! contacted at its last known address, and the next attempt uses the result. A DNS server that does
-//! not respond delays nothing. Only a redirection to a name waits for its address.
+//! A lookup blocks, so a separate thread performs it and the engine never waits: the engine
+//! connects to the last known address, and the next attempt uses the result. An unresponsive DNS
+//! server doesn't delay a connection. Only a redirection to a host name waits for the address.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{io, thread};
 
-/// A host name, with a port.
+/// Host name with a port.
 #[derive(Debug)]
 pub(super) struct HostName {
     name: String,
     port: u16,
-    /// Address of the family that the name's address must have.
+    /// Required address family, that of this address.
     family: Option<SocketAddr>,
     lookup: Mutex<Lookup>,
 }
@@ -27,15 +27,15 @@ struct Lookup {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LookupState {
-    /// The address was found a moment ago.
+    /// The address was just resolved.
     Fresh,
-    /// A thread looks the name up.
+    /// A thread is resolving the name.
     Running,
     Idle,
 }
 
 impl HostName {
-    /// A name whose address has just been found.
+    /// Creates an entry for a name that was just resolved.
     pub(super) fn new(
         name: &str,
         port: u16,
@@ -45,7 +45,7 @@ impl HostName {
         Self::with(name, port, family, Some(dst), LookupState::Fresh)
     }
 
-    /// A name whose lookup begins now; see [`Self::poll`].
+    /// Creates an entry and starts the lookup; see [`Self::poll`].
     pub(super) fn look_up(name: &str, port: u16, family: Option<SocketAddr>) -> Arc<Self> {
         let host = Self::with(name, port, family, None, LookupState::Idle);
         host.refresh();
@@ -67,14 +67,15 @@ impl HostName {
         })
     }
 
-    /// The last known address. The name is looked up again for the next call, unless this is the
-    /// first one.
+    /// Returns the last known address and starts a lookup for the next call, unless this is the
+    /// first call.
     pub(super) fn renew(self: &Arc<Self>) -> Option<SocketAddr> {
         self.refresh();
         self.lock().dst
     }
 
-    /// The address, once the lookup has completed; an inner `None` if it failed.
+    /// Returns the address once the lookup has completed; the inner `Option` is `None` if it
+    /// failed.
     pub(super) fn poll(&self) -> Option<Option<SocketAddr>> {
         let lookup = self.lock();
         (lookup.state != LookupState::Running).then_some(lookup.dst)
@@ -102,7 +103,7 @@ impl HostName {
         }
     }
 
-    /// Notes the result of a lookup. An address that is still listed stays in use.
+    /// Stores the result of a lookup. Keeps the current address if it is still listed.
     fn finish(&self, found: io::Result<impl Iterator<Item = SocketAddr>>) {
         let mut lookup = self.lock();
         lookup.state = LookupState::Idle;

@@ -1,4 +1,4 @@
-//! Commands with their buffers, on their way to the engine and back; and the names of sessions and
+//! Commands with their buffers between users and the engine, and identifiers of sessions and
 //! targets.
 
 use std::net::SocketAddr;
@@ -17,26 +17,26 @@ use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::unit::FlushMark;
 
-/// Names a session of the engine; never used again for another one.
+/// Identifies a session of the engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct SessionKey {
     pub(super) index: usize,
     pub(super) serial: u64,
 }
 
-/// The address of a session's target.
+/// Address of a session's target.
 #[derive(Clone, Debug)]
 pub(super) struct Target {
     pub(super) dst: SocketAddr,
-    /// The name that [`Self::dst`] is the address of.
+    /// Host name for [`Self::dst`].
     pub(super) host: Option<Arc<HostName>>,
     pub(super) src: Option<SocketAddr>,
-    /// InfiniBand service id, instead of the port's.
+    /// InfiniBand service ID, overriding the port's.
     pub(super) service_id: Option<u64>,
 }
 
 impl Target {
-    /// Brings the address of a host name up to date, for the next connection.
+    /// Updates the address of a host name for the next connection.
     pub(super) fn renew(&mut self) {
         if let Some(dst) = self.host.as_ref().and_then(HostName::renew) {
             self.dst = dst;
@@ -44,32 +44,32 @@ impl Target {
     }
 }
 
-/// The memory of a command's data. Its length must be that of the command's data.
+/// Memory for the data of a command. Its length must equal the data length of the command.
 #[derive(Debug, Default)]
 pub enum IoData {
-    /// The command has no data.
+    /// The command transfers no data.
     #[default]
     None,
-    /// One buffer for all data.
+    /// A single buffer for all data.
     One(Buffer),
-    /// Several buffers, in order.
+    /// Several buffers in order.
     Many(Vec<Buffer>),
 }
 
 impl IoData {
-    /// Length of the data, in bytes.
+    /// Returns the length of the data in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.buffers().iter().map(Buffer::len).sum()
     }
 
-    /// Returns whether there is no byte.
+    /// Returns whether the length is 0.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Buffers in the order of the data.
+    /// Returns the buffers in the order of the data.
     #[must_use]
     pub fn buffers(&self) -> &[Buffer] {
         match self {
@@ -79,7 +79,7 @@ impl IoData {
         }
     }
 
-    /// The only buffer, if that is what it is.
+    /// Returns the buffer if there is exactly one.
     #[must_use]
     pub fn into_one(self) -> Option<Buffer> {
         match self {
@@ -88,7 +88,7 @@ impl IoData {
         }
     }
 
-    /// Collects the ranges that are not empty.
+    /// Collects the non-empty ranges.
     pub(super) fn slices(&self, out: &mut Vec<MemSlice>) {
         out.clear();
         let full = self.buffers().iter().map(Buffer::slice);
@@ -101,20 +101,20 @@ impl IoData {
 pub struct ScsiIo {
     /// Logical unit of the command.
     pub lun: LunId,
-    /// SCSI command to carry out.
+    /// SCSI command to execute.
     pub command: Command,
     /// Task attribute of the command.
     pub attr: TaskAttr,
     /// Memory of the data.
     pub data: IoData,
-    /// Longest duration, retries and reconnections included.
+    /// Timeout, including retries and reconnections.
     pub timeout: Duration,
-    /// Repetition on the target's wish.
+    /// Retries for statuses that request them.
     pub retry: Retry,
 }
 
 impl ScsiIo {
-    /// A simple task that is repeated when the target is busy or not ready.
+    /// Creates a simple task that is retried if the target is busy or not ready.
     #[must_use]
     pub fn new(lun: LunId, command: Command, data: IoData, timeout: Duration) -> Self {
         Self {
@@ -128,33 +128,33 @@ impl ScsiIo {
     }
 }
 
-/// End of a command, with its memory.
+/// Completion of a command, with its memory.
 #[derive(Debug)]
 pub struct IoEnd {
-    /// The target's answer, or why there is none.
+    /// Response of the target, or the error.
     pub result: RequestResult,
-    /// The memory that was given with the command.
+    /// Memory passed with the command.
     pub data: IoData,
 }
 
-/// The receiver of a command's end.
+/// Receiver of a command's completion.
 pub(super) enum Done {
-    /// A future, perhaps one that is no longer polled.
+    /// A future, which may no longer be polled.
     Future(Sender<IoEnd>),
-    /// A workload on the engine's thread, with its own token.
+    /// A workload on the engine's thread, with its token.
     Workload { workload: usize, token: u64 },
-    /// The paths that the command came from.
+    /// The paths that submitted the command.
     Path {
         paths: SessionKey,
         request: RequestId,
     },
     /// Paths that identify the unit.
     Check { paths: SessionKey, path: PathIndex },
-    /// A session that identifies a watched unit, which has this number.
+    /// A session that identifies the watched unit with this number.
     Unit { session: SessionKey, unit: u64 },
-    /// None: the answer itself shows that the target is there.
+    /// No receiver: the response only shows that the target is alive.
     Ping,
-    /// Paths of which another one is back.
+    /// Paths that check whether another path has recovered.
     PathPing { paths: SessionKey, path: PathIndex },
 }
 
@@ -163,15 +163,15 @@ pub(super) struct Io {
     pub(super) io: ScsiIo,
     pub(super) deadline: Instant,
     pub(super) done: Done,
-    /// Of a flush: the writes that were acknowledged when it was submitted, from
+    /// For a flush: the writes acknowledged when it was submitted, from
     /// [`WriteCache::begin_flush`](crate::unit::WriteCache::begin_flush).
     pub(super) mark: FlushMark,
-    /// It was submitted again after its unit had been missing.
+    /// Submitted again after its unit was missing.
     pub(super) is_resubmitted: bool,
 }
 
 impl Io {
-    /// A command that is submitted now.
+    /// Creates a command submitted at `now`.
     pub(super) fn new(io: ScsiIo, done: Done, now: Instant) -> Self {
         Self {
             deadline: now + io.timeout,
@@ -183,36 +183,36 @@ impl Io {
     }
 }
 
-/// Work that runs on the engine's own thread: no wake-up and no queue between a completion and the
-/// next submission. Calls must not block, and are few instructions in a good benchmark.
+/// Work that runs on the engine's thread, without a wake-up or a queue between a completion and the
+/// next submission. Calls must not block, and should be short for good benchmark results.
 ///
-/// A workload ends when none of its commands is outstanding after a call and it waits for no time;
-/// it is then dropped.
+/// A workload completes when, after a call, it has no outstanding commands and no wake-up time. It
+/// is then dropped.
 pub trait Workload: Send {
-    /// Begins: submit the first commands.
+    /// Starts the workload by submitting its first commands.
     fn start(&mut self, queue: &mut WorkQueue);
 
-    /// Handles the end of the command with that token.
+    /// Handles the completion of the command with this token.
     fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue);
 
-    /// Time at which it wants to be woken; `None`: it waits for the ends of its commands only.
+    /// Returns the wake-up time. `None` means that it only waits for completions of its commands.
     fn due(&self) -> Option<Instant> {
         None
     }
 
-    /// The time of [`Workload::due`] has come. It may have come already when the call before
-    /// returned; then this is called once in a round.
+    /// Called when the time returned by [`Workload::due`] is reached. If it was already in the past
+    /// when returned, this is called once per round.
     fn wake(&mut self, _queue: &mut WorkQueue) {}
 }
 
-/// Takes a workload's commands.
+/// Queue for the commands of a workload.
 #[derive(Debug, Default)]
 pub struct WorkQueue {
     pub(super) submitted: Vec<(u64, ScsiIo)>,
 }
 
 impl WorkQueue {
-    /// Submits a command. `token` comes back with its end.
+    /// Submits a command. Its completion is reported with `token`.
     pub fn submit(&mut self, token: u64, io: ScsiIo) {
         self.submitted.push((token, io));
     }

@@ -1,5 +1,4 @@
-//! The engine: one thread that owns a device and any number of sessions, and the asynchronous API
-//! on top of it.
+//! The engine: a thread that owns a device and any number of sessions, with an asynchronous API.
 //!
 //! ```text
 //!  any thread, any executor          engine thread
@@ -10,18 +9,19 @@
 //!                                                Provider (verbs, connection manager), TCP sockets
 //! ```
 //!
-//! - [`Client`]: starts and stops the thread, makes sessions, owns the buffer pool.
-//! - [`Session`]: commands to logical units of one target; see [`crate::lun`] for disks.
-//! - [`ScsiIo`], [`IoEnd`], [`IoFuture`]: a command, its end, and the wait for it.
-//! - [`Workload`]: submissions from the engine's own thread, for benchmarks at high queue depth.
+//! - [`Client`]: starts and stops the thread, creates sessions, owns the buffer pool.
+//! - [`Session`]: executes commands for logical units of a target; see [`crate::lun`] for disks.
+//! - [`ScsiIo`], [`IoEnd`], [`IoFuture`]: a command, its completion, and the future for it.
+//! - [`Workload`]: submits commands from the engine's thread, for benchmarks at high queue depth.
 //!
 //! # Invariants
-//! - The engine owns a command's buffers from submission to its end, with or without the future
-//!   that waits. Dropping a future abandons the wait, never the memory.
-//! - A buffer is reachable for the target only while its command is outstanding: it is registered
-//!   for that command and invalidated before the end is reported. The exception is a session made
-//!   with `register_always=0`, whose target may reach the whole pool while the session lasts.
-//! - Wakers are called on the engine's thread with no lock held. What they run must not block.
+//! - The engine owns the buffers of a command from submission to completion, even if its future was
+//!   dropped. Dropping a future abandons the wait, but never releases the memory.
+//! - The target can access a buffer only while its command is outstanding: the buffer is registered
+//!   for the command and invalidated before the completion is reported. The exception is a session
+//!   with `register_always=0`: its target can access the whole pool for the lifetime of the
+//!   session.
+//! - Wakers are called on the engine's thread without holding a lock. They must not block.
 mod builder;
 mod client;
 mod connect;
@@ -61,42 +61,42 @@ use crate::session::Down;
 use crate::srp::discovery::DiscoveryError;
 use crate::url::SecretError;
 
-/// Longest duration of a call of a session, by default.
+/// Default timeout for a call of a session.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Failure of the engine.
+/// Error of the engine.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// The device or the operating system refused at the start.
+    /// The device or the operating system returned an error during startup.
     #[error("device cannot be opened: {0}")]
     Device(#[from] std::io::Error),
-    /// The host name has no address, or none of the device's family.
+    /// The host name has no address, or none in the device's address family.
     #[error("host `{0}` has no usable address")]
     NoAddress(String),
-    /// The session could not be made.
+    /// The session could not be established.
     #[error("cannot log in: {0}")]
     Login(#[from] Down),
-    /// The device has no such partition key.
+    /// The device does not have this partition key.
     #[error("device has no partition key {0:04x}")]
     NoPartition(u16),
-    /// The address offers several target ports, and none was named.
+    /// The target has several ports, and the address does not name one.
     #[error("target has several ports; name one with its id_ext and ioc_guid")]
     Ambiguous,
-    /// The address names no target port, and the device cannot ask for them.
+    /// The address does not name a target port, and the device does not support querying the ports.
     #[error(
         "this device cannot ask a target for its ports; name one with id_ext and ioc_guid in the address"
     )]
     Unnamed,
-    /// Two portals of an address are the same.
+    /// Two portals of an address are identical.
     #[error("{0} is named twice; every path needs a portal of its own")]
     SamePortal(std::net::SocketAddr),
-    /// The address does not name the iSCSI target.
+    /// The address does not name an iSCSI target.
     #[error("address names no target; `riser discover` lists those that there are")]
     NoTarget,
-    /// The passwords for the address are not to be had.
+    /// The passwords for the address are not available.
     #[error(transparent)]
     Secret(#[from] SecretError),
-    /// Nothing could be found out about the address.
+    /// Discovery for the address failed.
     #[error(transparent)]
     Discovery(#[from] DiscoveryError),
     /// The engine has been shut down.

@@ -1,4 +1,4 @@
-//! One value from the engine to a future, on any executor.
+//! Sends a single value from the engine to a future on any executor.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 struct State<T> {
     value: Option<T>,
     waker: Option<Waker>,
-    /// The sender is gone.
+    /// The sender was dropped.
     closed: bool,
 }
 
@@ -22,16 +22,16 @@ impl<T> Shared<T> {
     }
 }
 
-/// Sends the value; dropping it instead shows the receiver that none comes.
+/// Sends the value. If it is dropped without sending, the receiver returns `None`.
 #[derive(Debug)]
 pub(crate) struct Sender<T>(Arc<Shared<T>>);
 
-/// Waits for the value; `None` if the sender was dropped.
+/// Waits for the value; returns `None` if the sender was dropped.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless polled"]
 pub(crate) struct Receiver<T>(Arc<Shared<T>>);
 
-/// Makes a connected pair.
+/// Creates a connected pair.
 pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared(Mutex::new(State {
         value: None,
@@ -42,10 +42,10 @@ pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
 }
 
 impl<T> Sender<T> {
-    /// Sends the value. If its receiver has gone, it is dropped with the pair.
+    /// Sends the value. If the receiver was dropped, the value is dropped with the pair.
     pub(crate) fn send(self, value: T) {
         self.0.state().value = Some(value);
-        // Dropping `self` closes the pair and wakes.
+        // Dropping `self` closes the pair and wakes the receiver.
     }
 }
 
@@ -56,7 +56,7 @@ impl<T> Drop for Sender<T> {
             state.closed = true;
             state.waker.take()
         };
-        // With the lock released: waking may run the receiver here and now.
+        // Call this without holding the lock, because waking may run the receiver immediately.
         if let Some(waker) = waker {
             waker.wake();
         }

@@ -1,4 +1,4 @@
-//! Sleep of the engine's thread, and its wake-up by others.
+//! Parking of the engine's thread, and its wake-up by other threads.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,17 +11,17 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::poll_fds::wait;
 pub(crate) use crate::poll_fds::{Waited, WaitedFds};
 
-/// Longest sleep: waking once in an hour costs nothing and keeps sums of times small.
+/// Maximum sleep. A wake-up per hour is cheap and avoids large sums of times.
 const LONGEST: Duration = Duration::from_secs(3600);
 
-/// Messages to a thread that parks in [`Mailbox::park`].
+/// Mailbox for a thread that parks in [`Mailbox::park`].
 ///
-/// Not bounded by itself: every message stands for something that its sender holds (a request with
-/// its buffer, a session), so it holds no more than its senders do.
+/// Not bounded: each message corresponds to a resource held by its sender (a request with its
+/// buffer, or a session), so the senders limit the number of messages.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T> {
     inner: Mutex<Inner<T>>,
-    /// The thread sleeps, or is about to.
+    /// The thread is sleeping, or about to sleep.
     parked: AtomicBool,
     bell: OwnedFd,
 }
@@ -49,10 +49,10 @@ impl<T> Mailbox<T> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves a message and wakes the thread if it sleeps.
+    /// Adds a message and wakes the thread if it is parked.
     ///
     /// # Errors
-    /// Gives the message back once the mailbox is closed.
+    /// Returns the message if the mailbox is closed.
     pub(crate) fn send(&self, message: T) -> Result<(), T> {
         {
             let mut inner = self.inner();
@@ -62,27 +62,28 @@ impl<T> Mailbox<T> {
             inner.messages.push(message);
         }
         if self.parked.swap(false, Ordering::SeqCst) {
-            // The counter is far from its limit, so the only failure would be a bad descriptor.
+            // The counter is far below its limit, so this could fail only with an invalid
+            // descriptor.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
         Ok(())
     }
 
-    /// Swaps the messages that have come into an empty `out`.
+    /// Swaps the received messages into `out`, which must be empty.
     pub(crate) fn receive(&self, out: &mut Vec<T>) {
         debug_assert!(out.is_empty());
         std::mem::swap(&mut self.inner().messages, out);
     }
 
-    /// Refuses messages from now on; gives those that were left.
+    /// Closes the mailbox for further messages, and returns the remaining ones.
     pub(crate) fn close(&self) -> Vec<T> {
         let mut inner = self.inner();
         inner.closed = true;
         std::mem::take(&mut inner.messages)
     }
 
-    /// Sleeps until a message comes, a descriptor is ready or the time is over. It may also wake
-    /// for no reason.
+    /// Sleeps until a message arrives, a descriptor is ready, or the timeout expires. Spurious
+    /// wake-ups are possible.
     pub(crate) fn park(&self, fds: &[Waited<'_>], timeout: Option<Duration>) {
         self.parked.store(true, Ordering::SeqCst);
         if !self.inner().messages.is_empty() {
@@ -105,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// Time after which no message is expected any more.
+    /// Time limit for an expected message.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]

@@ -1,15 +1,14 @@
-//! The memory that data buffers are cut from.
+//! Pool for data buffers.
 //!
-//! [`BufferPool`] is one mapping. A buffer is a run of its pages, taken first-fit and given back
-//! when it is dropped, wherever it is then. A user that finds no run that is large enough waits in
-//! a queue: buffers are granted in the order of asking, so that a large request is not starved by
-//! small ones.
+//! A [`BufferPool`] is a single mapping. A buffer is a run of its pages, allocated first-fit and
+//! released when the buffer is dropped, on any thread. If there is no run of the requested size,
+//! the user waits in a FIFO queue, so that small requests don't starve a large one.
 //!
-//! Behind the pages of the buffers there is a run of zeroes, which all writes of zeroes share. They
-//! neither wait for a buffer nor keep one from others.
+//! The pages of the buffers are followed by a run of zeroes, shared by all writes of zeroes. Such
+//! writes need no buffer from the pool.
 //!
-//! Bound: the mapping's length, fixed when the pool is made. Waiters are bounded by the futures
-//! that their callers hold.
+//! Bound: the size of the mapping, fixed when the pool is created. The number of waiters is bounded
+//! by the futures held by the callers.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -22,7 +21,7 @@ use riser_memory::{Memory, PAGE};
 
 use crate::block::{Buffer, BufferWaiters};
 
-/// Bytes of the zeroes: what is worth one command, where they are written as data.
+/// Length of the zeroes in bytes: the largest worthwhile command if zeroes are written as data.
 const ZEROES: usize = 256 << 10;
 
 /// A pool of data buffers. Clones share it.
@@ -33,15 +32,15 @@ pub struct BufferPool(Arc<Inner>);
 struct Inner {
     memory: Memory,
     state: Mutex<State>,
-    /// Waiters that poll [`BufferPool::try_take`] instead of standing in the queue.
+    /// Waiters that poll [`BufferPool::try_take`] instead of using the queue.
     pollers: BufferWaiters,
 }
 
 #[derive(Debug)]
 struct State {
-    /// Free runs of pages, by start, neighbours joined.
+    /// Free runs of pages, sorted by start; adjacent runs are merged.
     free: Vec<Run>,
-    /// Users that wait, first come first.
+    /// Waiting users in FIFO order.
     queue: VecDeque<Ticket>,
     next_ticket: u64,
 }
@@ -58,7 +57,7 @@ struct Ticket {
     waker: Option<Waker>,
 }
 
-/// Gives its run back when it is dropped.
+/// Releases its run when dropped.
 struct Lease {
     pool: Arc<Inner>,
     run: Run,
@@ -71,7 +70,7 @@ impl Drop for Lease {
 }
 
 impl State {
-    /// Takes a run of `pages` pages.
+    /// Allocates a run of `pages` pages.
     fn take(&mut self, pages: usize) -> Option<Run> {
         let at = self.free.iter().position(|run| run.pages >= pages)?;
         let run = &mut self.free[at];
@@ -108,7 +107,7 @@ impl State {
         }
     }
 
-    /// The waker of the first in the queue.
+    /// Returns the waker of the first user in the queue.
     fn first_waker(&mut self) -> Option<Waker> {
         self.queue.front_mut()?.waker.take()
     }
@@ -133,12 +132,12 @@ impl Inner {
 }
 
 impl BufferPool {
-    /// A pool of `len` bytes, rounded up to whole pages.
+    /// Creates a pool of `len` bytes, rounded up to whole pages.
     ///
     /// # Errors
-    /// That of `mmap(2)`.
+    /// Returns the error of `mmap(2)`.
     pub fn new(len: usize) -> io::Result<Self> {
-        // A length that cannot be is left to the mapping to refuse.
+        // An impossible length is rejected by the mapping.
         let memory = Memory::new(len.max(PAGE).saturating_add(ZEROES))?;
         let pages = (memory.len() - ZEROES) / PAGE;
         Ok(Self(Arc::new(Inner {
@@ -152,31 +151,32 @@ impl BufferPool {
         })))
     }
 
-    /// Memory that holds every buffer, and the zeroes.
+    /// Returns the memory that contains all buffers and the zeroes.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.0.memory
     }
 
-    /// Bytes of all buffers, free or not.
+    /// Returns the total size of all buffers in bytes, free or allocated.
     #[must_use]
     pub fn size(&self) -> usize {
         self.0.memory.len() - ZEROES
     }
 
-    /// The first `most` bytes of the zeroes, or all of them. They must not be written to: others
-    /// may be sending them.
+    /// Returns the first `most` bytes of the zeroes, or all of them. They must not be modified,
+    /// because other users may be sending them.
     pub(crate) fn zeroes(&self, most: u64) -> Buffer {
         let len = most.min(ZEROES as u64) as usize;
         let start = self.size();
         let slice = self.0.memory.slice(start..start + len);
         let slice = slice.expect("the zeroes lie within the mapping");
-        // A peer that may write to the pool may have changed them since.
+        // A peer with write access to the pool may have changed them.
         slice.fill(0, len, 0);
         Buffer::leased(slice, Box::new(()))
     }
 
-    /// Takes a buffer of `len` bytes, or `None` where there is none free or others wait already.
+    /// Allocates a buffer of `len` bytes. Returns `None` if no run is free or other users are
+    /// waiting.
     #[must_use]
     pub fn try_take(&self, len: usize) -> Option<Buffer> {
         let mut state = self.0.state();
@@ -188,15 +188,15 @@ impl BufferPool {
         Some(self.buffer(run, len))
     }
 
-    /// Wakes `waker` once when a buffer may have become free for [`BufferPool::try_take`].
+    /// Wakes `waker` once when a buffer may be available for [`BufferPool::try_take`].
     pub fn wake_when_free(&self, waker: &Waker) {
         self.0.pollers.register(waker);
     }
 
-    /// Waits for a buffer of `len` bytes, in turn.
+    /// Waits for a buffer of `len` bytes in FIFO order.
     ///
     /// # Panics
-    /// If `len` is more than the whole pool.
+    /// Panics if `len` exceeds the size of the pool.
     pub fn take(&self, len: usize) -> TakeBuffer {
         assert!(len <= self.size(), "buffer larger than its pool");
         TakeBuffer {
@@ -220,7 +220,7 @@ impl BufferPool {
         Buffer::leased(slice, Box::new(lease))
     }
 
-    /// Bytes free, in runs of any length.
+    /// Returns the number of free bytes in all runs.
     #[must_use]
     pub fn free(&self) -> usize {
         self.0.state().free.iter().map(|run| run.pages * PAGE).sum()
@@ -231,7 +231,7 @@ fn pages(len: usize) -> usize {
     len.div_ceil(PAGE).max(1)
 }
 
-/// A buffer to come. Dropping it gives up the place in the queue.
+/// Future for a buffer. Dropping it leaves the queue.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless polled"]
 pub struct TakeBuffer {
@@ -241,7 +241,7 @@ pub struct TakeBuffer {
 }
 
 impl TakeBuffer {
-    /// Leaves the queue; the first one then is woken to look.
+    /// Leaves the queue. Returns the waker of the new first user, which must try again.
     fn leave(&mut self, state: &mut State) -> Option<Waker> {
         let number = self.ticket.take()?;
         state.queue.retain(|ticket| ticket.number != number);
@@ -256,7 +256,7 @@ impl Future for TakeBuffer {
         let this = self.get_mut();
         let pool = this.pool.clone();
         let mut state = pool.0.state();
-        // In the order of tickets, so that small requests do not keep a large one waiting.
+        // In ticket order, so that small requests don't starve a large one.
         let first = match (this.ticket, state.queue.front()) {
             (None, None) => true,
             (Some(number), Some(front)) => front.number == number,

@@ -1,4 +1,4 @@
-//! Sessions by several portals at once.
+//! Sessions over several portals.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,12 +16,13 @@ use crate::session::Timing;
 use crate::url::IscsiUrl;
 use crate::url::{Host, MAX_PORTALS, Portal, TargetUrl};
 
-/// Interval at which a unit that offers asymmetric access is asked about it, and a path that it
-/// refused.
+/// Interval for checking the access states of a unit with asymmetric access, and a path that the
+/// unit rejected.
 const RECHECK: Duration = Duration::from_secs(5);
 
 impl Client {
-    /// Logs in by every portal of an address: a session that works as long as one of them does.
+    /// Logs in to all portals of an address. The session remains usable while at least one of them
+    /// works.
     pub(super) async fn login_paths(
         &self,
         url: TargetUrl,
@@ -37,7 +38,7 @@ impl Client {
                 return Err(EngineError::SamePortal(target.dst));
             }
             let protocol = match portal {
-                // Each path has an initiator port of its own.
+                // Each path has a separate initiator port.
                 TargetUrl::Srp(url) => {
                     let mut url = url.clone();
                     let own = self.session_port(at);
@@ -76,7 +77,8 @@ impl Client {
         self.open_session(url, plan, status).await
     }
 
-    /// The address once for each portal: those that it names, or all that there are.
+    /// Returns a copy of the address for each portal: either the listed portals or all available
+    /// ones.
     async fn find_portals(&self, url: &TargetUrl) -> Result<Vec<TargetUrl>, EngineError> {
         let first = url.first();
         let mut portals = match url.wants_all() {
@@ -92,7 +94,7 @@ impl Client {
             && url.wants_all()
         {
             let told = self.ask_for_portals(iscsi).await?;
-            // From an address of one family no portal of the other can be reached.
+            // A source address cannot reach portals of the other address family.
             let fits = |p: &Portal| match (&p.host, url.src()) {
                 (Host::Ip(ip), Some(src)) => ip.is_ipv4() == src.is_ipv4(),
                 _ => true,
@@ -122,9 +124,10 @@ impl Client {
         Ok(all)
     }
 
-    /// The portals of a target, as it reports them (SendTargets).
+    /// Requests the portals of a target (SendTargets).
     async fn ask_for_portals(&self, url: &IscsiUrl) -> Result<Vec<Portal>, EngineError> {
-        // RFC 7143 Appendix C: every target responds to its name, with a list that stays short.
+        // RFC 7143 Appendix C: a target must respond to a request with its own name, and this list
+        // is short.
         let found = self.send_targets(url, url.target.clone()).await?;
         let ours = found
             .into_iter()

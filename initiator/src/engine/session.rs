@@ -1,4 +1,4 @@
-//! A session as its users see it: commands, workloads, its end.
+//! User handle of a session: commands, workloads and shutdown.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -28,7 +28,7 @@ pub(super) struct SessionHandle {
     pub(super) url: TargetUrl,
 }
 
-/// A session with a target. Clones share it; the last one to go logs out.
+/// A session with a target. Clones share it; dropping the last one logs out.
 #[derive(Clone)]
 pub struct Session {
     pub(super) handle: Arc<SessionHandle>,
@@ -45,32 +45,32 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    /// Engine that the session belongs to.
+    /// Returns the engine of the session.
     #[must_use]
     pub fn client(&self) -> &Client {
         &self.handle.client
     }
 
-    /// The address that the session was made with.
+    /// Returns the address of the session.
     #[must_use]
     pub fn url(&self) -> &TargetUrl {
         &self.handle.url
     }
 
-    /// The same session with another limit for each call.
+    /// Returns the session with a different timeout for each call.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Longest duration of a call.
+    /// Returns the timeout for each call.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Waits for a data buffer of `len` bytes, within the session's limit.
+    /// Waits for a data buffer of `len` bytes, up to the session's timeout.
     ///
     /// # Errors
     /// [`Elapsed`].
@@ -82,37 +82,37 @@ impl Session {
         }
     }
 
-    /// State of the session, and its history.
+    /// Returns the state and history of the session.
     #[must_use]
     pub fn status(&self) -> &SessionStatus {
         &self.handle.status
     }
 
-    /// As [`Self::status`], for a watcher that goes on when the session is gone.
+    /// Same as [`Self::status`], but remains valid after the session was dropped.
     #[must_use]
     pub fn watch(&self) -> Arc<SessionStatus> {
         self.handle.status.clone()
     }
 
-    /// Sends a command. The engine holds its buffers until it has ended, whether or not the future
-    /// is still there.
+    /// Submits a command. The engine owns its buffers until it completes, even if the future is
+    /// dropped.
     pub fn submit(&self, io: ScsiIo) -> IoFuture {
         let (sender, receiver) = oneshot();
         let message = Message::Submit(self.handle.guard.key, Box::new(io), sender);
-        // A closed mailbox drops the message, and with it the sender.
+        // A closed mailbox drops the message and its sender.
         drop(self.handle.client.0.mailbox.send(message));
         IoFuture(receiver)
     }
 
-    /// The GUID of its initiator port, which a process that takes its place needs
-    /// ([`ClientBuilder::guid`](super::ClientBuilder::guid)); of no meaning but for SRP.
+    /// Returns the GUID of its initiator port, for a process that replaces this one
+    /// ([`ClientBuilder::guid`](super::ClientBuilder::guid)). Only meaningful for SRP.
     #[must_use]
     pub fn port_guid(&self) -> u64 {
         self.handle.client.0.port_guid()
     }
 
-    /// Has a unit watched while `owner` lives, which was `unit` when it was found; see
-    /// [`crate::unit`].
+    /// Watches a unit for changes while `owner` exists. `unit` is its state when it was discovered;
+    /// see [`crate::unit`].
     pub(crate) async fn watch_unit(
         &self,
         lun: LunId,
@@ -121,8 +121,8 @@ impl Session {
         owner: Weak<Losses>,
     ) -> Result<(), Elapsed> {
         let config = &self.handle.client.0.config;
-        // Before the disk is used. While the engine has not compared them, the one that was noted
-        // counts. A session reports the cache of its first unit only.
+        // Set this before the disk is used. The recorded generation applies until the engine has
+        // compared the two. A session only reports the cache of its first unit.
         let status = &self.handle.status;
         let found = unit.cache.filter(|_| caching.write_cache);
         if status.report().cache.is_none() {
@@ -157,14 +157,14 @@ impl Session {
             .map_err(|_| EngineError::Gone)
     }
 
-    /// Logs out and waits until everything is released. Outstanding commands end with
-    /// [`RequestError::Closed`]; later ones too.
+    /// Logs out and waits until all resources are released. Outstanding and later commands fail
+    /// with [`RequestError::Closed`].
     pub async fn close(&self) {
         self.close_settled().await;
     }
 
-    /// As [`Self::close`]. Returns whether it is known that no command which changes a unit was
-    /// outstanding, because the target may execute such a command later.
+    /// Same as [`Self::close`]. Returns true if no command that modifies a unit can be outstanding.
+    /// Otherwise, the target may execute such a command later.
     pub async fn close_settled(&self) -> bool {
         let (sender, receiver) = oneshot();
         let message = Message::Close(self.handle.guard.key, Some(sender));
@@ -173,7 +173,7 @@ impl Session {
     }
 }
 
-/// The end of a command, to come. Dropping it abandons the wait; the command goes on.
+/// Future for the completion of a command. Dropping it abandons the wait, but not the command.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless polled"]
 pub struct IoFuture(Receiver<IoEnd>);

@@ -1,4 +1,4 @@
-//! Starting an engine: on a thread of its own, or without one in a simulation.
+//! Starting an engine: on a dedicated thread, or without a thread in a simulation.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +17,7 @@ use super::park::Mailbox;
 use super::pool::BufferPool;
 use super::system::{self, OpenDevice, System};
 
-/// An engine without a thread. Its owner gives it its rounds, and with them its time.
+/// Engine without a thread. Its owner steps it and provides the time.
 pub struct Engine<E: Env>(Driver<E>);
 
 impl<E: Env> std::fmt::Debug for Engine<E> {
@@ -27,33 +27,33 @@ impl<E: Env> std::fmt::Debug for Engine<E> {
 }
 
 impl<E: Env> Engine<E> {
-    /// Does what there is to do at that time, once. Returns whether there was anything; then it may
-    /// have more to do at once. Times never go back.
+    /// Performs all pending work once, at the given time. Returns whether there was any; if so,
+    /// more work may be pending. The time must not decrease.
     pub fn step(&mut self, now: Instant) -> bool {
         self.0.round(now)
     }
 
-    /// The time of the next step at the latest. Packets of its device, bytes of its sockets and
-    /// calls of its users may ask for an earlier one.
+    /// Returns the latest time of the next step. Packets of the device, data on sockets and calls
+    /// of users may require an earlier one.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         self.0.deadline()
     }
 
-    /// The device, for reading its counters.
+    /// Returns the device, for reading its counters.
     #[must_use]
     pub fn device(&self) -> Option<&E::Provider> {
         self.0.provider()
     }
 
-    /// Units of SRP's request limit that targets have, though no request is outstanding for them. A
-    /// target may return some late, but not more or less than it has.
+    /// Returns the number of SRP request-limit credits held by targets without an outstanding
+    /// request. A target may return a credit late, but must return each exactly once.
     #[must_use]
     pub fn unreturned(&self) -> i64 {
         self.0.unreturned()
     }
 
-    /// Returns whether it was shut down, and every session has ended.
+    /// Returns whether the engine was shut down and all sessions have closed.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.0.is_over()
@@ -64,23 +64,23 @@ impl ClientBuilder {
     /// Starts the engine on a software NIC at a local address.
     ///
     /// # Errors
-    /// As [`Self::build`].
+    /// See [`Self::build`].
     pub fn open(self, addr: std::net::IpAddr) -> Result<Client, EngineError> {
         self.build(move || Roce::open(&RoceConfig::new(addr)))
     }
 
-    /// Starts the engine without an RDMA device, for sessions on TCP.
+    /// Starts the engine without an RDMA device, for TCP sessions only.
     ///
     /// # Errors
-    /// As [`Self::build`].
+    /// See [`Self::build`].
     pub fn without_device(self) -> Result<Client, EngineError> {
         self.start::<Roce>(Box::new(|| Ok(None)))
     }
 
-    /// Starts the engine on a device that `open` makes on the engine's thread.
+    /// Starts the engine. `open` opens the device on the engine's thread.
     ///
     /// # Errors
-    /// [`EngineError::Device`] with the error of `open`, of the thread, or of the pool.
+    /// Returns [`EngineError::Device`] with the error of `open`, of the thread, or of the pool.
     pub fn build<P, F>(self, open: F) -> Result<Client, EngineError>
     where
         P: Provider + 'static,
@@ -89,11 +89,11 @@ impl ClientBuilder {
         self.start(Box::new(move || open().map(Some)))
     }
 
-    /// Makes an engine without a thread, in surroundings of its owner's. What its clients ask for
-    /// is done when the owner calls [`Engine::step`].
+    /// Creates an engine without a thread, in an environment provided by its owner. Requests of its
+    /// clients are processed when the owner calls [`Engine::step`].
     ///
     /// # Errors
-    /// As [`Self::build`].
+    /// See [`Self::build`].
     pub fn attach<E: Env>(self, mut env: E) -> Result<(Client, Engine<E>), EngineError> {
         let pool = BufferPool::new(self.pool)?;
         let mailbox = Arc::new(Mailbox::new()?);
@@ -117,8 +117,7 @@ impl ClientBuilder {
         Ok((client, Engine(driver)))
     }
 
-    /// Starts the engine's thread, which makes the engine itself: a device need not be able to move
-    /// to another thread.
+    /// Starts the engine's thread, which creates the engine, because a device may not be `Send`.
     fn start<P: Provider + 'static>(self, open: OpenDevice<P>) -> Result<Client, EngineError> {
         let (ready, made) = std::sync::mpsc::channel();
         let thread = std::thread::Builder::new().name("riser-engine".to_owned());
@@ -150,7 +149,7 @@ mod tests {
     use crate::session::{ConnectError, Down};
     use crate::url::IscsiUrl;
 
-    /// With the clock, the sockets and the device of the machine.
+    /// Uses the clock, sockets and device of the host.
     #[test]
     fn an_engine_runs_on_a_thread_of_its_own() {
         let client = Client::builder().pool(1 << 20).without_device().unwrap();

@@ -1,4 +1,4 @@
-//! State of a session, for readers on every thread at any time.
+//! State of a session, readable on any thread at any time.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,30 +13,30 @@ use crate::session::{Down, SessionEvent};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkState {
-    /// Logging in for the first time.
+    /// First login.
     Connecting = 0,
-    /// Logged in; commands flow.
+    /// Logged in and ready for commands.
     Live = 1,
-    /// The connection broke; a new one is being made.
+    /// The connection broke, and a new one is being established.
     Reconnecting = 2,
-    /// The session is over.
+    /// The session is closed.
     Closed = 3,
 }
 
-/// A session's state, written by the engine and read by any thread.
+/// State of a session, written by the engine and read by any thread.
 #[derive(Debug, Default)]
 pub struct SessionStatus {
     state: AtomicU8,
     reconnects: AtomicU64,
     stale: AtomicU64,
     details: Mutex<Details>,
-    /// The details, or the state, have changed.
+    /// The state or the details changed.
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Details {
-    /// Since when it is in its state, in seconds since 1970.
+    /// Time of the last state change, in seconds since 1970.
     since: u64,
     last: Option<Down>,
     pending: Pending,
@@ -45,25 +45,25 @@ struct Details {
     grown: Option<u64>,
 }
 
-/// Losses that the end of a session would cause while it is down.
+/// Potential losses if the session is closed while it is down.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pending {
-    /// Operations that wait for the target.
+    /// Operations waiting for the target.
     pub operations: usize,
-    /// Acknowledged writes may be in the target's volatile cache only.
+    /// Acknowledged writes may only be in the target's volatile cache.
     pub unflushed: bool,
 }
 
-/// State of a session at one moment.
+/// Snapshot of a session's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionReport {
     /// The session as a whole.
     pub link: LinkReport,
-    /// Each path; nothing for a session that is the only one, unless it leads to another unit than
-    /// before.
+    /// State of each path. Empty for a session with a single path, unless this leads to a different
+    /// unit than before.
     pub paths: Vec<PathReport>,
-    /// The generation of its unit's volatile cache that a process which takes over compares with,
-    /// if the unit offers one.
+    /// Generation of the unit's volatile cache, if the unit reports one. A process that takes over
+    /// compares it.
     pub cache: Option<[u8; 16]>,
 }
 
@@ -72,35 +72,35 @@ pub struct SessionReport {
 pub struct LinkReport {
     /// State of the link to the target.
     pub state: LinkState,
-    /// Since when, in seconds since 1970.
+    /// Time of the last state change, in seconds since 1970.
     pub since: u64,
-    /// Reason for its last outage.
+    /// Reason for the last outage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// While it is down, what its end would lose.
+    /// While the link is down: potential losses if the session is closed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<Pending>,
-    /// Capacity of a logical unit that has grown since it was attached, in bytes.
+    /// Capacity in bytes of a logical unit that has grown since it was attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grown: Option<u64>,
 }
 
-/// One of several paths to a unit.
+/// State of a path to a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PathReport {
-    /// Portal of the target through which it leads.
+    /// Portal of the target for this path.
     pub portal: String,
     /// State of the path.
     pub state: PathState,
-    /// Losses after it had been live.
+    /// Number of losses while live.
     pub losses: u64,
-    /// Reason for not being live, now or the last time.
+    /// Reason for not being live, now or most recently.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
 }
 
 impl SessionStatus {
-    /// State of the link to the target.
+    /// Returns the state of the link to the target.
     #[must_use]
     pub fn link(&self) -> LinkState {
         match self.state.load(Ordering::Acquire) {
@@ -111,38 +111,38 @@ impl SessionStatus {
         }
     }
 
-    /// Number of times that it had to reconnect.
+    /// Returns the number of reconnects.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.reconnects.load(Ordering::Relaxed)
     }
 
-    /// Number of messages about commands that had ended, which were discarded: answers that crossed
-    /// an abort, or second ones.
+    /// Returns the number of discarded messages for completed commands: duplicate responses, or
+    /// responses that crossed an abort.
     #[must_use]
     pub fn stale(&self) -> u64 {
         self.stale.load(Ordering::Relaxed)
     }
 
-    /// Counts one more of [`Self::stale`]; returns their number.
+    /// Increments [`Self::stale`] and returns the new value.
     pub(super) fn count_stale(&self) -> u64 {
         self.stale.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Reason for its last outage.
+    /// Returns the reason for the last outage.
     #[must_use]
     pub fn last_down(&self) -> Option<Down> {
         self.lock().last
     }
 
-    /// State of the session at this moment.
+    /// Returns a snapshot of the session's state.
     #[must_use]
     pub fn report(&self) -> SessionReport {
         self.report_of(&self.lock())
     }
 
-    /// Waits until the report differs from `known`, and returns it; `None` once the session is over
-    /// and its last report is known.
+    /// Waits until the report differs from `known` and returns it. Returns `None` if the session is
+    /// closed and its last report is `known`.
     #[must_use]
     pub fn wait_for_change(&self, known: &SessionReport) -> Option<SessionReport> {
         let is_same = |details: &mut Details| {
@@ -181,8 +181,8 @@ impl SessionStatus {
         self.lock().paths = portals.map(report).collect();
     }
 
-    /// The only portal of a session leads to another unit than before. It is recorded before the
-    /// session's commands fail, so that their owners find the reason.
+    /// Records that the only portal of a session leads to a different unit than before. Call this
+    /// before the session's commands fail, so that their owners can report the reason.
     pub(super) fn set_other_unit(&self, portal: String, down: Down, why: String) {
         let mut details = self.lock();
         details.last = Some(down);
@@ -204,9 +204,10 @@ impl SessionStatus {
         self.changed.notify_all();
     }
 
-    /// Enters a state at that date; `why` says what ended the one before. Returns the former state.
+    /// Enters a state at `date`. `why` is the reason for leaving the previous state. Returns the
+    /// previous state.
     fn enter(&self, state: LinkState, why: Option<Down>, date: Duration) -> LinkState {
-        // Under the lock, so that what waits for a change sees the state and its details together.
+        // Change both under the lock, so that waiters see a consistent state.
         let mut details = self.lock();
         let before = self.link();
         self.state.store(state as u8, Ordering::Release);
@@ -218,7 +219,7 @@ impl SessionStatus {
         before
     }
 
-    /// Sets the work that waits for the target while that is away.
+    /// Sets the pending work while the target is unreachable.
     pub(super) fn set_pending(&self, pending: Pending) {
         let mut details = self.lock();
         if details.pending != pending {
@@ -227,7 +228,7 @@ impl SessionStatus {
         }
     }
 
-    /// Sets the capacity of a unit that has grown, in bytes; returns whether it is new.
+    /// Sets the capacity in bytes of a unit that has grown; returns whether it changed.
     pub(super) fn set_grown(&self, bytes: u64) -> bool {
         let mut details = self.lock();
         let is_new = details.grown.replace(bytes) != Some(bytes);
@@ -237,7 +238,7 @@ impl SessionStatus {
         is_new
     }
 
-    /// Sets the generation that [`SessionReport::cache`] reports.
+    /// Sets the generation reported by [`SessionReport::cache`].
     pub(super) fn set_cache(&self, generation: Option<[u8; 16]>) {
         let mut details = self.lock();
         if details.cache != generation {
@@ -246,7 +247,7 @@ impl SessionStatus {
         }
     }
 
-    /// Notes an event that happened at that date, as time since 1970.
+    /// Records an event. `date` is the time since 1970.
     pub(super) fn on_event(&self, event: &SessionEvent, date: Duration) {
         match event {
             SessionEvent::Live => {

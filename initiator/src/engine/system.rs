@@ -1,4 +1,4 @@
-//! The machine as the surroundings of an engine, and the thread that an engine has there.
+//! The host as the environment of an engine, and the engine's thread.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,10 +15,10 @@ use rustix::net::{
 use super::driver::Driver;
 use super::env::Env;
 
-/// A call that opens a device, on the engine's thread.
+/// Opens a device on the engine's thread.
 pub(super) type OpenDevice<P> = Box<dyn FnOnce() -> io::Result<Option<P>> + Send>;
 
-/// The machine that the program runs on.
+/// The host that runs the program.
 pub(super) struct System<P> {
     open: Option<OpenDevice<P>>,
 }
@@ -44,12 +44,13 @@ impl<P: Provider> Env for System<P> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let socket = socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
         sockopt::set_tcp_nodelay(&socket, true)?;
-        // A process that is killed takes what it has not sent with it: otherwise the kernel repeats
-        // its writes for minutes, also when another process has taken its place. So each close is a
-        // reset; a logout is answered before.
+        // When a process is killed, its unsent data must be discarded. Otherwise the kernel would
+        // retransmit its writes for minutes, even after another process has taken over. So each
+        // close resets the connection; the response to a logout is received first.
         sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
-        // An idle connection whose peer's host has vanished fails after four seconds. While data are
-        // in flight TCP sends no such probes: `TcpConn::check` looks at their acknowledgement.
+        // If the peer's host vanishes, an idle connection fails after four seconds. TCP doesn't
+        // send keep-alive probes while data is in flight: `TcpConn::check` monitors the
+        // acknowledgements instead.
         sockopt::set_socket_keepalive(&socket, true)?;
         sockopt::set_tcp_keepidle(&socket, Duration::from_secs(1))?;
         sockopt::set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
@@ -73,14 +74,14 @@ impl<P: Provider> Env for System<P> {
     }
 }
 
-/// Runs an engine until it is shut down and every session has ended. After its last work it polls
-/// for `spin`, then it sleeps.
+/// Runs an engine until it is shut down and all sessions have closed. Polls for `spin` after the
+/// last work, then sleeps.
 pub(super) fn run<E: Env>(driver: &mut Driver<E>, spin: Duration) {
     let mut spinner = Spinner::new(spin);
     loop {
         let worked = driver.round(Instant::now());
         if driver.is_over() {
-            // The last commands have ended: their clients get the answers.
+            // Deliver the responses of the last commands to the clients.
             driver.run_services();
             return;
         }

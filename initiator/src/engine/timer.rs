@@ -1,4 +1,4 @@
-//! Waiting with a limit, on the engine's clock: no executor of its own is needed.
+//! Waiting with a timeout on the engine's clock, independent of the executor.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -9,12 +9,12 @@ use std::time::Instant;
 
 use super::oneshot::{Receiver, Sender};
 
-/// The limit was reached first.
+/// The timeout expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("timed out")]
 pub struct Elapsed;
 
-/// A future with a limit. See [`Client::timeout`](super::Client::timeout).
+/// Future with a timeout. See [`Client::timeout`](super::Client::timeout).
 #[must_use = "futures do nothing unless polled"]
 pub struct Timeout<F> {
     future: Pin<Box<F>>,
@@ -43,7 +43,7 @@ impl<F: Future> Future for Timeout<F> {
         if let Poll::Ready(output) = self.future.as_mut().poll(cx) {
             return Poll::Ready(Ok(output));
         }
-        // An engine that is gone counts no time any longer.
+        // If the engine has terminated, the timeout expires immediately.
         Pin::new(&mut self.timer).poll(cx).map(|_| Err(Elapsed))
     }
 }
@@ -68,13 +68,13 @@ impl PartialOrd for Entry {
 }
 
 impl Ord for Entry {
-    /// The earliest is the greatest, so that a heap gives it first.
+    /// Reverses the order, so that the heap returns the earliest entry first.
     fn cmp(&self, other: &Self) -> Ordering {
         other.at.cmp(&self.at)
     }
 }
 
-/// The engine's timers, earliest first. An abandoned timer stays until its time.
+/// Timers of the engine, earliest first. An abandoned timer stays until it expires.
 #[derive(Default)]
 pub(super) struct Timers(BinaryHeap<Entry>);
 
@@ -83,12 +83,12 @@ impl Timers {
         self.0.push(Entry { at, sender });
     }
 
-    /// Time at which the next one is due.
+    /// Returns the time of the next expiry.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.0.peek().map(|entry| entry.at)
     }
 
-    /// Fires those that are due.
+    /// Fires the expired timers.
     pub(super) fn fire(&mut self, now: Instant) {
         while self.deadline().is_some_and(|at| at <= now) {
             let entry = self.0.pop().expect("peeked");

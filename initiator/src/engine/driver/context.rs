@@ -1,4 +1,4 @@
-//! The border between a session's link and the driver.
+//! Interface between a session's link and the driver.
 
 use std::time::Instant;
 
@@ -14,22 +14,22 @@ use crate::session::{IscsiFault, SessionEvent};
 
 /// An output of a session for the engine.
 pub(super) enum Report {
-    /// The request is over.
+    /// The request completed.
     Complete(RequestId, RequestResult),
     /// An event for the session's user.
     Event(SessionEvent),
-    /// The target is to be asked whether it is there, with a command.
+    /// Check the target with a ping command.
     Ping,
-    /// Paths ask for something of the sessions that they consist of.
+    /// A request of paths concerning their sessions.
     Path(paths::Output),
 }
 
-/// The surroundings of a link while it works.
+/// Environment of a link during a call.
 pub(super) struct Context<'a, E: Env> {
     /// `None` in an engine without an RDMA device.
     pub(super) device: Option<&'a mut Device<E::Provider>>,
     pub(super) env: &'a mut E,
-    /// The session's commands, by request.
+    /// Commands of the session, by request.
     pub(super) ios: &'a [Option<Io>],
     /// Index of the session in the engine.
     pub(super) index: usize,
@@ -37,13 +37,13 @@ pub(super) struct Context<'a, E: Env> {
 }
 
 impl<E: Env> Context<'_, E> {
-    /// The device of a session on RDMA.
+    /// Returns the device of a session on RDMA.
     pub(super) fn device(&mut self) -> &mut Device<E::Provider> {
         let device = self.device.as_deref_mut();
         device.expect("an engine without a device makes no session on RDMA")
     }
 
-    /// The owner of the session's connection for a channel.
+    /// Returns the owner for a channel's connection.
     pub(super) fn owner(&self, channel: u8) -> Owner {
         Owner {
             session: self.index,
@@ -52,16 +52,16 @@ impl<E: Env> Context<'_, E> {
     }
 }
 
-/// Failure of a datamover.
+/// Error of a datamover.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum MoverError {
-    /// The target broke the protocol.
+    /// The target violated the protocol.
     Fault(IscsiFault),
     /// The connection is broken.
     Broken,
 }
 
-/// Notifies the machine that its connection is made.
+/// Notifies the machine that its connection is established.
 pub(super) fn log_in<E: Env>(
     machine: &mut iscsi::session::IscsiSession,
     env: &mut E,
@@ -70,7 +70,7 @@ pub(super) fn log_in<E: Env>(
     let mut random = [0; CHALLENGE_LEN + 1];
     match env.fill_random(&mut random) {
         Ok(()) => machine.handle_connected(random, now),
-        // Without it a login could be foreseen.
+        // Without random numbers, the login would be predictable.
         Err(_) => machine.handle_broken(now),
     }
 }

@@ -1,4 +1,4 @@
-//! Asking addresses for their SRP ports, over queue pair 1.
+//! Querying addresses for their SRP ports over queue pair 1.
 
 use std::net::IpAddr;
 use std::time::Instant;
@@ -16,28 +16,29 @@ use crate::engine::env::Env;
 use crate::engine::oneshot::Sender;
 use crate::srp::discovery::{Discovery, DiscoveryError, FoundPort};
 
-/// Receives, sends under way, and searches that ask at once, at most; other searches wait.
+/// Maximum number of receives, outstanding sends, and concurrent searches. Other searches are
+/// queued.
 const DEPTH: usize = 16;
-/// Route header before a received datagram.
+/// Length of the route header before a received datagram.
 const GRH: usize = 40;
 const RECV_LEN: usize = GRH + MAD_LEN;
-/// Queue pair 1 takes and gives management datagrams.
+/// Queue pair 1, for management datagrams.
 const GSI: u32 = 1;
 
 /// Result of a search for target ports.
 pub(in crate::engine) type Found = Result<Vec<FoundPort>, DiscoveryError>;
 
-/// Queue pair 1, as long as searches are under way.
+/// Queue pair 1, open while searches are in progress.
 pub(super) struct Agent {
     pd: PdId,
     cq: CqId,
     qp: QpId,
     mr: Mr,
     memory: MemSlice,
-    /// Next place for a question.
+    /// Next slot for a query.
     turn: usize,
-    /// Sends whose completions have not been taken. The completion queue has room for them,
-    /// however soon a send queue has room again.
+    /// Sends with outstanding completions. The completion queue has room for them, regardless of
+    /// when the send queue has.
     sends: usize,
     searches: Vec<Search>,
 }
@@ -57,7 +58,7 @@ impl Agent {
         let pd = provider.alloc_pd()?;
         let made = (|| {
             let mr = provider.reg_mr(pd, &memory, Access::LOCAL_WRITE)?;
-            // Room for each send and each receive, so that the queue cannot overflow.
+            // Room for all sends and receives, so that the queue cannot overflow.
             let cq = provider.create_cq(2 * DEPTH as u32)?;
             let depth = DEPTH as u32;
             let qp = provider.create_qp(&QpInitAttr {
@@ -125,12 +126,12 @@ impl Agent {
             wr_id: WrId(slot as u64),
             sges: &[self.sge(slot * RECV_LEN, RECV_LEN)],
         };
-        // A receive less makes an answer that is lost more likely; questions are repeated.
+        // Fewer receives only make a lost response more likely, and queries are repeated.
         let _ = provider.post_recv(self.qp, &[wr]);
     }
 
-    /// Takes what arrived, asks what is to be asked, and reports what was found. Whether it did
-    /// anything.
+    /// Processes received datagrams, sends pending queries, and reports results. Returns whether
+    /// there was anything to do.
     fn turn<P: Provider>(&mut self, provider: &mut P, now: Instant) -> bool {
         let mut completions = Vec::new();
         let direct = PollContext::Direct { budget: DEPTH };
@@ -166,7 +167,7 @@ impl Agent {
             let Some(found) = search.machine.poll_result() else {
                 return true;
             };
-            // Another one may ask.
+            // Another search may start.
             worked = true;
             if let Some(reply) = search.reply.take() {
                 reply.send(found);
@@ -181,7 +182,7 @@ impl Agent {
         self.turn += 1;
         self.memory.write(at, mad);
         let attr = AhAttr::new(dgid);
-        // What cannot be sent now is asked again later.
+        // A query that cannot be sent now is repeated later.
         let Ok(ah) = provider.create_ah(self.pd, attr) else {
             return;
         };
@@ -205,8 +206,8 @@ impl Agent {
     }
 }
 
-/// Sender of a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20
-/// bytes.
+/// Returns the sender of a datagram: the source address of the IPv6 header, or of the IPv4 header
+/// in the last 20 bytes.
 fn source(grh: &[u8]) -> Gid {
     if grh[0] >> 4 == 6 {
         return Gid(grh[8..24].try_into().expect("sixteen bytes"));
@@ -236,7 +237,7 @@ impl<E: Env> Driver<E> {
         self.agent = Some(agent);
     }
 
-    /// One turn of the searches under way; whether there was anything to do.
+    /// Advances the current searches; returns whether there was anything to do.
     pub(super) fn run_discovery(&mut self, now: Instant) -> bool {
         let (Some(agent), Some(device)) = (&mut self.agent, &mut self.device) else {
             return false;
@@ -250,13 +251,13 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// Time at which a question is repeated.
+    /// Returns the time for repeating a query.
     pub(super) fn discovery_deadline(&self) -> Option<Instant> {
         let searches = &self.agent.as_ref()?.searches;
         searches.iter().filter_map(|s| s.machine.deadline()).min()
     }
 
-    /// Arms queue pair 1; whether completions wait already.
+    /// Arms queue pair 1; returns whether completions are already available.
     pub(super) fn arm_discovery(&mut self) -> bool {
         let (Some(agent), Some(device)) = (&self.agent, &mut self.device) else {
             return false;

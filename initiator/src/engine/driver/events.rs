@@ -1,4 +1,4 @@
-//! Events of the device, and of sessions.
+//! Events of the device and of sessions.
 
 use std::time::{Duration, Instant};
 
@@ -17,18 +17,18 @@ use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::session::SessionEvent;
 
-/// Longest duration of a ping, repetitions and reconnections included. A session that gets no
-/// answer at all ends the connection before.
+/// Timeout for a ping, including retries and reconnects. A session without any response breaks the
+/// connection earlier.
 const PING: Duration = Duration::from_secs(60);
 
 impl<E: Env> Driver<E> {
-    /// Drives the device, and handles its events; whether there were any.
+    /// Drives the device and handles its events; returns whether there were any.
     pub(super) fn run_device(&mut self, now: Instant) -> bool {
         let Some(device) = &mut self.device else {
             return false;
         };
         let mut worked = device.provider.progress(now) > 0;
-        // Every queue is polled in each round, so which of them has fired is of no interest.
+        // All queues are polled in each round, so it does not matter which of them fired.
         while device.provider.poll_cq_event().is_some() {}
         while let Some(device) = &mut self.device
             && let Some(event) = device.provider.poll_cm_event()
@@ -49,7 +49,7 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// Posts what the round asks of the device; whether a connection has ended with that.
+    /// Posts the requests of the round; returns whether this broke a connection.
     pub(super) fn flush_device(&mut self, now: Instant) -> bool {
         let broken = self.device.as_mut().map(Device::flush).unwrap_or_default();
         for owner in &broken {
@@ -58,10 +58,10 @@ impl<E: Env> Driver<E> {
         !broken.is_empty()
     }
 
-    /// Handles the completions of every connection; whether there were any.
+    /// Handles the completions of all connections; returns whether there were any.
     pub(super) fn poll_completions(&mut self, now: Instant) -> bool {
         let (mut worked, mut at) = (false, 0);
-        // What completes may end connections, so one may be left to the next round.
+        // A completion may close connections, so a queue may be skipped until the next round.
         while let Some(device) = &self.device
             && let Some(&(cq, owner)) = device.cqs().get(at)
         {
@@ -85,7 +85,7 @@ impl<E: Env> Driver<E> {
         match polled {
             Ok(n) => n > 0,
             Err(_) => {
-                // Completions of the same batch may have ended the connection.
+                // Completions in the same batch may have closed the connection.
                 if self.device.as_ref().and_then(|d| d.cq_owner(cq)).is_some() {
                     self.break_channel(owner, now);
                 }
@@ -96,7 +96,7 @@ impl<E: Env> Driver<E> {
 
     fn handle_completion(&mut self, completion: &Completion, now: Instant) {
         let owner = self.device.as_ref().and_then(|d| d.owner(completion.qp));
-        // It may have been released since they were polled.
+        // The queue pair may have been released since polling.
         if let Some(owner) = owner {
             self.with_link(owner.session, now, |link, cx| {
                 link.handle_completion(owner.channel, completion, cx);
@@ -104,7 +104,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// A channel's connection is broken; of iSER, the session's.
+    /// Called when the connection of a channel is broken; for iSER, the session's connection.
     fn break_channel(&mut self, owner: Owner, now: Instant) {
         self.with_link(owner.session, now, |link, _| {
             link.handle_broken(owner.channel, now);
@@ -136,12 +136,12 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Asks a target whether it is there, by way of the unit that is used.
+    /// Pings a target with a command for the unit in use.
     pub(super) fn ping(&mut self, index: usize, now: Instant) {
         self.ping_within(index, PING, Done::Ping, now);
     }
 
-    /// Sends a ping that ends after this time at the latest.
+    /// Sends a ping with this timeout.
     pub(super) fn ping_within(
         &mut self,
         index: usize,
@@ -163,7 +163,7 @@ impl<E: Env> Driver<E> {
         self.submit(index, Io::new(io, done, now), now);
     }
 
-    /// A request is over.
+    /// Called when a request completes.
     pub(super) fn complete(
         &mut self,
         index: usize,
@@ -183,9 +183,8 @@ impl<E: Env> Driver<E> {
         self.sessions[index].report_pending();
     }
 
-    /// Submits commands that had no room before, as far as there is some. Of several commands that
-    /// are over at once, or one that is over as soon as it begins, the first call sees to the room
-    /// of all.
+    /// Submits queued commands while there is room. If several commands complete at once, or one
+    /// completes as soon as it starts, the first call submits for all of them.
     fn refill(&mut self, index: usize, now: Instant) {
         if std::mem::replace(&mut self.sessions[index].is_refilling, true) {
             return;
@@ -200,8 +199,8 @@ impl<E: Env> Driver<E> {
         self.sessions[index].is_refilling = false;
     }
 
-    /// Counts what a target has sent about a command that had ended, in the status that a user has:
-    /// that of the paths, for a session that is one of them.
+    /// Counts a message of the target about a completed command. The count is in the status visible
+    /// to the user, that is, the status of the paths if the session is a path.
     fn note_stale(&mut self, index: usize) {
         let session = &self.sessions[index];
         let paths = session.paths.and_then(|(paths, _)| self.find(paths));
@@ -212,8 +211,8 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Handles an event of a session: for its units first, then for its status, for the paths that
-    /// it is one of, and for its user.
+    /// Handles an event of a session: first for its units, then for its status, for the paths it
+    /// belongs to, and for its user.
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         self.observe(index, &event, now);
         match event {
@@ -225,7 +224,8 @@ impl<E: Env> Driver<E> {
         if let SessionEvent::Reconnecting(_) = event {
             session.status.set_pending(session.pending());
         }
-        // A session with watched units is reported live when they are known to be the same.
+        // A session with watched units is reported as live only when they are known to be
+        // unchanged.
         if !session.is_unchecked || !matches!(event, SessionEvent::Live) {
             session.status.on_event(&event, self.env.date());
         }
@@ -268,7 +268,7 @@ impl<E: Env> Driver<E> {
                 if let Some(reply) = session.reply.take() {
                     reply.send(Err(why));
                 }
-                // The machine refuses them now.
+                // The machine rejects them now.
                 for io in std::mem::take(&mut session.overflow) {
                     self.submit(index, io, now);
                 }

@@ -1,5 +1,4 @@
-//! Inputs of sessions that are paths, and of sessions whose units are watched; and the commands
-//! that identify a unit.
+//! Inputs for sessions that are paths or have watched units; and the commands that identify a unit.
 
 use std::time::{Duration, Instant};
 
@@ -13,38 +12,38 @@ use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::session::Down;
 
-/// Longest duration of one question of a unit's check.
+/// Timeout for a single query of a unit's check.
 const CHECK: Duration = Duration::from_secs(10);
 
-/// An event of a session that is a path or whose unit is watched, or the end of a command on it.
-/// The key is that of the paths, or of the session with the watched unit.
+/// An event of a session that is a path or has watched units, or the completion of a command on it.
+/// The key identifies the paths, or the session with the watched units.
 pub(super) enum Input {
     Live(SessionKey, PathIndex, Option<PortTag>),
-    /// With the time of the target's last message, if there was one.
+    /// Includes the time of the target's last message, if any.
     Closed(SessionKey, PathIndex, Down, Option<Instant>),
     Ended(SessionKey, RequestId, Box<Io>, RequestResult),
-    /// The unit has answered a question of a path's check, or not.
+    /// A query of a path's check completed or failed.
     PathAnswered(SessionKey, PathIndex, IoEnd),
-    /// A ping on a path, sent because another path is back, has ended.
+    /// A ping on a path, sent because another path recovered, completed.
     Pinged(SessionKey, PathIndex),
-    /// A unit attention, and whether it is the report of a reset of ours.
+    /// A unit attention, and whether it reports a reset of ours.
     Attention(SessionKey, PathIndex, AdditionalSense, bool),
     /// A deferred error of the unit.
     Deferred(SessionKey, WireLun, Sense),
-    /// The watched units of a session are to be checked.
+    /// Check the watched units of a session.
     Check(SessionKey),
-    /// A watched unit, named by its serial number, has answered, or not.
+    /// A query for the watched unit with this serial number completed or failed.
     UnitAnswered(SessionKey, u64, IoEnd),
 }
 
-/// A command of the check of a unit's identity.
+/// Creates a command for checking a unit's identity.
 pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, now: Instant) -> Io {
     let mut io = ScsiIo::new(lun, command, IoData::One(buffer), CHECK);
     io.retry = Retry::Probe;
     Io::new(io, done, now)
 }
 
-/// The memory of a probe, and the unit's answer, which is empty where it refused.
+/// Returns the memory of a probe and the unit's response, which is empty if the unit rejected it.
 pub(super) fn answer_to_probe(end: IoEnd) -> (Option<Buffer>, Vec<u8>) {
     let mut data = Vec::new();
     let buffer = end.data.into_one();

@@ -1,5 +1,5 @@
-//! Sessions of iSCSI: carries out what the machine asks for, by a datamover (RFC 5047) that is a
-//! TCP connection or an RDMA one.
+//! iSCSI sessions: performs the outputs of the machine on a datamover (RFC 5047), which is either a
+//! TCP or an RDMA connection.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -23,10 +23,11 @@ use crate::engine::rdma::Device;
 use crate::iscsi::session::{IscsiSession, Output};
 use crate::session::{ConnectError, IscsiFault, Machine};
 
-/// Interval at which the result of a lookup is polled.
+/// Interval for polling the result of a lookup.
 const LOOKUP: Duration = Duration::from_millis(20);
 
-/// The datamover of a session. A connection is at most one, and made and lost many times.
+/// Datamover of a session. It has at most one connection, which may be opened and closed many
+/// times.
 enum Datamover {
     Tcp(TcpMover),
     Iser(IserMover),
@@ -38,8 +39,8 @@ pub(super) struct IscsiLink {
     target: Target,
     mover: Datamover,
     found: Option<Sender<Vec<Found>>>,
-    /// Name of the portal that the target has moved to, during its lookup, and the time of the next
-    /// poll for the result.
+    /// Host name of the portal that the target moved to, and the time of the next poll. Present
+    /// during the lookup.
     lookup: Option<(Arc<HostName>, Instant)>,
 }
 
@@ -85,8 +86,8 @@ impl IscsiLink {
         }
     }
 
-    /// Returns whether a command's memory may have that many pieces. A command of iSER has one key
-    /// for all of its memory, and a number that is lost if it cannot be sent.
+    /// Returns whether the memory of a command may have this many segments. An iSER command has a
+    /// single key for its memory, and its CmdSN is lost if it cannot be sent.
     pub(super) fn takes(&self, pieces: usize) -> bool {
         match &self.mover {
             Datamover::Tcp(_) => true,
@@ -101,7 +102,7 @@ impl IscsiLink {
         }
     }
 
-    /// The session and its TCP connection.
+    /// Returns the session and its TCP connection.
     pub(super) fn on_tcp(&mut self) -> Option<(&mut IscsiSession, &mut TcpMover)> {
         match &mut self.mover {
             Datamover::Tcp(mover) => Some((&mut self.machine, mover)),
@@ -155,7 +156,7 @@ impl IscsiLink {
             (Output::Start(request), Datamover::Tcp(mover)) => mover.start(request),
             (Output::Start(request), Datamover::Iser(mover)) => mover.start(request, machine, cx),
             (Output::SendData(order), Datamover::Tcp(mover)) => mover.send_data(order),
-            // The target reads data by itself, and asks for none.
+            // The target reads the data with RDMA and must not solicit it.
             (Output::SendData(_), Datamover::Iser(_)) => Err(MoverError::Fault(IscsiFault::R2t)),
             (Output::Retire(request), mover) => {
                 let retired = match mover {
@@ -193,7 +194,7 @@ impl IscsiLink {
         None
     }
 
-    /// Begins to connect to the target, or to the portal that it has moved to.
+    /// Starts to connect to the target, or to the portal that it moved to.
     fn connect<E: Env>(&mut self, moved: Option<&TargetAddress>, cx: &mut Context<'_, E>) {
         let Some(moved) = moved else {
             self.target.renew();
@@ -225,7 +226,7 @@ impl IscsiLink {
         }
     }
 
-    /// Connects to the portal that the target has moved to, once its name is looked up.
+    /// Connects to the portal that the target moved to, once its name is resolved.
     fn poll_lookup<E: Env>(&mut self, cx: &mut Context<'_, E>) {
         let Some((host, at)) = &mut self.lookup else {
             return;

@@ -1,8 +1,8 @@
-//! The machine of a session and what it drives: connections, or other sessions.
+//! The machine of a session and the objects it drives: connections, or other sessions.
 //!
-//! The engine knows little of a protocol. It gives a link its inputs, and carries out the
-//! [`Report`]s that come of them ([`Link::poll`]); what else a machine asks for is between it and
-//! the link's own file: `srp`, `iscsi` (with `tcp` and `iser` as datamovers), `multipath`.
+//! The engine is mostly independent of protocols. It passes inputs to a link and processes the
+//! resulting [`Report`]s ([`Link::poll`]). All other outputs of a machine are handled in the link's
+//! module: `srp`, `iscsi` (with the datamovers `tcp` and `iser`) and `multipath`.
 
 use std::time::Instant;
 
@@ -20,14 +20,14 @@ use crate::paths::PortTag;
 use crate::request::{RequestId, RequestSpec};
 use crate::session::{Machine, SubmitError};
 
-/// See the module's documentation.
+/// See the documentation of the module.
 pub(super) enum Link {
     Srp(Box<SrpLink>),
     Iscsi(Box<IscsiLink>),
     Paths(Box<PathsLink>),
 }
 
-/// Calls the same method of each kind of link.
+/// Calls the same method for each kind of link.
 macro_rules! each {
     ($link:expr, $it:ident => $call:expr) => {
         match $link {
@@ -39,7 +39,7 @@ macro_rules! each {
 }
 
 impl Link {
-    /// Carries out the machine's outputs up to the next one that is for the engine.
+    /// Processes the machine's outputs and returns the next one for the engine.
     pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
         each!(self, link => link.poll(cx))
     }
@@ -72,7 +72,7 @@ impl Link {
         }
     }
 
-    /// A channel's connection is broken.
+    /// Called when the connection of a channel is broken.
     pub(super) fn handle_broken(&mut self, channel: u8, now: Instant) {
         match self {
             Self::Srp(link) => link.handle_broken(channel, now),
@@ -81,31 +81,31 @@ impl Link {
         }
     }
 
-    /// The time of the next timeout.
+    /// Returns the time of the next timeout.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         each!(self, link => link.next_deadline())
     }
 
-    /// Does what is due.
+    /// Handles expired timeouts.
     pub(super) fn handle_timeout<E: Env>(&mut self, cx: &mut Context<'_, E>) {
         each!(self, link => link.handle_timeout(cx));
     }
 
-    /// Returns whether a command's memory may have that many pieces.
+    /// Returns whether the memory of a command may have this many segments.
     pub(super) fn takes(&self, pieces: usize) -> bool {
         match self {
             Self::Iscsi(link) => link.takes(pieces),
-            // With paths, the session of the one that it takes decides.
+            // For paths, this is decided by the session of the selected path.
             Self::Srp(_) | Self::Paths(_) => true,
         }
     }
 
-    /// The address of the session's target.
+    /// Returns the address of the session's target.
     pub(super) fn target(&self) -> &Target {
         each!(self, link => link.target())
     }
 
-    /// The target port that a logged-in session is with.
+    /// Returns the target port of a logged-in session.
     pub(super) fn port(&self) -> Option<PortTag> {
         match self {
             Self::Srp(link) => link.machine.target_port().map(PortTag::Port),
@@ -114,7 +114,8 @@ impl Link {
         }
     }
 
-    /// Units of SRP's request limit held by the target with no request outstanding.
+    /// Returns the number of SRP request-limit credits held by the target without an outstanding
+    /// request.
     pub(super) fn unreturned(&self) -> i64 {
         match self {
             Self::Srp(link) => link.machine.unreturned(),
@@ -122,7 +123,7 @@ impl Link {
         }
     }
 
-    /// Returns whether the session is one on RDMA.
+    /// Returns whether the session uses RDMA.
     pub(super) fn is_rdma(&self) -> bool {
         match self {
             Self::Srp(_) => true,
@@ -131,7 +132,7 @@ impl Link {
         }
     }
 
-    /// The descriptor to wait for, of sessions on TCP.
+    /// Returns the descriptor to poll, for sessions on TCP.
     pub(super) fn waited(&self) -> Option<Waited<'_>> {
         match self {
             Self::Iscsi(link) => link.waited(),
@@ -139,7 +140,7 @@ impl Link {
         }
     }
 
-    /// The connection and machine of a session on TCP.
+    /// Returns the link of an iSCSI session.
     pub(super) fn iscsi(&mut self) -> Option<&mut IscsiLink> {
         match self {
             Self::Iscsi(link) => Some(link),
@@ -147,7 +148,7 @@ impl Link {
         }
     }
 
-    /// The paths that the session consists of.
+    /// Returns the paths of the session.
     pub(super) fn paths(&self) -> Option<&PathsLink> {
         match self {
             Self::Paths(link) => Some(link),
@@ -155,7 +156,7 @@ impl Link {
         }
     }
 
-    /// As [`Self::paths`], to change them.
+    /// Mutable variant of [`Self::paths`].
     pub(super) fn paths_mut(&mut self) -> Option<&mut PathsLink> {
         match self {
             Self::Paths(link) => Some(link),
@@ -163,7 +164,7 @@ impl Link {
         }
     }
 
-    /// Releases what a session that is over has of the device.
+    /// Releases the device resources of a closed session.
     pub(super) fn release_device<P: Provider>(self, device: Option<&mut Device<P>>) {
         let Some(device) = device else {
             return;
@@ -183,7 +184,7 @@ impl Link {
         each!(self, link => link.machine.submit(spec, now))
     }
 
-    /// The machine, for what is not done with each command.
+    /// Returns the machine, for infrequent calls.
     pub(super) fn machine(&mut self) -> &mut dyn Machine {
         each!(self, link => &mut link.machine)
     }

@@ -1,4 +1,4 @@
-//! Messages of other threads to the engine.
+//! Messages from other threads to the engine.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use crate::engine::status::SessionStatus;
 use crate::paths::PathIndex;
 use crate::session::Down;
 
-/// A session to make.
+/// Parameters for opening a session.
 pub(in crate::engine) struct Open {
-    /// The target; of paths, the first one's.
+    /// The target, or for paths, the target of the first path.
     pub(in crate::engine) target: Target,
     pub(in crate::engine) plan: Plan,
     pub(in crate::engine) status: Arc<SessionStatus>,
     pub(in crate::engine) user: User,
 }
 
-/// The user of a session.
+/// User of a session.
 pub(in crate::engine) enum User {
-    /// Receives the session when it is live, or the reason why it never will be.
+    /// Receives the session when it is live, or the reason why it cannot become live.
     Caller(Reply),
-    /// Another session, which it is a path of.
+    /// Another session with this path.
     Paths(SessionKey, PathIndex),
 }
 
-/// Closes its session when it is dropped, even on its way to the session's user.
+/// Closes its session when dropped, even before the user has received it.
 pub(in crate::engine) struct SessionGuard {
     pub(in crate::engine) key: SessionKey,
     pub(super) mailbox: Arc<Mailbox<Message>>,
@@ -47,20 +47,20 @@ impl Drop for SessionGuard {
 
 pub(super) type Reply = Sender<Result<SessionGuard, Down>>;
 
-/// A message of another thread to the engine.
+/// A message from another thread to the engine.
 pub(in crate::engine) enum Message {
     Open(Box<Open>),
     Submit(SessionKey, Box<ScsiIo>, Sender<IoEnd>),
     Work(SessionKey, Box<dyn Workload>),
     Watch(SessionKey, Box<Watch>),
     Close(SessionKey, Option<Sender<bool>>),
-    /// A client of a disk to serve on the engine's thread.
+    /// A disk's client to serve on the engine's thread.
     Host(Box<dyn Service>),
-    /// A timer of that length.
+    /// A timer with this duration.
     Timer(Duration, Sender<()>),
     Discover {
         ip: IpAddr,
-        /// Number of the first question.
+        /// Transaction number of the first query.
         transaction: u64,
         reply: Sender<Found>,
     },

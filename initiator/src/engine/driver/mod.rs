@@ -1,10 +1,10 @@
-//! The engine itself: it owns a provider, and drives sessions with what the provider reports. It
-//! reads no clock: the loop around it gives each round its time.
+//! The engine's driver: it owns a provider and drives sessions with the provider's events. It does
+//! not read a clock: its caller passes the time to each round.
 //!
-//! One round: packets and timers of the provider, connection events, completions, clients of disks,
-//! messages of other threads, timeouts; then what all these ask of the device. After each input the
-//! session's outputs are carried out until there are none, so that a session never sees an input with
-//! its outputs pending.
+//! A round consists of: packets and timers of the provider, connection events, completions, clients
+//! of disks, messages of other threads, and timeouts; then the resulting requests are posted to the
+//! device. After each input, all outputs of the session are processed, so that a session never
+//! receives an input with pending outputs.
 
 mod context;
 mod discovery;
@@ -59,39 +59,39 @@ use crate::request::{RequestError, RequestId, RequestResult, RequestSpec, Retry}
 use crate::session::{ConnectError, SubmitError};
 use crate::unit::Evidence;
 
-/// Completions taken from a queue at once.
+/// Maximum number of completions per poll.
 const BATCH: usize = 64;
-/// Sessions on RDMA at most.
+/// Maximum number of sessions on RDMA.
 const MAX_RDMA: usize = 64;
 
 /// A session in the engine.
 struct EngineSession {
     serial: u64,
     link: Link,
-    /// Commands that the machine has, by request.
+    /// Commands owned by the machine, by request.
     ios: Vec<Option<Io>>,
-    /// Commands beyond what the machine takes.
+    /// Commands that exceed the machine's capacity.
     overflow: VecDeque<Io>,
-    /// They are being given to the machine.
+    /// The `overflow` is being submitted to the machine.
     is_refilling: bool,
     workloads: Slab<(Box<dyn Workload>, usize)>,
     status: Arc<SessionStatus>,
     reply: Option<Reply>,
-    /// The paths that it is one of.
+    /// The paths that this session belongs to.
     paths: Option<(SessionKey, PathIndex)>,
     closers: Vec<Sender<bool>>,
-    /// The session was settled when it was closed; see [`Machine::is_settled`].
+    /// The session was settled when closed; see [`Machine::is_settled`].
     was_settled: bool,
     closed: bool,
-    /// Units whose users want them to stay the same.
+    /// Watched units, which must remain unchanged.
     units: Vec<Watched>,
-    /// Signs, since they were last known to be the same, that their caches were lost.
+    /// Evidence for lost caches since the units were last known to be unchanged.
     evidence: Evidence,
-    /// Time of the target's last message, while they are not known to be the same.
+    /// Time of the target's last message, while the units are not known to be unchanged.
     heard: Option<Instant>,
-    /// It has logged in, and is not reported to be live before the units are known to be the same.
+    /// Logged in, but not reported as live until the units are known to be unchanged.
     is_unchecked: bool,
-    /// Its connection is lost, and not made again yet.
+    /// The connection is lost and not yet re-established.
     is_away: bool,
     outages: OutageLog,
 }
@@ -108,13 +108,13 @@ pub(super) struct Driver<E: Env> {
     timers: Timers,
     agent: Option<Agent>,
     completions: Vec<Completion>,
-    /// Ends of workload commands: session, workload, token, end.
+    /// Completions of workload commands: session, workload, token, completion.
     finished: Vec<(usize, usize, u64, IoEnd)>,
-    /// What a workload submits in one call.
+    /// Commands submitted by a workload in one call.
     work: WorkQueue,
-    /// Inputs of sessions that are paths, or whose units are watched.
+    /// Inputs for sessions that are paths or have watched units.
     inputs: VecDeque<Input>,
-    /// Clients of disks, which are served here.
+    /// Clients of disks served by this thread.
     services: Services,
     inbox: Vec<Message>,
     shutdown: bool,
@@ -146,7 +146,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Sleeps until there is something to do, or the time is over.
+    /// Sleeps until there is work to do or the timeout expires.
     pub(super) fn park(&mut self, timeout: Option<Duration>) {
         if self.arm() {
             return;
@@ -171,25 +171,26 @@ impl<E: Env> Driver<E> {
         all.map(|(_, session)| session.link.unreturned()).sum()
     }
 
-    /// Returns whether it was shut down, and every session has ended.
+    /// Returns whether the engine was shut down and all sessions have closed.
     pub(super) fn is_over(&self) -> bool {
         self.shutdown && self.is_idle()
     }
 
-    /// Returns whether every session has ended, and every peer knows.
+    /// Returns whether all sessions have closed and all disconnects have completed.
     fn is_idle(&self) -> bool {
         let device = self.device.as_ref();
         self.sessions.is_empty() && device.is_none_or(|d| !d.is_disconnecting())
     }
 
-    /// One round; whether there was anything to do.
+    /// Executes one round; returns whether there was anything to do.
     ///
-    /// Paths come last, and in no other place: their machine may close the session whose event it
-    /// handles. So do sessions that are over, which everything before may still name by index.
+    /// Inputs of paths are processed last, and only there, because their machine may close the
+    /// session that caused the event. Closed sessions are freed after that, because all previous
+    /// steps may refer to them by index.
     pub(super) fn round(&mut self, now: Instant) -> bool {
         let mut worked = self.run_device(now);
         worked |= self.poll_completions(now);
-        // Before the messages: what they ask for is carried out in this round.
+        // Before the messages, so that requests of services are processed in this round.
         worked |= self.run_services();
         let mut inbox = std::mem::take(&mut self.inbox);
         self.mailbox.receive(&mut inbox);
@@ -201,16 +202,16 @@ impl<E: Env> Driver<E> {
         worked |= self.run_tcp(now);
         worked |= self.run_workloads(now);
         worked |= self.run_discovery(now);
-        // The outputs of a timeout may have results already, which no descriptor reports.
+        // The outputs of a timeout may already have results that no descriptor reports.
         worked |= self.handle_timeouts(now);
         worked |= self.run_paths(now);
-        // What all of it asks of the device leaves in one list for each queue pair.
+        // Post the requests of the whole round as one list per queue pair.
         worked |= self.flush_device(now);
         self.reap();
         worked
     }
 
-    /// The time of the next round at the latest.
+    /// Returns the latest time of the next round.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let sessions = self.sessions.iter();
         let links = sessions.filter_map(|(_, s)| s.link.next_deadline());
@@ -222,20 +223,21 @@ impl<E: Env> Driver<E> {
             .min()
     }
 
-    /// Arms every completion queue; whether completions wait already.
+    /// Arms all completion queues; returns whether completions are already available.
     fn arm(&mut self) -> bool {
         let is_found = self.arm_discovery();
         self.device.as_mut().is_some_and(Device::arm) || is_found
     }
 
-    /// Has the device's descriptors end the sleep that follows; whether something has come already.
+    /// Arms the device's descriptors for the following sleep; returns whether there are already
+    /// events.
     fn arm_fds(&mut self) -> bool {
         let device = self.device.as_mut();
         device.is_some_and(|device| device.provider.arm_fds())
     }
 
-    /// Gives a session's link an input, and carries out what follows from it: a machine never sees
-    /// an input with its outputs pending.
+    /// Passes an input to a session's link and processes the resulting outputs: a machine never
+    /// receives an input with pending outputs.
     fn with_link<T>(
         &mut self,
         index: usize,
@@ -260,7 +262,7 @@ impl<E: Env> Driver<E> {
         (&mut session.link, cx)
     }
 
-    /// Carries out a session's outputs until there are none.
+    /// Processes all outputs of a session.
     fn drain(&mut self, index: usize, now: Instant) {
         loop {
             let (link, mut cx) = self.context(index, now);
@@ -287,7 +289,7 @@ impl<E: Env> Driver<E> {
             }
             Message::Submit(key, io, sender) => match self.find(key) {
                 Some(index) => self.submit(index, Io::new(*io, Done::Future(sender), now), now),
-                // The session is over, and its issuer would wait without end.
+                // The session is closed. Without this, the caller would wait forever.
                 None => sender.send(IoEnd {
                     result: Err(RequestError::Closed),
                     data: io.data,
@@ -322,7 +324,7 @@ impl<E: Env> Driver<E> {
             } => self.discover(ip, transaction, reply),
             Message::Shutdown => {
                 self.shutdown = true;
-                // Collected first, since closing a session works on the whole driver.
+                // Collect them first, because closing a session borrows the whole driver.
                 let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
                 for index in all {
                     self.close(index, now);
@@ -341,7 +343,7 @@ impl<E: Env> Driver<E> {
         SessionKey { index, serial }
     }
 
-    /// Makes a session; `None` where it cannot be made, after its user has been notified.
+    /// Opens a session. On error, notifies the user and returns `None`.
     fn open(&mut self, open: Open, now: Instant) -> Option<SessionKey> {
         let link = match self.make_link(open.target, open.plan, now) {
             Ok(link) => link,
@@ -383,8 +385,8 @@ impl<E: Env> Driver<E> {
             is_away: false,
             outages: OutageLog::default(),
         });
-        // One that was on its way when the engine was shut down ends as the others do, so that
-        // its user hears of it.
+        // If the engine was shut down in the meantime, close the session like all others, so that
+        // its user is notified.
         match self.shutdown {
             true => self.close(index, now),
             false => self.drain(index, now),
@@ -412,7 +414,7 @@ impl<E: Env> Driver<E> {
         })
     }
 
-    /// The device for one more session, and the memory to register on it.
+    /// Returns the device for an additional session, and the memory to register.
     fn claim_device(&mut self) -> Result<(&mut Device<E::Provider>, &MemSlice), VerbsError> {
         let rdma = self.sessions.iter().filter(|(_, s)| s.link.is_rdma());
         if rdma.count() >= MAX_RDMA {
@@ -431,8 +433,8 @@ impl<E: Env> Driver<E> {
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
             return;
         }
-        // Behind those that wait already, so that commands start in the order of their submission.
-        // A probe does not wait: they may be held until it is answered.
+        // Queue it after waiting commands, so that commands start in the order of submission.
+        // Probes don't wait, because these commands may be held until the probe completes.
         let is_probe = io.io.retry == Retry::Probe;
         let must_wait = !session.overflow.is_empty() && !session.closed && !is_probe;
         let left = match must_wait {
@@ -444,7 +446,7 @@ impl<E: Env> Driver<E> {
         session.report_pending();
     }
 
-    /// Gives a command to the session's machine; returns it if there is no room.
+    /// Submits a command to the session's machine; returns the command if there is no room.
     fn begin(&mut self, index: usize, io: Io, now: Instant) -> Option<Io> {
         let spec = RequestSpec {
             lun: io.io.lun.encode(),
@@ -471,7 +473,7 @@ impl<E: Env> Driver<E> {
         None
     }
 
-    /// Delivers a command's end to its receiver.
+    /// Delivers the completion of a command to its receiver.
     fn deliver(&mut self, index: usize, io: Io, result: RequestResult) {
         let end = |io: Io, result| IoEnd {
             result,
@@ -486,7 +488,7 @@ impl<E: Env> Driver<E> {
                 self.finished
                     .push((index, workload, token, end(io, result)));
             }
-            // Paths may send the command once more, by another path.
+            // Paths may retry the command on another path.
             Done::Path { paths, request } => {
                 let ended = Input::Ended(paths, request, Box::new(io), result);
                 self.inputs.push_back(ended);
@@ -506,14 +508,14 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Does what is due; whether there was anything.
+    /// Handles expired timeouts; returns whether there were any.
     fn handle_timeouts(&mut self, now: Instant) -> bool {
         self.timers.fire(now);
         if let Some(device) = &mut self.device {
             device.handle_timeout(now);
         }
         let mut worked = false;
-        // A timeout may make sessions, in places that come later or have been passed.
+        // A timeout may create sessions, at higher or lower indices.
         for index in 0..self.sessions.capacity() {
             let deadline = self
                 .sessions
@@ -527,7 +529,7 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// Frees sessions that are over.
+    /// Frees closed sessions.
     fn reap(&mut self) {
         let over: Vec<usize> = self
             .sessions
@@ -537,7 +539,7 @@ impl<E: Env> Driver<E> {
             .collect();
         for index in over {
             let session = self.sessions.remove(index);
-            // All buffers are back in the pool before the closers are notified.
+            // Return all buffers to the pool before notifying the closers.
             drop(session.units);
             session.link.release_device(self.device.as_mut());
             for closer in session.closers {
@@ -547,8 +549,7 @@ impl<E: Env> Driver<E> {
     }
 }
 
-/// Refuses messages from now on, and drops those that came too late, whose senders are notified by
-/// the ends of their oneshots.
+/// Closes the mailbox and drops late messages. Dropping their oneshots notifies the senders.
 impl<E: Env> Drop for Driver<E> {
     fn drop(&mut self) {
         drop(self.mailbox.close());

@@ -1,4 +1,4 @@
-//! Sessions to make.
+//! Parameters for opening sessions.
 
 use std::time::Duration;
 
@@ -14,26 +14,26 @@ use crate::paths::PathsConfig;
 use crate::scsi::VPD_LEN;
 use crate::{iscsi, srp};
 
-/// Length of every answer that is asked for, in bytes.
+/// Length of the buffer for each query of a check, in bytes.
 pub(in crate::engine) const CHECK_LEN: usize = VPD_LEN as usize;
 
-/// A session to make.
+/// Kind of session to open.
 pub(in crate::engine) enum Plan {
-    /// A session with one target.
+    /// A session with a single target.
     One(Protocol),
-    /// Over several paths, which are sessions of their own.
+    /// A session over several paths, each with a separate session.
     Paths(Box<PathsOpen>),
 }
 
-/// The protocol of a session with one target.
+/// Protocol of a session with a single target.
 pub(in crate::engine) enum Protocol {
     Srp(Box<SrpOpen>),
     Iscsi(Box<IscsiOpen>),
 }
 
 impl Protocol {
-    /// The same for a session that does not reconnect, with that time for its login: paths make
-    /// another one instead.
+    /// Returns a copy for a session that does not reconnect, with this timeout for the login: paths
+    /// open a new session instead.
     pub(super) fn once(&self, patience: Duration) -> Self {
         match self {
             Self::Srp(open) => Self::Srp(Box::new(open.once(patience))),
@@ -42,7 +42,7 @@ impl Protocol {
     }
 }
 
-/// A session of SRP to make.
+/// Parameters of an SRP session.
 pub(in crate::engine) struct SrpOpen {
     pub(in crate::engine) config: srp::session::SessionConfig,
     pub(in crate::engine) conn: SrpConfig,
@@ -63,15 +63,15 @@ impl SrpOpen {
     }
 }
 
-/// A session of iSCSI to make.
+/// Parameters of an iSCSI session.
 pub(in crate::engine) struct IscsiOpen {
     pub(in crate::engine) config: iscsi::session::SessionConfig,
     pub(in crate::engine) transport: Transport,
-    /// Receives the targets that a discovery session finds.
+    /// Receives the targets found by a discovery session.
     pub(in crate::engine) found: Option<Sender<Vec<Found>>>,
 }
 
-/// The transport of a session.
+/// Transport of a session.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) enum Transport {
     Tcp,
@@ -91,21 +91,21 @@ impl IscsiOpen {
     }
 }
 
-/// Paths to one unit, to be made.
+/// Parameters for the paths to a unit.
 pub(in crate::engine) struct PathsOpen {
     pub(in crate::engine) config: PathsConfig,
     pub(in crate::engine) lun: LunId,
-    /// Commands of an earlier process may be on their way; see
+    /// Commands of an earlier process may be in flight; see
     /// [`Machine::recover`](crate::session::Machine::recover).
     pub(in crate::engine) recovers: bool,
     pub(in crate::engine) paths: Vec<PathPlan>,
 }
 
-/// A path to make.
+/// Parameters of a path.
 pub(in crate::engine) struct PathPlan {
     pub(in crate::engine) target: Target,
-    /// Of its initiator port.
+    /// Protocol, including the path's initiator port.
     pub(in crate::engine) protocol: Protocol,
-    /// For the unit's answers to its check: [`CHECK_LEN`] bytes.
+    /// Buffer for the unit's responses to a check, of [`CHECK_LEN`] bytes.
     pub(in crate::engine) buffer: Buffer,
 }

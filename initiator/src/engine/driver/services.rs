@@ -1,10 +1,10 @@
-//! Clients of disks that are served on this thread.
+//! Clients of disks, served on this thread.
 
 use super::Driver;
 use crate::engine::env::Env;
 
 impl<E: Env> Driver<E> {
-    /// Gives each client its turn; whether any of them had something to do.
+    /// Runs all clients; returns whether there was anything to do.
     pub(in crate::engine) fn run_services(&mut self) -> bool {
         self.services.turn()
     }
@@ -21,7 +21,7 @@ mod tests {
     use crate::engine::Client;
     use crate::poll_fds::{Waited, WaitedFds};
 
-    /// Sends bytes back, with the name of the thread; a zero ends it.
+    /// Echoes bytes with the name of the thread; a zero closes the connection.
     struct Echo(UnixStream);
 
     impl Service for Echo {
@@ -70,7 +70,7 @@ mod tests {
         let mut reply = [0; 13];
         for round in 1..4 {
             for ours in &mut clients {
-                // The engine sleeps by now, as a rule.
+                // The engine is usually asleep by now.
                 thread::sleep(std::time::Duration::from_millis(2));
                 ours.write_all(&[round]).unwrap();
                 ours.read_exact(&mut reply).unwrap();

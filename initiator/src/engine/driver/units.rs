@@ -1,6 +1,7 @@
-//! Units that must stay the same, on sessions that are no paths: identified after each login and
-//! after attentions that can mean another unit, while the session holds everything else back. For
-//! paths, `paths` does so; the state of the write cache is kept here for both.
+//! Units that must remain unchanged, for sessions that are not paths. They are identified after
+//! each login and after unit attentions that may indicate a different unit. During this time, the
+//! session holds all other commands. For paths, `paths` does this; the state of the write cache is
+//! tracked here for both.
 
 use std::sync::Weak;
 use std::time::Instant;
@@ -21,44 +22,44 @@ use crate::scsi::Capacity;
 use crate::session::{Down, SessionEvent};
 use crate::unit::{Check, Losses, Snapshot, WriteCache, books, is_cached, is_flush};
 
-/// Generation of a cache that no unit has.
+/// Cache generation that no unit uses.
 const LOST_GENERATION: [u8; 16] = [0xff; 16];
 
 /// A unit to watch.
 pub(in crate::engine) struct Watch {
     pub(in crate::engine) lun: LunId,
-    /// Identity of the unit when its user found it.
+    /// Identity of the unit when discovered by its user.
     pub(in crate::engine) unit: Snapshot,
-    /// It has a volatile cache (WCE).
+    /// The unit has a volatile cache (WCE).
     pub(in crate::engine) write_cache: bool,
-    /// It supports FUA (DPOFUA).
+    /// The unit supports FUA (DPOFUA).
     pub(in crate::engine) has_fua: bool,
     /// An earlier process with the same initiator port was killed.
     pub(in crate::engine) recovers: bool,
-    /// The generation of the unit's cache that it had noted, if it had.
+    /// Generation of the unit's cache recorded by the earlier process, if any.
     pub(in crate::engine) noted: Option<[u8; 16]>,
-    /// Watched as long as this lives; counts losses of its cache.
+    /// Watch the unit while this exists; counts losses of its cache.
     pub(in crate::engine) owner: Weak<Losses>,
-    /// For the unit's answers to its check: [`CHECK_LEN`](super::CHECK_LEN) bytes.
+    /// Buffer for the unit's responses to a check, of [`CHECK_LEN`](super::CHECK_LEN) bytes.
     pub(in crate::engine) buffer: Buffer,
 }
 
-/// A unit that is watched.
+/// A watched unit.
 pub(super) struct Watched {
     serial: u64,
     lun: LunId,
     unit: Snapshot,
     owner: Weak<Losses>,
     has_fua: bool,
-    /// `None` while it is in use.
+    /// `None` while in use.
     buffer: Option<Buffer>,
     check: Check,
     is_checking: bool,
-    /// It was not found to be the same by its last check.
+    /// The last check failed or found a different unit.
     is_lost: bool,
-    /// Something has happened since the first answer, so the check is made again.
+    /// An event occurred after the first response, so the check must be repeated.
     is_stale: bool,
-    /// The books of its volatile cache, if it has one.
+    /// State of its volatile cache, if it has one.
     cache: Option<WriteCache>,
 }
 
@@ -67,7 +68,7 @@ impl Watched {
         self.lun
     }
 
-    /// The target may have lost its volatile cache.
+    /// Called when the target may have lost its volatile cache.
     fn on_cache_lost(&mut self) {
         if self.cache.as_mut().is_some_and(WriteCache::on_lost)
             && let Some(losses) = self.owner.upgrade()
@@ -78,7 +79,7 @@ impl Watched {
 }
 
 impl EngineSession {
-    /// Notes what was acknowledged before a flush that is submitted now.
+    /// Records the acknowledged writes for a flush that is being submitted.
     pub(super) fn mark_flush(&self, io: &mut Io) {
         if !self.units.is_empty() && is_flush(&io.io.command) {
             let mut units = self.units.iter().filter(|u| u.lun == io.io.lun);
@@ -110,10 +111,10 @@ impl EngineSession {
         Err(RequestError::CacheLost)
     }
 
-    /// Work that would be lost with the session.
+    /// Returns the work that would be lost with the session.
     pub(super) fn pending(&self) -> Pending {
         let mut caches = self.units.iter().filter_map(|unit| unit.cache.as_ref());
-        // Pings and the checks of a unit's identity are our own.
+        // Exclude pings and checks, which are our own commands.
         let is_own = |io: &Io| {
             matches!(
                 io.done,
@@ -127,26 +128,27 @@ impl EngineSession {
         }
     }
 
-    /// Reports what its end would lose, while its target is away: that changes with every command.
+    /// Reports the potential losses while the target is unreachable, because they change with each
+    /// command.
     pub(super) fn report_pending(&self) {
         if self.status.link() == LinkState::Reconnecting {
             self.status.set_pending(self.pending());
         }
     }
 
-    /// Reports which generation a unit's cache is of, for a process that would take over. Until a
-    /// flush has reported a loss, that is a different generation, so that the first flush of that
-    /// process reports the loss: the previous one, or [`LOST_GENERATION`] if the unit does not offer
-    /// generations, or did not change its own.
+    /// Reports the generation of a unit's cache for a process that takes over. Until a flush has
+    /// reported a loss, this is a different generation, so that the first flush of that process
+    /// reports the loss: either the previous generation, or [`LOST_GENERATION`] if the unit has no
+    /// generations or did not change its generation.
     ///
-    /// The report is written to a file by another thread. If the process is killed before that, the
-    /// loss is known only if the unit offers generations.
+    /// Another thread writes the report to a file. If the process is killed before that, the loss
+    /// is only detected if the unit has generations.
     pub(super) fn report_cache(&self) {
         let Some(unit) = self.units.first() else {
             return;
         };
         let generation = self.generation(&unit.unit);
-        // Without a volatile cache, nothing is lost with it.
+        // Without a volatile cache, there is nothing to lose.
         let generation = generation.filter(|_| unit.cache.is_some());
         if !unit.cache.is_some_and(|cache| cache.has_lost()) {
             self.status.set_cache(generation);
@@ -155,7 +157,7 @@ impl EngineSession {
         }
     }
 
-    /// The generation of a watched unit's cache that was found last.
+    /// Returns the last known generation of a watched unit's cache.
     fn generation(&self, unit: &Snapshot) -> Option<[u8; 16]> {
         match self.link.paths() {
             Some(paths) => paths.generation,
@@ -163,7 +165,7 @@ impl EngineSession {
         }
     }
 
-    /// Reports a unit that has grown. Its users keep the capacity that they found.
+    /// Reports a unit that has grown. Its users keep the original capacity.
     pub(super) fn report_growth(&self, lun: LunId, found: Option<Capacity>) {
         let unit = self.units.iter().find(|unit| unit.lun == lun);
         let known = unit.and_then(|unit| unit.unit.capacity);
@@ -179,26 +181,26 @@ impl EngineSession {
         }
     }
 
-    /// A unit has said whether it has a volatile cache.
+    /// Called when a unit reports whether it has a volatile cache.
     pub(super) fn on_write_cache(&mut self, lun: LunId, is_on: Option<bool>) {
         for unit in self.units.iter_mut().filter(|u| u.lun == lun) {
             unit.cache = books(unit.cache, is_on);
         }
     }
 
-    /// A target may have lost the caches of all units.
+    /// Called when a target may have lost the caches of all units.
     pub(super) fn on_cache_lost(&mut self) {
         self.units.iter_mut().for_each(Watched::on_cache_lost);
         self.report_cache();
     }
 
-    /// Counts a loss that a unit attention shows. The check of the unit would be too late: a flush
-    /// that is in flight completes before.
+    /// Counts a loss reported by a unit attention. Waiting for the check of the unit would be too
+    /// late, because an outstanding flush may complete before.
     fn judge_attention(&mut self) {
         if !self.evidence.take_power_on() {
             return;
         }
-        // Otherwise, the generation that the check finds decides.
+        // Otherwise, the generation found by the check is decisive.
         for unit in self.units.iter_mut().filter(|u| u.unit.cache.is_none()) {
             unit.on_cache_lost();
             warn_of_lost_cache(unit.lun);
@@ -206,7 +208,7 @@ impl EngineSession {
         self.report_cache();
     }
 
-    /// A unit reported a deferred error.
+    /// Called when a unit reports a deferred error.
     pub(super) fn on_deferred_error(&mut self, lun: WireLun, sense: Sense) {
         if !sense.is_deferred_failure() {
             return;
@@ -231,11 +233,12 @@ pub(super) fn warn_of_lost_cache(lun: LunId) {
     );
 }
 
-/// The books of a unit's cache when a process takes over from one that was killed. `found` is the
-/// generation that was found last, which may be another than when the unit was first identified.
+/// Returns the cache state of a unit when a process takes over from a killed one. `found` is the
+/// last known generation, which may have changed since the unit was first identified.
 fn inherited(watch: &Watch, found: Option<[u8; 16]>) -> Option<WriteCache> {
     let mut cache = WriteCache::inherited();
-    // Where nothing was noted, the cache may still have been lost since the unit was identified.
+    // Without a recorded generation, the cache may still have been lost since the unit was
+    // identified.
     let known = watch.unit.cache.filter(|_| watch.write_cache);
     let noted = watch.noted.or(known);
     if noted.is_some() && noted != found {
@@ -282,20 +285,21 @@ impl<E: Env> Driver<E> {
         });
         session.report_cache();
         session.link.machine().set_guarded(true);
-        // The first to be watched; `riserd` has ended what was before the login was answered.
+        // First watched unit. `riserd` has terminated all previous commands before its login
+        // response.
         if watch.recovers && session.units.len() == 1 && session.units[0].unit.cache.is_none() {
             session.link.machine().recover(now);
         }
-        // It may have become another one while it was being found out about: no attention of a
-        // unit that is not watched is reported, and INQUIRY takes none.
+        // The unit may have changed during its discovery: unit attentions are not reported for
+        // unwatched units, and INQUIRY does not report them.
         if session.link.paths().is_none() {
             session.link.machine().hold();
             self.inputs.push_back(Input::Check(key));
         }
     }
 
-    /// Sees what happens to a session for its watched units. They are checked when nothing else is
-    /// being carried out.
+    /// Tracks events of a session for its watched units. The checks start when no other call is
+    /// being processed.
     pub(super) fn observe(&mut self, index: usize, event: &SessionEvent, now: Instant) {
         let key = self.key(index);
         let session = &mut self.sessions[index];
@@ -317,7 +321,7 @@ impl<E: Env> Driver<E> {
                 self.inputs.push_back(Input::Check(key));
             }
             SessionEvent::Reconnecting(why) => {
-                // Since the first of several outages nothing was checked, so that one counts.
+                // Nothing was checked since the first of several outages, so the first one counts.
                 session.heard = session.heard.or(session.link.machine().last_heard());
                 session.evidence.on_down(*why);
             }
@@ -343,8 +347,8 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Returns whether a command of a user failed because the target does not present the watched
-    /// unit any more. Paths try another one instead.
+    /// Returns whether a user's command failed because the target no longer presents the watched
+    /// unit. Paths try another path instead.
     pub(super) fn is_unit_missing(&self, index: usize, io: &Io, result: &RequestResult) -> bool {
         let session = &self.sessions[index];
         let is_candidate = io.io.retry == Retry::Standard && !io.is_resubmitted && !session.closed;
@@ -354,8 +358,8 @@ impl<E: Env> Driver<E> {
             && session.units.iter().any(|unit| unit.lun == io.io.lun)
     }
 
-    /// Checks a session's units before a command is sent once more. If the unit is missing, the
-    /// session is down, and commands wait until the target presents the unit again.
+    /// Checks a session's units before retrying a command. If the unit is missing, the session is
+    /// down, and commands wait until the target presents the unit again.
     pub(super) fn resubmit_after_check(&mut self, index: usize, io: Io, now: Instant) {
         let key = self.key(index);
         self.sessions[index].link.machine().hold();
@@ -367,7 +371,7 @@ impl<E: Env> Driver<E> {
         self.submit(index, io, now);
     }
 
-    /// Begins to identify every watched unit of a session.
+    /// Starts to identify all watched units of a session.
     pub(super) fn check_units(&mut self, key: SessionKey, now: Instant) {
         let Some(index) = self.find(key) else {
             return;
@@ -413,7 +417,7 @@ impl<E: Env> Driver<E> {
         self.submit(index, io, now);
     }
 
-    /// A watched unit has answered a question, or not.
+    /// Handles the response of a watched unit to a query, or its failure.
     pub(super) fn handle_unit_answer(
         &mut self,
         key: SessionKey,
@@ -436,7 +440,8 @@ impl<E: Env> Driver<E> {
             self.ask_unit(index, serial, now);
             return;
         }
-        // Something happened after the first question, so the answers may be of two units.
+        // An event occurred after the first query, so the responses may be from two different
+        // units.
         if is_answered && std::mem::take(&mut unit.is_stale) {
             if unit.check.begin_again() {
                 self.ask_unit(index, serial, now);
@@ -477,8 +482,8 @@ impl<E: Env> Driver<E> {
         self.release_checked(index, now);
     }
 
-    /// A unit is another one, or not to be found: nothing may be sent there. The session ends where
-    /// that is for good.
+    /// Called when a unit is missing or was replaced: no commands may be sent to it. If this is
+    /// permanent, the session closes.
     fn on_unit_lost(&mut self, index: usize, serial: u64, why: Down, now: Instant) {
         if let Some(unit) = self.unit(index, serial) {
             unit.is_lost = true;
@@ -494,8 +499,8 @@ impl<E: Env> Driver<E> {
         self.with_link(index, now, |link, _| link.machine().leave(why, last, now));
     }
 
-    /// Lets a session go on once every unit is known to be the same, and nothing has happened since
-    /// that could mean another one.
+    /// Resumes a session once all units are known to be unchanged, without an event since that may
+    /// indicate a different unit.
     fn release_checked(&mut self, index: usize, now: Instant) {
         let key = self.key(index);
         let is_again = |input: &Input| matches!(input, Input::Check(own) if *own == key);
@@ -503,7 +508,8 @@ impl<E: Env> Driver<E> {
             return;
         }
         let session = &mut self.sessions[index];
-        // One that did not answer is asked after the next login, by what was seen until then.
+        // A unit that did not respond is checked after the next login, with the evidence collected
+        // until then.
         let is_open = session.units.iter().any(|u| u.is_checking || u.is_lost);
         if is_open || (session.is_away && !session.units.is_empty()) {
             return;
@@ -513,7 +519,7 @@ impl<E: Env> Driver<E> {
             let date = self.env.date();
             session.status.on_event(&SessionEvent::Live, date);
         }
-        // Only `riserd` offers the page, and it keeps SRP's promise.
+        // Only `riserd` has this page, and it complies with SRP's guarantee.
         let ends_old = session.units.iter().any(|u| u.unit.cache.is_some());
         self.with_link(index, now, |link, _| link.machine().release(ends_old, now));
     }
@@ -557,7 +563,8 @@ mod tests {
         }))
     }
 
-    /// An engine without a thread, with a session whose target was heard of before.
+    /// Creates an engine without a thread, with a session that has received a message from its
+    /// target before.
     fn driver(now: Instant) -> (Driver<Sim>, SessionKey) {
         driver_with(Plan::One(iscsi()), now)
     }
@@ -592,7 +599,7 @@ mod tests {
         (driver, key)
     }
 
-    /// Flushes a watched unit, which answers GOOD.
+    /// Flushes a watched unit, which returns GOOD.
     fn flush(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> RequestResult {
         let command = crate::scsi::Command::synchronize_cache();
         let lun = LunId::new(0).unwrap();
@@ -609,7 +616,7 @@ mod tests {
         session.account(&io, Ok(good))
     }
 
-    /// Flushes once, when it is woken.
+    /// Flushes once when woken.
     struct Woken(Option<Instant>);
 
     impl Workload for Woken {
@@ -650,12 +657,12 @@ mod tests {
         for (recovers, noted, found, write_cache, is_lost) in [
             (true, one, two, true, true),
             (true, one, None, true, true),
-            // Its cache was switched off after that.
+            // Its cache was disabled after that.
             (true, one, two, false, true),
             (true, one, one, true, false),
             (true, None, two, true, false),
             (false, one, two, true, false),
-            // It has no cache, and loses nothing if the next process finds a third generation.
+            // There is no cache, so nothing is lost if the next process finds a third generation.
             (true, None, two, false, false),
             (false, None, two, false, false),
         ] {
@@ -680,7 +687,7 @@ mod tests {
             driver.watch(key.index, watch, now);
             let what = (recovers, noted, found, write_cache);
             let status = driver.sessions[key.index].status.clone();
-            // A process that takes over now must learn of the loss, too.
+            // A process that takes over now must also detect the loss.
             let found = found.filter(|_| write_cache || is_lost);
             let before = if is_lost { noted } else { found };
             assert_eq!(status.report().cache, before, "{what:?}");
@@ -693,7 +700,7 @@ mod tests {
         }
     }
 
-    /// The paths have found the loss before the unit was watched, but after it was identified.
+    /// The paths detect the loss after the unit was identified, but before it is watched.
     #[test]
     fn a_cache_lost_while_a_process_takes_over_is_noticed() {
         for noted in [None, Some([1; 16])] {
@@ -744,7 +751,7 @@ mod tests {
         flush(&mut driver, key, now).unwrap();
     }
 
-    /// Before it has flushed, a loss concerns what the earlier process had written.
+    /// Until the new process has flushed, a loss affects writes of the earlier process.
     #[test]
     fn what_is_lost_after_a_process_has_taken_over_is_noticed() {
         let mut cache = WriteCache::inherited();
@@ -757,7 +764,7 @@ mod tests {
         assert!(!flushed.has_lost());
     }
 
-    /// Returns whether the session would go on now.
+    /// Returns whether the session would resume now.
     fn goes_on(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> bool {
         driver.sessions[key.index].heard = Some(now);
         driver.release_checked(key.index, now);
@@ -776,7 +783,7 @@ mod tests {
         );
         driver.handle_event(key.index, SessionEvent::Live, now);
         assert_eq!(state(&driver), LinkState::Reconnecting, "not checked yet");
-        // The connection is lost again; what was checked before it counts for nothing.
+        // The connection is lost again, so the previous check is void.
         driver.handle_event(key.index, SessionEvent::Reconnecting(Down::UnitSilent), now);
         driver.inputs.clear();
         driver.release_checked(key.index, now);
@@ -794,14 +801,14 @@ mod tests {
         assert!(!goes_on(&mut driver, key, now), "a unit was just found");
         driver.inputs.clear();
         assert!(goes_on(&mut driver, key, now));
-        // A unit has not answered yet.
+        // A unit has not responded yet.
         driver.sessions[key.index].units[0].is_checking = true;
         assert!(!goes_on(&mut driver, key, now));
         driver.sessions[key.index].units[0].is_checking = false;
-        // Something has happened since it answered.
+        // An event occurred after its response.
         driver.inputs.push_back(Input::Check(key));
         assert!(!goes_on(&mut driver, key, now));
-        // The same to another session.
+        // The event concerns another session.
         driver.inputs.clear();
         let other = SessionKey {
             serial: key.serial + 1,
@@ -811,7 +818,7 @@ mod tests {
         assert!(goes_on(&mut driver, key, now));
     }
 
-    /// Writes to unit 0, which answers GOOD.
+    /// Writes to unit 0, which returns GOOD.
     fn write(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) {
         let range = crate::scsi::BlockRange { lba: 0, blocks: 1 };
         let command = crate::scsi::Command::write(range, 512, false);
@@ -830,7 +837,7 @@ mod tests {
         overflow: 0,
     };
 
-    /// The end of a question that was answered with these data, or refused with an ASC.
+    /// Returns the completion of a query with this data, or with CHECK CONDITION and this ASC.
     fn end(pool: &BufferPool, data: Result<&[u8], u8>) -> IoEnd {
         let buffer = pool.try_take(4096).unwrap();
         let answer = match data {
@@ -859,7 +866,8 @@ mod tests {
 
     const CACHING: [u8; 16] = [15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-    /// A path leads to a disk with a name and a volatile cache, and no generation of it.
+    /// Identifies the unit on a path as a disk with a name and a volatile cache, without a cache
+    /// generation.
     fn identify_on(
         driver: &mut Driver<Sim>,
         pool: &BufferPool,
@@ -870,7 +878,7 @@ mod tests {
         identify_with(driver, pool, at, &[], is_greeted, now);
     }
 
-    /// The same with a Cache Generation page.
+    /// Same as `identify_on`, with a Cache Generation page.
     fn identify_with(
         driver: &mut Driver<Sim>,
         pool: &BufferPool,
@@ -883,7 +891,7 @@ mod tests {
         (capacity[7], capacity[10]) = (99, 2);
         inquiry[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
         let serial = b"\0\x80\0\x02S1";
-        // Once more the capacity, where an attention has come before the first answer.
+        // The capacity is queried again if a unit attention preceded the first response.
         let at_last = is_greeted.then_some(&capacity[..]);
         let answers = [&capacity[..], &inquiry, &[], serial, generation, &CACHING];
         for data in answers.into_iter().chain(at_last) {
@@ -897,8 +905,8 @@ mod tests {
     const B: PathIndex = PathIndex(1);
     const GROUP: Option<PortTag> = Some(PortTag::Group(1));
 
-    /// Two paths to a unit with a volatile cache, of which the first is in use, and a write that is
-    /// not flushed.
+    /// Two paths to a unit with a volatile cache and an unflushed write. Only the first path is in
+    /// use.
     struct PathPair {
         driver: Driver<Sim>,
         key: SessionKey,
@@ -958,7 +966,7 @@ mod tests {
             self.driver.run_paths(at);
         }
 
-        /// Paths that wait for their next login begin with it.
+        /// Starts the login of paths that wait for it.
         fn reopen(&mut self, at: Instant) {
             let index = self.key.index;
             self.driver.sessions[index]
@@ -968,7 +976,7 @@ mod tests {
             self.driver.drain(index, at);
         }
 
-        /// The target is heard of on a path.
+        /// Records a message of the target on a path.
         fn hear(&mut self, path: PathIndex, at: Instant) {
             let link = self.driver.sessions[self.key.index].link.paths_mut();
             link.unwrap().hear(path, at);
@@ -990,19 +998,19 @@ mod tests {
         }
     }
 
-    /// The cache is the unit's: it is lost though the first path to come back was in use never
-    /// before.
+    /// The cache belongs to the unit: it is lost even if the first path to recover was never in
+    /// use.
     #[test]
     fn a_cache_lost_with_the_path_in_use_is_noticed_on_one_that_never_was() {
-        // Whether the path in use is lost, the code of the greeting, the seconds until the login and
-        // until the check has ended. A host that has restarted, a connection that has flapped, a check
-        // that takes long, and a path in use all the time.
+        // Whether the path in use is lost, the ASCQ of the initial attention, the seconds until the
+        // login and until the end of the check. A restarted host, a flapping connection, a slow
+        // check, and a path in use throughout.
         for (a_is_lost, greeting, login, checked, is_lost) in [
             (true, 0, 60, 60, true),
             (true, 0, 1, 1, false),
             (true, 0, 15, 25, false),
             (false, 1, 3600, 3600, false),
-            // It greets with a power-on after the outage.
+            // A power-on is reported after the outage.
             (true, 1, 1, 1, true),
             (true, 4, 1, 1, true),
         ] {
@@ -1024,7 +1032,7 @@ mod tests {
             link.machine().handle_timeout(login);
             driver.drain(key.index, login);
             driver.inputs.push_back(Input::Live(key, B, GROUP));
-            // What a target greets each new nexus with says nothing.
+            // The attention that a target reports for each new nexus is not evidence.
             let greeting = AdditionalSense {
                 code: 0x29,
                 qualifier: greeting,
@@ -1040,8 +1048,8 @@ mod tests {
         }
     }
 
-    /// A portal that flaps, one that is away for long, one whose service restarts, and one that
-    /// greets with a power-on: the other path shows that the target has been there.
+    /// A flapping portal, a long outage, a restarted service, and a reported power-on: the other
+    /// path proves that the target was available throughout.
     #[test]
     fn returning_path_keeps_cache_used_elsewhere() {
         for (is_refused, greeting, away) in [
@@ -1084,8 +1092,7 @@ mod tests {
         }
     }
 
-    /// A path in use that has much to do may respond later than the check of a path that is back
-    /// would end.
+    /// A busy path in use may respond later than the check of the recovered path would complete.
     #[test]
     fn check_waits_for_path_in_use() {
         let now = Instant::now();
@@ -1107,7 +1114,7 @@ mod tests {
         assert!(!pair.is_waiting(B));
     }
 
-    /// Collects the lines of a log.
+    /// Collects log lines.
     #[derive(Clone, Default)]
     struct Lines(Arc<std::sync::Mutex<Vec<u8>>>);
 
@@ -1139,7 +1146,7 @@ mod tests {
             pair.driver.run_paths(now);
             pair.identify(B, false, now);
             pair.lose(B, Down::ConnectionLost, Some(now), now);
-            // Attempts to log in again fail.
+            // Further login attempts fail.
             for second in 1..4 {
                 let at = now + Duration::from_secs(second);
                 pair.reopen(at);
@@ -1158,11 +1165,11 @@ mod tests {
         let count = |what: &str| text.matches(what).count();
         assert_eq!(count("path lost: connection lost"), 1, "{text}");
         assert_eq!(count("path refused"), 0, "{text}");
-        // Of A and B at first, and of B again.
+        // For A and B initially, and for B again.
         assert_eq!(count("path is live"), 3, "{text}");
     }
 
-    /// A target may report a reset to other paths than the one that requested it.
+    /// A target may report a reset on other paths, not only on the path that requested it.
     #[test]
     fn reset_by_one_path_is_expected_on_others() {
         let now = Instant::now();
@@ -1183,7 +1190,7 @@ mod tests {
         assert_eq!((is_expected(a), is_expected(b)), (false, true));
     }
 
-    /// A host with both portals restarts, and the loss of the other path is not noticed yet.
+    /// A host with both portals restarts, before the loss of the other path is detected.
     #[test]
     fn silent_path_does_not_vouch_for_cache() {
         let now = Instant::now();
@@ -1207,8 +1214,8 @@ mod tests {
         assert_eq!(flushed, Err(RequestError::CacheLost));
     }
 
-    /// Each path may show the loss: by the length of the outage, by a refused connection, or by its
-    /// greeting.
+    /// Each path may provide the evidence: the duration of the outage, a refused connection, or the
+    /// first attention.
     #[test]
     fn outage_of_all_paths_counts_once() {
         for (refused, greeting, away, losses) in [
@@ -1260,8 +1267,8 @@ mod tests {
         qualifier: 1,
     };
 
-    /// The connection of the path that reports a power-on breaks before its check ends, and the
-    /// other path has nothing to report.
+    /// The connection of the path that reports a power-on breaks before its check completes, and
+    /// the other path reports nothing.
     #[test]
     fn power_on_reported_by_lost_path_is_counted() {
         for is_early in [true, false] {
@@ -1295,7 +1302,7 @@ mod tests {
             pair.lose(B, Down::ConnectionLost, Some(back), back);
             let flushed = flush(&mut pair.driver, key, back);
             assert_eq!(flushed, Err(RequestError::CacheLost), "{is_early}");
-            // The check of the path does not count the loss again.
+            // The path's check does not count the loss again.
             write(&mut pair.driver, key, back);
             let later = back + Duration::from_secs(2);
             pair.reopen(later);
@@ -1307,7 +1314,7 @@ mod tests {
         }
     }
 
-    /// A node reports its restart while the path to another node is in use, which flaps later.
+    /// A node reports its restart while the path to another node is in use. That path flaps later.
     #[test]
     fn refuted_power_on_is_never_counted() {
         let now = Instant::now();
@@ -1337,7 +1344,7 @@ mod tests {
         assert!(flushed.is_ok(), "{flushed:?}");
     }
 
-    /// A check of the other path found the generation from before the restart and ended late.
+    /// A check of the other path found the generation from before the restart, but completed late.
     #[test]
     fn outdated_generation_hides_no_later_loss() {
         let now = Instant::now();
@@ -1371,7 +1378,7 @@ mod tests {
         assert!(find(&mut pair, A, 3), "restarted again");
     }
 
-    /// A busy unit does not respond to the check, which is repeated.
+    /// A busy unit does not respond to the check, so it is repeated.
     #[test]
     fn unanswered_recheck_keeps_path() {
         for error in [RequestError::NotSent, RequestError::TimedOut] {
@@ -1396,11 +1403,11 @@ mod tests {
         }
     }
 
-    /// What a path sees while the one in use is lost may be noticed in any order.
+    /// The events of a path, and the loss of the path in use, may be detected in any order.
     #[test]
     fn a_loss_is_judged_by_what_came_after_the_unit_was_last_heard_of() {
-        // A login of the other path three seconds after that (L), the loss of the one in use (C), the
-        // greeting of the other one (G), and its code.
+        // A login of the other path three seconds later (L), the loss of the path in use (C), the
+        // first attention of the other path (G), and its ASCQ.
         for (order, qualifier, is_lost) in [
             ("LGC", 0, false),
             ("CLG", 0, false),
@@ -1435,7 +1442,7 @@ mod tests {
         }
     }
 
-    /// Watches that many units with volatile caches, and nothing else.
+    /// Watches this many units with volatile caches, and no other units.
     fn watch_units(
         driver: &mut Driver<Sim>,
         key: SessionKey,
@@ -1460,7 +1467,7 @@ mod tests {
         driver.inputs.clear();
     }
 
-    /// The unit at that place answers its check, by the bytes of each command.
+    /// Responds to the check of the unit at this index, based on the CDB of each command.
     fn identify_unit(
         driver: &mut Driver<Sim>,
         pool: &BufferPool,
@@ -1477,7 +1484,7 @@ mod tests {
         }
     }
 
-    /// Answers of a disk without names.
+    /// Responses of a disk without names.
     fn nameless(cdb: &[u8]) -> Vec<u8> {
         let mut capacity = vec![0; 32];
         capacity[10] = 2;
@@ -1509,7 +1516,8 @@ mod tests {
         };
         driver.handle_event(key.index, power_on, first);
         driver.run_paths(first);
-        // One does not answer; the other one's last answer comes before the connection is gone.
+        // One unit does not respond. The last response of the other unit precedes the loss of the
+        // connection.
         let silent = IoEnd {
             result: Err(RequestError::TimedOut),
             data: IoData::One(pool.try_take(4096).unwrap()),
@@ -1528,7 +1536,7 @@ mod tests {
         assert_eq!(flushed, Err(RequestError::CacheLost));
     }
 
-    /// The connection is lost in the moment of the last answer.
+    /// The connection is lost at the time of the last response.
     #[test]
     fn signs_of_a_loss_are_kept_over_an_answer_of_a_connection_that_is_lost() {
         let now = Instant::now();
@@ -1555,7 +1563,7 @@ mod tests {
     #[test]
     fn a_session_without_users_of_its_units_is_not_held_for_ever() {
         let now = Instant::now();
-        // Its unit's owner is gone; a check is due, and the session is held.
+        // The owner of its unit was dropped; a check is due, and the session is held.
         let (mut driver, key) = driver(now);
         let down = SessionEvent::Reconnecting(Down::ConnectionLost);
         driver.handle_event(key.index, down, now);
@@ -1563,14 +1571,14 @@ mod tests {
         assert!(driver.sessions[key.index].units.is_empty());
         driver.handle_event(key.index, SessionEvent::Live, now);
         driver.run_paths(now);
-        // The sign that it was released.
+        // This shows that the session was released.
         assert!(driver.sessions[key.index].heard.is_none());
     }
 
     #[test]
     fn a_unit_that_goes_away_among_the_questions_is_not_another_one() {
         let now = Instant::now();
-        // To pages: as Linux, and as riserd.
+        // Response to page queries: first as Linux, then as riserd.
         for refusal in [0x25, 0x24] {
             let (mut driver, key) = driver(now);
             let pool = BufferPool::new(1 << 20).unwrap();
@@ -1591,7 +1599,7 @@ mod tests {
         }
     }
 
-    /// Of a command of a user, a check or a ping, by one path or the only one.
+    /// For a command of a user, a check or a ping, on one of two paths or on the only one.
     #[test]
     fn deferred_error_loses_cache() {
         let sense = [0x71, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0];
@@ -1622,7 +1630,7 @@ mod tests {
         assert_eq!(owner.count(), 1);
     }
 
-    /// If the process is killed before a flush has reported the loss, the next one reports it.
+    /// If the process is killed before a flush has reported the loss, the next process reports it.
     #[test]
     fn unreported_loss_survives_the_process() {
         let sense = [0x71, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0];

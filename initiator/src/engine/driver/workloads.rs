@@ -1,4 +1,4 @@
-//! Work that runs on this thread.
+//! Workloads running on this thread.
 
 use std::time::Instant;
 
@@ -38,8 +38,8 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Reports the ends of their commands to workloads, and wakes those that are due; whether there
-    /// were any ends.
+    /// Reports completions to workloads, and wakes the workloads that are due; returns whether
+    /// there were completions.
     pub(super) fn run_workloads(&mut self, now: Instant) -> bool {
         let ended = self.end_work(now);
         for index in 0..self.sessions.capacity() {
@@ -49,7 +49,7 @@ impl<E: Env> Driver<E> {
             let due = |(id, (workload, _)): (usize, &(Box<dyn Workload>, usize))| {
                 workload.due().is_some_and(|at| at <= now).then_some(id)
             };
-            // No allocation where none is due.
+            // Doesn't allocate if no workload is due.
             let due: Vec<usize> = session.workloads.iter().filter_map(due).collect();
             for id in due {
                 let mut queue = std::mem::take(&mut self.work);
@@ -59,11 +59,12 @@ impl<E: Env> Driver<E> {
                 self.work = queue;
             }
         }
-        // A command that could not be started has ended already, which no descriptor reports.
+        // A command that could not be started has already completed, without an event on a
+        // descriptor.
         ended || !self.finished.is_empty()
     }
 
-    /// The next time at which a workload wants to be woken.
+    /// Returns the time of the next workload wake-up.
     pub(super) fn work_deadline(&self) -> Option<Instant> {
         let workloads = self.sessions.iter().flat_map(|(_, s)| s.workloads.iter());
         workloads.filter_map(|(_, (work, _))| work.due()).min()
@@ -74,7 +75,7 @@ impl<E: Env> Driver<E> {
         let any = !finished.is_empty();
         let mut queue = std::mem::take(&mut self.work);
         for (index, workload, token, end) in finished.drain(..) {
-            // A workload is there as long as a command of it is outstanding.
+            // A workload exists while one of its commands is outstanding.
             let entry = &mut self.sessions[index].workloads[workload];
             entry.1 -= 1;
             entry.0.complete(token, end, &mut queue);

@@ -1,20 +1,20 @@
-//! One iSCSI connection on RDMA (RFC 7145): receives, message buffers, commands.
+//! An iSCSI connection on RDMA (RFC 7145): receives, message buffers and commands.
 //!
-//! A PDU is one SEND: an iSER header that names the command's buffer, the PDU, and its immediate
-//! data, which are gathered from where they lie. Other data move by themselves: the target reads
-//! them, or writes them, by the key in the header.
+//! Each PDU is a single SEND: an iSER header with the command's buffer, the PDU, and its immediate
+//! data, which is gathered in place. The target transfers all other data with RDMA READ and WRITE,
+//! using the key in the header.
 //!
 //! # Memory
-//! A command's buffer is one region of the connection ([`RdmaConn`]). Its key ends with the
-//! target's answer, where both sides offered that (SEND with invalidate), or else by an
-//! invalidation of ours.
+//! The buffer of a command is a single region of the connection ([`RdmaConn`]). Its key is
+//! invalidated by the target's response (SEND with invalidate) if both sides support this, or
+//! otherwise by us.
 //!
 //! # Bounds
-//! Commands: the queue size. Receives: that and [`SPARE`] more of [`RING_LEN`] bytes in
-//! full-feature phase of a normal session, [`LARGE`] of [`LARGE_LEN`] bytes before and in
-//! discovery. Regions: one for each command. Send queue: three entries for each command, and one
-//! for each control message. A control message that finds no buffer waits in a queue, whose bound
-//! is the session's.
+//! Commands: the queue size. Receives: the queue size plus [`SPARE`], each of [`RING_LEN`] bytes,
+//! in the full-feature phase of a normal session; [`LARGE`], each of [`LARGE_LEN`] bytes, during
+//! login and in discovery sessions. Regions: one per command. Send queue: three entries per command
+//! and one per control message. A control message without a free buffer waits in a queue bounded by
+//! the session.
 
 mod start;
 
@@ -34,31 +34,32 @@ use crate::session::ConnectError;
 /// Headers before a data segment, in bytes.
 const HEADERS: usize = 28 + 48;
 
-/// Length of a message buffer for control PDUs that are sent or received during login and discovery.
+/// Length of a message buffer for control PDUs sent or received during login and discovery.
 const LARGE_LEN: usize = HEADERS + ISER_TEXT as usize;
 
-/// Number of such receives, and of message buffers for sending.
+/// Number of these receives, and of message buffers for sending.
 const LARGE: u16 = 4;
 
-/// Length of a receive in full-feature phase.
+/// Length of a receive in the full-feature phase.
 const RING_LEN: usize = HEADERS + ISER_RECV as usize;
 
-/// Receives beyond those of the commands: pings, task management, and what the target sends
-/// unasked.
+/// Receives in addition to those for commands: for pings, task management, and unsolicited PDUs of
+/// the target.
 const SPARE: u16 = 16;
 
-/// Pieces that a command's memory may have: those of its immediate data go into the SEND.
+/// Maximum number of segments in a command's memory; the segments of its immediate data are part of
+/// the SEND.
 pub(super) const MAX_PIECES: usize = MAX_SEND_SGE - 1;
 
-/// Sizes of a connection.
+/// Sizes for a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct IserConfig {
     pub(super) queue_size: u16,
-    /// Segments of one fast registration.
+    /// Segments per fast registration.
     pub(super) region_segments: u32,
-    /// The session is one of discovery, so large PDUs go on.
+    /// Discovery session: large PDUs continue after the login.
     pub(super) discovery: bool,
-    /// The device reports which key a SEND has invalidated.
+    /// The device reports which key a SEND with invalidate has invalidated.
     pub(super) remote_invalidate: bool,
 }
 
@@ -80,7 +81,7 @@ impl IserConfig {
         }
     }
 
-    /// The offer in our private data.
+    /// Returns the offer for our private data.
     pub(super) fn offer(self) -> CmHeader {
         CmHeader {
             zero_based: false,
@@ -88,7 +89,7 @@ impl IserConfig {
         }
     }
 
-    // Layout of the connection's memory: receives, control messages, commands.
+    // Memory layout of the connection: receives, control messages, commands.
     fn recv_at(slot: u16) -> (usize, usize) {
         match slot.checked_sub(LARGE) {
             None => (usize::from(slot) * LARGE_LEN, LARGE_LEN),
@@ -108,18 +109,18 @@ impl IserConfig {
     }
 }
 
-/// A connection, from the first call of the connection manager on.
+/// A connection, starting with the first call to the connection manager.
 pub(super) struct IserConn {
     pub(super) rdma: RdmaConn<1>,
     config: IserConfig,
     control_free: Vec<u16>,
-    /// Control PDUs that wait for a buffer. Bound: [`MAX_CONTROLS`].
+    /// Control PDUs waiting for a buffer. Bound: [`MAX_CONTROLS`].
     waiting: VecDeque<ControlPdu>,
     message: Vec<u8>,
 }
 
 impl IserConn {
-    /// Begins to find the path to the target.
+    /// Starts to resolve the path to the target.
     pub(super) fn resolve<P: Provider>(
         device: &mut Device<P>,
         owner: Owner,
@@ -136,8 +137,9 @@ impl IserConn {
         })
     }
 
-    /// Posts the receives of full-feature phase; false if the connection is broken. A discovery
-    /// session keeps the ones of its login: shorter receives would be filled first.
+    /// Posts the receives for the full-feature phase; returns false if the connection is broken. A
+    /// discovery session keeps the receives of the login, because shorter ones would be filled
+    /// first.
     pub(super) fn enter_full_feature<P: Provider>(&mut self, device: &mut Device<P>) -> bool {
         let receives = LARGE..self.config.receives();
         self.config.discovery || self.post_recvs(device, receives)
@@ -151,7 +153,7 @@ impl IserConn {
         slots.all(|slot| self.post_recv(device, slot))
     }
 
-    /// Copies a received message out.
+    /// Copies a received message to `out`.
     pub(super) fn received(&self, slot: u16, len: u32, out: &mut Vec<u8>) {
         let (at, room) = IserConfig::recv_at(slot);
         out.clear();
@@ -159,8 +161,7 @@ impl IserConn {
         self.rdma.read(at, out);
     }
 
-    /// Posts a receive again, if it is of the kind that is used now; false if the connection is
-    /// broken.
+    /// Reposts a receive if this kind is currently used; returns false if the connection is broken.
     pub(super) fn repost<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -179,8 +180,8 @@ impl IserConn {
         self.rdma.post_recv(device, slot, at, len)
     }
 
-    /// Sends a control PDU, or keeps it until there is a buffer; false if the connection is broken,
-    /// or too many are kept.
+    /// Sends a control PDU, or queues it until a buffer is free. Returns false if the connection is
+    /// broken or too many PDUs are queued.
     pub(super) fn send_control<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -213,7 +214,8 @@ impl IserConn {
         true
     }
 
-    /// A control PDU has been sent from buffer `slot`; false if the connection is broken.
+    /// Called when the control PDU in buffer `slot` was sent; returns false if the connection is
+    /// broken.
     pub(super) fn on_control_sent<P: Provider>(
         &mut self,
         device: &mut Device<P>,

@@ -1,4 +1,4 @@
-//! Starting a command: its region, the header that names it, the SEND.
+//! Starting a command: its region, the header with its key, and the SEND.
 
 use arrayvec::ArrayVec;
 use riser_memory::MemSlice;
@@ -12,12 +12,12 @@ use crate::iscsi::session::CommandPdu;
 use crate::request::{DataLen, RequestId};
 
 impl IserConn {
-    /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`]; false if the
-    /// connection is broken. There is a slot, since the session bounds the commands whose memory is
-    /// not back.
+    /// Starts a command with data in `pieces`, at most [`MAX_PIECES`]; returns false if the
+    /// connection is broken. A slot is always free, because the session bounds the number of
+    /// commands with outstanding memory.
     ///
-    /// The header is written by hand up to the data segment, which is behind it in the gather list
-    /// and not in memory of ours; so its length goes into the basic header segment here.
+    /// The header is encoded manually up to the data segment. The data segment follows in the
+    /// gather list, not in our memory, so its length is written to the basic header segment here.
     pub(in crate::engine) fn start<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -29,7 +29,7 @@ impl IserConn {
     ) -> bool {
         let immediate = command.immediate as usize;
         let total: usize = pieces.iter().map(MemSlice::len).sum();
-        // Data that all go with the command need no key.
+        // No key is needed if all data is immediate.
         let has_key = total > immediate || (total > 0 && matches!(len, DataLen::In(_)));
         let Some(mut new) = self.rdma.begin(request, has_key.into()) else {
             return false;
@@ -67,8 +67,8 @@ impl IserConn {
     }
 }
 
-/// The advertisement of a command's buffer in its header: of a write, from the first byte on that
-/// does not go with the command (TaggedBufferForSolicitedDataOnly).
+/// Returns the buffers of a command for the header. For a write, the buffer starts after the
+/// immediate data (TaggedBufferForSolicitedDataOnly).
 fn advertise(region: Option<&PooledMr>, len: DataLen, immediate: usize) -> Buffers {
     let Some(remote) = region.map(PooledMr::remote) else {
         return Buffers::default();

@@ -1,18 +1,17 @@
-//! One reliable connection: its way through the connection manager, its memory, and the commands on
-//! it.
+//! A reliable connection: connection management, memory, and the commands on it.
 //!
 //! # Memory
-//! A connection's own memory is registered for local use only; its layout is the protocol's affair.
-//! A command's data are made known to the target with fast registrations that are posted before the
-//! command. A key ends by an invalidation whose completion is awaited, or by one of the target's
-//! (SEND with invalidate); and the command's own SEND must have completed too before its data are
-//! free. Requests of a send queue complete in order, so the completion of an invalidation also
-//! shows that the SEND is over.
+//! The connection's own memory is registered for local access only, with a layout defined by the
+//! protocol. The data of a command is advertised to the target with fast registrations posted
+//! before the command. A key is invalidated either by us, with a signaled completion, or by the
+//! target (SEND with invalidate). The data is free once the command's SEND has completed, too.
+//! Requests on a send queue complete in order, so the completion of our invalidation implies that
+//! the SEND has completed.
 //!
 //! # Bounds
-//! Every queue's length is in [`RdmaLimits`]. What is posted leaves at the end of the round
-//! ([`Device::flush`]), and a list that the device does not take breaks the connection. A command
-//! that finds its slot, its send-queue entries or its regions used up is not started.
+//! The length of each queue is in [`RdmaLimits`]. Requests are posted at the end of the round
+//! ([`Device::flush`]). If the device rejects a list, the connection is broken. A command is not
+//! started without a free slot, send-queue entries and regions.
 
 use std::time::{Duration, Instant};
 
@@ -32,92 +31,92 @@ use crate::engine::io::Target;
 use crate::request::{DataLen, RequestId};
 use crate::session::ConnectError;
 
-/// Longest duration of the resolution of an address or a route.
+/// Timeout for resolving an address or a route.
 const RESOLVE: Duration = Duration::from_secs(2);
 
-/// Longest duration of a logout, or of a connection that is still being made, before the end of
-/// both.
+/// Timeout for a logout, or for a connection still being established, before the connection is
+/// closed.
 const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Sizes of a connection.
+/// Sizes for a connection.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::engine) struct RdmaLimits {
-    /// Commands that may be outstanding.
+    /// Maximum number of outstanding commands.
     pub(in crate::engine) commands: u16,
-    /// Send-queue entries that commands share: a SEND, and two for each region.
+    /// Send-queue entries shared by commands: a SEND, and two per region.
     pub(in crate::engine) command_entries: u32,
-    /// Send-queue entries of other messages, which are never refused.
+    /// Send-queue entries for other messages, which are never rejected.
     pub(in crate::engine) message_entries: u32,
     pub(in crate::engine) receives: u32,
     pub(in crate::engine) regions: usize,
-    /// Segments of one fast registration.
+    /// Segments per fast registration.
     pub(in crate::engine) region_segments: u32,
-    /// Length of the connection's own memory, in bytes.
+    /// Length of the connection's own memory in bytes.
     pub(in crate::engine) memory: usize,
-    /// The target may invalidate keys. No completion of ours then shows that a command's SEND is
-    /// over, so each SEND has one of its own.
+    /// The target may invalidate keys. In this case, no completion of ours implies that a command's
+    /// SEND has completed, so each SEND is signaled.
     pub(in crate::engine) remote_invalidate: bool,
 }
 
 impl RdmaLimits {
-    /// One entry is that of the probe.
+    /// Includes one entry for the probe.
     fn send_entries(&self) -> u32 {
         self.command_entries + self.message_entries + 1
     }
 
-    /// Completions that a connection can have outstanding.
+    /// Returns the maximum number of outstanding completions.
     pub(in crate::engine) fn completions(&self) -> u32 {
         self.send_entries() + self.receives
     }
 }
 
-/// The next step of a connection after an event of the connection manager.
+/// Next step for a connection after an event of the connection manager.
 #[derive(Debug)]
 pub(in crate::engine) enum CmStep {
     Pending,
-    /// The route is known: [`RdmaConn::set_up`] and [`RdmaConn::connect`].
+    /// The route was resolved. Call [`RdmaConn::set_up`] and [`RdmaConn::connect`].
     Connect,
-    /// Connected; the peer's parameters.
+    /// Connected, with the peer's parameters.
     Established(ConnParam),
-    /// Refused, with the CM's reason and private data.
+    /// Rejected, with the CM's reason and private data.
     Rejected {
         reason: u16,
         private_data: Vec<u8>,
     },
-    /// It could not be made.
+    /// Connecting failed.
     Failed(ConnectError),
-    /// The peer or the device ended it.
+    /// The peer or the device disconnected.
     Lost,
-    /// It was being closed, and can be released now.
+    /// The connection was closing and can now be released.
     Closed,
 }
 
-/// The meaning of a completion for the connection's user.
+/// Result of a completion for the connection's user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Completed {
     Nothing,
-    /// That receive has a message.
+    /// A message is in this receive.
     Message(u16),
-    /// The message of that number has been sent.
+    /// The message with this number was sent.
     Sent(u16),
-    /// The request's memory is back.
+    /// The request's memory is free.
     Retired(RequestId),
-    /// The work request failed, and with it the connection.
+    /// The work request failed and broke the connection.
     Failed,
 }
 
-/// Progress of taking a request's memory back.
+/// Progress of retiring a request's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum Retire {
-    /// The memory is back.
+    /// The memory is free.
     Done,
-    /// A completion reports it.
+    /// A later completion reports it.
     Pending,
-    /// The connection is broken, whose end takes back all memory.
+    /// The connection is broken; closing it retires all memory.
     Broken,
 }
 
-/// Parts of a connection whose queue pair exists.
+/// Resources that exist together with the queue pair.
 struct Rings {
     qp: QpId,
     cq: CqId,
@@ -126,24 +125,25 @@ struct Rings {
     regions: MrPool,
 }
 
-/// A connection, from the first call of the connection manager on. A command of it has `R` regions
-/// at most.
+/// A connection, starting with the first call to the connection manager. Its commands have at most
+/// `R` regions.
 pub(in crate::engine) struct RdmaConn<const R: usize> {
     id: CmId,
     owner: Owner,
     limits: RdmaLimits,
     rings: Option<Rings>,
     tasks: Tasks<R>,
-    /// The request for a connection is on its way, and the answer is not here.
+    /// The connect request was sent, but the response was not received yet.
     is_connecting: bool,
-    /// The connection is closed when what is on its way has ended, or then at the latest.
+    /// Latest time to close the connection. It is closed earlier when the outstanding messages
+    /// complete.
     closing_until: Option<Instant>,
-    /// Of an established connection on the software NIC. Other devices have timeouts of their own.
+    /// Used for established connections on the software NIC. Other devices have hardware timeouts.
     probe: Option<Probe>,
 }
 
 impl<const R: usize> RdmaConn<R> {
-    /// Begins to find the path to a target.
+    /// Starts to resolve the path to a target.
     pub(in crate::engine) fn resolve<P: Provider>(
         device: &mut Device<P>,
         owner: Owner,
@@ -188,7 +188,7 @@ impl<const R: usize> RdmaConn<R> {
         now: Instant,
     ) -> CmStep {
         if self.closing_until.is_some() {
-            // It was the answer to the request, or the end.
+            // Either the response to the connect request or the disconnect.
             return CmStep::Closed;
         }
         match event {
@@ -215,7 +215,7 @@ impl<const R: usize> RdmaConn<R> {
                 CmStep::Established(param)
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => CmStep::Lost,
-            // Of listeners, of datagrams, and of queue pairs that their owner connects.
+            // Events of listeners, datagrams, and queue pairs connected by their owner.
             CmEventKind::TimewaitExit
             | CmEventKind::ConnectRequest { .. }
             | CmEventKind::MulticastJoin { .. }
@@ -226,8 +226,8 @@ impl<const R: usize> RdmaConn<R> {
         }
     }
 
-    /// Makes the queue pair, the connection's memory and its regions. After an error, what has been
-    /// made goes with [`Self::release`].
+    /// Creates the queue pair, the connection's memory and its regions. On error, the existing
+    /// parts are released by [`Self::release`].
     pub(in crate::engine) fn set_up<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -240,8 +240,8 @@ impl<const R: usize> RdmaConn<R> {
             ..QpCap::new(limits.send_entries(), limits.receives)
         };
         let provider = &mut device.provider;
-        // Until all parts exist, each error gives back the ones before it: a release knows
-        // them only as a whole.
+        // On error, release the previous parts here, because [`Self::release`] requires all of
+        // them.
         let mut regions = MrPool::new(provider, pd, limits.regions, limits.region_segments)?;
         let mr = match provider.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE) {
             Ok(mr) => mr,
@@ -270,7 +270,7 @@ impl<const R: usize> RdmaConn<R> {
         Ok(())
     }
 
-    /// Sends the request for the connection.
+    /// Sends the connect request.
     pub(in crate::engine) fn connect<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -285,11 +285,11 @@ impl<const R: usize> RdmaConn<R> {
         sent.map_err(ConnectError::Cm)
     }
 
-    /// Begins to close the connection; false if it is to be released at once.
+    /// Starts closing the connection; returns false if it can be released immediately.
     ///
-    /// A logout that was posted is awaited, and so is the answer to a request for the connection: a
-    /// peer that has answered a request and hears that it is withdrawn may keep what it has made
-    /// for it, as Linux's `ib_srpt` does until its port goes.
+    /// Waits for a posted logout, and also for the response to a connect request: if a peer has
+    /// responded and then learns that the request was withdrawn, it may leak its resources. Linux's
+    /// `ib_srpt` keeps them until its port is removed.
     pub(in crate::engine) fn begin_close(&mut self, has_logout: bool, now: Instant) -> bool {
         let waits = self.is_connecting || has_logout;
         if waits {
@@ -299,7 +299,7 @@ impl<const R: usize> RdmaConn<R> {
         waits
     }
 
-    /// The time of the next [`Self::probe`].
+    /// Returns the time of the next [`Self::probe`].
     pub(super) fn probe_at(&self) -> Option<Instant> {
         self.probe.as_ref()?.deadline()
     }
@@ -321,14 +321,14 @@ impl<const R: usize> RdmaConn<R> {
         device.post_send(rings.qp, &[wr]);
     }
 
-    /// The time at which a connection that is being closed is released at the latest.
+    /// Returns the latest time for releasing a closing connection.
     pub(in crate::engine) fn closing_until(&self) -> Option<Instant> {
         self.closing_until
     }
 
-    /// Releases everything. From now on nothing that the peer sends reaches memory, and no key
-    /// given to it works. With `linger` the peer is notified, and the identifier lives until it has
-    /// answered.
+    /// Releases all resources. After this, the peer cannot access any memory, and all of its keys
+    /// are invalid. With `linger`, sends a disconnect, and the identifier remains until the peer
+    /// has responded.
     pub(in crate::engine) fn release<P: Provider>(
         self,
         device: &mut Device<P>,
@@ -341,8 +341,8 @@ impl<const R: usize> RdmaConn<R> {
             device.disown_qp(rings.qp);
             device.disown_cq(rings.cq);
             let provider = &mut device.provider;
-            // Regions that are memory windows refer to the queue pair that they were bound on, and
-            // Linux waits with its end until they are gone.
+            // Memory windows refer to the queue pair they were bound to, and Linux delays its
+            // destruction until they are deallocated.
             for region in self.tasks.into_regions() {
                 rings.regions.discard(provider, region);
             }
@@ -357,7 +357,7 @@ impl<const R: usize> RdmaConn<R> {
         }
     }
 
-    /// Copies bytes out of the connection's memory.
+    /// Copies bytes from the connection's memory.
     pub(in crate::engine) fn read(&self, at: usize, out: &mut [u8]) {
         if let Some(rings) = &self.rings {
             rings.memory.read(at, out);
@@ -371,7 +371,7 @@ impl<const R: usize> RdmaConn<R> {
         }
     }
 
-    /// Posts a receive into the connection's memory; false if the connection is broken.
+    /// Posts a receive into the connection's memory; returns false if the connection is broken.
     pub(in crate::engine) fn post_recv<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -387,13 +387,14 @@ impl<const R: usize> RdmaConn<R> {
         true
     }
 
-    /// Posts at once what would be at the end of the round; false if the connection is broken.
+    /// Posts the queued requests immediately instead of at the end of the round; returns false if
+    /// the connection is broken.
     pub(super) fn flush<P: Provider>(&self, device: &mut Device<P>) -> bool {
         let rings = self.rings.as_ref();
         rings.is_some_and(|rings| device.flush_qp(rings.qp))
     }
 
-    /// Sends a message from the connection's memory; false if the connection is broken.
+    /// Sends a message from the connection's memory; returns false if the connection is broken.
     pub(in crate::engine) fn post_message<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -418,7 +419,8 @@ impl<const R: usize> RdmaConn<R> {
         true
     }
 
-    /// Takes what a command with that many regions needs; `None` where other commands use it.
+    /// Allocates a slot, send-queue entries and regions for a command with this number of regions.
+    /// Returns `None` if other commands use them.
     pub(in crate::engine) fn begin(
         &mut self,
         request: RequestId,
@@ -431,7 +433,7 @@ impl<const R: usize> RdmaConn<R> {
         self.tasks.begin(request, regions)
     }
 
-    /// Makes the next region of a command from pieces of its data.
+    /// Maps segments of a command's data to its next region.
     pub(in crate::engine) fn map<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -445,7 +447,7 @@ impl<const R: usize> RdmaConn<R> {
         mapped.map(|_| ())
     }
 
-    /// Gives back what a command took that was never posted.
+    /// Releases the resources of a command that was never posted.
     pub(in crate::engine) fn abandon<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -455,8 +457,8 @@ impl<const R: usize> RdmaConn<R> {
         self.put_back(device, regions);
     }
 
-    /// Posts a command as one chain: the registrations of its data, and the SEND of its header,
-    /// which is in the connection's memory, with `immediate` data. False if the connection is
+    /// Posts a command as a single chain: the registrations of its data, and the SEND of its header
+    /// from the connection's memory, with `immediate` data. Returns false if the connection is
     /// broken.
     pub(in crate::engine) fn post_command<P: Provider>(
         &mut self,
@@ -481,7 +483,8 @@ impl<const R: usize> RdmaConn<R> {
         for region in &mut task.regions {
             chain.push(region.reg_wr(WorkRequest::Register(slot).id(), access));
         }
-        // Where only we invalidate keys, the invalidations show when the SEND is over.
+        // If only we invalidate keys, the completion of an invalidation implies that the SEND has
+        // completed.
         let is_signaled = task.regions.is_empty() || self.limits.remote_invalidate;
         chain.push(SendWr {
             wr_id: WorkRequest::Command(slot).id(),
@@ -520,8 +523,9 @@ impl<const R: usize> RdmaConn<R> {
         }
         let slot = match work {
             WorkRequest::Recv(slot) => {
-                // A key that the target may not invalidate is still ours to invalidate: that fails,
-                // and ends the connection. Without it nothing would show that the SEND is over.
+                // If the target was not allowed to invalidate this key, we still invalidate it.
+                // This fails and breaks the connection. Otherwise, we would not learn when the SEND
+                // has completed.
                 if let Some(key) = completion.invalidated
                     && self.limits.remote_invalidate
                     && !self.tasks.on_remote_invalidated(key)
@@ -551,7 +555,7 @@ impl<const R: usize> RdmaConn<R> {
         retired.map_or(Completed::Nothing, Completed::Retired)
     }
 
-    /// Begins to take a request's memory back: invalidates the keys that still work.
+    /// Starts to retire a request's memory by invalidating the keys that are still valid.
     pub(in crate::engine) fn retire<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -575,8 +579,7 @@ impl<const R: usize> RdmaConn<R> {
         }
     }
 
-    /// Frees a slot whose command is over in every respect; returns the request whose memory is
-    /// back with that.
+    /// Frees the slot of a retired command; returns the request whose memory is now free.
     fn finish<P: Provider>(&mut self, device: &mut Device<P>, slot: u16) -> Option<RequestId> {
         let task = self.tasks.finish(slot)?;
         self.put_back(device, task.regions);
@@ -593,7 +596,7 @@ impl<const R: usize> RdmaConn<R> {
 }
 
 impl Rings {
-    /// A segment of the connection's own memory.
+    /// Returns a segment of the connection's own memory.
     fn own(&self, at: usize, len: usize) -> Sge {
         Sge {
             addr: self.mr.addr + at as u64,
@@ -608,8 +611,8 @@ pub(in crate::engine) fn new_memory(len: usize) -> Result<Memory, VerbsError> {
     Memory::new(len).map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(0)))
 }
 
-/// Makes a connection's queue pair, and a completion queue of its own: one that has overrun goes with
-/// the connection, and takes no other with it.
+/// Creates the queue pair of a connection and a dedicated completion queue, so that an overrun only
+/// affects this connection.
 fn create_queues<P: Provider>(
     provider: &mut P,
     id: CmId,
@@ -617,7 +620,7 @@ fn create_queues<P: Provider>(
     cap: QpCap,
     completions: u32,
 ) -> Result<(QpId, CqId), VerbsError> {
-    // One spare, so that a correct device cannot fill the queue.
+    // One spare entry, so that a correct device cannot fill the queue.
     let cq = provider.create_cq(completions + 1)?;
     let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
     provider
@@ -649,7 +652,8 @@ mod tests {
         remote_invalidate: true,
     };
 
-    /// A connection whose queue pair takes nothing, which is not what these tests are about.
+    /// Returns a connection whose queue pair does not accept requests, which is irrelevant for
+    /// these tests.
     fn conn(limits: RdmaLimits) -> (Device<Endpoint>, RdmaConn<1>, Memory) {
         let mut device = Device::new(Pair::new(FabricConfig::default()).a);
         let nic = &mut device.provider;
@@ -672,7 +676,7 @@ mod tests {
         (device, conn, buffer)
     }
 
-    /// Invalidates a key of ours; returns the request whose memory is back.
+    /// Completes our invalidation of a key; returns the request whose memory is now free.
     fn invalidated(
         conn: &mut RdmaConn<1>,
         device: &mut Device<Endpoint>,
@@ -688,7 +692,7 @@ mod tests {
         conn.finish(device, slot)
     }
 
-    /// Posts a READ into the buffer; returns its slot.
+    /// Posts a READ command for the buffer; returns its slot.
     fn read(
         conn: &mut RdmaConn<1>,
         device: &mut Device<Endpoint>,
@@ -702,8 +706,8 @@ mod tests {
         slot
     }
 
-    /// The target may invalidate a key while an invalidation of ours is under way, and the slot
-    /// have another command when that completes.
+    /// The target may invalidate a key while our own invalidation is in flight, and another command
+    /// may use the slot when that completes.
     #[test]
     fn an_invalidation_ends_only_the_key_that_it_is_about() {
         let (mut device, mut conn, buffer) = conn(LIMITS);
@@ -750,7 +754,7 @@ mod tests {
         read(&mut conn, &mut device, 2, &buffer);
         assert_eq!(device.flush(), [conn.owner]);
         assert!(device.flush().is_empty(), "nothing is left");
-        // The end of the connection takes back what was posted and what was not.
+        // Releasing the connection frees both posted and unposted regions.
         let regions = device.provider.usage().mrs;
         conn.release(&mut device, false, Instant::now());
         assert!(device.provider.usage().mrs < regions);

@@ -1,4 +1,4 @@
-//! A device, and what sessions have of it.
+//! A device and the resources of its sessions.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ use rustc_hash::FxHashMap;
 
 use super::posts::Posts;
 
-/// Longest duration of a disconnect, after which its identifier is destroyed anyway.
+/// Timeout for a disconnect, after which its identifier is destroyed.
 const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
 
-/// The owner of a connection: a session of the engine, and the channel in it.
+/// Owner of a connection: a session of the engine and one of its channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) struct Owner {
     pub(in crate::engine) session: usize,
@@ -26,17 +26,17 @@ struct OwnedQp {
     posts: Posts,
 }
 
-/// A provider, with the owners of the connections on it.
+/// A provider, with the owners of its connections.
 pub(in crate::engine) struct Device<P> {
     pub(in crate::engine) provider: P,
-    /// By numbers of ours, as below: no peer can choose them for their hashes.
+    /// Keyed by local numbers, like the map below, so peers cannot choose colliding keys.
     ids: FxHashMap<CmId, Owner>,
     qps: FxHashMap<QpId, OwnedQp>,
-    /// Queue pairs for which something waits to be posted. One may be released by now.
+    /// Queue pairs with queued requests. May contain released queue pairs.
     unposted: Vec<QpId>,
-    /// Completion queues, each of one connection, in the order in which they were made.
+    /// Completion queues in order of creation. Each belongs to one connection.
     cqs: Vec<(CqId, Owner)>,
-    /// Identifiers without an owner, whose disconnect goes on until the given time at the latest.
+    /// Disconnecting identifiers without an owner, with the latest time to destroy them.
     disconnecting: Vec<(CmId, Instant)>,
 }
 
@@ -52,22 +52,22 @@ impl<P: Provider> Device<P> {
         }
     }
 
-    /// The owner of a queue pair; `None` if it has been released.
+    /// Returns the owner of a queue pair, or `None` if it was released.
     pub(in crate::engine) fn owner(&self, qp: QpId) -> Option<Owner> {
         self.qps.get(&qp).map(|qp| qp.owner)
     }
 
-    /// The owner of a completion queue; `None` if it has been released.
+    /// Returns the owner of a completion queue, or `None` if it was released.
     pub(in crate::engine) fn cq_owner(&self, cq: CqId) -> Option<Owner> {
         self.cqs.iter().find(|(own, _)| *own == cq).map(|(_, o)| *o)
     }
 
-    /// The completion queues and their owners.
+    /// Returns the completion queues and their owners.
     pub(in crate::engine) fn cqs(&self) -> &[(CqId, Owner)] {
         &self.cqs
     }
 
-    /// Arms every completion queue; whether completions wait already.
+    /// Arms all completion queues; returns whether completions are already available.
     pub(in crate::engine) fn arm(&mut self) -> bool {
         let mut waiting = false;
         for (cq, _) in &self.cqs {
@@ -77,22 +77,22 @@ impl<P: Provider> Device<P> {
         waiting
     }
 
-    /// The READs by which a target with these parameters may fetch data at once, instead of being
-    /// sent them with commands; 0 where that would gain nothing.
+    /// Returns the number of concurrent READs that a target with these parameters may use to fetch
+    /// data, instead of receiving it with the commands. Returns 0 if this has no advantage.
     pub(in crate::engine) fn fetches(&self, param: &ConnParam) -> u8 {
         match self.is_software_nic() {
-            // Named from our point of view: what we may be asked for at once.
+            // From our perspective: the number of READs that the target may have outstanding.
             true => param.responder_resources,
             false => 0,
         }
     }
 
-    /// Returns whether the device is the software NIC, on RoCEv2.
+    /// Returns whether the device is the software NIC (RoCEv2).
     pub(super) fn is_software_nic(&self) -> bool {
         is_software_nic(self.provider.device_attr().provider)
     }
 
-    /// The owner that an event is for. An event without one may end a disconnect.
+    /// Returns the owner for an event. An event without an owner may complete a disconnect.
     pub(in crate::engine) fn route(&mut self, event: &CmEvent) -> Option<Owner> {
         let owner = self.ids.get(&event.id).copied();
         let is_end = matches!(
@@ -118,7 +118,7 @@ impl<P: Provider> Device<P> {
         self.qps.insert(qp, OwnedQp { owner, posts });
     }
 
-    /// Has requests posted when the round ends, behind those that wait already.
+    /// Queues requests for posting at the end of the round, in order.
     pub(super) fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) {
         if !wrs.is_empty()
             && let Some(posts) = self.posts(qp)
@@ -127,14 +127,14 @@ impl<P: Provider> Device<P> {
         }
     }
 
-    /// Has a receive posted when the round ends.
+    /// Queues a receive for posting at the end of the round.
     pub(super) fn post_recv(&mut self, qp: QpId, id: WrId, sge: Sge) {
         if let Some(posts) = self.posts(qp) {
             posts.push_recv(id, sge);
         }
     }
 
-    /// What waits for a queue pair, to be added to.
+    /// Returns the queued requests of a queue pair, for adding one.
     fn posts(&mut self, qp: QpId) -> Option<&mut Posts> {
         let posts = &mut self.qps.get_mut(&qp)?.posts;
         if posts.is_empty() {
@@ -143,7 +143,7 @@ impl<P: Provider> Device<P> {
         Some(posts)
     }
 
-    /// Posts what waits for a queue pair; whether the device has taken all of it.
+    /// Posts the queued requests of a queue pair; returns whether the device accepted all of them.
     pub(super) fn flush_qp(&mut self, qp: QpId) -> bool {
         let Some(entry) = self.qps.get_mut(&qp) else {
             return true;
@@ -156,8 +156,8 @@ impl<P: Provider> Device<P> {
         posted.is_ok()
     }
 
-    /// Posts what waits. Returns the owners of the queue pairs that have not taken all of it, whose
-    /// connections are broken.
+    /// Posts all queued requests. Returns the owners of queue pairs with a rejected request,
+    /// because their connections are broken.
     pub(in crate::engine) fn flush(&mut self) -> Vec<Owner> {
         let mut broken = Vec::new();
         let mut unposted = std::mem::take(&mut self.unposted);
@@ -186,12 +186,12 @@ impl<P: Provider> Device<P> {
         self.ids.remove(&id);
     }
 
-    /// Keeps an identifier until its peer has answered the disconnect.
+    /// Keeps an identifier until its peer has responded to the disconnect.
     pub(super) fn await_disconnect(&mut self, id: CmId, now: Instant) {
         self.disconnecting.push((id, now + DISCONNECT_PATIENCE));
     }
 
-    /// Destroys identifiers whose peers have not answered the disconnect in time.
+    /// Destroys identifiers of peers that did not respond to the disconnect in time.
     pub(in crate::engine) fn handle_timeout(&mut self, now: Instant) {
         let provider = &mut self.provider;
         self.disconnecting.retain(|(id, until)| {
@@ -203,21 +203,21 @@ impl<P: Provider> Device<P> {
         });
     }
 
-    /// The time of the next timeout, of the provider or of a disconnect.
+    /// Returns the time of the next timeout, either of the provider or of a disconnect.
     pub(in crate::engine) fn next_deadline(&self) -> Option<Instant> {
         let disconnects = self.disconnecting.iter().map(|(_, until)| *until);
         disconnects.chain(self.provider.deadline()).min()
     }
 
-    /// Returns whether a peer still has to hear of a disconnect.
+    /// Returns whether a disconnect is still in progress.
     pub(in crate::engine) fn is_disconnecting(&self) -> bool {
         !self.disconnecting.is_empty()
     }
 }
 
-/// Returns whether a provider is the software NIC, which sends packets of one length in a row
-/// together. In shared memory there is nothing to group, TCP does it by itself, and a device of the
-/// host's sends each by itself; both would only have a key and a READ more for each write.
+/// Returns whether a provider is the software NIC, which sends consecutive packets of equal length
+/// in a batch. Shared memory has no packets, TCP batches on its own, and a host device sends each
+/// packet separately: for them, fetching would only cost an additional key and READ per write.
 fn is_software_nic(provider: &str) -> bool {
     !matches!(provider, "shm" | "rdma_core" | "iwarp")
 }
@@ -225,12 +225,12 @@ fn is_software_nic(provider: &str) -> bool {
 /// A session's objects on a device.
 pub(in crate::engine) struct Resources {
     pub(in crate::engine) pd: PdId,
-    /// The registration of the pool of data buffers.
+    /// Registration of the data buffer pool.
     pub(in crate::engine) pool: Mr,
 }
 
 impl Resources {
-    /// Makes a protection domain and the pool's registration. `is_remote` gives the target access to
+    /// Creates a protection domain and registers the pool. With `is_remote`, the target can access
     /// the whole pool.
     pub(in crate::engine) fn new<P: Provider>(
         device: &mut Device<P>,

@@ -1,10 +1,10 @@
-//! An RDMA device and the connections on it, as SRP and iSER use them.
+//! An RDMA device and its connections, for SRP and iSER.
 //!
-//! [`Device`] is the provider with the owners of identifiers and queue pairs, and with what waits to
-//! be posted ([`Device::flush`]). [`Resources`] are
-//! what a session has of a device, [`RdmaConn`] is one reliable connection of it: from the address
-//! to the disconnect, with its own memory, its receives, and the keys of the commands on it.
-//! [`ConnSlot`] makes and ends connections, one after another, for a protocol's [`RdmaProtocol`].
+//! [`Device`] is the provider with the owners of identifiers and queue pairs, and with the queued
+//! requests ([`Device::flush`]). [`Resources`] are the resources of a session on a device.
+//! [`RdmaConn`] is a reliable connection of a session, from address resolution to disconnect, with
+//! its own memory, its receives, and the keys of its commands. [`ConnSlot`] opens and closes
+//! successive connections for the [`RdmaProtocol`] of a session.
 
 mod conn;
 mod device;
@@ -19,8 +19,8 @@ pub(super) use self::device::{Device, Owner, Resources};
 pub(super) use self::slot::{ConnEvent, ConnSlot, RdmaProtocol};
 use self::work::WorkRequest;
 
-/// Local segments of a SEND at most: the header, and immediate data.
+/// Maximum number of local segments in a SEND: the header and immediate data.
 pub(super) const MAX_SEND_SGE: usize = 4;
 
-/// Fast registrations of one command at most.
+/// Maximum number of fast registrations per command.
 pub(super) const MAX_REGIONS: usize = 16;

@@ -1,10 +1,11 @@
-//! Work requests that leave together at the end of a round.
+//! Work requests posted together at the end of a round.
 //!
-//! A device takes a list of requests with one doorbell, which is a system call with some. So what a
-//! round asks of a queue pair is collected, and posted as one list of receives and one of requests.
+//! A device accepts a list of requests with one doorbell, which is a system call on some devices.
+//! So requests for a queue pair are collected during a round, and posted as one list of receives
+//! and one list of sends.
 //!
 //! # Bounds
-//! The queue's own: who asks for a request has counted it before ([`RdmaLimits`]).
+//! Bounded by the queue pair: the caller reserves an entry for each request ([`RdmaLimits`]).
 //!
 //! [`RdmaLimits`]: super::RdmaLimits
 
@@ -15,10 +16,10 @@ use riser_transport::verbs::{
     PostError, Provider, QpId, RecvWr, SendFlags, SendOp, SendWr, Sge, WrId,
 };
 
-/// Requests of one list. It lies on the stack, so that posting allocates nothing.
+/// Maximum number of requests per list. The list is on the stack, so posting does not allocate.
 const LIST: usize = 64;
 
-/// What waits for one queue pair. The memory is kept from round to round.
+/// Queued requests of a queue pair. The memory is reused in each round.
 #[derive(Debug, Default)]
 pub(super) struct Posts {
     requests: Vec<Request>,
@@ -54,17 +55,17 @@ impl Posts {
         self.receives.push((id, sge));
     }
 
-    /// Posts everything, and forgets it whether or not the device has taken it: of a list that
-    /// failed in the middle nothing is posted again, since the connection ends.
+    /// Posts all requests and clears the queue, even on error: if a list fails in the middle, it is
+    /// not posted again, because the connection is broken.
     ///
     /// # Errors
-    /// The device has refused a request, and those behind it have not been posted.
+    /// The device rejected a request. The following requests were not posted.
     pub(super) fn post<P: Provider>(
         &mut self,
         provider: &mut P,
         qp: QpId,
     ) -> Result<(), PostError> {
-        // Receives first: a request may bring the message that takes one.
+        // Receives first, because the peer may respond immediately to a request.
         let posted = self.post_receives(provider, qp);
         let posted = posted.and_then(|()| self.post_requests(provider, qp));
         self.requests.clear();

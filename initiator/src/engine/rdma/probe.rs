@@ -1,29 +1,29 @@
-//! Probes of a connection whose peer is silent.
+//! Probes for connections with a silent peer.
 //!
-//! A target that vanishes after it has acknowledged every command leaves nothing that its device
-//! could fail to acknowledge. So a connection on which nothing has completed for [`SILENCE`] carries
-//! an RDMA WRITE of no bytes, which needs no key (IBTA C9-88), no receive of the peer and none of
-//! its request limit. The peer's device acknowledges it, also if a disk of the target hangs;
-//! otherwise the WRITE fails after the retries of ours, and with it the connection.
+//! If a target vanishes after acknowledging all commands, the device has no unacknowledged packets
+//! and cannot detect this. So if nothing has completed on a connection for [`SILENCE`], we post an
+//! RDMA WRITE of length 0. It requires no key (IBTA C9-88), no receive of the peer and no credit.
+//! The peer's device acknowledges it even if a disk of the target hangs. Otherwise the WRITE fails
+//! after our retries, and the connection breaks.
 
 use std::time::{Duration, Instant};
 
 use riser_state::{State, become_state};
 
-/// Silence of a connection after which it is probed.
+/// Time without a completion before a connection is probed.
 const SILENCE: Duration = Duration::from_millis(1250);
 
-/// Exponent of the ACK timeout of a connection that is probed: 134 ms. With seven retries of three
-/// timeouts each the software NIC gives a peer up after 3.2 seconds in which nothing has arrived
-/// from it. Together with [`SILENCE`] that is less than five seconds.
+/// Exponent of the ACK timeout for probed connections: 134 ms. With seven retries of three timeouts
+/// each, the software NIC fails if nothing arrives from the peer for 3.2 seconds. Together with
+/// [`SILENCE`], this is less than five seconds.
 pub(super) const ACK_TIMEOUT: u8 = 15;
 
-/// State of a connection's probe.
+/// State of the probe of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ProbeState {
-    /// The silence is checked at the given time.
+    /// Check for silence at this time.
     Armed(Instant),
-    /// Posted. Its completion ends the connection or arms the next probe.
+    /// Posted. Its completion either breaks the connection or arms the next probe.
     Posted,
 }
 
@@ -37,7 +37,7 @@ impl State for ProbeState {
     }
 }
 
-/// The probe of an established connection.
+/// Probe for an established connection.
 #[derive(Debug)]
 pub(super) struct Probe {
     state: ProbeState,
@@ -53,19 +53,19 @@ impl Probe {
         }
     }
 
-    /// A work request has completed.
+    /// Called when a work request completed.
     #[inline]
     pub(super) fn on_completion(&mut self, now: Instant) {
         self.heard = now;
     }
 
-    /// The probe has completed.
+    /// Called when the probe completed.
     pub(super) fn on_acknowledged(&mut self, now: Instant) {
         become_state(&mut self.state, ProbeState::Armed(now + SILENCE));
     }
 
-    /// The time of the next [`Self::begin_due`]. It lags behind the completions, so that they do
-    /// not have to move a timer.
+    /// Returns the time of the next [`Self::begin_due`]. This is not updated for each completion,
+    /// to avoid moving a timer.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self.state {
             ProbeState::Armed(at) => Some(at),
@@ -73,7 +73,7 @@ impl Probe {
         }
     }
 
-    /// Returns whether the probe is to be posted now.
+    /// Returns whether to post the probe now.
     pub(super) fn begin_due(&mut self, now: Instant) -> bool {
         if self.deadline().is_none_or(|at| at > now) {
             return false;

@@ -1,4 +1,4 @@
-//! The place of a connection, which is made and lost many times.
+//! Slot for a connection, which may be opened and closed many times.
 
 use std::time::Instant;
 
@@ -9,41 +9,41 @@ use super::{Device, Resources};
 use crate::request::RequestId;
 use crate::session::ConnectError;
 
-/// A protocol's connection on RDMA: a reliable connection, whose commands have `R` regions at most,
-/// and the protocol's buffers.
+/// Protocol-specific connection on RDMA: a reliable connection with at most `R` regions per
+/// command, and the protocol's buffers.
 pub(in crate::engine) trait RdmaProtocol<const R: usize> {
     fn rdma(&self) -> &RdmaConn<R>;
 
     fn rdma_mut(&mut self) -> &mut RdmaConn<R>;
 
-    /// Prepares a queue pair that has just been made: posts the receives of the login. False if it
-    /// takes none.
+    /// Prepares a new queue pair by posting the receives for the login. Returns false if it rejects
+    /// them.
     fn prepare<P: Provider>(
         &mut self,
         device: &mut Device<P>,
         resources: &Resources,
     ) -> Result<bool, VerbsError>;
 
-    /// Releases everything, as [`RdmaConn::release`] does.
+    /// Releases all resources like [`RdmaConn::release`].
     fn release<P: Provider>(self, device: &mut Device<P>, linger: bool, now: Instant);
 }
 
-/// An event of a connection, for its session's machine.
+/// Event of a connection, for the state machine of its session.
 #[derive(Debug)]
 pub(in crate::engine) enum ConnEvent {
-    /// Connected; the peer's parameters.
+    /// Connected, with the peer's parameters.
     Established(ConnParam),
-    /// Refused and released, with the CM's reason and private data.
+    /// Rejected and released, with the CM's reason and private data.
     Rejected { reason: u16, private_data: Vec<u8> },
-    /// It could not be made, and has been released.
+    /// Connecting failed, and the connection was released.
     Failed(ConnectError),
-    /// It is gone, and is to be closed.
+    /// The connection is lost and must be closed.
     Lost,
-    /// It was being closed, and has been released.
+    /// The connection was closing and has been released.
     Closed,
 }
 
-/// See the module's documentation.
+/// See the documentation of the module.
 pub(in crate::engine) struct ConnSlot<C, const R: usize> {
     conn: Option<C>,
 }
@@ -63,12 +63,13 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
         self.conn.as_mut()
     }
 
-    /// Keeps a connection that has begun to be made.
+    /// Stores a connection that is being established.
     pub(in crate::engine) fn set(&mut self, conn: C) {
         self.conn = Some(conn);
     }
 
-    /// Handles an event of the connection manager. `login` gives the private data of the request.
+    /// Handles an event of the connection manager. `login` returns the private data for the connect
+    /// request.
     pub(in crate::engine) fn handle_cm_event<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -98,14 +99,14 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
         };
         match event {
             ConnEvent::Established(_) | ConnEvent::Lost => {}
-            // The peer does not know the connection, so there is nothing to disconnect.
+            // The connection does not exist at the peer, so there is nothing to disconnect.
             ConnEvent::Rejected { .. } | ConnEvent::Failed(_) => self.release(device, false, now),
             ConnEvent::Closed => self.release(device, true, now),
         }
         Some(event)
     }
 
-    /// As [`RdmaConn::retire`]. Without a connection, its end reports all of its requests.
+    /// See [`RdmaConn::retire`]. Without a connection, its closing reports all of its requests.
     pub(in crate::engine) fn retire<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -117,25 +118,25 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
         })
     }
 
-    /// The time at which a connection that is being closed is closed at the latest.
+    /// Returns the latest time for closing a connection that is being closed.
     pub(in crate::engine) fn closing_until(&self) -> Option<Instant> {
         self.conn.as_ref()?.rdma().closing_until()
     }
 
-    /// The time at which the connection is to be closed or probed.
+    /// Returns the time for closing or probing the connection.
     pub(in crate::engine) fn next_deadline(&self) -> Option<Instant> {
         let rdma = self.conn.as_ref()?.rdma();
         rdma.closing_until().or_else(|| rdma.probe_at())
     }
 
-    /// As [`RdmaConn::probe`], if there is a connection.
+    /// Calls [`RdmaConn::probe`] if there is a connection.
     pub(in crate::engine) fn probe<P: Provider>(&mut self, device: &mut Device<P>, now: Instant) {
         if let Some(conn) = &mut self.conn {
             conn.rdma_mut().probe(device, now);
         }
     }
 
-    /// Begins to close the connection; returns whether it is closed.
+    /// Starts closing the connection; returns whether it is already closed.
     pub(in crate::engine) fn begin_close<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -150,7 +151,7 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
         true
     }
 
-    /// As [`RdmaConn::release`], if there is a connection.
+    /// Calls [`RdmaConn::release`] if there is a connection.
     pub(in crate::engine) fn release<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -163,8 +164,8 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
     }
 }
 
-/// The path is found: makes the queue pair and sends the request with the login in it. After an
-/// error, what has been made goes with the connection's release.
+/// Called when the path was resolved: creates the queue pair and sends the connect request with the
+/// login. On error, existing parts are released with the connection.
 fn connect<const R: usize, P: Provider>(
     conn: &mut impl RdmaProtocol<R>,
     device: &mut Device<P>,
@@ -173,7 +174,7 @@ fn connect<const R: usize, P: Provider>(
 ) -> Result<(), ConnectError> {
     let made = conn.rdma_mut().set_up(device, resources);
     let prepared = made.and_then(|()| conn.prepare(device, resources));
-    // Before the request, whose answer may have a message right behind it.
+    // Before the request, because a message may directly follow the response.
     let prepared = prepared.map(|is_prepared| is_prepared && conn.rdma().flush(device));
     if !prepared.map_err(ConnectError::Local)? {
         let error = VerbsError::InvalidState("queue pair takes no receives");

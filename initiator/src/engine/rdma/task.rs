@@ -1,4 +1,4 @@
-//! The commands on a connection.
+//! Commands on a connection.
 
 use arrayvec::ArrayVec;
 use riser_transport::mr_pool::{MrState, PooledMr};
@@ -6,11 +6,11 @@ use riser_transport::verbs::RKey;
 
 use crate::request::RequestId;
 
-/// A command on the wire, which has `R` regions at most.
+/// A command on the wire, with at most `R` regions.
 pub(super) struct Task<const R: usize> {
     pub(super) request: RequestId,
     pub(super) regions: ArrayVec<PooledMr, R>,
-    /// Send-queue entries held until it is over.
+    /// Send-queue entries reserved until it completes.
     entries: u32,
     /// The SEND has completed.
     is_sent: bool,
@@ -23,7 +23,7 @@ impl<const R: usize> Task<R> {
         self.is_retiring && self.is_sent && self.regions.iter().all(is_idle)
     }
 
-    /// Begins to take the memory back; returns the regions whose keys still work.
+    /// Starts to retire the memory; returns the regions with valid keys.
     pub(super) fn retire(&mut self) -> impl Iterator<Item = &mut PooledMr> {
         self.is_retiring = true;
         let works = |r: &&mut PooledMr| r.state() == MrState::Registered;
@@ -31,7 +31,7 @@ impl<const R: usize> Task<R> {
     }
 }
 
-/// A command that is about to be posted, or given up.
+/// A command that will be posted or abandoned.
 pub(in crate::engine) struct NewTask<const R: usize> {
     pub(in crate::engine) slot: u16,
     pub(super) task: Task<R>,
@@ -46,10 +46,10 @@ impl<const R: usize> NewTask<R> {
 /// The commands on a connection, in slots.
 pub(super) struct Tasks<const R: usize> {
     tasks: Vec<Option<Task<R>>>,
-    /// The slot of a request's task, by request. Bound: the session's requests.
+    /// Slot of each request's task, indexed by request. Bound: the requests of the session.
     slots: Vec<Option<u16>>,
     free: Vec<u16>,
-    /// Send-queue entries that commands can take.
+    /// Available send-queue entries for commands.
     entries: u32,
 }
 
@@ -63,8 +63,8 @@ impl<const R: usize> Tasks<R> {
         }
     }
 
-    /// Takes a slot and the send-queue entries for a command with that many regions; `None` where
-    /// there are not as many.
+    /// Allocates a slot and send-queue entries for a command with this number of regions. Returns
+    /// `None` if not available.
     pub(super) fn begin(&mut self, request: RequestId, regions: usize) -> Option<NewTask<R>> {
         let entries = 2 * regions as u32 + 1;
         if self.entries < entries {
@@ -82,7 +82,7 @@ impl<const R: usize> Tasks<R> {
         Some(NewTask { slot, task })
     }
 
-    /// Keeps a command that has been posted.
+    /// Stores a posted command.
     pub(super) fn insert(&mut self, new: NewTask<R>) {
         let NewTask { slot, task } = new;
         let request = task.request.0 as usize;
@@ -93,14 +93,14 @@ impl<const R: usize> Tasks<R> {
         self.tasks[usize::from(slot)] = Some(task);
     }
 
-    /// Frees what a command took that has not been posted; returns its regions.
+    /// Frees the slot and entries of a command that was not posted; returns its regions.
     pub(super) fn abandon(&mut self, new: NewTask<R>) -> ArrayVec<PooledMr, R> {
         self.entries += new.task.entries;
         self.free.push(new.slot);
         new.task.regions
     }
 
-    /// The slot of a request's command.
+    /// Returns the slot of a request's command.
     pub(super) fn slot(&self, request: RequestId) -> Option<u16> {
         *self.slots.get(request.0 as usize)?
     }
@@ -109,16 +109,16 @@ impl<const R: usize> Tasks<R> {
         self.tasks.get_mut(usize::from(slot))?.as_mut()
     }
 
-    /// The SEND of a slot's command has completed.
+    /// Called when the SEND of a slot's command completed.
     pub(super) fn on_sent(&mut self, slot: u16) {
         if let Some(task) = self.get_mut(slot) {
             task.is_sent = true;
         }
     }
 
-    /// An invalidation of a slot's key has completed, which shows that the SEND before it is over
-    /// too. Where the target has invalidated the key before, the slot may have another command by
-    /// now, whose key still works.
+    /// Called when the invalidation of a slot's key completed, which implies that the SEND before
+    /// it has completed, too. If the target had already invalidated the key, another command with a
+    /// valid key may be using the slot now.
     pub(super) fn on_invalidated(&mut self, slot: u16, key: RKey) {
         if let Some(task) = self.get_mut(slot)
             && task.regions.iter_mut().any(|r| r.on_invalidated(key))
@@ -127,14 +127,15 @@ impl<const R: usize> Tasks<R> {
         }
     }
 
-    /// The target has invalidated a key with its answer; false if that was none of ours.
+    /// Called when the target invalidated a key with a response; returns false if this is not a key
+    /// of ours.
     pub(super) fn on_remote_invalidated(&mut self, key: RKey) -> bool {
         let tasks = self.tasks.iter_mut().flatten();
         let mut regions = tasks.flat_map(|task| &mut task.regions);
         regions.any(|region| region.on_invalidated(key))
     }
 
-    /// Frees a slot whose command is over in every respect.
+    /// Frees a slot if its command is retired, its SEND has completed, and all keys are invalid.
     pub(super) fn finish(&mut self, slot: u16) -> Option<Task<R>> {
         let task = self.tasks.get_mut(usize::from(slot))?;
         let task = task.take_if(|task| task.is_over())?;
@@ -144,12 +145,12 @@ impl<const R: usize> Tasks<R> {
         Some(task)
     }
 
-    /// The regions of every command on a connection that ends.
+    /// Returns the regions of all commands when the connection is released.
     pub(super) fn into_regions(self) -> impl Iterator<Item = PooledMr> {
         self.tasks.into_iter().flatten().flat_map(|t| t.regions)
     }
 
-    /// The key of a slot's first region, and its state.
+    /// Returns the key and state of a slot's first region.
     #[cfg(test)]
     pub(super) fn key(&self, slot: u16) -> (RKey, MrState) {
         let task = self.tasks[usize::from(slot)].as_ref();

@@ -1,23 +1,23 @@
-//! Names of work requests.
+//! Identifiers of work requests.
 
 use riser_transport::verbs::{RKey, WrId};
 
-/// A work request of a connection, as its id names it: the kind in the top byte, a slot in the
-/// lowest two, and a key in the four before those.
+/// A work request of a connection, encoded in its ID: the kind in the top byte, the key in the four
+/// bytes above the lowest two, and the slot in the lowest two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::engine) enum WorkRequest {
-    /// A receive, by its slot.
+    /// A receive, with its slot.
     Recv(u16),
     /// The SEND of a command.
     Command(u16),
     /// The fast registration of a command's data.
     Register(u16),
-    /// The invalidation of a command's key. The key is named, since the slot may have another
-    /// command with another key when it completes.
+    /// The invalidation of a command's key. Contains the key, because another command with another
+    /// key may be using the slot when it completes.
     Invalidate(u16, RKey),
-    /// The SEND of another message, from the buffer of that number.
+    /// The SEND of another message, from the buffer with this number.
     Message(u16),
-    /// The probe of a silent peer.
+    /// Probe for a silent peer.
     Probe,
 }
 

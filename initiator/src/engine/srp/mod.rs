@@ -1,10 +1,10 @@
-//! One SRP channel on RDMA: information units, their buffers, and tables of descriptors.
+//! An SRP channel on RDMA: information units, their buffers, and descriptor tables.
 //!
 //! # Bounds
-//! Commands: the channel's queue size. Receives: that and eight more. Send queue: three entries for
-//! each command, as many more as the largest command takes, one for each receive (its answer), and
-//! sixteen. Regions: one for each command and eight, and no fewer than the largest command takes. A
-//! command that finds entries or regions used up is not started: it waits in its session.
+//! Commands: the channel's queue size. Receives: the queue size plus 8. Send queue: three entries
+//! per command, plus the entries of the largest command, one per receive (for its response), and
+//! 16. Regions: one per command plus 8, but at least the regions of the largest command. Without
+//! free entries or regions, a command is not started, and waits in its session.
 
 mod start;
 
@@ -22,23 +22,23 @@ use crate::request::RequestId;
 use crate::session::ConnectError;
 use crate::srp::session::{ChannelIndex, SrpSession};
 
-/// Length of a receive, in bytes: the longest information unit that we take. An SRP_RSP with the
-/// longest sense data is 292 bytes.
+/// Length of a receive in bytes: the maximum information unit accepted. An SRP_RSP with the longest
+/// sense data has 292 bytes.
 pub(super) const RECV_LEN: usize = 1024;
 
-/// Receives, send-queue entries and regions beyond those of the commands.
+/// Receives, send-queue entries and regions in addition to those for commands.
 const SPARE: u16 = 8;
 
 /// Buffers for task-management requests.
 const TSK_MGMT_SLOTS: u16 = 4;
 
-/// Sizes of a channel.
+/// Sizes for a channel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SrpConfig {
     pub(super) queue_size: u16,
     pub(super) inline_descriptors: u8,
     pub(super) external_descriptors: u32,
-    /// Segments of one fast registration.
+    /// Segments per fast registration.
     pub(super) region_segments: u32,
 }
 
@@ -70,7 +70,7 @@ impl SrpConfig {
         self.external_descriptors as usize * MemDesc::LEN
     }
 
-    // Layout of the connection's memory: receives, answers, task management, logout, commands.
+    // Memory layout of the connection: receives, responses, task management, logout, commands.
     fn recv_at(slot: u16) -> usize {
         usize::from(slot) * RECV_LEN
     }
@@ -93,42 +93,42 @@ impl SrpConfig {
     }
 }
 
-/// An information unit of ours that is no command. Its number as a message of the connection
-/// follows from it.
+/// An information unit sent by us that is not a command. It determines the number of the message on
+/// the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShortIu {
-    /// The answer to what that receive brought.
+    /// Response to the message in this receive.
     Answer(u16),
-    /// Task management, from that buffer.
+    /// Task management, from this buffer.
     TskMgmt(u16),
     Logout,
 }
 
-/// Keys of the pool of data buffers.
+/// Keys of the data buffer pool.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DataKeys {
-    /// The pool's registration, for immediate data.
+    /// Registration of the pool, for immediate data.
     pub(super) pool: Mr,
-    /// The pool's remote key is given to the target, instead of one for each command.
+    /// Pass the pool's remote key to the target instead of a key per command.
     pub(super) pool_wide: bool,
 }
 
-/// Outcome of an attempt to start a command.
+/// Result of starting a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Start {
-    /// It is on its way.
+    /// The command was posted.
     Sent,
-    /// Other commands use the entries or regions that it needs; nothing of it was sent.
+    /// Other commands use the entries or regions; nothing was posted.
     Starved,
-    /// It is no longer to be sent.
+    /// The command must not be sent anymore.
     Dropped,
-    /// It can never be sent.
+    /// The command can never be sent.
     Impossible(&'static str),
     /// The connection is broken.
     Broken,
 }
 
-/// Lists that are used again and again.
+/// Reusable buffers.
 #[derive(Default)]
 pub(super) struct Scratch {
     pub(super) slices: Vec<MemSlice>,
@@ -145,17 +145,17 @@ pub(super) struct StartArgs<'a> {
     pub(super) keys: &'a DataKeys,
 }
 
-/// Connection of a channel, with its information units and tables.
+/// Connection of a channel, with its information units and descriptor tables.
 pub(super) struct SrpConn {
     pub(super) rdma: RdmaConn<MAX_REGIONS>,
     config: SrpConfig,
-    /// Tables of descriptors, readable by the target: one for each command.
+    /// Descriptor tables readable by the target, one per command.
     tables: Option<(Memory, Mr)>,
     tsk_mgmt_free: Vec<u16>,
 }
 
 impl SrpConn {
-    /// Begins to find the path to the target.
+    /// Starts to resolve the path to the target.
     pub(super) fn resolve<P: Provider>(
         device: &mut Device<P>,
         owner: Owner,
@@ -177,12 +177,12 @@ impl SrpConn {
         })
     }
 
-    /// Copies a received information unit out.
+    /// Copies a received information unit to `out`.
     pub(super) fn received(&self, slot: u16, out: &mut [u8]) {
         self.rdma.read(SrpConfig::recv_at(slot), out);
     }
 
-    /// Posts a receive; false if the connection is broken.
+    /// Posts a receive; returns false if the connection is broken.
     pub(super) fn post_recv<P: Provider>(&mut self, device: &mut Device<P>, slot: u16) -> bool {
         let at = SrpConfig::recv_at(slot);
         self.rdma.post_recv(device, slot, at, RECV_LEN)
@@ -203,7 +203,7 @@ impl SrpConn {
         self.rdma.post_message(device, number, at, iu)
     }
 
-    /// The information unit that has been sent with that number.
+    /// Returns the information unit for the message number.
     pub(super) fn sent(&self, number: u16) -> ShortIu {
         match number.checked_sub(self.config.receives()) {
             None => ShortIu::Answer(number),
@@ -212,8 +212,8 @@ impl SrpConn {
         }
     }
 
-    /// Sends the answer to what receive `slot` brought; the receive is posted again when it has
-    /// been sent. False if the connection is broken.
+    /// Sends the response to the message in receive `slot`; the receive is posted again after
+    /// sending. Returns false if the connection is broken.
     pub(super) fn post_answer<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -223,7 +223,7 @@ impl SrpConn {
         self.post_short(device, ShortIu::Answer(slot), iu)
     }
 
-    /// Sends a task-management request; false if the connection is broken.
+    /// Sends a task-management request; returns false if the connection is broken.
     pub(super) fn post_tsk_mgmt<P: Provider>(&mut self, device: &mut Device<P>, iu: &[u8]) -> bool {
         let Some(slot) = self.tsk_mgmt_free.pop() else {
             return false;
@@ -231,12 +231,12 @@ impl SrpConn {
         self.post_short(device, ShortIu::TskMgmt(slot), iu)
     }
 
-    /// Frees the buffer of a task-management request that has been sent.
+    /// Frees the buffer of a task-management request after sending.
     pub(super) fn on_tsk_mgmt_sent(&mut self, slot: u16) {
         self.tsk_mgmt_free.push(slot);
     }
 
-    /// Sends the logout; false if the connection is broken.
+    /// Sends the logout; returns false if the connection is broken.
     pub(super) fn post_logout<P: Provider>(&mut self, device: &mut Device<P>, iu: &[u8]) -> bool {
         self.post_short(device, ShortIu::Logout, iu)
     }
@@ -251,7 +251,7 @@ impl RdmaProtocol<MAX_REGIONS> for SrpConn {
         &mut self.rdma
     }
 
-    /// Makes the tables, too.
+    /// This also creates the descriptor tables.
     fn prepare<P: Provider>(
         &mut self,
         device: &mut Device<P>,

@@ -1,4 +1,4 @@
-//! Starting a command: regions, descriptors, the information unit, the chain of work requests.
+//! Starting a command: regions, descriptors, the information unit, and the chain of work requests.
 
 use arrayvec::ArrayVec;
 use riser_scsi::srp::{IndirectTable, MemDesc};
@@ -11,10 +11,10 @@ use crate::srp::channel::CommandData;
 use crate::srp::descriptor::{DescriptorLayout, Segment, plan_descriptors, plan_layout};
 
 impl SrpConn {
-    /// Starts a command whose data lies in `scratch.slices`.
+    /// Starts a command with data in `scratch.slices`.
     ///
-    /// Everything that can fail comes before the chain is posted, so that a command which cannot be
-    /// started leaves no trace on the connection.
+    /// All fallible steps precede posting the chain, so a command that cannot be started has no
+    /// effect on the connection.
     pub(in crate::engine) fn start<P: Provider>(
         &mut self,
         device: &mut Device<P>,
@@ -26,8 +26,7 @@ impl SrpConn {
         };
         let immediate = args.immediate && scratch.slices.len() < MAX_SEND_SGE;
         let per_region = self.config.region_segments.max(1) as usize;
-        // Immediate data travel in the SEND, and the pool has a key of its own: neither is
-        // registered.
+        // Immediate data is part of the SEND, and the pool has its own key: neither is registered.
         let regions = match immediate || args.keys.pool_wide {
             true => 0,
             false => scratch.slices.len().div_ceil(per_region),
@@ -47,8 +46,8 @@ impl SrpConn {
                         VerbsError::InvalidParameter(_) => {
                             Start::Impossible("device cannot register the buffer")
                         }
-                        // It lacks something at the moment, as where it refuses a post: another
-                        // connection repeats the command.
+                        // A temporary lack of resources, as for a rejected post: the command is
+                        // retried on another connection.
                         error => {
                             tracing::warn!(%error, "the device cannot register a buffer; the connection ends");
                             Start::Broken
@@ -98,7 +97,8 @@ impl SrpConn {
         }
     }
 
-    /// Writes the information unit (and the table) into the slot's memory; returns its length.
+    /// Writes the information unit and the table to the slot's memory; returns the length of the
+    /// information unit.
     fn write_command(
         &self,
         slot: u16,
@@ -121,8 +121,8 @@ impl SrpConn {
             }),
             DescriptorLayout::External { inline } => {
                 let (memory, mr) = self.tables.as_ref()?;
-                // Each slot has a table, since the target may read it until the command is
-                // over.
+                // Each slot has a separate table, because the target may read it until the command
+                // completes.
                 let at = usize::from(slot) * self.config.table_len();
                 memory.write(at, descriptors.as_bytes());
                 CommandData::Indirect(IndirectTable {

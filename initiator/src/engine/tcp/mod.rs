@@ -1,13 +1,13 @@
-//! One iSCSI connection on TCP: a socket, the stream that arrives and the stream that leaves.
+//! An iSCSI connection on TCP: a socket, the received stream and the sent stream.
 //!
-//! The socket never blocks; the engine asks [`TcpConn`] to go on in every round, and parks on its
+//! The socket is non-blocking. The engine calls [`TcpConn`] in each round and parks on its
 //! descriptor.
 //!
 //! # Memory
-//! Data of a command are sent from its buffers and received into them, by `sendmsg` and `recvmsg`
-//! with the buffers' own addresses. Only what comes in one go with a header is copied, from a
-//! receive buffer of [`recv::BUFFER`] bytes. The system has taken what it wants of a buffer when
-//! the call returns, so a buffer is free as soon as nothing of it waits to be sent.
+//! The data of a command is sent from and received into its buffers, with `sendmsg` and `recvmsg`
+//! on the buffers' addresses. Only data received together with a header is copied, from a receive
+//! buffer of [`recv::BUFFER`] bytes. The kernel copies the data before the call returns, so a
+//! buffer is free once none of its data is queued for sending.
 
 mod recv;
 mod send;
@@ -24,18 +24,19 @@ pub(super) use self::recv::{Incoming, Item as Received};
 pub(super) use self::send::{Item, Outgoing, Source};
 use self::socket::{Connecting, Socket};
 
-/// Silence of the peer's host, while it owes an acknowledgement, after which it counts as gone.
+/// Silence of the peer's host, while an acknowledgement is outstanding, after which it is treated
+/// as lost.
 const SILENCE: Duration = Duration::from_secs(4);
 
-/// Bounds of the time between checks of that.
+/// Minimum and maximum interval between these checks.
 const CHECKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
-/// A socket with its two streams.
+/// A socket with both streams.
 #[derive(Debug)]
 pub(super) struct TcpConn {
     socket: Socket,
     connected: bool,
-    /// Bytes that the peer had acknowledged at the last look.
+    /// Bytes acknowledged by the peer at the last poll.
     acknowledged: u64,
     /// Time of the next [`Self::check`], once connected.
     check_at: Option<Instant>,
@@ -44,7 +45,7 @@ pub(super) struct TcpConn {
 }
 
 impl TcpConn {
-    /// A connection on a socket that has begun to connect.
+    /// Creates a connection for a connecting socket.
     pub(super) fn new(socket: OwnedFd) -> Self {
         Self {
             socket: Socket::new(socket),
@@ -60,15 +61,15 @@ impl TcpConn {
         self.socket.fd()
     }
 
-    /// Returns whether the engine waits for room to send, or for the connection to be made.
+    /// Returns whether the engine waits for the socket to become writable or connected.
     pub(super) fn wants_write(&self) -> bool {
         !self.connected || self.outgoing.has_work()
     }
 
-    /// Returns whether the connection has been made since the last call.
+    /// Returns whether the connection was established since the last call.
     ///
     /// # Errors
-    /// It could not be made.
+    /// The connection attempt failed.
     pub(super) fn poll_connected(&mut self, now: Instant) -> io::Result<bool> {
         if self.connected {
             return Ok(false);
@@ -83,7 +84,7 @@ impl TcpConn {
         }
     }
 
-    /// Sends what there is to send, as much as the socket takes; whether anything was sent.
+    /// Sends as much queued data as the socket accepts; returns whether anything was sent.
     ///
     /// # Errors
     /// The connection is broken.
@@ -104,24 +105,24 @@ impl TcpConn {
         Ok(sent_any)
     }
 
-    /// Looks how much the peer has acknowledged since the last look. Returns that part of the
-    /// stream if there is one.
+    /// Polls the number of bytes acknowledged by the peer. Returns the newly acknowledged range of
+    /// the stream, if any.
     pub(super) fn poll_acknowledged(&mut self) -> Option<Range<u64>> {
         let position = self.outgoing.position();
         let acknowledged = position.saturating_sub(self.socket.unacknowledged());
-        // A socket that counts the memory of unread bytes may say less than before.
+        // A socket that counts the memory of unread bytes may report a smaller value than before.
         let acknowledged = acknowledged.max(self.acknowledged);
         let last = std::mem::replace(&mut self.acknowledged, acknowledged);
         (acknowledged > last).then_some(last..acknowledged)
     }
 
-    /// The time of the next [`Self::check`].
+    /// Returns the time of the next [`Self::check`].
     pub(super) fn check_at(&self) -> Option<Instant> {
         self.check_at
     }
 
-    /// Returns whether the peer's host has vanished: it acknowledges nothing. A target that hangs
-    /// has a host that does.
+    /// Returns whether the peer's host has vanished, because it does not acknowledge data. If only
+    /// the target hangs, its host still does.
     pub(super) fn check(&mut self, now: Instant) -> bool {
         if self.check_at.is_none_or(|at| at > now) {
             return false;
@@ -132,10 +133,10 @@ impl TcpConn {
         left.is_zero()
     }
 
-    /// Receives once; how many bytes came, `None` where there are none.
+    /// Receives once; returns the number of bytes, or `None` if there is no data.
     ///
     /// # Errors
-    /// The connection is broken, or closed by the peer.
+    /// The connection is broken, or was closed by the peer.
     pub(super) fn receive(&mut self) -> io::Result<Option<usize>> {
         if !self.connected {
             return Ok(None);
@@ -148,10 +149,10 @@ impl TcpConn {
     }
 }
 
-/// The part of some memory that begins `offset` bytes in and has `len` bytes.
+/// Passes the part of some memory that starts at `offset` and has `len` bytes.
 ///
 /// # Panics
-/// If there is no such part.
+/// Panics if the memory is too short.
 fn cut<'a>(
     pieces: impl IntoIterator<Item = &'a MemSlice>,
     mut offset: usize,
@@ -174,7 +175,7 @@ fn cut<'a>(
     assert_eq!(len, 0, "data beyond the buffers");
 }
 
-/// Copies memory out in small parts.
+/// Copies memory in small parts.
 fn read_parts(slice: &MemSlice, mut take: impl FnMut(&[u8])) {
     let mut bytes = [0; 4096];
     let mut at = 0;
@@ -200,7 +201,7 @@ mod tests {
     use crate::engine::env::Env;
     use crate::engine::system::System;
 
-    /// Longest time from the last packet of a host until its connection is left.
+    /// Maximum time from the last packet of a host until its connection is abandoned.
     const BOUND: Duration = Duration::from_secs(5);
 
     fn connection() -> (TcpConn, TcpStream) {
@@ -213,7 +214,7 @@ mod tests {
         (conn, peer)
     }
 
-    /// Drops every packet that arrives for a socket, as a host does that has vanished.
+    /// Drops all packets received for a socket, like a vanished host.
     #[allow(unsafe_code, reason = "the standard library attaches no filters")]
     fn vanish(peer: &TcpStream) {
         use std::os::fd::AsRawFd as _;
@@ -244,7 +245,7 @@ mod tests {
         sys::send(conn.fd(), &[SendPiece::from(bytes)])
     }
 
-    /// Checks a connection until it fails; `None` if it does not within the bound.
+    /// Checks a connection until it fails; returns `None` if it does not fail within the bound.
     fn time_until_left(conn: &mut TcpConn) -> Option<Duration> {
         let begun = Instant::now();
         while begun.elapsed() < BOUND {
@@ -272,7 +273,7 @@ mod tests {
         assert!(time_until_left(&mut conn).is_some());
     }
 
-    /// As a target does whose disk hangs.
+    /// This simulates a target with a hanging disk.
     #[test]
     fn host_that_reads_nothing_is_kept() {
         let (mut conn, mut peer) = connection();

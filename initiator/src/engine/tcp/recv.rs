@@ -1,4 +1,4 @@
-//! The stream that arrives: PDUs, and data into the buffers of their commands.
+//! The received stream: PDUs, and data placed into the buffers of their commands.
 
 use riser_memory::MemSlice;
 use riser_scsi::iscsi::frame::{DataDigest, Digests, Frame, FrameError, Framer, digest, padding};
@@ -9,58 +9,58 @@ use crate::iscsi::session::Placement;
 use crate::request::RequestId;
 use crate::session::IscsiFault;
 
-/// Length of the receive buffer, in bytes.
+/// Length of the receive buffer in bytes.
 pub(super) const BUFFER: usize = 32 << 10;
 
-/// Data segments during login (RFC 7143 13.12: the default).
+/// Maximum data segment length during login (default in RFC 7143 13.12).
 const LOGIN_SEGMENT: u32 = 8192;
 
 const DATA_IN: u8 = 0x25;
 const LOGIN_RESPONSE: u8 = 0x23;
 const REJECT: u8 = 0x3f;
 
-/// A part of the stream that has arrived as a whole.
+/// A completely received part of the stream.
 #[derive(Debug)]
 pub(in crate::engine) enum Item<'a> {
-    /// A whole PDU without a command's data.
+    /// A complete PDU without a command's data.
     Pdu(Frame<'a>),
-    /// A Data-In whose data are in place.
+    /// A Data-In PDU with its data in place.
     Data {
         /// Header of the Data-In.
         bhs: [u8; BHS_LEN],
-        /// Bytes of its data.
+        /// Length of its data.
         len: u32,
-        /// The data digest matched, or there is none.
+        /// The data digest matches or is not used.
         is_intact: bool,
     },
 }
 
-/// A Data-In whose header has come.
+/// A Data-In PDU whose header was received.
 #[derive(Debug)]
 struct Arriving {
     bhs: [u8; BHS_LEN],
     len: u32,
-    /// Bytes of the data still to come.
+    /// Remaining number of data bytes.
     left: usize,
-    /// The data are not wanted any longer.
+    /// The data is no longer needed.
     is_discarded: bool,
     digest: Option<DataDigest>,
 }
 
-/// See the module's documentation.
+/// See the documentation of the module.
 #[derive(Debug)]
 pub(in crate::engine) struct Incoming {
     framer: Framer,
     limit: u32,
     digests: Digests,
     buffer: Box<[u8]>,
-    /// The part of the buffer that has not been parsed.
+    /// Unparsed range of the buffer.
     start: usize,
     end: usize,
-    /// Something has arrived, and the peer speaks iSCSI.
+    /// Data was received, and the peer uses iSCSI.
     has_begun: bool,
     arriving: Option<Arriving>,
-    /// Memory for the rest of the arriving data.
+    /// Memory for the remaining data of `arriving`.
     direct: Vec<MemSlice>,
 }
 
@@ -79,17 +79,17 @@ impl Incoming {
         }
     }
 
-    /// The login is over.
+    /// Applies the parameters negotiated in the login.
     pub(in crate::engine) fn set(&mut self, limit: u32, digests: Digests) {
         self.framer.set(limit, digests);
         (self.limit, self.digests) = (limit, digests);
         self.has_begun = true;
     }
 
-    /// Room for the next bytes: the pieces in their order, then the buffer, which always has
-    /// room.
+    /// Returns the memory for the next bytes: the data segments in order, then the buffer, which
+    /// always has space.
     pub(super) fn room(&mut self) -> (&[MemSlice], &mut [u8]) {
-        // Bytes in the buffer come first.
+        // Bytes in the buffer precede new data.
         let mut direct: &[MemSlice] = &[];
         if self.start == self.end {
             direct = &self.direct;
@@ -101,7 +101,7 @@ impl Incoming {
         (direct, &mut self.buffer[self.end..])
     }
 
-    /// `len` bytes have come to where they should.
+    /// Called when `len` bytes were received into this memory.
     pub(super) fn advance(&mut self, len: usize) {
         let mut rest = len;
         if self.start == self.end {
@@ -113,7 +113,7 @@ impl Incoming {
         self.end += rest;
     }
 
-    /// `len` bytes of the arriving data are in place.
+    /// Called when `len` bytes of the arriving data are in place.
     fn place(&mut self, mut len: usize) {
         let Some(arriving) = &mut self.arriving else {
             return;
@@ -139,11 +139,11 @@ impl Incoming {
         self.direct.drain(..done);
     }
 
-    /// The next thing that has arrived whole. `place` says where the data of a Data-In go, and
-    /// gives the buffers of a request.
+    /// Returns the next complete item. `place` returns the placement for the data of a Data-In PDU,
+    /// and `buffers` returns the buffers of a request.
     ///
     /// # Errors
-    /// [`IscsiFault`]: the stream is of no use any longer.
+    /// [`IscsiFault`]: the stream cannot be used anymore.
     pub(in crate::engine) fn next<'b>(
         &mut self,
         place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
@@ -167,7 +167,7 @@ impl Incoming {
         Ok(frame.map(Item::Pdu))
     }
 
-    /// Tag of the command whose data are arriving.
+    /// Returns the tag of the command that is receiving data.
     pub(in crate::engine) fn arriving(&self) -> Option<Itt> {
         let arriving = self.arriving.as_ref().filter(|a| !a.is_discarded)?;
         let bhs = &arriving.bhs;
@@ -176,7 +176,7 @@ impl Incoming {
         ])))
     }
 
-    /// Looks at the first byte of a connection: a target answers a login before anything else.
+    /// Checks the first byte of a connection: a target must respond to the login first.
     fn check_peer(&mut self) -> Result<(), IscsiFault> {
         if !matches!(self.buffer[self.start] & 0x3f, LOGIN_RESPONSE | REJECT) {
             return Err(IscsiFault::NotIscsi);
@@ -185,7 +185,7 @@ impl Incoming {
         Ok(())
     }
 
-    /// Returns whether a Data-In is next, which its first byte shows.
+    /// Returns whether the next PDU is a Data-In, according to its first byte.
     fn is_data_in(&self) -> bool {
         self.framer.held() == 0
             && self.start < self.end
@@ -195,7 +195,7 @@ impl Incoming {
                 .is_none_or(|len| len != [0; 3])
     }
 
-    /// Looks at the header of a Data-In with data, if that is next and whole.
+    /// Parses the header of a Data-In PDU with data, if it is next and complete.
     fn begin_data<'b>(
         &mut self,
         place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
@@ -207,8 +207,8 @@ impl Incoming {
             return Ok(());
         }
         let bhs: [u8; BHS_LEN] = *input.first_chunk().expect("long enough");
-        // Before anything is placed: a damaged header would lead into the memory of another
-        // command.
+        // Check this before placing data, because a corrupt header would refer to the memory of
+        // another command.
         if self.digests.header && digest(&[&bhs]) != input[BHS_LEN..header_len] {
             return Err(FrameError::HeaderDigest.into());
         }
@@ -239,15 +239,15 @@ impl Incoming {
         Ok(())
     }
 
-    /// Takes what the buffer has of the arriving data and of what follows them.
+    /// Consumes the arriving data in the buffer, with its padding and digest.
     fn take_data(&mut self) -> Option<Item<'static>> {
         let arriving = self.arriving.as_mut()?;
         let here = arriving.left.min(self.end - self.start);
         if here > 0 {
             let bytes = &self.buffer[self.start..self.start + here];
             self.start += here;
-            // Data of a command that was given up are checked too: a wrong digest shows that
-            // the stream is damaged.
+            // Also check the data of an abandoned command: a wrong digest indicates that the stream
+            // is corrupt.
             if arriving.is_discarded {
                 if let Some(digest) = &mut arriving.digest {
                     digest.update(bytes);
@@ -298,7 +298,7 @@ mod tests {
 
     const LEN: usize = 70_001;
 
-    /// What a socket does: fills what it is given, in order.
+    /// Fills the memory in order, like a socket.
     fn feed(incoming: &mut Incoming, bytes: &[u8]) {
         let mut rest = bytes;
         let (direct, room) = incoming.room();
@@ -313,7 +313,7 @@ mod tests {
         assert_eq!(here, rest.len(), "more than there was room for");
     }
 
-    /// The most that a socket may give at once.
+    /// Returns the maximum length that a socket can receive at once.
     fn space(incoming: &mut Incoming) -> usize {
         let (direct, room) = incoming.room();
         direct.iter().map(MemSlice::len).sum::<usize>() + room.len()
@@ -330,7 +330,8 @@ mod tests {
         (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
     }
 
-    /// A ping, all of a command's data in three PDUs, and a ping; fed in pieces of these sizes.
+    /// Feeds a ping, the data of a command in three PDUs, and another ping, in pieces of these
+    /// sizes.
     fn run(sizes: &[usize], digests: Digests, damage: Option<usize>) -> (Vec<String>, Vec<u8>) {
         let pool = BufferPool::new(1 << 20).unwrap();
         let buffers: Vec<Buffer> = [1, 4097, 30_000, LEN - 34_098]

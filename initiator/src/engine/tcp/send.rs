@@ -1,12 +1,12 @@
-//! The stream that leaves: PDUs in order, made when there is room for them.
+//! The sent stream: PDUs in order, created when there is room for them.
 //!
-//! What is to be sent waits as items: a command and a sequence of data are one item each, however
-//! long. A batch of whole PDUs is made of them when the one before has left; its headers are bytes
-//! of their own, its data are named where they lie.
+//! Items to send are queued. A command or a sequence of data is a single item, regardless of its
+//! length. When a batch of PDUs was sent, the next one is created from the queue: it contains the
+//! headers, and refers to the data in place.
 //!
-//! Bound of the queue: for each command one item, and as many sequences as R2Ts may be open; and
-//! [`MAX_CONTROLS`] control PDUs, among them the answers to the target's NOP-Ins, which it may send
-//! without reading what it is sent.
+//! Bound of the queue: for each command one item, and as many sequences as R2Ts may be outstanding;
+//! plus [`MAX_CONTROLS`] control PDUs. These include responses to NOP-Ins, which a target may send
+//! without reading from the connection.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -21,10 +21,10 @@ use crate::engine::io::Io;
 use crate::iscsi::session::{ControlKind, ControlPdu, DataOrder, IscsiSession, MAX_CONTROLS};
 use crate::request::RequestId;
 
-/// A batch takes no further PDU once it has this many bytes.
+/// No further PDU is added to a batch with this many bytes.
 const BATCH_BYTES: usize = 256 << 10;
 
-/// A batch takes no further PDU once it has this many pieces; one more PDU adds a few.
+/// No further PDU is added to a batch with this many chunks; a PDU adds a few.
 const BATCH_CHUNKS: usize = 48;
 
 /// A PDU or a sequence of PDUs to send.
@@ -32,24 +32,24 @@ const BATCH_CHUNKS: usize = 48;
 pub(in crate::engine) enum Item {
     /// A PDU without a command's data.
     Control(ControlPdu),
-    /// A command, and its unsolicited data.
+    /// A command with its unsolicited data.
     Command(RequestId),
-    /// A sequence of data.
+    /// A sequence of solicited data.
     Data(DataOrder),
-    /// From here on with these digests and data segments up to that many bytes.
+    /// Use these digests and this maximum data segment length for all following items.
     Params(Digests, u32),
 }
 
-/// A piece of a batch.
+/// A chunk of a batch.
 #[derive(Debug)]
 pub(super) enum Chunk {
-    /// These bytes of the heads.
+    /// This range of the heads.
     Head(Range<usize>),
     /// A part of a command's data.
     Data(MemSlice),
 }
 
-/// A sequence of which some is sent.
+/// A partially sent sequence.
 #[derive(Debug)]
 struct Sequence {
     order: DataOrder,
@@ -57,7 +57,7 @@ struct Sequence {
     data_sn: u32,
 }
 
-/// Material of PDUs: commands and their memory.
+/// Source for PDUs: commands and their memory.
 pub(in crate::engine) struct Source<'a> {
     pub(in crate::engine) session: &'a IscsiSession,
     pub(in crate::engine) ios: &'a [Option<Io>],
@@ -70,15 +70,15 @@ impl<'a> Source<'a> {
     }
 }
 
-/// See the module's documentation.
+/// See the documentation of the module.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Outgoing {
     queue: VecDeque<Item>,
-    /// Control PDUs in the queue, by kind.
+    /// Number of queued control PDUs by kind.
     controls: [usize; 3],
-    /// Position before the last control PDU that is in the batch or has left, by kind.
+    /// Stream position before the last control PDU in the batch or sent, by kind.
     starts: [u64; 3],
-    /// The sequence that is being sent.
+    /// The sequence being sent.
     sequence: Option<Sequence>,
     digests: Digests,
     max_segment: u32,
@@ -86,22 +86,22 @@ pub(in crate::engine) struct Outgoing {
     chunks: Vec<Chunk>,
     len: usize,
     sent: usize,
-    /// Bytes that the socket has taken, of all batches.
+    /// Bytes accepted by the socket, in all batches.
     position: u64,
-    /// Position behind the last item of a request, by request.
+    /// Stream position after the last item of a request, by request.
     ends: Vec<u64>,
-    /// Items of a request that wait or are in the batch, by request.
+    /// Number of items queued or in the batch, by request.
     pending: Vec<u16>,
-    /// Requests whose items end with the batch.
+    /// Requests with items that complete with the batch.
     ending: Vec<RequestId>,
-    /// Sequences that end with the batch.
+    /// Sequences that complete with the batch.
     ended: Vec<DataOrder>,
-    /// Sequences that have been sent.
+    /// Sequences sent completely.
     done: Vec<DataOrder>,
 }
 
 impl Outgoing {
-    /// Queues something to send; false where there are too many control PDUs already.
+    /// Queues an item for sending; returns false if there are too many control PDUs.
     #[must_use]
     pub(in crate::engine) fn push(&mut self, item: Item) -> bool {
         match &item {
@@ -123,30 +123,30 @@ impl Outgoing {
         true
     }
 
-    /// Returns whether something of a request's memory waits to be sent.
+    /// Returns whether some of a request's memory is queued for sending.
     pub(in crate::engine) fn is_pending(&self, request: RequestId) -> bool {
         self.pending.get(request.0 as usize).is_some_and(|n| *n > 0)
     }
 
-    /// Returns whether something of a request waits to be sent, or lies beyond the first
+    /// Returns whether an item of a request is queued for sending or lies beyond the first
     /// `acknowledged` bytes of the stream.
     pub(in crate::engine) fn is_under_way(&self, request: RequestId, acknowledged: u64) -> bool {
         let end = self.ends.get(request.0 as usize);
         self.is_pending(request) || end.is_some_and(|end| *end > acknowledged)
     }
 
-    /// Returns whether the last control PDU of a kind waits to be sent, or has bytes before it that
-    /// lie beyond the first `acknowledged` bytes of the stream. Its own bytes do not count.
+    /// Returns whether the last control PDU of a kind is queued for sending, or has preceding bytes
+    /// beyond the first `acknowledged` bytes of the stream. Its own bytes do not count.
     pub(in crate::engine) fn is_behind(&self, kind: ControlKind, acknowledged: u64) -> bool {
         self.controls[kind as usize] > 0 || self.starts[kind as usize] > acknowledged
     }
 
-    /// A sequence that has left.
+    /// Returns a sequence that was sent completely.
     pub(in crate::engine) fn poll_done(&mut self) -> Option<DataOrder> {
         self.done.pop()
     }
 
-    /// Returns whether there is something to send.
+    /// Returns whether there is anything to send.
     pub(super) fn has_work(&self) -> bool {
         self.sent < self.len || self.sequence.is_some() || !self.queue.is_empty()
     }
@@ -159,17 +159,17 @@ impl Outgoing {
         &self.chunks
     }
 
-    /// Bytes of the batch that have left.
+    /// Returns the number of bytes sent from the batch.
     pub(super) fn sent(&self) -> usize {
         self.sent
     }
 
-    /// Bytes that have left since the connection was made.
+    /// Returns the number of bytes sent since the connection was established.
     pub(super) fn position(&self) -> u64 {
         self.position
     }
 
-    /// `len` bytes more have left.
+    /// Called when `len` more bytes were sent.
     pub(super) fn advance(&mut self, len: usize) {
         self.sent += len;
         self.position += len as u64;
@@ -186,7 +186,7 @@ impl Outgoing {
         self.done.append(&mut self.ended);
     }
 
-    /// Makes a batch if none is on its way; whether there is something to send.
+    /// Creates a batch if the previous one was sent; returns whether there is anything to send.
     pub(super) fn fill(&mut self, source: &Source<'_>) -> bool {
         if self.sent < self.len {
             return true;
@@ -199,13 +199,13 @@ impl Outgoing {
             match self.queue.pop_front() {
                 None => break,
                 Some(Item::Params(digests, max_segment)) => {
-                    // Not earlier: what was queued before still belongs to the login.
+                    // Apply these only now, because items queued before still belong to the login.
                     (self.digests, self.max_segment) = (digests, max_segment);
                 }
                 Some(Item::Control(pdu)) => {
                     let kind = pdu.kind() as usize;
                     self.controls[kind] -= 1;
-                    // All of the batch before this one has left.
+                    // All bytes before this batch were sent.
                     self.starts[kind] = self.position + self.len as u64;
                     let start = self.heads.len();
                     frame::put(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
@@ -252,7 +252,7 @@ impl Outgoing {
         }
     }
 
-    /// The next PDU of the sequence.
+    /// Adds the next PDU of the sequence.
     fn put_data(&mut self, source: &Source<'_>) {
         let Some(sequence) = &mut self.sequence else {
             return;
@@ -283,7 +283,7 @@ impl Outgoing {
         }
     }
 
-    /// A data segment with its padding and digest.
+    /// Adds a data segment with its padding and digest.
     fn put_segment(&mut self, request: RequestId, offset: u32, len: u32, source: &Source<'_>) {
         if len == 0 {
             return;
@@ -307,7 +307,7 @@ impl Outgoing {
         self.push_head(start);
     }
 
-    /// Appends what was written to the heads from `start` on.
+    /// Appends a chunk for the bytes in the heads from `start`.
     fn push_head(&mut self, start: usize) {
         let end = self.heads.len();
         self.len += end - start;
@@ -371,7 +371,7 @@ mod tests {
             );
         }
         outgoing.advance(4 * BHS_LEN);
-        // Another batch: what comes behind the ping does not count.
+        // Another batch: items after the ping do not count.
         push(&mut outgoing, 4);
         assert!(outgoing.fill(&source));
         assert!(!outgoing.is_behind(ControlKind::Ping, 96));

@@ -1,4 +1,4 @@
-//! The socket of a connection.
+//! Socket of a connection.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,15 +13,15 @@ use rustix::net::sockopt;
 use super::recv::Incoming;
 use super::send::{Chunk, Outgoing};
 
-/// Pieces of one system call at most.
+/// Maximum number of segments per system call.
 pub(super) const MAX_PIECES: usize = 64;
 
-/// Progress of a connection that is being made.
+/// Progress of connecting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Connecting {
-    /// The peer has not answered.
+    /// The peer has not responded.
     Pending,
-    /// The connection is made.
+    /// The connection is established.
     Done,
 }
 
@@ -29,7 +29,7 @@ pub(super) enum Connecting {
 pub(super) struct Socket(OwnedFd);
 
 impl Socket {
-    /// A socket that does not block and has begun to connect.
+    /// Takes a non-blocking, connecting socket.
     pub(super) fn new(socket: OwnedFd) -> Self {
         Self(socket)
     }
@@ -54,7 +54,7 @@ impl Socket {
         }
     }
 
-    /// Sends from the front of what is to be sent; how many bytes, 0 if there is no room.
+    /// Sends from the front of the batch; returns the number of bytes, or 0 if the socket is full.
     pub(super) fn send(&self, outgoing: &Outgoing) -> io::Result<usize> {
         let pieces = outgoing.chunks().iter().map(|chunk| match chunk {
             Chunk::Head(range) => SendPiece::from(&outgoing.heads()[range.clone()]),
@@ -69,18 +69,18 @@ impl Socket {
         }
     }
 
-    /// Bytes that were sent and are not acknowledged; none where the system does not say.
+    /// Returns the number of sent, unacknowledged bytes, or 0 if the system does not report it.
     pub(super) fn unacknowledged(&self) -> u64 {
         sys::unacknowledged(self.0.as_fd()).unwrap_or(0)
     }
 
-    /// Time since the peer's host last acknowledged anything, if it owes an acknowledgement; `None`
-    /// where the system does not report it.
+    /// Returns the time since the last acknowledgement from the peer's host, if one is outstanding.
+    /// Returns `None` if not, or if the system does not report it.
     pub(super) fn peer_silence(&self) -> Option<Duration> {
         sys::peer_silence(self.0.as_fd()).ok().flatten()
     }
 
-    /// Receives to where the stream goes next; `None` if nothing has come.
+    /// Receives to the memory for the next bytes of the stream; returns `None` if there is no data.
     pub(super) fn receive(&self, incoming: &mut Incoming) -> io::Result<Option<usize>> {
         let (direct, room) = incoming.room();
         let mut pieces: ArrayVec<_, MAX_PIECES> = direct
@@ -88,7 +88,7 @@ impl Socket {
             .take(MAX_PIECES - 1)
             .map(ReceivePiece::from)
             .collect();
-        // Behind data of which some piece has no room here nothing else may be put.
+        // If some data segment does not fit here, the buffer must not be filled after it.
         if direct.len() < MAX_PIECES {
             pieces.push(room.into());
         }
@@ -101,7 +101,7 @@ impl Socket {
     }
 }
 
-/// Returns whether a call failed only for want of room or bytes, or because of a signal.
+/// Returns whether a call failed only because it would block or was interrupted by a signal.
 fn is_temporary(error: &io::Error) -> bool {
     matches!(
         error.kind(),

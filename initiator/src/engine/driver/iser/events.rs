@@ -1,4 +1,4 @@
-//! Events of the connection, and completions on it.
+//! Connection events and completions.
 
 use std::time::Instant;
 
@@ -44,7 +44,7 @@ impl IserMover {
         }
     }
 
-    /// Closes the connection now.
+    /// Closes the connection immediately.
     pub(in crate::engine::driver) fn close_now<E: Env>(
         &mut self,
         machine: &mut IscsiSession,

@@ -1,4 +1,4 @@
-//! iSER (RFC 7145) as the datamover of a session.
+//! iSER (RFC 7145) datamover of a session.
 
 mod events;
 
@@ -21,11 +21,11 @@ pub(super) struct IserMover {
     config: IserConfig,
     resources: Resources,
     slot: ConnSlot<IserConn, 1>,
-    /// The receive whose message is being handled, to be posted again after the machine's outputs.
+    /// The receive with the message being handled. It is posted again after the machine's outputs.
     receiving: Option<u16>,
-    /// The message that is being handled.
+    /// The message being handled.
     message: Vec<u8>,
-    /// Pieces of the memory of the command that is being started.
+    /// Memory segments of the command being started.
     slices: Vec<MemSlice>,
 }
 
@@ -54,12 +54,12 @@ impl IserMover {
         self.resources.release(device);
     }
 
-    /// The time at which a connection that is being closed is closed at the latest.
+    /// Returns the latest time for closing a connection that is being closed.
     pub(super) fn closing_until(&self) -> Option<Instant> {
         self.slot.closing_until()
     }
 
-    /// The time at which the connection is to be closed or probed.
+    /// Returns the time for closing or probing the connection.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.slot.next_deadline()
     }
@@ -70,7 +70,7 @@ impl IserMover {
         self.slot.probe(cx.device(), now);
     }
 
-    /// Begins to find the path.
+    /// Starts to resolve the path.
     pub(super) fn resolve<E: Env>(
         &mut self,
         target: &Target,
@@ -82,7 +82,7 @@ impl IserMover {
         Ok(())
     }
 
-    /// Begins to close the connection; returns whether it is closed.
+    /// Starts closing the connection; returns whether it is already closed.
     pub(super) fn begin_close<E: Env>(&mut self, cx: &mut Context<'_, E>) -> bool {
         let now = cx.now;
         let is_closed = self.slot.begin_close(cx.device(), false, now);
@@ -111,15 +111,15 @@ impl IserMover {
         is_entered.then_some(()).ok_or(MoverError::Broken)
     }
 
-    /// Sends a command. One that was given up meanwhile has used up a number that is never sent,
-    /// which only a new connection makes up for.
+    /// Sends a command. If it was aborted in the meantime, its CmdSN will never be sent, and only a
+    /// new connection can recover from this.
     pub(super) fn start<E: Env>(
         &mut self,
         request: RequestId,
         machine: &IscsiSession,
         cx: &mut Context<'_, E>,
     ) -> Result<(), MoverError> {
-        // Without a connection, its end reports all of its requests.
+        // Without a connection, its closing reports all of its requests.
         let Some(conn) = self.slot.conn() else {
             return Ok(());
         };
@@ -133,7 +133,7 @@ impl IserMover {
         is_sent.then_some(()).ok_or(MoverError::Broken)
     }
 
-    /// Begins to take a request's memory back; returns whether it is back.
+    /// Starts to retire a request's memory; returns whether it is already free.
     pub(super) fn retire<E: Env>(
         &mut self,
         request: RequestId,
@@ -146,7 +146,7 @@ impl IserMover {
         }
     }
 
-    /// Posts the receive again whose message has been handled; `None` if there is none.
+    /// Reposts the receive of the handled message; returns `None` if there is none.
     pub(super) fn repost<E: Env>(
         &mut self,
         is_full_feature: bool,

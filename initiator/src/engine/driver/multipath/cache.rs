@@ -1,7 +1,7 @@
-//! Whether a unit with several paths has lost its volatile cache.
+//! Detection of a lost volatile cache for a unit with several paths.
 //!
-//! A path that returns shows no loss while another one has reached the target all the time. An outage
-//! of all paths is weighed as a whole, and its loss is counted once.
+//! A recovered path does not indicate a loss if another path has reached the target throughout. An
+//! outage of all paths is judged as a whole, and its loss is counted once.
 
 use std::time::{Duration, Instant};
 
@@ -15,14 +15,14 @@ use crate::paths::PathIndex;
 use crate::session::Down;
 use crate::unit::Evidence;
 
-/// Generations of caches that are remembered.
+/// Maximum number of remembered cache generations.
 const GONE: usize = 16;
 
-/// Longest wait of a path that is back for a response on another path.
+/// Maximum time that a recovered path waits for a response on another path.
 const VOUCH: Duration = Duration::from_secs(15);
 
 impl PathsLink {
-    /// When the unit was last heard of on any path.
+    /// Returns the time of the unit's last message on any path.
     fn last_heard(&self) -> Option<Instant> {
         self.members.iter().filter_map(|m| m.heard).max()
     }
@@ -31,17 +31,17 @@ impl PathsLink {
         self.members.iter().any(|m| m.is_in_use)
     }
 
-    /// Duration for which the unit was not heard of on any path before a login, and whether a
-    /// connection was refused in that time.
+    /// Returns the time between the unit's last message on any path and a login, and whether a
+    /// connection was refused during this time.
     pub(super) fn outage(&self, login: Instant) -> (Option<Duration>, bool) {
         let heard = self.last_heard();
         let outage = heard.map(|heard| login.saturating_duration_since(heard));
         (outage, self.refused > heard)
     }
 
-    /// Returns whether another path, in use from before the loss of this one until after its login,
-    /// shows that the unit has been there all the time. It also does so for an outage of all paths
-    /// whose loss of the cache is counted.
+    /// Returns whether another path, in use from before the loss of this path until after its
+    /// login, proves that the unit was available throughout. Also returns true for an outage of all
+    /// paths whose cache loss was already counted.
     fn is_covered(&self, path: PathIndex) -> bool {
         let at = usize::from(path.0);
         let Member { heard, login, .. } = self.members[at];
@@ -49,14 +49,14 @@ impl PathsLink {
         let others = self.members.iter().enumerate().filter(|(i, _)| *i != at);
         let mut in_use = others.map(|(_, m)| m).filter(|m| m.is_in_use);
         match self.members[at].cache {
-            // A greeting says nothing of a cache that only the other paths have used.
+            // The first attention is not evidence for a cache that only other paths have used.
             None => in_use.next().is_some(),
             Some(_) => in_use.any(|m| m.login <= since && m.heard >= login),
         }
     }
 
-    /// Returns whether the check of a path that is back waits for the pings on other paths. A path
-    /// that was never in use needs no proof of them.
+    /// Returns whether the check of a recovered path must wait for the pings on other paths. A path
+    /// that was never in use does not need their proof.
     pub(super) fn awaits_others(&mut self, path: PathIndex) -> bool {
         let at = usize::from(path.0);
         let Member {
@@ -68,16 +68,16 @@ impl PathsLink {
         awaits
     }
 
-    /// A path is in use with what its check found; returns the generation of the cache that may be
-    /// lost, if one may be.
+    /// Puts a path into use with the result of its check. Returns the generation of the cache if
+    /// this may be lost.
     fn settle(&mut self, path: PathIndex) -> Option<Option<[u8; 16]>> {
         let is_covered = self.is_covered(path);
         // A path that was never in use is compared with the result of another path.
         let known = self.members.iter().find_map(|m| m.cache);
         let login = self.member(path).login;
         let outage = login.map(|login| self.outage(login));
-        // The last one of all paths, first: a path that is back may have found an older one, whose
-        // loss is counted already.
+        // Prefer the last generation of all paths: a recovered path may have found an older one
+        // whose loss was already counted.
         let generation = self.generation.map(Some);
         let is_outdated = self.is_outdated(path);
         let member = self.member(path);
@@ -104,15 +104,15 @@ impl PathsLink {
         }
     }
 
-    /// Returns whether the check of a path found a generation that another path has found gone, as when
-    /// several machines serve the unit.
+    /// Returns whether the check of a path found a generation that another path found to be lost,
+    /// for example if several machines serve the unit.
     fn is_outdated(&self, path: PathIndex) -> bool {
         let found = self.members[usize::from(path.0)].check.found().cache;
         found.is_some_and(|generation| self.gone.contains(&generation))
     }
 
-    /// Returns whether a path that is not in use has reported a loss that no path in use can refute.
-    /// We cannot wait for the check of that path, because its connection may break before.
+    /// Returns whether an unused path has reported a loss that no path in use can refute. We cannot
+    /// wait for the check of that path, because its connection may break before.
     fn is_loss_reported(&self) -> bool {
         let is_reported = |member: &Member| {
             let since = match member.cache {
@@ -127,7 +127,7 @@ impl PathsLink {
         self.is_in_use() && self.generation.is_none() && self.members.iter().any(is_reported)
     }
 
-    /// A path in use is lost: forgets the reports of unused paths that it has refuted.
+    /// Called when a path in use is lost: discards the reports of unused paths that it refuted.
     fn forget_covered(&mut self) {
         for at in 0..self.members.len() {
             let Member {
@@ -139,15 +139,16 @@ impl PathsLink {
         }
     }
 
-    /// An outage has begun, after the unit was last heard of: what paths that were never in use have
-    /// seen before says nothing of it.
+    /// Called when an outage starts, after the unit's last message at `heard`: discards evidence
+    /// collected before by paths that were never in use.
     fn forget_unused(&mut self, heard: Instant) {
         let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
         let old = unused.filter(|m| m.attended.is_none_or(|at| at <= heard));
         old.for_each(|m| m.evidence.forget());
     }
 
-    /// A path's session is over, and was last heard of then. Returns whether it was in use.
+    /// Called when the session of a path has closed, with the time of its last message. Returns
+    /// whether the path was in use.
     pub(super) fn note_closed(
         &mut self,
         path: PathIndex,
@@ -181,7 +182,7 @@ impl PathsLink {
 }
 
 impl<E: Env> Driver<E> {
-    /// Notes when the target was last heard of on each path in use.
+    /// Updates the time of the target's last message for each path in use.
     pub(super) fn note_heard(&mut self, key: SessionKey) {
         for at in 0..self.paths(key).map_or(0, |(_, link)| link.members.len()) {
             let session = self.member_in_use(key, at);
@@ -192,8 +193,8 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// A session has reset its unit. If it is one of several paths, each of the others may report
-    /// that.
+    /// Called when a session has reset its unit. If it is one of several paths, each of the other
+    /// paths may report the reset.
     pub(in super::super) fn note_reset(&mut self, index: usize, lun: Option<WireLun>) {
         let Some((paths, path)) = self.sessions[index].paths else {
             return;
@@ -210,9 +211,10 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// A path is back: pings the target on the other paths, which shows whether it was there all the
-    /// time. The check of the path waits for the pings, because a busy path may respond later than
-    /// the check ends. A path that does not respond at all is lost sooner than the wait ends.
+    /// Called when a path has recovered: pings the target on the other paths to prove that it was
+    /// available throughout. The check of the path waits for the pings, because a busy path may
+    /// respond later than the check would complete. An unresponsive path is lost before this wait
+    /// times out.
     pub(super) fn ping_others(&mut self, key: SessionKey, back: PathIndex, now: Instant) {
         for at in 0..self.paths(key).map_or(0, |(_, link)| link.members.len()) {
             let path = PathIndex(at as u8);
@@ -227,7 +229,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// A ping of [`Self::ping_others`] has ended: begins the checks that waited for it.
+    /// Called when a ping of [`Self::ping_others`] completed: starts the checks that waited for it.
     pub(super) fn handle_pinged(&mut self, key: SessionKey, path: PathIndex, now: Instant) {
         let Some((index, link)) = self.paths(key) else {
             return;
@@ -243,8 +245,9 @@ impl<E: Env> Driver<E> {
         self.drain(index, now);
     }
 
-    /// Counts a loss that unit attentions on a path in use show. The check of the unit would be too
-    /// late: a flush that is in flight completes before, and the path may be lost.
+    /// Counts a loss reported by unit attentions on a path in use. Waiting for the check of the
+    /// unit would be too late, because an outstanding flush may complete before, and the path may
+    /// be lost.
     pub(super) fn judge_attentions(&mut self, key: SessionKey, path: PathIndex, now: Instant) {
         let Some((index, link)) = self.paths(key) else {
             return;
@@ -259,7 +262,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// A path is in use again: counts a loss of the cache that its check found.
+    /// Called when a path is in use again: counts a loss of the cache found by its check.
     pub(super) fn settle_path(&mut self, index: usize, path: PathIndex, now: Instant) {
         let key = self.key(index);
         self.note_heard(key);
@@ -276,13 +279,13 @@ impl<E: Env> Driver<E> {
         }
         self.count_lost(index, lost, now);
         self.count_reported(index, now);
-        // Only now: the loss is counted with the previous state.
+        // Only now, because the loss must be counted with the previous state.
         self.sessions[index].on_write_cache(lun, is_on);
         self.sessions[index].report_cache();
         self.sessions[index].report_growth(lun, capacity);
     }
 
-    /// Counts a loss reported by a path that has not been used since.
+    /// Counts a loss reported by a path that has not been in use since.
     pub(super) fn count_reported(&mut self, index: usize, now: Instant) {
         let link = self.sessions[index].link.paths_mut();
         if link.is_some_and(|link| link.is_loss_reported()) {
@@ -290,7 +293,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Counts the cache of a unit that may be lost, once for each generation.
+    /// Counts a potential loss of a unit's cache, once per generation.
     fn count_lost(&mut self, index: usize, lost: Option<Option<[u8; 16]>>, now: Instant) {
         let (Some(link), Some(lost)) = (self.sessions[index].link.paths_mut(), lost) else {
             return;
@@ -303,7 +306,7 @@ impl<E: Env> Driver<E> {
             link.gone.push_front(generation);
         }
         link.lost = Some(now);
-        // Any loss that the other paths have reported so far is reported by the next flush.
+        // All losses reported by other paths so far are covered by the next flush.
         let unused = link.members.iter_mut().filter(|m| !m.is_in_use);
         unused.for_each(|m| m.evidence.forget());
         warn_of_lost_cache(link.lun);

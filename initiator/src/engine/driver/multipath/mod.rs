@@ -1,8 +1,8 @@
-//! Several sessions that are paths to one unit.
+//! Sessions that are paths to one unit.
 //!
-//! Events of such a session and ends of the commands on it are put into a queue, and given to the
-//! paths' machine when nothing else is being carried out ([`Driver::run_paths`]): the machine may
-//! close the session that an input is about.
+//! Events of these sessions and completions of their commands are queued, and passed to the paths'
+//! machine when no other call is being processed ([`Driver::run_paths`]), because the machine may
+//! close the session that caused an input.
 
 mod cache;
 
@@ -30,30 +30,31 @@ struct Member {
     target: Target,
     protocol: Protocol,
     session: Option<SessionKey>,
-    /// `None` while it is in use.
+    /// `None` while in use.
     buffer: Option<Buffer>,
     check: Check,
-    /// The check asks for the target port groups, last of all.
+    /// The check is querying the target port groups, as its last step.
     is_grouping: bool,
-    /// Something has happened since the first answer, so the check is made again.
+    /// An event occurred after the first response, so the check must be repeated.
     is_stale: bool,
-    /// The generation of the unit's cache when it was last checked with success; `None` before.
+    /// Generation of the unit's cache at the last successful check; the outer `Option` is `None`
+    /// before that.
     cache: Option<Option<[u8; 16]>>,
     evidence: Evidence,
     /// Time of the last unit attention.
     attended: Option<Instant>,
-    /// The unit was checked with success on the present session.
+    /// The unit was checked successfully on the current session.
     is_in_use: bool,
-    /// Its loss, or that it was refused, is in the log.
+    /// The loss or rejection of the path was logged.
     is_logged: bool,
-    /// The session starts nothing but probes before the unit is checked.
+    /// The session only starts probes until the unit was checked.
     is_held: bool,
-    /// Pings that have not ended; see [`Driver::ping_others`].
+    /// Outstanding pings; see [`Driver::ping_others`].
     pings: u32,
-    /// The check begins once the pings on the other paths have ended.
+    /// The check starts when the pings on the other paths complete.
     is_waiting: bool,
-    /// Time at which the target was last heard of on the path, once it was in use. It is brought up
-    /// to date by [`Driver::note_heard`].
+    /// Time of the target's last message on this path, if it was in use. Updated by
+    /// [`Driver::note_heard`].
     heard: Option<Instant>,
     /// Time of its last login.
     login: Option<Instant>,
@@ -72,14 +73,14 @@ impl Member {
         (self.is_grouping, self.is_stale) = (false, false);
     }
 
-    /// As [`Check::begin_again`].
+    /// See [`Check::begin_again`].
     fn begin_again(&mut self) -> bool {
         (self.is_grouping, self.is_stale) = (false, false);
         self.check.begin_again()
     }
 
-    /// Takes the unit's answer, which is empty where it refused; returns whether there is another
-    /// question.
+    /// Processes the unit's response, which is empty if the unit rejected the query; returns
+    /// whether there is another query.
     fn take(&mut self, data: &[u8]) -> bool {
         if self.is_grouping {
             return false;
@@ -96,7 +97,7 @@ impl Member {
         let reported = group.and_then(|group| access::of_group(data, group));
         Found {
             unit: self.check.found().clone(),
-            // A unit that offers it and then does not report it is used as if it did not.
+            // If a unit offers asymmetric access but does not report its state, ignore the feature.
             access: self
                 .is_grouping
                 .then(|| reported.unwrap_or(Access::Optimized)),
@@ -104,26 +105,26 @@ impl Member {
     }
 }
 
-/// The paths to a unit, and their sessions.
+/// Paths to a unit, with their sessions.
 pub(super) struct PathsLink {
     pub(super) machine: Paths,
     lun: LunId,
     members: Vec<Member>,
-    /// By request: the completion of a command that a path's session has.
+    /// Receivers of commands submitted on a path's session, by request.
     dones: Vec<Option<Done>>,
-    /// The generation of the unit's cache that a path has found last; `None` where it offers none.
+    /// Last generation of the unit's cache found on any path; `None` if it has none.
     pub(super) generation: Option<[u8; 16]>,
-    /// Generations of caches that are known to be gone, so that each is counted once, however many
-    /// paths find it gone. Bound: [`GONE`].
+    /// Generations of lost caches, so that each is counted once, even if several paths detect the
+    /// loss. Bound: [`GONE`].
     gone: VecDeque<[u8; 16]>,
-    /// Time of the last refused connection on a path that had been in use.
+    /// Time of the last refused connection on a path that was in use before.
     refused: Option<Instant>,
-    /// Time of the last loss of the cache that was counted.
+    /// Time of the last counted cache loss.
     lost: Option<Instant>,
 }
 
 impl PathsLink {
-    /// The unit that the paths lead to.
+    /// Returns the unit of the paths.
     pub(super) fn lun(&self) -> LunId {
         self.lun
     }
@@ -164,7 +165,7 @@ impl PathsLink {
         }
     }
 
-    /// The first path's target.
+    /// Returns the target of the first path.
     pub(super) fn target(&self) -> &Target {
         &self.members[0].target
     }
@@ -185,7 +186,7 @@ impl PathsLink {
         self.machine.handle_timeout(cx.now);
     }
 
-    /// Logs the loss of a path, or that it is refused, once for each outage.
+    /// Logs the loss or rejection of a path, once per outage.
     fn log_closed(&mut self, path: PathIndex, was_in_use: bool) {
         let view = self.machine.views().nth(path.0.into());
         let Some(why) = view.and_then(|view| view.why) else {
@@ -214,7 +215,7 @@ impl<E: Env> Driver<E> {
         Some((index, self.sessions[index].link.paths_mut()?))
     }
 
-    /// Gives machines of paths the events of their sessions, and checks watched units; whether
+    /// Passes events of path sessions to their machines, and checks watched units; returns whether
     /// there was anything to do.
     pub(super) fn run_paths(&mut self, now: Instant) -> bool {
         let worked = !self.inputs.is_empty();
@@ -282,14 +283,14 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// The target of a path's session, which is over, demands this wait before the next login.
+    /// Sets the wait before the next login, as requested by the target of a path's closed session.
     pub(super) fn set_time2wait(&mut self, key: SessionKey, path: PathIndex, wait: Duration) {
         if let Some((_, link)) = self.paths(key) {
             link.machine.set_time2wait(path, wait);
         }
     }
 
-    /// The session of a path in use.
+    /// Returns the session of a path in use.
     fn member_in_use(&mut self, key: SessionKey, at: usize) -> Option<usize> {
         let (_, link) = self.paths(key)?;
         let member = link.members.get(at).filter(|m| m.is_in_use)?;
@@ -297,7 +298,7 @@ impl<E: Env> Driver<E> {
         self.find(session)
     }
 
-    /// Gives paths an input, if they are still there, and carries out what follows.
+    /// Passes an input to paths if they still exist, and processes the outputs.
     fn on_paths(
         &mut self,
         key: SessionKey,
@@ -312,11 +313,11 @@ impl<E: Env> Driver<E> {
             input(link, &mut session.ios);
         }
         self.drain(index, now);
-        // A path that is lost gives back its commands one by one.
+        // A lost path returns its commands one at a time.
         self.sessions[index].report_pending();
     }
 
-    /// Carries out what paths ask for.
+    /// Executes an output of paths.
     pub(super) fn carry_out_path(&mut self, index: usize, output: Output, now: Instant) {
         let session = &mut self.sessions[index];
         let Some(link) = session.link.paths_mut() else {
@@ -334,8 +335,7 @@ impl<E: Env> Driver<E> {
             }
             Output::Check(path) => {
                 let member = link.member(path);
-                // One that is still being asked is asked again from the beginning, if it has
-                // answered anything.
+                // If a check is in progress and has received a response, repeat it from the start.
                 member.is_stale = member.check.doubt();
                 if member.buffer.is_some() {
                     member.begin_check();
@@ -372,7 +372,7 @@ impl<E: Env> Driver<E> {
             user: User::Paths(self.key(index), path),
         };
         let session = self.open(open, now);
-        // It starts nothing before the unit is checked.
+        // The session must not start commands before the unit is checked.
         if let Some(member) = session.and_then(|key| self.find(key)) {
             self.sessions[member].link.machine().set_guarded(true);
         }
@@ -401,7 +401,7 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// Asks the unit the next question of a path's check.
+    /// Sends the next query of a path's check.
     fn ask(&mut self, index: usize, path: PathIndex, now: Instant) {
         let paths = self.key(index);
         let Some(link) = self.sessions[index].link.paths_mut() else {
@@ -410,7 +410,7 @@ impl<E: Env> Driver<E> {
         let lun = link.lun;
         let member = link.member(path);
         let Some(session) = member.session else {
-            // It is over, which is the machine's next input.
+            // The session is closed, which is the next input of the machine.
             return;
         };
         let Some(buffer) = member.buffer.take() else {
@@ -424,10 +424,10 @@ impl<E: Env> Driver<E> {
         }
     }
 
-    /// The unit has answered a question of a path's check, or not: asks the next one, begins again
-    /// where something has happened since, or gives the outcome to the machine.
+    /// Handles the response to a query of a path's check, or its failure: sends the next query,
+    /// restarts the check if an event occurred, or passes the result to the machine.
     fn handle_path_answer(&mut self, key: SessionKey, path: PathIndex, end: IoEnd, now: Instant) {
-        // An attention that waits behind this input makes the check void already.
+        // A unit attention queued after this input already invalidates the check.
         let is_again = |input: &Input| match input {
             Input::Attention(own, on, attention, _) => {
                 (*own, *on) == (key, path) && may_change_unit(*attention)
@@ -448,7 +448,7 @@ impl<E: Env> Driver<E> {
         let (buffer, data) = answer_to_probe(end);
         member.buffer = buffer;
         member.is_stale |= is_again;
-        // The commands ahead of a probe have separate deadlines.
+        // The commands before a probe have separate deadlines.
         if !was_sent && member.is_in_use {
             self.ask(index, path, now);
             return;
@@ -474,14 +474,14 @@ impl<E: Env> Driver<E> {
         if is_answered && is_good {
             self.settle_path(index, path, now);
         }
-        // A session that holds its requests back until the unit is identified ends instead. One that
-        // was only asked about its access goes on.
+        // If a session holds its requests until the unit is identified, close it. If only its
+        // access state was queried, keep it.
         let is_held = self
             .paths(key)
             .is_none_or(|(_, link)| link.member(path).is_held);
         if let Some(member) = session.and_then(|key| self.find(key)) {
             self.with_link(member, now, |link, _| match is_answered {
-                // It has had no connection before.
+                // It had no earlier connection.
                 true if is_good => link.machine().release(true, now),
                 false if is_held => link.machine().close(now),
                 true | false => {}

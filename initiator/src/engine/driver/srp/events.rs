@@ -1,4 +1,4 @@
-//! Events of the channels' connections, and completions on them.
+//! Connection events of channels, and completions.
 
 use std::time::Instant;
 
@@ -31,7 +31,7 @@ impl SrpLink {
         let now = cx.now;
         match conn.rdma.handle_completion(cx.device(), completion, now) {
             Completed::Nothing => {}
-            // The logout that was awaited cannot be sent any more.
+            // The pending logout can no longer be sent.
             Completed::Failed if conn.rdma.closing_until().is_some() => self.close_now(channel, cx),
             Completed::Failed => self.machine.handle_channel_error(channel, cx.now),
             Completed::Message(slot) => self.receive(channel, slot, completion.byte_len, cx.now),
@@ -86,8 +86,8 @@ impl SrpLink {
     }
 }
 
-/// A login as the private data of a request. The RDMA CM's address header leaves no room there for
-/// the information unit as such.
+/// Encodes a login as private data of a connect request. The RDMA CM's address header leaves
+/// insufficient space for the information unit itself.
 fn private_data(login: &LoginReq, is_rdma_cm: bool) -> Vec<u8> {
     let mut private_data = vec![0; LOGIN_REQ_LEN];
     let len = match is_rdma_cm {

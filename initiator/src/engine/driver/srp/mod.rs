@@ -1,4 +1,4 @@
-//! Sessions of SRP: carries out what the machine asks for on the channels' connections.
+//! SRP sessions: performs the outputs of the machine on the channels' connections.
 
 mod events;
 
@@ -25,8 +25,9 @@ pub(super) struct SrpLink {
     resources: Resources,
     keys: DataKeys,
     slots: Vec<ConnSlot<SrpConn, MAX_REGIONS>>,
-    /// The receive whose information unit is being handled. It is posted again after the machine's
-    /// outputs, unless an answer takes it over, which is sent before the receive is posted.
+    /// The receive with the information unit being handled. It is posted again after the machine's
+    /// outputs, unless a response takes over the slot; then it is posted after the response was
+    /// sent.
     receiving: Option<(ChannelIndex, u16)>,
     scratch: Scratch,
 }
@@ -137,7 +138,7 @@ impl SrpLink {
                 };
                 conn.start(cx.device(), &args, &mut self.scratch)
             }
-            // The end of the connection reports all of its requests.
+            // Closing the connection reports all of its requests.
             _ => Start::Dropped,
         };
         match outcome {
@@ -173,7 +174,7 @@ impl SrpLink {
         }
     }
 
-    /// Begins to find the path for a channel.
+    /// Starts to resolve the path for a channel.
     fn resolve<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         let owner = cx.owner(channel.0);
         if channel.0 == 0 {
@@ -185,7 +186,7 @@ impl SrpLink {
         }
     }
 
-    /// Closes a channel, after its logout has been sent if there is one.
+    /// Closes a channel, after sending its logout if there is one.
     fn begin_close<E: Env>(
         &mut self,
         channel: ChannelIndex,
@@ -202,7 +203,7 @@ impl SrpLink {
         }
     }
 
-    /// Closes a channel now.
+    /// Closes a channel immediately.
     fn close_now<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         let now = cx.now;
         self.slot(channel).release(cx.device(), true, now);

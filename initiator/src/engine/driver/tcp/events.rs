@@ -1,4 +1,4 @@
-//! Events of sockets: connected, room to send, bytes that have arrived.
+//! Socket events: connected, writable, readable.
 
 use std::time::Instant;
 
@@ -13,11 +13,12 @@ use crate::iscsi::session::IscsiSession;
 use crate::request::RequestId;
 use crate::session::{Down, Machine as _};
 
-/// Receives of one connection in one round at most, so that no session starves another.
+/// Maximum number of receives per connection and round, so that no session starves another.
 const ROUND: usize = 8;
 
 impl TcpMover {
-    /// Looks whether the connection has been made, or failed; returns whether it has.
+    /// Checks whether the connection was established or has failed; returns whether either
+    /// happened.
     fn poll_connected<E: Env>(
         &mut self,
         machine: &mut IscsiSession,
@@ -39,7 +40,7 @@ impl TcpMover {
         }
     }
 
-    /// Sends as much as the socket takes; returns whether there was anything.
+    /// Sends as much as the socket accepts; returns whether anything was sent.
     fn flush(&mut self, machine: &mut IscsiSession, ios: &[Option<Io>], now: Instant) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
@@ -65,10 +66,9 @@ impl TcpMover {
         sent
     }
 
-    /// Looks, before anything is found to be late, whether the target's host is there, and whether
-    /// what was sent arrives at the target.
-    /// What a socket takes shows nothing of that, and it may take some MiB, which a slow network
-    /// has for minutes.
+    /// Checks whether the target's host is available and whether sent data arrives at the target.
+    /// Call this before any timeout is handled. Acceptance by the socket proves neither, because it
+    /// may buffer several MiB, and sending these may take minutes on a slow network.
     pub(in crate::engine::driver) fn look(&mut self, machine: &mut IscsiSession, now: Instant) {
         let Some(conn) = &mut self.conn else {
             return;
@@ -87,7 +87,7 @@ impl TcpMover {
         }
     }
 
-    /// Receives once; returns whether anything came.
+    /// Receives once; returns whether data was received.
     fn receive(&mut self, machine: &mut IscsiSession, now: Instant) -> bool {
         match self.conn.as_mut().map(TcpConn::receive) {
             None | Some(Ok(None)) => false,
@@ -99,8 +99,8 @@ impl TcpMover {
         }
     }
 
-    /// Takes the next PDU of what has arrived; returns whether there was one. A part of one that is
-    /// left is no silence.
+    /// Processes the next received PDU; returns whether there was one. A partial PDU also proves
+    /// that the target is alive.
     fn take(&mut self, machine: &mut IscsiSession, ios: &[Option<Io>], now: Instant) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
@@ -128,7 +128,7 @@ impl TcpMover {
 }
 
 impl<E: Env> Driver<E> {
-    /// Sends and receives on every TCP connection; whether there was anything to do.
+    /// Sends and receives on all TCP connections; returns whether there was anything to do.
     pub(in crate::engine) fn run_tcp(&mut self, now: Instant) -> bool {
         let mut worked = false;
         for index in 0..self.sessions.capacity() {
@@ -141,9 +141,9 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// Each step's outputs are carried out before the next one, which may be by another connection:
-    /// what has arrived is taken PDU by PDU, and what the answers and their users have submitted
-    /// meanwhile leaves at the end in one go.
+    /// The outputs of each step are processed before the next step, which may use another
+    /// connection. Received data is processed PDU by PDU, and the resulting responses and commands
+    /// are sent together at the end.
     fn run_connection(&mut self, index: usize, now: Instant) -> bool {
         let mut worked = self.on_tcp(index, now, |mover, machine, cx| {
             mover.poll_connected(machine, cx.env, now)
@@ -167,7 +167,7 @@ impl<E: Env> Driver<E> {
         worked
     }
 
-    /// Gives a connection something to do, and carries out what comes of it.
+    /// Executes a step of a connection and processes the resulting outputs.
     fn on_tcp(
         &mut self,
         index: usize,

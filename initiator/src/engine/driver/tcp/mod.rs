@@ -1,4 +1,4 @@
-//! TCP as the datamover of a session.
+//! TCP datamover of a session.
 
 mod events;
 
@@ -19,7 +19,7 @@ use crate::session::{ConnectError, IscsiFault};
 #[derive(Default)]
 pub(super) struct TcpMover {
     conn: Option<TcpConn>,
-    /// Requests whose memory still waits to be sent. Bound: the queue size.
+    /// Requests with memory still queued for sending. Bound: the queue size.
     retiring: Vec<RequestId>,
 }
 
@@ -43,7 +43,7 @@ impl TcpMover {
         Ok(())
     }
 
-    /// The time at which the connection is to be checked.
+    /// Returns the time of the next connection check.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.conn.as_ref()?.check_at()
     }
@@ -59,7 +59,8 @@ impl TcpMover {
         self.push(Item::Control(pdu))
     }
 
-    /// The sizes and digests of what leaves change behind what waits; those of what arrives, now.
+    /// Changes data segment sizes and digests: for sending, after all queued items; for receiving,
+    /// immediately.
     pub(super) fn enter_full_feature(
         &mut self,
         params: ConnectionParams,
@@ -78,7 +79,7 @@ impl TcpMover {
         self.push(Item::Data(order))
     }
 
-    /// Takes a request's memory back; false if some of it still waits to be sent.
+    /// Retires a request's memory; returns false if some of it is still queued for sending.
     pub(super) fn retire(&mut self, request: RequestId) -> bool {
         let is_pending = |c: &TcpConn| c.outgoing.is_pending(request);
         let is_pending = self.conn.as_ref().is_some_and(is_pending);
@@ -88,7 +89,7 @@ impl TcpMover {
         !is_pending
     }
 
-    /// Closes the connection at once.
+    /// Closes the connection immediately.
     pub(super) fn disconnect(&mut self) -> bool {
         self.conn = None;
         self.retiring.clear();

@@ -184,8 +184,8 @@ fn pieces_become_tables_within_and_outside_the_command() {
     assert!(matches!(end.result, Err(RequestError::NotStarted(_))));
 }
 
-/// What is asked after a login, before anything is repeated, finds room where commands have taken
-/// all.
+/// The check after a login, which precedes all retries, gets a slot even if commands use all of
+/// them.
 #[test]
 fn a_unit_is_checked_though_a_session_is_full() {
     let target = FakeTarget::start(BLOCKS);
@@ -209,7 +209,7 @@ fn a_unit_is_checked_though_a_session_is_full() {
     assert!(session.status().reconnects() >= 1);
 }
 
-/// A command that waits for room may be over as soon as it has some.
+/// A waiting command may complete as soon as it gets a slot.
 #[test]
 fn a_command_that_cannot_be_sent_leaves_its_room_to_those_that_wait() {
     let target = FakeTarget::start(BLOCKS);
@@ -277,8 +277,8 @@ fn silence_leads_to_an_abort_and_a_second_attempt() {
     assert_eq!(get(&lun, 0, 16384), pattern(5, 16384));
 }
 
-/// A connection has regions for one of these commands at a time. The first is not answered; when
-/// its abort makes room, the second has been due for as long.
+/// A connection has regions for only one of these commands at a time. The first gets no response.
+/// When its abort frees the regions, the timeout of the second has expired, too.
 #[test]
 fn no_command_is_sent_behind_its_own_abort() {
     let rig = rig("queue_size=2&cmd_sg_entries=16&immediate=0");
@@ -316,13 +316,13 @@ fn no_command_is_sent_behind_its_own_abort() {
 fn a_deaf_target_is_left_and_found_again() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    // Behind the check of a unit that was just found.
+    // After the check of a newly found unit.
     get(&lun, 0, 4096);
     rig.target.knobs.deaf.store(true, Ordering::SeqCst);
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
     put(&lun, 0, &pattern(6, 4096));
     assert_eq!(get(&lun, 0, 4096), pattern(6, 4096));
-    // A busy machine may make it more than once.
+    // On a busy machine, it may reconnect more than once.
     assert!(rig.session.status().reconnects() >= 1);
     let tried = rig.target.knobs.aborts.load(Ordering::SeqCst);
     assert!(tried >= 2, "an abort and a reset");
@@ -349,7 +349,8 @@ fn broken_connections_are_made_again_and_commands_repeated() {
     assert_eq!(end.result.unwrap_err(), RequestError::ConnectionLost);
 }
 
-/// A target that is still starting may have no names yet, which is not the same as another unit.
+/// A target that is still starting may not report names yet. This does not indicate a different
+/// unit.
 #[test]
 fn a_unit_that_cannot_say_who_it_is_yet_is_asked_again() {
     let rig = rig("");
@@ -380,7 +381,8 @@ fn a_unit_is_known_by_pages_that_it_does_not_list() {
     assert_eq!(rig.target.disk.lock().unwrap()[..8192], pattern(1, 8192));
 }
 
-/// Without them, a unit would be found with no identity, and taken for another one later.
+/// Without these pages, the unit would have no identity and would be treated as a different unit
+/// later.
 #[test]
 fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
     let rig = rig("");
@@ -399,7 +401,8 @@ fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
     assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
 }
 
-/// Pages of before and after a reconnection would make the identity of no unit.
+/// Pages from before and after a reconnect would be combined into the identity of a unit that does
+/// not exist.
 #[test]
 fn a_unit_is_identified_by_answers_of_one_login() {
     let rig = rig("");
@@ -413,7 +416,7 @@ fn a_unit_is_identified_by_answers_of_one_login() {
     assert_eq!(get(&lun, 0, 8192), pattern(1, 8192), "the same unit");
 }
 
-/// Nothing is reported of a unit that is not watched yet.
+/// Events are not reported for a unit that is not watched yet.
 #[test]
 fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_sent() {
     let rig = rig("");
@@ -451,8 +454,8 @@ fn a_disk_without_a_cache_need_not_have_a_command_to_flush_it() {
     block_on(cached.flush()).unwrap_err();
 }
 
-/// A refusal is the last that is heard of the connection manager, so nothing but the engine's own
-/// clock drives the next attempt. A Linux target refuses for as long as its port is switched off.
+/// After a rejection, there are no further events of the connection manager, so only the engine's
+/// clock can trigger the next attempt. A Linux target rejects logins while its port is disabled.
 #[test]
 fn a_target_that_refuses_for_a_while_is_asked_again() {
     let rig = rig("");
@@ -473,7 +476,7 @@ fn a_target_that_refuses_for_a_while_is_asked_again() {
     assert!(is_refused, "an attempt was stuck: {why:?}");
 }
 
-/// The target keeps the key of an answered command and writes with it: the key is dead.
+/// The target uses the key of a completed command for a write, but the key is invalid.
 #[test]
 fn memory_is_out_of_reach_once_a_command_is_done() {
     let rig = rig("");
@@ -495,8 +498,8 @@ fn memory_is_out_of_reach_once_a_command_is_done() {
     );
 }
 
-/// SRP has no offer of remote invalidation. A target that does it all the same takes the key away
-/// by which the end of the command's SEND would have shown.
+/// SRP does not negotiate remote invalidation. If a target uses it anyway, it invalidates the key
+/// whose local invalidation would have indicated the completion of the command's SEND.
 #[test]
 fn a_target_that_invalidates_keys_unasked_loses_its_connection_and_no_command() {
     let rig = rig("");
@@ -510,7 +513,7 @@ fn a_target_that_invalidates_keys_unasked_loses_its_connection_and_no_command() 
     let buffer = block_on(wait).expect("the command's end").unwrap();
     assert_eq!(buffer.slice().to_vec(), pattern(1, 16384));
     assert!(!rig.target.knobs.invalidate.load(Ordering::SeqCst));
-    // The command ends before the outage is reported.
+    // The command completes before the outage is reported.
     eventually("an outage", || rig.session.status().reconnects() >= 1);
 }
 
@@ -598,7 +601,7 @@ fn zeroes_need_no_buffer_by_command_or_as_data() {
     for _ in 0..2 {
         assert_eq!(zero(131_072..262_144, fast), Err(LunError::Unsupported));
     }
-    // More than there are zeroes.
+    // More than the length of the zeroes.
     assert_eq!(
         zero(131_072..131_072 + 300 * 1024, ZeroOptions::default()),
         Ok(())
@@ -696,7 +699,7 @@ fn a_workload_runs_on_the_engine() {
     assert_eq!(work(&wide, 500, 8), (500, 0), "across a reconnection");
 }
 
-/// Reads once in a millisecond.
+/// Reads once per millisecond.
 struct Paced {
     lun: Lun,
     left: u32,
@@ -817,7 +820,7 @@ fn an_iser_connection_that_is_being_made_is_made_before_it_is_closed() {
     assert!(matches!(block_on(wait), Err(Elapsed)));
     let request = next(&mut nic, Duration::from_secs(20)).expect("a request");
     client.shutdown();
-    // The target takes its time, and hears nothing meanwhile.
+    // The target is slow, and must not receive anything in the meantime.
     assert_eq!(next(&mut nic, Duration::from_millis(100)), None);
     let pd = nic.alloc_pd().unwrap();
     let cq = nic.create_cq(8).unwrap();
@@ -889,13 +892,13 @@ fn closing_ends_what_is_outstanding() {
     assert!(block_on(lun.read(0, buffer)).is_err());
 }
 
-/// The reset came in the middle of a session, though its check took another login.
+/// The reset occurred during a session, even if its check required another login.
 #[test]
 fn a_reset_in_the_middle_of_a_session_counts_though_its_check_takes_another_login() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 512));
-    // The disk was reset, and has no names yet.
+    // The disk was reset and has no names yet.
     rig.target.knobs.no_pages.store(1, Ordering::SeqCst);
     rig.target.knobs.attention.store(1, Ordering::SeqCst);
     get(&lun, 0, 512);

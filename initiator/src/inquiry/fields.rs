@@ -1,4 +1,4 @@
-//! Named values in order.
+//! Ordered, named values.
 
 use std::fmt::{self, Write};
 
@@ -9,31 +9,31 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 pub enum Value {
     /// A number of any width.
     Number(u64),
-    /// A number of which one value means that there is no limit or nothing is reported.
+    /// A number with a value that means "no limit" or "not reported".
     Optional(Option<u64>),
-    /// A flag: yes or no.
+    /// A flag, printed as yes or no.
     Flag(bool),
-    /// Text that was made printable.
+    /// Text, made printable.
     Text(String),
-    /// Bytes; in hexadecimal when printed.
+    /// Bytes, printed in hexadecimal.
     Bytes(Vec<u8>),
     /// A list of values.
     List(Vec<Value>),
-    /// Fields in a field.
+    /// Nested fields.
     Fields(Fields),
 }
 
-/// Named values in order.
+/// Ordered, named values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fields(pub Vec<(&'static str, Value)>);
 
 impl Fields {
-    /// Adds a field at the end.
+    /// Appends a field.
     pub fn push(&mut self, name: &'static str, value: Value) {
         self.0.push((name, value));
     }
 
-    /// Value of a field, if it has that field.
+    /// Returns the value of a field, if present.
     #[must_use]
     pub fn field(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(n, _)| *n == name).map(|(_, v)| v)
@@ -99,7 +99,7 @@ impl fmt::Display for Fields {
     }
 }
 
-/// Two digits a byte.
+/// Formats each byte with two digits.
 pub(super) fn hex(bytes: &[u8]) -> String {
     let mut out = String::with_capacity(2 * bytes.len());
     for byte in bytes {

@@ -1,7 +1,7 @@
 //! INQUIRY data as named fields.
 //!
-//! Pages of plain numbers and flags are tables of fields; the others have a function each. A field
-//! that lies beyond the received bytes is left out.
+//! Pages with only numbers and flags are tables of fields; each other page has a function. Fields
+//! beyond the received bytes are omitted.
 
 use riser_scsi::data::designator::{self, Designator};
 use riser_scsi::data::field::Field;
@@ -11,45 +11,45 @@ use thiserror::Error;
 
 use super::fields::{Fields, Value};
 
-/// Reason why bytes are no INQUIRY data.
+/// Error for invalid INQUIRY data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum InquiryError {
-    /// Too short for what every answer has.
+    /// Shorter than the mandatory part.
     #[error("INQUIRY data is {0} bytes long")]
     TooShort(usize),
-    /// The answer is to another question.
+    /// The response is for a different page.
     #[error("asked for page {asked:#04x}, got page {got:#04x}")]
     WrongPage {
-        /// The page that was asked for.
+        /// The requested page.
         asked: u8,
-        /// The page that came.
+        /// The received page.
         got: u8,
     },
 }
 
-/// Form in which a field is shown.
+/// Presentation of a field.
 enum Shown {
-    /// As yes or no.
+    /// Shown as yes or no.
     Flag(Field<bool>),
     /// Shown as a number.
     Number(Field<u64>),
-    /// As a number of which 0 says that nothing is reported.
+    /// Shown as a number; 0 means that the value is not reported.
     NonZero(Field<u64>),
 }
 
 type Table = &'static [(&'static str, Shown)];
 
-/// Form of a flag.
+/// Returns the presentation of a flag.
 const fn flag(field: Field<bool>) -> Shown {
     Shown::Flag(field)
 }
 
-/// Form of a number.
+/// Returns the presentation of a number.
 const fn number<T>(field: Field<T>) -> Shown {
     Shown::Number(field.as_number())
 }
 
-/// A number that may not be reported.
+/// Returns the presentation of a number that may not be reported.
 const fn non_zero<T>(field: Field<T>) -> Shown {
     Shown::NonZero(field.as_number())
 }
@@ -211,8 +211,8 @@ fn by_table(data: &[u8], table: Table) -> Fields {
     fields
 }
 
-/// Text from a target: trailing padding dropped, everything unprintable replaced, since it ends up
-/// on a terminal.
+/// Converts text from a target: strips trailing padding and replaces control characters, because it
+/// may be printed to a terminal.
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes)
         .trim_end_matches(['\0', ' '])
@@ -221,10 +221,10 @@ fn text(bytes: &[u8]) -> String {
         .collect()
 }
 
-/// Standard INQUIRY data.
+/// Decodes standard INQUIRY data.
 ///
 /// # Errors
-/// It has less than the 36 bytes that every target sends.
+/// The data is shorter than the mandatory 36 bytes.
 pub fn standard(data: &[u8]) -> Result<Fields, InquiryError> {
     let data = inquiry::received(data).ok_or(InquiryError::TooShort(data.len()))?;
     let mut fields = by_table(data, STANDARD);
@@ -247,21 +247,21 @@ pub fn standard(data: &[u8]) -> Result<Fields, InquiryError> {
     Ok(fields)
 }
 
-/// A page's header, and its bytes as far as they are there.
+/// Checks the header of a page and returns the received bytes.
 fn checked(code: u8, data: &[u8]) -> Result<&[u8], InquiryError> {
     let got = vpd::code(data).ok_or(InquiryError::TooShort(data.len()))?;
     vpd::received(data, code).ok_or(InquiryError::WrongPage { asked: code, got })
 }
 
-/// The codes that page 00h lists.
+/// Returns the page codes listed in page 00h.
 ///
 /// # Errors
-/// The data is not that page.
+/// The data is not this page.
 pub fn supported_pages(data: &[u8]) -> Result<Vec<u8>, InquiryError> {
     Ok(checked(vpd::SUPPORTED_PAGES, data)?[vpd::HEADER_LEN..].to_vec())
 }
 
-/// A page's name, for those that are decoded.
+/// Returns the name of a page that can be decoded.
 #[must_use]
 pub fn page_name(code: u8) -> &'static str {
     match code {
@@ -276,10 +276,10 @@ pub fn page_name(code: u8) -> &'static str {
     }
 }
 
-/// A VPD page.
+/// Decodes a VPD page.
 ///
 /// # Errors
-/// The data is not that page.
+/// The data is not this page.
 pub fn page(code: u8, data: &[u8]) -> Result<Fields, InquiryError> {
     let data = checked(code, data)?;
     let body = &data[vpd::HEADER_LEN..];
@@ -347,8 +347,8 @@ fn designator(one: &Designator<'_>) -> Value {
         _ => "reserved",
     };
     fields.push("type", Value::Text(kind.into()));
-    // Numbers are binary in four bytes, of which the first two are reserved (SPC-4 7.8.6). The
-    // code set decides for all others, because vendors put text into any type.
+    // These types are binary numbers with four bytes, and the first two are reserved (SPC-4 7.8.6).
+    // For all other types, the code set is decisive, because vendors use text in any type.
     let value = match (one.kind, one.code_set, one.id) {
         (
             of::RELATIVE_TARGET_PORT | of::TARGET_PORT_GROUP | of::LOGICAL_UNIT_GROUP,
@@ -375,7 +375,7 @@ mod tests {
         data[58..62].copy_from_slice(&[0x00, 0xa0, 0x04, 0x60]);
         let fields = standard(&data).unwrap();
         assert_eq!(fields.field("vendor"), Some(&Value::Text("ACME".into())));
-        // Nothing from a target reaches the terminal's escape sequences.
+        // Escape sequences from a target must not reach the terminal.
         assert_eq!(
             fields.field("product"),
             Some(&Value::Text("Big\u{fffd}[31m Disk".into()))
@@ -406,7 +406,7 @@ mod tests {
         assert_eq!(number("maximum_unmap_blocks"), "4294967295");
         assert_eq!(number("unmap_granularity_alignment_blocks"), "8");
         assert_eq!(number("maximum_write_same_blocks"), "65536");
-        // Cut short: what is not there is left out.
+        // Truncated: missing fields are omitted.
         let short = page(0xb0, &data[..16]).unwrap();
         assert!(short.field("maximum_unmap_blocks").is_none());
     }
@@ -419,7 +419,7 @@ mod tests {
             b"\x02\x01\x00\x0aACME    S1",
             b"\x41\x94\x00\x04\x00\x00\x00\x01",
             b"\x53\xa8\x00\x08iqn.a\0\0\0",
-            // A length that lies.
+            // Invalid length.
             b"\x01\x03\x00\xff\x01\x02",
         ]
         .concat();

@@ -1,8 +1,8 @@
-//! The initiator's side of iSCSI and iSER.
+//! The initiator for iSCSI and iSER.
 //!
 //! - [`session`]: login, commands and their data, task management, pings, reconnection, discovery;
-//!   a machine with no I/O in it.
-//! - [`plan_session`]: from an address to a session's configuration.
+//!   a state machine without I/O.
+//! - [`plan_session`]: returns the configuration of a session for an address.
 
 #![forbid(unsafe_code)]
 
@@ -18,35 +18,35 @@ use self::session::SessionConfig;
 use crate::session::{PING, Timing};
 use crate::url::{Carrier, IscsiUrl, SecretError};
 
-/// File in which open-iscsi keeps the name of this host's initiator.
+/// File with open-iscsi's initiator name for this host.
 const NAME_FILE: &str = "/etc/iscsi/initiatorname.iscsi";
 
-/// Beginning of the name of a host that has not been given one.
+/// Prefix of the initiator name for a host without a configured name.
 const OWN_NAME: &str = "iqn.2026-01.local.riser:";
 
-/// Longest data segment that we take by default, in bytes.
+/// Default for the maximum data segment we receive, in bytes.
 const MAX_RECV: u32 = 256 << 10;
 
-/// Longest sequence of data PDUs that we offer, in bytes.
+/// Maximum sequence of data PDUs that we offer, in bytes.
 const MAX_BURST: u32 = 1 << 20;
 
 /// Unsolicited data that we offer, in bytes.
 const FIRST_BURST: u32 = 64 << 10;
 
-/// Longest data segment that we take on iSER, in bytes: sense data and the like.
+/// Maximum data segment that we receive on iSER, in bytes, for sense data etc.
 pub const ISER_RECV: u32 = 512;
 
-/// Longest data segment that we receive on iSER during login and discovery, in bytes: the default of
-/// MaxRecvDataSegmentLength (RFC 7143 13.12).
+/// Maximum data segment that we receive on iSER during login and discovery, in bytes: the default
+/// of MaxRecvDataSegmentLength (RFC 7143 13.12).
 pub const ISER_TEXT: u32 = 8192;
 
-/// Longest data segment that we send on iSER, in bytes: immediate data.
+/// Maximum data segment that we send on iSER, in bytes: immediate data.
 const ISER_SEND: u32 = 8192;
 
-/// PDUs that a target may send unasked on iSER.
+/// Maximum number of unsolicited PDUs from a target on iSER.
 const ISER_UNEXPECTED: u32 = 8;
 
-/// Keys that are offered, besides MaxRecvDataSegmentLength.
+/// Keys that we offer in addition to MaxRecvDataSegmentLength.
 const TCP_KEYS: &[Key] = &[
     Key::HeaderDigest,
     Key::DataDigest,
@@ -63,7 +63,7 @@ const TCP_KEYS: &[Key] = &[
     Key::ErrorRecoveryLevel,
 ];
 
-/// Keys that are offered on iSER besides.
+/// Additional keys that we offer on iSER.
 const ISER_KEYS: &[Key] = &[
     Key::RdmaExtensions,
     Key::InitiatorRecvDataSegmentLength,
@@ -72,28 +72,28 @@ const ISER_KEYS: &[Key] = &[
     Key::TaggedBufferForSolicitedDataOnly,
 ];
 
-/// Bounds of a session that its address does not set.
+/// Limits of a session that are not part of its address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Commands outstanding where the address says nothing else.
+    /// Default for the number of outstanding commands.
     pub queue_size: u16,
-    /// Requests taken and not yet completed at most.
+    /// Maximum number of accepted, incomplete requests.
     pub max_requests: usize,
-    /// Waits and intervals of the session.
+    /// Timeouts and intervals of the session.
     pub timing: Timing,
 }
 
-/// A session identifier of the random kind (RFC 7143 11.12.5), made of a random number.
+/// Creates a random session identifier (RFC 7143 11.12.5) from a random number.
 #[must_use]
 pub fn isid(random: u64) -> Isid {
     let [a, b, c, d, e, ..] = random.to_be_bytes();
     Isid([0x80, a, b, c, d, e])
 }
 
-/// Plans the configuration of a session at an address.
+/// Creates the configuration of a session for an address.
 ///
 /// # Errors
-/// The address has users whose passwords are not to be had.
+/// The address contains users whose passwords are not available.
 pub fn plan_session(
     url: &IscsiUrl,
     isid: Isid,
@@ -122,16 +122,17 @@ pub fn plan_session(
             url.first_burst.unwrap_or(FIRST_BURST).min(max_burst),
         )
         .with(Key::MaxOutstandingR2T, 1)
-        // The larger value of both sides counts, so that the target chooses.
+        // The result is the larger value of both sides, so this leaves the choice to the target.
         .with(Key::DefaultTime2Wait, 0)
         .with(Key::DefaultTime2Retain, 0);
     let (offer, keys) = match url.carrier {
         Carrier::Tcp => (offer, TCP_KEYS.to_vec()),
         Carrier::Iser => (
-            // What a target wants of a write it reads; nothing is sent unasked but immediate data.
+            // The target reads the data of a write with RDMA. Only immediate data is sent
+            // unsolicited.
             offer
                 .with(Key::InitialR2T, 1)
-                // It counts in discovery sessions, whose receives have this length.
+                // Used in discovery sessions, whose receives have this length.
                 .with(Key::MaxRecvDataSegmentLength, ISER_TEXT)
                 .with(Key::RdmaExtensions, 1)
                 .with(Key::InitiatorRecvDataSegmentLength, ISER_RECV)
@@ -156,15 +157,15 @@ pub fn plan_session(
         queue_size,
         max_requests: limits.max_requests.max(queue_size.into()),
         max_attempts: 32,
-        // A list of targets that cannot be received once is an error for its user.
+        // If the list of targets cannot be received, the user gets an error.
         reconnect: url.target.is_some(),
         timing: limits.timing,
         ping: PING,
     })
 }
 
-/// The name of this host's initiator: that of open-iscsi, where it has one, otherwise one made of
-/// the host's name.
+/// Returns the initiator name of this host: the name configured for open-iscsi, or otherwise a name
+/// based on the host name.
 #[must_use]
 pub fn initiator_name() -> IscsiName {
     let file = std::fs::read_to_string(NAME_FILE).unwrap_or_default();

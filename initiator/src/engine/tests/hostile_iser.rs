@@ -1,4 +1,5 @@
-//! Fuzz target: the initiator before an iSER target that follows no rule, by messages and by RDMA.
+//! Fuzz target: the initiator with an iSER target that violates the protocol, with messages and
+//! RDMA.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
@@ -16,30 +17,30 @@ use crate::block::Buffer;
 use crate::scsi::BlockRange;
 use crate::url::IscsiUrl;
 
-/// Bytes of each read.
+/// Length of each read in bytes.
 const LEN: usize = 4096;
 
-/// Commands of a run.
+/// Number of commands per run.
 const COMMANDS: usize = 16;
 
-/// Bytes that the target writes, and bytes that the user of a buffer writes.
+/// Bytes written by the target, and bytes written by the user of a buffer.
 const ATTACK: u8 = 0xa7;
 const OWN: u8 = 0x0e;
 
-/// Bytes of the client's buffers.
+/// Size of the client's buffer pool in bytes.
 const POOL: usize = 8 << 20;
 
-/// Turns of the world that a message or an RDMA operation has to arrive.
+/// Turns of the world until a message or an RDMA operation has arrived.
 const TURNS: usize = 40;
 
-/// What the target does.
+/// Action of the target.
 #[derive(Clone, Debug)]
 enum Act {
-    /// Sends a PDU, some of whose fields are right.
+    /// Sends a PDU with some valid fields.
     Pdu(Pdu),
-    /// Sends any bytes.
+    /// Sends arbitrary bytes.
     Noise(u8, [u64; 6]),
-    /// Writes into memory that a command announced, or near it, or reads from there.
+    /// Writes to the memory of a command or near it, or reads from there.
     Access {
         writes: bool,
         which: u8,
@@ -47,19 +48,19 @@ enum Act {
         len: u16,
         key: u8,
     },
-    /// The initiator begins a command.
+    /// The initiator starts a command.
     Submit,
-    /// Time passes, in ms.
+    /// Advances the time, in ms.
     Wait(u16),
 }
 
 #[derive(Clone, Debug)]
 struct Pdu {
-    /// The command whose tag it has.
+    /// The command with its tag.
     which: u8,
     right: u8,
     len: u8,
-    /// Key of the initiator that the message invalidates, if it does.
+    /// Key of the initiator to invalidate with the message, if any.
     invalidates: u8,
     bhs: [u64; 6],
 }
@@ -95,7 +96,7 @@ fn bytes_of(words: &[u64; 6]) -> [u8; BHS_LEN] {
     bytes
 }
 
-/// A command that the target has seen.
+/// A command received by the target.
 struct Seen {
     itt: [u8; 4],
     memory: RemoteBuffer,
@@ -109,14 +110,14 @@ struct Hostile {
     stat_sn: u32,
     exp_cmd_sn: u32,
     seen: Vec<Seen>,
-    /// Commands of the initiator, until they end.
+    /// Outstanding commands of the initiator.
     futures: Vec<Pin<Box<IoFuture>>>,
-    /// Memory of commands that have ended.
+    /// Memory of completed commands.
     returned: Vec<Buffer>,
 }
 
 impl Hostile {
-    /// A session that has logged in.
+    /// Returns a logged-in session.
     fn new() -> Self {
         world::clear();
         let mut peer = Peer::new(&[3260]);
@@ -169,7 +170,7 @@ impl Hostile {
         }
     }
 
-    /// The memory of a command that the target has seen.
+    /// Returns the memory of a command received by the target.
     fn seen(&self, which: u8) -> Option<&Seen> {
         let len = self.seen.len();
         self.seen.get(usize::from(which) % len.max(1))
@@ -216,7 +217,7 @@ impl Hostile {
         self.turn();
     }
 
-    /// Sends a message, and waits a little for its arrival.
+    /// Sends a message, and waits for its arrival.
     fn send(&mut self, message: &[u8], invalidates: Option<RKey>) {
         send(&mut self.peer, self.qp, message, invalidates);
         self.turn();
@@ -253,7 +254,7 @@ impl Hostile {
         self.send(&message, key);
     }
 
-    /// Uses a key of the initiator: the right one, or one beside it.
+    /// Uses a key of the initiator: the right one, or a similar one.
     fn access(&mut self, writes: bool, which: u8, (at, len): (u16, u16), key: u8) {
         let Some(memory) = self.seen(which).map(|seen| seen.memory) else {
             return;
@@ -270,12 +271,12 @@ impl Hostile {
         self.peer.memory.write(MESSAGE as usize, &[ATTACK; LEN]);
         let sges = [self.peer.sge(MESSAGE, u32::from(len) % LEN as u32)];
         let wr = SendWr::new(1, op, &sges);
-        // After an error of the connection there is no room.
+        // After a connection error, this fails.
         let _ = self.peer.nic.post_send(self.qp, &[wr]);
         self.turn();
     }
 
-    /// Lets everything go on for a while, and takes what the initiator sends.
+    /// Advances the world for a while, and receives the messages of the initiator.
     fn turn(&mut self) {
         for _ in 0..TURNS {
             let now = world::now();
@@ -293,7 +294,7 @@ impl Hostile {
         let Ok(Message::Control { buffers, frame }) = Message::parse(message) else {
             panic!("the initiator sends what is legal: {message:02x?}");
         };
-        // A command, which is not marked for immediate delivery.
+        // A command without the immediate flag.
         if frame.bhs[0] == 0x01 {
             self.exp_cmd_sn += 1;
             let memory = buffers.read.expect("a read has memory");
@@ -302,7 +303,7 @@ impl Hostile {
         }
     }
 
-    /// Looks which commands have ended. Their memory is the user's again, who writes to it.
+    /// Polls for completed commands. Their memory belongs to the user again, who writes to it.
     fn look(&mut self) {
         let mut cx = Context::from_waker(Waker::noop());
         self.futures.retain_mut(|future| {
@@ -314,7 +315,7 @@ impl Hostile {
         });
     }
 
-    /// Each command ends, and no memory that came back has been written to by the target.
+    /// Verifies that all commands complete, and that the target has not written to returned memory.
     fn end(mut self) {
         self.client.shutdown();
         for future in std::mem::take(&mut self.futures) {
@@ -328,7 +329,7 @@ impl Hostile {
     }
 }
 
-/// The memory of a command that has ended, after its user has written to it.
+/// Returns the memory of a completed command, after its user has written to it.
 fn own(end: IoEnd) -> Option<Buffer> {
     let IoData::One(buffer) = end.data else {
         panic!("the memory that was given comes back");
@@ -345,7 +346,8 @@ fn send(peer: &mut Peer, qp: QpId, message: &[u8], invalidates: Option<RKey>) {
     let _ = peer.nic.post_send(qp, &[wr]);
 }
 
-/// For any behavior of the target, each command ends, and the target can then not reach its memory.
+/// For any behavior of the target, all commands complete, and after that the target cannot access
+/// their memory.
 fn run(acts: &[Act]) {
     let mut hostile = Hostile::new();
     hostile.submit();
@@ -365,7 +367,7 @@ fn hostile_iser_target() {
     });
 }
 
-/// The target of this fuzz target can end a command, and write to its memory before that.
+/// The target of this fuzz test can complete a command, and write to its memory before that.
 #[test]
 fn a_target_can_answer_a_read() {
     let mut hostile = Hostile::new();
@@ -386,7 +388,7 @@ fn a_target_can_answer_a_read() {
     };
     let buffer = &end.data.buffers()[0];
     assert_eq!(buffer.slice().to_vec()[..4095], [ATTACK; 4095]);
-    // Too late: the key is gone.
+    // Too late: the key is invalid.
     buffer.slice().fill(0, LEN, OWN);
     hostile.access(true, 0, (0, 4095), 0);
     assert_eq!(buffer.slice().to_vec(), [OWN; LEN]);

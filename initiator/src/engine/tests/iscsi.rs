@@ -1,4 +1,4 @@
-//! Sessions of iSCSI on TCP, with a target that the test plays by hand.
+//! iSCSI sessions on TCP, with a target played by the test.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,13 +15,13 @@ use crate::url::IscsiUrl;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// RESERVATION CONFLICT, after which no session repeats a command.
+/// RESERVATION CONFLICT, which is never retried by a session.
 const CONFLICT: u8 = 0x18;
 
-/// Length of the write, in bytes.
+/// Length of the write in bytes.
 const LEN: u32 = 256 << 10;
 
-/// A target's end of a connection.
+/// The target's side of a connection.
 struct Peer {
     stream: UnixStream,
     bytes: Vec<u8>,
@@ -45,7 +45,7 @@ impl Peer {
         }
     }
 
-    /// Reads what has arrived, at most `max` bytes; returns how many.
+    /// Reads up to `max` received bytes; returns their number.
     fn read(&mut self, max: usize) -> usize {
         let mut part = vec![0; max];
         match self.stream.read(&mut part) {
@@ -58,7 +58,7 @@ impl Peer {
         }
     }
 
-    /// The next PDU of what has been read: its header, and the length of its data.
+    /// Parses the next PDU that was read; returns its header and data length.
     fn next_pdu(&mut self) -> Option<([u8; BHS_LEN], u32)> {
         let bhs = *self.bytes.first_chunk::<BHS_LEN>()?;
         let len = word(&bhs, 4) & 0xff_ffff;
@@ -70,7 +70,7 @@ impl Peer {
         Some((bhs, len))
     }
 
-    /// Reads the next PDU: its header, and the length of its data.
+    /// Reads the next PDU; returns its header and data length.
     fn pdu(&mut self) -> ([u8; BHS_LEN], u32) {
         let until = world::now() + PATIENCE;
         loop {
@@ -90,7 +90,7 @@ impl Peer {
         self.stream.write_all(&out).unwrap();
     }
 
-    /// Bytes of a PDU with the next status number.
+    /// Returns the bytes of a PDU with the next status number.
     fn pdu_of(&mut self, mut bhs: [u8; BHS_LEN], data: &[u8]) -> Vec<u8> {
         bhs[24..28].copy_from_slice(&self.stat_sn.to_be_bytes());
         bhs[28..32].copy_from_slice(&self.exp_cmd_sn.to_be_bytes());
@@ -101,7 +101,7 @@ impl Peer {
         out
     }
 
-    /// Answers the login requests of a session without CHAP.
+    /// Responds to the login requests of a session without CHAP.
     fn log_in(&mut self) {
         for text in [
             &b"AuthMethod=None\0"[..],
@@ -117,8 +117,8 @@ impl Peer {
         }
     }
 
-    /// Asks for the rest of a write's data; returns the command's header and the length
-    /// of the data that came with it.
+    /// Solicits the remaining data of a write; returns the command's header and the length of its
+    /// immediate data.
     fn ask_for_data(&mut self) -> ([u8; BHS_LEN], u32) {
         let (command, immediate) = self.pdu();
         assert_eq!(command[0] & 0x3f, 0x01, "a command");
@@ -130,12 +130,12 @@ impl Peer {
         r2t[40..44].copy_from_slice(&immediate.to_be_bytes());
         r2t[44..48].copy_from_slice(&(LEN - immediate).to_be_bytes());
         self.send(r2t, &[]);
-        // It says the next status number without using it.
+        // An R2T contains the next status number without using it.
         self.stat_sn -= 1;
         (command, immediate)
     }
 
-    /// Answers a command with CONFLICT.
+    /// Completes a command with CONFLICT.
     fn answer(&mut self, command: &[u8; BHS_LEN]) {
         let mut response = [0; BHS_LEN];
         (response[0], response[1], response[3]) = (0x21, 0x80, CONFLICT);
@@ -148,7 +148,7 @@ fn word(bhs: &[u8; BHS_LEN], at: usize) -> u32 {
     u32::from_be_bytes(bhs[at..at + 4].try_into().unwrap())
 }
 
-/// Lets the world go on for a while.
+/// Advances the world for a while.
 fn pass(wait: Duration) {
     let until = world::now() + wait;
     while world::now() < until {
@@ -156,10 +156,10 @@ fn pass(wait: Duration) {
     }
 }
 
-/// A session with a write whose data the target has asked for.
+/// A session with a write whose data the target has solicited.
 struct Written {
     command: [u8; BHS_LEN],
-    /// Bytes that went with the command.
+    /// Length of the immediate data.
     immediate: u32,
     session: Session,
     client: Client,
@@ -167,7 +167,7 @@ struct Written {
     end: Box<dyn FnMut() -> Option<IoEnd>>,
 }
 
-/// A session and its target's end of the connection.
+/// Returns a session and the target's side of its connection.
 fn logged_in() -> (Client, Session, Peer) {
     let client = client();
     let url = "iscsi://127.0.0.9/iqn.2026-01.com.example:disk/0";
@@ -214,8 +214,8 @@ impl Written {
     }
 }
 
-/// A target on a slow network answers a write when it has all of its data. As long as they leave,
-/// the write is not late, and nor is the ping behind them.
+/// A target on a slow network responds to a write after receiving all of its data. While the data
+/// is being sent, neither the write nor the ping after it times out.
 #[test]
 fn a_write_is_not_late_while_its_data_leave() {
     let mut written = Written::new();
@@ -249,7 +249,7 @@ fn a_write_is_not_late_while_its_data_leave() {
     written.client.shutdown();
 }
 
-/// Data that have left excuse no target that does not answer.
+/// A target that does not respond gets no extra time for data that was already sent.
 #[test]
 fn a_write_is_late_some_time_after_its_data_have_left() {
     let mut written = Written::new();
@@ -265,8 +265,8 @@ fn a_write_is_late_some_time_after_its_data_have_left() {
     written.client.shutdown();
 }
 
-/// The data that a target has asked for still leave when it has answered. As long as they do, their
-/// memory is late for no reason of the target's, and the ping behind them is not unanswered.
+/// Data solicited by the target is still sent after its response. During this time, neither the
+/// release of the memory nor the ping after it times out.
 #[test]
 fn data_that_leave_slowly_end_no_connection() {
     let mut written = Written::new();
@@ -302,7 +302,7 @@ fn data_that_do_not_leave_end_the_connection() {
     written.client.shutdown();
 }
 
-/// That the host of a target takes a ping does not show that the target reads it.
+/// The acknowledgement of a ping by the target's host does not prove that the target reads it.
 #[test]
 fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
     let mut written = Written::new();
@@ -314,7 +314,7 @@ fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
     let begun = world::now();
     let mut next = None;
     eventually("another connection", || {
-        // Nothing is left in a stream that the session has closed.
+        // The stream contains nothing new, since the session has closed it.
         written.peer.read(8192);
         next = next.take().or_else(world::accept_tcp);
         next.is_some()
@@ -325,7 +325,7 @@ fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
     written.client.shutdown();
 }
 
-/// A slow network has long for one Data-In, which is no silence of the target and no lateness of
+/// A Data-In takes long on a slow network. This is neither silence of the target nor a timeout of
 /// the command.
 #[test]
 fn data_that_arrive_slowly_end_no_connection() {
@@ -345,7 +345,7 @@ fn data_that_arrive_slowly_end_no_connection() {
     let (command, _) = peer.pdu();
     peer.exp_cmd_sn += 1;
     let mut data_in = [0; BHS_LEN];
-    // F, and no status.
+    // F bit, without a status.
     (data_in[0], data_in[1]) = (0x25, 0x80);
     data_in[16..20].copy_from_slice(&command[16..20]);
     data_in[20..24].copy_from_slice(&[0xff; 4]);

@@ -1,4 +1,4 @@
-//! Sessions of iSER, with a target that the test plays by hand.
+//! iSER sessions, with a target played by the test.
 
 use riser_memory::Memory;
 use riser_scsi::iscsi::BHS_LEN;
@@ -12,11 +12,11 @@ use riser_transport::verbs::{
 use super::*;
 use crate::url::IscsiUrl;
 
-/// Length of the longest message.
+/// Maximum length of a message.
 pub(super) const MESSAGE: u32 = 8192;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A target's device, with one receive and one message to send in its memory.
+/// A target's device, with memory for a receive and a message to send.
 pub(super) struct Peer {
     pub(super) nic: Endpoint,
     pd: PdId,
@@ -26,7 +26,7 @@ pub(super) struct Peer {
 }
 
 impl Peer {
-    /// Listens at these ports.
+    /// Listens on these ports.
     pub(super) fn new(ports: &[u16]) -> Self {
         let ip = world::address();
         let mut nic = world::fabric().endpoint(ip);
@@ -48,7 +48,7 @@ impl Peer {
         }
     }
 
-    /// The receive at 0, the message at [`MESSAGE`].
+    /// Returns a segment: the receive is at 0, the message at [`MESSAGE`].
     pub(super) fn sge(&self, at: u32, length: u32) -> Sge {
         Sge {
             addr: self.mr.addr + u64::from(at),
@@ -57,7 +57,7 @@ impl Peer {
         }
     }
 
-    /// Waits for what `look` looks for.
+    /// Waits until `look` returns a value.
     pub(super) fn wait<T>(
         &mut self,
         what: &str,
@@ -74,7 +74,7 @@ impl Peer {
         }
     }
 
-    /// Accepts the next connection and receives the first message on it.
+    /// Accepts the next connection and receives its first message.
     pub(super) fn accept(&mut self) -> (QpId, Vec<u8>) {
         let id = self.wait("a request for a connection", |peer| {
             let event = peer.nic.poll_cm_event()?;
@@ -102,7 +102,7 @@ impl Peer {
         self.nic.post_recv(qp, &[wr]).unwrap();
     }
 
-    /// The message that has come, if one has.
+    /// Returns a received message, if any.
     pub(super) fn poll(&mut self, qp: QpId) -> Option<Vec<u8>> {
         let mut completions = Vec::new();
         self.nic.poll_cq(self.cq, 8, &mut completions).unwrap();
@@ -115,7 +115,7 @@ impl Peer {
         Some(message)
     }
 
-    /// Answers a login request: the target has moved for now (RFC 7143 clause 11.13.5).
+    /// Responds to a login request: the target has moved temporarily (RFC 7143 clause 11.13.5).
     fn redirect(&mut self, qp: QpId, request: &[u8], to: &str) {
         let request = &request[HEADER_LEN..];
         let mut bhs = [0; BHS_LEN];
@@ -133,8 +133,9 @@ impl Peer {
     }
 }
 
-/// The answer that redirects is in a receive of the connection that it ends. The next connection is
-/// begun while that receive is being handled, and has no queue pair yet to post it to.
+/// The redirecting response is in a receive of the connection that it closes. The next connection
+/// is started while this receive is being handled, and does not have a queue pair to post it to
+/// yet.
 #[test]
 fn a_redirection_is_followed_by_a_connection_of_its_own() {
     let mut peer = Peer::new(&[3260, 3261]);
@@ -148,7 +149,7 @@ fn a_redirection_is_followed_by_a_connection_of_its_own() {
     let (second, request) = peer.accept();
     assert_ne!(second, qp);
     assert_eq!(request[HEADER_LEN] & 0x3f, 0x03, "a login request");
-    // Its receives are posted: the session hears the answer, and goes back.
+    // Its receives are posted: the session receives the response, and returns to the first portal.
     peer.redirect(second, &request, &format!("{ip}:3260,1"));
     let (third, _) = peer.accept();
     assert_ne!(third, second);
@@ -157,7 +158,7 @@ fn a_redirection_is_followed_by_a_connection_of_its_own() {
     assert!(matches!(ended, EngineError::Login(Down::Closed)), "{ended}");
 }
 
-/// Its device is probed although a login waits for its response.
+/// The session probes the target's device while a login waits for its response.
 #[test]
 fn vanished_target_is_noticed() {
     let mut peer = Peer::new(&[3260]);

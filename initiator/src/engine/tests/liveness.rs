@@ -1,4 +1,4 @@
-//! Targets that vanish without a message, and targets that only look dead.
+//! Targets that vanish without a message, and targets that only appear to be dead.
 
 use std::future::Future;
 use std::net::IpAddr;
@@ -9,7 +9,7 @@ use riser_transport::loopback::Blocked;
 
 use super::*;
 
-/// Longest time from the last packet of a target until its session is left.
+/// Maximum time from the last packet of a target until its session is abandoned.
 const BOUND: Duration = Duration::from_secs(5);
 
 const GONE: Blocked = Blocked {
@@ -17,7 +17,7 @@ const GONE: Blocked = Blocked {
     outbound: true,
 };
 
-/// A session with the usual times.
+/// Creates a session with default timeouts.
 fn session(queue_size: u16) -> Rig {
     let target = FakeTarget::start(BLOCKS);
     let builder = Client::builder().pool(8 << 20).queue_size(queue_size);
@@ -38,7 +38,7 @@ fn pass(time: Duration) {
     }
 }
 
-/// Submits a command that waits for its response for a minute.
+/// Submits a command with a timeout of a minute.
 fn submit(session: &Session) -> Pin<Box<impl Future<Output = IoEnd> + use<>>> {
     let lun = LunId::new(0).unwrap();
     let command = Command::test_unit_ready();
@@ -46,7 +46,7 @@ fn submit(session: &Session) -> Pin<Box<impl Future<Output = IoEnd> + use<>>> {
     begin(session.submit(io))
 }
 
-/// Drops every packet from and to a target, and returns the time until its session is left.
+/// Drops all packets from and to a target, and returns the time until its session is abandoned.
 fn time_until_left(session: &Session, target: IpAddr) -> Duration {
     let begun = world::now();
     world::fabric().partition(target, GONE);
@@ -78,7 +78,8 @@ fn vanished_target_is_noticed_by_unacknowledged_commands() {
     rig.client.shutdown();
 }
 
-/// The commands use up the request limit, so no further command can show that the target is gone.
+/// The commands use the whole request limit, so no further command can detect that the target has
+/// vanished.
 #[test]
 fn vanished_target_is_noticed_behind_acknowledged_commands() {
     let rig = session(2);
@@ -91,7 +92,7 @@ fn vanished_target_is_noticed_behind_acknowledged_commands() {
     rig.client.shutdown();
 }
 
-/// As with a disk that hangs: the target acknowledges the command and responds much later.
+/// This simulates a hanging disk: the target acknowledges the command and responds much later.
 #[test]
 fn target_that_acknowledges_commands_stays_live() {
     let rig = session(2);

@@ -1,5 +1,6 @@
-//! Engines, their targets and the wire between them, under one virtual clock. Each test has a world
-//! of its own: what waits in it lets the others go on, and time passes when all of them are idle.
+//! Engines, their targets and the network between them, with a virtual clock. Each test has a
+//! separate world. Waiting for one object runs all other objects, and the time advances when all of
+//! them are idle.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -20,23 +21,23 @@ use rustix::net::sockopt;
 use crate::engine::fake_target::Target;
 use crate::engine::{Client, ClientBuilder, Engine, Env};
 
-/// Longest wait of a test, in virtual time.
+/// Maximum wait of a test, in virtual time.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// The shortest step of the clock, for what is due and does nothing.
+/// Minimum step of the clock, for expired deadlines without an effect.
 const TICK: Duration = Duration::from_micros(1);
 
-/// Bytes that a socket of an engine takes before its peer reads any.
+/// Send buffer of an engine's socket in bytes.
 const SEND_BUFFER: usize = 4096;
 
-/// The surroundings of an engine in the world.
+/// Environment of an engine in the world.
 pub(in crate::engine) struct Sim {
     device: Option<Endpoint>,
     random: Rng,
 }
 
 impl Sim {
-    /// Those of an engine with this device.
+    /// Creates the environment of an engine with this device.
     pub(in crate::engine) fn new(device: Option<Endpoint>) -> Self {
         Self {
             device,
@@ -73,11 +74,11 @@ impl Env for Sim {
 
 struct World {
     fabric: RefCell<Fabric>,
-    /// Last number of the addresses that have been given out.
+    /// Last byte of the most recently assigned address.
     addresses: Cell<u8>,
     engines: RefCell<Vec<Engine<Sim>>>,
     targets: RefCell<Vec<Target>>,
-    /// The targets' ends of TCP connections that no test has accepted.
+    /// The targets' sides of TCP connections not yet accepted by the test.
     streams: RefCell<Vec<UnixStream>>,
 }
 
@@ -95,7 +96,7 @@ pub(in crate::engine) fn fabric() -> Fabric {
     WORLD.with(|world| world.fabric.borrow().clone())
 }
 
-/// Takes everything out of the world, for another one in the same thread.
+/// Removes all objects, so that the thread can start over.
 pub(super) fn clear() {
     WORLD.with(|world| {
         world.engines.borrow_mut().clear();
@@ -110,7 +111,7 @@ pub(in crate::engine) fn now() -> Instant {
     fabric().now()
 }
 
-/// An address that no interface has.
+/// Returns an unused address.
 pub(in crate::engine) fn address() -> IpAddr {
     WORLD.with(|world| {
         world.addresses.update(|last| last + 1);
@@ -118,7 +119,7 @@ pub(in crate::engine) fn address() -> IpAddr {
     })
 }
 
-/// Adds an engine with a device at an address of its own.
+/// Adds an engine with a device at a new address.
 pub(super) fn add_engine(builder: ClientBuilder) -> Client {
     let device = fabric().endpoint(address());
     let (client, engine) = builder.attach(Sim::new(Some(device))).unwrap();
@@ -126,7 +127,7 @@ pub(super) fn add_engine(builder: ClientBuilder) -> Client {
     client
 }
 
-/// Accepts the oldest TCP connection that has been made, if there is one.
+/// Accepts the oldest pending TCP connection, if any.
 pub(super) fn accept_tcp() -> Option<UnixStream> {
     WORLD.with(|world| {
         let mut streams = world.streams.borrow_mut();
@@ -138,8 +139,8 @@ pub(in crate::engine) fn add_target(target: Target) {
     WORLD.with(|world| world.targets.borrow_mut().push(target));
 }
 
-/// Gives each of them a turn. If all are idle, time passes: until the next deadline, or until
-/// `own`, that of the caller. A target may call this in its own turn.
+/// Runs all objects once. If all are idle, advances the time to the next deadline, including the
+/// caller's deadline `own`. A target may call this during its turn.
 pub(in crate::engine) fn step(own: Option<Instant>) {
     WORLD.with(|world| {
         let now = fabric().now();
@@ -163,7 +164,7 @@ pub(in crate::engine) fn step(own: Option<Instant>) {
     });
 }
 
-/// Waits until something is the case that happens by itself.
+/// Waits until a condition becomes true while the world runs.
 pub(super) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let until = now() + PATIENCE;
     while !is_so() {
@@ -172,7 +173,7 @@ pub(super) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Set when a future is to be polled again.
+/// Set when a future must be polled again.
 struct Woken(AtomicBool);
 
 impl Wake for Woken {
@@ -181,7 +182,7 @@ impl Wake for Woken {
     }
 }
 
-/// Waits for a future while the world goes on.
+/// Waits for a future while the world runs.
 pub(super) fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let woken = Arc::new(Woken(AtomicBool::new(true)));
@@ -198,7 +199,7 @@ pub(super) fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Begins something that goes on while the test does something else.
+/// Starts a future that continues while the test does something else.
 pub(super) fn begin<F: Future>(future: F) -> Pin<Box<F>> {
     let mut future = Box::pin(future);
     let mut cx = Context::from_waker(Waker::noop());

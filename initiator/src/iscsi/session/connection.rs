@@ -1,4 +1,4 @@
-//! The connection: made, lost, made again, closed; and the login on it.
+//! The connection: connecting, login, loss, reconnecting, and closing.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,7 @@ impl IscsiSession {
             .push_back(Output::Connect(self.moved.clone()));
     }
 
-    /// The connection is made. `random` must be such that it cannot be foreseen.
+    /// Called when the connection is established. `random` must be unpredictable.
     pub fn handle_connected(&mut self, random: [u8; CHALLENGE_LEN + 1], now: Instant) {
         let ConnState::XptWait(until) = self.conn else {
             return;
@@ -113,7 +113,7 @@ impl IscsiSession {
                 if permanent && (self.moved.is_none() || self.moved == self.home) {
                     self.home = Some(to.clone());
                 }
-                // Two portals may redirect to each other without end.
+                // Two portals might redirect to each other forever.
                 if self.moves > MAX_REDIRECTIONS {
                     self.fail_login(ConnectError::Redirected);
                     return;
@@ -131,9 +131,8 @@ impl IscsiSession {
         self.tear_down(error.into(), false);
     }
 
-    /// The next attempt begins at the target's own address again, and may be redirected as often as
-    /// the first one. A target that has moved permanently is also tried where it was before, in
-    /// turn.
+    /// Resets redirections, so that the next attempt starts at the target's original address. If
+    /// the target has moved permanently, attempts alternate between the new and the old address.
     pub(super) fn forget_move(&mut self) {
         let was_home = self.moved.is_some() && self.moved == self.home;
         let was_live = self.conn == ConnState::LoggedIn;
@@ -179,8 +178,8 @@ impl IscsiSession {
         }
     }
 
-    /// A login has succeeded. Its portal group has terminated the commands of the session that it
-    /// reinstates; commands at another group need time to complete.
+    /// Called when a login has succeeded. Its portal group has terminated the commands of the
+    /// reinstated session. Commands on another portal group need time to complete.
     fn fence(&mut self, now: Instant) {
         match self.unfenced {
             Some(group) if group == self.portal_group => {
@@ -201,7 +200,8 @@ impl IscsiSession {
         }
     }
 
-    /// Starts everything again, once the unit is known and the commands of lost sessions are over.
+    /// Resumes all commands, once the unit is known and the commands of lost sessions have
+    /// completed.
     pub(super) fn release_settled(&mut self, now: Instant) {
         if self.core.settle_at.is_some_and(|at| at <= now) {
             self.unfenced = None;
@@ -228,7 +228,7 @@ impl IscsiSession {
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
-    /// A part of the answer to SendTargets.
+    /// Handles a part of the response to SendTargets.
     pub(super) fn on_text(
         &mut self,
         response: &TextResponse,
@@ -238,7 +238,7 @@ impl IscsiSession {
         if !self.is_discovery() || response.itt != TEXT_TAG {
             return Err(IscsiFault::Unexpected("a text response"));
         }
-        // A target with more to say either marks text that goes on, or keeps the exchange open.
+        // If there is more text, a target either sets the C bit, or doesn't set the F bit.
         let more = response.continues || !response.is_final;
         match self.targets.take(data, more)? {
             None => self.send_text(response.ttt, Vec::new()),
@@ -254,9 +254,9 @@ impl IscsiSession {
         Ok(())
     }
 
-    /// The connection could not be made. The owner has released what it held.
+    /// Called when connecting failed. The owner has released the connection's resources.
     pub fn handle_connect_failed(&mut self, error: ConnectError, now: Instant) {
-        // On iSER a REJ may come for an established connection, too (IBTA 12.9.7).
+        // On iSER, a REJ may also be received for an established connection (IBTA 12.9.7).
         if self.conn.is_open() {
             self.handle_broken(now);
             return;
@@ -272,7 +272,7 @@ impl IscsiSession {
         self.on_down(now);
     }
 
-    /// The connection broke, or the peer closed it.
+    /// Called when the connection broke, or was closed by the peer.
     pub fn handle_broken(&mut self, now: Instant) {
         match self.conn {
             ConnState::InLogout(_) => self.disconnect(),
@@ -285,14 +285,15 @@ impl IscsiSession {
         self.pump(now);
     }
 
-    /// The target broke the protocol.
+    /// Called when the target violated the protocol.
     pub fn handle_fault(&mut self, fault: IscsiFault) {
         if self.conn.is_open() {
             self.tear_down(fault.into(), false);
         }
     }
 
-    /// The connection is gone: nothing can arrive any more, and nothing uses a request's memory.
+    /// Called when the connection was closed: nothing can be received anymore, and no request's
+    /// memory is in use.
     pub fn handle_gone(&mut self, now: Instant) {
         become_state(&mut self.conn, ConnState::Free);
         self.params = None;
@@ -309,8 +310,8 @@ impl IscsiSession {
         self.on_down(now);
     }
 
-    /// Goes on with a tear-down once the connection is gone: ends the session, or waits for the
-    /// next login.
+    /// Continues after the connection was closed: either closes the session, or waits for the next
+    /// login.
     pub(super) fn on_down(&mut self, now: Instant) {
         if self.conn != ConnState::Free {
             return;
@@ -318,7 +319,7 @@ impl IscsiSession {
         self.core.on_disconnected(now);
     }
 
-    /// Begins to close the connection.
+    /// Starts to close the connection.
     pub(super) fn disconnect(&mut self) {
         if !matches!(self.conn, ConnState::Free | ConnState::CleanupWait) {
             become_state(&mut self.conn, ConnState::CleanupWait);
@@ -326,7 +327,7 @@ impl IscsiSession {
         }
     }
 
-    /// Logs out, and then closes the connection.
+    /// Logs out, then closes the connection.
     pub(super) fn log_out(&mut self, why: Down, last: bool, now: Instant) {
         if self.conn != ConnState::LoggedIn {
             self.tear_down(why, last);
@@ -351,7 +352,7 @@ impl IscsiSession {
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
-    /// The target has responded to the logout, and demands this wait before the next login.
+    /// Called for a logout response, which may request a wait before the next login.
     pub(super) fn on_logout_response(&mut self, response: &LogoutResponse) {
         if response.status == LogoutStatus::Closed {
             let time2wait = Duration::from_secs(response.time2wait.into());

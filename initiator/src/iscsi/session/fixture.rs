@@ -1,4 +1,4 @@
-//! What tests make sessions with.
+//! Test fixtures for sessions.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use riser_scsi::iscsi::name::IscsiName;
 use super::SessionConfig;
 use crate::session::Timing;
 
-/// A session with a queue of 4 commands, whose writes begin with up to 1024 unsolicited bytes.
+/// Returns the configuration of a session with a queue of 4 commands and up to 1024 bytes of
+/// unsolicited data per write.
 pub(crate) fn config() -> SessionConfig {
     SessionConfig {
         name: IscsiName::new("iqn.2026-01.a:i").unwrap(),

@@ -1,52 +1,51 @@
-//! A session: an initiator port, a target, one connection, and the requests on it.
+//! A session: an initiator port, a target, a connection, and its requests.
 //!
-//! [`IscsiSession`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
-//! asks it what to do ([`IscsiSession::poll_output`]) and when to wake it
-//! ([`next_deadline`](crate::session::Machine::next_deadline)). The same machine serves TCP and
-//! iSER: moving a command's data is up to the owner. On TCP the machine sees every PDU; on iSER the
-//! transport moves the data, and there are neither Data-In nor R2T.
+//! [`IscsiSession`] is a state machine without I/O. Its owner reports events (`handle_*`), polls
+//! outputs ([`IscsiSession::poll_output`]) and the next deadline
+//! ([`next_deadline`](crate::session::Machine::next_deadline)). The same machine is used for TCP
+//! and iSER, because the owner transfers the data of commands. On TCP, the machine receives all
+//! PDUs. On iSER, the transport moves the data, so there are no Data-In and R2T PDUs.
 //!
 //! # Memory
-//! A request is never reported while its memory is in use. When an attempt is over the session says
-//! [`Output::Retire`]; the owner answers [`IscsiSession::handle_retired`] when nothing of the
-//! memory waits to be sent and the target cannot reach it. A connection that is gone ends all use
-//! at once, and is left where the memory of an attempt does not come back for as long as its answer
-//! had.
+//! A request never completes while its memory is in use. When an attempt has ended, the session
+//! outputs [`Output::Retire`]. The owner calls [`IscsiSession::handle_retired`] when no part of the
+//! memory is queued for sending, and the target cannot access it. Closing the connection retires
+//! all memory. If the memory of an attempt is not retired within the timeout of an attempt, the
+//! session closes the connection.
 //!
 //! # Time
-//! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then
-//! TARGET WARM RESET, then a new connection, each when the one before it fails or is not answered
-//! either. The time of an attempt, of its memory, of a function and of a ping begins again while
-//! they are on their way to a target that takes what was sent before them
-//! ([`IscsiSession::handle_progress`]), and that of an attempt with each R2T and each part of a
-//! Data-In ([`IscsiSession::handle_bytes`]), which also shows that the target is there: a slow
-//! network is no silent target. The request's deadline bounds all of it: past that nothing has more
-//! time, an abort and the resets that follow it have three times that of a function, and memory has
-//! that of an attempt behind its abort. A target that says nothing for a while is pinged; one that
-//! does not answer is left.
+//! An attempt without a response is aborted when it times out: ABORT TASK, then LOGICAL UNIT RESET,
+//! then TARGET WARM RESET, then a new connection. Each of these steps follows if the previous one
+//! fails or times out. The timeouts of an attempt, of retiring its memory, of a function and of a
+//! ping restart while these are in transit to a target that acknowledges preceding data
+//! ([`IscsiSession::handle_progress`]). The timeout of an attempt also restarts with each R2T and
+//! each part of a Data-In ([`IscsiSession::handle_bytes`]), which also proves that the target is
+//! alive: a slow network is not a silent target. All of this is bounded by the request's deadline.
+//! After it no timeout is extended: an abort with the following resets has three times the timeout
+//! of a function, and retiring memory after an abort has the timeout of an attempt. A silent target
+//! is pinged; without a response, the session abandons the connection.
 //!
 //! # Replay
-//! Error recovery level 0: each failure on the connection ends it, and the session logs in
-//! again with the same ISID and no TSIH, after the time that the target demands (Time2Wait). That
-//! reinstates the session (RFC 7143 6.3.5): the target
-//! ends the tasks of the old one before it answers the login. So the requests for which it makes no
-//! difference to be carried out twice are sent again, in the order of their submission and none
-//! while an earlier one with an overlapping effect is outstanding, exactly as on SRP; see
-//! [`crate::srp::session`]. Others end with
+//! Error recovery level 0: each failure closes the connection, and the session logs in again with
+//! the same ISID and no TSIH, after the time requested by the target (Time2Wait). This reinstates
+//! the session (RFC 7143 6.3.5): the target terminates the tasks of the old session before it
+//! responds to the login. So requests that may be executed twice are sent again, in the order of
+//! their submission. A request is not sent while an earlier one with an overlapping effect is
+//! outstanding, as for SRP; see [`crate::srp::session`]. All other requests fail with
 //! [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
 //!
-//! Only a login at the same target portal group reinstates a session. After a redirection, or where
-//! an address has moved, another group has not heard of the old session, whose writes may still be on
-//! their way to the disk. Then nothing is started before
-//! [`Timing::settle`](crate::session::Timing::settle) has passed since the login, nor is it after
-//! the end of a process whose portal group is not known.
+//! Only a login to the same target portal group reinstates a session. After a redirection, or if an
+//! address has moved, another portal group does not know the old session, whose writes may still be
+//! in flight to the disk. In this case, no command is started until
+//! [`Timing::settle`](crate::session::Timing::settle) after the login. The same applies after the
+//! termination of a process whose portal group is unknown.
 //!
 //! # Discovery
-//! A session without a target asks for all targets (SendTargets=All), reports them
+//! A session without a target requests all targets (SendTargets=All), reports them
 //! ([`Output::Found`]) and logs out.
 //!
 //! # Not implemented
-//! Several connections in a session; error recovery levels 1 and 2; bidirectional commands.
+//! Multiple connections per session; error recovery levels 1 and 2; bidirectional commands.
 
 mod connection;
 mod machine;
@@ -68,31 +67,31 @@ pub use self::types::{
 use self::types::{ConnState, Ping, Slot};
 use crate::session::{Core, CoreConfig, SessionState, WritePolicy};
 
-/// Longest wait for the answer to a logout.
+/// Timeout for a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Control PDUs that may wait to be sent. A session has a handful of its own at once; the rest are
-/// answers to NOP-Ins, of up to 8 KiB each.
+/// Maximum number of control PDUs queued for sending. A session sends only a few at a time; the
+/// others are responses to NOP-Ins, with up to 8 KiB each.
 pub const MAX_CONTROLS: usize = 64;
 
-/// Longest silence of a target before it is left, in spans of [`SessionConfig::ping`], however
-/// slowly arrives what was sent before the ping: with the usual 5 seconds as long as a request has,
-/// which may be one write that takes all of its time.
+/// Maximum silence of a target before it is abandoned, in multiples of [`SessionConfig::ping`],
+/// regardless of how slowly the data before the ping arrives. With the default of 5 seconds, this
+/// equals the timeout of a request, which may be a single write that needs all of this time.
 const MAX_SILENCE: u32 = 12;
 
-/// Redirections followed in a row.
+/// Maximum number of successive redirections.
 const MAX_REDIRECTIONS: u8 = 4;
 
-/// Longest list of targets that a portal may report, in bytes: some ten thousand targets.
+/// Maximum length of the list of targets in bytes, enough for about ten thousand targets.
 const MAX_TARGETS: usize = 4 << 20;
 
-/// Tags of what is not a command; commands have smaller low halves.
+/// Tags for requests other than commands. The lower half of a command's tag is smaller.
 const TMF_TAG: u32 = 0xfff1;
 pub(crate) const PING_TAG: Itt = Itt(0xfff2);
 const LOGOUT_TAG: Itt = Itt(0xfff3);
 const TEXT_TAG: Itt = Itt(0xfff4);
 
-/// One session. See the module's documentation.
+/// A session. See the documentation of the module.
 #[derive(Debug)]
 pub struct IscsiSession {
     config: SessionConfig,
@@ -101,35 +100,35 @@ pub struct IscsiSession {
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
     portal_group: Option<u16>,
-    /// Portal group of a lost session whose changes may still reach the medium, if there is one.
-    /// Nothing is started before they are over, so there is no second one.
+    /// Portal group of a lost session with changes that may still reach the medium, if any. No
+    /// request is started before these have completed, so there is at most one.
     unfenced: Option<Option<u16>>,
-    /// Address to which the target has moved; `moves` counts the times in a row.
+    /// Address that the target moved to; `moves` counts successive redirections.
     moved: Option<TargetAddress>,
-    /// Address to which the target has moved permanently.
+    /// Address that the target moved to permanently.
     home: Option<TargetAddress>,
     moves: u8,
     slots: Vec<Slot>,
     free: Vec<u16>,
-    /// Whether a write carries data, where the target can fetch them.
+    /// Decides whether a write carries data, if the target can fetch it.
     writes: WritePolicy,
-    /// Writes among the tasks.
+    /// Number of writes in `slots`.
     outstanding_writes: usize,
     cmd_sn: CmdSn,
     max_cmd_sn: CmdSn,
     exp_stat_sn: StatSn,
-    /// Number of the last task-management request, a part of its tag.
+    /// Serial number of the last task-management request, which is a part of its tag.
     tmf_serial: u16,
-    /// The ping that is unanswered.
+    /// The outstanding ping.
     pinged: Option<Ping>,
     targets: Collector,
 }
 
 impl IscsiSession {
-    /// A session that begins to connect at once.
+    /// Creates a session that starts to connect immediately.
     ///
     /// # Panics
-    /// If the configuration has no room for a command or a request.
+    /// Panics if the configuration has no room for a command or a request.
     #[must_use]
     pub fn new(config: SessionConfig, now: Instant) -> Self {
         assert!((1..=4096).contains(&config.queue_size));
@@ -154,7 +153,7 @@ impl IscsiSession {
             home: None,
             moves: 0,
             slots: vec![Slot::default(); config.queue_size.into()],
-            // The last is taken first, so slots in use stay close together.
+            // The last entry is used first, so that used slots stay close together.
             free: (0..config.queue_size).rev().collect(),
             writes: WritePolicy::new(0),
             outstanding_writes: 0,
@@ -170,44 +169,45 @@ impl IscsiSession {
         session
     }
 
-    /// The connection that is made is one on RDMA, on which the target may fetch the data of that
-    /// many writes at once. To be called before [`Self::handle_connected`]; without, as on TCP, a
-    /// write has all the unsolicited data that were agreed on.
+    /// Configures the connection as an RDMA connection where the target can fetch the data of this
+    /// many writes concurrently. Must be called before [`Self::handle_connected`]. Without this
+    /// call, as on TCP, a write carries all of the negotiated unsolicited data.
     pub fn set_reads(&mut self, reads: u8) {
         self.writes = WritePolicy::new(reads);
     }
 
-    /// State of the session's life.
+    /// Returns the state of the session.
     #[must_use]
     pub fn state(&self) -> SessionState {
         self.core.life.state()
     }
 
-    /// Requests taken and not yet completed.
+    /// Returns the number of accepted, incomplete requests.
     #[must_use]
     pub fn requests(&self) -> usize {
         self.core.requests.len()
     }
 
-    /// Parameters that the login agreed on; `None` without a connection in full-feature phase.
+    /// Returns the parameters negotiated in the login, or `None` without a connection in
+    /// full-feature phase.
     #[must_use]
     pub fn params(&self) -> Option<&(SessionParams, ConnectionParams)> {
         self.params.as_ref()
     }
 
-    /// The portal group of the last login, if the target reported it.
+    /// Returns the portal group of the last login, if reported by the target.
     #[must_use]
     pub fn portal_group(&self) -> Option<u16> {
         self.portal_group
     }
 
-    /// The next status that is expected, for headers that acknowledge those before it.
+    /// Returns the next expected status number, for headers that acknowledge the previous ones.
     #[must_use]
     pub fn exp_stat_sn(&self) -> StatSn {
         self.exp_stat_sn
     }
 
-    /// The next thing to do.
+    /// Returns the next output.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.core.outputs.pop_front()
     }

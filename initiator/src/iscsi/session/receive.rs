@@ -1,4 +1,4 @@
-//! PDUs that arrive, and the data in them.
+//! Received PDUs and their data.
 
 use std::time::{Duration, Instant};
 
@@ -17,28 +17,29 @@ use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
 use crate::session::{Down, FunctionEnd, IscsiFault, TaskManager};
 
-/// Longest ping that is answered with its data, in bytes.
+/// Maximum length of ping data to return, in bytes.
 const MAX_ECHO: usize = 8192;
 
-/// Status of a command, without its sense data.
+/// Status of a command without its sense data.
 struct Ended {
     status: u8,
     residual: Residual,
 }
 
 impl IscsiSession {
-    /// Bytes have arrived, which may be a small part of a PDU: the target is not silent. Where they
-    /// end within the data of a Data-In, `arriving` is its tag, and that command is not late.
+    /// Called when bytes were received, possibly a part of a PDU, which proves that the target is
+    /// alive. If they are a part of a Data-In, `arriving` is its tag, and the timeout of this
+    /// command restarts.
     ///
-    /// Task-management functions get no further time: a target that hangs with one command may
-    /// answer others all the time.
+    /// Timeouts of task-management functions do not restart: a target that hangs on one command may
+    /// continue to complete other commands.
     pub fn handle_bytes(&mut self, arriving: Option<Itt>, now: Instant) {
         if !self.conn.is_open() {
             return;
         }
         self.core.last_heard = now;
         if let Some(ping) = &mut self.pinged {
-            // Its answer may be behind them.
+            // The response may be behind these bytes.
             ping.until = (now + self.core.ping).min(ping.limit);
         }
         if let Some(task) = arriving.and_then(|itt| self.task(itt)) {
@@ -47,7 +48,7 @@ impl IscsiSession {
         }
     }
 
-    /// Takes a PDU that is no Data-In with data.
+    /// Handles a PDU other than a Data-In with data.
     pub fn handle_pdu(&mut self, frame: &Frame<'_>, now: Instant) {
         if !self.conn.is_open() {
             return;
@@ -65,7 +66,8 @@ impl IscsiSession {
         }
         let (pdu, numbers) = FromTarget::parse(frame)?;
         if let FromTarget::LoginResponse(response) = &pdu {
-            // Its numbers begin the sequences, and have none before them to be compared with.
+            // A login response starts the numbering, so there are no previous numbers to compare
+            // with.
             if !matches!(self.conn, ConnState::InLogin(_)) {
                 return Err(IscsiFault::Unexpected("a login response"));
             }
@@ -104,7 +106,7 @@ impl IscsiSession {
         Ok(())
     }
 
-    /// Takes the window and, of PDUs that have one, the status number.
+    /// Updates the command window and, if the PDU carries one, StatSN.
     fn take_numbers(&mut self, pdu: &FromTarget, numbers: Numbers) {
         let has_window = !numbers
             .max_cmd_sn
@@ -114,7 +116,7 @@ impl IscsiSession {
         }
         let has_status = match pdu {
             FromTarget::DataIn(data) => data.status.is_some(),
-            // An unasked NOP-In and an R2T report the next number without using it.
+            // An unsolicited NOP-In and an R2T contain the next number without using it.
             FromTarget::NopIn(nop) => nop.itt != Itt::NONE,
             FromTarget::R2t(_) => false,
             _ => true,
@@ -124,10 +126,10 @@ impl IscsiSession {
         }
     }
 
-    /// Finds the place of the data of a Data-In of which only the header has come.
+    /// Returns the placement for the data of a Data-In whose header was received.
     ///
     /// # Errors
-    /// [`IscsiFault`]: the connection is to be closed; [`Self::handle_fault`] does so.
+    /// [`IscsiFault`]: the connection must be closed; [`Self::handle_fault`] does this.
     pub fn place_data(&self, bhs: &[u8; BHS_LEN], len: u32) -> Result<Placement, IscsiFault> {
         if !matches!(self.conn, ConnState::LoggedIn | ConnState::InLogout(_)) {
             return Err(IscsiFault::Unexpected("Data-In"));
@@ -152,7 +154,7 @@ impl IscsiSession {
         }
     }
 
-    /// The data of a Data-In are where [`Self::place_data`] wanted them.
+    /// Called when the data of a Data-In was placed according to [`Self::place_data`].
     pub fn handle_data_in(&mut self, bhs: &[u8; BHS_LEN], len: u32, is_intact: bool, now: Instant) {
         if !matches!(self.conn, ConnState::LoggedIn | ConnState::InLogout(_)) {
             return;
@@ -194,7 +196,7 @@ impl IscsiSession {
         }
     }
 
-    /// Takes something about a task that is not outstanding.
+    /// Handles a PDU for a task that is not outstanding.
     fn on_stale(&mut self, itt: Itt) -> Result<(), IscsiFault> {
         if !self.is_stale(itt) {
             return Err(IscsiFault::UnknownTask(itt));
@@ -226,7 +228,7 @@ impl IscsiSession {
         self.end_task(response.itt, &ended, sense, now)
     }
 
-    /// A command was answered.
+    /// Called when a command has completed.
     fn end_task(
         &mut self,
         itt: Itt,
@@ -247,8 +249,8 @@ impl IscsiSession {
                 (moved.ok_or(IscsiFault::Residual { residual, len })?, 0)
             }
         };
-        // On iSER only the target knows how much it moved. On TCP it cannot have written data that
-        // it neither received unsolicited nor requested by R2T.
+        // On iSER, only the target knows how much it transferred. On TCP, it cannot have written
+        // data that it neither received unsolicited nor solicited with an R2T.
         let transferred = match task.len {
             DataLen::In(_) if !self.is_rdma() => transferred.min(task.received),
             DataLen::Out(_) if !self.is_rdma() => transferred.min(task.solicited),
@@ -283,8 +285,8 @@ impl IscsiSession {
             return Err(IscsiFault::R2t);
         };
         let end = r2t.offset.checked_add(r2t.len).filter(|end| *end <= room);
-        // Each R2T begins where the data before it end (DataSequenceInOrder, which no target
-        // can decline), so no byte is sent twice.
+        // Each R2T starts at the end of the previous data (DataSequenceInOrder, which a target
+        // cannot decline), so no byte is sent twice.
         let is_legal = r2t.ttt != Ttt::NONE
             && r2t.len > 0
             && r2t.len <= session.max_burst
@@ -336,11 +338,11 @@ impl IscsiSession {
                 self.hold_if(Sense::parse(sense.as_ref()));
                 self.core.report_unit_event(lun, sense);
             }
-            // A target that wants to negotiate again gets a new login, which is one.
+            // A target that requests a renegotiation gets a new login instead.
             AsyncEvent::LogoutRequested | AsyncEvent::Negotiate => {
                 self.log_out(Down::LogoutRequested, false, now);
             }
-            // Which tasks had been answered before only a new session knows for sure.
+            // Only a new session can determine reliably which tasks had completed.
             AsyncEvent::ConnectionDropped | AsyncEvent::SessionDropped => {
                 let [_, time2wait, _] = message.parameters;
                 let time2wait = Duration::from_secs(time2wait.into());
@@ -360,11 +362,11 @@ impl IscsiSession {
         let itt = Itt(u32::from_be_bytes([bhs[16], bhs[17], bhs[18], bhs[19]]));
         match Opcode::of(bhs) {
             Ok(Opcode::NopOut) if itt == PING_TAG || itt == Itt::NONE => {
-                // It is there, even if it rejects pings.
+                // The target is alive, even if it rejects pings.
                 self.pinged = None;
                 Ok(())
             }
-            // The target has discarded the PDU, and a new session sends the command again.
+            // The target discarded the PDU, and a new session retries the command.
             _ if matches!(
                 reason,
                 RejectReason::DataDigestError | RejectReason::WaitingForLogout

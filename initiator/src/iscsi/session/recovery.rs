@@ -1,4 +1,5 @@
-//! Time: late commands are aborted, then reset; a silent target is pinged, then left.
+//! Timeouts: a late command is aborted, then its unit reset; a silent target is pinged, then
+//! abandoned.
 
 use std::time::Instant;
 
@@ -62,12 +63,12 @@ impl IscsiSession {
             .push_back(Output::Send(ControlPdu { bhs, data }));
     }
 
-    /// The tag of the last task-management request.
+    /// Returns the tag of the last task-management request.
     pub(super) fn tmf_tag(&self) -> Itt {
         Itt(u32::from(self.tmf_serial) << 16 | TMF_TAG)
     }
 
-    /// Returns whether the answer to the task-management request of that tag is awaited.
+    /// Returns whether the task-management request with this tag is outstanding.
     pub(super) fn is_tmf_pending(&self, itt: Itt) -> bool {
         self.core.functions.is_pending(0) && itt == self.tmf_tag()
     }
@@ -100,7 +101,7 @@ impl TaskManager for IscsiSession {
         let ref_cmd_sn = task
             .and_then(|itt| self.task(itt))
             .map_or(CmdSn(0), |task| task.cmd_sn);
-        // Half of the numbers, so that no tag is the reserved one.
+        // Uses half of the numbers, so that no tag equals the reserved value.
         self.tmf_serial = (self.tmf_serial + 1) & 0x7fff;
         let request = TmfRequest {
             immediate: true,

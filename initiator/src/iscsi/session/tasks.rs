@@ -1,4 +1,4 @@
-//! Commands: numbered, written, ended.
+//! Commands: numbering, encoding and completion.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use crate::request::table::AttemptEnd;
 use crate::request::{DataLen, RequestId};
 
 impl IscsiSession {
-    /// Starts the requests that can be started, within the target's window of command numbers.
+    /// Starts requests while the target's command window allows it.
     pub(super) fn pump(&mut self, now: Instant) {
         if self.conn != ConnState::LoggedIn || !self.core.functions.may_start() {
             return;
@@ -29,7 +29,7 @@ impl IscsiSession {
     fn start(&mut self, index: u32, slot: u16, now: Instant) {
         let len = self.core.requests.at(index).spec.len;
         let place = &mut self.slots[usize::from(slot)];
-        // Half of the numbers, so that no tag is the reserved one.
+        // Uses half of the numbers, so that no tag equals the reserved value.
         place.generation = (place.generation + 1) & 0x7fff;
         let itt = Itt(u32::from(place.generation) << 16 | u32::from(slot));
         place.task = Some(Task {
@@ -44,7 +44,8 @@ impl IscsiSession {
         });
         if let DataLen::Out(len) = len {
             self.outstanding_writes += 1;
-            // Decided once: the writes that are outstanding change until the command is written.
+            // Decide this only once, because the number of outstanding writes may change before the
+            // command is encoded.
             let unsolicited = match self.writes.carries_data(self.outstanding_writes) {
                 true => self.plan_unsolicited(len),
                 false => (0, 0),
@@ -60,8 +61,8 @@ impl IscsiSession {
         self.core.outputs.push_back(Output::Start(RequestId(index)));
     }
 
-    /// Splits the unsolicited data of a write, in bytes: those that go with the command, and
-    /// those after it.
+    /// Returns the lengths of a write's immediate data and of the unsolicited data after it, in
+    /// bytes.
     fn plan_unsolicited(&self, len: u32) -> (u32, u32) {
         let Some((session, connection)) = &self.params else {
             return (0, 0);
@@ -79,8 +80,8 @@ impl IscsiSession {
         (immediate, after)
     }
 
-    /// Writes the command of a started request; `None` where its attempt has been given up
-    /// meanwhile, which happens on a connection that is being closed only.
+    /// Encodes the command of a started request. Returns `None` if its attempt was aborted in the
+    /// meantime, which only happens while the connection is being closed.
     #[must_use]
     pub fn emit_command(&self, request: RequestId) -> Option<CommandPdu> {
         let started = self.core.requests.find(request.0)?;
@@ -132,7 +133,7 @@ impl IscsiSession {
         })
     }
 
-    /// A task that is outstanding.
+    /// Returns an outstanding task.
     pub(super) fn task(&self, itt: Itt) -> Option<&Task> {
         let slot = self.slots.get((itt.0 & 0xffff) as usize)?;
         let task = slot.task.as_ref()?;
@@ -145,12 +146,12 @@ impl IscsiSession {
         (u32::from(slot.generation) == itt.0 >> 16).then_some(task)
     }
 
-    /// Returns whether a tag may be that of a task which was given up.
+    /// Returns whether a tag may belong to an aborted task.
     pub(super) fn is_stale(&self, itt: Itt) -> bool {
         itt.0 >> 31 == 0 && ((itt.0 & 0xffff) as usize) < self.slots.len()
     }
 
-    /// The data of an order have been sent.
+    /// Called when the data of an order was sent.
     pub fn handle_data_sent(&mut self, order: &DataOrder) {
         if order.ttt != Ttt::NONE
             && let Some(task) = self.task_mut(order.itt)
@@ -159,10 +160,10 @@ impl IscsiSession {
         }
     }
 
-    /// Some of what was sent has arrived at the target's host. What is on its way behind that is
-    /// not late: the requests that `is_under_way` names, and the last PDUs of the kinds that
-    /// `is_behind` names. A PDU that has arrived itself gets no further time, since a host takes
-    /// bytes also for a target that hangs.
+    /// Called when sent data has arrived at the target's host. Restarts the timeouts of requests
+    /// and functions that are still in transit: the requests selected by `is_under_way`, and the
+    /// last PDUs of the kinds selected by `is_behind`. A PDU that has arrived gets no further time,
+    /// because a host also acknowledges data for a hanging target.
     pub fn handle_progress(
         &mut self,
         is_under_way: impl Fn(RequestId) -> bool,
@@ -172,7 +173,8 @@ impl IscsiSession {
         if let Some(ping) = &mut self.pinged
             && is_behind(ControlKind::Ping)
         {
-            // What was heard since the ping was sent counts as well: its answer may be behind it.
+            // Data received after the ping was sent also counts, because the response may be behind
+            // it.
             let limit = self.core.last_heard + self.core.ping * MAX_SILENCE;
             ping.limit = ping.limit.max(limit);
             ping.until = (now + self.core.ping).min(ping.limit);
@@ -183,11 +185,11 @@ impl IscsiSession {
         self.core.requests.on_progress_where(is_under_way, now);
     }
 
-    /// Nothing uses the memory of a request's last attempt any more.
+    /// Called when the memory of a request's last attempt is no longer in use.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.core.requests.retiring(request.0) {
-            // Not earlier: a command that is started is sent at once, so that its abort comes after
-            // it.
+            // Free the slot only now: a started command must be sent immediately, so that its abort
+            // follows it.
             let place = self.core.requests.retiring_place(request.0);
             self.free
                 .extend(place.map(|(_, itt)| (itt.0 & 0xffff) as u16));
@@ -196,8 +198,7 @@ impl IscsiSession {
         }
     }
 
-    /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free
-    /// after that.
+    /// Ends an attempt: removes its task and retires its memory. Its slot is freed after that.
     pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd, now: Instant) {
         let task = self.slots[(itt.0 & 0xffff) as usize].task.take();
         if task.is_some_and(|task| matches!(task.len, DataLen::Out(_))) {

@@ -22,7 +22,7 @@ use crate::session::{
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
 
-/// A session, and a target that the test plays by hand.
+/// A session with a target played by the test.
 struct Rig {
     session: IscsiSession,
     now: Instant,
@@ -31,7 +31,7 @@ struct Rig {
     window: u32,
 }
 
-/// A header of a target: opcode, flags, tag, the rest zero.
+/// Returns a header of the target: opcode, flags, tag, and otherwise zeroes.
 fn bhs(opcode: u8, flags: u8, itt: u32) -> [u8; BHS_LEN] {
     let mut bhs = [0; BHS_LEN];
     (bhs[0], bhs[1]) = (opcode, flags);
@@ -101,7 +101,7 @@ impl Rig {
         self.receive(pdu, text);
     }
 
-    /// Sends a PDU with the next status number.
+    /// Passes a PDU with the next status number to the session.
     fn receive(&mut self, mut pdu: [u8; BHS_LEN], data: &[u8]) {
         put(&mut pdu, 24, self.stat_sn);
         put(&mut pdu, 28, self.exp_cmd_sn);
@@ -151,7 +151,7 @@ impl Rig {
         self.session.submit(spec, self.now).unwrap()
     }
 
-    /// The next output is a start; the command as sent.
+    /// Expects a start as the next output; returns the encoded command.
     fn started(&mut self) -> (RequestId, CommandPdu) {
         let request = match self.next() {
             Output::Start(request) => request,
@@ -192,7 +192,7 @@ impl Rig {
         self.session.handle_gone(self.now);
     }
 
-    /// Something has arrived of all that is on its way.
+    /// Some of the data in transit has arrived.
     fn progress(&mut self) {
         self.session.handle_progress(|_| true, |_| true, self.now);
     }
@@ -206,7 +206,7 @@ impl Rig {
 
 const READ: (DataLen, Effect) = (DataLen::In(1024), Effect::None);
 
-/// On iSER a target that holds up the send queue holds up every invalidation with it.
+/// On iSER, a target that blocks the send queue also blocks all invalidations.
 #[test]
 fn a_connection_that_does_not_give_memory_back_is_left() {
     let mut rig = Rig::live();
@@ -214,7 +214,7 @@ fn a_connection_that_does_not_give_memory_back_is_left() {
     let (_, command) = rig.started();
     rig.answer(word(&command.bhs, 16), 0);
     assert_eq!(rig.next(), Output::Retire(id));
-    // The target is there all the time.
+    // The target is alive throughout.
     for _ in 0..9 {
         rig.advance(SEC);
         rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
@@ -233,7 +233,7 @@ fn data_that_come_slowly_are_not_late() {
     let (_, command) = rig.started();
     let itt = word(&command.bhs, 16);
     for (data_sn, flags) in [(0, 0), (1, 0), (2, 0), (3, 0x81)] {
-        // Longer than half an attempt, and the target is there all the time.
+        // Longer than half of an attempt's timeout, while the target is alive throughout.
         for _ in 0..6 {
             rig.advance(SEC);
             rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
@@ -248,7 +248,8 @@ fn data_that_come_slowly_are_not_late() {
     assert_eq!(rig.completed(id).unwrap().transferred, 1024);
 }
 
-/// Each request has its time from when its own data arrived, also while others are sent.
+/// The timeout of each request starts when its own data has arrived, even while other data is in
+/// transit.
 #[test]
 fn only_what_is_on_its_way_has_more_time() {
     let mut rig = Rig::live();
@@ -267,7 +268,7 @@ fn only_what_is_on_its_way_has_more_time() {
     let abort = rig.sent();
     assert_eq!((abort.bhs[0], abort.bhs[1]), (0x42, 0x81), "ABORT TASK");
     assert_eq!(abort.bhs[20..24], command.bhs[16..20], "of {arrived:?}");
-    // The abort is behind the data of the other one.
+    // The abort follows the data of the other request.
     for _ in 0..3 {
         rig.session
             .handle_progress(|id| id == moving, |_| true, rig.now);
@@ -279,7 +280,7 @@ fn only_what_is_on_its_way_has_more_time() {
     assert_eq!(rig.sent().bhs[1], 0x85, "LOGICAL UNIT RESET");
 }
 
-/// A ping may wait behind data that arrive slowly, but not for ever.
+/// A ping may wait behind slowly arriving data, but not forever.
 #[test]
 fn a_silent_target_is_left_however_slowly_bytes_arrive() {
     let mut rig = Rig::live();
@@ -300,7 +301,7 @@ fn a_silent_target_is_left_however_slowly_bytes_arrive() {
     rig.reconnecting(Down::Unresponsive);
 }
 
-/// The answer to a ping may be behind data that arrive slowly, but not for ever.
+/// The response to a ping may be behind slowly arriving data, but not forever.
 #[test]
 fn a_target_of_which_bytes_arrive_is_there_and_answers_its_ping_some_time() {
     let mut rig = Rig::live();
@@ -322,7 +323,7 @@ fn a_target_of_which_bytes_arrive_is_there_and_answers_its_ping_some_time() {
     rig.reconnecting(Down::Unresponsive);
 }
 
-/// Data of one command excuse no other.
+/// Data of one command does not extend the timeouts of other commands.
 #[test]
 fn bytes_of_a_data_in_are_progress_of_its_command_until_the_deadline() {
     let mut rig = Rig::live();
@@ -345,7 +346,7 @@ fn bytes_of_a_data_in_are_progress_of_its_command_until_the_deadline() {
     rig.receive(bhs(0x22, 0x80, word(&abort.bhs, 16)), &[]);
     assert_eq!(rig.next(), Output::Retire(silent));
     trickle(&mut rig, &command, 10);
-    // Memory that does not come back.
+    // Memory that is not retired.
     rig.gone();
     let Output::Event(SessionEvent::Reconnecting(_)) = rig.next() else {
         panic!("no outage");
@@ -362,7 +363,7 @@ fn bytes_of_a_data_in_are_progress_of_its_command_until_the_deadline() {
     rig.gone();
 }
 
-/// Lets a second pass in which the target speaks and takes bytes.
+/// Advances a second, with a message from the target and acknowledged bytes.
 fn dribble(rig: &mut Rig) {
     rig.now += SEC;
     rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
@@ -379,7 +380,7 @@ fn a_target_that_only_takes_bytes_holds_no_request_beyond_its_deadline() {
         rig.idle();
         dribble(&mut rig);
     }
-    // Its time is over. The abort is on its way, and no reset takes its place.
+    // The deadline has passed. The abort is in transit, and must not be replaced by a reset.
     assert_eq!(rig.sent().bhs[1], 0x81);
     for _ in 0..3 {
         rig.idle();
@@ -410,7 +411,7 @@ fn memory_comes_back_some_time_after_the_deadline_however_slowly_bytes_arrive() 
     rig.reconnecting(Down::Unresponsive);
 }
 
-/// The answer to a ping may be behind much that the target has to take first.
+/// The response to a ping may be delayed by data that the target must process first.
 #[test]
 fn a_target_that_is_heard_is_not_silent_however_late_it_answers_a_ping() {
     let mut rig = Rig::live();
@@ -424,7 +425,7 @@ fn a_target_that_is_heard_is_not_silent_however_late_it_answers_a_ping() {
     }
 }
 
-/// A reset has more time once: nothing is sent behind it.
+/// The timeout of a reset restarts only once, because nothing is sent after it.
 #[test]
 fn a_reset_does_not_wait_behind_slow_data_for_long() {
     let mut rig = Rig::live();
@@ -448,7 +449,8 @@ fn a_reset_does_not_wait_behind_slow_data_for_long() {
     assert_eq!(rig.sent().bhs[1], 0x86, "TARGET WARM RESET");
 }
 
-/// The aborts of many requests wait for each other, but no longer than one of them may take.
+/// The aborts of several requests are serialized, but together take no longer than the maximum for
+/// one.
 #[test]
 fn aborts_that_are_answered_slowly_hold_no_request_beyond_its_deadline() {
     let mut rig = Rig::live();
@@ -523,7 +525,7 @@ fn a_write_goes_with_its_burst_and_then_what_is_asked_for() {
     let id = rig.submit(out(4096, 0));
     let (request, command) = rig.started();
     assert_eq!(request, id);
-    // Immediate data of one segment at most, then the first burst; then an R2T.
+    // A single segment of immediate data, limited by the first burst; then an R2T.
     assert_eq!(
         (command.bhs[0], command.bhs[1]),
         (0x01, 0xa1),
@@ -564,7 +566,7 @@ fn on_rdma_the_target_fetches_the_data_of_many_writes() {
         let (immediate, itt) = start(&mut rdma);
         assert_eq!(immediate, if n < 3 { 1024 } else { 0 });
         if n == 3 {
-            // Nothing was sent, so a target without RDMA would ask for all of it.
+            // No data was sent, so a target without RDMA would solicit all of it.
             let mut r2t = bhs(0x31, 0x80, itt);
             put(&mut r2t, 20, 9);
             put(&mut r2t, 44, 4096);
@@ -632,7 +634,7 @@ fn data_arrive_in_order_and_the_last_may_carry_the_status() {
     };
     assert_eq!(rig.completed(id), Ok(want));
     assert_eq!(rig.session.exp_stat_sn().0, 103);
-    // What still comes for it goes nowhere.
+    // Further data for it is discarded.
     assert_eq!(rig.session.place_data(&last, 500), Ok(Placement::Discard));
     let strange = bhs(0x25, 0, 0x0001_0009);
     assert!(matches!(
@@ -767,7 +769,7 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     rig.receive(refused, &[]);
     let mut reset = rig.sent();
     assert_eq!(reset.bhs[1], 0x85, "LOGICAL UNIT RESET");
-    // A write behind the (immediate) reset is carried out after it (RFC 7143 4.2.2.1, 4.2.2.3.1).
+    // A write after the (immediate) reset is executed after it (RFC 7143 4.2.2.1, 4.2.2.3.1).
     let after = rig.submit(out(512, 100));
     rig.idle();
     let mut refused = bhs(0x22, 0x80, word(&reset.bhs, 16));
@@ -783,10 +785,10 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     assert_eq!(rig.started().0, late);
 }
 
-/// Logical unit of the commands of [`Rig`].
+/// Logical unit for the commands of [`Rig`].
 const UNIT: WireLun = [0, 3, 0, 0, 0, 0, 0, 0];
 
-/// A session with a watched unit whose task management has just reset it.
+/// Creates a session with a watched unit that was just reset by its task management.
 fn reset_unit() -> Rig {
     let mut config = config();
     config.ping = 1000 * SEC;
@@ -810,7 +812,7 @@ fn reset_unit() -> Rig {
     rig
 }
 
-/// A command is executed.
+/// Executes a command.
 fn execute(rig: &mut Rig) {
     let id = rig.submit((DataLen::None, Effect::None));
     let (_, command) = rig.started();
@@ -819,8 +821,8 @@ fn execute(rig: &mut Rig) {
     rig.completed(id).unwrap();
 }
 
-/// The unit reports the attention to a command; returns whether it counts as the report of a reset of
-/// ours.
+/// Reports a unit attention for a command; returns whether it is treated as the report of our own
+/// reset.
 fn is_own_reset(rig: &mut Rig, asc: u8, ascq: u8) -> bool {
     let id = rig.submit((DataLen::None, Effect::None));
     let (_, command) = rig.started();
@@ -841,7 +843,7 @@ fn is_own_reset(rig: &mut Rig, asc: u8, ascq: u8) -> bool {
 #[test]
 fn own_reset_is_reported_once() {
     let mut rig = reset_unit();
-    // Another attention does not replace the report.
+    // Another unit attention does not replace the report.
     rig.session.set_guarded(true);
     let id = rig.submit((DataLen::None, Effect::None));
     let (_, command) = rig.started();
@@ -864,7 +866,7 @@ fn own_reset_is_reported_once() {
     assert!(!is_own_reset(&mut rig, 0x29, 0x00));
 }
 
-/// Otherwise a much later power-on would be treated as the report of the reset.
+/// Otherwise, a much later power-on would be treated as the report of the reset.
 #[test]
 fn executed_command_ends_wait_for_reset_report() {
     let mut rig = reset_unit();
@@ -872,7 +874,7 @@ fn executed_command_ends_wait_for_reset_report() {
     assert!(!is_own_reset(&mut rig, 0x29, 0x00));
 }
 
-/// A target may report the reset to every path but this one.
+/// A target may report the reset on all paths except this one.
 #[test]
 fn unreported_reset_of_other_path_is_forgotten() {
     let mut rig = Rig::live();
@@ -882,7 +884,7 @@ fn unreported_reset_of_other_path_is_forgotten() {
     rig.session.expect_reset_report(Some(UNIT));
     execute(&mut rig);
     assert!(!is_own_reset(&mut rig, 0x29, 0x00));
-    // Commands to another unit report nothing about this one, and the reverse.
+    // Commands to another unit report nothing about this unit, and vice versa.
     let other = Some([0, 9, 0, 0, 0, 0, 0, 0]);
     rig.session.expect_reset_report(other);
     assert!(!is_own_reset(&mut rig, 0x29, 0x00));
@@ -901,8 +903,8 @@ fn login_ends_wait_for_reset_report() {
     assert!(!is_own_reset(&mut rig, 0x29, 0x00));
 }
 
-/// Over RDMA, a connection has a slot for each command of the queue size, and it is in use until
-/// the memory is back. A command that had to wait for one there would be overtaken by its abort.
+/// On RDMA, a connection has as many slots as commands in the queue, and a slot is in use until its
+/// memory is retired. If a command had to wait for a slot there, its abort would overtake it.
 #[test]
 fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
     let mut rig = Rig::live();
@@ -935,7 +937,7 @@ fn unit_attention(rig: &mut Rig, itt: u32, asc: u8, ascq: u8) {
 
 #[test]
 fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
-    // A reset, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED, CAPACITY DATA HAS CHANGED.
+    // Reset, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED, CAPACITY DATA HAS CHANGED.
     for (asc, ascq) in [(0x29, 0x00), (0x3f, 0x03), (0x3f, 0x0e), (0x2a, 0x09)] {
         let mut rig = Rig::live();
         rig.session.set_guarded(true);
@@ -950,7 +952,7 @@ fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
         rig.retired(write);
         let later = rig.submit(out(512, 100));
         rig.idle();
-        // Who the unit is can be asked, and then the rest goes on in order.
+        // The unit can be identified, and then all other commands resume in order.
         let mut probe = rig.spec(READ);
         probe.retry = Retry::Probe;
         let probe = rig.session.submit(probe, rig.now).unwrap();
@@ -1010,7 +1012,7 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     let (_, command) = rig.started();
     let later = rig.submit(out(512, 200));
     rig.started();
-    // BUS DEVICE RESET FUNCTION OCCURRED, for the first command that came after the reset.
+    // BUS DEVICE RESET FUNCTION OCCURRED, for the first command received after the reset.
     unit_attention(&mut rig, word(&command.bhs, 16), 0x29, 0x03);
     assert_eq!(rig.next(), Output::Retire(next));
     let abort = rig.sent();
@@ -1026,9 +1028,9 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     assert_ne!(later, silent);
 }
 
-/// A command that is repeated while its abort is under way, and is to be aborted once more: the
-/// answer to the first abort says nothing of the second attempt, which the target still carries
-/// out.
+/// A command is retried while its first abort is outstanding, and then must be aborted again: the
+/// response to the first abort does not apply to the second attempt, which the target is still
+/// executing.
 #[test]
 fn the_answer_to_an_abort_ends_no_later_attempt() {
     let mut rig = Rig::live();
@@ -1040,7 +1042,7 @@ fn the_answer_to_an_abort_ends_no_later_attempt() {
     assert_eq!(rig.next(), Output::Retire(second));
     let abort = rig.sent();
     assert_eq!(word(&abort.bhs, 20), word(&earlier.bhs, 16));
-    // Its answer crosses the abort: another reset.
+    // Its response crosses the abort: another reset.
     unit_attention(&mut rig, word(&earlier.bhs, 16), 0x29, 0x03);
     rig.retired(first);
     let (again, repeated) = rig.started();
@@ -1075,8 +1077,8 @@ fn a_target_that_redirects_is_found_again_after_an_outage() {
         rig.receive(moved, b"TargetAddress=10.0.0.9:3261,1\0");
         rig.gone();
     };
-    // The portal is there and names the node, as it did at every login; the node is away for a
-    // while.
+    // The portal is available and redirects to the node, as at each login; the node is unavailable
+    // for a while.
     for _ in 0..5 {
         assert!(matches!(
             rig.next(),
@@ -1095,7 +1097,7 @@ fn a_target_that_redirects_is_found_again_after_an_outage() {
     }
 }
 
-/// On iSER, a REJ may come late (IBTA 12.9.7).
+/// On iSER, a REJ may be received late (IBTA 12.9.7).
 #[test]
 fn a_connection_that_is_rejected_after_its_login_is_lost() {
     let refused = ConnectError::Login(SrpLoginError::Refused(28));
@@ -1131,7 +1133,7 @@ fn what_may_be_repeated_is_sent_again_after_a_break() {
     assert_eq!(rig.completed(other), Err(RequestError::ConnectionLost));
     rig.reconnecting(Down::ConnectionLost);
     rig.log_in();
-    // The second write overlaps the first, and waits for it.
+    // The second write overlaps the first and waits for it.
     let (request, command) = rig.started();
     assert_eq!(request, write);
     assert_eq!(word(&command.bhs, 24), 1, "a new session counts anew");
@@ -1276,8 +1278,8 @@ fn a_discovery_session_tells_what_there_is() {
     assert_eq!(rig.sent().bhs[0], 0x46, "logout");
 }
 
-/// CVE-2026-99154: a task tag that is negative as a signed number is a tag like any other, of no
-/// command of ours, however its low half looks.
+/// CVE-2026-99154: a task tag that is negative as a signed number is a normal tag that matches none
+/// of our commands, regardless of its lower half.
 #[test]
 fn cve_2026_99154_negative_task_tags_lead_to_no_command() {
     let high = [0x8000_0000, 0xffff_0000, 0xfffe_0000, 0x8001_0000];
@@ -1300,7 +1302,7 @@ fn cve_2026_99154_negative_task_tags_lead_to_no_command() {
             rig.gone();
             rig.reconnecting(Down::IscsiFault(IscsiFault::UnknownTask(Itt(tag))));
             rig.log_in();
-            // All of them are sent again.
+            // All of them are retried.
             for id in ids {
                 assert_eq!(rig.started().0, id, "{opcode:#x}, {tag:#x}");
             }
@@ -1308,8 +1310,8 @@ fn cve_2026_99154_negative_task_tags_lead_to_no_command() {
     }
 }
 
-/// CVE-2023-2162: the end of a session at any point, while the target goes on about it. Every
-/// request is given back once, and what comes later finds nothing.
+/// CVE-2023-2162: a session is closed at any point, while the target continues to use it. Each
+/// request completes once, and later messages do not find it.
 #[test]
 fn cve_2023_2162_a_session_that_has_ended_is_not_used() {
     const ENDS: [fn(&mut IscsiSession, Instant); 2] = [
@@ -1355,7 +1357,7 @@ fn cve_2023_2162_a_session_that_has_ended_is_not_used() {
                     other => assert!(!is_closed, "{other:?} after the end"),
                 }
             }
-            // What was on its way still comes.
+            // PDUs in flight are still received.
             for tag in tags {
                 let data = bhs(0x25, 0x81, tag);
                 if rig.session.place_data(&data, 16).is_ok() {
@@ -1382,7 +1384,7 @@ fn cve_2023_2162_a_session_that_has_ended_is_not_used() {
     }
 }
 
-/// CVE-2026-18724 to CVE-2026-18728: what a target calls itself reaches paths and terminals.
+/// CVE-2026-18724 to CVE-2026-18728: names of targets are used in paths and on terminals.
 #[test]
 fn cve_2026_18724_to_2026_18728_names_that_a_target_sends_are_checked() {
     let listed = |text: &[u8]| {
@@ -1415,7 +1417,7 @@ fn cve_2026_18724_to_2026_18728_names_that_a_target_sends_are_checked() {
         assert_eq!(names, ["iqn.2026-01.a:good"], "{name:?}");
         assert_eq!(found[0].addresses.len(), 1, "{name:?}");
     }
-    // Control characters are in no text of the protocol at all.
+    // Control characters are not allowed in any text of the protocol.
     for byte in (1..0x20).chain([0x7f]) {
         for key in ["TargetName=iqn.2026-01.a:x", "TargetAddress=10.0.0.1"] {
             let text = [
@@ -1446,14 +1448,14 @@ enum Action {
     Close,
 }
 
-/// A PDU of a target that follows no rule, some of whose fields are right.
+/// A PDU of a target that violates the protocol, with some valid fields.
 #[derive(Clone, Debug)]
 struct Forged {
-    /// The command whose tag it has.
+    /// The command with its tag.
     which: u8,
-    /// Fields that are as they should be.
+    /// Bit mask of valid fields.
     right: u8,
-    /// The length of its data.
+    /// Length of its data.
     len: u8,
     bhs: [u64; 6],
 }
@@ -1485,12 +1487,12 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// What the owner of a session and its target know.
+/// State known to the session's owner and to its target.
 struct Model {
     rig: Rig,
-    /// Taken and not completed.
+    /// Accepted and incomplete requests.
     open: HashSet<RequestId>,
-    /// Started and not retired, with their tags.
+    /// Started and unretired requests, with their tags.
     exposed: HashMap<RequestId, u32>,
     retiring: Vec<RequestId>,
     tmfs: Vec<u32>,
@@ -1610,7 +1612,7 @@ impl Model {
         self.drain();
     }
 
-    /// Gives the session a PDU as its owner does: data of a command are placed first.
+    /// Passes a PDU to the session like its owner: data of a command is placed first.
     fn forge(&mut self, forged: &Forged) {
         let mut pdu = [0; BHS_LEN];
         for (at, word) in forged.bhs.iter().enumerate() {
@@ -1618,7 +1620,7 @@ impl Model {
         }
         let is_right = |bit: u8| forged.right & 1 << bit != 0;
         if is_right(0) {
-            // The opcodes of a target, which follow each other but for the last three.
+            // Opcodes of a target, which are consecutive except for the last three.
             let opcodes = [
                 0x20, 0x21, 0x22, 0x23, 0x24, 0x25, 0x25, 0x26, 0x31, 0x32, 0x3f,
             ];
@@ -1657,7 +1659,7 @@ impl Model {
         self.rig.session.handle_pdu(&frame, self.rig.now);
     }
 
-    /// Data go only where a command that is under way has room for them.
+    /// Data may only be placed if an outstanding command has room for it.
     fn forge_data(&mut self, pdu: &[u8; BHS_LEN], len: u32) {
         match self.rig.session.place_data(pdu, len) {
             Err(fault) => return self.rig.session.handle_fault(fault),
@@ -1716,8 +1718,8 @@ impl Model {
     }
 }
 
-/// After any history, every request taken is completed exactly once, and never while its memory is in
-/// use.
+/// After any history, each accepted request has completed exactly once, and never while its memory
+/// was in use.
 fn run(actions: Vec<Action>) {
     let mut model = Model::new();
     for action in actions {
@@ -1746,7 +1748,7 @@ fn hostile_iscsi_target() {
 }
 
 impl Rig {
-    /// Logs in at a portal group, with this time to wait after an unexpected end.
+    /// Logs in to a portal group, with this time to wait after an unexpected disconnect.
     fn log_in_at(&mut self, group: u16, time2wait: u16) {
         (self.stat_sn, self.exp_cmd_sn) = (100, 1);
         self.session.handle_connected([7; 33], self.now);
@@ -1760,7 +1762,7 @@ impl Rig {
         assert_eq!(self.next(), Output::Event(SessionEvent::Live));
     }
 
-    /// The connection is lost with a write outstanding, and a new one is made.
+    /// Loses the connection with an outstanding write, and reconnects.
     fn lose_with_a_write(&mut self) -> RequestId {
         let write = self.submit(out(512, 0));
         self.started();
@@ -1774,7 +1776,7 @@ impl Rig {
         self.reconnecting(Down::ConnectionLost);
     }
 
-    /// The wait before the next login.
+    /// Returns the wait before the next login.
     fn wait_for_login(&self) -> Duration {
         match self.session.state() {
             SessionState::Backoff { until } => until - self.now,
@@ -1782,7 +1784,7 @@ impl Rig {
         }
     }
 
-    /// Logs in at a portal that redirects to `to`.
+    /// Logs in to a portal that redirects to `to`.
     fn redirected(&mut self, status: u8, to: &str) {
         (self.stat_sn, self.exp_cmd_sn) = (100, 1);
         self.session.handle_connected([7; 33], self.now);
@@ -1803,8 +1805,9 @@ impl Rig {
     }
 }
 
-/// RFC 7143 clause 6.3.5: a login reinstates a session with the same portal group only. Another group
-/// ends nothing of the old session, whose writes may still be on their way to the disk.
+/// RFC 7143 clause 6.3.5: a login only reinstates a session with the same portal group. Another
+/// portal group does not terminate the old session, whose writes may still be in flight to the
+/// disk.
 #[test]
 fn other_portal_group_delays_replay() {
     for guarded in [true, false] {
@@ -1816,7 +1819,7 @@ fn other_portal_group_delays_replay() {
         rig.session.release(false, rig.now);
         rig.advance(2 * SEC);
         rig.idle();
-        // Nothing is proved by another login there, nor is there more to wait for.
+        // Another login there proves nothing, and does not extend the wait either.
         rig.lose();
         rig.log_in_at(2, 0);
         rig.session.release(false, rig.now);
@@ -1852,7 +1855,7 @@ fn reads_need_no_portal_group() {
     assert_eq!(rig.started().0, read);
 }
 
-/// The portal group of the dead process's session is not known.
+/// The portal group of the killed process's session is unknown.
 #[test]
 fn takeover_of_dead_process_settles() {
     let mut rig = Rig::connecting(config());
@@ -1873,8 +1876,8 @@ fn takeover_of_dead_process_settles() {
     assert_eq!(rig.started().0, write);
 }
 
-/// RFC 7143 clause 13.15: the shortest time before an implicit logout, which the login of the same
-/// initiator port is, after an unexpected end of the connection.
+/// RFC 7143 clause 13.15: the minimum time after an unexpected disconnect before an implicit
+/// logout, such as a login with the same initiator port.
 #[test]
 fn default_time2wait_delays_login() {
     let mut rig = Rig::connecting(config());
@@ -1882,7 +1885,7 @@ fn default_time2wait_delays_login() {
     rig.session.handle_broken(rig.now);
     rig.gone();
     assert_eq!(rig.wait_for_login(), 5 * SEC);
-    // A login that fails demands nothing.
+    // A failed login does not request a wait.
     rig.next();
     rig.advance(5 * SEC);
     rig.connects_to(None);
@@ -1920,7 +1923,7 @@ fn logout_response_sets_time2wait() {
     assert_eq!(rig.wait_for_login(), 2 * SEC);
 }
 
-/// Otherwise a busy path would fail each of its checks.
+/// Otherwise, a busy path would fail all of its checks.
 #[test]
 fn probe_overtakes_queued_data() {
     let mut rig = Rig::live();
@@ -1940,7 +1943,8 @@ fn probe_overtakes_queued_data() {
     assert_eq!(rig.started().0, probe);
 }
 
-/// RFC 7143 clause 7.8: immediate data of a discarded command are recovered when the task is retried.
+/// RFC 7143 clause 7.8: the immediate data of a discarded command is recovered by retrying the
+/// task.
 #[test]
 fn rejected_digest_repeats_write() {
     // DATA DIGEST ERROR, WAITING FOR LOGOUT
@@ -1961,7 +1965,7 @@ fn rejected_digest_repeats_write() {
         rig.log_in();
         assert_eq!(rig.started().0, write);
     }
-    // INVALID PDU FIELD is the command's own.
+    // INVALID PDU FIELD only affects the command.
     let mut rig = Rig::live();
     let write = rig.submit(out(512, 0));
     let (_, command) = rig.started();
@@ -1986,7 +1990,7 @@ fn permanent_move_is_remembered() {
         rig.next();
         rig.advance(SEC);
         rig.connects_to(next);
-        // The other address is tried when this one fails, and this one again after that.
+        // The other address is tried when this one fails, and then this one again.
         for next in [None, next] {
             rig.session
                 .handle_connect_failed(ConnectError::Tcp(111), rig.now);
@@ -1997,7 +2001,7 @@ fn permanent_move_is_remembered() {
     }
 }
 
-/// As Linux does after DID_ERROR.
+/// Linux does the same after DID_ERROR.
 #[test]
 fn failed_response_repeats_request() {
     let mut rig = Rig::connecting(SessionConfig {
@@ -2013,7 +2017,7 @@ fn failed_response_repeats_request() {
         match attempt {
             // TARGET FAILURE
             0..5 => response[2] = 1,
-            // GOOD, without data
+            // GOOD, without data.
             _ => {
                 response[1] |= 2;
                 put(&mut response, 44, 512);
@@ -2024,7 +2028,7 @@ fn failed_response_repeats_request() {
         rig.advance(SEC);
     }
     assert_eq!(rig.completed(read).unwrap().transferred, 0);
-    // Another effect is not repeated.
+    // A command with another effect is not retried.
     let other = rig.submit((DataLen::None, Effect::Other));
     let (_, command) = rig.started();
     let mut response = bhs(0x21, 0x80, word(&command.bhs, 16));
@@ -2035,7 +2039,7 @@ fn failed_response_repeats_request() {
     assert_eq!(failed, Err(RequestError::TargetFailure(1)));
 }
 
-/// A target that reports success before it has received the data of a write has not written them.
+/// If a target reports success before receiving the data of a write, it has not written it.
 #[test]
 fn good_write_counts_only_solicited_data() {
     let mut rig = Rig::live();

@@ -1,4 +1,4 @@
-//! Configuration and outputs of a session, and the parts of its state.
+//! Configuration and outputs of a session, and parts of its state.
 
 use std::time::{Duration, Instant};
 
@@ -21,54 +21,55 @@ use crate::session::{SessionEvent, SessionOutput, Timing};
 /// Configuration of a session.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
-    /// Name of the initiator that logs in.
+    /// Name of the initiator.
     pub name: IscsiName,
-    /// Target to log in to; none for a discovery session.
+    /// Target to log in to; `None` for a discovery session.
     pub target: Option<IscsiName>,
     /// Target whose portals a discovery session requests, instead of all targets.
     pub sought: Option<IscsiName>,
-    /// With the name it makes the initiator port. A session with the same port is replaced.
+    /// Identifies the initiator port together with the name. A login replaces an existing session
+    /// with the same port.
     pub isid: Isid,
-    /// Credentials by which the initiator proves itself.
+    /// Credentials for authenticating the initiator.
     pub credentials: Option<Credentials>,
-    /// Credentials that the target has to prove; only together with `credentials`.
+    /// Credentials for authenticating the target; only valid together with `credentials`.
     pub target_credentials: Option<Credentials>,
-    /// Digests that it takes for CHAP, the best first.
+    /// Accepted digests for CHAP, in order of preference.
     pub algorithms: Vec<Algorithm>,
-    /// Values that the initiator agrees on.
+    /// Values that the initiator offers.
     pub offer: Offer,
-    /// Keys that it offers, besides MaxRecvDataSegmentLength.
+    /// Keys that the initiator offers in addition to MaxRecvDataSegmentLength.
     pub keys: Vec<Key>,
-    /// Digests without which there is no session.
+    /// Required digests.
     pub digests: Digests,
-    /// Commands outstanding at most.
+    /// Maximum number of outstanding commands.
     pub queue_size: u16,
-    /// Requests taken and not yet completed at most, queued ones included.
+    /// Maximum number of accepted, incomplete requests, including queued ones.
     pub max_requests: usize,
-    /// Attempts at one request at most.
+    /// Maximum number of attempts per request.
     pub max_attempts: u8,
-    /// A connection that broke is made again. Without, the session ends with its connection, and
-    /// its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
-    /// user to repeat or not.
+    /// Reconnect a broken connection. Otherwise, the session closes with its connection, and its
+    /// requests fail with [`RequestError::Closed`](crate::request::RequestError::Closed), so its
+    /// user must decide about retrying them.
     pub reconnect: bool,
-    /// Waits and intervals of the session.
+    /// Timeouts and intervals of the session.
     pub timing: Timing,
-    /// After this span without a PDU the target is asked whether it is there, and it has as long
-    /// again to answer.
+    /// Interval without a received PDU after which the target is pinged; also the timeout for the
+    /// response.
     pub ping: Duration,
 }
 
 /// A PDU without a command's data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlPdu {
-    /// Basic header segment; its lengths are set by who sends it.
+    /// Basic header segment; its lengths are set by the sender.
     pub bhs: [u8; BHS_LEN],
     /// Data segment, without padding.
     pub data: Vec<u8>,
 }
 
 impl ControlPdu {
-    /// The kind of the PDU, by its opcode and tag.
+    /// Returns the kind of the PDU according to its opcode and tag.
     #[must_use]
     pub fn kind(&self) -> ControlKind {
         match Opcode::of(&self.bhs) {
@@ -79,90 +80,90 @@ impl ControlPdu {
     }
 }
 
-/// Kind of a [`ControlPdu`]. There is one ping and one function at a time.
+/// Kind of a [`ControlPdu`]. There is at most one ping and one function at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlKind {
-    /// The NOP-Out that a silent target is to answer.
+    /// The NOP-Out for a silent target.
     Ping,
     /// A task-management function.
     Function,
-    /// Any other, whose answer has no time of its own.
+    /// Any other PDU, whose response has no separate timeout.
     Other,
 }
 
-/// A ping that is unanswered.
+/// An outstanding ping.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ping {
-    /// The target is left then.
+    /// Time for abandoning the target.
     pub(super) until: Instant,
-    /// The latest time for that.
+    /// Maximum for `until`.
     pub(super) limit: Instant,
 }
 
 /// A command to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommandPdu {
-    /// Basic header segment; its lengths are set by who sends it.
+    /// Basic header segment; its lengths are set by the sender.
     pub bhs: [u8; BHS_LEN],
-    /// Additional header segments, in whole words.
+    /// Additional header segments, padded to words.
     pub ahs: Vec<u8>,
-    /// Bytes of the data that go with the command.
+    /// Length of the immediate data.
     pub immediate: u32,
-    /// The unsolicited data that follow it.
+    /// Unsolicited data after the command.
     pub unsolicited: Option<DataOrder>,
 }
 
 /// A sequence of Data-Out PDUs to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataOrder {
-    /// Request whose data are sent.
+    /// Request that owns the data.
     pub request: RequestId,
     /// Initiator Task Tag of the command.
     pub itt: Itt,
-    /// The R2T that is answered, or none.
+    /// Tag of the R2T that solicited the data, or none.
     pub ttt: Ttt,
     /// Logical unit of the command.
     pub lun: WireLun,
-    /// First byte of the data.
+    /// Offset of the data.
     pub offset: u32,
-    /// Length of the sequence, in bytes.
+    /// Length of the sequence in bytes.
     pub len: u32,
 }
 
-/// Destination of data that have been announced.
+/// Destination for the data of a Data-In.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Into the memory of that request, at that offset.
+    /// The memory of this request, at this offset.
     Into(RequestId, u32),
-    /// Nowhere: the command was given up.
+    /// None: the command was aborted.
     Discard,
 }
 
-/// A request to the session's owner.
+/// An instruction for the session's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Connect to the target's address, or to the one it has moved to; then
+    /// Connect to the target's address, or to the address it moved to; then call
     /// [`IscsiSession::handle_connected`].
     Connect(Option<TargetAddress>),
-    /// Send a PDU that carries no command's data.
+    /// Send a PDU without a command's data.
     Send(ControlPdu),
-    /// The login is over: what is sent and received from now on goes by this.
+    /// The login is complete. These parameters apply to all further PDUs.
     FullFeature(ConnectionParams),
-    /// Make the request's memory ready, and send the command that
-    /// [`IscsiSession::emit_command`] writes.
+    /// Prepare the request's memory, and send the command encoded by
+    /// [`IscsiSession::emit_command`].
     Start(RequestId),
-    /// Send data, after what was to be sent before; then [`IscsiSession::handle_data_sent`].
+    /// Send data after all queued PDUs, then call [`IscsiSession::handle_data_sent`].
     SendData(DataOrder),
-    /// See that neither target nor connection touches the request's memory any more, then
+    /// Ensure that neither the target nor the connection accesses the request's memory, then call
     /// [`IscsiSession::handle_retired`].
     Retire(RequestId),
-    /// Close the connection, then [`IscsiSession::handle_gone`].
+    /// Close the connection, then call [`IscsiSession::handle_gone`].
     Disconnect,
-    /// The request is over, and only its issuer can reach its memory.
+    /// The request is complete, and only its issuer can access its memory.
     Complete(RequestId, RequestResult),
-    /// The discovery is over: these targets there are.
+    /// The discovery found these targets.
     Found(Vec<Found>),
-    /// Something that the session's user may want to know.
+    /// An event for the session's user.
     Event(SessionEvent),
 }
 
@@ -176,7 +177,7 @@ impl SessionOutput for Output {
     }
 }
 
-/// The connection's state, by the names of RFC 7143 clause 8.1.3.
+/// State of the connection, named as in RFC 7143 clause 8.1.3.
 ///
 /// ```text
 /// Free → XptWait → InLogin → LoggedIn → InLogout
@@ -186,22 +187,22 @@ impl SessionOutput for Output {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnState {
-    /// S1: there is none.
+    /// S1: no connection.
     Free,
-    /// S2: the transport's connection is being made, until the given time.
+    /// S2: connecting, with this timeout.
     XptWait(Instant),
-    /// S4: logging in, until the given time.
+    /// S4: logging in, with this timeout.
     InLogin(Instant),
     /// S5: in full-feature phase.
     LoggedIn,
-    /// S6: the answer to a logout is awaited, until the given time.
+    /// S6: waiting for the response to a logout, with this timeout.
     InLogout(Instant),
     /// S8: being closed by the owner.
     CleanupWait,
 }
 
 impl ConnState {
-    /// Returns whether PDUs are of interest.
+    /// Returns whether received PDUs are handled.
     pub(super) fn is_open(self) -> bool {
         matches!(self, Self::InLogin(_) | Self::LoggedIn | Self::InLogout(_))
     }
@@ -221,25 +222,25 @@ impl State for ConnState {
     }
 }
 
-/// A command that the target has.
+/// A command sent to the target.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task {
     pub(super) request: u32,
     pub(super) len: DataLen,
     pub(super) cmd_sn: CmdSn,
-    /// Bytes received so far.
+    /// Number of bytes received.
     pub(super) received: u32,
-    /// Number of the next Data-In.
+    /// Expected number of the next Data-In.
     pub(super) data_sn: u32,
-    /// Bytes sent or asked for so far.
+    /// Number of bytes sent or solicited.
     pub(super) solicited: u32,
-    /// Unsolicited data, in bytes: those that go with the command, and those after it.
+    /// Lengths of the immediate data and of the unsolicited data after the command, in bytes.
     pub(super) unsolicited: (u32, u32),
-    /// R2Ts not answered in full.
+    /// Number of outstanding R2Ts.
     pub(super) open_r2t: u16,
 }
 
-/// A place for a task; tags name it together with its generation.
+/// A slot for a task. Tags contain its index and generation.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Slot {
     pub(super) generation: u16,

@@ -1,21 +1,21 @@
-//! Copies of bytes that another thread or a device may be writing.
+//! Copying of bytes that may be written concurrently by another thread or a device.
 //!
-//! A plain copy of such bytes is a data race, which is undefined behaviour even if every value is
-//! acceptable. These copies behave as loops of relaxed loads and stores of single bytes
-//! ([`AtomicU8`](std::sync::atomic::AtomicU8)): a byte that is written meanwhile arrives as it was
-//! before or after, and nothing is promised about their order.
+//! A plain copy of such bytes is a data race, which is undefined behavior even if any value would
+//! be acceptable. These copies behave like loops of relaxed loads and stores of single bytes
+//! ([`AtomicU8`](std::sync::atomic::AtomicU8)): for a byte that is written concurrently, either the
+//! old or the new value is copied, and there are no guarantees about the order of bytes.
 //!
-//! The compiler merges no atomic accesses, so it makes slow code of such loops. On x86-64 the copies
-//! are therefore assembly, which means to the language what the loop means, and runs at the speed of
-//! `memcpy`: long vector registers where there are blocks to fill them with and AVX, the short ones
-//! that every such processor has otherwise. It is in one piece, so that a handler of signals knows
-//! by the address of an instruction that a copy has failed (`fault`). Elsewhere, and for Miri and
-//! ThreadSanitizer, which see no assembly (feature `loops`), they are the loops. Loops over words
-//! would be faster, but where two ranges overlap and do not begin at the same word, accesses of
-//! different sizes race, which the language's model does not allow ([`std::sync::atomic`], *Memory
-//! model for atomic accesses*). Volatile accesses, as in `vm-memory` and crosvm, race as plain ones
-//! do by that model. RFC 3301 (`AtomicPerByte`) describes what is here, and is not in the language
-//! yet.
+//! The compiler does not merge atomic accesses, so such loops are slow. On x86-64, we use assembly
+//! instead. It has the semantics of the loop, but is as fast as `memcpy`: for ranges of at least
+//! one block it uses long vector registers if AVX is available, otherwise the short vector
+//! registers that every x86-64 processor has. It's a single block of code, so that a signal handler
+//! can tell from the address of an instruction that a copy has failed (`fault`). On other
+//! architectures, and for Miri and ThreadSanitizer, which don't support assembly (feature `loops`),
+//! we use loops. Loops over words would be faster, but if two ranges overlap with different
+//! alignment, accesses of different sizes would race, which the language's memory model does not
+//! allow ([`std::sync::atomic`], *Memory model for atomic accesses*). According to this model,
+//! volatile accesses, as used by `vm-memory` and crosvm, are data races like plain accesses. RFC
+//! 3301 (`AtomicPerByte`) proposes these semantics, but is not part of the language yet.
 
 #[cfg(any(miri, feature = "loops", not(target_arch = "x86_64")))]
 pub(crate) use bytes::{copy, fill, load, store};
@@ -23,14 +23,14 @@ pub(crate) use bytes::{copy, fill, load, store};
 #[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 pub(crate) use assembly::{copy, fill, landing, load, store};
 
-/// Whether copies return that they have failed, where faults are caught (`fault`).
+/// Whether copies can return an error if faults are caught (`fault`).
 pub(crate) const CAN_FAIL: bool = cfg!(all(
     target_arch = "x86_64",
     not(miri),
     not(feature = "loops")
 ));
 
-/// Where a copy goes on that failed at an instruction, as no loop does.
+/// Returns where to continue after a copy has failed at this address. Loops never fail in this way.
 #[cfg(all(target_arch = "x86_64", any(miri, feature = "loops")))]
 pub(crate) fn landing(_: usize) -> Option<usize> {
     None
@@ -38,11 +38,11 @@ pub(crate) fn landing(_: usize) -> Option<usize> {
 
 #[cfg(all(target_arch = "x86_64", not(miri), not(feature = "loops")))]
 mod assembly {
-    /// Bytes that four vector registers hold.
+    /// Size of four vector registers in bytes.
     const BLOCK: usize = 128;
 
-    // Nothing is on the stack but the return address, so that a fault at any instruction may return
-    // to the caller. Every step loads what it moves before it stores that.
+    // Only the return address is on the stack, so a fault at any instruction can return directly to
+    // the caller. Each step loads all of its bytes before it stores them.
     std::arch::global_asm!(
         ".pushsection .text.riser_memory_copy, \"ax\", @progbits",
         ".hidden riser_memory_copy_avx",
@@ -62,7 +62,7 @@ mod assembly {
         "and rax, -{block}",
         "add rdi, rax",
         "add rsi, rax",
-        // One register counts from minus the length to zero for both sides.
+        // One index for both ranges counts from minus the length to zero.
         "neg rax",
         ".balign 16",
         "2:",
@@ -76,11 +76,11 @@ mod assembly {
         "vmovdqu ymmword ptr [rdi + rax + 96], ymm3",
         "add rax, {block}",
         "jnz 2b",
-        // Code that knows nothing of AVX runs next, and would be slowed down.
+        // The code that runs next may not use AVX, and would be slowed down.
         "vzeroupper",
         "and edx, {block} - 1",
         ".cfi_endproc",
-        // The rest, and what is short.
+        // The remaining bytes, and short ranges.
         "riser_memory_copy:",
         ".cfi_startproc",
         "3:",
@@ -94,7 +94,7 @@ mod assembly {
         "add rdi, 32",
         "sub rdx, 32",
         "jmp 3b",
-        // One step for each bit of what is left, from the largest.
+        // One step for each bit of the remaining length, from the largest.
         "4:",
         "test dl, 16",
         "jz 5f",
@@ -155,18 +155,19 @@ mod assembly {
 
     // SAFETY: defined above.
     unsafe extern "C" {
-        /// Copies at least [`BLOCK`] bytes, with AVX.
+        /// Copies at least [`BLOCK`] bytes using AVX.
         fn riser_memory_copy_avx(dst: *mut u8, src: *const u8, len: usize) -> bool;
         /// Copies any number of bytes.
         fn riser_memory_copy(dst: *mut u8, src: *const u8, len: usize) -> bool;
         fn riser_memory_fill(dst: *mut u8, byte: u8, len: usize) -> bool;
-        /// Where a fault of the first, and of the others, goes on: at what returns `false`.
+        /// Where execution continues after a fault in the first function, or in the other
+        /// functions. They return `false`.
         fn riser_memory_fault_avx() -> bool;
         fn riser_memory_fault() -> bool;
     }
 
-    /// Where a copy goes on that failed at the instruction at an address; `None` if that is of no
-    /// copy.
+    /// Returns where to continue after a copy has failed at this address, or `None` if it is not
+    /// part of a copy.
     pub(crate) fn landing(at: usize) -> Option<usize> {
         let avx = riser_memory_copy_avx as *const () as usize;
         let copy = riser_memory_copy as *const () as usize;
@@ -180,52 +181,54 @@ mod assembly {
         }
     }
 
-    /// Copies `len` bytes of shared memory, `src`, to `dst`, which is the caller's own. `false` if a
-    /// byte is not mapped, where faults are caught ([`crate::fault`]): part of `dst` may have been
-    /// written then.
+    /// Copies `len` bytes of shared memory at `src` to private memory at `dst`. If faults are
+    /// caught ([`crate::fault`]), this returns `false` if a byte is not mapped. In this case a part
+    /// of `dst` may have been written.
     ///
     /// # Safety
-    /// `src` can be read and `dst` written for `len` bytes, or faults are caught, and they do not
-    /// overlap. Who else accesses `src` meanwhile does so through this module, or is a device.
+    /// `src` must be readable and `dst` writable for `len` bytes, unless faults are caught, and
+    /// they must not overlap. Concurrent accesses to `src` must use this module or come from a
+    /// device.
     #[must_use]
     pub(crate) unsafe fn load(src: *const u8, dst: *mut u8, len: usize) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { copy(src, dst, len) }
     }
 
-    /// Copies `len` bytes of the caller's own, `src`, to shared memory. `false` as of [`load`].
+    /// Copies `len` bytes of private memory at `src` to shared memory. Returns `false` like
+    /// [`load`].
     ///
     /// # Safety
-    /// As [`load`], with the roles exchanged.
+    /// Same as for [`load`], with the roles swapped.
     #[must_use]
     pub(crate) unsafe fn store(src: *const u8, dst: *mut u8, len: usize) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { copy(src, dst, len) }
     }
 
-    /// Copies `len` bytes of shared memory to shared memory, from the first to the last. `false` as
-    /// of [`load`].
+    /// Copies `len` bytes from shared memory to shared memory, from first to last. Returns `false`
+    /// like [`load`].
     ///
     /// # Safety
-    /// As [`load`], on both sides. `dst` is outside of the source or before it.
+    /// Same as for [`load`], on both sides. `dst` must be outside of the source or before it.
     #[must_use]
     pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) -> bool {
         if len >= BLOCK && std::arch::is_x86_feature_detected!("avx") {
-            // SAFETY: the caller's promise; there is AVX, and a block.
+            // SAFETY: guaranteed by the caller. AVX is available, and there is at least one block.
             unsafe { riser_memory_copy_avx(dst, src, len) }
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { riser_memory_copy(dst, src, len) }
         }
     }
 
-    /// Writes `byte` to `len` bytes from `dst` on. `false` as of [`load`].
+    /// Sets `len` bytes starting at `dst` to `byte`. Returns `false` like [`load`].
     ///
     /// # Safety
-    /// As [`store`].
+    /// Same as for [`store`].
     #[must_use]
     pub(crate) unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { riser_memory_fill(dst, byte, len) }
     }
 
@@ -237,7 +240,7 @@ mod assembly {
         fn what_processors_without_avx_run_is_exact_too() {
             let src: Vec<u8> = (0..200).collect();
             let mut got = vec![0; 200];
-            // SAFETY: both ranges lie within their arrays.
+            // SAFETY: both ranges are within their arrays.
             assert!(unsafe { riser_memory_copy(got.as_mut_ptr(), src.as_ptr(), 199) });
             assert_eq!((&got[..199], got[199]), (&src[..199], 0));
         }
@@ -248,24 +251,24 @@ mod assembly {
 mod bytes {
     use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
-    /// As on x86-64, but that no fault is caught.
+    /// Same as on x86-64, but does not catch faults.
     ///
     /// # Safety
-    /// As there.
+    /// Same as on x86-64.
     #[must_use]
     pub(crate) unsafe fn load(src: *const u8, dst: *mut u8, len: usize) -> bool {
         for at in 0..len {
-            // SAFETY: within both ranges, by the caller's promise; the memory is writable for all
-            // who share it.
+            // SAFETY: the bytes are within both ranges, as guaranteed by the caller. Shared memory
+            // is always writable.
             unsafe { dst.add(at).write(shared(src.add(at)).load(Relaxed)) };
         }
         true
     }
 
-    /// As on x86-64, but that no fault is caught.
+    /// Same as on x86-64, but does not catch faults.
     ///
     /// # Safety
-    /// As there.
+    /// Same as on x86-64.
     #[must_use]
     pub(crate) unsafe fn store(src: *const u8, dst: *mut u8, len: usize) -> bool {
         for at in 0..len {
@@ -275,10 +278,10 @@ mod bytes {
         true
     }
 
-    /// As on x86-64, but that no fault is caught.
+    /// Same as on x86-64, but does not catch faults.
     ///
     /// # Safety
-    /// As there.
+    /// Same as on x86-64.
     #[must_use]
     pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) -> bool {
         for at in 0..len {
@@ -288,10 +291,10 @@ mod bytes {
         true
     }
 
-    /// As on x86-64, but that no fault is caught.
+    /// Same as on x86-64, but does not catch faults.
     ///
     /// # Safety
-    /// As there.
+    /// Same as on x86-64.
     #[must_use]
     pub(crate) unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> bool {
         for at in 0..len {
@@ -302,9 +305,10 @@ mod bytes {
     }
 
     /// # Safety
-    /// The byte is shared memory, and all access to it is atomic as long as the reference is used.
+    /// The byte must be shared memory, and all accesses to it must be atomic while the reference is
+    /// in use.
     unsafe fn shared<'a>(at: *const u8) -> &'a AtomicU8 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { AtomicU8::from_ptr(at.cast_mut()) }
     }
 }
@@ -329,7 +333,7 @@ mod tests {
                 let mut want = src.clone();
                 want.copy_within(3 + ahead..3 + ahead + len, 3);
                 let at = got.as_mut_ptr();
-                // SAFETY: both ranges lie within the array, the destination before the source.
+                // SAFETY: both ranges are within the array, the destination before the source.
                 let copied = unsafe { copy(at.add(3 + ahead), at.add(3), len) };
                 assert!(copied && got == want, "{ahead} {len}");
             }
@@ -346,7 +350,7 @@ mod tests {
         ];
         let mut src: Vec<u8> = (0..64).collect();
         for (copy, fill) in here.into_iter().chain(elsewhere) {
-            // Interpreted, a few do.
+            // Miri is slow, so we only test some of them.
             let step = if cfg!(miri) { 7 } else { 1 };
             let every = |end| (0..end).step_by(step);
             for (from, to, len) in
@@ -355,7 +359,7 @@ mod tests {
                 let mut got = [0xff; 64];
                 let mut want = got;
                 want[to..to + len].copy_from_slice(&src[from..from + len]);
-                // SAFETY: both ranges lie within their arrays.
+                // SAFETY: both ranges are within their arrays.
                 let copied = unsafe { copy(src[from..].as_mut_ptr(), got[to..].as_mut_ptr(), len) };
                 assert_eq!((copied, got), (true, want));
                 want[to..to + len].fill(7);

@@ -1,17 +1,19 @@
-//! Accesses to memory that has gone, as errors instead of signals.
+//! Makes accesses to unmapped memory return errors instead of raising signals.
 //!
-//! The owner of a foreign range may unmap it while it is registered, and a file may be made shorter
-//! while it is mapped. A copy then ends in SIGSEGV or SIGBUS. Once [`catch`] was called there is a
-//! handler for both: where the instruction is one of this crate's copies, it lets the copy return
-//! that it has failed, as the kernel does with its own copies from a program's memory. Copies cost
-//! nothing more for that.
+//! The owner of a foreign range may unmap it while it is registered, and a file may be truncated
+//! while it is mapped. A copy will then raise SIGSEGV or SIGBUS. After [`catch`] was called, there
+//! is a handler for both signals. If the instruction belongs to one of this crate's copies, the
+//! handler makes the copy return an error, like the kernel does if it copies from a program's
+//! memory and fails. This adds no overhead to copies.
 //!
-//! Every other signal is passed on to the action of before. So a program that installed its handler
-//! first keeps it. One that does so later replaces this one: if it calls the action that it has
-//! found, as handlers of faults should, faults of copies are still caught; if not, they are its own.
+//! Other signals are passed on to the previous action, so a program that has installed its handler
+//! first keeps it. If a program installs a handler later, it replaces ours. If this handler calls
+//! the previous action, as fault handlers should, faults of copies are still caught. Otherwise it
+//! has to handle them itself.
 //!
-//! A failed read gives zeros, and a failed write is lost. [`Memory`](crate::Memory) remembers that
-//! ([`Memory::has_faulted`](crate::Memory::has_faulted)), and [`count`] changes.
+//! A failed read returns zeros, and a failed write is lost. In both cases the
+//! [`Memory`](crate::Memory) is marked ([`Memory::has_faulted`](crate::Memory::has_faulted)) and
+//! [`count`] is incremented.
 
 use std::io;
 use std::mem::{MaybeUninit, transmute, zeroed};
@@ -21,34 +23,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::copy;
 
-/// Signals of accesses that fail.
+/// Signals raised by failed accesses.
 const SIGNALS: [libc::c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// `BUS_MCEERR_AO` of `asm-generic/siginfo.h`: a warning about memory that is not accessed.
+/// `BUS_MCEERR_AO` of `asm-generic/siginfo.h`: a warning about memory that is not being accessed.
 const BUS_MCEERR_AO: libc::c_int = 5;
 
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
-/// Actions of before, in the order of [`SIGNALS`].
+/// Previous actions, in the order of [`SIGNALS`].
 static PREVIOUS: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
 
-/// Number of accesses of this process to foreign ranges that have failed.
+/// Returns the number of failed accesses to foreign ranges in this process.
 #[inline]
 #[must_use]
 pub fn count() -> u64 {
     COUNT.load(Ordering::Acquire)
 }
 
-/// Counts an access that has failed.
+/// Counts a failed access.
 pub(crate) fn note() {
     COUNT.fetch_add(1, Ordering::AcqRel);
 }
 
-/// Installs the handlers, once in a process.
+/// Installs the handlers, once per process.
 ///
 /// # Errors
-/// [`io::ErrorKind::Unsupported`] where copies are loops, as on other processors than x86-64; those
-/// of `sigaction(2)`.
+/// Returns [`io::ErrorKind::Unsupported`] if copies are loops, for example on other processors than
+/// x86-64, and errors of `sigaction(2)`.
 pub fn catch() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     if !copy::CAN_FAIL {
@@ -60,7 +62,7 @@ pub fn catch() -> io::Result<()> {
 }
 
 fn install() -> io::Result<()> {
-    // Asked before a handler is there, so that it finds them.
+    // The previous actions must be stored before a handler is installed, because it uses them.
     let [first, second] = SIGNALS.map(|signal| exchange(signal, None));
     let _ = PREVIOUS.set([first?, second?]);
     for signal in SIGNALS {
@@ -69,24 +71,24 @@ fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// The action that catches faults.
+/// Returns the action that catches faults.
 fn action() -> libc::sigaction {
-    // SAFETY: all zero is a valid `sigaction`.
+    // SAFETY: all zeroes is a valid `sigaction`.
     let mut action: libc::sigaction = unsafe { zeroed() };
     action.sa_sigaction = on_fault as *const () as usize;
-    // Another fault of the same copy can come only after the handler has returned. The stack may be
-    // what has run out.
+    // Another fault of the same copy can only happen after the handler has returned. We need a
+    // separate stack, because the fault may be a stack overflow.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
     action
 }
 
-/// The action of a signal, which is replaced where there is a new one.
+/// Returns the action of a signal, and replaces it if there is a new action.
 fn exchange(signal: libc::c_int, new: Option<&libc::sigaction>) -> io::Result<libc::sigaction> {
     let mut old = MaybeUninit::<libc::sigaction>::zeroed();
     let new = new.map_or(ptr::null(), ptr::from_ref);
-    // SAFETY: a new action is the default, or a handler that does only what is allowed in one.
+    // SAFETY: a new action is either the default or a handler that is async-signal-safe.
     match unsafe { libc::sigaction(signal, new, old.as_mut_ptr()) } {
-        // SAFETY: filled by the call.
+        // SAFETY: initialized by the call.
         0 => Ok(unsafe { old.assume_init() }),
         _ => Err(io::Error::last_os_error()),
     }
@@ -100,7 +102,7 @@ extern "C" fn on_fault(
     // SAFETY: the kernel passes valid structures.
     let code = unsafe { (*info).si_code };
     let is_warning = signal == libc::SIGBUS && code == BUS_MCEERR_AO;
-    // Others were sent by a process: no instruction has failed.
+    // Otherwise the signal was sent by a process, and no instruction has failed.
     let is_fault = code > 0 && !is_warning;
     #[cfg(target_arch = "x86_64")]
     {
@@ -113,28 +115,29 @@ extern "C" fn on_fault(
             return;
         }
     }
-    // SAFETY: all zero is the default action.
+    // SAFETY: all zeroes is the default action.
     let default = unsafe { zeroed::<libc::sigaction>() };
     let at = SIGNALS.iter().position(|s| *s == signal).unwrap_or(0);
     let previous = PREVIOUS.get().map_or(default, |all| all[at]);
     match previous.sa_sigaction {
-        // Nothing that is accessed is missing yet.
+        // The missing memory has not been accessed yet.
         libc::SIG_DFL | libc::SIG_IGN if is_warning => {}
         libc::SIG_IGN if !is_fault => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // The instruction is repeated and fails again; a signal that was sent is sent again,
-            // and comes when this returns.
+            // The instruction is executed again and fails again. A signal that was sent is sent
+            // again, and is delivered when this handler returns.
             let _ = exchange(signal, Some(&default));
             if !is_fault {
-                // SAFETY: no conditions.
+                // SAFETY: no preconditions.
                 unsafe { libc::raise(signal) };
             }
         }
         _ => {
             // SAFETY: the program has installed it for this signal.
             unsafe { pass_on(&previous, signal, info, context) };
-            // That of Rust's runtime gives up the signal, for the instruction to fail again. Here
-            // none has failed.
+            // The handler of Rust's runtime restores the default action, so that the instruction
+            // fails again. But in this case no instruction has failed, so we install our handler
+            // again.
             if is_warning {
                 let _ = exchange(signal, Some(&action()));
             }
@@ -142,10 +145,11 @@ extern "C" fn on_fault(
     }
 }
 
-/// Calls a handler as the kernel would.
+/// Calls a handler like the kernel does.
 ///
 /// # Safety
-/// `action` is a handler's, for this signal, and the others are what the kernel has passed.
+/// `action` must contain a handler for this signal, and the other arguments must be those passed by
+/// the kernel.
 unsafe fn pass_on(
     action: &libc::sigaction,
     signal: libc::c_int,
@@ -153,8 +157,8 @@ unsafe fn pass_on(
     context: *mut libc::c_void,
 ) {
     let has = |flag| action.sa_flags & flag != 0;
-    // SAFETY: the sets are valid; the mask of before comes back when the handler of the kernel's
-    // choice, this one, returns. The address is that of a function of the type that the flag says.
+    // SAFETY: the sets are valid. The kernel restores the previous mask when its handler, which is
+    // ours, returns. The address is that of a function with the type indicated by the flag.
     unsafe {
         libc::pthread_sigmask(libc::SIG_BLOCK, &raw const action.sa_mask, ptr::null_mut());
         if has(libc::SA_NODEFER) {
@@ -185,22 +189,23 @@ mod tests {
     use super::*;
     use crate::{Memory, PAGE};
 
-    /// Names the part of a test that runs in a process of its own.
+    /// Selects the part of a test that runs in a separate process.
     const CHILD: &str = "RISER_TEST_FAULT_CHILD";
 
-    /// A foreign range of a readable and writable page and one without `protection`, or none.
+    /// Returns a foreign range of two pages. The first page can be read and written. The second
+    /// page has the given protection, or is a hole.
     fn torn(second: Option<libc::c_int>) -> Memory {
         catch().unwrap();
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let all = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, of whose second page nothing is used.
+        // SAFETY: this is a new mapping, and its second page is not used.
         unsafe {
             let base = libc::mmap(ptr::null_mut(), 2 * PAGE, all, flags, -1, 0).cast::<u8>();
             assert_ne!(base.cast(), libc::MAP_FAILED);
             base.write_bytes(7, 2 * PAGE);
             let page = base.add(PAGE).cast();
             let done = match second {
-                // A hole that nothing else is mapped to.
+                // A hole that won't be used by other mappings.
                 None => libc::mmap(page, PAGE, libc::PROT_NONE, flags | libc::MAP_FIXED, -1, 0),
                 Some(protection) => {
                     assert_eq!(libc::mprotect(page, PAGE, protection), 0);
@@ -268,7 +273,7 @@ mod tests {
         });
     }
 
-    /// Runs a test of this module in a process of its own, for part `part`.
+    /// Runs part `part` of a test of this module in a separate process.
     fn run(test: &str, part: &str) -> Output {
         Command::new(std::env::current_exe().unwrap())
             .args([&format!("fault::tests::{test}"), "--exact", "--nocapture"])
@@ -281,10 +286,10 @@ mod tests {
         std::env::var(CHILD).ok()
     }
 
-    /// An access of the program's own to what is not mapped.
+    /// Accesses unmapped memory without using a copy.
     fn fault() {
         let memory = torn(None);
-        // SAFETY: it ends in a signal.
+        // SAFETY: this raises a signal.
         unsafe { memory.ptr(PAGE).read_volatile() };
     }
 
@@ -303,14 +308,14 @@ mod tests {
                 }
             }
             Some(part) => {
-                // Rust's runtime has handlers of its own.
+                // Rust's runtime has its own handlers.
                 for signal in SIGNALS {
-                    // SAFETY: all zero is the default action.
+                    // SAFETY: all zeroes is the default action.
                     exchange(signal, Some(&unsafe { zeroed() })).unwrap();
                 }
                 catch().unwrap();
                 match part.parse() {
-                    // SAFETY: no conditions.
+                    // SAFETY: no preconditions.
                     Ok(signal) => drop(unsafe { libc::raise(signal) }),
                     Err(_) => fault(),
                 }
@@ -320,7 +325,7 @@ mod tests {
 
     extern "C" fn says(signal: libc::c_int) {
         let _ = writeln!(io::stderr(), "handler of {signal}");
-        // SAFETY: no conditions.
+        // SAFETY: no preconditions.
         unsafe { libc::_exit(3) };
     }
 
@@ -329,7 +334,7 @@ mod tests {
         info: *mut libc::siginfo_t,
         _: *mut libc::c_void,
     ) {
-        // SAFETY: the kernel's structure.
+        // SAFETY: the structure is passed by the kernel.
         assert_ne!(unsafe { (*info).si_addr() }, ptr::null_mut());
         says(signal);
     }
@@ -337,7 +342,7 @@ mod tests {
     #[test]
     fn a_handler_that_was_there_before_gets_all_other_faults() {
         let name = "a_handler_that_was_there_before_gets_all_other_faults";
-        // SAFETY: all zero is a valid action.
+        // SAFETY: all zeroes is a valid action.
         let mut action: libc::sigaction = unsafe { zeroed() };
         match part().as_deref() {
             None => {
@@ -366,7 +371,7 @@ mod tests {
     fn a_later_handler_that_calls_the_one_it_has_found_keeps_copies_safe() {
         static FOUND: OnceLock<libc::sigaction> = OnceLock::new();
         extern "C" fn chains(s: libc::c_int, i: *mut libc::siginfo_t, c: *mut libc::c_void) {
-            // SAFETY: as the kernel would call it.
+            // SAFETY: this is called like the kernel would call it.
             unsafe { pass_on(FOUND.get().unwrap(), s, i, c) };
         }
         let name = "a_later_handler_that_calls_the_one_it_has_found_keeps_copies_safe";
@@ -375,7 +380,7 @@ mod tests {
             return assert!(output.status.success(), "{output:?}");
         }
         let memory = torn(None);
-        // SAFETY: all zero is a valid action.
+        // SAFETY: all zeroes is a valid action.
         let mut action: libc::sigaction = unsafe { zeroed() };
         action.sa_sigaction = chains as *const () as usize;
         action.sa_flags = libc::SA_SIGINFO;
@@ -387,7 +392,7 @@ mod tests {
     #[test]
     fn a_warning_about_memory_changes_nothing() {
         catch().unwrap();
-        // SAFETY: all zero is valid; a process may send itself any signal.
+        // SAFETY: all zeroes is valid, and a process may send any signal to itself.
         unsafe {
             let mut info: libc::siginfo_t = zeroed();
             info.si_signo = libc::SIGBUS;

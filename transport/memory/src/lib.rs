@@ -1,37 +1,38 @@
-//! Memory that devices write behind the compiler's back.
+//! Memory that devices may write without the compiler's knowledge.
 //!
-//! Everything that a NIC may read or write, everything that `io_uring` fills, and every pool from
-//! which command buffers are cut is a [`Memory`]: one page-aligned anonymous mapping, shared by
-//! reference count, zeroed at birth, or a range that another part of the process owns
-//! ([`Memory::foreign`]). Code reads and writes it by copying ([`Memory::read`],
-//! [`Memory::write`]) and hands devices its address, exactly as a driver treats device memory; so a
-//! peer that rewrites a buffer while it is being read can spoil bytes, but cannot break a Rust
-//! invariant.
+//! Memory that is accessed by a NIC or filled by `io_uring`, and pools that command buffers are
+//! allocated from, are represented by a [`Memory`]: a page-aligned, zeroed, reference-counted
+//! anonymous mapping, or a range that is owned by another part of the process
+//! ([`Memory::foreign`]). It is accessed by copying ([`Memory::read`], [`Memory::write`]), and its
+//! address is passed to devices, just like a driver handles device memory. A peer that overwrites a
+//! buffer while it is being read can corrupt its bytes, but can't violate a Rust invariant.
 //!
-//! # Who may access it at once
+//! # Concurrent access
 //!
-//! Any number of threads and devices. The safe functions copy as if by relaxed atomic accesses to
-//! single bytes, so they may run at once on one range: bytes may be mixed of old and new, and that
-//! is all. Who needs order makes it elsewhere, as with any device: a completion is polled after the
-//! bytes it announces.
+//! Any number of threads and devices may access the memory. The safe functions behave as if they
+//! copied single bytes using relaxed atomics, so they can be used concurrently on the same range.
+//! The only consequence is that old and new bytes may be mixed. If ordering is required, it must be
+//! provided by other means, as with any device: a completion is polled before the bytes that it
+//! announces are used.
 //!
-//! Others may write a mapping as long as they have a handle to it. So code that needs a slice of
-//! its bytes either looks at copies ([`MemSlice::for_each_chunk`]), or proves by its type that it
-//! has the only handle ([`Memory::get_mut`]), or, where a registered mapping always has others,
-//! promises that nothing writes the range meanwhile ([`Memory::with_bytes`], unsafe). A pointer
-//! ([`Memory::ptr`]) is safe to make and unsafe to use, as any.
+//! A mapping may be written concurrently while other handles to it exist. So code that needs a
+//! slice of its bytes has three options: it can use copies ([`MemSlice::for_each_chunk`]), it can
+//! prove statically that it has the only handle ([`Memory::get_mut`]), or, if there are always
+//! other handles because the mapping is registered, it can guarantee that the range is not written
+//! concurrently ([`Memory::with_bytes`], unsafe). Creating a pointer ([`Memory::ptr`]) is safe, but
+//! using it is unsafe, as usual.
 //!
-//! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.
-//! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
-//!   posted work, rings and scatter lists hold while a device may touch the bytes.
+//! - [`Memory`]: the mapping. Clones share it, and dropping the last clone unmaps it.
+//! - [`MemSlice`]: a checked range of a mapping, which keeps the mapping alive. Queues of posted
+//!   work requests, rings and scatter lists hold it while a device may access the bytes.
 //! - [`sys`]: system calls that send from ranges and receive into them.
-//! - [`shared`]: a mapping that another process has as well.
-//! - [`MappedFile`]: a file in memory, read without a system call.
-//! - [`fault`]: accesses to memory that has gone.
-//! - [`simulated`]: addresses that are the same in each run, and mappings that fail.
+//! - [`shared`]: a mapping that is shared with another process.
+//! - [`MappedFile`]: a file in a memory-backed file system, read without system calls.
+//! - [`fault`]: accesses to memory that was unmapped.
+//! - [`simulated`]: reproducible addresses, and mappings that fail.
 //!
-//! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process, except in
-//! simulations.
+//! Units: offsets and lengths are in bytes. Addresses are virtual addresses of this process, except
+//! in simulations.
 
 #![allow(
     unsafe_code,
@@ -55,8 +56,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use self::mapped_file::MappedFile;
 
-/// Bytes that are copied at a time where code needs a slice of them. Miri, which interprets each
-/// access, has less patience.
+/// Number of bytes to copy at a time for code that needs a slice. It's smaller for Miri, because
+/// every access is interpreted.
 const CHUNK: usize = if cfg!(miri) { 256 } else { 4096 };
 
 /// Size and alignment of a page, and the granularity of every [`Memory`], in bytes.
@@ -65,18 +66,18 @@ pub const PAGE: usize = 4096;
 struct Mapping {
     base: *mut u8,
     len: usize,
-    /// Address by which devices know the first byte.
+    /// Address of the first byte for devices.
     address: u64,
-    /// Another part of the process has mapped it, writes it and will unmap it.
+    /// Set if another part of the process has mapped it, writes to it and will unmap it.
     is_foreign: bool,
-    /// A byte was accessed that is not mapped, or not for that access.
+    /// Set if a byte was accessed that is not mapped, or is not mapped for this kind of access.
     has_faulted: AtomicBool,
 }
 
-// SAFETY: a mapping is plain bytes. All access from this crate goes through raw-pointer copies that
-// create no references, so moving or sharing the owner between threads cannot alias a Rust object.
+// SAFETY: a mapping is plain bytes. All accesses from this crate are raw-pointer copies that create
+// no references, so moving or sharing the owner between threads cannot alias a Rust object.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; copies that run at once are made of atomic accesses.
+// SAFETY: as above. Concurrent copies use atomic accesses.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
@@ -84,14 +85,13 @@ impl Drop for Mapping {
         if self.is_foreign {
             return;
         }
-        // SAFETY: `base` and `len` are those of the mmap call in `Memory::new`, and this is the
-        // last owner, so nothing can address the range any more.
+        // SAFETY: `base` and `len` were used for the mmap call in `Memory::new`, and this is the
+        // last owner, so the range can no longer be accessed.
         unsafe { libc::munmap(self.base.cast(), self.len) };
     }
 }
 
-/// A page-aligned, zero-initialised anonymous mapping, shared by reference count; or a range of
-/// another owner's.
+/// A page-aligned, zeroed, reference-counted anonymous mapping, or a foreign range.
 #[derive(Clone)]
 pub struct Memory(Arc<Mapping>);
 
@@ -102,19 +102,19 @@ impl fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Maps `len` bytes, rounded up to whole pages; at least one page.
+    /// Maps at least `len` bytes, rounded up to whole pages, and at least one page.
     ///
     /// # Errors
-    /// The error of `mmap(2)`, `ENOMEM` as a rule.
+    /// Returns errors of `mmap(2)`, usually `ENOMEM`.
     pub fn new(len: usize) -> io::Result<Self> {
-        // At least one page, since mmap refuses a length of 0.
+        // At least one page, because mmap rejects a length of 0.
         let len = len
             .max(1)
             .checked_next_multiple_of(PAGE)
             .filter(|_| !simulated::fails())
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches nothing
-        // that exists.
+        // SAFETY: a new anonymous mapping at an address chosen by the kernel does not affect
+        // existing mappings.
         let p = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -139,21 +139,22 @@ impl Memory {
         })))
     }
 
-    /// A range of `len` bytes that another part of the process has mapped, such as a buffer that a
-    /// C program registers. It may begin at any address and have any length; [`Memory::len`] is
-    /// exactly `len`. Dropping the last handle leaves the mapping as it is, and
-    /// [`Memory::get_mut`] never answers its bytes, since its owner may write them at any time.
+    /// Creates a handle for a range of `len` bytes that was mapped by another part of the process,
+    /// such as a buffer registered by a C program. It can have any address and length, and
+    /// [`Memory::len`] returns exactly `len`. Dropping the last handle does not unmap the range,
+    /// and [`Memory::get_mut`] always returns `None`, because the owner may write to it at any
+    /// time.
     ///
     /// # Safety
-    /// The caller promises two things for as long as a handle to the range, or a slice of it,
+    /// The caller must guarantee the following while a handle to the range, or a slice of it,
     /// exists:
     ///
-    /// - Each byte that is read through a handle is mapped readable when that happens, and each
-    ///   byte that is written is mapped writable, or faults are caught ([`fault::catch`]). A range
-    ///   with holes is allowed as long as nothing touches them.
-    /// - No Rust reference to a byte of the range is alive while a handle writes that byte, and no
-    ///   mutable one while a handle reads it. Raw pointers, and code in other languages, may access
-    ///   the range at any time: bytes may then be mixed of old and new.
+    /// - Each byte that is read via a handle is mapped readable at this time, and each byte that is
+    ///   written is mapped writable, unless faults are caught ([`fault::catch`]). The range may
+    ///   contain holes if they are not accessed.
+    /// - There is no Rust reference to a byte of the range while a handle writes that byte, and no
+    ///   mutable reference while a handle reads it. Raw pointers, and code in other languages, may
+    ///   access the range at any time, but then old and new bytes may be mixed.
     #[must_use]
     pub unsafe fn foreign(base: *mut u8, len: usize) -> Self {
         Self(Arc::new(Mapping {
@@ -165,21 +166,21 @@ impl Memory {
         }))
     }
 
-    /// As [`Memory::new`], for a mapping of which little is used as a rule: a page takes memory only
-    /// once it is written, and no larger piece does in its place.
+    /// Like [`Memory::new`], for a mapping that is mostly unused: memory is only allocated for
+    /// pages that are written, and never in larger units.
     ///
     /// # Errors
-    /// As of [`Memory::new`].
+    /// Same as for [`Memory::new`].
     pub fn sparse(len: usize) -> io::Result<Self> {
         let memory = Self::new(len)?;
-        // With transparent huge pages the first byte that is written would take 2 MiB, since the
-        // kernel joins neighbouring mappings to one.
-        // SAFETY: the range is that of the mapping, whose contents the advice does not change.
+        // With transparent huge pages, writing the first byte would allocate 2 MiB, because the
+        // kernel merges adjacent mappings.
+        // SAFETY: this is the range of the mapping, and the advice does not change its contents.
         let advised =
             unsafe { libc::madvise(memory.ptr(0).cast(), memory.len(), libc::MADV_NOHUGEPAGE) };
         if advised != 0 {
             let error = io::Error::last_os_error();
-            // A kernel without huge pages refuses the advice, and needs none.
+            // A kernel without huge pages rejects the advice, and doesn't need it.
             if error.raw_os_error() != Some(libc::EINVAL) {
                 return Err(error);
             }
@@ -187,51 +188,52 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Length in bytes: a multiple of [`PAGE`], or that of a foreign range.
+    /// Returns the length in bytes. It is a multiple of [`PAGE`], except for foreign ranges.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// Whether it holds no byte. True for a foreign range only: the smallest mapping is one page.
+    /// Returns whether the length is zero. Only a foreign range can be empty, because the smallest
+    /// mapping is one page.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Address of the first byte for devices: the virtual one, unless the mapping was made in
-    /// [`simulated::addresses`].
+    /// Returns the address of the first byte for devices. It is the virtual address, unless the
+    /// mapping was created in [`simulated::addresses`].
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.0.address
     }
 
-    /// Pointer to the byte at `offset`, for handing to a device or a system call. Dereferencing it
-    /// is the caller's business: the range must stay within the mapping, and a handle must be kept
-    /// as long as the pointer is used, which [`Memory::get_mut`] relies on.
+    /// Returns a pointer to the byte at `offset`, which can be passed to a device or a system call.
+    /// When using it, the caller must ensure that the range is within the mapping, and must keep a
+    /// handle while the pointer is used, because [`Memory::get_mut`] relies on this.
     ///
     /// # Panics
-    /// If `offset` is beyond the end.
+    /// Panics if `offset` is out of bounds.
     #[must_use]
     pub fn ptr(&self, offset: usize) -> *mut u8 {
-        // One past the end is allowed: an empty range may end there.
+        // The end of the mapping is allowed, because an empty range can be there.
         assert!(
             offset <= self.0.len,
             "offset {offset} beyond {}",
             self.0.len
         );
-        // A foreign range may be the whole address space, for which `add` is not defined.
+        // A foreign range can be the whole address space, for which `add` is undefined behavior.
         self.0.base.wrapping_add(offset)
     }
 
-    /// Copies `out.len()` bytes out, from `offset` on.
+    /// Copies `out.len()` bytes from `offset` to `out`.
     ///
     /// # Panics
-    /// If the range is not within the mapping.
+    /// Panics if the range is out of bounds.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         self.check(offset, out.len());
-        // SAFETY: the source range was checked; `out` is an exclusive Rust slice, so it cannot
-        // overlap memory that is only reachable by raw pointer.
+        // SAFETY: the source range was checked. `out` is an exclusive Rust slice, so it cannot
+        // overlap memory that is only reachable via raw pointers.
         let is_copied = unsafe { copy::load(self.ptr(offset), out.as_mut_ptr(), out.len()) };
         if !is_copied {
             self.note_fault();
@@ -239,23 +241,23 @@ impl Memory {
         }
     }
 
-    /// Copies `data` in, at `offset`.
+    /// Copies `data` to `offset`.
     ///
     /// # Panics
-    /// If the range is not within the mapping.
+    /// Panics if the range is out of bounds.
     pub fn write(&self, offset: usize, data: &[u8]) {
         self.check(offset, data.len());
-        // SAFETY: as in `read`, with the roles exchanged.
+        // SAFETY: as in `read`, with the roles swapped.
         let is_copied = unsafe { copy::store(data.as_ptr(), self.ptr(offset), data.len()) };
         if !is_copied {
             self.note_fault();
         }
     }
 
-    /// Fills `len` bytes from `offset` on with `byte`.
+    /// Sets `len` bytes starting at `offset` to `byte`.
     ///
     /// # Panics
-    /// If the range is not within the mapping.
+    /// Panics if the range is out of bounds.
     pub fn fill(&self, offset: usize, len: usize, byte: u8) {
         self.check(offset, len);
         // SAFETY: the range was checked.
@@ -264,27 +266,27 @@ impl Memory {
         }
     }
 
-    /// Copies `len` bytes from one mapping to another, or within one; overlap is allowed.
+    /// Copies `len` bytes from one mapping to another, or within a mapping. The ranges may overlap.
     ///
     /// # Panics
-    /// If either range is not within its mapping.
+    /// Panics if either range is out of bounds.
     pub fn copy(src: &Memory, src_offset: usize, dst: &Memory, dst_offset: usize, len: usize) {
         src.check(src_offset, len);
         dst.check(dst_offset, len);
         let (from, to) = (src.ptr(src_offset), dst.ptr(dst_offset));
-        // Forward copying is wrong only where the destination begins within the source.
+        // Copying forwards is only wrong if the start of the destination is inside of the source.
         let is_ahead = to.addr() > from.addr() && to.addr() - from.addr() < len;
         if !is_ahead {
-            // SAFETY: both ranges were checked; the destination is outside of the source or before
+            // SAFETY: both ranges were checked. The destination is outside of the source or before
             // it.
             if !unsafe { copy::copy(from, to, len) } {
-                // Which of them it was, a closer look at either finds out.
+                // We don't know which of them has failed, so both are marked if they are foreign.
                 let foreign = [src, dst].into_iter().filter(|m| m.0.is_foreign);
                 foreign.for_each(Memory::note_fault);
             }
             return;
         }
-        // From the last to the first, in pieces that are wholly read before they are written.
+        // Copy backwards, in chunks that are completely read before they are written.
         let mut left = len;
         while left > 0 {
             let n = left.min(CHUNK);
@@ -300,17 +302,17 @@ impl Memory {
         self.check(offset, len);
         let mut copy = [MaybeUninit::<u8>::uninit(); CHUNK];
         let room = &mut copy[..len];
-        // SAFETY: the source range was checked; the destination is a local array.
+        // SAFETY: the source range was checked. The destination is a local array.
         if !unsafe { copy::load(self.ptr(offset), room.as_mut_ptr().cast(), len) } {
             self.note_fault();
             room.fill(MaybeUninit::new(0));
         }
-        // SAFETY: all of `room` has just been written.
+        // SAFETY: `room` has just been initialized.
         f(unsafe { &*(ptr::from_ref(room) as *const [u8]) })
     }
 
-    /// Whether a byte of the range was not mapped when it was accessed through any handle, or not for
-    /// that access. See [`fault`].
+    /// Returns whether a byte of the range was accessed via any handle although it was not mapped,
+    /// or not for this kind of access. See [`fault`].
     #[must_use]
     pub fn has_faulted(&self) -> bool {
         self.0.has_faulted.load(Ordering::Acquire)
@@ -323,33 +325,35 @@ impl Memory {
         fault::note();
     }
 
-    /// The bytes of the mapping, if it is not foreign and this is the only handle to it: who posts
-    /// a request, registers memory or holds a range keeps a handle as long as anything of that may
-    /// write the bytes. So a buffer whose requests have completed can be read in place.
+    /// Returns the bytes of the mapping if it is not foreign and this is the only handle to it.
+    /// Whoever posts a request, registers memory or holds a range must keep a handle while the
+    /// bytes may be written. So a buffer can be read in place when its requests have completed.
     pub fn get_mut(&mut self) -> Option<&mut [u8]> {
-        // The count says that no range, no posted request and no device's table has a handle.
+        // This reference count proves that no range, no posted request and no table of a device has
+        // a handle.
         let mapping = Arc::get_mut(&mut self.0).filter(|mapping| !mapping.is_foreign)?;
-        // SAFETY: the range is mapped and initialised. No other handle exists, so neither a device
-        // nor a copy of ours writes it, and none comes to be as long as this one is borrowed.
+        // SAFETY: the range is mapped and initialized. There is no other handle, so neither a
+        // device nor one of our copies writes to it, and no other handle can be created while this
+        // one is borrowed.
         Some(unsafe { std::slice::from_raw_parts_mut(mapping.base, mapping.len) })
     }
 
-    /// Calls `f` with the bytes of a range, without a copy: for a range that its user owns at this
-    /// time, because no posted request names it.
+    /// Calls `f` with the bytes of a range, without copying. For a range that is currently owned by
+    /// its user, because no posted request refers to it.
     ///
     /// # Safety
-    /// No thread and no device writes the range until `f` returns.
+    /// No thread or device may write to the range until `f` returns.
     ///
     /// # Panics
-    /// If the range is not within the mapping.
+    /// Panics if the range is out of bounds.
     pub unsafe fn with_bytes<R>(&self, offset: usize, len: usize, f: impl FnOnce(&[u8]) -> R) -> R {
         self.check(offset, len);
-        // SAFETY: the range was checked, the bytes are initialised, and the caller promises that
-        // nothing writes them meanwhile.
+        // SAFETY: the range was checked, the bytes are initialized, and the caller guarantees that
+        // they are not written concurrently.
         f(unsafe { std::slice::from_raw_parts(self.ptr(offset), len) })
     }
 
-    /// The whole mapping as a slice.
+    /// Returns the whole mapping as a slice.
     #[must_use]
     pub fn whole(&self) -> MemSlice {
         MemSlice {
@@ -359,10 +363,11 @@ impl Memory {
         }
     }
 
-    /// A range of the mapping, or `None` where it is not within it.
+    /// Returns a range of the mapping, or `None` if it is out of bounds.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
-        // `start <= end` as well, since the length of a reversed range would wrap.
+        // We also need to check `start <= end`, because the length of a reversed range would
+        // overflow.
         (range.start <= range.end && range.end <= self.len()).then(|| MemSlice {
             memory: self.clone(),
             offset: range.start,
@@ -379,8 +384,7 @@ impl Memory {
     }
 }
 
-/// A range of a [`Memory`] that keeps it alive. Offsets in its methods count from the range's
-/// start.
+/// A range of a [`Memory`] that keeps it alive. Offsets in its methods are relative to the range.
 #[derive(Clone, Debug)]
 pub struct MemSlice {
     memory: Memory,
@@ -389,68 +393,68 @@ pub struct MemSlice {
 }
 
 impl MemSlice {
-    /// The mapping the range lies in.
+    /// Returns the mapping that contains the range.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Offset of the range within its mapping, in bytes.
+    /// Returns the offset of the range within its mapping, in bytes.
     #[must_use]
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Length of the slice in bytes.
+    /// Returns the length of the slice in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the range holds no byte.
+    /// Returns whether the range is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Address of the range's first byte for devices, as [`Memory::addr`].
+    /// Returns the address of the first byte for devices, like [`Memory::addr`].
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.memory.addr() + self.offset as u64
     }
 
-    /// Pointer to the range's first byte, as [`Memory::ptr`].
+    /// Returns a pointer to the first byte, like [`Memory::ptr`].
     #[must_use]
     pub fn ptr(&self) -> *mut u8 {
         self.memory.ptr(self.offset)
     }
 
-    /// Copies out, from `offset` within the range. Panics beyond its end.
+    /// Copies bytes from `offset` within the range to `out`. Panics if they are out of bounds.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let from = self.part(offset, out.len());
-        // SAFETY: the source range was checked; `out` is an exclusive Rust slice.
+        // SAFETY: the source range was checked. `out` is an exclusive Rust slice.
         if !unsafe { copy::load(from, out.as_mut_ptr(), out.len()) } {
             self.memory.note_fault();
             out.fill(0);
         }
     }
 
-    /// Copies in, at `offset` within the range. Panics beyond its end.
+    /// Copies `data` to `offset` within the range. Panics if it is out of bounds.
     pub fn write(&self, offset: usize, data: &[u8]) {
         let to = self.part(offset, data.len());
-        // SAFETY: as in `read`, with the roles exchanged.
+        // SAFETY: as in `read`, with the roles swapped.
         if !unsafe { copy::store(data.as_ptr(), to, data.len()) } {
             self.memory.note_fault();
         }
     }
 
-    /// Fills a part of the range with `byte`. Panics beyond its end.
+    /// Sets a part of the range to `byte`. Panics if it is out of bounds.
     pub fn fill(&self, offset: usize, len: usize, byte: u8) {
         self.check(offset, len);
         self.memory.fill(self.offset + offset, len, byte);
     }
 
-    /// The bytes of the range, copied.
+    /// Returns a copy of the bytes.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut v = vec![0; self.len];
@@ -458,12 +462,10 @@ impl MemSlice {
         v
     }
 
-    /// Calls `f` with copies of the range's bytes, piece by piece and in order, for computing
-    /// checksums and comparing.
+    /// Calls `f` with copies of the bytes, in order and in chunks, for checksums and comparisons.
     pub fn for_each_chunk(&self, mut f: impl FnMut(&[u8])) {
         let mut done = 0;
-        // In pieces on the stack: a checksum needs neither the heap nor a reference into the
-        // mapping.
+        // The chunks are on the stack, so we need neither the heap nor a reference to the mapping.
         while done < self.len {
             let n = (self.len - done).min(CHUNK);
             self.memory.with_copy(self.offset + done, n, &mut f);
@@ -471,20 +473,23 @@ impl MemSlice {
         }
     }
 
-    /// Sees to it that the range is mapped and that its pages are in memory, as an access would; for
-    /// one that writes with `write`. For foreign ranges: all others are mapped.
+    /// Ensures that the range is mapped and that its pages are in memory, as if it was read, or
+    /// written if `write` is set. This is only useful for foreign ranges, because all other ranges
+    /// are mapped.
     ///
     /// # Errors
-    /// `ENOMEM` where it is not mapped, `EINVAL` where it is not mapped for that access, or is of a
-    /// device; also on kernels before Linux 5.14, which do not have the call.
+    /// Returns `ENOMEM` if it is not mapped, `EINVAL` if it is not mapped for this kind of access,
+    /// or if it belongs to a device. Also returns `EINVAL` on kernels older than Linux 5.14, which
+    /// do not support this call.
     pub fn populate(&self, write: bool) -> io::Result<()> {
         if self.len == 0 {
             return Ok(());
         }
-        // By addresses, since the pages reach beyond the range.
+        // We use addresses instead of pointers, because the pages may extend beyond the range.
         let start = self.ptr().addr() & !(PAGE - 1);
         let end = self.ptr().addr().checked_add(self.len);
-        // Nothing is mapped in the upper half, to which the end of a page could not be added.
+        // The upper half of the address space is never mapped, and rounding up to the end of a page
+        // could overflow there.
         let end = end.filter(|&end| end <= isize::MAX as usize);
         let end = end.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let advice = if write {
@@ -492,7 +497,7 @@ impl MemSlice {
         } else {
             libc::MADV_POPULATE_READ
         };
-        // SAFETY: the advice changes no byte and no mapping.
+        // SAFETY: the advice does not change any bytes or mappings.
         let r = unsafe { libc::madvise(ptr::without_provenance_mut(start), end - start, advice) };
         match r {
             0 => Ok(()),
@@ -500,8 +505,8 @@ impl MemSlice {
         }
     }
 
-    /// The range together with the one that follows it in the same mapping; `None` where `next` does
-    /// not.
+    /// Returns the union of this range and the range that follows it in the same mapping, or `None`
+    /// if `next` does not follow this range.
     #[must_use]
     pub fn join(&self, next: &MemSlice) -> Option<MemSlice> {
         let follows = self.offset + self.len == next.offset;
@@ -512,7 +517,7 @@ impl MemSlice {
         })
     }
 
-    /// A part of the range, or `None` where it is not within it.
+    /// Returns a part of the range, or `None` if it is out of bounds.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
         (range.start <= range.end && range.end <= self.len).then(|| MemSlice {
@@ -530,10 +535,11 @@ impl MemSlice {
         );
     }
 
-    /// The first byte of a part of the range, once it is checked that all of it lies there.
+    /// Checks that a part of the range is within bounds, and returns a pointer to its first byte.
     fn part(&self, offset: usize, len: usize) -> *mut u8 {
         self.check(offset, len);
-        // The range lies in its mapping since it was cut from that, so the part does.
+        // The range is within its mapping, because it was checked when it was created, so this part
+        // is too.
         self.memory.0.base.wrapping_add(self.offset + offset)
     }
 }
@@ -582,7 +588,7 @@ mod tests {
     fn a_foreign_range_is_as_long_as_it_is_and_stays_mapped() {
         let owner = Memory::new(PAGE).unwrap();
         owner.write(13, b"their bytes");
-        // SAFETY: `owner` keeps the range mapped, and no reference to it is made.
+        // SAFETY: `owner` keeps the range mapped, and there are no references to it.
         let mut range = unsafe { Memory::foreign(owner.ptr(13), 11) };
         assert_eq!((range.len(), range.addr()), (11, owner.addr() + 13));
         assert_eq!(range.get_mut(), None, "its owner may write it");
@@ -591,7 +597,7 @@ mod tests {
         range.write(6, b"chunk");
         drop(range);
         assert_eq!(owner.slice(13..24).unwrap().to_vec(), b"their chunk");
-        // SAFETY: nothing of the range is touched.
+        // SAFETY: the range is not accessed.
         let empty = unsafe { Memory::foreign(ptr::null_mut(), 0) };
         assert!(empty.is_empty() && empty.whole().is_empty());
     }
@@ -605,15 +611,15 @@ mod tests {
             .populate(true)
             .unwrap();
         assert!(m.whole().to_vec().iter().all(|&b| b == 0));
-        // SAFETY: nothing of the range is accessed.
+        // SAFETY: the range is not accessed.
         let all = unsafe { Memory::foreign(ptr::null_mut(), usize::MAX) };
         let at = m.addr() as usize;
         let part = |from: usize, len| all.slice(from..from + len).unwrap().populate(false);
         part(at + 7, 3 * PAGE).unwrap();
         part(0, 0).unwrap();
-        // The range ends in a page without access. Otherwise the call would populate mappings of
-        // other tests that follow, for example holes of their files.
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // This range ends in a page without access. Otherwise the call would populate subsequent
+        // mappings of other tests, for example holes of their files.
+        // SAFETY: this is a new mapping at an address chosen by the kernel.
         let guarded = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let base = libc::mmap(ptr::null_mut(), 2 * PAGE, libc::PROT_NONE, flags, -1, 0);
@@ -628,7 +634,7 @@ mod tests {
         ] {
             assert!(part(from, len).is_err(), "{from:#x}+{len:#x}");
         }
-        // SAFETY: a mapping of our own, at an address of the kernel's choice, which is not used.
+        // SAFETY: this is a new mapping at an address chosen by the kernel, and it is not used.
         unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let p = libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ, flags, -1, 0);

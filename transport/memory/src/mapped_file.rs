@@ -1,17 +1,17 @@
-//! [`MappedFile`]: a file of a file system in memory, read without a system call.
+//! [`MappedFile`]: reads a file in a memory-backed file system without system calls.
 //!
-//! Its pages are in memory already, so a read is a copy, and what `preadv(2)` costs beyond that is
-//! saved. Three things would make such a copy worse than the call:
+//! Its pages are already in memory, so a read is a copy, and we avoid the overhead of `preadv(2)`.
+//! There are three cases in which such a copy would be worse than the system call:
 //!
-//! - A fault in a hole allocates a page: reading a sparse file would fill its file system. So only
-//!   pages that are known to be allocated are read here.
-//! - A file may be made shorter by another process, and memory may fail. The access ends in SIGBUS,
-//!   which is caught ([`crate::fault`]): the copy reports that it has failed. The mapping is not used
-//!   again after that.
-//! - A page may be in swap. Its fault waits as long as the call would.
+//! - A fault in a hole allocates a page, so reading a sparse file would fill its file system. To
+//!   avoid this, we only read pages that are known to be allocated.
+//! - A file may be truncated by another process, and memory may fail. The access raises SIGBUS,
+//!   which is caught ([`crate::fault`]), and the copy returns an error. The mapping is not used
+//!   anymore after that.
+//! - A page may be swapped out. In this case a fault blocks for the same time as a system call.
 //!
-//! The file is written by system calls only. They keep a block whole even where the process is
-//! killed in the middle of it, which a copy to a mapping does not.
+//! The file is only written using system calls. Unlike copies to a mapping, they keep blocks
+//! consistent even if the process is killed in the middle of a write.
 
 use std::io;
 use std::ops::Range;
@@ -24,56 +24,56 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::{MemSlice, PAGE, copy, fault};
 
-/// Pages of one word of [`MappedFile::allocated`].
+/// Pages per word of [`MappedFile::allocated`].
 const BITS: usize = u64::BITS as usize;
 
-/// The kernel is asked for whole groups of pages, so that one call serves the reads of a group.
+/// The kernel is queried for whole groups of pages, so that one call serves the reads of a group.
 const GROUP: usize = 16;
 
-/// Most pages that the kernel is asked for at once: those of an unaligned MiB, and the rest of the
-/// groups at its ends.
+/// Maximum number of pages per query: an unaligned MiB, plus the rest of the groups at both ends.
 const ASKED: usize = 256 + 2 * GROUP;
 
-/// Most pages of a mapping, 256 GiB. They have 8 MiB of bits; a sparse file may be of any length.
+/// Maximum number of pages of a mapping, 256 GiB. Their bits need 8 MiB. Without a limit, they
+/// could need much more, because a sparse file can have any length.
 const MOST: usize = 1 << 26;
 
-/// A mapping of a file, for reading. Unmapped when it is dropped.
+/// A read-only mapping of a file. Unmapped when it is dropped.
 #[derive(Debug)]
 pub struct MappedFile {
     base: NonNull<u8>,
-    /// Bytes: whole pages.
+    /// Length in bytes, a multiple of the page size.
     len: usize,
-    /// A bit for each page that is not a hole.
+    /// One bit for each page. It is set if the page is known to be allocated.
     allocated: Box<[AtomicU64]>,
-    /// Calls of [`Self::forget`].
+    /// Number of calls of [`Self::forget`].
     forgotten: AtomicU64,
-    /// A page of the file could not be read.
+    /// Set if a page of the file could not be read.
     is_lost: AtomicBool,
 }
 
-// SAFETY: a mapping is plain bytes; all access is by copies that create no references.
+// SAFETY: a mapping is plain bytes. All accesses are copies that create no references.
 unsafe impl Send for MappedFile {}
-// SAFETY: as above; nothing writes to it.
+// SAFETY: as above, and the mapping is never written.
 unsafe impl Sync for MappedFile {}
 
 impl Drop for MappedFile {
     fn drop(&mut self) {
-        // SAFETY: the range of the mmap call in `new`, which nothing can address any more. A failure
-        // would leave it mapped.
+        // SAFETY: this is the range of the mmap call in `new`, which can no longer be accessed. If
+        // this fails, it stays mapped.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
 impl MappedFile {
-    /// Maps the whole pages of the first `len` bytes of a file, of 256 GiB at most. What lies beyond
-    /// is not read through it.
+    /// Maps the whole pages of the first `len` bytes of a file, up to 256 GiB. Bytes beyond these
+    /// pages can't be read with this mapping.
     ///
     /// # Errors
-    /// [`io::ErrorKind::PermissionDenied`] for a file that this process may not write, of which the
-    /// kernel does not report holes; [`io::ErrorKind::InvalidInput`] if it has no whole page; and
-    /// the errors of `mmap(2)` and [`fault::catch`].
+    /// Returns [`io::ErrorKind::PermissionDenied`] if this process may not write to the file,
+    /// because the kernel does not report holes in this case, [`io::ErrorKind::InvalidInput`] if
+    /// there is no whole page, and errors of `mmap(2)` and [`fault::catch`].
     pub fn new(file: BorrowedFd<'_>, len: u64) -> io::Result<Self> {
-        // mincore(2) reports each page of such a file as there.
+        // For a file that is not writable, mincore(2) reports all pages as resident.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         rustix::fs::accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS)?;
         let pages = usize::try_from(len).unwrap_or(usize::MAX) / PAGE;
@@ -84,12 +84,13 @@ impl MappedFile {
         fault::catch()?;
         let len = pages * PAGE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        // SAFETY: a new mapping at an address chosen by the kernel does not affect existing
+        // mappings.
         let base =
             unsafe { rustix::mm::mmap(ptr::null_mut(), len, ProtFlags::READ, flags, file, 0) }?;
         let base = NonNull::new(base.cast::<u8>()).ok_or(io::ErrorKind::AddrNotAvailable)?;
-        // SAFETY: advice about the new mapping, that changes no byte. Without it a core dump may
-        // have the file's content.
+        // SAFETY: this is advice for the new mapping, and does not change any bytes. Without it, a
+        // core dump could contain the contents of the file.
         let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
         let words = std::iter::repeat_with(AtomicU64::default).take(pages.div_ceil(BITS));
         Ok(Self {
@@ -101,9 +102,9 @@ impl MappedFile {
         })
     }
 
-    /// Copies from `offset` of `file`, which is the one that was mapped, into one piece after the
-    /// other. `false` if that takes a system call that reads, or has failed: the pieces have no
-    /// content of meaning then.
+    /// Copies from `offset` of `file`, which must be the file that was mapped, into the pieces, in
+    /// order. Returns `false` if this needs a system call for reading, or has failed. In this case
+    /// the contents of the pieces are unspecified.
     #[must_use]
     pub fn read(&self, file: BorrowedFd<'_>, offset: u64, into: &[MemSlice]) -> bool {
         let total: usize = into.iter().map(MemSlice::len).sum();
@@ -114,18 +115,19 @@ impl MappedFile {
             return false;
         }
         let mut at = bytes.start;
-        // Of a file that was made shorter, the rest of its last page is zeros. Another byte at the end
-        // of the range is the file's.
+        // If the file was truncated, the remaining bytes of its last page are zero. So if the last
+        // byte of the range is nonzero, it is still part of the file.
         let mut last = 0;
         let mut is_copied = true;
         for piece in into {
-            // SAFETY: within the mapping, which `self` keeps, and a range that its slice keeps.
-            // Others may write to either, as to any memory of this crate. Faults are caught.
+            // SAFETY: the source is within the mapping, which `self` keeps alive, and the
+            // destination is kept alive by its slice. Both may be written concurrently, like all
+            // memory of this crate. Faults are caught.
             is_copied &=
                 unsafe { copy::load(self.base.as_ptr().add(at), piece.ptr(), piece.len()) };
             at += piece.len();
         }
-        // SAFETY: within the mapping, which is not empty; faults are caught.
+        // SAFETY: within the mapping, which is not empty. Faults are caught.
         is_copied &= unsafe {
             let from = self.base.as_ptr().add(at.saturating_sub(1));
             copy::load(from, &raw mut last, 1)
@@ -138,9 +140,9 @@ impl MappedFile {
         last != 0 || rustix::fs::fstat(file).is_ok_and(|stat| stat.st_size as u64 >= end)
     }
 
-    /// Notes that a range of the file has become a hole. The caller keeps reads of the range away
-    /// from before the hole is made until this returns. For a moment a read of pages beside it may
-    /// restore what was known of it: a read of the hole in that moment allocates it.
+    /// Records that a range of the file has become a hole. From before the hole is created until
+    /// this returns, the caller must not read the range. A concurrent read of nearby pages may
+    /// briefly mark it as allocated again. Reading the hole at that time would allocate it.
     pub fn forget(&self, bytes: Range<u64>) {
         let within = |at: u64| usize::try_from(at).map_or(self.len, |at| at.min(self.len));
         let bytes = within(bytes.start)..within(bytes.end);
@@ -154,15 +156,14 @@ impl MappedFile {
         }
     }
 
-    /// A range of the mapping; `None` if it goes beyond.
+    /// Returns a range of the mapping, or `None` if it is out of bounds.
     fn within(&self, offset: u64, len: usize) -> Option<Range<usize>> {
         let start = usize::try_from(offset).ok()?;
         let end = start.checked_add(len)?;
         (end <= self.len).then_some(start..end)
     }
 
-    /// Whether all pages of a range are allocated. The kernel is asked for those that are not known
-    /// to be.
+    /// Returns whether all pages of a range are allocated. Queries the kernel if this is not known.
     fn has_pages(&self, bytes: &Range<usize>) -> bool {
         let pages = pages(bytes);
         let is_known = |(word, mask): (usize, u64)| {
@@ -180,7 +181,7 @@ impl MappedFile {
         };
         let forgotten = self.forgotten.load(Ordering::SeqCst);
         let first = self.base.as_ptr().wrapping_add(groups.start * PAGE);
-        // SAFETY: pages of the mapping, and one byte for each of them.
+        // SAFETY: the pages are within the mapping, and there is one byte for each of them.
         let result = unsafe {
             libc::mincore(
                 first.cast(),
@@ -191,7 +192,7 @@ impl MappedFile {
         if result != 0 {
             return false;
         }
-        // A group lies within one word.
+        // Groups do not cross word boundaries.
         for (first, group) in groups.clone().step_by(GROUP).zip(are_there.chunks(GROUP)) {
             let bits = group.iter().rev();
             let found = bits.fold(0, |bits, page| bits << 1 | u64::from(page & 1));
@@ -199,7 +200,7 @@ impl MappedFile {
                 self.allocated[first / BITS].fetch_or(found << (first % BITS), Ordering::SeqCst);
             }
         }
-        // A page beside those that the caller reads may have become a hole since the kernel was asked.
+        // A page near the requested pages may have become a hole after the kernel was queried.
         if self.forgotten.load(Ordering::SeqCst) != forgotten {
             self.clear(groups.clone());
         }
@@ -208,12 +209,12 @@ impl MappedFile {
     }
 }
 
-/// The pages of a range of bytes.
+/// Returns the pages of a range of bytes.
 fn pages(bytes: &Range<usize>) -> Range<usize> {
     bytes.start / PAGE..bytes.end.div_ceil(PAGE)
 }
 
-/// The words of a range of pages, and the bits of each.
+/// Returns the words of a range of pages, and a bit mask for each.
 fn words(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
     let (first, last) = (pages.start / BITS, pages.end.div_ceil(BITS));
     (first..last).map(move |word| {
@@ -224,7 +225,7 @@ fn words(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-// Miri has no memory files, and loops do not catch faults.
+// Miri does not support memory files, and loops do not catch faults.
 #[cfg(all(test, target_arch = "x86_64", not(miri), not(feature = "loops")))]
 mod tests {
     use std::fs::File;
@@ -236,7 +237,7 @@ mod tests {
 
     const PAGES: u64 = 150;
 
-    /// A file in memory of [`PAGES`] pages, of which none is allocated.
+    /// Creates a memory file of [`PAGES`] unallocated pages.
     fn file(name: &str) -> File {
         let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let file = File::from(file);
@@ -271,14 +272,14 @@ mod tests {
             file.write_all_at(&[number as u8; PAGE], page(number))
                 .unwrap();
         }
-        // Across two words of bits.
+        // The range crosses a word boundary in the bits.
         assert!(map.read(file.as_fd(), page(62), &pieces));
         assert_eq!(
             room.slice(PAGE..3 * PAGE).unwrap().to_vec()[PAGE - 1..=PAGE],
             [62, 63]
         );
         assert_eq!(room.slice(0..PAGE).unwrap().to_vec(), [64; PAGE]);
-        // Not from the start of a page, nor whole pages.
+        // Unaligned range of less than a page.
         let part = [room.slice(0..600).unwrap()];
         assert!(map.read(file.as_fd(), page(64) - 512, &part));
         assert_eq!(part[0].to_vec()[511..513], [63, 64]);
@@ -290,7 +291,7 @@ mod tests {
             !map.read(file.as_fd(), page(62) - 512, &part),
             "its start is in a hole"
         );
-        // What is written later is seen.
+        // Later writes are visible.
         file.write_all_at(&[9], page(64)).unwrap();
         assert!(map.read(file.as_fd(), page(64), &part));
         assert_eq!(part[0].to_vec()[..2], [9, 64]);
@@ -311,7 +312,7 @@ mod tests {
         map.forget(page(60)..page(130));
         assert!(read(59) && read(130) && !(60..130).any(&mut read));
         assert_eq!(file.metadata().unwrap().blocks(), 80 * PAGE as u64 / 512);
-        // A range may end beyond the mapping.
+        // A range may extend beyond the mapping.
         map.forget(page(149)..page(151));
         assert!(read(149) && !read(150));
     }
@@ -339,7 +340,7 @@ mod tests {
                 file.write_all_at(&[1; PAGE], page(1)).unwrap();
                 fallocate(&file, punch, page(1), page(1)).unwrap();
                 map.forget(page(1)..page(2));
-                // A call that began before may set the bit, and clears it again.
+                // A call that started earlier may set the bit, but clears it again.
                 let before = asked.load(Ordering::SeqCst);
                 while asked.load(Ordering::SeqCst) < before + 2 && !asker.is_finished() {
                     std::thread::yield_now();
@@ -373,7 +374,7 @@ mod tests {
             !map.read(file.as_fd(), page(8), &beside),
             "a page of the mapping is no longer the file's"
         );
-        // One mapping says nothing about another.
+        // Mappings are independent of each other.
         assert!(
             other.read(file.as_fd(), page(8), &beside)
                 && !other.read(file.as_fd(), page(8), &whole)

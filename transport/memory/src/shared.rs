@@ -1,11 +1,12 @@
-//! Memory that two processes map: a page of atomic words, and data that are only copied.
+//! Memory mapped by two processes: a page of atomic words, and data that are only accessed by
+//! copying.
 //!
-//! The other process is not trusted. It may write anything at any time, so a second read of a value
-//! may differ from the first: users check the copy that they have. [`SharedMemory::map`] refuses
-//! files whose pages could go missing, which would turn accesses into SIGBUS: files that can be
-//! made shorter, and files of huge pages. A peer may punch holes, which read as zeros.
+//! The other process is not trusted. It may write anything at any time, so reading a value twice
+//! may yield different results: users must validate their copy. [`SharedMemory::map`] rejects files
+//! whose pages could disappear, because accesses would raise SIGBUS: files that can be truncated,
+//! and files of huge pages. A peer may punch holes, which read as zeros.
 //!
-//! Words and data never overlap, so no byte is accessed in two sizes.
+//! Words and data never overlap, so no byte is accessed with different sizes.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,36 +21,37 @@ use crate::{MemSlice, PAGE, copy};
 /// Number of words in the first page.
 pub const WORDS: usize = PAGE / size_of::<AtomicU32>();
 
-/// Type of file system that memory files are on: pages come from memory as they are touched
-/// (`TMPFS_MAGIC`). That of huge pages may run out of them.
+/// Type of the file system of memory files (`TMPFS_MAGIC`), which allocates pages on first access.
+/// The file system of huge pages could run out of them.
 const TMPFS: i64 = 0x0102_1994;
 
 /// A mapping of a memory file. Unmapped when it is dropped.
 #[derive(Debug)]
 pub struct SharedMemory {
     base: NonNull<u8>,
-    /// Bytes after the page of words.
+    /// Number of bytes after the page of words.
     len: usize,
 }
 
-// SAFETY: a mapping is plain bytes; all access is by atomic words and by copies that create no
-// references, so it may move to another thread.
+// SAFETY: a mapping is plain bytes. All accesses use atomic words or copies that create no
+// references, so it can be moved to another thread.
 unsafe impl Send for SharedMemory {}
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: the range of the mmap call in `map`, which nothing can address any more. A
-        // failure would leave it mapped.
+        // SAFETY: this is the range of the mmap call in `map`, which can no longer be accessed. If
+        // this fails, it stays mapped.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), PAGE + self.len) };
     }
 }
 
 impl SharedMemory {
-    /// Makes a memory file with `len` bytes of data, and maps it. The descriptor is for the other
-    /// process. `name` is shown among the mappings of a process.
+    /// Creates a memory file with `len` bytes of data, and maps it. Also returns the descriptor,
+    /// which should be passed to the other process. `name` is shown in the list of mappings of a
+    /// process.
     ///
     /// # Errors
-    /// `ENOMEM`, or no descriptor is left.
+    /// Fails if there is not enough memory (`ENOMEM`), or if there are too many open descriptors.
     pub fn create(name: &str, len: usize) -> io::Result<(Self, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create(name, flags)?;
@@ -59,14 +61,14 @@ impl SharedMemory {
         Ok((Self::map(&file, len)?, file))
     }
 
-    /// Maps a memory file that another process has made with `len` bytes of data.
+    /// Maps a memory file that was created by another process with `len` bytes of data.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] for a file that has another length, that could become shorter
-    /// or whose pages may be missing; and the errors of `mmap(2)`.
+    /// Returns [`io::ErrorKind::InvalidData`] if the file has a different length, could be
+    /// truncated or could have missing pages, and errors of `mmap(2)`.
     pub fn map(file: &impl AsFd, len: usize) -> io::Result<Self> {
         let bad = |what| io::Error::new(io::ErrorKind::InvalidData, what);
-        // Only memory files have seals; the kernel refuses the question for others.
+        // Only memory files have seals. For other files, the kernel returns an error.
         let seals = rustix::fs::fcntl_get_seals(file)
             .map_err(|_| bad("shared memory is not a memory file"))?;
         if !seals.contains(SealFlags::SHRINK) {
@@ -78,7 +80,8 @@ impl SharedMemory {
         if rustix::fs::fstat(file)?.st_size != (PAGE + len) as i64 {
             return Err(bad("shared memory has another length"));
         }
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        // SAFETY: a new mapping at an address chosen by the kernel does not affect existing
+        // mappings.
         let base = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
@@ -93,59 +96,59 @@ impl SharedMemory {
         Ok(Self { base, len })
     }
 
-    /// Bytes of data.
+    /// Returns the number of bytes of data.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no data.
+    /// Returns whether there are no data.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// A word of the first page.
+    /// Returns a word of the first page.
     ///
     /// # Panics
-    /// If `index` is not below [`WORDS`].
+    /// Panics if `index` is not less than [`WORDS`].
     #[must_use]
     pub fn word(&self, index: usize) -> &AtomicU32 {
         assert!(index < WORDS, "word {index} beyond the page");
-        // SAFETY: within the page of words, aligned, mapped as long as `self` lives, and accessed
-        // by nothing but such words.
+        // SAFETY: within the page of words, aligned, mapped while `self` exists, and only accessed
+        // as atomic words.
         unsafe { self.base.cast::<AtomicU32>().add(index).as_ref() }
     }
 
-    /// Copies `out.len()` bytes of data out, from `offset` on.
+    /// Copies `out.len()` bytes of data from `offset` to `out`.
     ///
     /// # Panics
-    /// If the range is not within the data.
+    /// Panics if the range is out of bounds.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let from = self.data(offset, out.len());
-        // SAFETY: the source was checked; `out` is an exclusive Rust slice.
+        // SAFETY: the source was checked. `out` is an exclusive Rust slice.
         let is_copied = unsafe { copy::load(from, out.as_mut_ptr(), out.len()) };
         assert!(is_copied, "all of the file is there");
     }
 
-    /// Copies `bytes` into the data, at `offset`.
+    /// Copies `bytes` to `offset` of the data.
     ///
     /// # Panics
-    /// If the range is not within the data.
+    /// Panics if the range is out of bounds.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         let to = self.data(offset, bytes.len());
-        // SAFETY: as in `read`, with the roles exchanged.
+        // SAFETY: as in `read`, with the roles swapped.
         let is_copied = unsafe { copy::store(bytes.as_ptr(), to, bytes.len()) };
         assert!(is_copied, "all of the file is there");
     }
 
-    /// Copies memory of this process into the data, at `offset`.
+    /// Copies memory of this process to `offset` of the data.
     ///
     /// # Panics
-    /// If the range is not within the data.
+    /// Panics if the range is out of bounds.
     pub fn write_memory(&self, offset: usize, slice: &MemSlice) {
         let to = self.data(offset, slice.len());
-        // SAFETY: both ranges are mapped and checked, and of two mappings.
+        // SAFETY: both ranges are mapped, were checked, and belong to different mappings.
         if !unsafe { copy::copy(slice.ptr(), to, slice.len()) } {
             slice.memory().note_fault();
         }
@@ -157,7 +160,7 @@ impl SharedMemory {
             "range {offset}+{len} beyond {}",
             self.len
         );
-        // SAFETY: within the mapping, as just asserted.
+        // SAFETY: within the mapping, as checked above.
         unsafe { self.base.as_ptr().add(PAGE + offset) }
     }
 }
@@ -198,7 +201,7 @@ mod tests {
         let text = |file: &OwnedFd, len| SharedMemory::map(file, len).unwrap_err().to_string();
         let (_ours, file) = SharedMemory::create("riser-test", PAGE).unwrap();
         assert!(text(&file, 2 * PAGE).contains("another length"));
-        // Nor can it be cut after it was looked at.
+        // It can't be truncated after it was checked either.
         assert!(rustix::fs::ftruncate(&file, 0).is_err());
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let open = rustix::fs::memfd_create("riser-test", flags).unwrap();

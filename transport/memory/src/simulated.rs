@@ -1,28 +1,28 @@
-//! Addresses of memory that are the same in each run, and mappings that fail.
+//! Reproducible memory addresses, and mappings that fail.
 //!
-//! Peers get the addresses of registered memory, so they are in packets, and a run could not be
-//! repeated byte by byte with those of the process. A device need not know memory by its virtual
-//! address; the software NIC translates what it is given.
+//! Addresses of registered memory are sent to peers, so packets contain them. With the virtual
+//! addresses of the process, a simulation could not be reproduced byte by byte. Devices don't need
+//! virtual addresses, and the software NIC translates the addresses that it receives.
 
 use std::cell::Cell;
 
 use crate::PAGE;
 
-/// The first address: none that a process of Linux could have, so that one used as a pointer faults.
+/// The first address. No Linux process has mappings there, so using it as a pointer causes a fault.
 const FIRST: u64 = 1 << 56;
 
 thread_local! {
-    /// Mappings that this thread may still make before one fails, while that is so; all it makes
-    /// count down.
+    /// Number of mappings that this thread can create before one fails, if any. Decremented for
+    /// each mapping.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
     /// The next address, in a simulation.
     static NEXT: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Gives mappings that this thread makes in `run` addresses in the order of their making. Only
-/// devices that are simulated as well can use them.
+/// Assigns reproducible addresses, in creation order, to mappings that this thread creates in
+/// `run`. Only simulated devices can use them.
 pub fn addresses<T>(run: impl FnOnce() -> T) -> T {
-    /// Ends it by a panic as well.
+    /// Restores the previous state, even on panic.
     struct Before(Option<u64>);
     impl Drop for Before {
         fn drop(&mut self) {
@@ -33,14 +33,14 @@ pub fn addresses<T>(run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// Has a mapping of this thread fail by `ENOMEM`, once: the one after so many. `None` has none fail.
-/// Returns how many the thread would still have made before the one that was to fail until now;
-/// `None` if that has failed, or none was to.
+/// Makes a mapping of this thread fail once with `ENOMEM`, after this number of successful
+/// mappings. `None` disables this. Returns the remaining number of mappings before the failure that
+/// was previously set, or `None` if it has already failed or was not set.
 pub fn fail_after(mappings: Option<usize>) -> Option<usize> {
     LEFT.replace(mappings)
 }
 
-/// Takes a mapping; returns whether it fails.
+/// Counts a mapping. Returns whether it should fail.
 pub(crate) fn fails() -> bool {
     let Some(left) = LEFT.get() else {
         return false;
@@ -49,10 +49,10 @@ pub(crate) fn fails() -> bool {
     left == 0
 }
 
-/// An address for a mapping, in a simulation.
+/// Allocates an address for a mapping, in a simulation.
 pub(crate) fn take(len: usize) -> Option<u64> {
     let address = NEXT.get()?;
-    // A page between two, which is no one's.
+    // Leave a guard page between mappings.
     NEXT.set(Some(address + (len + PAGE) as u64));
     Some(address)
 }

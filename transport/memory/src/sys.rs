@@ -1,8 +1,8 @@
-//! System calls that move bytes between a descriptor and memory without a copy of ours.
+//! System calls that transfer bytes between a descriptor and memory without an additional copy.
 //!
-//! A [`SendPiece`] is bytes to send, a [`ReceivePiece`] room to receive into: each an ordinary
-//! slice or a range of a mapping, borrowed until the call is over. The kernel stands where a device
-//! does otherwise: it may write a mapping while others copy from it.
+//! A [`SendPiece`] contains bytes to send, and a [`ReceivePiece`] is a buffer to receive into. Both
+//! are either an ordinary slice or a range of a mapping, borrowed during the call. In this case the
+//! kernel acts like a device: it may write to a mapping while other threads copy from it.
 
 use std::io;
 use std::marker::PhantomData;
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use crate::MemSlice;
 
-/// Piece of memory whose bytes are to be sent.
+/// A range of bytes to send.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct SendPiece<'a>(libc::iovec, PhantomData<&'a [u8]>);
@@ -31,29 +31,29 @@ impl<'a> From<&'a MemSlice> for SendPiece<'a> {
 }
 
 impl<'a> SendPiece<'a> {
-    /// A part of a range.
+    /// Creates a piece from a part of a range.
     ///
     /// # Panics
-    /// If `part` is not within it.
+    /// Panics if `part` is out of bounds.
     #[must_use]
     pub fn part(slice: &'a MemSlice, part: Range<usize>) -> Self {
         Self(part_of(slice, part), PhantomData)
     }
 
-    /// Length of the piece in bytes.
+    /// Returns the length of the piece in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.iov_len
     }
 
-    /// Whether there is nothing to send.
+    /// Returns whether there is nothing to send.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The rest of `pieces` after their first `count` bytes; no piece of it is empty.
+/// Skips the first `count` bytes of `pieces`. The remaining pieces are not empty.
 pub fn skip<'a>(
     pieces: impl IntoIterator<Item = SendPiece<'a>>,
     count: usize,
@@ -68,7 +68,7 @@ pub fn skip<'a>(
     })
 }
 
-/// Room to receive into.
+/// A buffer to receive into.
 #[repr(transparent)]
 pub struct ReceivePiece<'a>(libc::iovec, PhantomData<&'a mut [u8]>);
 
@@ -85,48 +85,48 @@ impl<'a> From<&'a MemSlice> for ReceivePiece<'a> {
 }
 
 impl<'a> ReceivePiece<'a> {
-    /// A part of a range.
+    /// Creates a piece from a part of a range.
     ///
     /// # Panics
-    /// If `part` is not within it.
+    /// Panics if `part` is out of bounds.
     #[must_use]
     pub fn part(slice: &'a MemSlice, part: Range<usize>) -> Self {
         Self(part_of(slice, part), PhantomData)
     }
 }
 
-/// Sends what a socket has room for now and returns how many bytes that was. It neither waits nor
-/// raises `SIGPIPE`.
+/// Sends as many bytes as the socket has room for, and returns their number. Does not block or
+/// raise `SIGPIPE`.
 ///
 /// # Errors
-/// The errors of `sendmsg(2)`: `WouldBlock` where there is no room, `EMSGSIZE` for more than 1,024
+/// Returns errors of `sendmsg(2)`: `WouldBlock` if there is no room, `EMSGSIZE` for more than 1,024
 /// pieces.
 pub fn send(socket: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usize> {
     let message = header(pieces.as_ptr().cast_mut().cast(), pieces.len());
-    // A peer that is gone is an error of this connection, not a signal to the process.
+    // If the peer has closed the connection, we want an error for this connection, not a signal.
     let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-    // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
-    // only reads them.
+    // SAFETY: every piece is a slice or a range of a mapping that is borrowed during the call, and
+    // the call only reads it.
     checked(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
 }
 
-/// Receives what has arrived at a socket, into one piece after the other, and returns how many
-/// bytes that was: 0 at the end of the stream. It does not wait.
+/// Receives available bytes from a socket into the pieces, in order, and returns their number,
+/// which is 0 at the end of the stream. Does not block.
 ///
 /// # Errors
-/// The errors of `recvmsg(2)`: `WouldBlock` where nothing has arrived.
+/// Returns errors of `recvmsg(2)`: `WouldBlock` if no bytes are available.
 pub fn receive(socket: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::Result<usize> {
     let mut message = header(pieces.as_mut_ptr().cast(), pieces.len());
-    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to
-    // which no Rust reference exists; they outlive the call.
+    // SAFETY: every piece is an exclusively borrowed slice, or a range of a mapping without Rust
+    // references to it. They outlive the call.
     checked(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
 }
 
-/// Bytes that a socket has taken and its peer has not acknowledged (`SIOCOUTQ` of `tcp(7)`). A
-/// socket of the domain `AF_UNIX` gives the memory that its unread bytes take, which is more.
+/// Returns the number of bytes that were sent, but not yet acknowledged by the peer (`SIOCOUTQ` of
+/// `tcp(7)`). For `AF_UNIX` sockets, this is the memory used by unread bytes, which is more.
 ///
 /// # Errors
-/// The errors of `ioctl(2)`.
+/// Returns errors of `ioctl(2)`.
 pub fn unacknowledged(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the call writes one integer, which outlives it.
@@ -135,11 +135,12 @@ pub fn unacknowledged(socket: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(bytes.try_into().unwrap_or(0))
 }
 
-/// Time since the peer's host last acknowledged anything, if it owes an acknowledgement of data that
-/// TCP has retransmitted. A host whose receive window is closed owes none.
+/// Returns the time since the last acknowledgement from the peer's host, if TCP has retransmitted
+/// data and is waiting for its acknowledgement. Returns `None` if the peer's receive window is
+/// closed.
 ///
 /// # Errors
-/// The errors of `getsockopt(2)`; the socket may not be one of TCP.
+/// Returns errors of `getsockopt(2)`, for example if the socket does not use TCP.
 pub fn peer_silence(socket: BorrowedFd<'_>) -> io::Result<Option<Duration>> {
     let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
@@ -154,27 +155,27 @@ pub fn peer_silence(socket: BorrowedFd<'_>) -> io::Result<Option<Duration>> {
         )
     };
     checked(result as isize)?;
-    // SAFETY: all-zero bytes are a valid structure of integers, which the kernel has filled.
+    // SAFETY: all zeroes is a valid structure of integers, and the kernel has initialized it.
     let info = unsafe { info.assume_init() };
     let owes = info.tcpi_unacked > 0 && info.tcpi_retransmits > 0;
     Ok(owes.then(|| Duration::from_millis(info.tcpi_last_ack_recv.into())))
 }
 
-/// Reads a part of a file into `room` and returns how many bytes that was.
+/// Reads a part of a file into `room` and returns the number of bytes.
 ///
 /// # Errors
-/// The errors of `pread(2)`.
+/// Returns errors of `pread(2)`.
 pub fn read_at(file: BorrowedFd<'_>, room: &MemSlice, offset: u64) -> io::Result<usize> {
     let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: the range is mapped and writable as long as the slice, and no Rust reference to it
-    // exists.
+    // SAFETY: the range is mapped and writable while the slice exists, and there are no Rust
+    // references to it.
     checked(unsafe { libc::pread(file.as_raw_fd(), room.ptr().cast(), room.len(), offset) })
 }
 
-/// Reads a part of a file into one piece after the other and returns how many bytes that was.
+/// Reads a part of a file into the pieces, in order, and returns the number of bytes.
 ///
 /// # Errors
-/// The errors of `preadv(2)`: `EINVAL` for more than 1,024 pieces.
+/// Returns errors of `preadv(2)`: `EINVAL` for more than 1,024 pieces.
 pub fn read_pieces_at(
     file: BorrowedFd<'_>,
     pieces: &mut [ReceivePiece<'_>],
@@ -182,17 +183,17 @@ pub fn read_pieces_at(
 ) -> io::Result<usize> {
     let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
-    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to
-    // which no Rust reference exists; they outlive the call. `repr(transparent)` makes the list one
-    // of vectors.
+    // SAFETY: every piece is an exclusively borrowed slice, or a range of a mapping without Rust
+    // references to it. They outlive the call. Due to `repr(transparent)` the list is a list of
+    // vectors.
     checked(unsafe { libc::preadv(file.as_raw_fd(), pieces.as_ptr().cast(), count, offset) })
 }
 
-/// Writes the pieces, in order, at `offset` of a file and returns how many bytes it took. If
-/// `durable`, these are on the medium when the call returns.
+/// Writes the pieces, in order, at `offset` of a file and returns the number of bytes written. If
+/// `durable` is set, they are on stable storage when this returns.
 ///
 /// # Errors
-/// The errors of `pwritev2(2)`: `EINVAL` for more than 1,024 pieces.
+/// Returns errors of `pwritev2(2)`: `EINVAL` for more than 1,024 pieces.
 pub fn write_pieces_at(
     file: BorrowedFd<'_>,
     pieces: &[SendPiece<'_>],
@@ -202,8 +203,8 @@ pub fn write_pieces_at(
     let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
     let flags = if durable { libc::RWF_DSYNC } else { 0 };
-    // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
-    // only reads them. `repr(transparent)` makes the list one of vectors.
+    // SAFETY: every piece is a slice or a range of a mapping that is borrowed during the call, and
+    // the call only reads it. Due to `repr(transparent)` the list is a list of vectors.
     checked(unsafe {
         libc::pwritev2(
             file.as_raw_fd(),
@@ -215,28 +216,29 @@ pub fn write_pieces_at(
     })
 }
 
-/// Reads what a descriptor has at its own position, into one piece after the other, and returns how
-/// many bytes that was.
+/// Reads from the current position of a descriptor into the pieces, in order, and returns the
+/// number of bytes.
 ///
 /// # Errors
-/// The errors of `readv(2)`: `WouldBlock` where a descriptor that does not block has nothing.
+/// Returns errors of `readv(2)`: `WouldBlock` if the descriptor is non-blocking and no bytes are
+/// available.
 pub fn read_pieces(fd: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::Result<usize> {
     let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
-    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to
-    // which no Rust reference exists; they outlive the call. `repr(transparent)` makes the list one
-    // of vectors.
+    // SAFETY: every piece is an exclusively borrowed slice, or a range of a mapping without Rust
+    // references to it. They outlive the call. Due to `repr(transparent)` the list is a list of
+    // vectors.
     checked(unsafe { libc::readv(fd.as_raw_fd(), pieces.as_ptr().cast(), count) })
 }
 
-/// Writes the pieces, in order, to a descriptor at its own position and returns how many bytes it
-/// took.
+/// Writes the pieces, in order, at the current position of a descriptor and returns the number of
+/// bytes written.
 ///
 /// # Errors
-/// The errors of `writev(2)`: `EINVAL` for more than 1,024 pieces.
+/// Returns errors of `writev(2)`: `EINVAL` for more than 1,024 pieces.
 pub fn write_pieces(fd: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usize> {
     let count = pieces.len().try_into().unwrap_or(libc::c_int::MAX);
-    // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
-    // only reads them. `repr(transparent)` makes the list one of vectors.
+    // SAFETY: every piece is a slice or a range of a mapping that is borrowed during the call, and
+    // the call only reads it. Due to `repr(transparent)` the list is a list of vectors.
     checked(unsafe { libc::writev(fd.as_raw_fd(), pieces.as_ptr().cast(), count) })
 }
 
@@ -256,9 +258,10 @@ fn part_of(slice: &MemSlice, part: Range<usize>) -> libc::iovec {
     vector(slice.ptr().wrapping_add(part.start), part.len())
 }
 
-/// The pieces are `repr(transparent)`, so a list of them is a list of vectors.
+/// Creates a message header for a list of pieces. They are `repr(transparent)`, so it is a list of
+/// vectors.
 fn header(vectors: *mut libc::iovec, count: usize) -> libc::msghdr {
-    // SAFETY: all zeroes is a message header without address, vectors and control data.
+    // SAFETY: all zeroes is a message header without an address, vectors or control data.
     let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
     message.msg_iov = vectors;
     message.msg_iovlen = count as _;
@@ -353,7 +356,7 @@ mod tests {
         let mut head = [0; 5];
         let room = memory.slice(100..200).unwrap();
         let mut pieces = [ReceivePiece::from(&mut head[..]), ReceivePiece::from(&room)];
-        // Short at the end of the file.
+        // Short read at the end of the file.
         assert_eq!(read_pieces_at(file.as_fd(), &mut pieces, 100).unwrap(), 19);
         assert_eq!(&head, b"head ");
         assert_eq!(room.slice(0..14).unwrap().to_vec(), b"from a mapping");

@@ -1,13 +1,13 @@
 //! libibverbs and librdmacm, loaded at run time.
 //!
-//! Nothing here links against rdma-core, so one binary runs on hosts with and without it:
-//! [`RdmaCore::load`] opens the two libraries and looks every function up once, each at the symbol
-//! version whose structures [`bindings`] describes. The data path (post, poll, arm) needs no
-//! symbol: it goes through the operation table of an opened context, with the functions of [`ops`].
+//! We don't link against rdma-core, so the same binary runs on hosts with and without it:
+//! [`RdmaCore::load`] opens the two libraries and looks up each function once, at the symbol
+//! version that matches the structures in [`bindings`]. The data path (post, poll, arm) does not
+//! need symbols. It uses the operation table of an opened context, via the functions of [`ops`].
 //!
-//! The structures are those of the public headers of rdma-core 44.0. `generate.sh` writes them with
-//! bindgen, with compile-time assertions about sizes and offsets on x86-64. Their notice and
-//! licence are at the top of `bindings.rs`.
+//! The structures are defined in the headers of rdma-core 44.0. `generate.sh` generates them
+//! with bindgen, including compile-time assertions about sizes and offsets on x86-64. Their
+//! copyright notice and license are at the top of `bindings.rs`.
 
 #![allow(unsafe_code, reason = "this crate is the boundary to two C libraries")]
 
@@ -30,7 +30,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use bindings::*;
 use thiserror::Error;
 
-/// Reason why rdma-core cannot be used on this host.
+/// Error returned if rdma-core cannot be used on this host.
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// A library is not installed, or cannot be opened.
@@ -38,22 +38,23 @@ pub enum LoadError {
     Library {
         /// File name of the library.
         library: &'static str,
-        /// The error of the dynamic linker.
+        /// Error returned by the dynamic linker.
         source: libloading::Error,
     },
-    /// A library is too old, or not the one that was meant.
+    /// A library is too old, or is a different library.
     #[error("{library} has no symbol {symbol} at version {version}")]
     Symbol {
         /// File name of the library.
         library: &'static str,
         /// Name of the missing function.
         symbol: &'static str,
-        /// The symbol version that is wanted.
+        /// The required symbol version.
         version: &'static str,
     },
 }
 
-/// Declares the function table: each entry names a function, its symbol version and its type.
+/// Declares a function table. Each entry contains the name of a function, its symbol version and
+/// its type.
 macro_rules! functions {
     ($(#[$doc:meta])* $table:ident from $library:literal {
         $($name:ident @ $version:literal: fn($($arg:ty),*) $(-> $ret:ty)?;)*
@@ -68,7 +69,7 @@ macro_rules! functions {
         }
 
         impl $table {
-            /// The library's name for the dynamic linker.
+            /// File name passed to the dynamic linker.
             pub const LIBRARY: &'static str = $library;
 
             fn load(handle: *mut c_void) -> Result<Self, LoadError> {
@@ -82,8 +83,8 @@ macro_rules! functions {
                             $version,
                             concat!($version, "\0"),
                         )?;
-                        // SAFETY: the symbol version fixes the function's signature, and the type
-                        // here is that signature as rdma-core's header of that version declares it.
+                        // SAFETY: the symbol version determines the function's signature, and this
+                        // type matches the declaration in rdma-core's header of that version.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $ret)?>(symbol) }
                     },)*
                 })
@@ -100,25 +101,25 @@ macro_rules! functions {
     reason = "named as the structures of the headers"
 )]
 pub struct rdma_cm_join_mc_attr_ex {
-    /// Fields that are set: [`JOIN_MC_ADDRESS`] and [`JOIN_MC_FLAGS`].
+    /// Mask of valid fields: [`JOIN_MC_ADDRESS`] and [`JOIN_MC_FLAGS`].
     pub comp_mask: u32,
-    /// How the group is joined: [`JOIN_MC_FULL_MEMBER`] or [`JOIN_MC_SEND_ONLY`].
+    /// Type of membership: [`JOIN_MC_FULL_MEMBER`] or [`JOIN_MC_SEND_ONLY`].
     pub join_flags: u32,
     /// Address of the group.
     pub addr: *mut sockaddr,
 }
 
-/// The address of a join is set.
+/// `addr` is valid.
 pub const JOIN_MC_ADDRESS: u32 = 1;
-/// The flags of a join are set.
+/// `join_flags` is valid.
 pub const JOIN_MC_FLAGS: u32 = 2;
-/// The group's datagrams are received.
+/// Receive the group's datagrams.
 pub const JOIN_MC_FULL_MEMBER: u32 = 0;
-/// Datagrams are only sent to the group.
+/// Only send datagrams to the group.
 pub const JOIN_MC_SEND_ONLY: u32 = 1;
 
 functions! {
-    /// The functions of libibverbs that the provider calls.
+    /// Functions of libibverbs used by the provider.
     Verbs from "libibverbs.so.1" {
         ibv_get_device_list @ "IBVERBS_1.1": fn(*mut c_int) -> *mut *mut ibv_device;
         ibv_free_device_list @ "IBVERBS_1.1": fn(*mut *mut ibv_device);
@@ -161,7 +162,7 @@ functions! {
 }
 
 functions! {
-    /// The functions of librdmacm that the provider calls.
+    /// Functions of librdmacm used by the provider.
     Cm from "librdmacm.so.1" {
         rdma_create_event_channel @ "RDMACM_1.0": fn() -> *mut rdma_event_channel;
         rdma_destroy_event_channel @ "RDMACM_1.0": fn(*mut rdma_event_channel);
@@ -194,21 +195,21 @@ functions! {
     }
 }
 
-/// Both libraries. They stay loaded until the process ends: devices keep threads and fork handlers
-/// that must not lose their code.
+/// Both libraries. They are never unloaded, because devices have threads and fork handlers that
+/// need their code.
 #[derive(Clone, Copy, Debug)]
 pub struct RdmaCore {
-    /// Functions of the library libibverbs.
+    /// Functions of libibverbs.
     pub verbs: Verbs,
-    /// Functions of the library librdmacm.
+    /// Functions of librdmacm.
     pub cm: Cm,
 }
 
 impl RdmaCore {
-    /// Opens both libraries and looks up every function.
+    /// Opens both libraries and looks up all functions.
     ///
     /// # Errors
-    /// [`LoadError`] names the library or symbol that is missing.
+    /// Returns a [`LoadError`] that names the missing library or symbol.
     pub fn load() -> Result<Self, LoadError> {
         Ok(Self {
             verbs: Verbs::load(open(Verbs::LIBRARY)?)?,
@@ -217,12 +218,12 @@ impl RdmaCore {
     }
 }
 
-/// Opens a library for good and answers the dynamic linker's handle.
+/// Opens a library permanently and returns the dynamic linker's handle.
 fn open(library: &'static str) -> Result<*mut c_void, LoadError> {
     use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
-    // SAFETY: loading rdma-core runs its initialisers, which have no preconditions.
+    // SAFETY: loading rdma-core runs its initializers, which have no preconditions.
     unsafe { Library::open(Some(library), RTLD_NOW | RTLD_LOCAL) }
-        // Never closed: devices keep threads and fork handlers whose code must stay.
+        // Never closed, because devices have threads and fork handlers that need its code.
         .map(Library::into_raw)
         .map_err(|source| LoadError::Library { library, source })
 }
@@ -246,8 +247,9 @@ fn lookup(
     ) else {
         return Err(missing);
     };
-    // By version, since a library may have several functions of one name whose structures differ.
-    // SAFETY: the handle is open, both strings end in NUL.
+    // We need the version, because a library may have multiple functions with the same name, but
+    // different structures.
+    // SAFETY: the handle is open, and both strings are NUL-terminated.
     let address = unsafe { libc::dlvsym(handle, name.as_ptr(), at.as_ptr()) };
     if address.is_null() {
         Err(missing)
@@ -265,11 +267,11 @@ mod tests {
         match RdmaCore::load() {
             Ok(core) => {
                 let mut count = -1;
-                // SAFETY: the function fills the count and answers a list or null.
+                // SAFETY: the function initializes the count and returns a list or null.
                 let list = unsafe { (core.verbs.ibv_get_device_list)(&raw mut count) };
                 if !list.is_null() {
                     assert!(count >= 0);
-                    // SAFETY: the list came from the call above.
+                    // SAFETY: the list was returned by the call above.
                     unsafe { (core.verbs.ibv_free_device_list)(list) };
                 }
             }

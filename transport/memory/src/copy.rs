@@ -237,7 +237,7 @@ mod assembly {
         use super::*;
 
         #[test]
-        fn what_processors_without_avx_run_is_exact_too() {
+        fn copy_without_avx_is_exact() {
             let src: Vec<u8> = (0..200).collect();
             let mut got = vec![0; 200];
             // SAFETY: both ranges are within their arrays.
@@ -321,7 +321,7 @@ mod tests {
     type Fill = unsafe fn(*mut u8, u8, usize) -> bool;
 
     #[test]
-    fn long_ranges_are_copied_exactly_also_where_they_overlap() {
+    fn long_and_overlapping_ranges_are_copied_exactly() {
         let copies: [Copy; 2] = [copy, bytes::copy];
         let src: Vec<u8> = (0..1024u32).map(|i| (i * i + i / 7) as u8).collect();
         for copy in copies {
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn every_length_and_alignment_is_copied_and_filled_exactly() {
+    fn copy_and_fill_support_any_alignment() {
         let here: [(Copy, Fill); 3] = [(load, fill), (store, fill), (copy, fill)];
         let elsewhere: [(Copy, Fill); 3] = [
             (bytes::load, bytes::fill),

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_of_what_is_gone_gives_zeros_and_is_counted() {
+    fn read_of_unmapped_page_returns_zeros() {
         for len in (1..300).chain([PAGE - 1]) {
             for before in [0, 1, 16, 31, 130, len].map(|n: usize| n.min(len)) {
                 let memory = torn(None);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_of_what_is_gone_is_lost_and_all_else_goes_on() {
+    fn write_to_unmapped_page_is_lost() {
         let memory = torn(Some(libc::PROT_READ));
         memory.write(0, &[1; 300]);
         assert!(!memory.has_faulted());
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_copy_at_once_all_go_on() {
+    fn concurrent_copies_recover_from_faults() {
         let memory = torn(None);
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -294,8 +294,8 @@ mod tests {
     }
 
     #[test]
-    fn other_faults_and_signals_that_are_sent_end_the_process_as_before() {
-        let name = "other_faults_and_signals_that_are_sent_end_the_process_as_before";
+    fn other_faults_terminate_process() {
+        let name = "other_faults_terminate_process";
         match part().as_deref() {
             None => {
                 for (part, signal) in [
@@ -340,8 +340,8 @@ mod tests {
     }
 
     #[test]
-    fn a_handler_that_was_there_before_gets_all_other_faults() {
-        let name = "a_handler_that_was_there_before_gets_all_other_faults";
+    fn previous_handler_receives_other_faults() {
+        let name = "previous_handler_receives_other_faults";
         // SAFETY: all zeroes is a valid action.
         let mut action: libc::sigaction = unsafe { zeroed() };
         match part().as_deref() {
@@ -368,13 +368,13 @@ mod tests {
     }
 
     #[test]
-    fn a_later_handler_that_calls_the_one_it_has_found_keeps_copies_safe() {
+    fn chained_handler_keeps_copies_safe() {
         static FOUND: OnceLock<libc::sigaction> = OnceLock::new();
         extern "C" fn chains(s: libc::c_int, i: *mut libc::siginfo_t, c: *mut libc::c_void) {
             // SAFETY: this is called like the kernel would call it.
             unsafe { pass_on(FOUND.get().unwrap(), s, i, c) };
         }
-        let name = "a_later_handler_that_calls_the_one_it_has_found_keeps_copies_safe";
+        let name = "chained_handler_keeps_copies_safe";
         if part().is_none() {
             let output = run(name, "later");
             return assert!(output.status.success(), "{output:?}");
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_about_memory_changes_nothing() {
+    fn memory_warning_is_ignored() {
         catch().unwrap();
         // SAFETY: all zeroes is valid, and a process may send any signal to itself.
         unsafe {

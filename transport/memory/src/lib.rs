@@ -549,7 +549,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_up_to_pages_and_starts_zeroed() {
+    fn mapping_is_zeroed_whole_pages() {
         let m = Memory::new(5000).unwrap();
         assert_eq!(m.len(), 8192);
         assert_eq!(m.addr() % PAGE as u64, 0);
@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_share_bytes_and_keep_the_mapping_alive() {
+    fn slices_share_bytes_and_keep_mapping_alive() {
         let s = {
             let m = Memory::new(PAGE).unwrap();
             m.write(100, b"riser");
@@ -574,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_sole_handle_gives_its_bytes() {
+    fn get_mut_requires_unique_handle() {
         let mut m = Memory::new(PAGE).unwrap();
         m.get_mut().unwrap()[7] = 9;
         let slice = m.slice(7..8).unwrap();
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_range_is_as_long_as_it_is_and_stays_mapped() {
+    fn foreign_range_keeps_length_and_mapping() {
         let owner = Memory::new(PAGE).unwrap();
         owner.write(13, b"their bytes");
         // SAFETY: `owner` keeps the range mapped, and there are no references to it.
@@ -648,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_ranges_are_copied_as_they_were() {
+    fn overlapping_ranges_are_copied_correctly() {
         let len = 3 * CHUNK + 5;
         for (from, to) in [(0, 1), (1, 0), (0, CHUNK), (7, 7), (CHUNK + 3, 0)] {
             let m = Memory::new(8 * CHUNK).unwrap();
@@ -660,7 +660,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_the_bytes_of_the_range_in_order() {
+    fn chunks_are_visited_in_order() {
         let m = Memory::new(4 * CHUNK).unwrap();
         let bytes: Vec<u8> = (0..2 * CHUNK + 9).map(|i| (i / 3) as u8).collect();
         m.write(5, &bytes);
@@ -671,7 +671,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_may_copy_the_same_range_at_once() {
+    fn range_can_be_copied_concurrently() {
         const TIMES: usize = if cfg!(miri) { 10 } else { 1000 };
         let m = Memory::new(PAGE).unwrap();
         std::thread::scope(|scope| {
@@ -689,13 +689,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "beyond")]
-    fn a_range_past_the_end_panics() {
+    fn range_past_end_panics() {
         Memory::new(PAGE).unwrap().write(PAGE - 1, &[1, 2]);
     }
 
     #[test]
     #[should_panic(expected = "beyond")]
-    fn a_range_that_wraps_panics() {
+    fn overflowing_range_panics() {
         let mut out = [0; 2];
         Memory::new(PAGE).unwrap().read(usize::MAX, &mut out);
     }

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn allocated_pages_are_read_and_holes_stay_holes() {
+    fn only_allocated_pages_are_read() {
         let file = file("riser-test-holes");
         let map = mapped(&file);
         let room = Memory::new(4 * PAGE).unwrap();
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_that_became_a_hole_is_not_read() {
+    fn punched_hole_is_not_read() {
         let file = file("riser-test-punched");
         file.write_all_at(&vec![1; PAGES as usize * PAGE], 0)
             .unwrap();
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_the_file_has_lost_is_reported() {
+    fn truncated_page_is_reported() {
         let file = file("riser-test-shorter");
         file.write_all_at(&vec![1; PAGES as usize * PAGE], 0)
             .unwrap();
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_a_whole_page_is_not_mapped() {
+    fn file_shorter_than_page_is_rejected() {
         let file = file("riser-test-short");
         let refused = |len| MappedFile::new(file.as_fd(), len).unwrap_err().kind();
         assert_eq!(refused(4095), io::ErrorKind::InvalidInput);
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_start_of_a_huge_file_is_mapped() {
+    fn huge_file_is_mapped_partially() {
         let file = file("riser-test-huge");
         let (len, most) = (i64::MAX as u64 & !4095, (MOST * PAGE) as u64);
         file.set_len(len).unwrap();

@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore)]
-    fn two_mappings_show_the_same_bytes_and_words() {
+    fn mappings_share_bytes_and_words() {
         let (ours, file) = SharedMemory::create("riser-test", 2 * PAGE).unwrap();
         let theirs = SharedMemory::map(&file, 2 * PAGE).unwrap();
         ours.write(PAGE - 2, b"abcd");
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore)]
-    fn a_file_that_could_end_in_a_fault_is_refused() {
+    fn faulting_files_are_rejected() {
         let text = |file: &OwnedFd, len| SharedMemory::map(file, len).unwrap_err().to_string();
         let (_ours, file) = SharedMemory::create("riser-test", PAGE).unwrap();
         assert!(text(&file, 2 * PAGE).contains("another length"));
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore)]
     #[should_panic(expected = "beyond")]
-    fn a_range_beyond_the_data_is_refused() {
+    fn range_beyond_data_is_rejected() {
         let (ours, _file) = SharedMemory::create("riser-test", PAGE).unwrap();
         ours.write(PAGE - 1, b"ab");
     }

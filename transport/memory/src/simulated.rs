@@ -63,7 +63,7 @@ mod tests {
     use crate::Memory;
 
     #[test]
-    fn one_mapping_fails_and_those_around_it_do_not() {
+    fn single_mapping_fails() {
         let none = fail_after(Some(1));
         let made: Vec<bool> = (0..3).map(|_| Memory::new(1).is_ok()).collect();
         assert_eq!((none, made), (None, vec![true, false, true]));
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_the_same_in_each_run_and_nowhere_else() {
+    fn simulated_addresses_are_reproducible() {
         let run = || {
             addresses(|| {
                 let made = [5000, 1].map(|len| Memory::new(len).unwrap());

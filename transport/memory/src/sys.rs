@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri knows no such calls on sockets")]
-    fn bytes_and_ranges_go_out_and_come_in_in_order() {
+    fn pieces_are_sent_and_received_in_order() {
         let (a, b) = UnixStream::pair().unwrap();
         let memory = Memory::new(PAGE).unwrap();
         memory.write(10, b"from a mapping");
@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri knows no such calls on sockets")]
-    fn a_socket_without_bytes_or_room_does_not_block() {
+    fn empty_or_closed_socket_does_not_block() {
         let (a, b) = UnixStream::pair().unwrap();
         let error = receive(b.as_fd(), &mut [ReceivePiece::from(&mut [0; 4][..])]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri knows no such calls on sockets")]
-    fn bytes_are_unacknowledged_until_they_are_read() {
+    fn unread_bytes_are_unacknowledged() {
         let (a, mut b) = UnixStream::pair().unwrap();
         assert_eq!(unacknowledged(a.as_fd()).unwrap(), 0);
         send(a.as_fd(), &[SendPiece::from(&[7; 100][..])]).unwrap();
@@ -339,7 +339,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri knows no such calls on files")]
-    fn pieces_are_written_and_read_at_their_place_in_a_file() {
+    fn file_pieces_use_given_offset() {
         let path = std::env::temp_dir().join(format!("riser-pieces-{}", std::process::id()));
         let mut options = std::fs::File::options();
         let options = options.read(true).write(true).create_new(true);
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri knows no such calls on sockets")]
-    fn pieces_go_through_any_descriptor() {
+    fn pieces_work_with_any_descriptor() {
         let (a, b) = UnixStream::pair().unwrap();
         b.set_nonblocking(true).unwrap();
         let memory = Memory::new(PAGE).unwrap();
@@ -384,7 +384,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "beyond")]
-    fn a_part_past_the_end_panics() {
+    fn part_past_end_panics() {
         let memory = Memory::new(PAGE).unwrap();
         let _ = SendPiece::part(&memory.whole(), 0..PAGE + 1);
     }

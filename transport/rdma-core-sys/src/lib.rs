@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loading_says_what_is_missing_or_finds_everything() {
+    fn load_succeeds_or_names_missing_symbol() {
         match RdmaCore::load() {
             Ok(core) => {
                 let mut count = -1;
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_symbol_at_a_version_that_does_not_exist_is_an_error() {
+    fn unknown_symbol_version_is_error() {
         let Ok(handle) = open("libc.so.6") else {
             panic!("no C library")
         };

@@ -1,4 +1,4 @@
-//! Accounts of a session: the commands that it has sent to each of its units.
+//! Session accounts: statistics for the commands sent to each unit.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,29 +10,29 @@ use super::{LunMap, StaleLun, Unit};
 use crate::qos::Limiter;
 use crate::stats::SessionStats;
 
-/// The accounts of a session, by the places of its units in the session's map.
+/// Accounts of a session, indexed by the position of the unit in the session's LUN map.
 #[derive(Debug, Default)]
 pub struct Accounts(Vec<Option<Arc<SessionStats>>>);
 
-/// The unit that a command addresses, as its session sees it.
+/// Unit addressed by a command, as seen by its session.
 #[derive(Debug)]
 pub struct AddressedUnit {
-    /// Unit that the LUN leads to.
+    /// Unit mapped to the LUN.
     pub unit: Arc<Unit>,
-    /// The number that leads to it.
+    /// LUN of the unit.
     pub lun: LunId,
-    /// That number is read-only.
+    /// The LUN is read-only.
     pub read_only: bool,
-    /// Present while the initiator may take the number for another unit.
+    /// Set while the initiator may expect a different unit at this LUN.
     pub stale: Option<StaleLun>,
-    /// The account that the command goes to.
+    /// Account for the command.
     pub account: Arc<SessionStats>,
-    /// The limits of its initiator.
+    /// Limits of the initiator.
     pub limiter: Option<Arc<Limiter>>,
 }
 
 impl Accounts {
-    /// Returns the unit that a command addresses. The account is made with the first command.
+    /// Returns the unit addressed by a command. The account is created for the first command.
     pub fn addressed(&mut self, luns: &LunMap, lun: WireLun, worker: u16) -> Option<AddressedUnit> {
         let place = luns.find(lun)?;
         let mapping = luns.mapping(place);
@@ -55,8 +55,8 @@ impl Accounts {
         Some(addressed(account))
     }
 
-    /// Follows the session to another map. Several places may lead to one unit of the target, so
-    /// accounts are matched by unit in the order of their places.
+    /// Updates the accounts for a new LUN map. Several entries may use the same unit of the target,
+    /// so accounts are matched by unit, in map order.
     pub fn follow(&mut self, luns: &LunMap) {
         let mut old: HashMap<_, Vec<_>> = HashMap::new();
         for account in self.0.drain(..).flatten().rev() {
@@ -70,14 +70,15 @@ impl Accounts {
         }));
     }
 
-    /// Adds the numbers of a session that has ended to those that units keep of its initiator.
+    /// Adds the totals of a closed session to the totals of its initiator, which are kept by each
+    /// unit.
     pub fn keep(&self, initiator: &str) {
         for account in self.iter() {
             account.lun().keep(initiator, account.share());
         }
     }
 
-    /// Returns the accounts made so far, in the order of the map's places.
+    /// Returns all existing accounts, in map order.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<SessionStats>> {
         self.0.iter().flatten()
     }

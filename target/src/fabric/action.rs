@@ -1,39 +1,39 @@
-//! Requests of connections to their worker.
+//! Requests from connections to their worker.
 
 use riser_scsi::attention::Attention;
 use riser_scsi::step::BlockOp;
 
 use super::{TaskIdx, TaskRef, UnitIdx};
 
-/// A request of a connection to its worker on behalf of a command or a task-management function,
-/// the same on every fabric. Each fabric adds requests of its own.
+/// A request from a connection to its worker, for a command or a task management function. These
+/// requests are the same for all fabrics, and each fabric defines additional ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TaskAction {
-    /// Start a block operation; when it ends, call the connection's `handle_block_done`.
+    /// Start a block operation, and call `handle_block_done` of the connection when it completes.
     SubmitBlock {
-        /// Context of the command at its connection.
+        /// Context of the command on its connection.
         task: TaskIdx,
-        /// Unit whose backend carries it out.
+        /// Unit with the backend that executes the operation.
         unit: UnitIdx,
         /// Operation, without its data.
         op: BlockOp,
     },
-    /// Try to end a block operation early. It still ends with `handle_block_done`.
+    /// Try to abort a block operation. `handle_block_done` is called in any case.
     AbortBlock(TaskIdx),
-    /// Notify a task's connection that it may start: `handle_task_start`.
+    /// Notify the connection of a task that the task may start: `handle_task_start`.
     StartTask(TaskRef),
-    /// Have a task's connection abort it: `handle_abort`.
+    /// Request the connection of a task to abort it: `handle_abort`.
     AbortTask {
-        /// Name of the task, on any worker.
+        /// Task on any worker.
         task: TaskRef,
-        /// The function that waits for its end.
+        /// Function that waits for the task to complete.
         watcher: TaskRef,
     },
-    /// Notify a function that a task it waited for is gone: `handle_task_gone`.
+    /// Notify a function that a task it was waiting for has completed: `handle_task_gone`.
     TaskGone(TaskRef),
-    /// Notify the connections of all workers of an event at a unit: `handle_event`.
+    /// Notify the connections of all workers of a unit event: `handle_event`.
     UnitEvent {
-        /// Unit that it has happened to.
+        /// Unit with the event.
         unit: UnitIdx,
         /// Event, as a unit attention.
         attention: Attention,

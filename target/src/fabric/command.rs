@@ -1,23 +1,22 @@
-//! A SCSI command under way: its unit and its place in the unit's task set, its steps, and the data
-//! buffer.
+//! An active SCSI command: its unit and position in the task set, its steps, and the data buffer.
 //!
 //! ```text
-//!   register ──────────────→ may start ──→ start ──→ Step ──→ carried out ──→ advance ──→ Step …
+//!   register ──────────────→ may start ──→ start ──→ Step ──→ executed ──→ advance ──→ Step …
 //!      │ with Data-Out         ↑  │                                                     Respond
-//!      └→ brought → data_arrived  └→ waits, until another task's `leave` names it          │
-//!                                                                                          │
-//!   finish: the buffer goes back, waiters are returned     ←── leave: out of the task set ←┘
+//!      └→ data_arrived ────────┘  └→ waits, until returned by another task's `leave`      │
+//!                                                                                         │
+//!   finish: releases the buffer, returns watchers        ←── leave: out of the task set ←─┘
 //! ```
 //!
-//! Data-Out comes before a command takes its place in the order: it waits for its initiator and for
-//! memory without keeping others from their turn. The checks of the command run when it starts, so
-//! they see what happened while its data were on their way.
+//! A command receives its Data-Out before it's added to the order, so that it doesn't block other
+//! commands while waiting for its initiator and for memory. It is validated when it starts, so any
+//! change during the data transfer is taken into account.
 //!
-//! Where the unit or the initiator has limits ([`crate::qos`]), a command waits for them even
-//! before that, with or without Data-Out.
+//! If the unit or the initiator has limits ([`crate::qos`]), a command waits for them before
+//! receiving Data-Out.
 //!
-//! A fabric's context for a request holds one [`Execution`] and adds what is its own: how data
-//! travel, credit, the form of the answer. Nothing here sends or posts.
+//! The request context of a fabric contains an [`Execution`], together with fabric-specific state:
+//! data transfer, credits, and response format. This module doesn't send or post anything.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -40,102 +39,104 @@ use crate::pool::{Buffer, Claim, Owner, Pool};
 use crate::qos::{Cost, Limiter};
 use crate::stats::{CDB_TRACED, CommandTimer, Stage, Throttle, TraceKey};
 
-/// Maximum time for the data of one command, in data timeouts, as long as data of others come. All
-/// pieces after the first have that together, since others may wait for the command.
+/// Maximum time for the data of a single command, in multiples of the data timeout, while other
+/// data is received. This applies to the total time for all pieces after the first one, because
+/// other commands may be waiting for this command.
 pub const MAX_DATA_TIMEOUTS: u32 = 8;
 
-/// Maximum length of a CDB that is kept, in bytes. No command of a unit is longer.
+/// Maximum CDB length to store, in bytes. Units don't support longer commands.
 pub const MAX_CDB: usize = 32;
 
-/// Length of a VPD page's header in bytes (SPC-4 7.8.1).
+/// Length of a VPD page header in bytes (SPC-4 7.8.1).
 const VPD_HEADER: u32 = 4;
 
-/// Outcome of a command's entry into its task set: when it may start.
+/// Result of adding a command to its task set: when it may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// At once: no task holds it back, or there is no unit.
+    /// Immediately: no other task blocks it, or there is no unit.
     Now,
-    /// After others, which name it when they leave.
+    /// After other tasks. One of them will return this command when it leaves the task set.
     Later,
     /// Never: the command completes with this status.
     Refused(Status),
-    /// After its data or descriptors: [`Execution::data_arrived`] returns when.
+    /// After receiving its data or descriptors. [`Execution::data_arrived`] returns whether it may
+    /// start then.
     Gather,
-    /// As [`Entry::Gather`], after [`Execution::pass_limits`].
+    /// Same as [`Entry::Gather`], after [`Execution::pass_limits`].
     Limited,
 }
 
-/// Descriptors of a command's data, besides those that came with it and lie in its context.
+/// Data descriptors of a command, excluding descriptors stored in its context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Descriptors {
-    /// Some are to be fetched from the initiator, even if there is no Data-Out.
+    /// Some descriptors must be read from the initiator, even if there is no Data-Out.
     pub external: bool,
-    /// Some lie in the pool.
+    /// Some descriptors are stored in the pool.
     pub pooled: bool,
 }
 
-/// Data or descriptors that a command gets from its initiator before it takes its place in the
-/// order.
+/// Data or descriptors that a command receives from its initiator before it's added to the order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Early {
-    /// None, or none are left to come.
+    /// Not required, or not pending any more.
     #[default]
     None,
-    /// Its data, or descriptors of them, are to come.
+    /// Waiting for data or for its descriptors.
     Awaited(Option<DataOut>),
-    /// Its data have come, or could not.
+    /// The data was received, or failed to be received.
     Arrived(StepResult),
 }
 
-/// A command under way.
+/// An active command.
 #[derive(Debug)]
 pub struct Execution {
-    /// The unit, if there is one. A command keeps it when the map changes.
+    /// The unit, if any. This doesn't change if the LUN map is updated.
     pub unit: Option<Arc<Unit>>,
-    /// The LUN that leads to it.
+    /// LUN of the unit.
     lun: LunId,
     /// The LUN is read-only.
     read_only: bool,
-    /// Present if the initiator may take the LUN for another unit: see [`LunMap`](super::LunMap).
+    /// Set if the initiator may expect a different unit at this LUN. See [`LunMap`](super::LunMap).
     stale: Option<StaleLun>,
-    /// The answer names the unit.
+    /// The response identifies the unit.
     names_unit: bool,
-    /// Task attribute, from which its place in the order follows.
+    /// Task attribute, which determines its position in the order.
     pub attribute: TaskAttribute,
-    /// CDB, cut off at [`MAX_CDB`] bytes.
+    /// CDB, truncated to [`MAX_CDB`] bytes.
     pub cdb: ArrayVec<u8, MAX_CDB>,
-    /// Its row, looked up once.
+    /// Opcode of the CDB, cached to avoid lookups.
     opcode: &'static Opcode,
-    /// Lengths of the initiator's buffers.
+    /// Length of the initiator's buffers.
     pub expected: Expected,
-    /// The step that waits for a resource.
+    /// Step waiting for a resource.
     pub step: Option<Step>,
-    /// Data buffer, from the grant by the pool to the end of the command.
+    /// Data buffer, from its allocation until the command completes.
     pub buffer: Option<Buffer>,
-    /// Task management has ended it, and a device still uses its buffer.
+    /// Aborted by a task management function, but a device is still using the buffer.
     pub aborted: bool,
-    /// Task-management functions that wait until it is gone.
+    /// Task management functions waiting for this command to complete.
     pub watchers: Vec<TaskRef>,
-    /// Times of its stages.
+    /// Measures the time spent in each stage.
     pub timer: CommandTimer,
     early: Early,
-    /// The command of the logical unit.
+    /// The command on the logical unit.
     command: Option<Command>,
-    /// Its key in the unit's task set, while it is there.
+    /// Key in the task set of the unit, until the command leaves it.
     key: Option<TaskKey>,
-    /// Another nexus had ended it when it left the task set.
+    /// The command was aborted by another nexus before it left the task set.
     was_cleared: bool,
-    /// Its name, where its answer had to wait when it left the task set: see [`Unit::note_left`].
+    /// Identifier of the command if it left the task set while its response was delayed. See
+    /// [`Unit::note_left`].
     left: Option<TaskRef>,
-    /// Its own nexus has ended it by name, which the task set does not know.
+    /// Aborted by its own nexus with a reference to the task, without notifying the task set.
     is_renounced: bool,
-    /// The initiator's limits, until it has paid.
+    /// Limits of the initiator, until the command was booked.
     limiter: Option<Arc<Limiter>>,
-    /// It waits for limits.
+    /// The command is waiting for limits.
     limited: Option<LimitWait>,
 }
 
-/// A command's entry among those that wait for limits.
+/// Entry of a command waiting for limits.
 #[derive(Clone, Copy, Debug)]
 struct LimitWait {
     nexus: NexusId,
@@ -144,7 +145,7 @@ struct LimitWait {
 }
 
 impl Execution {
-    /// Makes the execution of an idle context.
+    /// Creates an idle execution context.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -173,19 +174,19 @@ impl Execution {
         }
     }
 
-    /// Whether it is for a unit.
+    /// Returns whether this command is for `unit`.
     #[must_use]
     pub fn is_of(&self, unit: &Arc<Unit>) -> bool {
         self.unit.as_ref().is_some_and(|own| Arc::ptr_eq(own, unit))
     }
 
-    /// Whether it is for one of these units.
+    /// Returns whether this command is for any of these units.
     #[must_use]
     pub fn is_of_any(&self, units: &[Arc<Unit>]) -> bool {
         units.iter().any(|unit| self.is_of(unit))
     }
 
-    /// Keeps the beginning of a CDB, at most [`MAX_CDB`] bytes.
+    /// Stores the CDB, truncated to [`MAX_CDB`] bytes.
     pub fn set_cdb(&mut self, cdb: &[u8], additional: &[u8]) {
         self.cdb.clear();
         for part in [cdb, additional] {
@@ -195,7 +196,7 @@ impl Execution {
         }
     }
 
-    /// Takes in a command, whose CDB is set already. `tag` is the initiator's.
+    /// Initializes a command after its CDB was set. `tag` is the initiator's tag.
     pub fn take_in(
         &mut self,
         addressed: Option<AddressedUnit>,
@@ -204,7 +205,8 @@ impl Execution {
         now: Instant,
     ) {
         self.opcode = Opcode::of(&self.cdb);
-        // Before anything can refuse the command: its context has the kind of the previous one.
+        // Do this first, because the command may be refused at any point and its context still has
+        // the kind of the previous command.
         self.timer.classify(self.opcode.kind);
         self.names_unit = false;
         let Some(addressed) = addressed else {
@@ -229,9 +231,9 @@ impl Execution {
         self.timer.begin(addressed.account, subject, now);
     }
 
-    /// Returns what the command has to pay before it goes on, once. `None` where nothing limits it,
-    /// or where it is going to be refused: an initiator that may not write must not use up what
-    /// others may.
+    /// Returns the limits that the command must wait for, only once. Returns `None` if there are no
+    /// limits, or if the command will be refused: an initiator without write access must not use up
+    /// the capacity for other initiators.
     pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
@@ -243,7 +245,7 @@ impl Execution {
         if unit.lu.is_refused(&self.request(nexus, &[])) {
             return None;
         }
-        // The transport's length may be less than the CDB's, and bounds what is sent.
+        // The transport length may be shorter than the CDB length, and limits the data to be sent.
         let bytes = match volume.is_sent {
             true => volume.bytes.min(self.expected.data_out.into()),
             false => volume.bytes,
@@ -256,8 +258,8 @@ impl Execution {
         Some(Toll::new(unit.index, cost, initiator, of_unit))
     }
 
-    /// Ends the wait for limits. Its data come next, or [`Execution::data_arrived`] follows at
-    /// once.
+    /// Called when the limits allow the command to continue. It receives its data next, or
+    /// [`Execution::data_arrived`] is called immediately.
     pub fn pass_limits(&mut self, now: Instant) {
         self.timer.enter(Stage::Scsi, now);
         self.end_limited();
@@ -269,8 +271,9 @@ impl Execution {
         }
     }
 
-    /// Enters the unit's task set under a name. A command for no unit starts at once. `limited` is
-    /// present if the command waits for limits first: to write or to read.
+    /// Adds the command to the task set of its unit. A command without a unit starts immediately.
+    /// `limited` is set if the command must wait for limits first. It's true for a write and false
+    /// for a read.
     pub fn register(
         &mut self,
         nexus: NexusId,
@@ -288,8 +291,8 @@ impl Execution {
             }
             return Entry::Now;
         };
-        // Data that no buffer of the pool can ever hold are not awaited: the command is refused
-        // when it starts, as if it had none.
+        // We don't wait for data that exceeds the maximum buffer size of the pool. The command is
+        // refused when it starts, in the same way as a command without data.
         let data = unit.lu.data_out(&self.request(nexus, &[]));
         let data = data.filter(|data| data.buffer_len as usize <= pool.max_buffer());
         let new = NewTask {
@@ -302,8 +305,8 @@ impl Execution {
             Ok((key, started)) => {
                 self.key = Some(key);
                 match started {
-                    // It takes its place in the order when its data have come, not here: it would
-                    // keep others from their turn for as long as its initiator likes.
+                    // Don't add it to the order until its data was received, because it would block
+                    // other commands for as long as its initiator chooses.
                     _ if new.awaits_data => {
                         self.early = Early::Awaited(data);
                         let waits = |is_write| LimitWait {
@@ -331,7 +334,7 @@ impl Execution {
                 }
                 Entry::Refused(Status::TaskSetFull)
             }
-            // INQUIRY and the like touch no medium, and find the unit.
+            // Commands such as INQUIRY don't access the medium, and are used to discover the unit.
             Err(TaskRefused::Busy) if self.opcode.is_free_of_attention() && !new.awaits_data => {
                 Entry::Now
             }
@@ -339,14 +342,15 @@ impl Execution {
         }
     }
 
-    /// Whether it is not in the order yet: [`Execution::data_arrived`] is to come.
+    /// Returns whether the command isn't in the order yet, because [`Execution::data_arrived`]
+    /// wasn't called.
     #[must_use]
     pub fn is_gathering(&self) -> bool {
         matches!(self.early, Early::Awaited(_))
     }
 
-    /// Whether commands of other initiators wait in the order of its unit for this command, which has
-    /// its place there.
+    /// Returns whether commands of other initiators are waiting for this command, due to its
+    /// position in the order of the unit.
     #[must_use]
     pub fn holds_others(&self) -> bool {
         match (self.key, &self.unit) {
@@ -355,8 +359,8 @@ impl Execution {
         }
     }
 
-    /// Returns the length of the Data-Out that comes before it takes its place in the order, in
-    /// bytes.
+    /// Returns the length of the Data-Out to be received before the command is added to the order,
+    /// in bytes.
     #[must_use]
     pub fn early_data(&self) -> Option<u32> {
         match self.early {
@@ -365,17 +369,18 @@ impl Execution {
         }
     }
 
-    /// Its data or descriptors have come, or failed to. Returns whether it may start at once, and
-    /// the other tasks that may.
+    /// Called when the data or descriptors were received or this failed. Returns whether the
+    /// command may start immediately, and other tasks that may start.
     ///
     /// # Panics
-    /// If it does not wait for that.
+    /// Panics if the command isn't waiting for data or descriptors.
     #[must_use]
     pub fn data_arrived(&mut self, result: StepResult, now: Instant) -> (bool, Vec<TaskRef>) {
         assert!(self.is_gathering(), "data come once");
         self.timer.enter(Stage::Scsi, now);
         self.early = match self.early {
-            // No data were to come: what the unit says at the start decides whether it takes any.
+            // No data was expected. The unit decides when the command starts whether it requires
+            // data.
             Early::Awaited(None) if result == StepResult::Done => Early::None,
             _ => Early::Arrived(result),
         };
@@ -403,11 +408,11 @@ impl Execution {
         }
     }
 
-    /// Starts the command; returns its first step that is not done yet. A command whose data no
-    /// buffer of the pool can ever hold is refused.
+    /// Starts the command, and returns its first step that isn't done yet. A command is refused if
+    /// its data exceeds the maximum buffer size of the pool.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
         self.timer.enter(Stage::Scsi, now);
-        // Field by field, and not by `request`: the command is made where it stays.
+        // Set each field instead of using `request`, so that the command is constructed in place.
         let request = Request {
             nexus,
             cdb: &self.cdb,
@@ -428,7 +433,7 @@ impl Execution {
         };
         let early = std::mem::take(&mut self.early);
         match (step, early) {
-            // The first step was done before the command took its place in the order.
+            // The first step was completed before the command was added to the order.
             (Step::ReceiveData { .. }, Early::Arrived(result)) => self.advance(result, now),
             (Step::ReceiveData { .. } | Step::Block(_), _)
                 if self.buffer_len() as usize > pool.max_buffer() =>
@@ -446,10 +451,10 @@ impl Execution {
         Response::check_condition(&sense, format, self.expected)
     }
 
-    /// Takes the result of the last step; returns the next one.
+    /// Processes the result of the last step, and returns the next step.
     ///
     /// # Panics
-    /// If no command runs.
+    /// Panics if there is no active command.
     pub fn advance(&mut self, result: StepResult, now: Instant) -> Step {
         self.timer.enter(Stage::Scsi, now);
         let lu = &self.unit.as_ref().expect("commands have a unit").lu;
@@ -467,7 +472,7 @@ impl Execution {
         }
     }
 
-    /// Returns the unit that its memory is charged to.
+    /// Returns the unit charged for the memory.
     #[must_use]
     pub fn charged_unit(&self) -> Option<UnitIdx> {
         self.unit.as_ref().map(|unit| unit.index)
@@ -478,7 +483,8 @@ impl Execution {
         Claim { owner, unit }
     }
 
-    /// Gets the command's data buffer, if it needs one; `false` without room in the pool.
+    /// Allocates the data buffer of the command if required. Returns `false` if no memory is
+    /// available.
     pub fn has_buffer(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         let len = self.buffer_len();
         if self.buffer.is_none() && len > 0 {
@@ -491,8 +497,8 @@ impl Execution {
         self.buffer.is_some() || len == 0
     }
 
-    /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get.
-    /// The step that needs it is in `step`.
+    /// Waits for a buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not
+    /// allocate. `step` contains the step that requires it.
     pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
         self.timer.enter(Stage::Memory, now);
         let claim = self.claim(owner);
@@ -503,9 +509,9 @@ impl Execution {
         }
     }
 
-    /// Takes a part of the pool's reserve, if the command has started and waits for memory: others
-    /// may wait for its end and hold memory meanwhile. `false` if not, or while another command of
-    /// the unit has one.
+    /// Allocates memory from the pool's reserve if the command has started and is waiting for
+    /// memory, because other commands may be waiting for it while using memory. Returns `false` if
+    /// this isn't the case, or while another command of the unit is using the reserve.
     pub fn take_reserve(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         if self.is_held_up() {
             self.buffer = pool.grant_reserve(self.claim(owner), self.buffer_len());
@@ -514,7 +520,7 @@ impl Execution {
         false
     }
 
-    /// Whether it has started, is not answered yet, and waits for memory.
+    /// Returns whether the command has started, has no response yet, and is waiting for memory.
     fn is_held_up(&self) -> bool {
         let runs = matches!(
             self.step,
@@ -523,8 +529,8 @@ impl Execution {
         runs && self.buffer.is_none() && !self.is_gathering()
     }
 
-    /// Brings the data of a response into the buffer, where they are not there yet; returns the
-    /// number of bytes for the initiator. `None` without room in the pool.
+    /// Copies the response data to the buffer, if it isn't there already. Returns the number of
+    /// bytes to send to the initiator, or `None` if no memory is available.
     pub fn gather(
         &mut self,
         pool: &mut Pool,
@@ -545,14 +551,15 @@ impl Execution {
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }
         self.timer.answer(response, len, now);
-        // A header alone names nothing.
+        // A header without any data doesn't identify the unit.
         let has_page = response.status == Status::Good && len > VPD_HEADER;
         self.names_unit = has_page && self.opcode.asks_for_names(&self.cdb);
         Some(len)
     }
 
-    /// The answer has been sent. Until then the initiator does not know the unit that the answer
-    /// names, and commands that it has sent with this one may be for the unit before.
+    /// Called when the response was sent. Until then, the initiator doesn't know the unit
+    /// identified by the response, and other commands in flight may be intended for the previous
+    /// unit.
     pub fn arrive(&mut self, now: Instant) {
         self.timer.arrive(now);
         if let Some(stale) = self.stale.take().filter(|_| self.names_unit) {
@@ -560,12 +567,13 @@ impl Execution {
         }
     }
 
-    /// Returns a response that is a status alone.
+    /// Returns a response with this status, without data.
     pub fn status_only(&self, status: Status) -> Response {
         Response::status_only(status, self.expected)
     }
 
-    /// Renames it in the task set, if it is there: another connection carries it on.
+    /// Changes the identifier in the task set, because the command was reassigned to another
+    /// connection.
     pub fn rename(&mut self, name: TaskRef) {
         if let (Some(key), Some(unit)) = (self.key, &self.unit) {
             unit.rename(key, name);
@@ -576,8 +584,8 @@ impl Execution {
         }
     }
 
-    /// Notes that it is about to leave the task set while its answer waits, so that functions of
-    /// its nexus find it.
+    /// Notes that the command is about to leave the task set while its response is delayed. This
+    /// ensures that functions of the nexus still find it.
     pub fn note_left(&mut self, nexus: NexusId, name: TaskRef) {
         if let (None, Some(unit)) = (self.left, &self.unit) {
             unit.note_left(nexus, (name, self.lun));
@@ -585,7 +593,7 @@ impl Execution {
         }
     }
 
-    /// Leaves the task set; returns the tasks that may start now.
+    /// Leaves the task set, and returns the tasks that may start now.
     #[must_use]
     pub fn leave(&mut self) -> Vec<TaskRef> {
         self.end_limited();
@@ -597,14 +605,15 @@ impl Execution {
         started
     }
 
-    /// Notes that its own nexus ends it, and expects no status from then on, even if others end it
-    /// too.
+    /// Notes that the command was aborted by its own nexus, which doesn't expect a status
+    /// afterwards, even if the command is aborted by other nexuses as well.
     pub fn renounce(&mut self) {
         self.is_renounced = true;
     }
 
-    /// Whether another nexus has ended it, so that its initiator has to be answered. It may have
-    /// left the task set before its connection is notified, or be ended by several.
+    /// Returns whether the command was aborted by another nexus, so that a response is required. It
+    /// may have left the task set before its connection is notified, and may be aborted by several
+    /// nexuses.
     #[must_use]
     pub fn is_cleared(&self) -> bool {
         if self.is_renounced {
@@ -617,7 +626,7 @@ impl Execution {
         }
     }
 
-    /// Whether its own nexus has ended it since it left the task set.
+    /// Returns whether the command was aborted by its own nexus after leaving the task set.
     #[must_use]
     pub fn is_left_ended(&self) -> bool {
         match (self.left, &self.unit) {
@@ -626,8 +635,9 @@ impl Execution {
         }
     }
 
-    /// Gives its data back, since it ends with a status alone and no device uses them. Returns the
-    /// functions that waited for its end: they do not wait for the initiator to take the answer.
+    /// Releases the data of a command that completes with a status only, when no device is using
+    /// the data. Returns the functions waiting for this command. They don't wait for the initiator
+    /// to receive the response.
     #[must_use]
     pub fn interrupt(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
         if let Some(buffer) = self.buffer.take() {
@@ -640,7 +650,7 @@ impl Execution {
         std::mem::take(&mut self.watchers)
     }
 
-    /// Gives everything back; returns the functions that waited for its end.
+    /// Releases all resources, and returns the functions waiting for this command.
     #[must_use]
     pub fn finish(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
         debug_assert!(self.key.is_none(), "it has left its task set");

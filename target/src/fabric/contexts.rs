@@ -1,27 +1,29 @@
-//! Contexts of commands: those that a connection's commands have, and those that no command has.
+//! Command contexts: contexts in use by commands of a connection, and spare contexts.
 //!
-//! A connection has numbers for as many contexts as it may have commands under way. The memory of a
-//! context is taken with its command, from those that the worker has to spare, and goes back there
-//! with the command's end. So an idle session has none, and the sessions of a worker together have
-//! as many as they have commands. No session can keep another from a context: a worker without
-//! a spare one makes one, and how many a session may have is fixed by its login and counted in its
-//! memory ([`Contexts::memory`]).
+//! A connection has as many context numbers as the maximum number of concurrent commands. The
+//! memory of a context is allocated for a command from the worker's spare contexts, and returned
+//! when the command completes. An idle session therefore doesn't use any contexts, and all sessions
+//! of a worker together use as many as they have commands. A session can't prevent another session
+//! from getting a context: if there are no spare contexts, the worker allocates a new one. The
+//! maximum number of contexts of a session is determined by its login and included in its memory
+//! usage ([`Contexts::memory`]).
 
 use std::ops::{Index, IndexMut};
 
 use super::TaskIdx;
 
-/// Contexts that a worker keeps for later at most. What it had beyond them, in a burst of many deep
-/// sessions, is freed.
+/// Maximum number of spare contexts kept by a worker. After a burst in many sessions with deep
+/// queues, all other contexts are freed.
 const KEPT: usize = 1024;
 
-/// Contexts of one worker that no command has.
+/// Spare contexts of a worker.
 ///
-/// They were those of commands of any session, so what is left in them is never sent or used: who
-/// takes one sets every field, and who gives one back has released what it held.
+/// They were previously used by commands of any session. Their old contents must never be used or
+/// sent, so all fields must be set when a context is allocated, and all resources must be released
+/// before it's returned.
 #[derive(Debug)]
 pub struct Spare<T> {
-    // Boxed, since a context must not move to another place for each command.
+    // Boxed, to avoid copying a context for each command.
     contexts: Vec<Box<T>>,
 }
 
@@ -34,18 +36,19 @@ impl<T> Default for Spare<T> {
 }
 
 impl<T> Spare<T> {
-    /// Returns the memory of the contexts in bytes.
+    /// Returns the memory usage in bytes.
     #[must_use]
     pub fn memory(&self) -> usize {
         self.contexts.len() * size_of::<T>() + self.contexts.capacity() * size_of::<Box<T>>()
     }
 
-    /// Takes the context that was used last, which may still be in the cache, or makes one.
+    /// Returns the most recently used context, which may still be in the cache, or allocates a new
+    /// one.
     pub(crate) fn take(&mut self, make: impl FnOnce() -> T) -> Box<T> {
         self.contexts.pop().unwrap_or_else(|| Box::new(make()))
     }
 
-    /// Takes a context back.
+    /// Returns a context to the spare contexts.
     pub(crate) fn put(&mut self, context: Box<T>) {
         if self.contexts.len() < KEPT {
             self.contexts.push(context);
@@ -53,18 +56,19 @@ impl<T> Spare<T> {
     }
 }
 
-/// The contexts of one connection, by their numbers.
+/// Contexts of a connection by number.
 #[derive(Debug)]
 pub(crate) struct Contexts<T> {
     slots: Box<[Slot<T>]>,
-    /// Numbers that no command has. A stack: what belongs to the number that was used last, as its
-    /// place in a ring, may still be in the cache, and little of that is ever touched.
+    /// Unused numbers. This is a stack, because data of the most recently used number, such as its
+    /// slot in a ring, may still be in the cache. It also limits the number of slots that are ever
+    /// accessed.
     idle: Vec<TaskIdx>,
 }
 
 #[derive(Debug)]
 struct Slot<T> {
-    /// Counts the uses of the number.
+    /// Counts the uses of this number.
     generation: u32,
     context: Option<Box<T>>,
 }
@@ -76,7 +80,7 @@ impl<T> Default for Contexts<T> {
 }
 
 impl<T> Contexts<T> {
-    /// Numbers for `bound` contexts.
+    /// Creates numbers for `bound` contexts.
     pub(crate) fn new(bound: u16) -> Self {
         let slot = |_| Slot {
             generation: 0,
@@ -88,40 +92,40 @@ impl<T> Contexts<T> {
         }
     }
 
-    /// Bytes of memory of `bound` contexts, when commands have all of them.
+    /// Returns the memory usage of `bound` contexts in bytes, if all of them are in use.
     pub(crate) const fn memory(bound: usize) -> usize {
         bound * (size_of::<T>() + size_of::<Slot<T>>() + size_of::<TaskIdx>())
     }
 
-    /// Contexts at most.
+    /// Returns the maximum number of contexts.
     pub(crate) fn bound(&self) -> usize {
         self.slots.len()
     }
 
-    /// Contexts that commands have.
+    /// Returns the number of contexts in use.
     pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.idle.len()
     }
 
-    /// Whether no command has a context.
+    /// Returns whether no contexts are in use.
     pub(crate) fn is_empty(&self) -> bool {
         self.idle.len() == self.slots.len()
     }
 
-    /// Whether all have a command.
+    /// Returns whether all contexts are in use.
     pub(crate) fn is_full(&self) -> bool {
         self.idle.is_empty()
     }
 
-    /// All numbers, for a loop that may end commands.
+    /// Returns all numbers, for a loop that may complete commands.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = TaskIdx> + use<T> {
         (0..self.slots.len() as u16).map(TaskIdx)
     }
 
-    /// Enters a context for a command; returns its number.
+    /// Adds a context for a command, and returns its number.
     ///
     /// # Panics
-    /// If all have a command.
+    /// Panics if all numbers are in use.
     pub(crate) fn insert(&mut self, context: Box<T>) -> TaskIdx {
         let idx = self.idle.pop().expect("an idle context");
         let slot = &mut self.slots[usize::from(idx.0)];
@@ -130,27 +134,27 @@ impl<T> Contexts<T> {
         idx
     }
 
-    /// Removes the context of a command that has ended.
+    /// Removes the context of a completed command.
     ///
     /// # Panics
-    /// If no command has it.
+    /// Panics if the number isn't in use.
     pub(crate) fn remove(&mut self, idx: TaskIdx) -> Box<T> {
         let context = self.slots[usize::from(idx.0)].context.take();
         self.idle.push(idx);
         context.expect("a command ends once")
     }
 
-    /// The number of times that a number was used.
+    /// Returns the generation of a number, which counts its uses.
     pub(crate) fn generation(&self, idx: TaskIdx) -> u32 {
         self.slots[usize::from(idx.0)].generation
     }
 
-    /// A context, if a command has it.
+    /// Returns the context of a number in use.
     pub(crate) fn get(&self, idx: TaskIdx) -> Option<&T> {
         self.slots.get(usize::from(idx.0))?.context.as_deref()
     }
 
-    /// As [`Contexts::get`], to change.
+    /// Returns the mutable context of a number in use.
     pub(crate) fn get_mut(&mut self, idx: TaskIdx) -> Option<&mut T> {
         self.slots
             .get_mut(usize::from(idx.0))?
@@ -158,21 +162,22 @@ impl<T> Contexts<T> {
             .as_deref_mut()
     }
 
-    /// A context, if the use that is meant has not ended: mail that names it may be late.
+    /// Returns the context if it is still in its use `generation`. A message for a previous use may
+    /// arrive late.
     pub(crate) fn of_use(&mut self, idx: TaskIdx, generation: u32) -> Option<&mut T> {
         let slot = self.slots.get_mut(usize::from(idx.0))?;
         let is_meant = slot.generation == generation;
         slot.context.as_deref_mut().filter(|_| is_meant)
     }
 
-    /// The contexts that commands have, with their numbers.
+    /// Returns the contexts in use, with their numbers.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (TaskIdx, &T)> {
         let all = (0..).map(TaskIdx).zip(&self.slots);
         all.filter_map(|(idx, slot)| Some((idx, slot.context.as_deref()?)))
     }
 }
 
-/// By the number of a context that a command has.
+/// Indexed by the number of a context in use.
 impl<T> Index<usize> for Contexts<T> {
     type Output = T;
 
@@ -206,7 +211,7 @@ mod tests {
         assert!(one.is_empty() && one.get(first).is_none() && one.iter().next().is_none());
         let second = other.insert(spare.take(|| unreachable!("there is one to spare")));
         assert_eq!(other[usize::from(second.0)], 7);
-        // A use that has ended is not the next one of the same number.
+        // The previous use of the same number has a different generation.
         let again = one.insert(spare.take(|| 8));
         assert_eq!((again, one.generation(again)), (first, 2));
         assert!(one.of_use(again, 1).is_none());

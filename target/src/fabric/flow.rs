@@ -1,13 +1,13 @@
-//! The way of a command through a connection, the same on every fabric.
+//! Command processing in a connection, the same for all fabrics.
 //!
 //! ```text
 //! enter_task_set ─→ limits ─→ prepare: Data-Out ─→ order ─→ run ─→ Step ─→ done ─→ advance ─→ Step
-//!                      (each only where it is needed)        │                        │
+//!                      (each only if required)               │                        │
 //!                                                            └─→ memory ─→ resume     └─→ respond
 //! ```
 //!
-//! A connection is a [`CommandFlow`]: it provides what its fabric decides (how data travel, what an
-//! answer looks like, the names of its states) and gets the loop around them.
+//! A connection implements [`CommandFlow`], which includes all fabric-specific functions (data
+//! transfer, response format, state transitions), and inherits the common command processing.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -19,72 +19,72 @@ use super::{Descriptors, Entry, Execution, TaskAction, TaskIdx, TaskRef, Throttl
 use crate::pool::{Claim, Owner, Pool};
 use crate::stats::Stage;
 
-/// Bytes of unsolicited data with which commands of a connection may always wait for pool memory, and
-/// most with which they wait for limits.
+/// Maximum number of bytes of unsolicited data for commands of a connection waiting for limits.
+/// Commands can always wait for pool memory with this amount of data.
 pub(crate) const MAX_STAGED: usize = 256 << 10;
 
-/// End of a request.
+/// Reason for completing a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
-    /// Its answer has been sent.
+    /// The response was sent.
     Answered,
-    /// Task management aborted it.
+    /// Aborted by task management.
     Aborted,
-    /// Its connection ends, which leaves no way for an answer.
+    /// The connection is being closed, so no response can be sent.
     TornDown,
 }
 
-/// Reason why a command does not go on for the moment.
+/// Reason why a command is waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
-    /// The limits of its unit or initiator.
+    /// Limits of its unit or initiator.
     Limits,
-    /// The order of the unit's task set.
+    /// The order of tasks on the unit.
     Order,
-    /// Memory of the pool.
+    /// Memory from the pool.
     Memory,
-    /// A block operation that the backend has not ended.
+    /// A block operation not yet completed by the backend.
     Backend,
 }
 
-/// The worker's time and memory, lent to a connection for the length of a call.
+/// Time and memory of the worker, borrowed by a connection during a call.
 pub(crate) trait Lent {
-    /// Returns the time of the worker's present round.
+    /// Returns the start time of the worker's current round.
     fn now(&self) -> Instant;
 
-    /// Returns the worker's data buffers.
+    /// Returns the data buffers of the worker.
     fn pool(&mut self) -> &mut Pool;
 }
 
-/// The commands of a connection that wait for memory or limits.
+/// Commands of a connection waiting for memory or limits.
 #[derive(Debug)]
 pub(crate) struct Backlog {
     owner: Owner,
     memory: Vec<MemoryQueue>,
-    /// Waits for memory for one unit that have begun.
+    /// Counts the times that commands for a unit started waiting for memory.
     waits_begun: u64,
-    /// Bytes of unsolicited data of the commands that wait for memory.
+    /// Number of bytes of unsolicited data for commands waiting for memory.
     staged: usize,
-    /// Contexts that wait for limits.
+    /// Contexts waiting for limits.
     pub(crate) limits: Throttle<TaskIdx>,
 }
 
-/// Commands for one unit that wait for pool memory, oldest first; each once. Each unit has its own
-/// queue: commands for a disk that hangs must not hold back those for another.
+/// Commands for a unit waiting for pool memory, in FIFO order without duplicates. Each unit has a
+/// separate queue, because commands for a hanging disk must not block commands for other disks.
 ///
-/// The pool has separate memory for commands that gather their data and for commands that have
-/// started, because the former may wait for the latter in the order of the task set. So commands of
-/// one kind do not queue behind commands of the other kind.
+/// The pool has separate memory for commands that are receiving their data and for commands that
+/// have started, because the former may be waiting for the latter in the order of the task set.
+/// Therefore the two kinds of commands don't queue behind each other.
 #[derive(Debug)]
 struct MemoryQueue {
     unit: Option<UnitIdx>,
     gathering: VecDeque<Waiting>,
     started: VecDeque<Waiting>,
-    /// The claim waits at the pool.
+    /// The claim is queued by the pool.
     waits: bool,
 }
 
-/// A command that waits for pool memory, with the bytes of its unsolicited data.
+/// A command waiting for pool memory, with the number of bytes of its unsolicited data.
 type Waiting = (TaskIdx, usize);
 
 impl MemoryQueue {
@@ -115,11 +115,12 @@ impl MemoryQueue {
 }
 
 impl Backlog {
-    /// The backlog of a connection with this serial number and up to `commands` commands at once.
+    /// Creates a backlog for a connection with this serial number and up to `commands` concurrent
+    /// commands.
     pub(crate) fn new(serial: u64, commands: usize) -> Self {
         Self {
             owner: Owner(serial),
-            // A queue is kept when it is empty, for whichever unit needs one next.
+            // An empty queue is kept for the next unit that requires a queue.
             memory: vec![MemoryQueue::with_capacity(None, commands)],
             waits_begun: 0,
             staged: 0,
@@ -127,38 +128,38 @@ impl Backlog {
         }
     }
 
-    /// Returns the name of the connection at the pool.
+    /// Returns the identifier of the connection in the pool.
     pub(crate) fn owner(&self) -> Owner {
         self.owner
     }
 
-    /// Number of units for which commands wait for memory.
+    /// Returns the number of units with commands waiting for memory.
     pub(crate) fn memory_waits(&self) -> usize {
         let waiting = self.memory.iter().filter(|queue| !queue.is_empty());
         waiting.count()
     }
 
-    /// Number of waits for memory for one unit that have begun.
+    /// Returns how many times commands for a unit started waiting for memory.
     pub(crate) fn waits_begun(&self) -> u64 {
         self.waits_begun
     }
 
-    /// Whether commands for a unit wait for memory.
+    /// Returns whether commands for a unit are waiting for memory.
     fn has_waiting(&self, unit: Option<UnitIdx>) -> bool {
         let mut queues = self.memory.iter();
         queues.any(|queue| queue.unit == unit && !queue.is_empty())
     }
 
-    /// Whether a command with `staged` bytes of unsolicited data may wait for memory. The data lie
-    /// outside the pool, so a worker has at most the size of its pool of them, and [`MAX_STAGED`] for
-    /// each connection.
+    /// Returns whether a command with `staged` bytes of unsolicited data may wait for memory. This
+    /// data isn't stored in the pool, so its size per worker is limited by the pool size plus
+    /// [`MAX_STAGED`] for each connection.
     fn may_stage(&self, pool: &Pool, staged: usize) -> bool {
         self.staged == 0
             || self.staged + staged <= MAX_STAGED
             || pool.staged() + staged <= pool.size()
     }
 
-    /// Appends a command to the queue of its unit, as one that gathers its data or has started.
+    /// Adds a command to the queue of its unit, which is either receiving its data or has started.
     fn push_memory(
         &mut self,
         pool: &mut Pool,
@@ -167,7 +168,7 @@ impl Backlog {
     ) {
         self.staged += staged;
         pool.stage(staged);
-        // The unit's own queue first, also while it is empty: no unit has two of them.
+        // Prefer the queue of this unit, even if it's empty, to avoid several queues for a unit.
         let own = self.memory.iter().position(|queue| queue.unit == unit);
         let at = own.or_else(|| {
             let mut queues = self.memory.iter();
@@ -196,7 +197,7 @@ impl Backlog {
         Some(task)
     }
 
-    /// Ends a command's wait for memory.
+    /// Removes a command waiting for memory.
     pub(crate) fn leave_memory(&mut self, pool: &mut Pool, task: TaskIdx) {
         for queue in 0..self.memory.len() {
             for gathers in [true, false] {
@@ -219,35 +220,35 @@ impl Backlog {
     }
 }
 
-/// A connection that carries commands. The methods that it has to provide are what fabrics differ
-/// in.
+/// A connection that processes commands. Methods without a default are fabric-specific.
 pub(crate) trait CommandFlow {
-    /// The worker's things, and what else the fabric needs for a call.
+    /// Worker resources, and any other state the fabric requires for a call.
     type Cx<'a>: Lent;
 
-    /// Returns its commands that wait.
+    /// Returns the commands that are waiting.
     fn backlog(&mut self) -> &mut Backlog;
 
     /// Returns the command of a context.
     fn exec(&mut self, task: TaskIdx) -> &mut Execution;
 
-    /// Asks the worker something.
+    /// Sends a request to the worker.
     fn ask(&mut self, action: TaskAction);
 
-    /// Takes the context to the state of a command that is held back.
+    /// Changes the state of a command that must wait.
     fn hold(&mut self, task: TaskIdx, hold: Hold);
 
-    /// Starts a command whose turn has come; returns its first step.
+    /// Starts a command when it's next in the order, and returns its first step.
     fn first_step(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) -> Step;
 
-    /// Brings the external descriptors of a command, if it has such; whether they are on their way.
+    /// Starts reading the external descriptors of a command, if any. Returns whether they are
+    /// pending.
     fn fetch_descriptors(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) -> bool {
         let _ = (cx, task);
         false
     }
 
-    /// Brings `len` bytes of Data-Out, from `from` on, into the buffer. Returns the result if they
-    /// are there already; otherwise [`CommandFlow::go_on`] follows.
+    /// Receives `len` bytes of Data-Out at offset `from` into the buffer. Returns the result if
+    /// this has already completed. Otherwise [`CommandFlow::go_on`] is called later.
     fn receive_data(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -256,8 +257,8 @@ pub(crate) trait CommandFlow {
         len: u32,
     ) -> Option<StepResult>;
 
-    /// Sends `len` bytes of Data-In, from `from` on, that others follow. Returns the result if the
-    /// initiator has them already; otherwise [`CommandFlow::go_on`] follows.
+    /// Sends `len` bytes of Data-In at offset `from`, to be followed by more data. Returns the
+    /// result if this has already completed. Otherwise [`CommandFlow::go_on`] is called later.
     fn send_data(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -266,23 +267,23 @@ pub(crate) trait CommandFlow {
         len: u32,
     ) -> Option<StepResult>;
 
-    /// Ends a command's wait for its initiator, if it waits.
+    /// Stops the timer of a command waiting for its initiator, if any.
     fn end_wait(&mut self, now: Instant, task: TaskIdx);
 
-    /// Sends the answer, with the last data before it.
+    /// Sends the response, preceded by the remaining data.
     fn respond(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, response: Response);
 
-    /// Returns the bytes of unsolicited data that a command has, or may still receive, while it has no
-    /// buffer.
+    /// Returns the number of bytes of unsolicited data that a command without a buffer has received
+    /// or may still receive.
     fn staged(&mut self, task: TaskIdx) -> usize {
         let _ = task;
         0
     }
 
-    /// Says whether a command may keep waiting for limits with what it holds.
+    /// Checks whether a command may wait for limits with the resources it's using.
     ///
     /// # Errors
-    /// The status that refuses it.
+    /// Returns the status if the command must be refused.
     fn check_held(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -290,10 +291,10 @@ pub(crate) trait CommandFlow {
         descriptors: Descriptors,
     ) -> Result<(), Status>;
 
-    /// Enters a command into its unit's task set, and goes on with it as far as it may.
+    /// Adds a command to the task set of its unit, and executes it until it has to wait.
     ///
-    /// Limits come first: a command that waits for them is in the set, so that functions find it
-    /// and the order holds, but has no buffer yet.
+    /// Limits are checked first. A command waiting for limits is in the task set, so that functions
+    /// can find it and the order is preserved, but doesn't have a buffer yet.
     fn enter_task_set(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -307,7 +308,7 @@ pub(crate) trait CommandFlow {
             self.exec(task).timer.limit();
             return self.answer_status(cx, task, Status::TaskSetFull);
         };
-        // A command that may not wait gives its entry back, or those behind it would wait for it.
+        // A command that may not wait must be removed, because other commands would wait for it.
         let limited = passage.limited;
         if limited.is_some()
             && let Err(status) = self.check_held(cx, task, descriptors)
@@ -329,7 +330,7 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Lets commands go on for which limits have room by now.
+    /// Resumes commands if the limits allow them to continue.
     fn poll_limits(&mut self, cx: &mut Self::Cx<'_>) {
         let now = cx.now();
         while let Some(task) = self.backlog().limits.poll(now) {
@@ -338,9 +339,9 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Brings what the command needs from its initiator before it takes its place in the order:
-    /// external descriptors, then data. The buffer for these comes first of all: newer commands may
-    /// have to wait for this one, and must not have its memory by then.
+    /// Receives data from the initiator before the command is added to the order: first any
+    /// external descriptors, then the data. The buffer must be allocated before this, because newer
+    /// commands may have to wait for this command and must not use its memory.
     fn prepare(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) {
         let unit = self.exec(task).charged_unit();
         let waits_for_memory = self.backlog().has_waiting(unit);
@@ -360,7 +361,8 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Waits for pool memory before data are gathered, unless too many unsolicited data wait already.
+    /// Waits for pool memory before receiving data, unless too much unsolicited data is already
+    /// waiting.
     fn gather_later(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, step: Step) {
         let staged = self.staged(task);
         match staged == 0 || self.backlog().may_stage(cx.pool(), staged) {
@@ -369,20 +371,20 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Starts a task whose turn has come.
+    /// Starts a task when it's next in the order.
     fn start(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) {
         let step = self.first_step(cx, task);
         self.run(cx, task, step);
     }
 
-    /// Carries out steps until one takes time.
+    /// Executes steps until a step can't complete immediately.
     fn run(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, mut step: Step) {
         let owner = self.backlog().owner;
         loop {
             let result = match step {
                 Step::Respond(response) => return self.respond(cx, task, response),
-                // Before the initiator or the backend is asked for anything: what it gives needs a
-                // place.
+                // Do this before requesting anything from the initiator or the backend, because
+                // their data requires a buffer.
                 step if !self.exec(task).has_buffer(cx.pool(), owner) => {
                     return self.await_memory(cx, task, step);
                 }
@@ -405,15 +407,15 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Goes on with a command whose step has ended.
+    /// Resumes a command when its step has completed.
     fn go_on(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, result: StepResult) {
         if let Some(step) = self.advance(cx, task, result) {
             self.run(cx, task, step);
         }
     }
 
-    /// Advances a command with the result of its last step; returns the next one. A command whose
-    /// data have come takes its place in the order, and may have to wait there.
+    /// Processes the result of the last step of a command, and returns the next step. If the
+    /// command has received its data, it's added to the order and may have to wait there.
     fn advance(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -434,7 +436,7 @@ pub(crate) trait CommandFlow {
         may_start.then(|| self.first_step(cx, task))
     }
 
-    /// Waits for pool memory with a step, behind the others.
+    /// Queues a command with a step waiting for pool memory.
     fn await_memory(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, step: Step) {
         let now = cx.now();
         self.hold(task, Hold::Memory);
@@ -449,14 +451,14 @@ pub(crate) trait CommandFlow {
         exec.await_buffer(cx.pool(), owner, now);
     }
 
-    /// Tries again what waited for pool memory.
+    /// Retries a step that was waiting for pool memory.
     fn resume(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) {
         let step = self.exec(task).step.take();
         self.run(cx, task, step.expect("a step waits"));
     }
 
-    /// Resumes commands for which the pool has room now: the commands of each kind for each unit in
-    /// their order.
+    /// Resumes commands if pool memory is available now, in FIFO order for each kind of command and
+    /// each unit.
     fn poll_memory(&mut self, cx: &mut Self::Cx<'_>) {
         for queue in 0..self.backlog().memory.len() {
             self.poll_queue(cx, (queue, true));
@@ -475,15 +477,16 @@ pub(crate) trait CommandFlow {
             self.resume(cx, task);
             let tasks = self.backlog().memory[queue].tasks(gathers);
             if tasks.back().is_some_and(|&(last, _)| last == task) {
-                // Still not enough: it keeps its place, and those behind it keep theirs.
+                // There still isn't enough memory. It keeps its position, and so do all commands
+                // behind it.
                 tasks.rotate_right(1);
                 return;
             }
         }
     }
 
-    /// Gives a part of the pool's reserve to the first command for a unit that has started and still
-    /// waits for memory.
+    /// Provides a part of the pool's reserve to the first command of a unit that has started and is
+    /// still waiting for memory.
     fn take_reserve(&mut self, cx: &mut Self::Cx<'_>, queue: usize) {
         let owner = self.backlog().owner;
         let claim = self.backlog().memory[queue].claim(owner);
@@ -500,20 +503,20 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Answers with a status alone.
+    /// Responds with a status only.
     fn answer_status(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, status: Status) {
         let response = self.exec(task).status_only(status);
         self.respond(cx, task, response);
     }
 
-    /// Takes a task out of the unit's set; those it held back may start.
+    /// Removes a task from the task set of its unit. Tasks that were waiting for it may start.
     fn leave_task_set(&mut self, task: TaskIdx) {
         for started in self.exec(task).leave() {
             self.ask(TaskAction::StartTask(started));
         }
     }
 
-    /// Notifies the functions that waited for a task which is gone.
+    /// Notifies the functions waiting for a completed task.
     fn report_gone(&mut self, watchers: Vec<TaskRef>) {
         for watcher in watchers {
             self.ask(TaskAction::TaskGone(watcher));
@@ -525,7 +528,7 @@ pub(crate) trait CommandFlow {
 mod tests {
     use super::*;
 
-    /// The number of units is the same, but the second wait may be for a disk that hangs.
+    /// The number of units is the same, but the second command may be waiting for a hanging disk.
     #[test]
     fn wait_for_another_unit_begins() {
         let mut pool = Pool::new(1 << 20).unwrap();

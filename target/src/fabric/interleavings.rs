@@ -1,4 +1,4 @@
-//! A unit's task set, as workers share it, in many interleavings of what they do.
+//! Explores interleavings of several workers sharing the task set of a unit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,16 +19,16 @@ use crate::fixture::unit_config;
 
 const WORKERS: u16 = 2;
 
-/// A note in a worker's mailbox about one of its tasks.
+/// A message to a worker about one of its tasks.
 enum Note {
     Start(TaskRef),
     Stop(TaskRef),
 }
 
-/// What all workers look at.
+/// State shared by all workers.
 struct Shared {
     unit: Unit,
-    /// A command that excludes others from its blocks is under way.
+    /// An exclusive command for its blocks is running.
     excludes: AtomicBool,
     executed: AtomicU32,
     cleared: AtomicU32,
@@ -43,7 +43,7 @@ struct Worker {
     may_start: Vec<TaskRef>,
 }
 
-/// Commands of each worker: they wait for each other by order, and by blocks.
+/// Returns the commands for each worker. They wait for each other due to their order and blocks.
 fn commands() -> [NewTask; 3] {
     let compare_and_write = NewTask {
         footprint: Footprint::Atomic(Blocks { first: 0, end: 8 }),
@@ -59,7 +59,7 @@ fn commands() -> [NewTask; 3] {
 
 fn notify(all: &[Sender<Note>], tasks: Vec<TaskRef>, note: fn(TaskRef) -> Note) {
     for task in tasks {
-        // A worker that has ended has no tasks left.
+        // A worker that has exited doesn't have any tasks.
         let _ = all[usize::from(task.worker)].send(note(task));
     }
 }
@@ -111,7 +111,7 @@ impl Worker {
         self.end(task);
     }
 
-    /// Removes a task that is over, if it is still there.
+    /// Removes a completed task, if it wasn't removed already.
     fn end(&mut self, task: TaskRef) {
         let Some(at) = self.tasks.iter().position(|(own, _)| *own == task) else {
             return;

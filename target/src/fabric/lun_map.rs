@@ -1,4 +1,4 @@
-//! The logical units that an initiator may address, and by which numbers.
+//! The logical units available to an initiator, by LUN.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -12,25 +12,25 @@ use super::Unit;
 use crate::qos::Limiter;
 use crate::stats::LunStats;
 
-/// One entry of a [`LunMap`].
+/// Entry of a [`LunMap`].
 #[derive(Clone, Debug)]
 pub struct Mapping {
-    /// Unit that the LUN leads to.
+    /// Unit mapped to the LUN.
     pub unit: Arc<Unit>,
-    /// Statistics of the commands to it.
+    /// Statistics for commands to this unit.
     pub stats: Arc<LunStats>,
-    /// Writes through this LUN are refused, even if the unit allows them.
+    /// Writes are refused for this LUN, even if the unit is writable.
     pub read_only: bool,
 }
 
-/// Maximum number of units that earlier maps than the last one led to.
+/// Maximum number of former units kept from maps before the previous one.
 const MAX_FORMER: usize = 64;
 
-/// Maximum number of LUNs that lead nowhere and whose units are remembered.
+/// Maximum number of unmapped LUNs with a known unit.
 const MAX_GONE: usize = 256;
 
-/// A flag that is set while a LUN leads to another unit than its initiator takes it for. The maps
-/// of a session that lead the LUN to one unit share it.
+/// A flag that is set while a LUN is mapped to a different unit than its initiator expects. It's
+/// shared by all maps of a session with the same unit at this LUN.
 #[derive(Clone, Debug, Default)]
 pub struct StaleLun(Arc<AtomicBool>);
 
@@ -43,67 +43,70 @@ impl StaleLun {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Clears the flag: the initiator knows which unit it is.
+    /// Clears the flag, because the initiator has identified the unit.
     pub fn clear(&self) {
         self.0.store(false, Ordering::Relaxed);
     }
 }
 
-/// A unit as initiators know it. One that was without a medium is made again when its disk is
-/// there, so the unit itself does not matter.
+/// Identity of a unit for initiators. The unit itself can't be used, because it's replaced when a
+/// missing disk becomes available.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct KnownUnit {
     names: Identity,
-    /// An initiator counts in these blocks until it reads the capacity again.
+    /// The initiator uses this block size until it reads the capacity again.
     block_size: BlockSize,
 }
 
-/// The units that an initiator takes its LUNs for.
+/// Units that the initiator expects at its LUNs.
 #[derive(Clone, Debug, Default)]
 pub struct KnownUnits {
     units: BTreeMap<LunId, KnownUnit>,
-    /// Some were dropped at the limit. A LUN that is not among `units` may be taken for any unit.
+    /// Some units were dropped due to the limit. Any unit may be expected at a LUN that isn't in
+    /// `units`.
     is_partial: bool,
 }
 
 impl KnownUnits {
-    /// Returns the number of LUNs whose units are known.
+    /// Returns the number of LUNs with a known unit.
     #[must_use]
     pub fn len(&self) -> usize {
         self.units.len()
     }
 
-    /// Whether nothing is known, and nothing was dropped.
+    /// Returns whether there are no known units and none were dropped.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.units.is_empty() && !self.is_partial
     }
 }
 
-/// The logical units that one initiator may see at one target port. Several LUNs may lead to one.
+/// The logical units available to an initiator on a target port. A unit can have several LUNs.
 ///
-/// # A LUN that comes to lead to another unit
-/// The initiator may send commands for the unit before until it has learned of the change. So all
-/// of them are answered with REPORTED LUNS DATA HAS CHANGED, and not only the first one, until the
-/// initiator has an INQUIRY page with the unit's names: the LUN is *stale*. That it led nowhere in
-/// between makes no difference; if it leads back to the unit before, nothing has changed. Commands
-/// under way at the unit before go on, and functions for the LUN find them.
+/// # Stale LUNs
+/// If a LUN is mapped to a different unit, the initiator may still send commands for the previous
+/// unit until it detects the change. Therefore all commands, and not only the first one, fail with
+/// REPORTED LUNS DATA HAS CHANGED until the initiator has received an INQUIRY page that identifies
+/// the new unit: the LUN is *stale*. This also applies if the LUN was unmapped in between. If the
+/// previous unit is mapped again, nothing has changed. Active commands on the previous unit
+/// continue, and task management functions for the LUN include them.
 #[derive(Debug, Default)]
 pub struct LunMap {
     luns: Vec<LunId>,
     mappings: Vec<Mapping>,
-    /// By place, as `mappings`.
+    /// In the same order as `mappings`.
     stale: Vec<StaleLun>,
-    /// The units that the initiator takes stale LUNs for, and LUNs that lead nowhere.
+    /// Units expected by the initiator at stale LUNs and at unmapped LUNs.
     known: KnownUnits,
-    /// Units that LUNs led to before.
+    /// Former units of LUNs.
     former: Vec<(LunId, Weak<Unit>)>,
-    /// Limits of the initiator at this target.
+    /// Limits of the initiator on this target.
     limiter: Option<Arc<Limiter>>,
 }
 
 impl LunMap {
-    /// A map of these, in ascending order of their LUNs. Of two with one LUN the first counts.
+    /// Creates a map of these entries, sorted by LUN. If there are duplicate LUNs, the first entry
+    /// is used.
     #[must_use]
     pub fn new(entries: impl IntoIterator<Item = (LunId, Mapping)>) -> Self {
         let mut entries: Vec<_> = entries.into_iter().collect();
@@ -120,7 +123,7 @@ impl LunMap {
         }
     }
 
-    /// Takes the place of another map in the same session.
+    /// Updates this map, which is going to replace another map of the same session.
     pub fn follow(&mut self, old: &Self) {
         self.set_known_units(old.known_units());
         for (place, lun) in self.luns.iter().enumerate() {
@@ -138,13 +141,13 @@ impl LunMap {
                 std::ptr::eq(present, unit.as_ptr())
             })
         };
-        // Workers use the old map for a moment more, so a unit that is idle now may get commands
-        // through it.
+        // Workers continue to use the old map for a moment, so an idle unit may still receive
+        // commands.
         let last = old.luns.iter().zip(&old.mappings);
         let last = last.map(|(lun, mapping)| (*lun, Arc::downgrade(&mapping.unit)));
         let mut former: Vec<_> = last.filter(|(lun, unit)| !is_there(lun, unit)).collect();
-        // Those of the last map are all kept, since they may have commands; the bound is on older
-        // ones.
+        // All units of the previous map are kept, because they may have commands. The limit applies
+        // to older maps.
         let most = former.len() + MAX_FORMER;
         for (lun, unit) in &old.former {
             let mut known = former.iter();
@@ -157,13 +160,13 @@ impl LunMap {
         self.former = former;
     }
 
-    /// Compares the map with the units that the session's initiator takes LUNs for: those that lead
-    /// to another one are stale.
+    /// Compares the map with the units expected by the initiator of this session. LUNs with a
+    /// different unit become stale.
     pub fn set_known_units(&mut self, mut known: KnownUnits) {
         for (place, lun) in self.luns.iter().enumerate() {
             let taken_for = known.units.get(lun);
             let Some(unit) = self.known_unit(place) else {
-                // It may be the unit that the initiator takes it for, and nothing gets there yet.
+                // It may be the expected unit, and no commands can be executed on it yet.
                 continue;
             };
             let is_other = taken_for.map_or(known.is_partial, |other| *other != unit);
@@ -181,7 +184,7 @@ impl LunMap {
         self.known = known;
     }
 
-    /// Returns the units that the initiator takes LUNs for at present.
+    /// Returns the units that the initiator currently expects at its LUNs.
     #[must_use]
     pub fn known_units(&self) -> KnownUnits {
         let mut known = self.known.clone();
@@ -194,7 +197,8 @@ impl LunMap {
         known
     }
 
-    /// Returns the unit at a place as initiators know it, unless its names are not known yet.
+    /// Returns the identity of the unit at this position, or `None` if its names aren't available
+    /// yet.
     fn known_unit(&self, place: usize) -> Option<KnownUnit> {
         let lu = &self.mappings[place].unit.lu;
         lu.has_names().then(|| KnownUnit {
@@ -203,8 +207,8 @@ impl LunMap {
         })
     }
 
-    /// Returns the units that may have commands for a LUN: the one that it leads to, then those
-    /// that it led to before.
+    /// Returns the units that may have commands for a LUN: its current unit, followed by former
+    /// units.
     #[must_use]
     pub fn with_former(&self, lun: WireLun) -> Vec<Arc<Unit>> {
         self.addressed(lun)
@@ -213,7 +217,7 @@ impl LunMap {
             .collect()
     }
 
-    /// Returns the units that a LUN led to before, which may have commands for it.
+    /// Returns former units of a LUN that may still have commands for it.
     pub fn former(&self, lun: WireLun) -> impl Iterator<Item = Arc<Unit>> {
         let wanted = LunId::addressed(lun);
         let former = self.former.iter();
@@ -225,34 +229,34 @@ impl LunMap {
         self.stale[place].is_set()
     }
 
-    /// Returns the flag of the LUN at a place, if it is stale.
+    /// Returns the flag for the LUN at this position if it's stale.
     #[must_use]
     pub fn stale(&self, place: usize) -> Option<&StaleLun> {
         Some(&self.stale[place]).filter(|stale| stale.is_set())
     }
 
-    /// Whether a LUN is stale. Functions for such a LUN end no commands of others: the initiator
-    /// means those at the unit before.
+    /// Returns whether a LUN is stale. Functions for a stale LUN don't abort commands of other
+    /// initiators, because they refer to commands on the previous unit.
     #[must_use]
     pub fn is_stale(&self, lun: WireLun) -> bool {
         self.find(lun).is_some_and(|place| self.is_stale_at(place))
     }
 
-    /// Sets the initiator's limits.
+    /// Sets the limits of the initiator.
     #[must_use]
     pub fn with_limiter(mut self, limiter: Option<Arc<Limiter>>) -> Self {
         self.limiter = limiter;
         self
     }
 
-    /// Returns the initiator's limits.
+    /// Returns the limits of the initiator.
     #[must_use]
     pub fn limiter(&self) -> Option<&Arc<Limiter>> {
         self.limiter.as_ref()
     }
 
-    /// Whether the limits and the accounts of the initiator are the same too, where
-    /// [`LunMap::is_same`] holds.
+    /// Returns whether the limits and accounts of the initiator are the same as well, if
+    /// [`LunMap::is_same`] is true.
     #[must_use]
     pub fn is_accounted_alike(&self, other: &Self) -> bool {
         let mut pairs = self.mappings.iter().zip(&other.mappings);
@@ -263,43 +267,43 @@ impl LunMap {
         is_as_fast && pairs.all(|(a, b)| Arc::ptr_eq(&a.stats, &b.stats))
     }
 
-    /// Returns the LUNs, for REPORT LUNS.
+    /// Returns all LUNs, for REPORT LUNS.
     #[must_use]
     pub fn luns(&self) -> &[LunId] {
         &self.luns
     }
 
-    /// Returns the place of an addressed unit in the map.
+    /// Returns the position of an addressed unit in the map.
     #[must_use]
     pub fn find(&self, lun: WireLun) -> Option<usize> {
         self.luns.binary_search(&LunId::addressed(lun)?).ok()
     }
 
-    /// Returns the entry at a place of the map.
+    /// Returns the entry at this position.
     ///
     /// # Panics
-    /// If there is no such place.
+    /// Panics if the position is out of range.
     #[must_use]
     pub fn mapping(&self, place: usize) -> &Mapping {
         &self.mappings[place]
     }
 
-    /// Returns an addressed unit.
+    /// Returns the addressed unit.
     #[must_use]
     pub fn addressed(&self, lun: WireLun) -> Option<Arc<Unit>> {
         let place = self.find(lun)?;
         Some(Arc::clone(&self.mappings[place].unit))
     }
 
-    /// Whether the LUN that addresses a unit is read-only. Functions for such a LUN end no commands
-    /// of others: an initiator that may not write must not stop others.
+    /// Returns whether the LUN is read-only. Functions for such a LUN don't abort commands of other
+    /// initiators, because this requires write access.
     #[must_use]
     pub fn is_read_only(&self, lun: WireLun) -> bool {
         let place = self.find(lun);
         place.is_some_and(|place| self.mappings[place].read_only)
     }
 
-    /// Whether the same LUNs lead to the same units, with the same rights.
+    /// Returns whether the map has the same units at the same LUNs, with the same access rights.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let mut pairs = self.mappings.iter().zip(&other.mappings);
@@ -307,13 +311,13 @@ impl LunMap {
             && pairs.all(|(a, b)| Arc::ptr_eq(&a.unit, &b.unit) && a.read_only == b.read_only)
     }
 
-    /// Whether some LUN leads to a unit.
+    /// Returns whether any LUN is mapped to this unit.
     #[must_use]
     pub fn has(&self, unit: &Arc<Unit>) -> bool {
         self.mappings.iter().any(|m| Arc::ptr_eq(&m.unit, unit))
     }
 
-    /// Returns the units that a LUN leads to which is neither read-only nor stale, each once.
+    /// Returns all units with a LUN that is neither read-only nor stale, without duplicates.
     #[must_use]
     pub fn resettable(&self) -> Vec<Arc<Unit>> {
         let mut units: Vec<Arc<Unit>> = Vec::new();
@@ -328,7 +332,7 @@ impl LunMap {
         units
     }
 
-    /// Returns every LUN and its unit.
+    /// Returns all LUNs with their units.
     pub fn iter(&self) -> impl Iterator<Item = (LunId, &Arc<Unit>)> {
         let units = self.mappings.iter().map(|mapping| &mapping.unit);
         self.luns.iter().copied().zip(units)
@@ -369,8 +373,8 @@ mod tests {
         let mut back = map([0, most, most + 100], &one);
         back.follow(&luns);
         let stale = |luns: &LunMap| luns.stale.iter().map(StaleLun::is_set).collect::<Vec<_>>();
-        // One that is not known any more may have been another unit, and so may one that never was
-        // there.
+        // A LUN that was dropped may have had a different unit. This also applies to a LUN that
+        // never existed.
         assert_eq!(stale(&back), [false, true, true]);
         let mut once_more = map([0, most, most + 100], &one);
         once_more.follow(&back);
@@ -425,7 +429,7 @@ mod tests {
         assert!(!found(&third, &one.unit), "it is idle still");
     }
 
-    /// Its initiator counts in the previous blocks, so it would write to other places.
+    /// The initiator uses the previous block size, so it would write to the wrong blocks.
     #[test]
     fn unit_with_other_block_size_is_stale() {
         let with_blocks = |block_size| {

@@ -1,45 +1,46 @@
-//! Memory of a connection besides its data buffers.
+//! Memory used by a connection, excluding data buffers.
 //!
-//! These are bounds, fixed by the login. What a session occupies of them follows its use: receives
-//! are taken newest first, other rings begin again at their front when they are empty, and contexts
-//! belong to commands. So a session that has never been deep occupies a few pages.
+//! These are upper limits, determined by the login. The actual memory usage of a session depends on
+//! its activity: receives are reused in LIFO order, other rings restart at the beginning when they
+//! are empty, and contexts are allocated for commands. A session that never had a deep queue only
+//! uses a few pages.
 //!
-//! A receive queue that sessions share would be smaller. But a peer that sends more than it may
-//! would empty it for all others, and only the device could stop that. A queue of its own makes
-//! such a peer wait for itself alone (RNR NAK).
+//! A shared receive queue would be smaller. However, a peer that sends too many messages would
+//! exhaust it for all other peers, and only the device could prevent this. With separate queues,
+//! such a peer only delays itself (RNR NAK).
 
 use riser_transport::roce::nic::Nic;
 use riser_transport::verbs::QpCap;
 
 use super::MAX_SGE;
 
-/// Incoming READs and atomics that we allow: initiators have no business reading our memory.
+/// Number of incoming READs and atomics to permit. Initiators have no reason to read our memory.
 pub const RESPONDER_RESOURCES: u8 = 1;
 
-/// Outgoing READs at once, if the initiator allows as many.
+/// Maximum number of concurrent outgoing READs, if permitted by the initiator.
 pub const INITIATOR_DEPTH: u8 = 16;
 
-/// Memory of one RDMA connection, in bytes.
+/// Memory of an RDMA connection, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectionMemory {
-    /// Ring that messages are received into, in bytes.
+    /// Receive ring, in bytes.
     pub receive_ring: usize,
-    /// Ring that messages are sent from, in bytes.
+    /// Send ring, in bytes.
     pub send_ring: usize,
-    /// Contexts of its commands and lists of them, in bytes.
+    /// Command contexts and lists of contexts, in bytes.
     pub contexts: usize,
-    /// Its queue pair and its completion queue, in bytes, as our own NIC makes them.
+    /// Queue pair and completion queue of our software NIC, in bytes.
     pub queues: usize,
 }
 
 impl ConnectionMemory {
-    /// Returns the sum of all parts, in bytes.
+    /// Returns the total in bytes.
     #[must_use]
     pub fn total(&self) -> usize {
         self.receive_ring + self.send_ring + self.contexts + self.queues
     }
 
-    /// Returns the memory of a queue pair for this number of requests of both kinds, in bytes.
+    /// Returns the memory of a queue pair with this number of send and receive requests, in bytes.
     #[must_use]
     pub fn of_queues(sends: u32, receives: u32) -> usize {
         let cap = QpCap {

@@ -1,24 +1,24 @@
-//! What every fabric shares and no protocol owns.
+//! Common code for all fabrics, independent of protocols.
 //!
-//! A *fabric* is a way in which SCSI commands reach the target: SRP, iSCSI over TCP, iSER. Each has
-//! connections of its own kind, as machines that do no I/O. This module has what such a machine is
-//! made of. It knows no protocol: [`srp`](crate::srp), [`iscsi`](crate::iscsi) and
-//! [`iser`](crate::iser) stand above it, and it uses none of them.
+//! A *fabric* is a way to send SCSI commands to the target: SRP, iSCSI over TCP, or iSER. Each
+//! fabric implements its connections as state machines without I/O. This module contains building
+//! blocks for these. It doesn't depend on any protocol: [`srp`](crate::srp),
+//! [`iscsi`](crate::iscsi) and [`iser`](crate::iser) are based on it.
 //!
 //! # Modules
-//! - `command`: [`Execution`], a SCSI command under way.
-//! - `flow`: the way of a command through a connection, the same on every fabric.
-//! - `action`: [`TaskAction`], what a connection asks of its worker for them.
-//! - `task_mgmt`: task-management functions.
-//! - `task`: [`TaskRef`], a task's name on all workers.
-//! - `unit`: [`Unit`], a logical unit and its task set, as connections share it.
-//! - `lun_map`: [`LunMap`], the units that one initiator may address, and by which numbers.
-//! - `transfer`: [`Transfer`], the RDMA requests that move a command's data.
-//! - `accounts`: [`Accounts`], where a session's commands are counted.
-//! - `throttle`: [`Throttle`], the commands of a connection that wait for limits.
-//! - `pace`: [`Pace`], how long a command may wait for its initiator.
-//! - `contexts`: [`Spare`], contexts that no command has.
-//! - `memory`: [`ConnectionMemory`], the bytes that a connection occupies.
+//! - `command`: [`Execution`], an active SCSI command.
+//! - `flow`: command processing in a connection, the same for all fabrics.
+//! - `action`: [`TaskAction`], requests from a connection to its worker.
+//! - `task_mgmt`: task management functions.
+//! - `task`: [`TaskRef`], identifies a task on any worker.
+//! - `unit`: [`Unit`], a logical unit and its task set, shared by connections.
+//! - `lun_map`: [`LunMap`], the units available to an initiator by LUN.
+//! - `transfer`: [`Transfer`], RDMA requests to transfer the data of a command.
+//! - `accounts`: [`Accounts`], command statistics of a session.
+//! - `throttle`: [`Throttle`], commands of a connection delayed by limits.
+//! - `pace`: [`Pace`], limits the time a command can wait for its initiator.
+//! - `contexts`: [`Spare`], unused contexts.
+//! - `memory`: [`ConnectionMemory`], memory usage of a connection in bytes.
 
 #![forbid(unsafe_code)]
 

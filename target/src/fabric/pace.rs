@@ -1,48 +1,51 @@
-//! The time that a command may wait for its initiator on a connection that moves data.
+//! Limits the time a command can wait for its initiator on a connection that transfers data.
 //!
-//! Data of a command wait behind those of others on the same connection, and a deep queue of long
-//! commands takes minutes on a slow link although it moves data all the time. So the time that a
-//! command waits counts only as far as the data that its connection moved meanwhile do not explain
-//! it, at [`SLOWEST`]. A connection that is faster is never too slow. One that moves little, to
-//! keep its place, gains nothing by it. A piece of data waits at most behind one piece of every
-//! other command, so at most that many bytes explain the wait for one piece: an initiator cannot
-//! keep a command waiting for ever by moving the data of others.
+//! The data of a command is queued behind the data of other commands on the same connection. With a
+//! slow link and a deep queue of long commands, this can take several minutes even if data is
+//! transferred all the time. Therefore we subtract the time required for the data transferred by
+//! the connection since then, at the rate [`SLOWEST`]. A faster connection is never too slow.
+//! Transferring a small amount of data isn't sufficient to keep a command waiting. Each piece of
+//! data is queued behind at most one piece of every other command. We don't subtract time for more
+//! data than this, so an initiator can't keep a command waiting forever by transferring data of
+//! other commands.
 
 use std::time::{Duration, Instant};
 
 use crate::pool::MAX_BLOCK;
 
-/// Rate of the slowest connection whose commands may wait for one another as long as they must, in
-/// bytes a second.
+/// Slowest rate of a connection where commands may wait for each other without a limit, in bytes
+/// per second.
 pub const SLOWEST: u64 = 4 << 20;
 
-/// The same rate while other initiators wait for the memory that it holds, or for its command.
+/// Same, while other initiators are waiting for the memory used by the command, or for the command
+/// itself.
 pub const SLOWEST_AWAITED: u64 = 512 << 10;
 
-/// Silence after which an initiator no longer has memory, or a place in the order, that other
-/// initiators wait for. A lost segment of TCP is sent again several times in it.
+/// Maximum time without a transfer while other initiators are waiting for memory of this initiator,
+/// or for its position in the order. This is sufficient for several retransmissions of a TCP
+/// segment.
 pub const OWED: Duration = Duration::from_secs(5);
 
-/// Data that a connection has moved.
+/// Amount of data transferred by a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// Bytes moved in both directions since the connection was made.
+    /// Number of bytes transferred in both directions since the connection was created.
     moved: u64,
-    /// Bytes that a piece of data may have to wait for, itself included.
+    /// Maximum number of bytes that a piece of data may have to wait for, including itself.
     most: u64,
 }
 
-/// A command's wait for its initiator to send or take a piece of its data.
+/// A command waiting for its initiator to send or receive a piece of its data.
 #[derive(Clone, Copy, Debug)]
 pub struct Wait {
-    /// Start of the wait.
+    /// Start time.
     pub since: Instant,
-    /// Bytes that the connection had moved by then.
+    /// Number of bytes the connection had transferred at this time.
     moved: u64,
 }
 
 impl Wait {
-    /// Returns the one of two waits that began later.
+    /// Returns the more recent wait.
     #[must_use]
     pub fn later(self, other: Self) -> Self {
         match other.since > self.since {
@@ -53,7 +56,7 @@ impl Wait {
 }
 
 impl Pace {
-    /// The pace of a connection that has moved nothing, with up to `commands` commands at once.
+    /// Returns the pace of a new connection with up to `commands` concurrent commands.
     #[must_use]
     pub fn new(commands: u32) -> Self {
         Self {
@@ -62,18 +65,18 @@ impl Pace {
         }
     }
 
-    /// Returns the number of bytes that it has moved.
+    /// Returns the number of bytes transferred.
     #[must_use]
     pub fn moved(&self) -> u64 {
         self.moved
     }
 
-    /// Counts `bytes` of data that were received, or taken by the initiator.
+    /// Counts `bytes` of data that was received, or that the initiator has received.
     pub fn on_moved(&mut self, bytes: u32) {
         self.moved += u64::from(bytes);
     }
 
-    /// A wait that begins now.
+    /// Starts a wait.
     #[must_use]
     pub fn begin(&self, now: Instant) -> Wait {
         Wait {
@@ -82,28 +85,27 @@ impl Pace {
         }
     }
 
-    /// Returns the part of a wait that counts by now.
+    /// Returns the time spent waiting until now, excluding the time required for transferred data.
     #[must_use]
     pub fn waited(&self, wait: Wait, now: Instant) -> Duration {
         let elapsed = now.saturating_duration_since(wait.since);
         elapsed.saturating_sub(self.explained(wait))
     }
 
-    /// Returns the time at which a wait that may count for `left` is too long, unless more data are
-    /// moved before.
+    /// Returns the time when this wait exceeds `left`, unless more data is transferred until then.
     #[must_use]
     pub fn due(&self, wait: Wait, left: Duration) -> Instant {
         wait.since + left + self.explained(wait)
     }
 
-    /// As [`Pace::due`], for a wait that delays other initiators: [`SLOWEST_AWAITED`] is enough, but
-    /// `left` is short.
+    /// Same as [`Pace::due`], for a wait that delays other initiators. The required rate is only
+    /// [`SLOWEST_AWAITED`], but `left` is short.
     #[must_use]
     pub fn due_awaited(&self, wait: Wait, left: Duration) -> Instant {
         wait.since + left + self.explained_at(wait, SLOWEST_AWAITED)
     }
 
-    /// Returns the part of a wait that the data explain that were moved meanwhile.
+    /// Returns the time required for the data transferred during the wait.
     fn explained(&self, wait: Wait) -> Duration {
         self.explained_at(wait, SLOWEST)
     }
@@ -122,7 +124,8 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
     const LIMIT: Duration = Duration::from_secs(120);
 
-    /// Moves `rate` bytes a second until the wait is too long: how long that took, if it was.
+    /// Transfers `rate` bytes per second until the wait times out. Returns the elapsed time, or
+    /// `None` if there was no timeout within `most`.
     fn ends_after(rate: u32, most: Duration) -> Option<Duration> {
         let start = Instant::now();
         let mut pace = Pace::new(COMMANDS);
@@ -142,7 +145,7 @@ mod tests {
     #[test]
     fn data_that_are_moved_explain_a_wait() {
         assert_eq!(ends_after(0, LIMIT * 2), Some(LIMIT));
-        // One that moves a little gains little.
+        // A slow transfer gains only a little time.
         let dribbled = ends_after(40_000, LIMIT * 2).unwrap();
         assert!(
             (LIMIT..LIMIT + 3 * SECOND).contains(&dribbled),
@@ -150,14 +153,15 @@ mod tests {
         );
         let half = ends_after(2 << 20, LIMIT * 4).unwrap();
         assert!(half > LIMIT && half < LIMIT * 2, "{half:?}");
-        // One that is fast enough has until everything that might have come before it is through.
+        // A transfer at the required rate is allowed to continue until all data that might be
+        // queued before it was transferred.
         let all = Duration::from_secs(u64::from(COMMANDS) / (SLOWEST >> 20));
         assert_eq!(ends_after(4 << 20, LIMIT + all - SECOND), None);
         let most = ends_after(1 << 30, LIMIT * 100);
         assert_eq!(most, Some(LIMIT + all), "and not for ever");
     }
 
-    /// What was moved before a wait does not explain it.
+    /// Data transferred before the wait doesn't extend it.
     #[test]
     fn a_wait_begins_with_nothing() {
         let start = Instant::now();
@@ -170,8 +174,8 @@ mod tests {
         assert_eq!(pace.waited(wait, start + SECOND), SECOND / 2);
     }
 
-    /// A deep queue for whose memory other initiators wait is not too slow as long as it moves at the
-    /// rate.
+    /// A deep queue isn't too slow, even if other initiators are waiting for its memory, while data
+    /// is transferred at the required rate.
     #[test]
     fn awaited_queue_survives_at_its_rate() {
         let cut_after = |rate: u64| {

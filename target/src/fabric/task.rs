@@ -1,36 +1,36 @@
-//! Names of connections and tasks.
+//! Identifiers of connections and tasks.
 
 use riser_scsi::task::TaskTag;
 
-/// Number of a connection's context: of a command, a task-management function, or a message of the
-/// target's own.
+/// Context number on a connection, for a command, a task management function, or a message from the
+/// target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskIdx(pub u16);
 
-/// A connection's name on all workers.
+/// Identifies a connection on any worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ConnRef {
-    /// Number of the worker.
+    /// Worker number.
     pub worker: u16,
-    /// Serial number of the connection at that worker, never used again.
+    /// Serial number of the connection on this worker. Serial numbers are never reused.
     pub serial: u64,
 }
 
-/// A task's name on all workers: worker, connection, context, and the context's use.
+/// Identifies a task on any worker: worker, connection, context, and context generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskRef {
-    /// Number of the worker.
+    /// Worker number.
     pub worker: u16,
-    /// Serial number of the connection at that worker, never used again.
+    /// Serial number of the connection on this worker. Serial numbers are never reused.
     pub channel: u64,
-    /// Place of its context at that connection.
+    /// Context of the task on this connection.
     pub index: TaskIdx,
     /// Counts the uses of the context.
     pub generation: u32,
 }
 
 impl TaskRef {
-    /// Returns the name of the task's connection.
+    /// Returns the connection of the task.
     #[must_use]
     pub fn conn(self) -> ConnRef {
         ConnRef {
@@ -39,9 +39,9 @@ impl TaskRef {
         }
     }
 
-    /// Returns the tag under which the task is in its unit's task set: the whole name, which no
-    /// other task has. A fabric's own tags do not do: SRP's are unique on their channel only, and
-    /// a nexus may have channels at several workers.
+    /// Returns the tag for the unit's task set. It contains all fields, so it's unique. Tags of the
+    /// fabric can't be used: SRP tags are only unique within a channel, and a nexus can have
+    /// channels on several workers.
     pub(super) fn tag(self) -> TaskTag {
         TaskTag(
             u128::from(self.worker) << 112

@@ -1,14 +1,15 @@
-//! Task-management functions, the same on every fabric (SAM-5 clause 7).
+//! Task management functions, the same for all fabrics (SAM-5 clause 7).
 //!
-//! A function concerns tasks that may belong to other connections, of other protocols, on other
-//! workers. The unit's task set names them; their connections are asked to abort them
-//! ([`TaskAction::AbortTask`]) and report back ([`TaskAction::TaskGone`]). The function is answered
-//! when the last task is gone, so that no data are posted for a task that its initiator takes for
-//! over. What was posted before, with the answer, on another connection may arrive after that.
+//! A function can affect tasks of other connections, protocols and workers. The task set of the
+//! unit identifies these tasks. Their connections are requested to abort them
+//! ([`TaskAction::AbortTask`]) and respond when this is done ([`TaskAction::TaskGone`]). The
+//! response to the function is sent after the last task has completed, so that no data is posted
+//! for a task that the initiator considers complete. Data posted before this on another connection,
+//! and its response, may still arrive later.
 //!
 //! ```text
-//!   request ─→ manage ─→ Effect ─→ AbortTask … ─→ TaskGone … ─→ PendingFunction::is_over ─→ answer
-//!                └─→ refused: answer
+//!   request ─→ manage ─→ Effect ─→ AbortTask … ─→ TaskGone … ─→ PendingFunction::is_over ─→ respond
+//!                └─→ refused: respond
 //! ```
 
 use riser_scsi::attention::Attention;
@@ -19,39 +20,39 @@ use riser_scsi::task::TaskManagement;
 
 use super::{LunMap, TaskAction, TaskRef, TmfOutcome, Unit, UnitIdx};
 
-/// A function (SAM-5 clause 7, RFC 7143 11.5.1).
+/// Task management function (SAM-5 clause 7, RFC 7143 11.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Function {
-    /// ABORT TASK: one task, named by its tag.
+    /// ABORT TASK: abort the task with this tag.
     AbortTask,
-    /// ABORT TASK SET: the tasks of the nexus.
+    /// ABORT TASK SET: abort all tasks of the nexus.
     AbortTaskSet,
-    /// CLEAR ACA. There is never an auto contingent allegiance.
+    /// CLEAR ACA. An auto contingent allegiance is never established.
     ClearAca,
-    /// CLEAR TASK SET: the tasks of all nexuses.
+    /// CLEAR TASK SET: abort the tasks of all nexuses.
     ClearTaskSet,
-    /// LOGICAL UNIT RESET: the tasks of all nexuses, and the state of the unit.
+    /// LOGICAL UNIT RESET: abort the tasks of all nexuses and reset the unit.
     LogicalUnitReset,
-    /// TARGET WARM RESET: a reset of every unit that the initiator may reset.
+    /// TARGET WARM RESET: reset all units that the initiator may reset.
     TargetWarmReset,
-    /// TARGET COLD RESET, which is not supported.
+    /// TARGET COLD RESET, which isn't supported.
     TargetColdReset,
-    /// TASK REASSIGN, which connections of iSCSI carry out themselves.
+    /// TASK REASSIGN, handled by iSCSI connections.
     TaskReassign,
-    /// QUERY TASK: looks for one task.
+    /// QUERY TASK: check for a specific task.
     QueryTask,
-    /// QUERY TASK SET: looks for any task of the nexus.
+    /// QUERY TASK SET: check for any task of the nexus.
     QueryTaskSet,
-    /// I_T NEXUS RESET: the tasks of the nexus at all of its units. The session ends with it.
+    /// I_T NEXUS RESET: abort the tasks of the nexus on all its units. This closes the session.
     NexusReset,
-    /// QUERY ASYNCHRONOUS EVENT, which never finds one.
+    /// QUERY ASYNCHRONOUS EVENT, which never reports an event.
     QueryAsyncEvent,
-    /// A code that names none of these.
+    /// Unknown function code.
     Unknown,
 }
 
 impl Function {
-    /// Returns its name, as a label.
+    /// Returns the name, to be used as a label.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -71,37 +72,37 @@ impl Function {
         }
     }
 
-    /// Returns whether it ends tasks of other nexuses.
+    /// Returns whether this aborts tasks of other nexuses.
     fn ends_others(self) -> bool {
         matches!(self, Self::ClearTaskSet | Self::LogicalUnitReset)
     }
 }
 
-/// The answer to a function (SAM-5 7.1, RFC 7143 11.6.1).
+/// Response to a function (SAM-5 7.1, RFC 7143 11.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FunctionAnswer {
-    /// FUNCTION COMPLETE: it was carried out, or a query has found nothing.
+    /// FUNCTION COMPLETE: the function was executed, or a query didn't find a task.
     Complete,
-    /// FUNCTION SUCCEEDED: what a query asks for is there.
+    /// FUNCTION SUCCEEDED: a query has found a task.
     Succeeded,
-    /// The task does not exist.
+    /// The task doesn't exist.
     NoSuchTask,
     /// INCORRECT LOGICAL UNIT NUMBER.
     NoSuchLun,
     /// The task is still allegiant to its connection.
     StillAllegiant,
-    /// Tasks cannot be reassigned.
+    /// Task reassignment isn't supported.
     ReassignmentNotSupported,
-    /// The function is not supported.
+    /// The function isn't supported.
     NotSupported,
-    /// The initiator may not do that.
+    /// The initiator isn't authorized for this function.
     NotAuthorized,
-    /// FUNCTION REJECTED: there is no context for it.
+    /// FUNCTION REJECTED: no context is available.
     Rejected,
 }
 
 impl FunctionAnswer {
-    /// Returns its name, as a label.
+    /// Returns the name, to be used as a label.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -118,7 +119,7 @@ impl FunctionAnswer {
     }
 }
 
-/// Effect of a function: tasks to abort, and units that were reset.
+/// Result of a function: tasks to abort, and units that were reset.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Effect {
     aborted: Vec<TaskRef>,
@@ -126,7 +127,7 @@ pub struct Effect {
 }
 
 impl Effect {
-    /// Carries out a function on one unit.
+    /// Executes a function on a single unit.
     fn manage(&mut self, unit: &Unit, nexus: NexusId, function: TaskManagement) {
         let TmfOutcome { aborted, .. } = unit.manage(nexus, function);
         self.aborted.extend(aborted);
@@ -135,13 +136,13 @@ impl Effect {
         }
     }
 
-    /// Returns the number of tasks that it ends.
+    /// Returns the number of tasks to abort.
     #[must_use]
     pub fn tasks(&self) -> u32 {
         self.aborted.len() as u32
     }
 
-    /// Returns the requests to the worker. The function that waits for the tasks is `watcher`.
+    /// Returns the requests to the worker. `watcher` is the function that waits for the tasks.
     pub fn into_actions(self, watcher: TaskRef) -> impl Iterator<Item = TaskAction> {
         let aborts = self.aborted.into_iter();
         let aborts = aborts.map(move |task| TaskAction::AbortTask { task, watcher });
@@ -162,11 +163,11 @@ impl From<TmfOutcome> for Effect {
     }
 }
 
-/// Carries out a function of a nexus that names no task, for the unit that `lun` addresses or for
-/// all of its units.
+/// Executes a function of a nexus that doesn't specify a task, for the unit addressed by `lun` or
+/// for all units.
 ///
 /// # Errors
-/// The answer that refuses it.
+/// Returns the response if the function is refused.
 pub fn manage(
     function: Function,
     lun: WireLun,
@@ -174,9 +175,9 @@ pub fn manage(
     nexus: NexusId,
 ) -> Result<Effect, FunctionAnswer> {
     match function {
-        // An unknown function may concern no unit at all. A cold reset is optional, and would end
-        // the sessions of all initiators (RFC 7143 11.5.1): a host must not do that to others. LIO
-        // rejects it, too.
+        // An unknown function may not refer to a unit. A cold reset is optional and would close the
+        // sessions of all initiators (RFC 7143 11.5.1), which must not be possible for a single
+        // host. LIO rejects it as well.
         Function::Unknown | Function::TargetColdReset => Err(FunctionAnswer::NotSupported),
         Function::TargetWarmReset => reset_target(luns, nexus),
         Function::NexusReset => {
@@ -190,8 +191,8 @@ pub fn manage(
     }
 }
 
-/// Resets all units. A reset ends commands of others, so units are left out that the initiator may
-/// not write to, or may take for other ones.
+/// Resets all units. A reset aborts commands of other initiators, so units are excluded if the
+/// initiator doesn't have write access or may expect a different unit.
 fn reset_target(luns: &LunMap, nexus: NexusId) -> Result<Effect, FunctionAnswer> {
     let units = luns.resettable();
     if units.is_empty() {
@@ -204,8 +205,8 @@ fn reset_target(luns: &LunMap, nexus: NexusId) -> Result<Effect, FunctionAnswer>
     Ok(effect)
 }
 
-/// Carries out a function for one LUN: on the unit that it leads to, and on those that it led to
-/// before. There only the initiator's own tasks end, as far as it has sent them to this LUN.
+/// Executes a function for a LUN, on the unit mapped to it and on its former units. On former
+/// units, this only aborts tasks of this initiator that were sent to this LUN.
 fn manage_unit(
     function: Function,
     lun: WireLun,
@@ -221,7 +222,7 @@ fn manage_unit(
     }
     let of_unit = match function {
         Function::AbortTaskSet => TaskManagement::AbortTaskSet,
-        // An initiator that takes the LUN for another unit means the tasks there.
+        // An initiator that expects a different unit at this LUN refers to the tasks on that unit.
         _ if function.ends_others() && luns.is_stale(lun) => TaskManagement::AbortTaskSet,
         Function::ClearTaskSet => TaskManagement::ClearTaskSet,
         Function::LogicalUnitReset => TaskManagement::LogicalUnitReset,
@@ -241,17 +242,17 @@ fn manage_unit(
     Ok(effect)
 }
 
-/// A function under way. It is answered when all tasks that it ends are gone.
+/// A pending function. The response is sent when all aborted tasks have completed.
 #[derive(Debug)]
 pub struct PendingFunction<F> {
-    /// Function, or other cause, that waits.
+    /// Pending function, or another reason to abort tasks.
     pub function: F,
-    /// Tasks that are not gone yet.
+    /// Number of tasks not completed yet.
     waiting: u32,
 }
 
 impl<F> PendingFunction<F> {
-    /// A function that waits for no task yet.
+    /// Creates a pending function that doesn't wait for any tasks yet.
     #[must_use]
     pub fn new(function: F) -> Self {
         Self {
@@ -260,17 +261,17 @@ impl<F> PendingFunction<F> {
         }
     }
 
-    /// Waits for more tasks.
+    /// Waits for additional tasks.
     pub fn await_tasks(&mut self, tasks: u32) {
         self.waiting += tasks;
     }
 
-    /// A task is gone.
+    /// Called when a task has completed.
     pub fn on_task_gone(&mut self) {
         self.waiting -= 1;
     }
 
-    /// Whether no task is left.
+    /// Returns whether all tasks have completed.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.waiting == 0

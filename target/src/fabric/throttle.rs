@@ -1,4 +1,4 @@
-//! The commands of one connection that wait for limits.
+//! Commands of a connection delayed by limits.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,22 +9,22 @@ use riser_config::MAX_WAIT;
 use super::UnitIdx;
 use crate::qos::{Cost, Limiter};
 
-/// Number of a connection's commands that may always wait.
+/// Number of commands of a connection that may always wait.
 const MIN_WAITING: usize = 4;
 
-/// The price of a command, paid before it goes on: first to its initiator's limits, then to its
-/// unit's.
+/// Cost of a command, to be booked before it continues. The limits of the initiator are booked
+/// first, then the limits of the unit.
 #[derive(Clone, Debug)]
 pub struct Toll {
     unit: UnitIdx,
     cost: Cost,
-    /// The limits of the initiator and of the unit, by [`Gate`].
+    /// Limits of the initiator and of the unit, indexed by [`Gate`].
     limiters: [Option<Arc<Limiter>>; 2],
-    /// The epoch of each limiter when it was paid there.
+    /// Epoch of each limiter when the command was booked.
     paid: [Option<u64>; 2],
 }
 
-/// The limits that a command waits for.
+/// The limits that a command is waiting for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gate {
     Initiator,
@@ -32,7 +32,7 @@ enum Gate {
 }
 
 impl Toll {
-    /// The price of a command for a unit.
+    /// Creates the toll for a command to a unit.
     #[must_use]
     pub fn new(
         unit: UnitIdx,
@@ -48,15 +48,16 @@ impl Toll {
         }
     }
 
-    /// Whether the command writes.
+    /// Returns whether the command is a write.
     #[must_use]
     pub fn is_write(&self) -> bool {
         self.cost.is_write
     }
 
-    /// Pays from a gate on; returns the gate at which it has to wait, and until when. The unit is
-    /// not paid before the initiator's own limits have room, or the command would hold up others
-    /// there while it waits for these.
+    /// Books the command, starting with the limits `from`. If it has to wait, returns these limits
+    /// and the time until then. The unit isn't booked until the limits of the initiator allow the
+    /// command to start. Otherwise the command would delay other initiators while waiting for its
+    /// own limits.
     fn book(&mut self, from: Gate, now: Instant) -> Option<(Gate, Instant)> {
         let gates = [Gate::Initiator, Gate::Unit];
         for gate in &gates[from as usize..] {
@@ -72,7 +73,7 @@ impl Toll {
         None
     }
 
-    /// Gives back what was paid at a gate.
+    /// Cancels the booking with these limits.
     fn refund_at(&mut self, gate: Gate) {
         let at = gate as usize;
         if let (Some(limiter), Some(epoch)) = (&self.limiters[at], self.paid[at].take()) {
@@ -80,13 +81,13 @@ impl Toll {
         }
     }
 
-    /// Gives back what was paid by a command that has passed and is refused at once.
+    /// Cancels all bookings of a command that is refused immediately.
     fn refund(&mut self) {
         self.refund_at(Gate::Initiator);
         self.refund_at(Gate::Unit);
     }
 
-    /// Whether the payment at a gate is void: the limits there have changed.
+    /// Returns whether a booking is invalid, because these limits have changed.
     fn is_void(&self, gate: Gate) -> bool {
         match (&self.limiters[gate as usize], self.paid[gate as usize]) {
             (Some(limiter), Some(epoch)) => limiter.epoch() != epoch,
@@ -94,7 +95,7 @@ impl Toll {
         }
     }
 
-    /// Follows its initiator to other limits.
+    /// Switches to other limits of the initiator.
     fn follow(&mut self, initiator: Option<&Arc<Limiter>>) {
         let own = &mut self.limiters[Gate::Initiator as usize];
         let is_same = match (&own, initiator) {
@@ -112,35 +113,36 @@ impl Toll {
     }
 }
 
-/// Decision on a command.
+/// Admission of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
-    /// At once: it has paid at every gate.
+    /// Start immediately, because all limits are booked.
     Pass,
-    /// Later, when [`Throttle::poll`] names it.
+    /// Start when returned by [`Throttle::poll`].
     Wait,
-    /// Never: too many commands of its channel wait, or it would wait too long. TASK SET FULL.
+    /// Refuse it with TASK SET FULL, because too many commands of the channel are waiting, or the
+    /// delay would be too long.
     Full,
 }
 
-/// A command's way in.
+/// An admitted command.
 #[derive(Debug)]
 pub struct Passage {
-    /// Present if it waits: whether it writes.
+    /// Set if it must wait. True for a write.
     pub limited: Option<bool>,
-    /// Its payment, if it goes on at once.
+    /// Its bookings, if it may start immediately.
     paid: Option<Toll>,
 }
 
-/// Commands for one unit that either read or write. The first of them has paid at its gate.
+/// Queue of reads or writes for a unit. The first command is booked.
 #[derive(Clone, Copy, Debug)]
 struct Line {
     of: (UnitIdx, bool),
-    /// Time at which the first of them has paid.
+    /// Time when the first command was booked.
     paid: Instant,
-    /// The gate at which the first of them waits.
+    /// Limits the first command is waiting for.
     gate: Gate,
-    /// Time at which that has room for it.
+    /// Time when these limits allow it to start.
     due: Instant,
 }
 
@@ -151,19 +153,20 @@ struct Waiting<I> {
     since: Instant,
 }
 
-/// Commands of one channel that wait.
+/// Commands of a channel that are waiting.
 #[derive(Debug)]
 pub struct Throttle<I> {
     most: usize,
     lines: Vec<Line>,
-    /// In the order of arrival.
+    /// In order of arrival.
     waiting: VecDeque<Waiting<I>>,
 }
 
 impl<I: Copy + PartialEq> Throttle<I> {
-    /// The throttle of a connection that takes up to `commands` at once. A quarter of them may
-    /// wait, and the first of each line: the others are left for commands without limits.
-    /// Initiators may use half of what they are granted (ib_srp: 64 by default).
+    /// Creates a throttle for a connection with up to `commands` concurrent commands. A quarter of
+    /// them may wait, as well as the first command of each queue. The remaining commands are
+    /// available for units without limits. An initiator may use only half of the commands it was
+    /// granted (ib_srp: 64 by default).
     #[must_use]
     pub fn new(commands: usize) -> Self {
         Self {
@@ -173,7 +176,8 @@ impl<I: Copy + PartialEq> Throttle<I> {
         }
     }
 
-    /// Takes in a command, which may have to pay; none if it is to be answered with TASK SET FULL.
+    /// Adds a command with an optional toll. Returns `None` if the command must be refused with
+    /// TASK SET FULL.
     pub fn enter(&mut self, command: I, toll: Option<Toll>, now: Instant) -> Option<Passage> {
         let Some(mut toll) = toll else {
             return Some(Passage {
@@ -194,7 +198,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         }
     }
 
-    /// A command that was taken in is refused at once, and gets everything back.
+    /// Refuses a command after it was added, and cancels all its bookings.
     pub fn refuse(&mut self, command: I, passage: Passage) {
         if let Some(mut paid) = passage.paid {
             paid.refund();
@@ -202,7 +206,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.withdraw(command);
     }
 
-    /// Decides on a command that has to pay. The first of a line always has its place.
+    /// Admits or refuses a command with a toll. The first command of a queue is always admitted.
     fn admit(&mut self, command: I, toll: &mut Toll, now: Instant) -> Admission {
         match self.lines.iter().find(|line| line.of == toll.line()) {
             Some(line) => {
@@ -211,8 +215,9 @@ impl<I: Copy + PartialEq> Throttle<I> {
                 }
             }
             None => {
-                // The first of a line pays before it waits, and those behind it when they are the
-                // first: commands that may yet be aborted do not use up the limits of others.
+                // The first command of a queue is booked before it waits. Subsequent commands are
+                // booked when they become the first. This ensures that commands that may still be
+                // aborted don't use up the capacity for other initiators.
                 let Some((gate, due)) = toll.book(Gate::Initiator, now) else {
                     return Admission::Pass;
                 };
@@ -232,7 +237,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         Admission::Wait
     }
 
-    /// Returns the time that a command would wait in a line, if only that line used the limits.
+    /// Returns the delay of a command in a queue, if no other queue was using the limits.
     fn wait_behind(&self, line: &Line, toll: &Toll, now: Instant) -> Duration {
         let (mut commands, mut bytes) = (0, 0u64);
         for ahead in self.waiting.iter().filter(|w| w.toll.line() == line.of) {
@@ -246,7 +251,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         first.saturating_add(spans.max().unwrap_or_default())
     }
 
-    /// Returns a command that may go on now.
+    /// Returns a command that may start now.
     pub fn poll(&mut self, now: Instant) -> Option<I> {
         while let Some(at) = self.lines.iter().position(|line| line.due <= now) {
             let line = self.lines[at];
@@ -254,7 +259,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
             let waiting = &mut self.waiting[first];
             if let Some(limiter) = &waiting.toll.limiters[line.gate as usize] {
                 limiter.count(now.saturating_duration_since(waiting.since));
-                // The wait at the unit's gate is counted by itself.
+                // The delay due to the unit is counted separately.
                 waiting.since = now;
             }
             if line.gate == Gate::Initiator
@@ -275,31 +280,32 @@ impl<I: Copy + PartialEq> Throttle<I> {
         None
     }
 
-    /// Returns the time for the next [`Throttle::poll`].
+    /// Returns the time when [`Throttle::poll`] must be called.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.lines.iter().map(|line| line.due).min()
     }
 
-    /// Whether no command waits for limits.
+    /// Returns whether there are no commands waiting for limits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Returns the commands that wait, in the order of their arrival.
+    /// Returns the commands that are waiting, in order of arrival.
     pub fn waiting(&self) -> impl Iterator<Item = I> {
         self.waiting.iter().map(|waiting| waiting.command)
     }
 
-    /// Removes a command that has been ended, if it waits; the next one has its turn. The limit
-    /// that it waits for is paid back. An initiator's limit that it has passed is not, or an
-    /// initiator could make a unit wait for free.
+    /// Removes an aborted command if it's waiting, so that the next command is booked. This cancels
+    /// the booking with the limits it's waiting for. If it has already passed the initiator's
+    /// limits, these are not refunded, because an initiator could delay a unit at no cost
+    /// otherwise.
     pub fn remove(&mut self, command: I) {
         self.take(command, Toll::refund_at);
     }
 
-    /// A command that was admitted is refused at once.
+    /// Refuses a command after it was admitted.
     fn withdraw(&mut self, command: I) {
         self.take(command, |toll, _| toll.refund());
     }
@@ -320,7 +326,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         }
     }
 
-    /// Follows changed limits: what has paid to others pays once more.
+    /// Applies changed limits. Commands booked with previous limits are booked again.
     pub fn rebook(&mut self, initiator: Option<&Arc<Limiter>>, now: Instant) {
         for waiting in &mut self.waiting {
             waiting.toll.follow(initiator);
@@ -339,7 +345,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.waiting.iter().position(|w| w.toll.line() == of)
     }
 
-    /// The next one of a line is the first now.
+    /// Books the new first command of a queue.
     fn next_of(&mut self, at: usize, now: Instant) {
         match self.first_of(self.lines[at].of) {
             Some(first) => self.pay(at, first, Gate::Initiator, now),
@@ -349,7 +355,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
         }
     }
 
-    /// The first of a line pays, from a gate on.
+    /// Books the first command of a queue, starting with the limits `from`.
     fn pay(&mut self, at: usize, first: usize, from: Gate, now: Instant) {
         let booked = self.waiting[first].toll.book(from, now);
         let (gate, due) = booked.unwrap_or((Gate::Unit, now));
@@ -433,7 +439,7 @@ mod tests {
             deep.passes(n, read(), now);
         }
         assert!(!shallow.passes(0, read(), now));
-        // One of the deep queue's is ahead, not all of them.
+        // Only a single command of the deep queue is ahead.
         assert_eq!(shallow.deadline(), Some(now + Duration::from_millis(20)));
     }
 
@@ -468,7 +474,7 @@ mod tests {
             burst: Duration::ZERO,
             ..IoLimits::default()
         });
-        // Still the initiator's.
+        // Still waiting for the initiator's limits.
         throttle.rebook(Some(&own), now);
         assert_eq!(throttle.deadline(), Some(now + Duration::from_secs(1)));
         throttle.rebook(None, now);
@@ -480,8 +486,8 @@ mod tests {
         assert!(throttle.is_empty());
     }
 
-    /// One that waits for its own limit does not use the time of a unit that it shares, however
-    /// often it comes.
+    /// A command waiting for the initiator's own limits doesn't use any capacity of a shared unit,
+    /// even if this is repeated.
     #[test]
     fn an_initiator_that_its_own_limit_holds_back_delays_no_other_at_the_unit() {
         let (unit, own, now) = (limiter(10), limiter(1), Instant::now());
@@ -497,13 +503,13 @@ mod tests {
         assert!(!slow.passes(4, limited(), now));
         assert!(!quick.passes(0, free(), now));
         assert_eq!(quick.deadline(), Some(now + tenth));
-        // A command past its own limit waits for its turn at the unit.
+        // After passing the initiator's limits, a command waits for the unit.
         let second = now + Duration::from_secs(1);
         assert_eq!(quick.poll(now + tenth), Some(0));
         assert!(quick.passes(1, free(), second));
         assert_eq!(slow.poll(second), None);
         assert_eq!(slow.deadline(), Some(second + tenth));
-        // Ended there, it has used up its own rate all the same.
+        // If it's aborted at this point, the initiator's capacity isn't refunded.
         slow.remove(4);
         assert!(quick.passes(2, free(), second + tenth));
         assert!(!slow.passes(5, limited(), second + tenth));
@@ -567,7 +573,7 @@ mod tests {
         assert_eq!(throttle.poll(now + MAX_WAIT), Some(1));
     }
 
-    /// What other limits have forgiven is not given back as well.
+    /// Debt forgiven by changed limits isn't refunded as well.
     #[test]
     fn another_limit_grants_no_command_for_free() {
         let (unit, now) = (limiter(1), Instant::now());
@@ -584,7 +590,7 @@ mod tests {
         });
         for throttle in &mut throttles {
             throttle.rebook(None, now);
-            // Once more changes nothing.
+            // Applying the limits again has no effect.
             throttle.rebook(None, now);
         }
         assert_eq!(throttles[0].poll(now), Some(1));

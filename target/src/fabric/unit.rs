@@ -1,4 +1,4 @@
-//! A logical unit and its task set, as connections of all fabrics share it.
+//! A logical unit and its task set, shared by connections of all fabrics.
 
 use std::sync::{Arc, PoisonError};
 
@@ -14,21 +14,22 @@ use super::TaskRef;
 use crate::qos::Limiter;
 use crate::stats::Throttle;
 
-/// Number of a logical unit within the server: the same for every worker, portal and initiator.
+/// Number of a logical unit on the server. It's the same for all workers, portals and initiators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitIdx(pub u32);
 
-/// Tasks of one nexus that a unit always accepts, if its set has room for as many.
+/// Number of tasks that a unit always accepts from a nexus, if permitted by the size of the task
+/// set.
 const MIN_SHARE: u32 = 256;
 
 /// A logical unit, its task set and its limits.
 #[derive(Debug)]
 pub struct Unit {
-    /// Number of the unit, the same on all workers.
+    /// Number of the unit on all workers.
     pub index: UnitIdx,
-    /// Logical unit as SCSI defines it, without its tasks.
+    /// SCSI logical unit, without its tasks.
     pub lu: Arc<LogicalUnit>,
-    /// Limits of all initiators together.
+    /// Limits for all initiators together.
     pub limits: Arc<Limiter>,
     tasks: Mutex<Tasks>,
     resets: AtomicU64,
@@ -36,34 +37,34 @@ pub struct Unit {
     vain_aborts: AtomicU64,
 }
 
-/// The task set, and the names of its tasks.
+/// The task set, and the identifiers of its tasks.
 #[derive(Debug)]
 struct Tasks {
     set: TaskSet,
-    /// By slot, as far as slots were used.
+    /// Task by slot, up to the highest slot used so far.
     refs: Vec<Option<TaskRef>>,
-    /// Likewise: the LUN that the initiator used for the unit.
+    /// LUN used by the initiator, with the same length as `refs`.
     luns: Vec<LunId>,
-    /// At most as many as all connections have contexts.
+    /// Limited by the number of contexts of all connections.
     left: Vec<PendingAnswer>,
-    /// At most two for each connection.
+    /// At most two entries per connection.
     limited: Vec<LimitQueue>,
-    /// Nexuses that no longer see the unit, and have tasks in the set.
+    /// Nexuses without access to the unit that still have tasks in the set.
     leaving: Vec<NexusId>,
-    /// Nexuses that newer ones have replaced, until their sessions end.
+    /// Replaced nexuses with their successors, until their sessions are closed.
     successions: Vec<Succession>,
-    /// Replaced nexuses with tasks in the set: RESERVE ends with the last one.
+    /// Replaced nexuses with tasks in the set. A RESERVE is released when the last task completes.
     reserving: Vec<NexusId>,
 }
 
-/// A nexus that another one of the same ports has replaced.
+/// A nexus that was replaced by another nexus with the same ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Succession {
     old: NexusId,
     new: NexusId,
 }
 
-/// Tasks of one connection that wait for limits, and either read or write.
+/// Reads or writes of a connection waiting for limits.
 #[derive(Debug)]
 struct LimitQueue {
     nexus: NexusId,
@@ -71,54 +72,54 @@ struct LimitQueue {
     tasks: u32,
 }
 
-/// A worker, a connection there, and whether its tasks write.
+/// Worker, connection, and whether the tasks are writes.
 type LimitLine = (u16, u64, bool);
 
-/// A task that has left the set, but whose answer, or data that go with it, have yet to be sent.
+/// A task that has left the set before its response or remaining data was sent.
 #[derive(Debug)]
 struct PendingAnswer {
     nexus: NexusId,
     lun: LunId,
     task: TaskRef,
-    /// Its own nexus has ended it.
+    /// Aborted by its own nexus.
     is_ended: bool,
 }
 
-/// Task-management functions that a unit has carried out.
+/// Counts of task management functions executed by a unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TmfCounts {
-    /// Resets of the unit.
+    /// Number of unit resets.
     pub resets: u64,
-    /// ABORT TASK of a task that was there.
+    /// Number of ABORT TASK functions that found the task.
     pub aborts: u64,
-    /// ABORT TASK of a task that was not, or no longer, there.
+    /// Number of ABORT TASK functions for a task that did not exist, or had already completed.
     pub vain_aborts: u64,
 }
 
-/// Reason for which a task does not enter the set.
+/// Reason for refusing a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TaskRefused {
-    /// The set has no room, for this reason: TASK SET FULL.
+    /// The set is full, for this reason: TASK SET FULL.
     #[error("the task set is full")]
     Full(Throttle),
-    /// The nexus that this one has replaced still has tasks at the unit, which could change the
-    /// medium after this one; or the nexus has been replaced itself: BUSY.
+    /// A nexus replaced by this nexus still has tasks on the unit, which could change the medium
+    /// after this task. Or this nexus was replaced itself. BUSY.
     #[error("the unit has tasks of the nexus that was replaced")]
     Busy,
 }
 
-/// Outcome of a task-management function.
+/// Result of a task management function.
 #[derive(Debug)]
 pub struct TmfOutcome {
-    /// The answer, once the tasks are gone.
+    /// Response, to be sent after these tasks have completed.
     pub response: TmfResponse,
-    /// Tasks to stop, whose connections have yet to be notified.
+    /// Tasks to abort. Their connections must be notified.
     pub aborted: Vec<TaskRef>,
 }
 
 impl Unit {
-    /// A unit whose task set holds at most `capacity` tasks of all connections together. One nexus
-    /// gets a quarter of them at most, so that no host can keep the others out.
+    /// Creates a unit with a task set for up to `capacity` tasks of all connections. A single nexus
+    /// can use up to a quarter of this, so that a host can't exclude other hosts.
     #[must_use]
     pub fn new(index: UnitIdx, lu: Arc<LogicalUnit>, capacity: u32) -> Self {
         let share = (capacity / 4).max(MIN_SHARE).min(capacity);
@@ -142,7 +143,7 @@ impl Unit {
         }
     }
 
-    /// Enters a nexus that sees the unit, or sees it again; what the unit knows of it stays.
+    /// Adds a nexus with access to the unit. If the nexus is already known, its state is preserved.
     pub fn admit(&self, nexus: NexusId, ports: &Nexus) {
         let mut tasks = self.lock();
         tasks.leaving.retain(|other| *other != nexus);
@@ -151,11 +152,12 @@ impl Unit {
         }
     }
 
-    /// Forgets a nexus that no longer sees the unit, at the end of its last task: one whose nexus
-    /// is not known conflicts with any reservation. No more of its tasks come.
+    /// Removes a nexus that no longer has access to the unit, when its last task completes. It's
+    /// kept until then, because an unknown nexus conflicts with any reservation. There won't be any
+    /// new tasks of this nexus.
     pub fn dismiss(&self, nexus: NexusId) {
-        // Under the lock of the set, as `admit` and `remove`: a nexus that is admitted again is
-        // not forgotten for a task that ends at the same moment.
+        // Lock the task set here, as in `admit` and `remove`. If a nexus is added again, it must
+        // not be removed because of a task that completes at the same time.
         let mut tasks = self.lock();
         tasks.successions.retain(|s| s.new != nexus);
         if !tasks.set.has_tasks_of(nexus) {
@@ -165,9 +167,10 @@ impl Unit {
         }
     }
 
-    /// A nexus replaces another one of the same ports. The old one starts no further tasks here. As
-    /// long as it has tasks in the set, a disk that hangs may still execute them: tasks of the new
-    /// nexus are refused, and RESERVE of the old one keeps other initiators out.
+    /// Called when a nexus replaces another nexus with the same ports. The old nexus can't start
+    /// any tasks on this unit. While it has tasks in the set, a hanging disk may still execute
+    /// them. Therefore tasks of the new nexus are refused, and a RESERVE of the old nexus continues
+    /// to exclude other initiators.
     pub fn succeed(&self, old: NexusId, new: NexusId) {
         let succession = Succession { old, new };
         let mut tasks = self.lock();
@@ -181,14 +184,14 @@ impl Unit {
         }
     }
 
-    /// The session of a nexus ends, which has no tasks any more.
+    /// Called when the session of a nexus is closed. It doesn't have any tasks.
     pub fn end_nexus(&self, nexus: NexusId) {
         let is_of = |s: &Succession| s.old == nexus || s.new == nexus;
         self.lock().successions.retain(|s| !is_of(s));
         self.lu.remove_nexus(nexus);
     }
 
-    /// Resets the unit itself; its tasks are aborted apart from that.
+    /// Resets the unit. Its tasks are aborted separately.
     fn reset(&self) {
         self.resets.fetch_add(1, Ordering::Relaxed);
         self.lu.reset();
@@ -204,7 +207,7 @@ impl Unit {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns the functions so far.
+    /// Returns the counts of functions.
     #[must_use]
     pub fn management(&self) -> TmfCounts {
         let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -221,13 +224,13 @@ impl Unit {
         self.lock().set.len()
     }
 
-    /// Whether a nexus has tasks in the set.
+    /// Returns whether a nexus has tasks in the set.
     #[must_use]
     pub fn has_tasks_of(&self, nexus: NexusId) -> bool {
         self.lock().set.has_tasks_of(nexus)
     }
 
-    /// Returns the number of entries of each kind that it has for sessions.
+    /// Returns the number of entries of each kind stored for sessions.
     #[must_use]
     pub fn entries(&self) -> [(&'static str, usize); 5] {
         let tasks = self.lock();
@@ -240,18 +243,19 @@ impl Unit {
         ]
     }
 
-    /// Takes a task into the set; returns whether it may start at once. Its initiator uses `lun`
-    /// for the unit. `limited` is there if it waits for limits first: to write or to read.
+    /// Adds a task to the set. Returns whether it may start immediately. The initiator uses `lun`
+    /// for the unit. `limited` is set if the task must wait for limits first. It's true for a write
+    /// and false for a read.
     ///
-    /// A task that `keeps_memory` (data or tables) is refused where the order would make it wait
-    /// for one that waits for limits, since it would keep the memory until then. One that waits
-    /// behind that one for the same limits is not.
+    /// A task with `keeps_memory` (data or descriptor tables) is refused if it would have to wait
+    /// for a task that waits for limits, because it would keep the memory until then. This doesn't
+    /// apply if it's queued behind this task for the same limits.
     ///
     /// # Errors
-    /// [`TaskRefused`].
+    /// Returns [`TaskRefused`].
     ///
     /// # Panics
-    /// If a task of this name is in the set.
+    /// Panics if a task with this identifier is in the set.
     pub fn register(
         &self,
         nexus: NexusId,
@@ -260,8 +264,8 @@ impl Unit {
         keeps_memory: bool,
         limited: Option<bool>,
     ) -> Result<(TaskKey, bool), TaskRefused> {
-        // One lock for all of it: between the look at those that wait for limits and its own entry,
-        // no other worker may add one.
+        // Keep the lock until the end. Other workers must not add tasks between checking for tasks
+        // waiting for limits and adding this task.
         let mut tasks = self.lock();
         if !tasks.successions.is_empty() && tasks.is_succession_pending(nexus) {
             return Err(TaskRefused::Busy);
@@ -299,19 +303,20 @@ impl Unit {
         Ok((key, started))
     }
 
-    /// Returns the number of tasks that wait for limits.
+    /// Returns the number of tasks waiting for limits.
     #[must_use]
     pub fn limit_waits(&self) -> u32 {
         self.lock().limited.iter().map(|line| line.tasks).sum()
     }
 
-    /// Returns the number of connections whose tasks wait for limits, apart for reads and writes.
+    /// Returns the number of connections with tasks waiting for limits, counting reads and writes
+    /// separately.
     #[cfg(test)]
     pub(crate) fn limited(&self) -> usize {
         self.lock().limited.len()
     }
 
-    /// Ends the wait for limits of a task that was registered with one.
+    /// Called when a task added with `limited` no longer waits for limits.
     pub fn end_limited(&self, nexus: NexusId, task: TaskRef, is_write: bool) {
         let line = (task.worker, task.channel, is_write);
         let limited = &mut self.lock().limited;
@@ -324,8 +329,8 @@ impl Unit {
         }
     }
 
-    /// Notes that the Data-Out of a task has come; returns whether it may start now, and which
-    /// others may.
+    /// Called when the Data-Out of a task was received. Returns whether the task may start now, and
+    /// other tasks that may start.
     pub fn data_arrived(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks { set, refs, .. } = &mut *tasks;
@@ -342,16 +347,17 @@ impl Unit {
         (is_started, others)
     }
 
-    /// Whether tasks of other nexuses wait for the end of a task that has started.
+    /// Returns whether tasks of other nexuses are waiting for a task that has started.
     #[must_use]
     pub fn holds_others(&self, key: TaskKey) -> bool {
         self.lock().set.holds_others(key)
     }
 
-    /// Removes a task; returns whether another nexus had ended it, and which tasks may start now.
+    /// Removes a task. Returns whether it was aborted by another nexus, and the tasks that may
+    /// start now.
     ///
     /// # Panics
-    /// If it is not in the set.
+    /// Panics if the task isn't in the set.
     pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks {
@@ -361,11 +367,11 @@ impl Unit {
             reserving,
             ..
         } = &mut *tasks;
-        // Before the slot is free, and perhaps another task's.
+        // Do this before the slot is free and can be reused by another task.
         let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
-        // Before others start, which RESERVE of the nexus would still keep out.
+        // Do this before other tasks start, because a RESERVE of this nexus would exclude them.
         if !leaving.is_empty() {
             leaving.retain(|&nexus| {
                 let has_tasks = set.has_tasks_of(nexus);
@@ -391,19 +397,19 @@ impl Unit {
         (was_cleared, started)
     }
 
-    /// Gives a task another name.
+    /// Changes the identifier of a task.
     ///
     /// # Panics
-    /// If it is not in the set.
+    /// Panics if the task isn't in the set.
     pub fn rename(&self, key: TaskKey, name: TaskRef) {
         let mut tasks = self.lock();
         let known = tasks.refs[key.slot()].as_mut();
         *known.expect("the task is in its set") = name;
     }
 
-    /// Notes that a task is about to leave the set while its answer has to wait. Functions of its
-    /// own nexus find it until [`Unit::forget_left`], so that nothing of it follows their
-    /// responses.
+    /// Notes that a task is about to leave the set while its response is delayed. Functions of its
+    /// own nexus will find it until [`Unit::forget_left`] is called, so that the response isn't
+    /// sent after theirs.
     pub fn note_left(&self, nexus: NexusId, (task, lun): (TaskRef, LunId)) {
         self.lock().left.push(PendingAnswer {
             nexus,
@@ -413,7 +419,7 @@ impl Unit {
         });
     }
 
-    /// Notes that nothing of a task that has left the set remains to be sent.
+    /// Notes that everything was sent for a task that has left the set.
     pub fn forget_left(&self, task: TaskRef) {
         let left = &mut self.lock().left;
         if let Some(at) = left.iter().position(|left| left.task == task) {
@@ -421,14 +427,14 @@ impl Unit {
         }
     }
 
-    /// Gives a task that has left the set another name.
+    /// Changes the identifier of a task that has left the set.
     pub fn rename_left(&self, task: TaskRef, name: TaskRef) {
         let mut tasks = self.lock();
         let left = tasks.left.iter_mut().filter(|left| left.task == task);
         left.for_each(|left| left.task = name);
     }
 
-    /// Whether its own nexus has ended a task since it left the set.
+    /// Returns whether a task was aborted by its own nexus after leaving the set.
     #[must_use]
     pub fn is_left_ended(&self, task: TaskRef) -> bool {
         let tasks = self.lock();
@@ -436,20 +442,19 @@ impl Unit {
         left.any(|left| left.task == task && left.is_ended)
     }
 
-    /// Carries out a task-management function on the set, and on the nexus's tasks that have left
-    /// it.
+    /// Executes a task management function on the set, and on tasks of the nexus that have left it.
     ///
-    /// Its effect on other nexuses happens here, with the abort of their tasks: those are answered
-    /// with TASK ABORTED, and a reset resets the unit. So it does not matter whether the connection
-    /// that asked for the function is still there at its end.
+    /// All effects on other nexuses are applied here, including aborting their tasks, which
+    /// complete with TASK ABORTED, and resetting the unit. Therefore it doesn't matter if the
+    /// connection with the function is closed before the function completes.
     pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
         let (response, aborted) = {
             let mut tasks = self.lock();
             let outcome = tasks.set.manage(nexus, function);
             let refs = outcome.aborted.iter();
             let mut aborted: Vec<_> = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
-            // ABORT TASK is for a task in the set; these end the nexus's tasks wherever they have
-            // come to.
+            // ABORT TASK only applies to tasks in the set. These functions abort all tasks of the
+            // nexus, in any state.
             let is_of_all = matches!(
                 function,
                 TaskManagement::AbortTaskSet
@@ -464,15 +469,15 @@ impl Unit {
             }
             (outcome.response, aborted)
         };
-        // After the lock of the set is released: the unit has locks of its own.
+        // Do this after releasing the lock, because the unit has its own locks.
         if function == TaskManagement::LogicalUnitReset {
             self.reset();
         }
         TmfOutcome { response, aborted }
     }
 
-    /// Ends the tasks that a nexus has sent to a LUN which no longer leads to this unit. Its tasks
-    /// by other LUNs go on.
+    /// Aborts the tasks sent by a nexus to a LUN that is no longer mapped to this unit. Tasks sent
+    /// to other LUNs continue.
     pub fn abort_by_lun(&self, nexus: NexusId, lun: LunId) -> TmfOutcome {
         let mut tasks = self.lock();
         let Tasks {
@@ -489,11 +494,11 @@ impl Unit {
             .enumerate()
             .filter(|(_, (_, of))| **of == lun)
         {
-            // By its tag, which a task keeps that has another name now.
+            // Use the tag, which doesn't change if the task has a new identifier.
             let (Some(task), Some(tag)) = (*task, set.tag_at(slot)) else {
                 continue;
             };
-            // One of another nexus is not there for this one.
+            // Tasks of other nexuses aren't found.
             let outcome = set.manage(nexus, TaskManagement::AbortTask(tag));
             aborted.extend(outcome.aborted.iter().map(|_| task));
         }
@@ -508,7 +513,7 @@ impl Unit {
         }
     }
 
-    /// Marks the commands that a PREEMPT AND ABORT aborts; returns those to stop.
+    /// Marks the commands aborted by a PREEMPT AND ABORT. Returns the tasks to abort.
     #[must_use]
     pub fn preempt(&self, preempted: &Preemption) -> Vec<TaskRef> {
         let mut tasks = self.lock();
@@ -517,27 +522,28 @@ impl Unit {
         aborted.iter().filter_map(|key| refs[key.slot()]).collect()
     }
 
-    /// Whether a task was ended by another nexus than its own, and is to be answered with TASK
+    /// Returns whether a task was aborted by another nexus, so that it must complete with TASK
     /// ABORTED.
     #[must_use]
     pub fn is_cleared(&self, key: TaskKey) -> bool {
         self.lock().set.is_cleared(key)
     }
 
-    /// Carries out ABORT TASK on one task.
+    /// Executes an ABORT TASK.
     pub fn abort_task(&self, nexus: NexusId, task: TaskRef) -> TmfOutcome {
         self.manage(nexus, TaskManagement::AbortTask(task.tag()))
     }
 
-    /// A panic elsewhere cannot have left the set half changed, so poison is ignored.
+    /// A panic in another thread can't leave the task set in an inconsistent state, so ignore
+    /// poisoning.
     fn lock(&self) -> MutexGuard<'_, Tasks> {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Tasks {
-    /// Whether a nexus may start no task, because it has been replaced, or because the nexus that
-    /// it replaces still has tasks here.
+    /// Returns whether a nexus can't start tasks, because it was replaced, or because the nexus it
+    /// has replaced still has tasks on this unit.
     fn is_succession_pending(&self, nexus: NexusId) -> bool {
         let mut all = self.successions.iter();
         all.any(|s| s.old == nexus || (s.new == nexus && self.set.has_tasks_of(s.old)))
@@ -560,7 +566,7 @@ mod tests {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 3);
         let register = |worker, generation| {
-            // Every worker numbers its channels from 0.
+            // Each worker numbers its channels starting from 0.
             let task = TaskRef {
                 worker,
                 channel: 0,
@@ -611,7 +617,7 @@ mod tests {
         assert!(unit.lock().successions.is_empty());
     }
 
-    /// A write of the replaced nexus may still reach the disk, after one of another initiator.
+    /// A write of the replaced nexus may still be executed after a write of another initiator.
     #[test]
     fn reserve_outlives_tasks_of_replaced_nexus() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
@@ -655,13 +661,13 @@ mod tests {
         let _ = unit.remove(held);
         assert_eq!(run(3, TEST_UNIT_READY), Status::Good);
         assert!(unit.lock().reserving.is_empty());
-        // Without tasks it ends at once.
+        // If there are no tasks, it's released immediately.
         assert_eq!(run(2, RESERVE), Status::Good);
         unit.succeed(NexusId(2), NexusId(4));
         assert_eq!(run(3, TEST_UNIT_READY), Status::Good);
     }
 
-    /// Registers a task of the next generation that was sent to a LUN.
+    /// Registers a task with the next generation, which was sent to `lun`.
     fn register_next(
         unit: &Unit,
         generation: &mut u32,
@@ -703,7 +709,7 @@ mod tests {
         assert!(is_known(), "it has a task");
         let _ = unit.remove(two);
         assert!(!is_known());
-        // It comes back while it has a task.
+        // The nexus is added again while it has a task.
         unit.admit(nexus, &ports);
         let three = register();
         unit.dismiss(nexus);
@@ -722,7 +728,7 @@ mod tests {
         let mut register =
             |nexus, number| register_next(&unit, &mut generation, NexusId(nexus), number);
         let ((first, five), (_, six)) = (register(7, 5), register(7, 6));
-        // Another connection carries it on.
+        // It was reassigned to another connection.
         let heir = TaskRef {
             channel: 1,
             ..five.0
@@ -761,11 +767,11 @@ mod tests {
         };
         let (simple, ordered) = (TaskAttribute::Simple, TaskAttribute::Ordered);
         let (key, first) = register(7, 0, simple, Some(true)).unwrap();
-        // Behind it in its line, or not behind it in the order.
+        // Queued behind the first task, or not ordered after it.
         register(7, 0, ordered, Some(true)).unwrap();
         register(8, 1, ordered, None).unwrap();
         register(7, 1, TaskAttribute::HeadOfQueue, None).unwrap();
-        // Behind the ORDERED one, elsewhere.
+        // Ordered after the ORDERED task, and not in the same queue.
         let full = TaskRefused::Full(Throttle::Limit);
         assert_eq!(register(7, 0, simple, None).unwrap_err(), full);
         assert_eq!(register(7, 1, simple, Some(true)).unwrap_err(), full);

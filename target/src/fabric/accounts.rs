@@ -93,7 +93,7 @@ mod tests {
     use crate::stats::LunStats;
 
     #[test]
-    fn numbers_that_lead_to_one_unit_have_accounts_of_their_own() {
+    fn luns_of_unit_have_separate_accounts() {
         let lu = LogicalUnit::new(crate::fixture::unit_config(2048)).unwrap();
         let mapping = Mapping {
             unit: Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 3)),

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_idle_connection_has_no_context_and_others_get_what_it_had() {
+    fn idle_contexts_are_shared_between_connections() {
         let mut spare = Spare::default();
         let (mut one, mut other) = (Contexts::new(2), Contexts::new(2));
         let first = one.insert(spare.take(|| 7));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_for_later_is_bounded() {
+    fn spare_contexts_are_bounded() {
         let mut spare = Spare::default();
         for n in 0..2 * KEPT {
             spare.put(Box::new(n));

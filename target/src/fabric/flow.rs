@@ -530,7 +530,7 @@ mod tests {
 
     /// The number of units is the same, but the second command may be waiting for a hanging disk.
     #[test]
-    fn wait_for_another_unit_begins() {
+    fn wait_for_other_unit_is_counted() {
         let mut pool = Pool::new(1 << 20).unwrap();
         let mut backlog = Backlog::new(1, 4);
         let wait = |backlog: &mut Backlog, pool: &mut Pool, unit, task| {

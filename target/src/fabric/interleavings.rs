@@ -129,7 +129,7 @@ impl Worker {
 }
 
 #[test]
-fn interleavings_of_workers_start_and_end_every_task_once() {
+fn interleaved_workers_complete_each_task_once() {
     explore(|| {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let shared = Arc::new(Shared {

@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_went_away_are_remembered_within_a_bound() {
+    fn unmapped_luns_are_remembered_up_to_limit() {
         let (one, other) = (mapping(1), mapping(2));
         let most = MAX_GONE as u32;
         let mut luns = LunMap::default();
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_whose_names_are_not_known_yet_is_not_another_one() {
+    fn unit_without_names_is_not_stale() {
         let (one, other) = (mapping(1), mapping(2));
         let mut nameless = mapping(9);
         let mut config = unit_config(2048);
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_find_units_whose_commands_come_after_the_change() {
+    fn functions_find_former_units() {
         let (one, other) = (mapping(1), mapping(2));
         let lun = [0, 5, 0, 0, 0, 0, 0, 0];
         let mut second = map([5], &other);

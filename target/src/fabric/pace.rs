@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn data_that_are_moved_explain_a_wait() {
+    fn transferred_data_extends_wait() {
         assert_eq!(ends_after(0, LIMIT * 2), Some(LIMIT));
         // A slow transfer gains only a little time.
         let dribbled = ends_after(40_000, LIMIT * 2).unwrap();
@@ -163,7 +163,7 @@ mod tests {
 
     /// Data transferred before the wait doesn't extend it.
     #[test]
-    fn a_wait_begins_with_nothing() {
+    fn wait_ignores_earlier_transfers() {
         let start = Instant::now();
         let mut pace = Pace::new(COMMANDS);
         pace.on_moved(100 << 20);

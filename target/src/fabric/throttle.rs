@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_go_in_their_order_at_the_rate() {
+    fn commands_start_in_order_at_rate() {
         let (limiter, now) = (limiter(10), Instant::now());
         let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&limiter), None]);
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn units_and_directions_wait_apart() {
+    fn units_and_directions_queue_separately() {
         let (slow, now) = (limiter(1), Instant::now());
         let mut throttle = Throttle::new(1000);
         let of = |unit, is_write| toll(unit, is_write, [(unit == 0).then_some(&slow), None]);
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_take_turns_however_deep_they_queue() {
+    fn channels_alternate_at_any_queue_depth() {
         let (limiter, now) = (limiter(100), Instant::now());
         let (mut deep, mut shallow) = (Throttle::new(1000), Throttle::new(1000));
         let read = || toll(0, false, [Some(&limiter), None]);
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ended_command_goes_and_gives_back_what_it_has_paid() {
+    fn removed_command_is_refunded() {
         let (limiter, now) = (limiter(10), Instant::now());
         let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&limiter), None]);
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_goes_by_limits_as_they_become() {
+    fn waiting_commands_follow_changed_limits() {
         let (unit, own, now) = (limiter(1), limiter(1), Instant::now());
         let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&unit), Some(&own)]);
@@ -489,7 +489,7 @@ mod tests {
     /// A command waiting for the initiator's own limits doesn't use any capacity of a shared unit,
     /// even if this is repeated.
     #[test]
-    fn an_initiator_that_its_own_limit_holds_back_delays_no_other_at_the_unit() {
+    fn initiator_limit_does_not_delay_other_initiators() {
         let (unit, own, now) = (limiter(10), limiter(1), Instant::now());
         let (mut slow, mut quick) = (Throttle::new(1000), Throttle::new(1000));
         let tenth = Duration::from_millis(100);
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_at_once_costs_nothing() {
+    fn refused_command_costs_nothing() {
         let (unit, own, now) = (limiter(1), limiter(10), Instant::now());
         let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&unit), Some(&own)]);
@@ -539,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quarter_of_a_channels_commands_wait_and_the_first_of_each_line() {
+    fn quarter_of_commands_and_queue_heads_wait() {
         let (unit, now) = (limiter(100), Instant::now());
         let mut throttle = Throttle::new(16);
         let of = |n, is_write| toll(n, is_write, [Some(&unit), None]);
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_does_not_wait_for_long_behind_others() {
+    fn command_with_long_delay_is_refused() {
         let (unit, now) = (limiter(1), Instant::now());
         let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&unit), None]);
@@ -575,7 +575,7 @@ mod tests {
 
     /// Debt forgiven by changed limits isn't refunded as well.
     #[test]
-    fn another_limit_grants_no_command_for_free() {
+    fn changed_limit_grants_no_free_command() {
         let (unit, now) = (limiter(1), Instant::now());
         let mut throttles = [Throttle::new(1000), Throttle::new(1000)];
         let read = || toll(0, false, [Some(&unit), None]);

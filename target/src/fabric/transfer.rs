@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_end_at_remote_ranges_and_at_the_entry_limit() {
+    fn requests_are_split_at_ranges_and_limit() {
         let mut pool = Pool::new(1 << 20).unwrap();
         // Free every other page, so that the buffer consists of single pages.
         let pages: Vec<_> = std::iter::from_fn(|| pool.take(4096)).collect();
@@ -352,7 +352,7 @@ mod tests {
         /// Every byte is transferred once, in order, and the number of posted requests is the
         /// planned number, for any ranges, buffer and limits.
         #[test]
-        fn portions_conserve_bytes_and_post_what_was_counted(
+        fn portions_conserve_bytes_and_planned_requests(
             is_read in any::<bool>(),
             lens in proptest::collection::vec(0u32..70_000, 1..16),
             cut in any::<proptest::sample::Index>(),

@@ -562,7 +562,7 @@ mod tests {
     use crate::fixture::unit_config;
 
     #[test]
-    fn tasks_of_one_nexus_at_two_workers_do_not_collide() {
+    fn tasks_on_different_workers_have_unique_tags() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 3);
         let register = |worker, generation| {
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn replaced_nexus_holds_its_successor_up() {
+    fn replaced_nexus_blocks_successor() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 8);
         let mut generation = 0;
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nexus_that_is_dismissed_is_known_until_its_last_task_has_ended() {
+    fn dismissed_nexus_is_kept_for_last_task() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
         let ports = Nexus {
@@ -721,7 +721,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_for_a_number_that_leads_elsewhere_end_what_was_sent_by_it() {
+    fn abort_by_lun_includes_reassigned_and_pending() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
         let mut generation = 0;
@@ -745,7 +745,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_keeps_no_data_behind_one_that_waits_for_limits() {
+    fn task_with_data_is_refused_behind_limits() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
         let mut generation = 0;

@@ -1,5 +1,5 @@
-//! What an administrator does while the target serves: changes of the configuration, and changes
-//! that must be refused. [`Layout`] is what is to be served at a time.
+//! Administrative changes while the target is running: configuration updates, including updates
+//! that must be rejected. A [`Layout`] is the configuration that should be served at some time.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -13,71 +13,72 @@ use crate::plan::{Fault, Plan, Protocol, Trouble};
 use crate::target::{self, IQN, SERIAL, rdma_address, tcp_address};
 use crate::{cheat, exchange, hog, initiator};
 
-/// Number of the unit that changes.
+/// LUN of the unit that is changed.
 pub const SIDE: u16 = 20;
 
-/// Number of the unit in memory, whose content an upgrade keeps.
+/// LUN of the RAM disk, which must keep its contents across an upgrade.
 pub const RAM: u16 = 21;
 
-/// Number of the unit that is added.
+/// LUN of the unit that is added.
 pub const ADDED: u16 = 22;
 
-/// A TCP portal that another program has.
+/// A TCP portal that is already used by another program.
 pub const TAKEN_TCP: SocketAddr = SocketAddr::new(
     std::net::IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 1, 99)),
     3260,
 );
 
-/// An RDMA portal of the first path that another program has.
+/// An RDMA portal on the first path that is already used by another program.
 pub const TAKEN_RDMA: SocketAddr = SocketAddr::new(target::ADDRESS, 7777);
 
 const PROTOCOLS: [Protocol; 3] = [Protocol::Srp, Protocol::Iser, Protocol::Iscsi];
 
-/// A change that lasts as long as its trouble; one of a size stays.
+/// A configuration change. It is reverted when the trouble is over, except for changes of size,
+/// which are permanent.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AdminFault {
-    /// A unit is added.
+    /// Adds a unit.
     AddLun,
-    /// A unit is taken away.
+    /// Removes a unit.
     RemoveLun,
-    /// Another disk takes the number of a unit.
+    /// Replaces the backend of a unit by another disk.
     ReplaceLun,
-    /// The disk of all grows.
+    /// Grows the shared disk.
     GrowDisk,
-    /// Another unit grows.
+    /// Grows another unit.
     GrowLun,
-    /// A unit refuses writes.
+    /// Makes a unit read-only.
     ReadOnly,
-    /// An initiator may not use the target.
+    /// Denies access to an initiator.
     Deny(usize),
-    /// Commands a second that the disk takes at most.
+    /// Limits the disk to this number of commands per second.
     Limit(u64),
-    /// A portal is taken away.
+    /// Removes a portal.
     RemovePortal(usize, Protocol),
-    /// The target is taken away.
+    /// Removes the target.
     RemoveTarget,
-    /// Changes that must be refused are tried again and again.
+    /// Repeatedly tries changes that must be rejected.
     Refuse(Refusal),
 }
 
-/// The obstacle to a change.
+/// The reason why a change must be rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Refusal {
-    /// A file is not there.
+    /// A file does not exist.
     NoFile,
-    /// A unit in memory would shrink.
+    /// A RAM disk would shrink.
     Shrinks,
-    /// It takes a restart.
+    /// The change requires a restart.
     Restart,
-    /// Another file under a unit that is served.
+    /// Another file for a unit that is being served.
     OtherFile,
-    /// Another program listens at a new TCP portal.
+    /// A new TCP portal is used by another program.
     TcpPortal,
-    /// Another program listens at a new RDMA portal.
+    /// A new RDMA portal is used by another program.
     RdmaPortal,
-    /// It cannot be written down, and is withdrawn when all workers are ready for it.
+    /// The change cannot be saved, so it must be withdrawn when all workers are prepared for it.
     NotKept,
 }
 
@@ -94,7 +95,7 @@ impl Refusal {
 }
 
 impl AdminFault {
-    /// Whether initiators notice nothing of it but unit attentions, and commands that take longer.
+    /// Returns whether initiators should only notice unit attentions and slower commands.
     #[must_use]
     pub fn is_mild(self) -> bool {
         !matches!(
@@ -103,7 +104,7 @@ impl AdminFault {
         )
     }
 
-    /// The troubles of a seed with an administrator.
+    /// Draws the administrative troubles for a seed.
     #[must_use]
     pub fn draw(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Vec<Trouble> {
         let number = [0, 0, 1, 2, 4][rng.usize(..5)];
@@ -120,7 +121,7 @@ impl AdminFault {
         (0..number).map(one).collect()
     }
 
-    /// Exchanges of a unit for another disk, for a user that has it meanwhile.
+    /// Draws troubles which replace the disk of a unit, for a plan with an exchange user.
     #[must_use]
     pub fn exchanges(rng: &mut Rng) -> Vec<Trouble> {
         if rng.u8(..6) > 0 {
@@ -156,12 +157,12 @@ impl AdminFault {
     }
 }
 
-/// What is to be served.
+/// The configuration that should be served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Size of the disk, in MiB.
+    /// Size of the disk in MiB.
     pub disk: u64,
-    /// Size of the unit [`SIDE`], in MiB.
+    /// Size of unit [`SIDE`] in MiB.
     pub side: u64,
     has_added: bool,
     has_side: bool,
@@ -174,27 +175,27 @@ pub struct Layout {
     refusal: Option<Refusal>,
 }
 
-/// A unit as those see it that may see all.
+/// A unit as seen by an initiator with full access.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
-    /// Number of the unit.
+    /// LUN of the unit.
     pub lun: u16,
     /// Name of the backend.
     pub backend: &'static str,
-    /// Blocks of it.
+    /// Number of blocks.
     pub blocks: u64,
-    /// It refuses writes.
+    /// Set if the unit is read-only.
     pub is_read_only: bool,
 }
 
-/// Blocks of a MiB.
+/// Blocks per MiB.
 const PER_MIB: u64 = 2048;
 
-/// Sizes of the disks that take the place of another, and that are added, in MiB.
+/// Sizes in MiB of the disk that replaces another and of the disk that is added.
 const OTHERS: [u64; 2] = [3, 5];
 
 impl Layout {
-    /// The layout before anything changes.
+    /// Returns the layout before any changes.
     #[must_use]
     pub fn first() -> Self {
         Self {
@@ -212,7 +213,7 @@ impl Layout {
         }
     }
 
-    /// The layout with these changes, in the place of those that this one has.
+    /// Returns a new layout with these changes instead of the current ones.
     #[must_use]
     pub fn with(&self, active: &[Fault], paths: usize) -> Self {
         let mut new = Self {
@@ -236,16 +237,17 @@ impl Layout {
                 AdminFault::GrowDisk | AdminFault::GrowLun | AdminFault::Refuse(_) => {}
             }
         }
-        // A target has one portal at least.
+        // A target needs at least one portal.
         let mut all = (0..paths).flat_map(|path| PROTOCOLS.map(|protocol| (path, protocol)));
         new.has_target &= all.any(|portal| !new.no_portals.contains(&portal));
         new
     }
 
-    /// The same with a change that must be refused, and others that go with it; what is refused.
+    /// Returns this layout with a change that must be rejected, and possibly with other changes in
+    /// the same update. Also returns the reason for the rejection.
     #[must_use]
     pub fn refused(&self, refusal: Refusal) -> (Self, Refusal) {
-        // What is not served may become another.
+        // A unit can be replaced while it is not being served.
         let is_served = match refusal {
             Refusal::OtherFile => self.has_target && self.has_side && !self.is_replaced,
             Refusal::Restart => true,
@@ -261,24 +263,25 @@ impl Layout {
         (layout, refusal)
     }
 
-    /// Whether an initiator may log in.
+    /// Returns whether an initiator is denied access.
     #[must_use]
     pub fn is_denied(&self, index: usize) -> bool {
         self.denied.contains(&index)
     }
 
-    /// The initiators that may not log in.
+    /// Returns the initiators that are denied access.
     pub fn denied(&self) -> impl Iterator<Item = usize> {
         self.denied.iter().copied()
     }
 
-    /// Whether there is a target.
+    /// Returns whether the target exists.
     #[must_use]
     pub fn has_target(&self) -> bool {
         self.has_target
     }
 
-    /// The units that a session sees which may see all; none without the target.
+    /// Returns the units that are visible to a session with full access. This is empty without the
+    /// target.
     #[must_use]
     pub fn seen(&self) -> Vec<Seen> {
         let unit = |lun, backend, mib| Seen {
@@ -307,7 +310,7 @@ impl Layout {
             .collect()
     }
 
-    /// The configuration, as YAML.
+    /// Returns the configuration as YAML.
     #[must_use]
     pub fn text(&self, plan: &Plan) -> String {
         let is_other_host = self.refusal == Some(Refusal::Restart);
@@ -366,7 +369,7 @@ impl Layout {
         }
         if plan.is_administered() {
             let is_other = self.refusal == Some(Refusal::OtherFile);
-            // Those of a user whose history knows nothing of a cache.
+            // Units of users whose history does not model a cache.
             let rest = if plan.exchange {
                 ", write_cache: off"
             } else {
@@ -445,8 +448,8 @@ impl Layout {
         text
     }
 
-    /// The rules of access. Without private units, without an initiator that is denied at a time
-    /// and without a peer that cheats here, all may log in.
+    /// Returns the access rules. All initiators have access unless there are private units, an
+    /// initiator that will be denied access, or a cheating peer on this target.
     fn access(&self, plan: &Plan) -> String {
         let denies = |trouble: &Trouble| matches!(trouble.fault, Fault::Admin(AdminFault::Deny(_)));
         let may_deny = plan.troubles.iter().any(denies);
@@ -473,7 +476,7 @@ impl Layout {
                 rules += &format!("{{ address: {address}{luns} }}, ");
             }
         }
-        // Others have numbers from 128 on in these networks.
+        // All other peers have addresses from 128 in these networks.
         let nets: &[&str] = match is_closed {
             true => &[
                 "10.0.0.128/25",
@@ -490,10 +493,10 @@ impl Layout {
     }
 }
 
-/// The network of watchers.
+/// Network of the watchers.
 pub const WATCHERS: &str = "10.0.7.0/24";
 
-/// The target of cheating peers.
+/// Returns the configuration of the target for cheating peers.
 fn target_of_cheats() -> String {
     let (rdma, tcp) = (rdma_address(0), tcp_address(0));
     format!(

@@ -1,11 +1,12 @@
-//! The administrator: has served what the troubles of the time say, tries what must be refused, and
-//! looks whether those who may not log in are gone.
+//! The administrator: applies configuration changes according to the active troubles, tries changes
+//! that must be rejected, and checks that denied initiators are disconnected.
 //!
 //! # Verdict
-//! - A change that must be refused is, and leaves files and configuration as they were.
-//! - Any other is applied in the end, and refused before for what passes only: a file that commands
-//!   still use, a device that is being closed.
-//! - [`LIMIT`] after an initiator may not log in any more, it has no session.
+//! - A change that must be rejected is rejected, and leaves the files and the configuration
+//!   unchanged.
+//! - Any other change is applied eventually. Before that, it may only be rejected for a temporary
+//!   reason: a file that is still in use by commands, or a device that is being closed.
+//! - An initiator that was denied access has no session after [`LIMIT`].
 
 use std::cell::RefCell;
 use std::net::IpAddr;
@@ -29,41 +30,41 @@ use crate::target::Target;
 use crate::watcher::Ledger;
 use crate::{coverage, initiator};
 
-/// Time after which an initiator that was denied has no session any more: a second for its logout,
-/// the target's patience with a connection that does not end, and one to spare.
+/// Time after which a denied initiator must not have a session: one second for its logout, the
+/// target's timeout for a connection that is not closed, and one more second.
 pub const LIMIT: Duration = PATIENCE.saturating_add(Duration::from_secs(1));
 
-/// Wait before a change is tried again.
+/// Delay before a change is retried.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// Wait between changes that must be refused.
+/// Delay between changes that must be rejected.
 const REFUSED: Duration = Duration::from_millis(4);
 
 /// The administrator.
 #[derive(Debug)]
 pub struct Administrator {
     plan: Plan,
-    /// Troubles of the time.
+    /// Active troubles.
     active: Vec<Fault>,
-    /// Sizes that are to be.
+    /// Wanted sizes.
     goal: Layout,
-    /// Not before then is anything tried.
+    /// Time of the next attempt.
     next: Instant,
-    /// Wait before the next change, after those that were refused.
+    /// Delay before the next change, after rejected changes.
     pause: Duration,
-    /// When those whose sessions a change has ended are logged out.
+    /// Time when all initiators have logged out whose sessions were closed by a change.
     rest: Instant,
     ledger: Rc<RefCell<Ledger>>,
     model: Rc<Model>,
-    /// Files before a change that must be refused, and its kind.
+    /// Files before a change that must be rejected, and the reason.
     refused: Option<(Refusal, Files)>,
-    /// Initiators that may not log in, and when they must be gone.
+    /// Denied initiators, and the time when they must be disconnected.
     denied: Vec<(usize, Instant)>,
-    /// Workers that were asked for their sessions.
+    /// Pending query for the sessions of all workers.
     asked: Option<(Receiver<Snapshot>, Vec<Snapshot>)>,
 }
 
-/// Lengths of files that a change would create or extend.
+/// Sizes of the files that would be created or extended by a change.
 type Files = [u64; 2];
 
 fn files(target: &Target) -> Files {
@@ -71,7 +72,7 @@ fn files(target: &Target) -> Files {
 }
 
 impl Administrator {
-    /// One with nothing to do.
+    /// Creates an administrator without pending changes.
     #[must_use]
     pub fn new(plan: &Plan, ledger: &Rc<RefCell<Ledger>>, model: &Rc<Model>, now: Instant) -> Self {
         Self {
@@ -89,7 +90,7 @@ impl Administrator {
         }
     }
 
-    /// A trouble begins.
+    /// Called when a trouble starts.
     pub fn on_begin(&mut self, change: AdminFault) {
         match change {
             AdminFault::GrowDisk => self.goal.disk += 1,
@@ -98,15 +99,15 @@ impl Administrator {
         }
     }
 
-    /// These troubles are there now.
+    /// Updates the active troubles.
     pub fn follow(&mut self, active: &[Fault]) {
         self.active = active.to_vec();
         self.pause = Duration::ZERO;
     }
 
-    /// The process has gone, and what was asked of it.
+    /// Called when the process has exited, which cancels any pending operation.
     pub fn on_end_of_process(&mut self, target: &Target, now: Instant) {
-        // A change that was not taken back may have made a file larger.
+        // A change that was not reverted may have extended a file.
         self.goal.side = self.goal.side.max(target.layout.side);
         self.goal.disk = self.goal.disk.max(target.layout.disk);
         let mut ledger = self.ledger.borrow_mut();
@@ -117,7 +118,7 @@ impl Administrator {
         self.postpone(now);
     }
 
-    /// Those who may not log in have the whole time again.
+    /// Restarts the timeout for all denied initiators.
     fn postpone(&mut self, now: Instant) {
         for (_, due) in &mut self.denied {
             *due = (*due).max(now + LIMIT);
@@ -128,18 +129,19 @@ impl Administrator {
         self.goal.with(&self.active, self.plan.paths)
     }
 
-    /// Whether all that is wanted is served.
+    /// Returns whether the wanted layout is being served.
     fn is_idle(&self, target: &Target) -> bool {
         target.is_free() && target.layout == self.wanted()
     }
 
-    /// Whether all that is wanted is served, and sessions that ended for it are over.
+    /// Returns whether the wanted layout is being served and sessions that were closed for it have
+    /// been cleaned up.
     #[must_use]
     pub fn is_done(&self, target: &Target, now: Instant) -> bool {
         self.is_idle(target) && self.rest <= now
     }
 
-    /// When there is something to do without anything else happening.
+    /// Returns the time of the next action, unless something else happens before.
     #[must_use]
     pub fn next_deadline(&self, target: &Target, now: Instant) -> Option<Instant> {
         let refuses = |fault: &Fault| matches!(fault, Fault::Admin(AdminFault::Refuse(_)));
@@ -151,10 +153,10 @@ impl Administrator {
         next.into_iter().chain(due).chain(rest).min()
     }
 
-    /// Does what there is to do; returns whether there was anything.
+    /// Performs pending work. Returns whether there was any.
     ///
     /// # Errors
-    /// The target is at fault.
+    /// Returns an error if the target misbehaves.
     pub fn step(&mut self, target: &mut Target, now: Instant) -> Result<bool, String> {
         self.look_at_sessions(target, now)?;
         match target.go_on(now)? {
@@ -173,7 +175,7 @@ impl Administrator {
         Ok(true)
     }
 
-    /// All workers serve it, unless one gets no time.
+    /// Called when all workers are serving the new layout, unless a worker is stalled.
     fn settle(&self, now: Instant) {
         let is_stalled =
             |fault: &Fault| matches!(fault, Fault::Process(ProcessFault::StallWorker(_)));
@@ -193,7 +195,7 @@ impl Administrator {
             self.rest = now + LIMIT;
         }
         if !target.layout.has_target() {
-            // Its units are gone, with all that does not persist through power loss.
+            // Its units are removed, with all state that does not persist through power loss.
             self.ledger.borrow_mut().lose_memory(now);
             self.model.begin_removal();
         }
@@ -206,7 +208,7 @@ impl Administrator {
         }
     }
 
-    /// Begins the next change, if it is time for one.
+    /// Starts the next change if it is due.
     fn begin(&mut self, target: &mut Target, now: Instant) -> Result<bool, String> {
         if !target.is_free() || now < self.next {
             return Ok(false);
@@ -226,7 +228,7 @@ impl Administrator {
         let Some(refusal) = refusals.next() else {
             return Ok(false);
         };
-        // Without its device, a portal is listened on when that is back.
+        // If the device of a portal is missing, the target only listens when it is back.
         let has_devices = !self.plan.troubles.iter().any(|t| t.fault.unplugs_target());
         let refusal = match refusal {
             Refusal::RdmaPortal if !has_devices => Refusal::Restart,
@@ -240,14 +242,14 @@ impl Administrator {
         Ok(true)
     }
 
-    /// Tries the next change later, and the longer it has been like that, the later: preparing one
-    /// takes more time than all that goes on meanwhile.
+    /// Delays the next change, with exponential backoff: preparing a change takes more time than
+    /// everything else in the simulation.
     fn put_off(&mut self, now: Instant) {
         self.pause = (self.pause * 5 / 4).max(REFUSED);
         self.next = self.next.max(now + self.pause);
     }
 
-    /// A change was not applied.
+    /// Called when a change was not applied.
     fn on_undone(
         &mut self,
         target: &Target,
@@ -272,7 +274,7 @@ impl Administrator {
         Ok(())
     }
 
-    /// Whether a change that is to be may have to wait.
+    /// Checks that a valid change was only rejected for a temporary reason.
     fn judge(&self, error: &ChangeError) -> Result<(), String> {
         coverage::note("change", "layout", "put off");
         tracing::debug!(%error, "a change is put off");
@@ -296,11 +298,12 @@ impl Administrator {
         }
     }
 
-    /// Looks for sessions of initiators that may have none.
+    /// Checks that denied initiators don't have a session.
     fn look_at_sessions(&mut self, target: &Target, now: Instant) -> Result<(), String> {
         let can_answer = target.is_free() && target.is_whole() && !target.faults.stall();
         if target.faults.stall() || !target.stalled.is_empty() {
-            // A session is there as long as the disk has its commands, or its worker gets no time.
+            // A session is not removed while the disk is using its commands or its worker is
+            // stalled.
             self.postpone(now);
         }
         let Some((answers, mut snapshots)) = self.asked.take() else {
@@ -334,7 +337,7 @@ impl Administrator {
     }
 }
 
-/// The address from which an initiator has a session.
+/// Returns the source address of an initiator's session, if any.
 fn session_of(index: usize, snapshots: &[Snapshot]) -> Option<IpAddr> {
     let own = (0..initiator::ADDRESSES).map(|n| initiator::address_after(index, n as u8));
     let own: Vec<_> = own.collect();

@@ -1,22 +1,22 @@
-//! Panics of the programs, which are failures of a run like others.
+//! Converts panics of the simulated programs to failures of the run.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
 
 thread_local! {
-    /// While this thread runs programs: where they have panicked, and why.
+    /// Set while this thread is running programs: location and message of a panic.
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Calls a function; a panic of it is printed nowhere, and is an error that says where it was.
+/// Calls a function. If it panics, nothing is printed, and an error with the location is returned.
 pub(crate) fn caught<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let others = take_hook();
         set_hook(Box::new(move |panic| {
             let is_ours = PANIC.with_borrow_mut(|text| {
-                // The first one is the cause of those that come while it unwinds.
+                // Only keep the first panic, which causes any later panics during unwinding.
                 let text = text.as_mut().filter(|text| text.is_empty());
                 text.map(|text| *text = panic.to_string().replace('\n', " "))
             });

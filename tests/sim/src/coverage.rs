@@ -1,20 +1,21 @@
-//! What runs have reached: transitions of the programs' machines, faults, ends of commands.
+//! Coverage of runs: state machine transitions in the programs, faults, and results of commands.
 //!
-//! The transitions are recorded by [`riser_state`], with the feature `coverage` only: the daemon
-//! that is shipped has no recorder. All that there are is known from the tables of the machines.
-//! A transition that no run reaches is named in `unreached.txt`, with the reason.
+//! Transitions are recorded by [`riser_state`] only if the feature `coverage` is enabled: the
+//! released daemon has no recorder. The tables of the state machines list all transitions. If a
+//! transition cannot be reached by any run, `unreached.txt` must list it with a reason.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// Transitions that need not be reached, and why: a machine, two states and a reason a line.
+/// Transitions that don't need to be reached. Each line has the state machine, two states and the
+/// reason.
 const UNREACHED: &str = include_str!("../unreached.txt");
 
-/// A reason begins with this if the transition is reached by some seeds.
+/// Prefix of the reason if some seeds reach the transition.
 const RARE: &str = "rare";
 
-/// A transition of a machine: the type of its states, and their names.
+/// A transition of a state machine: the type of its state, and the names of the two states.
 pub type Transition = [String; 3];
 
 thread_local! {
@@ -22,14 +23,14 @@ thread_local! {
         const { RefCell::new(BTreeMap::new()) };
 }
 
-/// Counts something that has happened on this thread: its kind, name and outcome.
+/// Counts an event on this thread: its kind, name and outcome.
 pub(crate) fn note(kind: &'static str, name: &'static str, outcome: &str) {
     NOTED.with_borrow_mut(|noted| {
         *noted.entry((kind, name, outcome.to_owned())).or_default() += 1;
     });
 }
 
-/// What has been reached.
+/// Transitions and events that were reached.
 #[derive(Clone, Debug, Default)]
 pub struct Coverage {
     transitions: BTreeSet<Transition>,
@@ -37,7 +38,7 @@ pub struct Coverage {
 }
 
 impl Coverage {
-    /// Calls a function that runs plans; returns its result and what was reached on this thread.
+    /// Calls a function that runs plans. Returns its result and the coverage on this thread.
     pub fn of<T>(f: impl FnOnce() -> T) -> (T, Self) {
         let before = NOTED.take();
         let (result, transitions) = recorded(f);
@@ -45,7 +46,7 @@ impl Coverage {
         (result, Self { transitions, noted })
     }
 
-    /// Adds what was reached elsewhere.
+    /// Adds the coverage of another thread.
     pub fn merge(&mut self, other: Self) {
         self.transitions.extend(other.transitions);
         for (row, count) in other.noted {
@@ -53,8 +54,8 @@ impl Coverage {
         }
     }
 
-    /// Compares with the tables of all machines and with the reasons, and with these kinds of
-    /// faults: what is wrong, a line each.
+    /// Compares the coverage with the tables of all state machines, the list of reasons and these
+    /// kinds of faults. Returns one line for each mistake.
     #[must_use]
     pub fn mistakes(&self, kinds: &[&str]) -> Vec<String> {
         let mut all = mistakes(&self.transitions, &table(TABLES), UNREACHED);
@@ -62,7 +63,7 @@ impl Coverage {
         all
     }
 
-    /// Of these kinds of faults, those that no run has begun, a line each.
+    /// Returns one line for each of these kinds of faults that was not started by any run.
     #[must_use]
     pub fn faults_missing(&self, kinds: &[&str]) -> Vec<String> {
         let has_begun = |kind: &str| {
@@ -98,7 +99,7 @@ const TABLES: &str = riser_state::testing::TABLES;
 #[cfg(not(feature = "coverage"))]
 const TABLES: &str = "";
 
-/// Reads tables of machines.
+/// Parses the tables of state machines.
 fn table(text: &str) -> BTreeSet<Transition> {
     let (mut all, mut machine) = (BTreeSet::new(), "");
     for line in text.lines() {
@@ -116,7 +117,7 @@ fn table(text: &str) -> BTreeSet<Transition> {
     all
 }
 
-/// Compares what was taken with all that there is, and with the reasons for what was not.
+/// Compares the recorded transitions with all transitions and with the reasons for unreached ones.
 fn mistakes(
     taken: &BTreeSet<Transition>,
     all: &BTreeSet<Transition>,

@@ -1,8 +1,8 @@
-//! What goes wrong at disks, and the end of each of their operations.
+//! Disk faults, and the outcome of each disk operation.
 //!
-//! A write-back that fails is lost as on Linux: its data are read from the cache for a while and
-//! then no more, and each open file reports the error once. [`Target::begin_loss`] says what the
-//! target must make of that.
+//! If writeback fails, the data is lost in the same way as on Linux: it can still be read from the
+//! cache for some time, and each open file reports the error once. [`Target::begin_loss`] documents
+//! how the target must react.
 //!
 //! [`Target::begin_loss`]: crate::target::Target::begin_loss
 
@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::plan::{Fault, Trouble};
 
-/// A kind of operation on a disk.
+/// A kind of disk operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
     /// Reads.
     Read,
-    /// Writes, and changes of what is allocated.
+    /// Writes and changes of the allocation.
     Write,
     /// Flushes.
     Flush,
@@ -38,39 +38,40 @@ impl Kind {
     }
 }
 
-/// A fault of disks.
+/// A disk fault.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskFault {
-    /// Operations of one kind fail, each with this probability.
+    /// Operations of this kind fail with this probability.
     FailSome(Kind, f64),
-    /// One operation of a kind fails.
+    /// One operation of this kind fails.
     FailOnce(Kind),
-    /// Operations are carried out and reported as failed, each with this probability.
+    /// Operations are executed but reported as failed, with this probability.
     DoneButFailed(f64),
-    /// This share of what is in the cache is never written back. It goes from the cache when the
-    /// fault does.
+    /// This share of the cached data is never written back, and it's dropped from the cache when
+    /// the fault is over.
     LoseWriteBack(f64),
-    /// There is no room for blocks that are not allocated.
+    /// No space left for unallocated blocks.
     FullDisk,
-    /// Operations on one disk do not end: 0 is that of all initiators, the next are those of one
-    /// initiator each.
+    /// Operations on one disk don't complete. Disk 0 is shared by all initiators, each of the other
+    /// disks belongs to one initiator.
     StallDisk(usize),
-    /// Operations do not end, each with this probability.
+    /// Operations don't complete, with this probability.
     StallSome(f64),
-    /// Operations on the disk of a [`Hog`](crate::hog::Hog) do not end. No other peer may notice.
+    /// Operations on the disk of a [`Hog`](crate::hog::Hog) don't complete. This must not affect
+    /// any other peer.
     HangDisk(usize),
 }
 
 impl DiskFault {
-    /// The troubles of a seed with disks.
+    /// Draws the disk troubles for a seed.
     #[must_use]
     pub fn draw(rng: &mut Rng) -> Vec<Trouble> {
         let count = [0, 0, 1, 2][rng.usize(..4)];
         (0..count).map(|_| Self::draw_one(rng)).collect()
     }
 
-    /// Draws disks of a seed that stall while others do not, given the number of initiators.
+    /// Draws troubles which stall a single disk, for this number of initiators.
     pub(crate) fn stalls(rng: &mut Rng, initiators: usize) -> Vec<Trouble> {
         let number = [0, 0, 0, 1, 2][rng.usize(..5)];
         let stall = |_| {
@@ -85,8 +86,8 @@ impl DiskFault {
         (0..number).map(stall).collect()
     }
 
-    /// The disk of one initiator stalls on a day on which nothing else goes wrong, for longer than
-    /// any command may take. Others must not notice.
+    /// Draws a trouble where the disk of one initiator stalls for longer than any command timeout,
+    /// while everything else works. This must not affect any other initiator.
     pub(crate) fn stall_of_one(rng: &mut Rng, initiators: usize) -> Option<Trouble> {
         let (from, length) = (rng.u64(0..20_000), rng.u64(70_000_000..130_000_000));
         let stall = Self::StallDisk(rng.usize(1..=initiators));
@@ -97,7 +98,7 @@ impl DiskFault {
         })
     }
 
-    /// Draws an operation here and there that does not end in time, while others do.
+    /// Draws a trouble where some operations don't complete in time.
     pub(crate) fn stalls_of_some(rng: &mut Rng) -> Option<Trouble> {
         let from = rng.u64(0..60_000);
         let length = [2_000_000, 8_000_000, 20_000_000][rng.usize(..3)];
@@ -111,7 +112,7 @@ impl DiskFault {
     }
 
     fn draw_one(rng: &mut Rng) -> Trouble {
-        // Most of the work is done early.
+        // Most of the work is done at the beginning of a run.
         let latest = [20_000, 60_000, 300_000][rng.usize(..3)];
         let from = Duration::from_micros(rng.u64(0..latest));
         let length = [20_000, 500_000, 8_000_000, 90_000_000, 400_000_000][rng.usize(..5)];
@@ -123,34 +124,34 @@ impl DiskFault {
             2 => Fault::Disk(Self::DoneButFailed(rng.f64() * 0.3)),
             3..6 => Fault::Disk(Self::LoseWriteBack([0.1, 0.5, 1.0][rng.usize(..3)])),
             6 => Fault::Disk(Self::FullDisk),
-            // Longer than the patience of all.
+            // Longer than all timeouts.
             _ => Fault::StallDisks,
         };
         Trouble { from, until, fault }
     }
 }
 
-/// The state of the disks, as troubles have it.
+/// The state of the disks according to the active troubles.
 #[derive(Clone, Debug, Default)]
 pub struct DiskFaults {
     pub(crate) is_stalled: bool,
-    /// Those that do nothing while others work.
+    /// Disks that are stalled while others work.
     pub(crate) stalled: Vec<Disk>,
-    /// Those of hogs that do nothing.
+    /// Disks of hogs that are stalled.
     pub(crate) hung: Vec<Disk>,
-    /// Share of operations that do not end.
+    /// Probability that an operation doesn't complete.
     pub(crate) held: f64,
     pub(crate) failure: f64,
     pub(crate) short: f64,
     failures: Vec<(Kind, f64)>,
     done_but_failed: f64,
     is_full: bool,
-    /// Kinds of which one operation is yet to fail.
+    /// Kinds of operations for which a single failure is pending.
     once: Vec<Kind>,
 }
 
 impl DiskFaults {
-    /// Nothing that lasts is wrong any more.
+    /// Clears all permanent faults.
     pub(crate) fn reset(&mut self) {
         let once = std::mem::take(&mut self.once);
         *self = Self {
@@ -159,7 +160,7 @@ impl DiskFaults {
         };
     }
 
-    /// A fault is there, among others.
+    /// Adds an active fault.
     pub(crate) fn add(&mut self, fault: DiskFault) {
         match fault {
             DiskFault::FailSome(kind, probability) => self.failures.push((kind, probability)),
@@ -173,17 +174,17 @@ impl DiskFaults {
         }
     }
 
-    /// Whether a disk does nothing while others may work.
+    /// Returns whether this disk is stalled while others may work.
     pub(crate) fn is_stalled_one(&self, disk: &Disk) -> bool {
         self.stalled.iter().any(|one| one.is_same(disk))
     }
 
-    /// Whether there is a disk that does nothing.
+    /// Returns whether any disk is stalled.
     pub(crate) fn stall(&self) -> bool {
         self.is_stalled || self.held > 0.0 || !self.stalled.is_empty()
     }
 
-    /// One operation of a kind is to fail, or is not any more.
+    /// Adds or removes a pending failure of a single operation.
     pub(crate) fn fail_once(&mut self, kind: Kind, is_active: bool) {
         match is_active {
             true => self.once.push(kind),
@@ -191,7 +192,7 @@ impl DiskFaults {
         }
     }
 
-    /// The way in which an operation ends.
+    /// Returns the outcome of an operation.
     pub(crate) fn outcome(&mut self, operation: &Operation, rng: &mut Rng) -> Outcome {
         let kind = Kind::of(operation.op);
         if let Some(at) = self.once.iter().position(|once| Some(*once) == kind) {
@@ -206,7 +207,7 @@ impl DiskFaults {
                 Outcome::Failed(libc::EIO)
             }
             () if rng.f64() < self.done_but_failed => Outcome::DoneButFailed(libc::EIO),
-            // Whole sectors, as with direct I/O.
+            // Complete sectors, as with direct I/O.
             () if rng.f64() < self.short && operation.len > SECTOR as usize => {
                 let sectors = operation.len / SECTOR as usize;
                 Outcome::Short(rng.usize(1..=sectors) * SECTOR as usize)
@@ -215,7 +216,7 @@ impl DiskFaults {
         }
     }
 
-    /// The way in which it ends after all, on the disk as it is by now.
+    /// Returns the final outcome on the disk in its current state.
     pub(crate) fn with_room(&self, operation: &Operation, outcome: Outcome) -> Outcome {
         match (outcome, operation.disk()) {
             (Outcome::Whole | Outcome::Short(_), Some(disk)) if self.is_full => {
@@ -226,7 +227,7 @@ impl DiskFaults {
     }
 }
 
-/// The end of an operation where nothing more can be allocated; `None` if it needs nothing.
+/// Returns the outcome of an operation if no space is left, or `None` if it doesn't allocate.
 fn in_allocated(disk: &Disk, operation: &Operation) -> Option<Outcome> {
     let (offset, len) = match operation.op {
         Op::Write { offset, .. } => (offset, operation.len as u64),
@@ -240,7 +241,7 @@ fn in_allocated(disk: &Disk, operation: &Operation) -> Option<Outcome> {
     let is_write = matches!(operation.op, Op::Write { .. });
     match disk.extent(offset, len) {
         (true, there) if there >= len => None,
-        // A write ends where the room does.
+        // A write is short if there is not enough space.
         (true, there) if is_write => Some(Outcome::Short(there as usize)),
         _ => Some(Outcome::Failed(libc::ENOSPC)),
     }

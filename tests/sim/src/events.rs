@@ -1,6 +1,6 @@
-//! The last events of a run: what initiators did, what went wrong, and what the programs logged.
+//! The last events of a run: actions of initiators, faults, and logs of the programs.
 //!
-//! Events are those of [`tracing`], so they cost nothing unless a run is looked at ([`record`]).
+//! Events are recorded through [`tracing`], so there is no cost unless [`record`] is used.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -17,16 +17,16 @@ use tracing_subscriber::fmt::{MakeWriter, layer};
 use tracing_subscriber::layer::SubscriberExt as _;
 
 thread_local! {
-    /// Virtual time of the run on this thread.
+    /// Virtual time of the run in this thread.
     static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
-/// Has the events from now on happen at this time of the run.
+/// Sets the time for the following events.
 pub(crate) fn set_time(now: Duration) {
     NOW.set(now);
 }
 
-/// The time of the run.
+/// Returns the time of the run.
 pub(crate) fn now() -> Duration {
     NOW.get()
 }
@@ -39,7 +39,7 @@ impl FormatTime for VirtualTime {
     }
 }
 
-/// The last lines that were written.
+/// The last lines written to the log.
 #[derive(Clone)]
 struct Lines {
     last: Arc<Mutex<VecDeque<String>>>,
@@ -47,7 +47,7 @@ struct Lines {
 }
 
 impl Write for Lines {
-    /// Each event is written by one call.
+    /// `write` is called once for each event.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.len() >= self.most {
@@ -70,8 +70,8 @@ impl MakeWriter<'_> for Lines {
     }
 }
 
-/// Calls a function, and returns the last events of it as well: those that `RUST_LOG` asks for, or
-/// those of the simulator and what is logged as a rule.
+/// Calls a function and also returns its last events. These are selected by `RUST_LOG`; by default,
+/// we record the simulator and the usual logs of the programs.
 pub fn record<T>(most: usize, f: impl FnOnce() -> T) -> (T, Vec<String>) {
     let lines = Lines {
         last: Arc::default(),

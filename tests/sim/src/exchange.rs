@@ -1,9 +1,10 @@
-//! A user of the unit that an administrator exchanges for another disk, and back.
+//! A user of the unit whose disk is replaced by the administrator.
 //!
 //! # Verdict
-//! Each disk has a history of its own, by the identity that it has reported: what was written to
-//! one is found there, and nowhere else. The user has one command at a time, since those that were
-//! already sent when a unit changes are out of reach ([`riser_initiator::unit`]).
+//! Each disk, identified by the identity it has reported, has its own history: data written to a
+//! disk must be found there, and nowhere else. The user only sends one command at a time, because
+//! commands that were already sent when a unit changes cannot be protected
+//! ([`riser_initiator::unit`]).
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -21,22 +22,23 @@ use crate::admin::SIDE;
 use crate::initiator::{Initiator, User, pause};
 use crate::plan::Plan;
 
-/// Number of the initiator, which no other has.
+/// Number of the initiator, which is not used by any other.
 pub const NUMBER: usize = 40;
 
-/// Most commands of a visit.
+/// Maximum number of commands per session.
 const VISIT: u64 = 32;
 
-/// Commands in all, with pauses between them, so that exchanges find the user at work.
+/// Total number of commands. There are pauses between them, so that a disk is replaced while the
+/// user is active.
 const COMMANDS: u64 = 100;
 
-/// Longest pause between two commands, in microseconds.
+/// Maximum pause between two commands in microseconds.
 const PAUSE: u64 = 3_000;
 
-/// A disk, by its identity, and its history.
+/// The identity of a disk, and its history.
 type Disk = (Identity, Rc<History>);
 
-/// The histories of disks.
+/// Histories of all disks.
 #[derive(Clone, Default)]
 pub struct Disks(Rc<RefCell<Vec<Disk>>>);
 
@@ -60,7 +62,7 @@ impl Disks {
         history
     }
 
-    /// The power of the target's host is gone.
+    /// Called when the host of the target has lost power.
     pub fn power_cut(&self) {
         for (_, history) in &*self.0.borrow() {
             history.power_cut();
@@ -68,7 +70,7 @@ impl Disks {
     }
 }
 
-/// Uses the unit until all commands are done, whichever disk is there. `new` makes a history.
+/// Uses the unit until all commands are done, with any disk. `new` creates a history.
 pub fn work<N: Fn() -> Rc<History>>(
     initiator: &Initiator,
     user: User,
@@ -78,7 +80,7 @@ pub fn work<N: Fn() -> Rc<History>>(
 ) -> impl Future<Output = ()> + use<N> {
     let (client, is_dead) = (initiator.client.clone(), Rc::clone(&initiator.is_dead));
     let url = initiator.url.clone().with_lun(Some(SIDE));
-    // The first block is that of watchers.
+    // The first block is used by watchers.
     let (timeout, longest) = (plan.timeout, plan.longest.min(plan.blocks - 1));
     let (mut left, blocks) = (COMMANDS, plan.blocks);
     async move {
@@ -110,7 +112,7 @@ pub fn work<N: Fn() -> Rc<History>>(
     }
 }
 
-/// Opens the unit, however often that fails, until the process dies.
+/// Opens the unit, retrying until the process is killed.
 async fn open(
     client: &Client,
     url: &TargetUrl,

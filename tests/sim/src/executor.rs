@@ -1,4 +1,4 @@
-//! Futures that are polled when something has woken them, in an order that does not change.
+//! Executor which polls woken futures in a deterministic order.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Wake, Waker};
 
-/// Set when a future is to be polled again.
+/// Set when a future must be polled again.
 struct Woken(AtomicBool);
 
 impl Wake for Woken {
@@ -20,7 +20,7 @@ struct Task {
     woken: Arc<Woken>,
 }
 
-/// Tasks that have not ended.
+/// Pending tasks.
 #[derive(Default)]
 pub struct Executor(Vec<Task>);
 
@@ -33,7 +33,7 @@ impl std::fmt::Debug for Executor {
 }
 
 impl Executor {
-    /// Adds a task, which is polled in the next turn.
+    /// Adds a task that will be polled in the next turn.
     pub fn spawn(&mut self, future: impl Future<Output = ()> + 'static) {
         self.0.push(Task {
             future: Box::pin(future),
@@ -41,19 +41,19 @@ impl Executor {
         });
     }
 
-    /// Returns the number of tasks that have not ended.
+    /// Returns the number of pending tasks.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether all tasks have ended.
+    /// Returns whether there are no pending tasks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Polls the tasks that have been woken, each once; returns their number.
+    /// Polls all woken tasks once. Returns their number.
     pub fn turn(&mut self) -> usize {
         let mut polled = 0;
         self.0.retain_mut(|task| {
@@ -70,7 +70,7 @@ impl Executor {
 }
 
 impl Executor {
-    /// Waits until all tasks have ended.
+    /// Waits until all tasks have completed.
     pub async fn finish(mut self) {
         std::future::poll_fn(move |cx| {
             self.turn_with(cx.waker());

@@ -1,5 +1,5 @@
-//! A peer of iSCSI that asks for much and takes nothing for a while: what its target has for it must
-//! stay within bounds ([`crate::memory`]).
+//! An iSCSI peer that sends many pings but doesn't read the responses for some time. Memory that
+//! the target uses for it must be limited ([`crate::memory`]).
 
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -15,31 +15,31 @@ use crate::initiator::{self, Dial, Dialed};
 use crate::rival::connection::{Connection, Event};
 use crate::target;
 
-/// Its number among initiators, which no other has.
+/// Its initiator number, which is not used by any other.
 const NUMBER: usize = 41;
 
-/// Longest data of a ping, in bytes.
+/// Maximum data length of a ping in bytes.
 const DATA: u32 = 64 << 10;
 
-/// Time that it waits for a login or for answers before it leaves.
+/// Timeout for the login and for responses.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The state of its one connection.
+/// State of the connection.
 #[derive(Debug)]
 enum Stage {
     LoggingIn,
-    /// It reads nothing before that time.
+    /// Not reading until this time.
     Deaf {
         until: Instant,
     },
-    /// It reads what comes, and leaves then.
+    /// Reading responses, then leaving.
     Reading {
         until: Instant,
     },
     Over,
 }
 
-/// See the module's documentation.
+/// A flooding peer, see the module documentation.
 #[derive(Debug)]
 pub struct Flood {
     connection: Connection,
@@ -51,7 +51,7 @@ pub struct Flood {
 }
 
 impl Flood {
-    /// One that connects, and sends this number of pings.
+    /// Connects a new peer that will send this number of pings.
     #[must_use]
     pub fn new(pings: u32, dialed: &Dialed, now: Instant, rng: &mut Rng) -> Self {
         let (ours, theirs) = UnixStream::pair().expect("two sockets");
@@ -86,13 +86,13 @@ impl Flood {
         }
     }
 
-    /// Whether it has left.
+    /// Returns whether the peer has left.
     #[must_use]
     pub fn is_over(&self) -> bool {
         matches!(self.stage, Stage::Over)
     }
 
-    /// When the next thing happens by itself.
+    /// Returns the time of the next action.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.stage {
@@ -102,7 +102,7 @@ impl Flood {
         }
     }
 
-    /// Does what there is to do; returns whether there was anything.
+    /// Performs pending work. Returns whether there was any.
     pub fn step(&mut self, now: Instant) -> bool {
         if self.is_over() {
             return false;
@@ -113,7 +113,7 @@ impl Flood {
             match event {
                 Event::Ready(..) => self.begin(now),
                 Event::Pdu(..) => self.left = self.left.saturating_sub(1),
-                // A target may have had enough of it.
+                // The target may have closed the connection because of the flood.
                 Event::Ended | Event::Fault(_) => self.leave(),
             }
             if self.is_over() {

@@ -1,11 +1,11 @@
-//! Peers of iSCSI that occupy shared resources of a worker for as long as they can: memory of the
-//! pool, slots of the ring and threads of the kernel, by commands for a disk that hangs; memory and
-//! the order of a unit, by data that trickle.
+//! iSCSI peers that occupy shared resources of a worker for as long as possible. With commands for
+//! a hanging disk: memory of the pool, ring entries and kernel threads. With trickling data: memory
+//! and the command order of a unit.
 //!
 //! # Verdict
-//! Of other initiators, no command takes longer than [`PROMPT`](crate::initiator::PROMPT), and no
-//! connection ends. An upgrade while a disk hangs is refused before any session ends, or, if the disk
-//! hangs only since then, undone.
+//! No command from other initiators takes longer than [`PROMPT`](crate::initiator::PROMPT), and
+//! none of their connections is closed. An upgrade while a disk is hanging is rejected before any
+//! session has been closed, or it is reverted if the disk only starts to hang during the upgrade.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -31,52 +31,53 @@ use crate::plan::{Fault, Plan, ProcessFault, Protocol, Trouble};
 use crate::rival::connection::{Connection, Event};
 use crate::target;
 
-/// Size of a hog's disk, in MiB.
+/// Size of each hog's disk in MiB.
 pub(crate) const MIB: u64 = 16;
 
-/// Blocks of each disk that no other initiator uses, and the first of them.
+/// Number of blocks of each disk that are not used by other initiators, which is also the first of
+/// them.
 const BLOCKS: u64 = MIB * 2048 / 2;
 
-/// Time after which the load of hogs is established, and operations of their disks count as hanging.
+/// Time after which the load is established and operations on the disks are detected as hanging.
 pub const ESTABLISHED: Duration = Duration::from_secs(5);
 
-/// Time limit of a login, and the wait for the next one.
+/// Login timeout, and the delay before the next login.
 const LOGIN: Duration = Duration::from_secs(10);
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Interval between two commands beyond the first ones.
+/// Interval between commands after the initial ones.
 const REFILL: Duration = Duration::from_millis(10);
 
-/// Commands for which a hog has time until its disk hangs.
+/// Maximum number of additional commands before the disk hangs.
 const REFILLS: usize = 100;
 
-/// Interval at which data trickle.
+/// Interval between pieces of trickling data.
 const TRICKLE: Duration = Duration::from_millis(500);
 
-/// Window of the target, in bytes, where commands have a place in the order while their data trickle:
-/// that is so from the second window on.
+/// Window of the target in bytes, for commands which are ordered while their data is trickling.
+/// They are ordered when the second window starts.
 const WINDOW: u32 = 64 << 10;
 
-/// Commands of a hog.
+/// Commands sent by a hog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Load {
-    /// READs.
+    /// READ.
     Reads,
-    /// WRITEs, whose data it sends at once.
+    /// WRITE, with the data sent immediately.
     Writes,
-    /// WRITE SAME of zeroes.
+    /// WRITE SAME of zeros.
     Zeroes,
-    /// These and SYNCHRONIZE CACHE.
+    /// All of the above, and SYNCHRONIZE CACHE.
     Mixed,
-    /// WRITEs, whose data it sends at this rate, in bytes a second.
+    /// WRITE, with the data sent at this rate in bytes per second.
     Trickle(u64),
-    /// Such WRITEs with the ORDERED attribute. The first window of data is sent at once.
+    /// The same with the ORDERED attribute. The first window of data is sent immediately.
     OrderedTrickle(u64),
 }
 
 impl Load {
-    /// Whether its commands reach the disk.
+    /// Returns whether the commands will reach the disk.
     #[must_use]
     pub fn is_executed(self) -> bool {
         self.rate().is_none()
@@ -90,21 +91,21 @@ impl Load {
     }
 }
 
-/// A hog.
+/// Configuration of a hog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HogPlan {
-    /// Its disk, which only hogs use; without one, the disk of all.
+    /// A disk which is only used by hogs, or `None` to use the shared disk.
     pub disk: Option<usize>,
-    /// The file system of that disk executes nothing without a thread.
+    /// The file system of this disk needs a thread for any operation.
     pub blocks_threads: bool,
-    /// Commands at once.
+    /// Queue depth.
     pub depth: usize,
-    /// Blocks of a command.
+    /// Blocks per command.
     pub blocks: u64,
     /// Kind of the commands.
     pub load: Load,
-    /// It logs in again when the target disconnects it.
+    /// Set if it logs in again after it was disconnected.
     pub returns: bool,
 }
 
@@ -122,18 +123,18 @@ impl Default for HogPlan {
 }
 
 impl HogPlan {
-    /// Whether other initiators wait for its commands in the order of their unit.
+    /// Returns whether other initiators are waiting for its commands because of the command order.
     #[must_use]
     pub fn delays_all(&self) -> bool {
         self.disk.is_none() && matches!(self.load, Load::OrderedTrickle(_))
     }
 
-    /// A hog whose disk hangs.
+    /// Draws a hog whose disk hangs.
     fn executed(rng: &mut Rng, disks: &[bool]) -> Self {
         let disk = rng.usize(..disks.len());
         let load = [Load::Reads, Load::Writes, Load::Zeroes, Load::Mixed][rng.usize(..4)];
         let blocks = match load {
-            // Their data have to be sent.
+            // The data of these must be sent.
             Load::Writes | Load::Mixed => [1, 8, 128, 512][rng.usize(..4)],
             _ => [1, 8, 128, 2048][rng.usize(..4)],
         };
@@ -147,8 +148,8 @@ impl HogPlan {
         }
     }
 
-    /// A hog whose data trickle, from silence to 1 MiB/s. The first one may use the disk of all with
-    /// ORDERED commands: each of these delays other commands of the unit for some seconds.
+    /// Draws a hog with trickling data, from none to 1 MiB/s. The first hog may use the shared disk
+    /// with ORDERED commands: each command delays all commands of this unit for a few seconds.
     fn trickle(rng: &mut Rng, (index, free): (usize, usize)) -> Self {
         const RATES: [u64; 8] = [0, 2, 100, 4 << 10, 64 << 10, 256 << 10, 600 << 10, 1 << 20];
         let rate = RATES[rng.usize(..RATES.len())];
@@ -171,14 +172,14 @@ impl HogPlan {
     }
 }
 
-/// Number of disks that hogs have.
+/// Returns the number of disks used by hogs.
 #[must_use]
 pub fn disk_count(plan: &Plan) -> usize {
     let disks = plan.hogs.iter().filter_map(|hog| hog.disk);
     disks.map(|disk| disk + 1).max().unwrap_or(0)
 }
 
-/// The disks of hogs.
+/// Returns the disks used by hogs.
 pub(crate) fn disks(plan: &Plan) -> Vec<Disk> {
     let disk = |number| {
         let disk = Disk::new(0);
@@ -189,12 +190,12 @@ pub(crate) fn disks(plan: &Plan) -> Vec<Disk> {
     (0..disk_count(plan)).map(disk).collect()
 }
 
-/// Address of a hog.
+/// Returns the address of a hog.
 fn address(index: usize) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(10, 0, 8, 1 + index as u8))
 }
 
-/// Rules of access by which hogs have their units.
+/// Returns access rules that map the units of hogs.
 pub(crate) fn rules(hogs: &[HogPlan]) -> String {
     let mut rules = String::new();
     for (index, hog) in hogs.iter().enumerate() {
@@ -208,8 +209,8 @@ pub(crate) fn rules(hogs: &[HogPlan]) -> String {
     rules
 }
 
-/// Disks that hang, in the plan of a seed, and an upgrade at that time: early, when no operation counts
-/// as hanging yet, or late.
+/// Draws troubles with hanging disks, and an upgrade at the same time. It either starts early,
+/// before an operation has been detected as hanging, or late.
 fn troubles(rng: &mut Rng, disks: usize) -> Vec<Trouble> {
     let trouble = |from, length, fault| Trouble {
         from: Duration::from_micros(from),
@@ -231,7 +232,7 @@ fn troubles(rng: &mut Rng, disks: usize) -> Vec<Trouble> {
     troubles
 }
 
-/// The plan of a seed with hogs.
+/// Draws the plan of a seed with hogs.
 pub(crate) fn draw(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Plan {
     let rng = &mut Rng::with_seed(seed ^ 0x4096_0001);
     let protocols = [Protocol::Srp, Protocol::Iser, Protocol::Iscsi];
@@ -270,19 +271,19 @@ pub(crate) fn draw(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Plan {
         write_cache: rng.u8(..4) > 0,
         timeout: TIMEOUT,
         window,
-        // Enough for the parts of initiators and units.
+        // Large enough for the shares of initiators and units.
         pool: [16 << 20, 64 << 20][rng.usize(..2)],
-        // As the daemon makes it.
+        // Same as in the daemon.
         ring: ring_capacity(target::SESSIONS),
         troubles,
         ..Plan::default()
     }
 }
 
-/// State of a hog's session.
+/// State of a session.
 #[derive(Debug)]
 enum Stage {
-    /// No session until then.
+    /// Disconnected until this time.
     Down {
         until: Instant,
     },
@@ -293,7 +294,7 @@ enum Stage {
     Over,
 }
 
-/// Data that were requested and not sent.
+/// Data that was requested with R2T but has not been sent.
 #[derive(Debug)]
 struct Request {
     itt: Itt,
@@ -303,7 +304,7 @@ struct Request {
     data_sn: u32,
 }
 
-/// See the module's documentation.
+/// A hog, see the module documentation.
 #[derive(Debug)]
 pub struct Hog {
     index: usize,
@@ -315,18 +316,18 @@ pub struct Hog {
     cmd_sn: CmdSn,
     max_cmd_sn: CmdSn,
     outstanding: usize,
-    /// Commands that were sent in this session.
+    /// Number of commands sent in this session.
     sent: usize,
     next_command: Instant,
     requests: VecDeque<Request>,
-    /// When the next data leave.
+    /// Time when more data will be sent.
     next_data: Instant,
-    /// When it leaves.
+    /// Time when the hog leaves.
     until: Instant,
 }
 
 impl Hog {
-    /// A hog that logs in soon, and leaves at a time.
+    /// Creates a hog that will log in soon and leave at the given time.
     #[must_use]
     pub fn new(
         (index, plan): (usize, HogPlan),
@@ -335,7 +336,7 @@ impl Hog {
         mut rng: Rng,
     ) -> Self {
         let begin = now + Duration::from_micros(rng.u64(..60_000));
-        // Without a disk that hangs, there is nothing to wait for.
+        // If no disk hangs, there is no reason to wait any longer.
         let until = until.max(now + Duration::from_secs(30));
         Self {
             index,
@@ -355,13 +356,13 @@ impl Hog {
         }
     }
 
-    /// Whether it has left.
+    /// Returns whether the hog has left.
     #[must_use]
     pub fn is_over(&self) -> bool {
         matches!(self.stage, Stage::Over)
     }
 
-    /// Time of the next action.
+    /// Returns the time of the next action.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let own = match self.stage {
@@ -379,7 +380,7 @@ impl Hog {
         Some(leaving.map_or(own, |at| at.min(own)).min(self.until))
     }
 
-    /// Does what there is to do; returns whether there was anything.
+    /// Performs pending work. Returns whether there was any.
     pub fn step(&mut self, now: Instant) -> bool {
         if self.is_over() {
             return false;
@@ -402,7 +403,7 @@ impl Hog {
                     }
                     self.on_pdu(pdu, now);
                 }
-                // The target disconnects it.
+                // Disconnected by the target.
                 Event::Ended | Event::Fault(_) => self.lose(now),
             }
         }
@@ -442,7 +443,7 @@ impl Hog {
             stream: theirs,
         });
         let name = format!("iqn.2026-01.org.example:hog{}", self.index);
-        // No data leave before they are requested.
+        // Don't send any unsolicited data.
         let offer = Offer::default()
             .with(Key::InitialR2T, 1)
             .with(Key::ImmediateData, 0)
@@ -500,7 +501,7 @@ impl Hog {
         self.cmd_sn = self.cmd_sn.next();
         self.outstanding += 1;
         self.sent += 1;
-        // The first ones leave together.
+        // The initial commands are sent in a single burst.
         if self.sent >= self.plan.depth {
             self.next_command = now + REFILL;
         }
@@ -540,7 +541,7 @@ impl Hog {
         }
     }
 
-    /// Sends data that were requested first: all of them, or as many as trickle.
+    /// Sends requested data, oldest first: either all of it, or a trickle.
     fn send_data(&mut self, now: Instant) {
         let connection = self.connection.as_mut().expect("it is up");
         let is_first = |request: &Request| request.offset < WINDOW;
@@ -549,7 +550,7 @@ impl Hog {
         let is_ordered = matches!(self.plan.load, Load::OrderedTrickle(_));
         let mut most = u32::MAX;
         if let Some(rate) = rate.filter(|_| has_place || !is_ordered) {
-            // Words of four bytes, however seldom.
+            // A multiple of four bytes, even at low rates.
             let piece = (rate as f64 * TRICKLE.as_secs_f64()).max(4.0);
             most = piece as u32 & !3;
             self.next_data = match rate {

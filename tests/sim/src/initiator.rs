@@ -1,4 +1,4 @@
-//! Initiators, and what their users do.
+//! Initiators and their users.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
@@ -27,61 +27,61 @@ use crate::model::Model;
 use crate::plan::{Plan, Protocol};
 use crate::{coverage, events, target};
 
-/// Streams that initiators have opened and the network has not seen.
+/// Streams that were opened by initiators but not yet added to the network.
 pub type Dialed = Rc<RefCell<Vec<Dial>>>;
 
-/// A stream that was opened.
+/// A stream opened by an initiator.
 #[derive(Debug)]
 pub struct Dial {
     /// Address of the initiator.
     pub from: IpAddr,
-    /// Where it goes.
+    /// Destination address.
     pub to: SocketAddr,
-    /// The network's end.
+    /// The network's end of the stream.
     pub stream: UnixStream,
 }
 
-/// BUSY: the unit may still execute commands of an older session.
+/// BUSY: the unit may still be executing commands of an older session.
 const BUSY: u8 = 0x08;
 
 /// RESERVATION CONFLICT.
 const CONFLICT: u8 = 0x18;
 
-/// Memory of an initiator for data.
+/// Size of an initiator's pool for data.
 const POOL: usize = 4 << 20;
 
-/// Time that a command may take which must succeed.
+/// Timeout for a command that must succeed.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Wait before the unit is opened again.
+/// Delay before opening the unit again.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// Time that a command takes at most where nothing holds it up. What others do must not make it
-/// longer: an initiator that does not send its data is given up only after more than that.
+/// Maximum latency of a command without any faults. Other initiators must not increase this: an
+/// initiator that doesn't send its data is only disconnected after more than this time.
 pub const PROMPT: Duration = Duration::from_secs(10);
 
-/// The same for the unit of an ORDERED command whose data trickle. The target looks for waiting
-/// initiators every five seconds, and disconnects that one five seconds later.
+/// The same for a unit with an ORDERED command whose data is trickling. The target checks every
+/// five seconds if initiators are waiting, and disconnects the offender five seconds later.
 const PROMPT_IN_ORDER: Duration = Duration::from_secs(15);
 
-/// Address of an initiator in the beginning.
+/// Returns the initial address of an initiator.
 #[must_use]
 pub fn address(index: usize) -> IpAddr {
     address_after(index, 0)
 }
 
-/// Address of an initiator that has moved so often.
+/// Returns the address of an initiator that has moved this number of times.
 #[must_use]
 pub fn address_after(index: usize, moves: u8) -> IpAddr {
-    // 10.0.2.0/24 is that of cheating peers.
+    // 10.0.2.0/24 is used by cheating peers.
     let net = [0, 3, 4, 5][usize::from(moves) % ADDRESSES];
     IpAddr::V4(Ipv4Addr::new(10, 0, net, 100 + index as u8))
 }
 
-/// Addresses of an initiator.
+/// Number of addresses per initiator.
 pub const ADDRESSES: usize = 4;
 
-/// Surroundings of an engine.
+/// Environment of an engine.
 pub struct SimulatedEnv {
     address: IpAddr,
     device: Option<Endpoint>,
@@ -90,7 +90,7 @@ pub struct SimulatedEnv {
 }
 
 impl SimulatedEnv {
-    /// Surroundings of an engine, with or without an RDMA device.
+    /// Creates the environment of an engine, with or without an RDMA device.
     pub(crate) fn new(
         address: IpAddr,
         device: Option<Endpoint>,
@@ -135,44 +135,44 @@ impl Env for SimulatedEnv {
     }
 }
 
-/// What an initiator's process knows from the one before it.
+/// State that the process of an initiator inherits from its predecessor.
 #[derive(Clone, Copy, Debug)]
 pub struct Heritage {
-    /// Seed of its port.
+    /// Seed of the port.
     pub port: u64,
-    /// There was one before, which did not end its sessions.
+    /// Set if there was a predecessor that did not close its sessions.
     pub recovers: bool,
-    /// The GUID of its port.
+    /// GUID of the port.
     pub guid: Option<u64>,
-    /// The generation of the unit's cache, as that one had noted it.
+    /// The generation of the unit's cache that was recorded by the predecessor.
     pub cache: Option<[u8; 16]>,
-    /// How often its host has moved.
+    /// Number of times the host has moved.
     pub moves: u8,
 }
 
-/// An initiator: its engine, and the handle that users have.
+/// An initiator with its engine and the handle for users.
 #[derive(Debug)]
 pub struct Initiator {
-    /// Its own address.
+    /// Address of the initiator.
     pub address: IpAddr,
-    /// The engine; none when its process has died.
+    /// The engine, or `None` after the process was killed.
     pub engine: Option<Engine<SimulatedEnv>>,
-    /// The users' handle.
+    /// Handle for users.
     pub client: Client,
-    /// Address of the target.
+    /// URL of the target.
     pub url: TargetUrl,
-    /// Whether its process has died or ends, for its users.
+    /// Tells users whether the process was killed or is exiting.
     pub is_dead: Rc<Cell<bool>>,
-    /// Its process ends in good order.
+    /// Set while the process is exiting normally.
     pub is_leaving: bool,
-    /// The units, once they are open, and a user of each.
+    /// Opened units, each with a user.
     pub opened: Rc<RefCell<Vec<(User, Lun)>>>,
-    /// What the next process knows.
+    /// State for the next process.
     pub heritage: Heritage,
 }
 
 impl Initiator {
-    /// An initiator on the network.
+    /// Creates an initiator on the network.
     #[must_use]
     pub fn new(
         (index, protocol): (usize, Protocol),
@@ -183,7 +183,7 @@ impl Initiator {
         (plan, rng): (&Plan, &mut Rng),
     ) -> Self {
         let address = address_after(index, heritage.moves);
-        // None if it was taken away.
+        // There is no device while it is unplugged.
         let mut device = (!fabric.is_unplugged(address)).then(|| fabric.endpoint(address));
         if let Some(device) = &mut device {
             device.set_mtu(plan.mtus[1]);
@@ -235,7 +235,7 @@ impl Initiator {
         }
     }
 
-    /// Objects that its engine has, of those that sessions have.
+    /// Counts objects in the engine that belong to sessions.
     #[must_use]
     pub fn leftovers(&self) -> Vec<(&'static str, usize)> {
         let Some(engine) = &self.engine else {
@@ -252,7 +252,7 @@ impl Initiator {
         all.into_iter().filter(|(_, count)| *count > 0).collect()
     }
 
-    /// Ends the process without a word.
+    /// Kills the process.
     pub fn die(&mut self) {
         self.note();
         self.heritage.recovers = true;
@@ -261,7 +261,7 @@ impl Initiator {
         self.is_leaving = false;
     }
 
-    /// Begins to end the process in good order.
+    /// Starts to exit normally.
     pub fn leave(&mut self) {
         if self.engine.is_none() || self.is_leaving {
             return;
@@ -272,7 +272,7 @@ impl Initiator {
         self.is_leaving = true;
     }
 
-    /// What the next process is to know.
+    /// Saves the state for the next process.
     fn note(&mut self) {
         if let Some((_, lun)) = self.opened.take().first() {
             self.heritage.cache = lun.session().status().report().cache;
@@ -280,8 +280,7 @@ impl Initiator {
         }
     }
 
-    /// Opens the disk, and the private unit if there is one, and starts the tasks that use them at
-    /// random.
+    /// Opens the disk, and the private unit if there is one, then spawns tasks for random commands.
     pub fn start(
         &self,
         users: Vec<(User, Rng)>,
@@ -315,37 +314,37 @@ impl Initiator {
     }
 }
 
-/// What went wrong in a run, first of all.
+/// The first failure of a run.
 pub type Verdict = Rc<RefCell<Option<String>>>;
 
-/// What a user needs.
+/// Context of a user.
 #[derive(Clone, Debug)]
 pub struct User {
     /// The initiator's port in the history.
     pub port: Port,
-    /// What is known of the blocks.
+    /// Contents of the blocks.
     pub history: Rc<History>,
-    /// The disk has a volatile cache.
+    /// Set if the disk has a volatile cache.
     pub is_cached: bool,
-    /// Nothing goes wrong, so no request fails.
+    /// Set if there are no faults, so requests cannot fail.
     pub is_quiet: bool,
-    /// What is known of the unit's reservations, if anything is.
+    /// Model of the unit's reservations, if any.
     pub model: Option<Rc<Model>>,
-    /// Nor does anything make requests slow.
+    /// Set if there are also no faults that could delay requests.
     pub is_prompt: bool,
-    /// An ORDERED command of another initiator may be in the task set of the unit for some seconds, or
-    /// in that of another unit whose commands are in the same queue.
+    /// An ORDERED command of another initiator may delay the unit for a few seconds, or another
+    /// unit whose commands share a queue with it.
     pub is_in_order: bool,
-    /// No other initiator is a reason for what goes wrong.
+    /// Set if there are no other initiators which could cause failures.
     pub is_alone: bool,
-    /// When its command has begun; it has one at a time.
+    /// Start time of its only command.
     pub begun: Cell<Duration>,
-    /// Where mistakes go.
+    /// Where failures are reported.
     pub verdict: Verdict,
 }
 
 impl User {
-    /// Notes the first mistake.
+    /// Records the first failure.
     pub(crate) fn judge<T, E: std::fmt::Display>(&self, result: Result<T, E>) {
         if let Err(error) = result {
             self.verdict
@@ -354,13 +353,13 @@ impl User {
         }
     }
 
-    /// A command begins; it may be of these blocks.
+    /// Called when a command starts, possibly for these blocks.
     fn on_begin(&self, command: &'static str, blocks: &Range<u64>) {
         self.begun.set(events::now());
         debug!(port = self.port.0, ?blocks, "{command} begins");
     }
 
-    /// A command has ended.
+    /// Called when a command has completed.
     fn on_end<T, E: Display>(
         &self,
         command: &'static str,
@@ -384,14 +383,14 @@ impl User {
         debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
     }
 
-    /// The instant of the model at which a command begins.
+    /// Returns the time in the model at which a command starts.
     fn instant(&self) -> u64 {
         self.model.as_ref().map_or(0, |model| model.begin())
     }
 
-    /// A command for blocks that began then has ended: reservations must have allowed, or
-    /// forbidden, what became of it. This nexus never registers where the model knows all
-    /// reservations.
+    /// Called when a command for blocks has completed, with its start time: the result must be
+    /// consistent with the reservations. The model only exists if it knows all reservations, and
+    /// this nexus never registers.
     fn judge_access<T>(&self, begin: u64, writes: bool, result: &Result<T, LunError>) {
         let conflicts = match result {
             Ok(_) => false,
@@ -403,14 +402,14 @@ impl User {
         }
     }
 
-    /// A command has failed.
+    /// Called when a command has failed.
     fn on_failure(&self, error: &LunError) {
         if self.is_quiet && (self.is_alone || !is_of_another(error)) {
             self.judge::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
         }
     }
 
-    /// Uses the disk at random, until its process dies.
+    /// Sends random commands to the disk until the process is killed.
     pub async fn work(
         self,
         client: Client,
@@ -446,7 +445,7 @@ impl User {
         }
     }
 
-    /// The end of a command that writes; `Ok` says whether it is on the medium.
+    /// Called when a command that writes has completed. `Ok` is true if the data is on the medium.
     fn end(&self, id: WriteId, result: Result<bool, LunError>) {
         match result {
             Ok(true) => self.judge(self.history.acknowledge_durable(id)),
@@ -462,9 +461,9 @@ impl User {
         }
     }
 
-    /// Writes a block and flushes, once nothing goes wrong any more; why that fails, if it does and
-    /// not because of what another initiator does. A first attempt may report what was lost before.
-    /// One that times out is repeated: a peer that uses its name may keep it from logging in.
+    /// Writes a block and flushes after all faults are over. Returns an error if this fails, except
+    /// because of another initiator. The first attempt may report an earlier loss. It is retried
+    /// after a timeout, because a peer using the same initiator name may prevent a login.
     pub async fn write_at_last(&self, lun: &Lun, block: u64) -> Result<(), LunError> {
         let mut failures = 0;
         loop {
@@ -524,7 +523,7 @@ impl User {
         let bytes = blocks.start * BLOCK as u64..blocks.end * BLOCK as u64;
         let id = self.history.begin_zero(self.port, blocks.clone());
         self.on_begin("zero", &blocks);
-        // With FUA it ends with a flush, which may be the one that reports a loss.
+        // With FUA, the command also flushes, and this may be the flush that reports a loss.
         let flush = fua.then(|| self.history.begin_flush(self.port));
         let options = ZeroOptions {
             may_unmap,
@@ -551,13 +550,13 @@ impl User {
         let result = lun.discard(bytes).await;
         self.on_end("unmap", &blocks, &result);
         match result {
-            // A unit may keep blocks that it was asked to unmap (SBC-4 clause 4.7.4.4).
+            // UNMAP is only a hint, so the unit may keep the blocks (SBC-4 4.7.4.4).
             Ok(()) | Err(LunError::Unsupported) => self.history.refuse(id),
             result => self.end(id, result.map(|()| false)),
         }
     }
 
-    /// COMPARE AND WRITE of a block with what was read of it before.
+    /// COMPARE AND WRITE of a block with its current data.
     async fn swap(&self, lun: &Lun, block: u64, fua: bool) {
         let Some(expected) = self.content(lun, block..block + 1).await else {
             return;
@@ -590,21 +589,22 @@ impl User {
                 Some(SenseKey::Miscompare) => self.judge(self.history.refute(id)),
                 _ => self.end(id, Err(failure(&answer))),
             },
-            // A raw command is not repeated if another initiator resets the unit.
+            // A raw command is not retried after another initiator has reset the unit.
             Err(_) => self.history.lose(id),
         }
     }
 
-    /// Registers, and changes the reservation of the unit: one under which all may read. Its answer
-    /// matters to nothing; what others write may meet a reservation conflict, or be aborted.
+    /// Registers and changes the reservation of the unit, using types that allow all initiators to
+    /// read. The response is ignored. Writes from other initiators may fail with RESERVATION
+    /// CONFLICT or be aborted.
     async fn reserve(&self, lun: &Lun, plan: &Plan, rng: &mut Rng) {
         const REGISTER_AND_IGNORE: u8 = 6;
         let (reserve, release, clear, preempt_and_abort) = (1, 2, 3, 5);
         let action = [reserve, release, release, clear, preempt_and_abort][rng.usize(..5)];
         let other = rng.u64(1..=plan.initiators.len() as u64);
-        // The key of each is its port, of which the upper bits are the same.
+        // Each initiator uses its port as key, and these only differ in the lower bits.
         let other = u64::from(self.port.0) & !0xff | other;
-        // Write exclusive: of the holder, of registrants, of all registrants.
+        // Write Exclusive, and the variants Registrants Only and All Registrants.
         let scope = [1, 5, 7][rng.usize(..3)];
         for (action, keys) in [
             (REGISTER_AND_IGNORE, [0, u64::from(self.port.0)]),
@@ -622,7 +622,7 @@ impl User {
         }
     }
 
-    /// Reads blocks; returns whether that was possible.
+    /// Reads blocks. Returns whether this was successful.
     pub async fn read(&self, lun: &Lun, blocks: Range<u64>) -> bool {
         self.content(lun, blocks).await.is_some()
     }
@@ -653,7 +653,7 @@ impl User {
     }
 }
 
-/// The error that an answer is.
+/// Converts an unsuccessful answer to an error.
 fn failure(answer: &Answer) -> LunError {
     match answer.sense() {
         Some(Sense {
@@ -663,8 +663,8 @@ fn failure(answer: &Answer) -> LunError {
     }
 }
 
-/// Whether a failure comes of what another initiator has done: a reservation, or commands that were
-/// cleared.
+/// Returns whether a failure was caused by another initiator: either a reservation, or commands
+/// that were cleared.
 fn is_of_another(error: &LunError) -> bool {
     const TASK_ABORTED: u8 = 0x40;
     match error {
@@ -676,7 +676,7 @@ fn is_of_another(error: &LunError) -> bool {
     }
 }
 
-/// The end of a command, in words.
+/// Describes the result of a command.
 fn outcome(result: &RequestResult) -> Result<(), String> {
     let answer = result.as_ref().map_err(ToString::to_string)?;
     match (answer.status, answer.sense()) {
@@ -686,7 +686,7 @@ fn outcome(result: &RequestResult) -> Result<(), String> {
     }
 }
 
-/// Opens the disk, however often that fails; `None` when its process has died.
+/// Opens the disk, retrying as often as needed. Returns `None` if the process was killed.
 async fn open(client: &Client, url: &TargetUrl, is_dead: &Cell<bool>) -> Option<Lun> {
     while !is_dead.get() {
         let Ok(session) = client.connect(url.clone()).await else {
@@ -702,7 +702,7 @@ async fn open(client: &Client, url: &TargetUrl, is_dead: &Cell<bool>) -> Option<
     None
 }
 
-/// Opens the unit that no other initiator sees, however often that fails, until the process dies.
+/// Opens the private unit of this initiator, retrying until the process is killed.
 async fn private_unit(client: &Client, session: &Session, is_dead: &Cell<bool>) -> Option<Lun> {
     while !is_dead.get() {
         match session.lun(1).await {
@@ -713,7 +713,7 @@ async fn private_unit(client: &Client, session: &Session, is_dead: &Cell<bool>) 
     None
 }
 
-/// Waits on the clock of an initiator.
+/// Waits, using the clock of an initiator.
 pub(crate) async fn pause(client: &Client, time: Duration) {
     let never = std::future::pending::<()>();
     let _ = client.timeout(time, never).await;

@@ -1,4 +1,4 @@
-//! What the target's state directory keeps, in memory.
+//! In-memory implementation of the target's state directory.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,27 +12,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::coverage;
 
-/// Ways in which nothing can be saved.
+/// A failure mode of the state directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SaveFailure {
-    /// There is no room: what was saved before stays.
+    /// No space left: the previous state is kept.
     Full,
-    /// The device fails after the change, which may be lost later.
+    /// The device fails after writing the new state, which may be lost later.
     Broken,
 }
 
-/// The state directory's file system. Clones are the same one.
+/// File system of the state directory. All clones refer to the same file system.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Saves(Arc<Mutex<Option<SaveFailure>>>);
 
 impl Saves {
-    /// It fails from now on, or works.
+    /// Sets or clears the failure mode.
     pub(crate) fn set(&self, failure: Option<SaveFailure>) {
         *lock(&self.0) = failure;
     }
 
-    /// Saves something, if that is possible.
+    /// Saves a change if possible.
     pub(crate) fn save(&self, write: impl FnOnce()) -> io::Result<()> {
         let errno = match *lock(&self.0) {
             None => {
@@ -50,8 +50,8 @@ impl Saves {
     }
 }
 
-/// Reservations that persist through power loss, by serial number, numbers of ports and names of
-/// units.
+/// Reservations that persist through power loss, identified by serial number, port numbers and unit
+/// names.
 #[derive(Clone, Debug, Default)]
 pub struct Kept {
     reservations: Arc<Mutex<BTreeMap<String, SavedReservations>>>,

@@ -1,9 +1,9 @@
-//! Data that leave for a peer that may not read them.
+//! Detects data sent to a peer that may not read it.
 //!
-//! All that is written bears the mark of who wrote it ([`Port::marked`]): what is in a unit that
-//! only one initiator sees may go to that one, and what is in the unit that honest ones share to
-//! them all, but not to peers that cheat. All bytes that the target sends are searched for marks:
-//! data, padding, and the unused parts of responses.
+//! All data is marked with the port that has written it ([`Port::marked`]). Data from a private
+//! unit may only be sent to its initiator. Data from the shared unit may be sent to all honest
+//! initiators, but not to cheating peers. All bytes sent by the target are checked: data, padding,
+//! and unused parts of responses.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,19 +18,19 @@ use crate::initiator;
 /// Length of a mark.
 const MARK: usize = Port::MARK.len() + size_of::<u16>();
 
-/// First number of the ports of those who write to the unit that honest ones share.
+/// First port number for initiators that write to the shared unit of honest initiators.
 const SHARED: u16 = 0x100;
 
-/// Looks for marks; clones share what was found.
+/// Checks for marks. Clones share the result.
 #[derive(Clone, Debug, Default)]
 pub struct Guard {
-    /// There are units that one initiator sees each.
+    /// Set if there are private units.
     has_private: bool,
     found: Arc<Mutex<Option<String>>>,
 }
 
 impl Guard {
-    /// A guard of units that honest initiators share, and of private ones if there are some.
+    /// Creates a guard for the shared unit, and for private units if there are any.
     #[must_use]
     pub fn new(has_private: bool) -> Self {
         Self {
@@ -39,7 +39,7 @@ impl Guard {
         }
     }
 
-    /// Looks at bytes that the target sends to an address.
+    /// Checks bytes sent by the target to this address.
     pub fn look(&self, to: IpAddr, bytes: &[u8]) {
         let may_share = !cheat::is_cheat(to);
         if may_share && !self.has_private {
@@ -57,7 +57,7 @@ impl Guard {
         }
     }
 
-    /// Looks at a packet that a device of the target sends, as it leaves it.
+    /// Checks a packet at the time when it's sent by a device of the target.
     pub fn look_at_packet(&self, from: SocketAddr, to: SocketAddr, packet: &[u8]) {
         self.look(to.ip(), packet);
         let is_whole = IcrcFlow::new(from, to).is_some_and(|flow| flow.check(packet, 0).is_ok());
@@ -71,7 +71,7 @@ impl Guard {
         found.get_or_insert_with(what);
     }
 
-    /// What has left, if something has.
+    /// Returns a description of leaked data, if any.
     #[must_use]
     pub fn found(&self) -> Option<String> {
         self.found
@@ -81,7 +81,7 @@ impl Guard {
     }
 }
 
-/// The port whose data may go to an address.
+/// Returns the port whose data may be sent to this address.
 fn port_of(address: IpAddr) -> Option<Port> {
     let IpAddr::V4(at) = address else {
         return None;
@@ -91,27 +91,27 @@ fn port_of(address: IpAddr) -> Option<Port> {
     own.any(|own| own == address).then(|| private_port(index))
 }
 
-/// The port of an initiator that writes to a unit of its own.
+/// Returns the port of an initiator for its private unit.
 #[must_use]
 pub fn private_port(index: usize) -> Port {
     Port::marked(1 + index as u16)
 }
 
-/// The port of an initiator or a rival that writes to the unit that honest ones share.
+/// Returns the port of an initiator or rival for the shared unit of honest initiators.
 #[must_use]
 pub fn shared_port(number: u16) -> Port {
     Port::marked(SHARED | number)
 }
 
-/// A stream of bytes to an address, of which marks may be divided between its parts.
+/// A byte stream to an address. Marks may be split across multiple parts.
 #[derive(Debug, Default)]
 pub struct Stream {
-    /// The last bytes before.
+    /// The last bytes of the previous part.
     tail: Vec<u8>,
 }
 
 impl Stream {
-    /// Looks at more bytes.
+    /// Checks the next part.
     pub fn look(&mut self, guard: &Guard, to: IpAddr, bytes: &[u8]) {
         self.tail.extend_from_slice(bytes);
         guard.look(to, &self.tail);
@@ -138,7 +138,7 @@ mod tests {
         guard.look(initiator::address(0), &data());
         guard.look(initiator::address(1), &data()[..16]);
         assert_eq!(guard.found(), None);
-        // A part of a word and a whole one, at odd places.
+        // A partial and a complete mark at unaligned offsets.
         guard.look(initiator::address(1), &data()[99..113]);
         assert!(guard.found().unwrap().contains("10.0.0.101"));
     }

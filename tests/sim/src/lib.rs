@@ -1,6 +1,6 @@
-//! The programs that ship, in one thread under a virtual clock: initiators over SRP, iSER and
-//! iSCSI/TCP, the software NIC, a target's workers and their backends, on a simulated network and
-//! on simulated disks. One seed gives one run.
+//! Deterministic simulation of the programs that we ship, in one thread under a virtual clock:
+//! initiators over SRP, iSER and iSCSI/TCP, the software NIC, and the workers of a target with
+//! their backends, on a simulated network and simulated disks. The run is determined by a seed.
 //!
 //! ```text
 //!   workload ─▶ Engine (initiator) ─┬─ loopback::Fabric ─┬─▶ Worker ─▶ Kernel ─▶ Disk
@@ -11,47 +11,51 @@
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`plan`] | what a seed decides: who takes part, and what goes wrong when |
-//! | [`mod@run`] | one run: the schedule, the clock, the verdict |
+//! | [`plan`] | the participants and faults chosen by a seed |
+//! | [`mod@run`] | a single run: schedule, clock and verdict |
 //! | [`target`] | workers with their rings, disks and threads |
-//! | [`admin`] | changes of the configuration |
-//! | [`administrator`] | makes them, and tries what must be refused |
-//! | `process` | how the target's process starts, changes what it serves, ends and hands over |
-//! | [`watcher`] | initiators that look at what is served |
-//! | [`disks`], [`nics`] | faults of disks and of RDMA devices; addresses that are cut off |
-//! | [`initiator`] | an engine, and what its users do |
-//! | [`rival`] | an initiator of iSCSI that does what ours does not |
-//! | [`cheat`] | peers that break the rules |
-//! | [`model`], [`reservations`] | what it may see of reservations and unit attentions |
-//! | [`exchange`] | a user of a unit that becomes another disk |
-//! | [`flood`] | a peer that asks for much and takes nothing for a while |
-//! | [`hog`] | peers with deep queues for disks that hang, or with data that trickle |
-//! | [`foreign`] | a target of another make, for the initiator alone |
-//! | [`keeper`] | what the target keeps through a power loss, besides the disk, and fails to keep |
-//! | [`memory`] | what the target may allocate |
-//! | [`leaks`] | data that leave for a peer that may not read them |
-//! | [`tcp`] | connections between the two |
+//! | [`admin`] | configuration changes |
+//! | [`administrator`] | applies changes, and tries changes that must be rejected |
+//! | `process` | process of the target: start, configuration changes, exit and handover |
+//! | [`watcher`] | initiators that check the served units |
+//! | [`disks`], [`nics`] | faults of disks and RDMA devices, disconnected addresses |
+//! | [`initiator`] | an engine and its users |
+//! | [`rival`] | an iSCSI initiator that uses features ours does not use |
+//! | [`cheat`] | peers that violate the protocol |
+//! | [`model`], [`reservations`] | expected reservations and unit attentions |
+//! | [`exchange`] | a user of a unit whose disk is replaced |
+//! | [`flood`] | a peer that sends many requests but doesn't read responses for some time |
+//! | [`hog`] | peers with deep queues for hanging disks, or with trickling data |
+//! | [`foreign`] | another target implementation, only for the initiator |
+//! | [`keeper`] | state that the target keeps across a power loss in addition to the disk, and failures to save it |
+//! | [`memory`] | memory limit of the target |
+//! | [`leaks`] | data sent to a peer that may not read it |
+//! | [`tcp`] | connections between initiators and target |
 //! | [`text`] | plans as YAML |
-//! | [`mod@shrink`] | a plan that fails, made smaller |
-//! | [`events`] | what happened in a run |
-//! | [`pulse`] | finds a run that is caught in a step |
-//! | [`coverage`] | what runs have reached |
-//! | [`executor`] | futures whose waits are steps of the schedule |
+//! | [`mod@shrink`] | reduces a failing plan |
+//! | [`events`] | events in a run |
+//! | [`pulse`] | detects a run that is stuck in a step |
+//! | [`coverage`] | coverage of all runs |
+//! | [`executor`] | futures that wait for steps of the schedule |
 //!
 //! # Verdict
-//! A run passes if a history of every block explains each read ([`riser_tests::history`]), also
-//! after the target's process or its host's power has gone; if all commands end within
-//! [`run::PATIENCE`] of virtual time after the last fault has gone; if buffers and connections, and
-//! what the target had for them, are back at the end; if the target has no more memory than its
-//! sessions announce ([`memory`]); and if no data of a unit left for an
-//! initiator that may not read it ([`leaks`]). Disks that hang and peers that trickle delay no
-//! command of another initiator for longer than [`initiator::PROMPT`].
+//! A run passes if
+//! - all reads are consistent with a history of each block ([`riser_tests::history`]), even after
+//!   the target process was killed or its host has lost power;
+//! - all commands complete within [`run::PATIENCE`] of virtual time after the last fault;
+//! - at the end, all buffers and connections are released, including the resources of the target
+//!   for them;
+//! - the target only uses as much memory as its sessions have announced ([`memory`]);
+//! - and no data is sent to an initiator that may not read it ([`leaks`]).
+//!
+//! Hanging disks and trickling peers must not delay any command from another initiator for longer
+//! than [`initiator::PROMPT`].
 //!
 //! # Determinism
-//! Actors take turns in an order that the seed chooses. Nothing reads a clock, and nothing draws a
-//! random number that is not of the seed. Devices know memory by addresses of the simulation
-//! ([`riser_memory::simulated`]). So two runs have the same bytes on both networks, which
-//! [`Outcome::trace`] stands for.
+//! The seed determines the order in which actors run. No code reads the real clock, and all random
+//! numbers are derived from the seed. Devices use simulated memory addresses
+//! ([`riser_memory::simulated`]). Therefore two runs with the same seed send identical bytes on
+//! both networks, and [`Outcome::trace`] is a hash of them.
 
 pub mod admin;
 pub mod administrator;

@@ -1,4 +1,4 @@
-//! `riser-sim`: runs plans of seeds, or of a file.
+//! `riser-sim`: runs the plans of seeds or of a file.
 
 #![allow(
     clippy::print_stdout,
@@ -20,50 +20,50 @@ use riser_sim::plan::Fault;
 use riser_sim::shrink::{Budget, shrink};
 use riser_sim::{Failure, Plan, events, pulse, run};
 
-/// Exit code of a run that hangs.
+/// Exit code if a run hangs.
 const HUNG: i32 = 3;
 
-/// Time after which a step of a run is one that does not end. Whole runs take seconds at most.
+/// Time limit for a single step of a run. A complete run only takes a few seconds.
 const HANGS: Duration = Duration::from_secs(120);
 
-/// Time between lines of progress where there is no terminal.
+/// Interval between progress lines if there is no terminal.
 const LINES: Duration = Duration::from_secs(30);
 
-/// Runs plans. Of those that fail, the first of each kind is made smaller and kept as a file
+/// Run plans, and reduce and save the first failing plan of each kind
 #[derive(Debug, Parser)]
 struct Args {
     /// Number of seeds
     #[arg(long, default_value_t = 1000)]
     seeds: u64,
-    /// The first one
+    /// First seed
     #[arg(long, default_value_t = 1)]
     from: u64,
-    /// Only these kinds of trouble happen, separated by commas
+    /// Only use these kinds of trouble, separated by commas
     #[arg(long, value_delimiter = ',', value_parser = Fault::kinds())]
     faults: Vec<String>,
-    /// Run the plan of this file instead
+    /// Run the plan in this file instead
     #[arg(long, conflicts_with_all = ["seeds", "from", "faults"])]
     plan: Option<PathBuf>,
-    /// Print the plans, and run none
+    /// Print the plans without running them
     #[arg(long)]
     show: bool,
-    /// Where plans that fail are kept
+    /// Directory for failing plans
     #[arg(long, default_value = ".build/sim")]
     keep: PathBuf,
-    /// Runs that may be spent to make a plan smaller
+    /// Maximum number of runs to reduce a plan
     #[arg(long, default_value_t = Budget::default().runs)]
     shrink: usize,
-    /// Events that are printed of a plan that fails
+    /// Number of events to print for a failing plan
     #[arg(long, default_value_t = 40)]
     events: usize,
-    /// Only print the first seed that fails, and why
+    /// Only print the first failing seed and the reason
     #[arg(long)]
     first: bool,
-    /// Fail if a transition is neither reached nor excused by `tests/sim/unreached.txt`, or a kind
-    /// of trouble has begun in no seed
+    /// Fail if a transition is neither reached nor listed in `tests/sim/unreached.txt`, or if no
+    /// seed starts some kind of trouble
     #[arg(long)]
     coverage: bool,
-    /// Fail if a kind of trouble has begun in no seed
+    /// Fail if no seed starts some kind of trouble
     #[arg(long)]
     kinds: bool,
 }
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the plan of a file, and prints its events.
+/// Runs the plan in a file and prints its events.
 fn replay(args: &Args, file: &Path) -> Result<(), String> {
     let text = std::fs::read_to_string(file);
     let text = text.map_err(|error| format!("{}: {error}", file.display()))?;
@@ -101,7 +101,7 @@ fn replay(args: &Args, file: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// The plan of a seed.
+/// Returns the plan of a seed.
 fn plan_of(args: &Args, seed: u64) -> Plan {
     let is_named = |fault: Fault| args.faults.iter().any(|kind| kind == fault.kind());
     Plan::drawn(seed, |fault| args.faults.is_empty() || is_named(fault))
@@ -114,7 +114,7 @@ fn show(args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs seeds on all cores until one fails.
+/// Runs seeds on all cores until one of them fails.
 fn first(args: &Args) -> Result<(), String> {
     let next = AtomicU64::new(args.from);
     let end = AtomicU64::new(args.from.saturating_add(args.seeds));
@@ -122,7 +122,7 @@ fn first(args: &Args) -> Result<(), String> {
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
-                // Seeds before one that has failed go on, since the first is wanted.
+                // After a failure, lower seeds are still run to find the first one.
                 while let seed = next.fetch_add(1, Ordering::Relaxed)
                     && seed < end.load(Ordering::Relaxed)
                 {
@@ -215,7 +215,7 @@ fn first_of_each_kind(failures: &BTreeMap<u64, Box<Failure>>) -> Vec<&Failure> {
     kinds.into_values().collect()
 }
 
-/// Makes the plan of a failure smaller, keeps it, and prints what happens in it.
+/// Reduces the plan of a failure, saves it, and prints its events.
 fn report(args: &Args, failure: &Failure) {
     let seed = failure.plan.seed;
     println!("── seed {seed}: {}", failure.why);
@@ -235,11 +235,11 @@ fn report(args: &Args, failure: &Failure) {
     }
 }
 
-/// A bar on a terminal, and lines elsewhere.
+/// A progress bar on a terminal, otherwise lines.
 struct Progress {
     bar: ProgressBar,
     start: Instant,
-    /// Time of the last line.
+    /// Time when the last line was printed.
     printed: Mutex<Instant>,
 }
 

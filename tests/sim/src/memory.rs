@@ -1,4 +1,4 @@
-//! Memory of the target: it must not exceed what its sessions announce, and what it has without any.
+//! Memory limit of the target: a base amount, plus the amount announced by its sessions.
 
 use riser_testkit::alloc::Attributed;
 use riser_transport::loopback::Fabric;
@@ -9,45 +9,45 @@ use crate::target::{Target, rdma_address};
 #[global_allocator]
 static HEAP: Attributed = Attributed;
 
-/// Bytes of a worker without connections.
+/// Bytes used by a worker without connections.
 const OF_WORKER: usize = 384 << 10;
 
-/// Bytes of a connection besides its contexts: its queue pair, its session, what waits to be sent,
-/// and what is on its way.
+/// Bytes used by a connection without its contexts: queue pair, session, send queue and data in
+/// flight.
 const OF_CONNECTION: usize = 256 << 10;
 
-/// Bytes of an RDMA device without connections.
+/// Bytes used by an RDMA device without connections.
 const OF_DEVICE: usize = 1536 << 10;
 
-/// Bytes that a connection leaves behind, of the tables of its worker that have grown.
+/// Bytes that remain allocated after a connection, because tables of the worker have grown.
 const OF_PLACE: usize = 4 << 10;
 
-/// Bytes that a queued command leaves behind, of the same tables.
+/// Bytes that remain allocated after a queued command, for the same tables.
 const OF_COMMAND: usize = 2 << 10;
 
-/// Growth for which all connections are asked, which takes time.
+/// Growth after which we calculate the limit, because this is slow.
 const GROWTH: usize = 64 << 10;
 
-/// Steps after which they are asked in any case.
+/// Number of steps after which we calculate the limit in any case.
 const STEPS: u64 = 4096;
 
-/// Measures what workers have allocated since a run began. Their devices are not among it, which are
-/// there from the beginning, but those that they open when one comes back are.
+/// Measures the memory allocated by workers since the start of a run. This excludes devices that
+/// were opened at the start, but includes devices that are opened again later.
 #[derive(Debug)]
 pub struct Meter {
     before: isize,
-    /// Bytes of devices that come back.
+    /// Bytes for devices that are opened again.
     of_devices: usize,
-    /// Bytes that a flood of connections and deep queues leave behind.
+    /// Bytes that remain allocated after a flood of connections and deep queues.
     of_flood: usize,
-    /// Bytes in use at the last look.
+    /// Bytes in use at the last check.
     seen: usize,
-    /// Addresses of the target.
+    /// Number of target addresses.
     paths: usize,
 }
 
 impl Meter {
-    /// One that begins now.
+    /// Creates a meter that starts now.
     #[must_use]
     pub fn begin(plan: &Plan) -> Self {
         let mut faults = plan.troubles.iter().map(|trouble| trouble.fault);
@@ -65,7 +65,7 @@ impl Meter {
         }
     }
 
-    /// Looks now and then; returns what is wrong.
+    /// Checks the memory usage from time to time. Returns an error message if it exceeds the limit.
     #[must_use]
     pub fn look(&mut self, target: &Target, fabric: &Fabric, steps: u64) -> Option<String> {
         let used = (Attributed::in_use() - self.before).max(0) as usize;
@@ -79,7 +79,7 @@ impl Meter {
         if used <= most {
             return None;
         }
-        // A slow wire has packets that the target has no more.
+        // Packets on a slow wire do not belong to the target any more.
         let is_its = |addr| (0..self.paths).any(|path| rdma_address(path) == addr);
         let used = used.saturating_sub(fabric.bytes_from(is_its));
         (used > most).then(|| {
@@ -91,7 +91,7 @@ impl Meter {
     }
 }
 
-/// What a worker does: what it allocates is the target's.
+/// Runs the code of a worker, so that its allocations are attributed to the target.
 pub fn of_target<T>(run: impl FnOnce() -> T) -> T {
     Attributed::part(run)
 }

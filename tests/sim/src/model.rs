@@ -1,22 +1,23 @@
-//! What initiators may see of a unit's reservations and unit attentions (SAM-6 5.14, SPC-5 5.14).
+//! Model of the reservations and unit attentions that initiators may observe (SAM-6 5.14, SPC-5
+//! 5.14).
 //!
-//! One PERSISTENT RESERVE OUT is under way at once, while commands for blocks go on. What its effect
-//! is depends on the state that it meets, and whether it has one is not known when it has no answer:
-//! so the model has all states that the unit may be in, and what is seen excludes some of them. If
-//! none is left, the unit is at fault.
+//! Only one PERSISTENT RESERVE OUT is in flight at a time, concurrently with commands for blocks.
+//! Its effect depends on the current state, and if there is no response, we don't know if it was
+//! executed. Therefore the model tracks all possible states of the unit, and each observation
+//! excludes some of them. If no state remains, the unit is at fault.
 //!
 //! # Reservations
-//! - The status of a PERSISTENT RESERVE OUT, and what PERSISTENT RESERVE IN reports, is that of one
-//!   of the states; if no change was under way meanwhile, the others are no longer possible.
-//! - A read or a write that was carried out was allowed by a state in force between its begin and
-//!   its end; one that met RESERVATION CONFLICT was forbidden by one.
-//! - After a power loss the state is what APTPL demands.
+//! - The status of PERSISTENT RESERVE OUT and the data of PERSISTENT RESERVE IN must match one of
+//!   the states. If no change was in flight at the same time, all other states are removed.
+//! - If a read or write was executed, it must have been allowed by a state in effect while it was
+//!   in flight. If it failed with RESERVATION CONFLICT, it must have been forbidden by one.
+//! - After a power loss, the state depends on APTPL.
 //!
 //! # Unit attentions
-//! A cause is known by when it began and ended. A nexus is to hear of it once: a report must have a
-//! cause that was not reported yet, and a command that begins after the end of a cause does not
-//! succeed before it was reported. Conditions of one kind that wait together are one, and a reset
-//! replaces those that wait.
+//! For each cause, we know when it started and when it was completed. It must be reported to each
+//! nexus once: a report requires a cause that was not reported before, and a command that starts
+//! after the cause was completed may only succeed if it has been reported. Pending conditions of
+//! the same kind are merged, and a reset replaces all pending conditions.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -25,24 +26,27 @@ use riser_tests::history::Port;
 
 use crate::reservations::{Action, Change, Notice, Reservations, Status};
 
-/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED, I_T NEXUS LOSS OCCURRED and their kin.
+/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED, I_T NEXUS LOSS OCCURRED and similar conditions.
 const RESET: (u8, u8) = (0x29, 0);
 
-/// Kinds about reservations. Others, which are not judged, may come from an administrator or a disk.
+/// Conditions for reservations. Other conditions, which may be caused by an administrator or a
+/// disk, are not checked.
 const OF_RESERVATIONS: [(u8, u8); 3] = [
     crate::reservations::RESERVATIONS_PREEMPTED,
     crate::reservations::RESERVATIONS_RELEASED,
     crate::reservations::REGISTRATIONS_PREEMPTED,
 ];
 
-/// A reason for a unit attention condition.
+/// The cause of a unit attention condition.
 #[derive(Clone, Copy, Debug)]
 struct Cause {
     kind: (u8, u8),
     begin: u64,
-    /// When it is certain to be there; `u64::MAX` if it need not be.
+    /// Time after which the condition must be pending; `u64::MAX` if it doesn't need to be
+    /// reported.
     end: u64,
-    /// It need not be reported any more, as it may have been with another.
+    /// The condition doesn't need to be reported any more, because it may have been reported
+    /// together with another one.
     is_excused: bool,
 }
 
@@ -52,19 +56,19 @@ impl Cause {
     }
 }
 
-/// What is known of a nexus.
+/// State of a nexus.
 #[derive(Debug, Default)]
 struct Nexus {
-    /// When it logged in, if it is.
+    /// Login time, if it is logged in.
     since: Option<u64>,
-    /// Causes that were not reported.
+    /// Causes that have not been reported.
     causes: Vec<Cause>,
-    /// When the target has forgotten it with its power.
+    /// Time when the target has lost this nexus in a power loss.
     forgotten: Option<u64>,
 }
 
 impl Nexus {
-    /// Something begins that may be a reason for a condition.
+    /// Called when an event starts that may cause a condition.
     fn raise(&mut self, kind: (u8, u8), begin: u64) {
         self.causes.push(Cause {
             kind,
@@ -74,8 +78,8 @@ impl Nexus {
         });
     }
 
-    /// What began then is certain now: it is to be reported, if the nexus was there and has not
-    /// heard of it.
+    /// Called when the event that started at `begin` has completed. The condition must be reported
+    /// if the nexus was logged in before and it has not been reported yet.
     fn confirm(&mut self, kind: (u8, u8), begin: u64, now: u64) {
         if self.since.is_some_and(|since| since < begin) {
             let mut causes = self.causes.iter_mut();
@@ -85,77 +89,77 @@ impl Nexus {
         }
     }
 
-    /// What began then did not happen.
+    /// Called if the event that started at `begin` did not happen.
     fn withdraw(&mut self, kind: (u8, u8), begin: u64) {
         self.causes
             .retain(|cause| cause.kind != kind || cause.begin != begin);
     }
 
-    /// What there is need not be reported any more.
+    /// Makes all pending reports optional.
     fn excuse(&mut self) {
         self.causes.iter_mut().for_each(Cause::excuse);
     }
 }
 
-/// A change that was begun, by the instant at which it was.
+/// Identifies a change by its start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChangeId(u64);
 
-/// A change that is under way.
+/// A change in flight.
 #[derive(Debug)]
 struct Underway {
     change: Change,
     begin: u64,
-    /// The states that it may have met.
+    /// Possible states before the change.
     before: Vec<Reservations>,
-    /// What it may mean for others.
+    /// Possible notifications for other nexuses.
     notices: Vec<Notice>,
-    /// The unit was removed meanwhile.
+    /// Set if the unit was removed while the change was in flight.
     is_torn: bool,
 }
 
 #[derive(Debug)]
 struct State {
     clock: u64,
-    /// The states that the unit may be in, and since when, with those before.
+    /// Possible states of the unit over time, each with its start time.
     log: Vec<(u64, Vec<Reservations>)>,
     change: Option<Underway>,
     nexuses: BTreeMap<Port, Nexus>,
-    /// When resets began that are under way.
+    /// Start times of resets in flight.
     resets: Vec<u64>,
-    /// What may have ended commands of others.
+    /// Events that may have aborted commands of other nexuses.
     endings: Vec<Ending>,
-    /// What comes from those alone who report it here.
+    /// Information that is only available if all initiators report to the model.
     knowledge: Knowledge,
 }
 
-/// What the model knows.
+/// Describes which information the model has.
 #[derive(Clone, Copy, Debug)]
 pub struct Knowledge {
-    /// All resets of the unit.
+    /// All resets of the unit are reported to the model.
     pub resets: bool,
-    /// All reservations of the unit.
+    /// All reservations of the unit are reported to the model.
     pub reservations: bool,
-    /// Nothing of them can be saved at a time.
+    /// The target may fail to save reservations.
     pub fails_to_save: bool,
 }
 
-/// A function, or a PREEMPT AND ABORT, that may end commands of other nexuses.
+/// A task management function or PREEMPT AND ABORT that may abort commands of other nexuses.
 #[derive(Clone, Copy, Debug)]
 struct Ending {
     by: Port,
     resets: bool,
     begin: u64,
-    /// When it ends no more; `u64::MAX` before that is known.
+    /// Time when it was completed, or `u64::MAX` while it's in flight.
     end: u64,
 }
 
-/// The model of a unit.
+/// Model of a unit.
 #[derive(Debug)]
 pub struct Model(RefCell<State>);
 
 impl Model {
-    /// A new unit.
+    /// Creates the model of a new unit.
     #[must_use]
     pub fn new(knowledge: Knowledge) -> Self {
         Self(RefCell::new(State {
@@ -169,13 +173,13 @@ impl Model {
         }))
     }
 
-    /// The present instant, at which something begins.
+    /// Returns a new timestamp for an event that starts now.
     pub fn begin(&self) -> u64 {
         self.0.borrow_mut().tick()
     }
 
-    /// A change of reservations is about to be sent; `None` if it may not be, since another is under
-    /// way.
+    /// Called before a change of reservations is sent. Returns `None` if another change is in
+    /// flight, so this one must not be sent.
     pub fn begin_change(&self, change: Change) -> Option<ChangeId> {
         let mut state = self.0.borrow_mut();
         if state.change.is_some() {
@@ -208,27 +212,28 @@ impl Model {
         Some(ChangeId(begin))
     }
 
-    /// Returns true if too many states are possible. Each change with an unknown outcome doubles
-    /// them, so reservations have to be read before the next one.
+    /// Returns whether there are too many possible states. Each change with unknown outcome doubles
+    /// them, so reservations must be read before the next change.
     #[must_use]
     pub fn is_vague(&self) -> bool {
         self.0.borrow().possible().len() > 64
     }
 
-    /// A state that the unit may be in.
+    /// Returns a possible state of the unit.
     #[must_use]
     pub fn guess(&self) -> Reservations {
         self.0.borrow().possible()[0].clone()
     }
 
-    /// The change under way was answered.
+    /// Called when a change was completed.
     ///
     /// # Errors
-    /// No state explains the status.
+    /// Returns an error if the status does not match any state.
     pub fn end_change(&self, id: ChangeId, status: Status) -> Result<(), String> {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
-        // The answer may have been on its way when the power went, and another change be under way.
+        // If the power was lost while the response was in flight, another change may already have
+        // been sent.
         let Some(change) = state.take_change(id) else {
             return Ok(());
         };
@@ -238,7 +243,8 @@ impl Model {
         for mut one in change.before.iter().cloned() {
             let is_to_be_saved = one.persists || change.change.persists;
             let is_unsaved = status == Status::Check && is_to_be_saved && fails_to_save;
-            // It was answered before the unit forgot it; or what was to persist could not be saved.
+            // Either the change was completed before the unit was removed, or persistent
+            // reservations could not be saved.
             if change.is_torn || is_unsaved {
                 ends.push((one.clone(), Vec::new()));
             }
@@ -264,7 +270,7 @@ impl Model {
         Ok(())
     }
 
-    /// The change under way was not carried out.
+    /// Called if the change was not executed.
     pub fn cancel_change(&self, id: ChangeId) {
         let mut state = self.0.borrow_mut();
         state.tick();
@@ -278,8 +284,8 @@ impl Model {
         }
     }
 
-    /// The change under way is over if it is of this nexus, and nobody knows whether it was carried
-    /// out.
+    /// Called if a nexus may have lost the response to its change, so we don't know if it was
+    /// executed.
     pub fn lose_change(&self, from: Port) {
         let mut state = self.0.borrow_mut();
         state.tick();
@@ -293,11 +299,11 @@ impl Model {
         }
     }
 
-    /// Reservations were read by a command that began then; `is_it` says whether a state is what was
-    /// reported.
+    /// Called when reservations were read by a command that started at `begin`. `is_it` returns
+    /// whether a state matches the response.
     ///
     /// # Errors
-    /// None is.
+    /// Returns an error if there is no matching state.
     pub fn see(
         &self,
         begin: u64,
@@ -316,10 +322,11 @@ impl Model {
         Ok(())
     }
 
-    /// A read or a write of a nexus that began then was carried out, or met a conflict.
+    /// Called when a read or write that started at `begin` was executed, or failed with RESERVATION
+    /// CONFLICT.
     ///
     /// # Errors
-    /// No state explains it.
+    /// Returns an error if this does not match any state.
     pub fn judge_access(
         &self,
         nexus: Port,
@@ -342,20 +349,20 @@ impl Model {
         Err(format!("{what} of port {} {end} with {states:?}", nexus.0))
     }
 
-    /// The target has lost its process, or its power.
+    /// Called when the target process was killed or its host has lost power.
     pub fn lose_power(&self) {
         let mut state = self.0.borrow_mut();
         state.change = None;
         state.lose_memory();
     }
 
-    /// Workers are about to stop serving the unit.
+    /// Called before workers stop serving the unit.
     pub fn begin_removal(&self) {
         self.0.borrow_mut().tick();
     }
 
-    /// The unit is no longer served. Reservations belong to its backend and stay; the nexuses are
-    /// forgotten. A pending change may take effect when the unit is served again.
+    /// Called when the unit is no longer served. Reservations belong to its backend and are kept,
+    /// but nexuses are removed. A pending change may take effect when the unit is served again.
     pub fn remove(&self) {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
@@ -374,25 +381,25 @@ impl Model {
         state.become_one_of(possible);
     }
 
-    /// The target's process has handed over to the next one: reservations stay as they are, and what
-    /// waited for nexuses may go with their sessions.
+    /// Called after a handover to a new target process: reservations are kept, but pending
+    /// conditions may be lost together with the sessions.
     pub fn hand_over(&self) {
         let mut state = self.0.borrow_mut();
         state.tick();
         state.nexuses.values_mut().for_each(Nexus::excuse);
     }
 
-    /// A nexus has logged in. It may hear of that.
+    /// Called when a nexus has logged in. This may cause a condition.
     pub fn log_in(&self, port: Port) {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
-        // What was under way in its old session ends nothing any more.
+        // Functions from its previous session do not abort any more commands.
         let its = state.endings.iter_mut().filter(|one| one.by == port);
         its.for_each(|one| one.end = one.end.min(now));
         let State {
             nexuses, resets, ..
         } = &mut *state;
-        // It is new to resets under way, which may come before or after its login.
+        // The order of its login and the resets in flight is unknown.
         let nexus = nexuses.entry(port).or_insert_with(|| {
             let mut nexus = Nexus::default();
             resets.iter().for_each(|begin| nexus.raise(RESET, *begin));
@@ -405,8 +412,8 @@ impl Model {
         nexus.since = Some(now);
     }
 
-    /// A function of a nexus begins that ends commands of others, and resets nothing; gives its
-    /// name for [`Model::end_clear`].
+    /// Called when a nexus starts a function that aborts commands of other nexuses without
+    /// resetting the unit. Returns an ID for [`Model::end_clear`].
     pub fn begin_clear(&self, by: Port) -> u64 {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
@@ -414,12 +421,12 @@ impl Model {
         now
     }
 
-    /// A function that ends commands of others was answered.
+    /// Called when a function that aborts commands was completed.
     pub fn end_clear(&self, begin: u64) {
         self.0.borrow_mut().end_ending(begin);
     }
 
-    /// A function of a nexus begins that resets the unit; gives its name for [`Model::end_reset`].
+    /// Called when a nexus starts to reset the unit. Returns an ID for [`Model::end_reset`].
     pub fn begin_reset(&self, by: Port) -> u64 {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
@@ -430,8 +437,8 @@ impl Model {
         now
     }
 
-    /// A function of a nexus that resets the unit is complete. The nexus itself need not hear of it,
-    /// nor of what was there before.
+    /// Called when a reset of the unit was completed. The nexus that has sent it doesn't need to
+    /// receive a unit attention for this or for older conditions.
     pub fn end_reset(&self, by: Port, begin: u64) {
         let mut state = self.0.borrow_mut();
         state.end_ending(begin);
@@ -445,10 +452,10 @@ impl Model {
         }
     }
 
-    /// A command of a nexus was answered with a unit attention.
+    /// Called when a command was completed with a unit attention.
     ///
     /// # Errors
-    /// It has no cause that was not reported before.
+    /// Returns an error if there is no cause that was not reported before.
     pub fn on_attention(&self, port: Port, begin: u64, code: (u8, u8)) -> Result<(), String> {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
@@ -470,7 +477,7 @@ impl Model {
         if let Some((at, _)) = first {
             nexus.causes.remove(at);
         }
-        // Those that were there when the command began were reported with it.
+        // This includes all conditions of the same kind that were pending when the command started.
         let is_over = |c: &Cause| c.end < begin && c.kind == kind;
         nexus.causes.retain(|cause| !is_over(cause));
         let may_be_over = |c: &&mut Cause| c.kind == kind || kind == RESET;
@@ -480,10 +487,10 @@ impl Model {
         Ok(())
     }
 
-    /// A command of a nexus has succeeded, while no other of that nexus was under way.
+    /// Called when a command was successful, if it was the only command of this nexus.
     ///
     /// # Errors
-    /// The nexus should have heard of something before.
+    /// Returns an error if the nexus should have received a unit attention.
     pub fn on_success(&self, port: Port, begin: u64) -> Result<(), String> {
         let state = self.0.borrow();
         let causes = state.nexuses.get(&port).map(|nexus| &nexus.causes);
@@ -494,18 +501,19 @@ impl Model {
         }
     }
 
-    /// A command of a nexus ended without an answer, which may have been a unit attention.
+    /// Called when a command was completed without status. This may have been a unit attention.
     pub fn on_silence(&self, port: Port) {
         let mut state = self.0.borrow_mut();
         state.nexuses.entry(port).or_default().excuse();
     }
 
-    /// A command of a nexus that began then was answered with TASK ABORTED. If nothing but one
-    /// reset can have done that, the nexus is to hear of the reset, whether or not that one's own
-    /// initiator is still there. The command itself may have taken reports of what was before.
+    /// Called when a command that started at `begin` was completed with TASK ABORTED. If this can
+    /// only be caused by a single reset, then the reset must be reported to the nexus, even if the
+    /// initiator that has sent it is gone. The command may have consumed reports of older
+    /// conditions.
     ///
     /// # Errors
-    /// Nothing can have ended it.
+    /// Returns an error if nothing could have aborted it.
     pub fn on_aborted(&self, port: Port, begin: u64) -> Result<(), String> {
         let mut state = self.0.borrow_mut();
         let now = state.tick();
@@ -539,7 +547,7 @@ impl Model {
         Ok(())
     }
 
-    /// The session of a nexus is over.
+    /// Called when the session of a nexus was closed.
     pub fn log_out(&self, port: Port) {
         let mut state = self.0.borrow_mut();
         let nexus = state.nexuses.entry(port).or_default();
@@ -569,7 +577,8 @@ impl State {
         found.into_iter().for_each(|one| one.end = now);
     }
 
-    /// What does not persist through a loss of power is gone, and nexuses need not hear of it.
+    /// Called after a power loss: removes all state that does not persist, and all pending
+    /// conditions.
     fn lose_memory(&mut self) {
         let now = self.tick();
         let after = self.possible().iter();
@@ -578,7 +587,7 @@ impl State {
         self.forget_nexuses(now);
     }
 
-    /// Unit attentions and pending resets of all nexuses may be lost.
+    /// Pending unit attentions and resets may be lost for all nexuses.
     fn forget_nexuses(&mut self, now: u64) {
         self.resets.clear();
         self.endings.clear();
@@ -588,7 +597,7 @@ impl State {
         }
     }
 
-    /// Takes a change that is still under way.
+    /// Removes a change if it is still in flight.
     fn take_change(&mut self, id: ChangeId) -> Option<Underway> {
         self.change.take_if(|change| change.begin == id.0)
     }
@@ -603,7 +612,7 @@ impl State {
         self.log.push((self.clock, states));
     }
 
-    /// The states that the unit may have been in since then.
+    /// Returns the states that were possible at any time since then.
     fn in_force(&self, begin: u64) -> impl Iterator<Item = &Reservations> {
         let later = self.log.partition_point(|(since, _)| *since <= begin);
         self.log[later.saturating_sub(1)..]
@@ -636,13 +645,14 @@ mod tests {
         }
     }
 
-    /// Carries a change out.
+    /// Executes a change.
     fn carry_out(model: &Model, change: Change) {
         let id = model.begin_change(change).unwrap();
         model.end_change(id, Status::Good).unwrap();
     }
 
-    /// Two nexuses with keys of their numbers, which know that they have logged in.
+    /// Creates a model with two nexuses which are registered with their numbers as keys, and which
+    /// have received the unit attentions for their logins.
     fn registered() -> Model {
         let model = Model::new(KNOWLEDGE);
         for port in [ONE, TWO] {
@@ -729,7 +739,7 @@ mod tests {
         model.on_aborted(TWO, write).unwrap_err();
         let reset = model.begin_reset(ONE);
         let clear = model.begin_clear(ONE);
-        // It may have been the other function, which nobody hears of.
+        // This may have been caused by the other function, which is not reported.
         model.on_aborted(TWO, write).unwrap();
         model.on_success(TWO, model.begin()).unwrap();
         model.end_clear(clear);
@@ -741,7 +751,7 @@ mod tests {
         model.on_success(TWO, model.begin()).unwrap_err();
         model.on_attention(TWO, model.begin(), RESET).unwrap();
         model.on_success(TWO, model.begin()).unwrap();
-        // With the next login it is over.
+        // It is completed at the next login.
         model.log_in(ONE);
         model.on_aborted(TWO, model.begin()).unwrap_err();
     }
@@ -772,7 +782,7 @@ mod tests {
             .unwrap();
         assert_eq!(model.begin_change(change(ONE, Action::Clear, 1, 0)), None);
         model.lose_change(TWO);
-        // It was carried out, or not; once that was seen, it is one of the two.
+        // It may have been executed or not. When the result was seen, only one state is left.
         model.see(model.begin(), |one| one.held.is_none()).unwrap();
         model
             .see(model.begin(), |one| one.held.is_some())
@@ -807,7 +817,7 @@ mod tests {
         model.on_attention(ONE, read, RESET).unwrap();
         model.end_reset(TWO, reset);
         model.on_success(ONE, model.begin()).unwrap();
-        // The next one is to be reported.
+        // The next reset must be reported.
         let reset = model.begin_reset(TWO);
         model.end_reset(TWO, reset);
         model.on_success(ONE, model.begin()).unwrap_err();
@@ -816,7 +826,8 @@ mod tests {
     #[test]
     fn changes_of_which_nobody_knows_the_end_make_states_possible() {
         let model = Model::new(KNOWLEDGE);
-        // The last of those that were carried out, and their number: 66 and the state before.
+        // Each state has the last executed change and the number of executed changes: 66 states, and
+        // the initial one.
         for key in 1..=11 {
             assert!(!model.is_vague());
             model

@@ -1,4 +1,4 @@
-//! What goes wrong at RDMA devices, and which addresses are cut off.
+//! Faults of RDMA devices, and disconnected addresses.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -12,43 +12,42 @@ use serde::{Deserialize, Serialize};
 use crate::plan::{Fault, Trouble};
 use crate::text;
 
-/// A device, or the devices of all workers at an address.
+/// A device, or the devices of all workers at one address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Place {
-    /// That of a path of the target.
+    /// The devices on a path of the target.
     Path(usize),
-    /// That of an initiator.
+    /// The device of an initiator.
     Initiator(usize),
 }
 
-/// A fault of RDMA devices.
+/// A fault of an RDMA device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NicFault {
-    /// Receives reach their queues this many microseconds late, so peers get RNR NAKs.
+    /// Receive requests are posted with this delay in microseconds, so peers get RNR NAKs.
     LateReceives(u64),
-    /// The queue pair of a connection fails: the first that there is from this number on.
+    /// Fails a queue pair of a connection: the first one with this number or higher.
     BreakQp(usize),
     /// A completion queue loses a completion.
     OverrunCq(usize),
-    /// A call that takes memory of the system fails, by its number from the beginning of the trouble
-    /// on.
+    /// Fails a call that allocates memory. Calls are numbered from the start of the trouble.
     FailCall(usize),
-    /// Likewise a completion, with one of [`STATUSES`].
+    /// Fails the completion with this number, with one of [`STATUSES`].
     FailCompletion(usize, usize),
-    /// The ways to the device take packets up to this path MTU only.
+    /// Reduces the path MTU to and from this device.
     Narrow(#[serde(with = "text::mtu")] Mtu),
-    /// The device's socket takes nothing.
+    /// The device's socket is full.
     FullSocket,
-    /// A route from the device drops trains of packets, which it cannot segment.
+    /// A route from the device drops segmented packets.
     Unsegmentable,
-    /// There is no device. An initiator needs a new process when it is back.
+    /// Removes the device. An initiator needs a new process when the device is back.
     Unplug,
 }
 
-/// Statuses of completions that fail. Some are never those of a receive, which is none of a program's
-/// business.
+/// Statuses of failed completions. Some of them never occur for receive requests, but a program
+/// should not depend on this.
 pub const STATUSES: [WcStatus; 8] = [
     WcStatus::WrFlushErr,
     WcStatus::RetryExcErr,
@@ -61,14 +60,14 @@ pub const STATUSES: [WcStatus; 8] = [
 ];
 
 impl NicFault {
-    /// Draws the device faults of a seed, given the number of paths and of initiators.
+    /// Draws the device faults for a seed, with these numbers of paths and initiators.
     pub(crate) fn draw(rng: &mut Rng, devices: (usize, usize)) -> Vec<Trouble> {
         let count = [0, 0, 0, 1, 3][rng.usize(..5)];
         (0..count).map(|_| Self::draw_one(rng, devices)).collect()
     }
 
-    /// Draws more device faults: sockets that are full or send no trains, and devices that are taken
-    /// away.
+    /// Draws more device faults: sockets that are full or drop segmented packets, and devices that
+    /// are removed.
     pub(crate) fn draw_more(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Vec<Trouble> {
         let number = [0, 0, 0, 1, 3][rng.usize(..5)];
         let one = |_| {
@@ -89,7 +88,7 @@ impl NicFault {
         (0..number).map(one).collect()
     }
 
-    /// Draws completions of devices that fail. Calls fail in `tests/enumerate.rs`, each by itself.
+    /// Draws failed completions. `tests/enumerate.rs` tests failed calls one by one.
     pub(crate) fn failures(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Vec<Trouble> {
         let number = [0, 0, 0, 0, 1, 2][rng.usize(..6)];
         let one = |_| {
@@ -125,7 +124,7 @@ impl NicFault {
         Trouble { from, until, fault }
     }
 
-    /// Begins at an address, if it does not last but strikes.
+    /// Applies a fault that only happens once.
     pub(crate) fn strike(self, at: IpAddr, fabric: &Fabric) {
         match self {
             Self::BreakQp(nth) => fabric.break_one(at, Breakage::Qp, nth),
@@ -143,14 +142,14 @@ impl NicFault {
         }
     }
 
-    /// Whether it fails one thing by its number, so that these are counted.
+    /// Returns whether this is a fault of a specific call or completion, so these must be counted.
     pub(crate) fn is_counted(self) -> bool {
         matches!(self, Self::FailCall(_) | Self::FailCompletion(..))
     }
 }
 
 impl Place {
-    /// Draws one, given the number of paths and of initiators.
+    /// Draws a place, with these numbers of paths and initiators.
     pub(crate) fn draw(rng: &mut Rng, (paths, initiators): (usize, usize)) -> Self {
         match rng.bool() {
             true => Self::Path(rng.usize(..paths)),
@@ -158,7 +157,7 @@ impl Place {
         }
     }
 
-    /// How it is cut off by the faults that are there now.
+    /// Returns how this place is disconnected by the active faults.
     pub(crate) fn blocked(self, active: &[Fault]) -> Blocked {
         let mut blocked = Blocked::NONE;
         for fault in active {
@@ -176,7 +175,7 @@ impl Place {
     }
 }
 
-/// Sets what lasts at the address of a place, from the faults that are there now.
+/// Applies permanent faults at the address of a place.
 pub(crate) fn follow((place, at): (Place, IpAddr), active: &[Fault], fabric: &Fabric) {
     let (mut delay, mut narrow, mut is_broken) = (0, None::<Mtu>, false);
     let (mut is_full, mut is_unsegmentable, mut is_unplugged) = (false, false, false);

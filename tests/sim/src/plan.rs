@@ -1,5 +1,4 @@
-//! [`Plan`]: what a seed decides before a run begins. It can be written and read as YAML
-//! ([`crate::text`]).
+//! [`Plan`]: everything that a seed determines before a run starts. It can be converted from and to YAML ([`crate::text`]).
 
 use std::time::Duration;
 
@@ -19,19 +18,19 @@ use crate::nics::{NicFault, Place};
 use crate::rival::RivalPlan;
 use crate::text;
 
-/// Packets that are lost at most where no connection breaks, in percent.
+/// Maximum packet loss in percent without closed connections.
 const MILD: f64 = 1.0;
 
-/// Longest time that something is held where no connection breaks.
+/// Maximum delay without closed connections.
 const BRIEF: Duration = Duration::from_millis(500);
 
-/// Remainder by eight of seeds with a foreign target.
+/// Seeds with this remainder modulo 8 use a foreign target.
 const FOREIGN: u64 = 7;
 
-/// Remainder by 16 of seeds with hogs.
+/// Seeds with this remainder modulo 16 use hogs.
 const HOGS: u64 = 3;
 
-/// The protocol of an initiator.
+/// Protocol of an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Protocol {
@@ -43,101 +42,100 @@ pub enum Protocol {
     Iscsi,
 }
 
-/// One kind of trouble.
+/// A kind of trouble.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fault {
-    /// The RDMA network loses, repeats, spoils and reorders packets, in percent of each.
+    /// The RDMA network loses, duplicates, corrupts and reorders packets, each in percent.
     Wire {
-        /// Packets lost.
+        /// Lost packets.
         loss: f64,
-        /// Packets that arrive twice.
+        /// Duplicated packets.
         duplication: f64,
-        /// Packets with some bits flipped.
+        /// Corrupted packets.
         corruption: f64,
-        /// Packets that later ones overtake.
+        /// Packets that are overtaken by later ones.
         reorder: f64,
     },
-    /// Nothing reaches an initiator, nor comes from there, over RDMA and TCP.
+    /// Disconnects an initiator, for RDMA and TCP.
     Partition(usize),
-    /// Nothing reaches a place; what it sends arrives.
+    /// Drops everything sent to a place, but not from it.
     Deaf(Place),
-    /// Nothing that a place sends arrives; it is reached.
+    /// Drops everything sent from a place, but not to it.
     Mute(Place),
-    /// The networks hold some of what is sent, each for a time of its own, and deliver it when its
-    /// connection may be long over.
+    /// Networks randomly delay some packets and deliver them later, possibly after their connection
+    /// was closed.
     Delay {
-        /// Packets, and segments of TCP, that are held, as a share of all.
+        /// The share of packets and TCP segments that is delayed.
         share: f64,
-        /// Longest time that one is held.
+        /// Maximum delay.
         #[serde(with = "text::duration")]
         most: Duration,
     },
-    /// TCP connections break, each with this probability.
+    /// TCP connections are reset, with this probability.
     CutTcp(f64),
-    /// Nothing reaches the target by that path, nor comes back.
+    /// Disconnects a path of the target.
     LosePath(usize),
-    /// Nothing moves on TCP connections.
+    /// TCP connections don't transfer any data.
     StallTcp,
-    /// Sockets of the target take and give few bytes at once.
+    /// Sockets of the target only send and receive a few bytes at once.
     NarrowTcp,
-    /// Operations on disks do not end.
+    /// Disk operations don't complete.
     StallDisks,
-    /// Operations on disks fail, each with this probability.
+    /// Disk operations fail, with this probability.
     FailDisks(f64),
-    /// Something else is wrong with disks.
+    /// Another disk fault.
     Disk(DiskFault),
-    /// Transfers of disks move a part of what was asked for, each with this probability.
+    /// Disk transfers are short, with this probability.
     ShortTransfers(f64),
-    /// The target's process dies, and starts again at the end.
+    /// Kills the target process, and starts it again at the end.
     CrashTarget,
-    /// The target's host loses its power, and what its disk had not made stable; it is back at the
-    /// end.
+    /// Power loss of the target host, which also loses data that is not on stable storage. The host
+    /// is started again at the end.
     PowerCut,
-    /// Something is wrong with a device.
+    /// A device fault.
     Nic(Place, NicFault),
-    /// The target can save nothing in its state directory.
+    /// The target cannot save its state.
     FailSaves(SaveFailure),
-    /// The host of an initiator is gone, and back at another address at the end.
+    /// The host of an initiator is disconnected, and returns with another address at the end.
     MoveInitiator(usize),
-    /// Another initiator has the names of this one, until it dies.
+    /// Starts another initiator with the same name, and kills it at the end.
     Twin(usize),
-    /// The process of an initiator dies, and starts again at the end, with the same names.
+    /// Kills an initiator process, and starts it again at the end with the same names.
     KillInitiator {
         /// The initiator.
         index: usize,
-        /// Its host goes with it, so no peer learns that its connections are gone.
+        /// Also disconnects its host, so that peers don't notice that the connections were closed.
         vanishes: bool,
     },
-    /// The process of an initiator ends in good order, and starts again at the end, or when it is
-    /// over.
+    /// An initiator process exits normally, and starts again at the end or when it has exited.
     RestartInitiator(usize),
-    /// An administrator changes what is served.
+    /// An administrator changes the configuration.
     Admin(AdminFault),
-    /// Something happens to the target's process, or to a thread of it.
+    /// A fault of the target process or its threads.
     Process(ProcessFault),
-    /// A fault of a target of another make.
+    /// A fault of a foreign target.
     Foreign(ForeignFault),
 }
 
-/// Ends of the target's process, and faults of its workers.
+/// Faults where the target process exits, and faults of its workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ProcessFault {
-    /// The process ends in good order, and starts again at the end, or when it is over.
+    /// The process exits normally, and starts again at the end or when it has exited.
     Restart,
-    /// The process hands over to the next program.
+    /// The process hands over to a new program.
     Upgrade,
-    /// The next program cannot be run, and this one goes on with what was to be handed over.
+    /// The new program cannot be started, so the process takes back its state and continues.
     FailedUpgrade,
-    /// The thread of a worker fails. The process ends for it, and starts again.
+    /// A worker thread fails, so the process exits and is started again.
     FailWorker(usize),
-    /// The thread of a worker gets no time.
+    /// A worker thread is stalled.
     StallWorker(usize),
 }
 
 impl ProcessFault {
-    /// The troubles of a seed with the target's process.
+    /// Draws faults of the target process for a seed.
     fn draw(rng: &mut Rng) -> Vec<Trouble> {
         let number = [0, 0, 0, 1, 2][rng.usize(..5)];
         let one = |_| {
@@ -162,7 +160,7 @@ impl ProcessFault {
 }
 
 impl Fault {
-    /// Names of all kinds, as in files of plans.
+    /// Returns the names of all kinds, as used in plan files.
     #[must_use]
     pub fn kinds() -> Vec<&'static str> {
         const NESTED: [&str; 5] = ["disk", "nic", "admin", "process", "foreign"];
@@ -178,16 +176,16 @@ impl Fault {
         all.copied().collect()
     }
 
-    /// Names of those that seeds have.
+    /// Returns the names of all kinds that are drawn by seeds.
     #[must_use]
     pub fn drawn_kinds() -> Vec<&'static str> {
         let mut kinds = Self::kinds();
-        // `tests/enumerate.rs` has each call fail by itself.
+        // `tests/enumerate.rs` tests failed calls one by one.
         kinds.retain(|kind| *kind != "fail-call");
         kinds
     }
 
-    /// Name of its kind.
+    /// Returns the name of this kind.
     #[must_use]
     pub fn kind(self) -> &'static str {
         match self {
@@ -200,7 +198,7 @@ impl Fault {
         }
     }
 
-    /// Whether operations on disks fail, or what they have written is lost.
+    /// Returns whether disk operations fail or written data is lost.
     #[must_use]
     pub fn fails_disks(self) -> bool {
         match self {
@@ -213,13 +211,13 @@ impl Fault {
         }
     }
 
-    /// Whether a device of the target is taken away.
+    /// Returns whether a device of the target is removed.
     #[must_use]
     pub fn unplugs_target(self) -> bool {
         matches!(self, Self::Nic(Place::Path(_), NicFault::Unplug))
     }
 
-    /// Whether the process of an initiator does not run meanwhile.
+    /// Returns whether this initiator is not running during the fault.
     #[must_use]
     pub fn ends_initiator(self, one: usize) -> bool {
         match self {
@@ -230,7 +228,7 @@ impl Fault {
         }
     }
 
-    /// Whether repetitions of packets cure it, if anything has to.
+    /// Returns whether retransmission is sufficient to recover, if necessary.
     fn is_mild(self) -> bool {
         match self {
             Self::Wire {
@@ -238,13 +236,13 @@ impl Fault {
             } => loss + corruption <= MILD,
             Self::Delay { share, most } => share * 100.0 <= MILD && most <= BRIEF,
             Self::Admin(change) => change.is_mild(),
-            // Only hogs use it.
+            // Only used by hogs.
             Self::Disk(DiskFault::HangDisk(_)) => true,
             _ => false,
         }
     }
 
-    /// Whether the target does not run meanwhile.
+    /// Returns whether the target is not running during the fault.
     #[must_use]
     pub fn ends_target(self) -> bool {
         match self {
@@ -255,93 +253,93 @@ impl Fault {
     }
 }
 
-/// A fault, and when it is there.
+/// A fault, with its start and end.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Trouble {
-    /// When it begins.
+    /// Start time.
     #[serde(with = "text::duration")]
     pub from: Duration,
-    /// When it has gone.
+    /// End time.
     #[serde(with = "text::duration")]
     pub until: Duration,
-    /// Its kind.
+    /// Kind of the fault.
     pub fault: Fault,
 }
 
-/// What happens in a run. A field that a file does not name is that of [`Plan::default`], so files
-/// stay readable if a new field does nothing by default.
+/// The plan of a run. If a field is missing in a file, the value from [`Plan::default`] is used, so
+/// old files remain valid if a new field is disabled by default.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Plan {
-    /// Seed of everything.
+    /// Seed of all random numbers.
     pub seed: u64,
-    /// Workers of the target.
+    /// Number of workers in the target.
     pub workers: usize,
-    /// Initiators, by protocol.
+    /// Protocols of the initiators.
     pub initiators: Vec<Protocol>,
-    /// Paths of each initiator to the disk.
+    /// Number of paths from each initiator to the disk.
     pub paths: usize,
-    /// Initiators of another make.
+    /// Initiators of another implementation.
     pub rivals: Vec<RivalPlan>,
-    /// Peers that cheat.
+    /// Cheating peers.
     pub cheats: Vec<CheatPlan>,
-    /// Tasks of an initiator at once.
+    /// Number of concurrent tasks per initiator.
     pub tasks: usize,
-    /// Commands of each task.
+    /// Number of commands per task.
     pub commands: usize,
-    /// Connections that the target allows a session of iSCSI.
+    /// Maximum number of connections per iSCSI session at the target.
     pub connections: usize,
-    /// Error recovery level that the target offers.
+    /// Error recovery level offered by the target.
     pub recovery_level: u8,
-    /// Commands that the target allows a session at once.
+    /// Maximum number of commands per session at the target.
     pub queue_depth: u16,
-    /// Blocks of the disk that they use; few, so that they meet.
+    /// Number of blocks that are used. This is small, so that commands conflict.
     pub blocks: u64,
-    /// Most blocks of a command.
+    /// Maximum number of blocks per command.
     pub longest: u64,
-    /// Time that a command may take: short ones are aborted, and units reset.
+    /// Command timeout. With a short timeout, commands are aborted and units are reset.
     #[serde(with = "text::duration")]
     pub timeout: Duration,
-    /// The disk has a volatile cache, as initiators see it.
+    /// Set if the disk reports a volatile cache to initiators.
     pub write_cache: bool,
-    /// Time of an RDMA packet on its way.
+    /// Latency of an RDMA packet.
     #[serde(with = "text::duration")]
     pub latency: Duration,
-    /// Largest path MTU of the target, and of the initiators.
+    /// Maximum path MTU of the target and of the initiators.
     #[serde(with = "text::mtus")]
     pub mtus: [Mtu; 2],
-    /// Packets that the socket of an RDMA device takes at once.
+    /// Number of packets that fit into the socket of an RDMA device.
     pub socket_room: usize,
-    /// Packets that it takes as one train at most.
+    /// Maximum number of packets per segmented send.
     pub segments: usize,
-    /// Memory of a worker for data, in bytes. Little, so that commands wait for it.
+    /// Size of a worker's pool for data in bytes. This is small, so that commands wait for memory.
     pub pool: usize,
-    /// Bytes of one command's data that are in memory at a time.
+    /// Maximum number of bytes in memory for the data of a single command.
     pub window: u32,
-    /// Work requests in the send queue of an SRP channel, if they are few.
+    /// Size of the send queue for an SRP channel, if it is limited.
     pub sends: Option<u32>,
-    /// Operations of a worker's ring at once.
+    /// Number of entries in a worker's ring.
     pub ring: u32,
-    /// Each initiator has a unit that others may not read.
+    /// Set if each initiator has a private unit that others cannot read.
     pub private_units: bool,
-    /// Peers that occupy shared resources for as long as they can.
+    /// Peers that occupy shared resources for as long as possible.
     pub hogs: Vec<HogPlan>,
-    /// Longest pause between two commands of a task.
+    /// Maximum pause between two commands of a task.
     #[serde(with = "text::duration")]
     pub pause: Duration,
-    /// Pings with data of a peer that does not read their answers for a while.
+    /// Number of pings with data from a peer that doesn't read the responses for some time.
     pub flood: u32,
-    /// A user of ours has the unit that an administrator exchanges for another disk.
+    /// Set if one of our users has the unit that the administrator replaces by another disk.
     pub exchange: bool,
-    /// The initiator has a target of another make instead of ours.
+    /// Set if the initiator connects to a foreign target instead of ours.
     pub foreign: Option<Traits>,
-    /// What goes wrong.
+    /// Faults.
     pub troubles: Vec<Trouble>,
 }
 
 impl Default for Plan {
-    /// A quiet day of one initiator.
+    /// A single initiator without any faults.
     fn default() -> Self {
         Self {
             seed: 1,
@@ -379,18 +377,18 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// The target reads and writes the disk past the page cache.
+    /// Returns whether the target bypasses the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         !self.seed.is_multiple_of(4)
     }
 
-    /// The plan of a seed.
+    /// Returns the plan of a seed.
     #[must_use]
     pub fn of(seed: u64) -> Self {
         Self::drawn(seed, |_| true)
     }
 
-    /// The plan of a seed in which only these kinds of trouble happen.
+    /// Returns the plan of a seed, restricted to wanted kinds of trouble.
     #[must_use]
     pub fn drawn(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Self {
         if seed % 8 == FOREIGN {
@@ -406,16 +404,16 @@ impl Plan {
         let count = rng.usize(0..=4);
         let mut draw = || Trouble::draw(&mut rng, initiators.len());
         let troubles = (0..count).filter_map(|_| {
-            // There is none if all that are wanted are of the generators below.
+            // This finds nothing if all wanted kinds are drawn by the generators below.
             let mut some = std::iter::repeat_with(&mut draw).take(1000);
             some.find(|trouble| is_wanted(trouble.fault))
         });
         let mut troubles: Vec<_> = troubles.collect();
         let mtus = [Mtu::Mtu4096, Mtu::Mtu1024, Mtu::Mtu256];
-        // Of random numbers of their own, so that what was there before stays as it is.
+        // Uses another sequence of random numbers, so that older parts of the plan don't change.
         let mut others = Rng::with_seed(seed ^ 0x0124_e501);
-        // Reservations need several that meet at them, again and again. All rivals change them, or
-        // none: those that the model does not know are not for it.
+        // Reservations need multiple rivals which conflict repeatedly. Either all rivals change
+        // reservations or none of them, because the model must know about all of them.
         let reservations = [0, 0, 12][others.usize(..3)];
         let rivals = match reservations {
             0 => [0, 0, 1, 2][others.usize(..4)],
@@ -446,7 +444,7 @@ impl Plan {
         let number = [0, 0, 0, 1, 3][cheats.usize(..5)];
         let mut cheats: Vec<_> = (0..number).map(|_| CheatPlan::draw(&mut cheats)).collect();
         CheatPlan::extend(&mut cheats, &mut Rng::with_seed(seed ^ 0x57ea1));
-        // An administrator has days of his own, for which others are as they were.
+        // Administrative changes only happen with certain seeds, so that other seeds don't change.
         let mut admin = Rng::with_seed(seed ^ 0xad_717);
         more.extend(AdminFault::draw(&mut admin, (paths, initiators.len())));
         more.extend(ProcessFault::draw(&mut admin));
@@ -457,7 +455,7 @@ impl Plan {
             floods.u32(50..=400)
         };
         let exchanges = AdminFault::exchanges(&mut Rng::with_seed(seed ^ 0x0e8c_4a6e));
-        // Over several paths a request waits until one leads to its unit again.
+        // With multiple paths, a request would wait until there is a path to its unit again.
         let exchange = !exchanges.is_empty() && paths == 1;
         more.extend(exchanges.iter().copied());
         let mut late = Rng::with_seed(seed ^ 0x1a7e);
@@ -475,7 +473,7 @@ impl Plan {
         let segments = [1, 64][late.usize(..2)];
         troubles.extend(more.into_iter().filter(|trouble| is_wanted(trouble.fault)));
         let mut timeout = Duration::from_secs([1, 10, 60, 60][rng.usize(..4)]);
-        // A quiet day is judged more strictly.
+        // Checks are stricter without faults.
         if seed % 6 == 5 {
             troubles = Vec::from_iter(Trouble::mild(&mut others));
             let changes = AdminFault::draw(&mut admin, (paths, initiators.len()));
@@ -496,13 +494,14 @@ impl Plan {
         let rivals = rivals.map(|rival| rival.with_more(&mut sessions));
         let rivals: Vec<_> = rivals.collect();
         let is_deep = rivals.iter().any(|rival| rival.depth > 64);
-        // All commands of a full window wait for a disk, and connections for none of them.
+        // A full window of commands is waiting for a disk, but none of the connections is waiting
+        // for these.
         if is_deep && seed % 6 != 5 && sessions.bool() {
             troubles = vec![Trouble::stall(&mut sessions)];
             troubles.retain(|trouble| is_wanted(trouble.fault));
         }
         let mut pieces = Rng::with_seed(seed ^ 0x70_1ece);
-        // Those that want to be connected at once: a twin, and two watchers.
+        // Users that connect at the same time: a twin and two watchers.
         let iscsi = initiators.iter().filter(|one| **one == Protocol::Iscsi);
         let iscsi = (iscsi.count() + 1) * paths;
         let connections = iscsi + rivals.iter().map(|one| one.connections).sum::<usize>() + 2;
@@ -519,7 +518,7 @@ impl Plan {
             timeout,
             segments,
             connections: match cheats.iter().any(|one| one.aim.joins(one.protocol)) {
-                // A thief joins a session of several connections, if it can.
+                // A thief tries to join a session with multiple connections.
                 true => 4,
                 false => [1, 1, 2, 4][sessions.usize(..4)],
             },
@@ -528,10 +527,10 @@ impl Plan {
             pool: [1 << 20, 2 << 20][others.usize(..2)],
             window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)],
             sends: [None, Some(8), Some(16)][pieces.usize(..3)],
-            // The smallest has room for eight connections.
+            // The smallest ring is sufficient for eight connections.
             ring: [64, 128, if is_deep { 64 } else { 511 }][others.usize(..3)]
                 .max(if connections > 8 { 128 } else { 0 }),
-            // A power of two, as the daemon makes it.
+            // A power of two, same as in the daemon.
             workers: [1, 1, 2, 4][rng.usize(..4)],
             write_cache: rng.u8(..4) > 0,
             latency: Duration::from_micros([2, 10, 10, 500][rng.usize(..4)]),
@@ -541,7 +540,7 @@ impl Plan {
             commands: rng.usize(5..=40),
             blocks: [16, 64, 512][rng.usize(..3)],
             longest: [1, 8, 64, 300][rng.usize(..4)],
-            // Not drawn, so that what was drawn before stays as it is.
+            // Not drawn, so that older parts of the plan don't change.
             private_units: (seed / 6).is_multiple_of(3),
             cheats,
             initiators,
@@ -549,19 +548,19 @@ impl Plan {
         }
     }
 
-    /// What the model of reservations and unit attentions knows.
+    /// Returns the information that is available for the model of reservations and unit attentions.
     #[must_use]
     pub fn knowledge(&self) -> Knowledge {
         Knowledge {
-            // Otherwise initiators may reset the unit because a command takes too long.
+            // Otherwise initiators may reset the unit because of a timeout.
             resets: self.is_quiet(),
             reservations: self.rivals.iter().any(|rival| rival.reservations > 0),
             fails_to_save: self.fails_to_save(),
         }
     }
 
-    /// Whether nothing goes wrong that repetitions of packets do not cure, and all commands have
-    /// time: then none fails, and no connection breaks.
+    /// Returns whether retransmission is sufficient to recover from all faults, and there are no
+    /// short timeouts. Then no command fails and no connection is closed.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
         let mut troubles = self.troubles.iter();
@@ -569,8 +568,8 @@ impl Plan {
         troubles.all(is_mild) && self.timeout >= TIMEOUT
     }
 
-    /// Whether a trouble is an upgrade that must be refused before any session ends: operations of a
-    /// disk have been hanging for some seconds.
+    /// Returns whether a trouble is an upgrade that must be rejected before any session is closed,
+    /// because disk operations have been hanging for a few seconds.
     #[must_use]
     pub fn is_refused_upgrade(&self, trouble: &Trouble) -> bool {
         let is_upgrade = matches!(
@@ -589,8 +588,8 @@ impl Plan {
         is_upgrade && self.troubles.iter().any(hangs)
     }
 
-    /// Whether the only troubles are hogs, disks that hang, and upgrades: then no upgrade may end the
-    /// process as a failure does.
+    /// Returns whether there are only hogs, hanging disks and upgrades. Then an upgrade must not
+    /// end the process with a failure.
     #[must_use]
     pub fn may_only_hang(&self) -> bool {
         let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
@@ -603,7 +602,8 @@ impl Plan {
         })
     }
 
-    /// Whether the target ends no connection by itself: a disk that stalls is no reason.
+    /// Returns whether the target never closes a connection. It must not do this because of a
+    /// stalled disk.
     #[must_use]
     pub fn keeps_connections(&self) -> bool {
         let mut troubles = self.troubles.iter();
@@ -612,8 +612,8 @@ impl Plan {
         })
     }
 
-    /// Whether nothing goes wrong that an initiator may notice: all is mild, but for disks that only
-    /// others use.
+    /// Returns whether an initiator should not notice any faults: all faults are mild, except for
+    /// disks that it doesn't use.
     #[must_use]
     pub fn is_quiet_for(&self, index: usize) -> bool {
         let is_of_another = |fault: Fault| match fault {
@@ -629,27 +629,27 @@ impl Plan {
         rest.is_quiet()
     }
 
-    /// Whether the target's state directory takes nothing at a time.
+    /// Returns whether the target will be unable to save its state at some time.
     #[must_use]
     pub fn fails_to_save(&self) -> bool {
         let mut troubles = self.troubles.iter();
         troubles.any(|trouble| matches!(trouble.fault, Fault::FailSaves(_)))
     }
 
-    /// Whether all commands are carried out soon as well: nothing limits their number.
+    /// Returns whether all commands should also be fast, without a rate limit.
     #[must_use]
     pub fn is_prompt(&self) -> bool {
         self.is_quiet() && !self.is_limited()
     }
 
-    /// Whether all commands of an initiator are.
+    /// Returns whether all commands from one initiator should be fast.
     #[must_use]
     pub fn is_prompt_for(&self, index: usize) -> bool {
         self.is_quiet_for(index) && !self.is_limited()
     }
 
-    /// Whether there is a single initiator: no other peer and no administrator resets, reserves or
-    /// changes its units.
+    /// Returns whether there is only one initiator, and no other peer or administrator that resets,
+    /// reserves or changes its units.
     #[must_use]
     pub fn is_alone(&self) -> bool {
         let others = self.rivals.len() + self.cheats.len() + self.hogs.len();
@@ -657,21 +657,21 @@ impl Plan {
         peers == 1 && self.troubles.is_empty()
     }
 
-    /// Whether an administrator changes what is served, so that there are units for it.
+    /// Returns whether there are administrative changes, so that additional units are needed.
     #[must_use]
     pub fn is_administered(&self) -> bool {
         let mut troubles = self.troubles.iter();
         troubles.any(|trouble| matches!(trouble.fault, Fault::Admin(_) | Fault::Process(_)))
     }
 
-    /// Whether an administrator limits the rate of the disk.
+    /// Returns whether an administrator limits the rate of the disk.
     #[must_use]
     pub fn is_limited(&self) -> bool {
         let mut troubles = self.troubles.iter();
         troubles.any(|one| matches!(one.fault, Fault::Admin(AdminFault::Limit(_))))
     }
 
-    /// Whether an administrator takes units away, for which users wait.
+    /// Returns whether an administrator removes units that users are waiting for.
     #[must_use]
     pub fn may_lose_units(&self) -> bool {
         let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
@@ -679,7 +679,7 @@ impl Plan {
         self.may_lose_target() || faults.any(takes)
     }
 
-    /// Whether the target may be taken away, and all units with it.
+    /// Returns whether the target may be removed with all its units.
     #[must_use]
     pub fn may_lose_target(&self) -> bool {
         let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
@@ -691,8 +691,8 @@ impl Plan {
         })
     }
 
-    /// Whether the end of the target's process may fail: what was written may not be durable, or a
-    /// worker does not answer.
+    /// Returns whether the target process may fail to exit normally, because writes are not durable
+    /// or a worker doesn't respond.
     #[must_use]
     pub fn may_fail_shutdown(&self) -> bool {
         let mut faults = self.troubles.iter().map(|trouble| trouble.fault);
@@ -706,7 +706,8 @@ impl Plan {
         })
     }
 
-    /// When the last fault has gone, and what networks have held is there.
+    /// Returns the time when the last fault is over and networks have delivered all delayed
+    /// packets.
     #[must_use]
     pub fn healed(&self) -> Duration {
         let ends = self.troubles.iter().map(|trouble| match trouble.fault {
@@ -718,7 +719,7 @@ impl Plan {
 }
 
 impl Trouble {
-    /// Initiators that come back elsewhere, or meet another of their names.
+    /// Draws initiators that return with another address or meet a twin with the same name.
     fn doubles(rng: &mut Rng, initiators: usize) -> Vec<Self> {
         let number = [0, 0, 0, 0, 1, 2][rng.usize(..6)];
         let double = |_| {
@@ -734,12 +735,12 @@ impl Trouble {
         (0..number).map(double).collect()
     }
 
-    /// Processes of initiators that die.
+    /// Draws initiator processes that are killed.
     fn deaths(rng: &mut Rng, initiators: usize) -> Vec<Self> {
         let number = [0, 0, 0, 1, 3][rng.usize(..5)];
         let death = |_| {
             let from = Duration::from_micros(rng.u64(0..60_000));
-            // Mostly it is back before anybody has noticed.
+            // Usually it returns before this is noticed.
             let length = [1, 2_000, 50_000, 20_000_000][rng.usize(..4)];
             Self {
                 from,
@@ -753,7 +754,7 @@ impl Trouble {
         (0..number).map(death).collect()
     }
 
-    /// Initiators that come back again and again while disks hold what they had sent before.
+    /// Draws initiators that restart repeatedly while disks delay their previous commands.
     fn returns(rng: &mut Rng, initiators: usize) -> Vec<Self> {
         if rng.u8(..6) > 0 {
             return Vec::new();
@@ -779,7 +780,7 @@ impl Trouble {
         [vec![stall], deaths].concat()
     }
 
-    /// Disks that stall for long enough that all who use them wait.
+    /// Draws a disk stall which is long enough to affect all users.
     fn stall(rng: &mut Rng) -> Self {
         let from = Duration::from_micros(rng.u64(2_000..60_000));
         let length = [50_000, 2_000_000, 20_000_000][rng.usize(..3)];
@@ -790,7 +791,7 @@ impl Trouble {
         }
     }
 
-    /// A network that loses and repeats few packets, or none.
+    /// Draws a network that loses and duplicates no or few packets.
     fn mild(rng: &mut Rng) -> Option<Self> {
         let fault = Fault::Wire {
             loss: rng.f64() * MILD / 2.0,
@@ -805,7 +806,7 @@ impl Trouble {
         })
     }
 
-    /// Power that goes again and again, so that some of it hits a flush.
+    /// Draws repeated power losses, so that some of them happen during a flush.
     fn cuts(rng: &mut Rng) -> Vec<Self> {
         let number = [0, 0, 0, 0, 0, 3, 6][rng.usize(..7)];
         let cut = |_| {
@@ -819,7 +820,7 @@ impl Trouble {
         (0..number).map(cut).collect()
     }
 
-    /// Places that do not hear, or are not heard.
+    /// Draws places that are disconnected in one direction.
     fn one_way(rng: &mut Rng, devices: (usize, usize)) -> Vec<Self> {
         let number = [0, 0, 0, 1, 2][rng.usize(..5)];
         let one = |_| {
@@ -835,7 +836,7 @@ impl Trouble {
         (0..number).map(one).collect()
     }
 
-    /// Networks that hold what is sent, mostly until its connection is over.
+    /// Draws networks that delay packets, usually until the connection has been closed.
     fn delays(rng: &mut Rng) -> Vec<Self> {
         let number = [0, 0, 0, 0, 1, 2][rng.usize(..6)];
         let one = |_| {
@@ -854,7 +855,7 @@ impl Trouble {
         (0..number).map(one).collect()
     }
 
-    /// Networks that hold few packets, and not for long, or none.
+    /// Draws a network that delays no or few packets for a short time.
     fn brief(rng: &mut Rng) -> Option<Self> {
         let fault = Fault::Delay {
             share: rng.f64() * MILD / 100.0,
@@ -867,7 +868,7 @@ impl Trouble {
         })
     }
 
-    /// Processes of initiators that end in good order.
+    /// Draws initiator processes that exit normally.
     fn restarts(rng: &mut Rng, initiators: usize) -> Vec<Self> {
         let number = [0, 0, 0, 0, 1, 3][rng.usize(..6)];
         let one = |_| {
@@ -882,7 +883,7 @@ impl Trouble {
         (0..number).map(one).collect()
     }
 
-    /// A state directory that takes nothing.
+    /// Draws failures of the state directory.
     fn failing_saves(rng: &mut Rng) -> Vec<Self> {
         let number = [0, 0, 0, 1, 3][rng.usize(..5)];
         let one = |_| {
@@ -898,7 +899,7 @@ impl Trouble {
         (0..number).map(one).collect()
     }
 
-    /// Paths that are lost, one after the other or at once.
+    /// Draws lost paths, which may overlap.
     fn losses(rng: &mut Rng, paths: usize) -> Vec<Self> {
         let number = rng.usize(1..=3);
         let loss = |_| {
@@ -914,10 +915,10 @@ impl Trouble {
     }
 
     fn draw(rng: &mut Rng, initiators: usize) -> Self {
-        // Most of the work is done early.
+        // Most of the work is done at the beginning of a run.
         let latest = [20_000, 60_000, 300_000][rng.usize(..3)];
         let from = Duration::from_micros(rng.u64(0..latest));
-        // Short ones are over before anything notices; long ones outlast every patience.
+        // Short troubles are not noticed, and long troubles exceed all timeouts.
         let length = [2_000, 200_000, 8_000_000, 90_000_000][rng.usize(..4)];
         let until = from + Duration::from_micros(rng.u64(1..length));
         let percent = |rng: &mut Rng| rng.f64() * [0.0, 0.5, 5.0][rng.usize(..3)];

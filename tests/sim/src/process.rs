@@ -1,8 +1,8 @@
-//! The target's process: how it starts, changes what it serves, and ends in good order, perhaps to
-//! hand over to the next program.
+//! The target process: start, configuration changes, and normal exit with an optional handover.
 //!
-//! What ships does all of it ([`Server`]): workers get their orders through their mailboxes. The
-//! part of the control plane and of threads is played here: a step at a time, on the virtual clock.
+//! All of this is implemented by the released code ([`Server`]), which uses mailboxes to control
+//! the workers. This module replaces the control plane and its threads, and runs in steps on the
+//! virtual clock.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -34,10 +34,10 @@ use crate::admin::{self, Layout, Refusal};
 use crate::target::{Member, SimulatedEnv, Target, config_of};
 use crate::tcp::Listeners;
 
-/// The administrator's port in the history.
+/// Port of the administrator in the history.
 const ADMINISTRATOR: Port = Port(999);
 
-/// Where devices and sockets of the target come from.
+/// Provides the devices and sockets of the target.
 #[derive(Debug)]
 pub(crate) struct Ground {
     fabric: Fabric,
@@ -66,7 +66,7 @@ impl SimulatedNetwork for Ground {
             return Err(io::Error::from_raw_os_error(libc::ENODEV));
         }
         let bits = workers.ilog2() as u8;
-        // A device that comes back has what it had in the beginning.
+        // A device that was removed returns with its initial settings.
         let endpoint = || self.fabric.endpoint_of(addr, worker as u32, bits);
         let mut device = Attributed::others(endpoint);
         device.set_mtu(self.mtu);
@@ -87,57 +87,57 @@ impl SimulatedNetwork for Ground {
     }
 }
 
-/// A change of the configuration that goes on.
+/// A configuration change in progress.
 pub(crate) struct Job {
     change: Change,
     layout: Layout,
     refusal: Option<Refusal>,
     is_committed: bool,
-    /// Its numbers could not be saved, so it was withdrawn.
+    /// Set if the change was withdrawn because its numbers could not be saved.
     unsaved: Option<ChangeError>,
 }
 
-/// What has become of a change.
+/// Progress of a change.
 #[derive(Debug)]
 pub(crate) enum JobStep {
-    /// It goes on, and was committed just now if so.
+    /// In progress. `is_committed` is set when it was just committed.
     Waiting { is_committed: bool },
-    /// It is served.
+    /// Applied by all workers.
     Applied,
-    /// It was not applied; why, unless it was withdrawn.
+    /// Not applied because of this error, or `None` if the change was withdrawn.
     Undone(Option<ChangeError>),
 }
 
-/// Why a process ends in good order.
+/// The reason for a normal exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EndKind {
-    /// An administrator restarts it.
+    /// Restart by an administrator.
     Restart,
-    /// Another program takes its place, or cannot after all.
+    /// Handover to another program, which may fail.
     Upgrade { fails: bool },
-    /// A worker has failed.
+    /// Failure of a worker.
     Failure,
 }
 
-/// The end of the process that goes on.
+/// A normal exit in progress.
 pub(crate) enum Ending {
-    /// A change has to be over first.
+    /// Waiting for a configuration change.
     Waiting(EndKind),
-    /// Workers report block operations that hang.
+    /// Workers check if block operations are hanging.
     Checking { check: BlockCheck, fails: bool },
-    /// Workers give duplicates of their sockets.
+    /// Workers duplicate their sockets.
     Asking {
         answers: Vec<Receiver<io::Result<Vec<TcpListener>>>>,
         sockets: Vec<TcpListener>,
         fails: bool,
     },
-    /// Sessions end, which can be undone.
+    /// Closing sessions. This can still be reverted.
     Draining {
         drain: Drain,
         sockets: Vec<TcpListener>,
         fails: bool,
     },
-    /// Sessions end, and data are made durable.
+    /// Closing sessions and flushing data.
     Stopping {
         shutdown: Shutdown,
         handover: Option<(Handover, Vec<TcpListener>, bool)>,
@@ -145,28 +145,28 @@ pub(crate) enum Ending {
     },
 }
 
-/// What has come of an end.
+/// Progress of a normal exit.
 #[derive(Debug)]
 pub(crate) enum Ended {
-    /// It goes on.
+    /// In progress.
     NotYet,
-    /// Nothing has changed: this cannot be handed over.
+    /// No change, because a handover is not possible.
     Refused(String),
-    /// Sessions have ended, and the process serves again.
+    /// Sessions were closed, but the process continues to serve.
     Resumed(String),
-    /// The process is gone, and all that was acknowledged is durable.
+    /// The process has exited. All acknowledged data is durable.
     Over,
-    /// It is gone, and has left what the next one takes over.
+    /// The process has exited, and has left state for its successor.
     HandedOver,
-    /// It is gone as after a crash.
+    /// The process has exited, as after a crash.
     Failed(String),
 }
 
 impl Target {
-    /// Starts the process, with what another one has left.
+    /// Starts the process with the state of its predecessor.
     ///
     /// # Panics
-    /// If it cannot serve what was served.
+    /// Panics if it cannot serve the previous configuration.
     pub(crate) fn begin(&mut self) {
         let state = self.heritage.take().unwrap_or_default();
         let host = SimulatedHost::new(self.threads.clone(), self.start).with_boot(self.boots);
@@ -240,7 +240,7 @@ impl Target {
         self.mail = senders;
     }
 
-    /// Opens the disk of a backend, which one at a time may have open.
+    /// Opens the disk of a backend, which can only be opened once.
     fn open(
         &mut self,
         backend: &str,
@@ -269,12 +269,12 @@ impl Target {
         Ok(store)
     }
 
-    /// Whether there is a process that an administrator may ask for something.
+    /// Returns whether there is a process that can start an administrative operation.
     pub(crate) fn is_free(&self) -> bool {
         self.server.is_some() && self.job.is_none() && self.ending.is_none()
     }
 
-    /// Begins to serve another layout, or what must be refused.
+    /// Starts to change the layout, possibly in a way that must be rejected.
     pub(crate) fn begin_change(
         &mut self,
         layout: Layout,
@@ -285,7 +285,7 @@ impl Target {
         let host = SimulatedHost::new(self.threads.clone(), self.start).with_boot(self.boots);
         let host: Arc<dyn Host> = Arc::new(host);
         let server = self.server.as_ref().expect("it is free");
-        // As the control plane: nothing is opened for what cannot follow.
+        // Same as in the control plane: check the change before opening anything for it.
         server.check(&config)?;
         let mut opened = OpenedStores::default();
         for wish in server.wishes_for(&config) {
@@ -304,10 +304,10 @@ impl Target {
         Ok(())
     }
 
-    /// Goes on with the change.
+    /// Continues with the change.
     ///
     /// # Errors
-    /// Something could be done that must be refused.
+    /// Returns an error if a change is possible that must be rejected.
     pub(crate) fn go_on(&mut self, now: Instant) -> Result<JobStep, String> {
         let (Some(server), Some(job)) = (&mut self.server, &mut self.job) else {
             return Ok(JobStep::Waiting {
@@ -353,14 +353,14 @@ impl Target {
         }
     }
 
-    /// Begins to end the process, unless it ends already.
+    /// Starts to exit normally, unless an exit is already in progress.
     pub(crate) fn begin_end(&mut self, kind: EndKind) {
         if self.server.is_some() && self.ending.is_none() {
             self.ending = Some(Ending::Waiting(kind));
         }
     }
 
-    /// A worker's thread fails. What the control plane makes of that comes later.
+    /// Called when a worker thread fails. The control plane reacts later.
     pub(crate) fn fail_worker(&mut self, index: usize) -> bool {
         let Some(member) = self.members.get_mut(index).and_then(Option::take) else {
             return false;
@@ -376,7 +376,7 @@ impl Target {
         true
     }
 
-    /// Goes on with the end of the process.
+    /// Continues to exit.
     pub(crate) fn go_on_ending(&mut self, now: Instant, history: &History) -> Ended {
         match self.ending.take() {
             None => {}
@@ -509,7 +509,7 @@ impl Target {
         kind: EndKind,
         history: &History,
     ) -> Ended {
-        // It waits for the threads that save failures of flushes.
+        // Wait for threads that save flush failures.
         while let [thread, ..] = self.threads.runnable()[..] {
             self.threads.step(thread);
         }
@@ -520,8 +520,8 @@ impl Target {
             self.crash(history);
             return Ended::Failed(error.to_string());
         }
-        // What was acknowledged up to now was written before the flush at the end, of all disks that
-        // are served: a target that was removed before that has closed its own.
+        // All data that was acknowledged before was flushed at exit, for all served disks. If the
+        // target was removed before, its disks have already been closed.
         if self.layout.has_target() {
             let flush = history.begin_flush(ADMINISTRATOR);
             if let Err(violation) = history.end_flush(flush) {
@@ -541,7 +541,7 @@ impl Target {
         }
     }
 
-    /// When the process has to go on by itself.
+    /// Returns the time of the next action.
     pub(crate) fn next_step(&self) -> Option<Instant> {
         let change = self.job.as_ref().and_then(|job| job.change.deadline());
         let end = self.ending.as_ref().and_then(|ending| match ending {
@@ -554,8 +554,8 @@ impl Target {
     }
 }
 
-/// What the next program starts with: the state as it is written down and read again, or, if it
-/// could not be run, as it was.
+/// Returns the state for the next program. It is saved and loaded again, or unchanged if the
+/// program could not be started.
 fn hand_over(
     handover: Handover,
     sockets: Vec<TcpListener>,

@@ -1,20 +1,20 @@
-//! A watch over runs: one that is caught in a step is found by the time on the wall, since its own
-//! clock stands still.
+//! Watchdog for runs: uses wall-clock time to find runs that are stuck in a step, because the
+//! virtual clock has stopped.
 
 use std::cell::OnceCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The run of a thread.
+/// State of the run on a thread.
 #[derive(Debug, Default)]
 struct Pulse {
     seed: AtomicU64,
-    /// Counts steps, and begins and ends of runs; odd while there is none.
+    /// Counts steps, and starts and ends of runs. Odd while there is no run.
     beats: AtomicU64,
 }
 
-/// Those of all threads that have run a plan.
+/// State of all threads that have run a plan.
 static ALL: Mutex<Vec<Arc<Pulse>>> = Mutex::new(Vec::new());
 
 thread_local! {
@@ -29,7 +29,7 @@ fn with_own(f: impl FnOnce(&Pulse)) {
     OWN.with(|own| {
         f(own.get_or_init(|| {
             let pulse = Arc::new(Pulse::default());
-            // No run goes on yet.
+            // There is no run yet.
             pulse.beats.store(1, Ordering::Relaxed);
             all().push(Arc::clone(&pulse));
             pulse
@@ -37,12 +37,12 @@ fn with_own(f: impl FnOnce(&Pulse)) {
     });
 }
 
-/// A run that goes on, on this thread.
+/// A run in progress on this thread.
 #[derive(Debug)]
 pub(crate) struct Running(());
 
 impl Running {
-    /// The run of a seed begins.
+    /// Called when the run of a seed starts.
     pub(crate) fn new(seed: u64) -> Self {
         with_own(|own| {
             own.seed.store(seed, Ordering::Relaxed);
@@ -58,16 +58,16 @@ impl Drop for Running {
     }
 }
 
-/// A step of the run on this thread begins.
+/// Called when the next step of the run starts.
 pub(crate) fn beat() {
     with_own(|own| _ = own.beats.fetch_add(2, Ordering::Release));
 }
 
-/// Looks after all runs from now on: the first that is longer than `limit` in one step is given to
-/// `on_hang`, by its seed.
+/// Starts to watch all runs. If the first run is stuck in a step for longer than `limit`, `on_hang`
+/// is called with its seed.
 ///
 /// # Panics
-/// There is no thread for that.
+/// Panics if a thread cannot be created.
 pub fn watch(limit: Duration, on_hang: impl FnOnce(u64) + Send + 'static) {
     let watch = move || {
         let mut before = Vec::new();
@@ -82,8 +82,8 @@ pub fn watch(limit: Duration, on_hang: impl FnOnce(u64) + Send + 'static) {
     thread.spawn(watch).expect("a thread");
 }
 
-/// The seed of a run that is in the step in which it was at the last look, of which `before` has
-/// the beats.
+/// Returns the seed of a run that is still in the same step as at the last check. `before` contains
+/// the counters from this check.
 fn hung(all: &[Arc<Pulse>], before: &mut Vec<u64>) -> Option<u64> {
     let now = all.iter().map(|one| one.beats.load(Ordering::Acquire));
     let now: Vec<_> = now.collect();

@@ -1,7 +1,7 @@
-//! Persistent reservations of a unit as SPC-5 clause 5.14 has them: a reference model.
+//! Reference model for persistent reservations of a unit according to SPC-5 5.14.
 //!
-//! Nothing here comes from the programs that are tested. A nexus is named by the initiator's port in
-//! the history: there is one target port.
+//! This doesn't use any code from the tested programs. A nexus is identified by the initiator's
+//! port in the history, because there is only one target port.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Code of the service action.
+    /// Returns the code of the service action.
     #[must_use]
     pub fn code(self) -> u8 {
         match self {
@@ -43,8 +43,8 @@ impl Action {
     }
 }
 
-/// Types of reservations: write exclusive and exclusive access, of the holder, of registrants, and
-/// of all registrants (SPC-5 table 64).
+/// Reservation types (SPC-5 table 64): Write Exclusive and Exclusive Access, for the holder,
+/// registrants only and all registrants.
 pub const TYPES: [u8; 6] = [1, 3, 5, 6, 7, 8];
 
 fn is_of_all(kind: u8) -> bool {
@@ -59,14 +59,14 @@ fn forbids_reads(kind: u8) -> bool {
     matches!(kind, 3 | 6 | 8)
 }
 
-/// A PERSISTENT RESERVE OUT.
+/// A PERSISTENT RESERVE OUT command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// The nexus that sends it.
+    /// Nexus that sends the command.
     pub from: Port,
     /// Service action.
     pub action: Action,
-    /// Type of the reservation.
+    /// Reservation type.
     pub kind: u8,
     /// RESERVATION KEY.
     pub own: u64,
@@ -77,8 +77,8 @@ pub struct Change {
 }
 
 impl Change {
-    /// A change that a nexus may ask for in that state, mostly one that is allowed. The key of a
-    /// nexus says which one it is of.
+    /// Draws a change for a nexus, which is usually valid in this state. The key identifies its
+    /// nexus.
     #[must_use]
     pub fn draw(from: Port, state: &Reservations, rng: &mut Rng) -> Self {
         use Action::{
@@ -122,7 +122,7 @@ impl Change {
         }
     }
 
-    /// The parameter list (SPC-5 table 67).
+    /// Returns the parameter list (SPC-5 table 67).
     #[must_use]
     pub fn parameters(&self) -> [u8; 24] {
         let mut list = [0; 24];
@@ -145,7 +145,7 @@ pub enum Status {
     Conflict,
 }
 
-/// A unit attention condition for another nexus, by its additional sense code and qualifier.
+/// A unit attention condition for another nexus, with ASC and ASCQ.
 pub type Notice = (Port, (u8, u8));
 
 /// RESERVATIONS PREEMPTED.
@@ -155,12 +155,12 @@ pub const RESERVATIONS_RELEASED: (u8, u8) = (0x2a, 0x04);
 /// REGISTRATIONS PREEMPTED.
 pub const REGISTRATIONS_PREEMPTED: (u8, u8) = (0x2a, 0x05);
 
-/// Registrations and the reservation of a unit.
+/// Registrations and reservation of a unit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reservations {
     /// Keys by nexus.
     pub keys: BTreeMap<Port, u64>,
-    /// Type of the reservation, and its holder, which counts unless it is one of all registrants.
+    /// Type of the reservation and its holder, which is unused for All Registrants types.
     pub held: Option<(u8, Port)>,
     /// PRGENERATION.
     pub generation: u32,
@@ -169,7 +169,7 @@ pub struct Reservations {
 }
 
 impl Reservations {
-    /// The state after a power loss of the target.
+    /// Returns the state after a power loss of the target.
     #[must_use]
     pub fn after_power_loss(&self) -> Self {
         match self.persists {
@@ -181,7 +181,7 @@ impl Reservations {
         }
     }
 
-    /// Whether a command of a nexus conflicts (SPC-5 table 63, SBC-4 table 13).
+    /// Returns whether a command conflicts with the reservation (SPC-5 table 63, SBC-4 table 13).
     #[must_use]
     pub fn forbids(&self, nexus: Port, writes: bool) -> bool {
         let Some((kind, _)) = self.held else {
@@ -192,7 +192,7 @@ impl Reservations {
         !is_free && (writes || forbids_reads(kind))
     }
 
-    /// Whether a nexus is a holder of the reservation.
+    /// Returns whether a nexus is a reservation holder.
     #[must_use]
     pub fn is_held_by(&self, nexus: Port) -> bool {
         let is_registered = self.keys.contains_key(&nexus);
@@ -200,7 +200,7 @@ impl Reservations {
             .is_some_and(|(kind, holder)| is_registered && (is_of_all(kind) || holder == nexus))
     }
 
-    /// Key of the reservation in READ RESERVATION: zero if all registrants hold it.
+    /// Returns the reservation key for READ RESERVATION: zero for All Registrants types.
     #[must_use]
     pub fn held_key(&self) -> u64 {
         match self.held {
@@ -209,8 +209,8 @@ impl Reservations {
         }
     }
 
-    /// Whether PERSISTENT RESERVE IN reports this state: READ KEYS, READ RESERVATION or READ FULL
-    /// STATUS (SPC-5 clauses 6.15.2, 6.15.3 and 6.15.5).
+    /// Returns whether this state matches the data of PERSISTENT RESERVE IN: READ KEYS, READ
+    /// RESERVATION or READ FULL STATUS (SPC-5 6.15.2, 6.15.3 and 6.15.5).
     #[must_use]
     pub fn is_reported(&self, action: u8, data: &[u8]) -> bool {
         let number = |at: usize| {
@@ -241,7 +241,7 @@ impl Reservations {
                 let mut rest = list;
                 while rest.len() >= 24 {
                     let holds = (rest[12] & 1 == 1).then_some(rest[13]);
-                    // The upper bytes of a key say whose it is.
+                    // The upper bytes of a key identify the nexus.
                     seen.insert(Port((key(rest) >> 8) as u16), (key(rest), holds));
                     let more = u32::from_be_bytes(rest[20..24].try_into().unwrap_or_default());
                     rest = rest.get(24 + more as usize..).unwrap_or(&[]);
@@ -257,7 +257,7 @@ impl Reservations {
         is_same && generation == self.generation && list.len() == len as usize
     }
 
-    /// Carries out a change: its status, and whom it is reported to.
+    /// Executes a change. Returns its status and notifications for other nexuses.
     pub fn apply(&mut self, change: &Change) -> (Status, Vec<Notice>) {
         let from = change.from;
         let known = self.keys.get(&from).copied();
@@ -284,13 +284,13 @@ impl Reservations {
         }
     }
 
-    /// A condition for every registered nexus but one.
+    /// Returns a condition for all registered nexuses except one.
     fn notices(&self, but: Port, code: (u8, u8)) -> Vec<Notice> {
         let others = self.keys.keys().filter(|nexus| **nexus != but);
         others.map(|nexus| (*nexus, code)).collect()
     }
 
-    /// SPC-5 clauses 5.14.7 and 5.14.11.3.
+    /// SPC-5 5.14.7 and 5.14.11.3.
     fn register(&mut self, change: &Change) -> Vec<Notice> {
         let from = change.from;
         if change.key == 0 && !self.keys.contains_key(&from) {
@@ -320,7 +320,7 @@ impl Reservations {
         }
     }
 
-    /// SPC-5 clause 5.14.9.
+    /// SPC-5 5.14.9.
     fn reserve(&mut self, change: &Change) -> Status {
         match self.held {
             None => self.held = Some((change.kind, change.from)),
@@ -330,7 +330,7 @@ impl Reservations {
         Status::Good
     }
 
-    /// SPC-5 clause 5.14.11.2.
+    /// SPC-5 5.14.11.2.
     fn release(&mut self, change: &Change) -> (Status, Vec<Notice>) {
         match self.held {
             Some((kind, _)) if self.is_held_by(change.from) => {
@@ -348,7 +348,7 @@ impl Reservations {
         }
     }
 
-    /// SPC-5 clauses 5.14.11.4 and 5.14.11.5.
+    /// SPC-5 5.14.11.4 and 5.14.11.5.
     fn preempt(&mut self, change: &Change) -> (Status, Vec<Notice>) {
         let from = change.from;
         let of_all = self.held.is_some_and(|(kind, _)| is_of_all(kind));

@@ -1,4 +1,4 @@
-//! One run of a plan.
+//! A single run of a plan.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -37,48 +37,49 @@ use crate::tcp::{Delays, Listeners, Network};
 use crate::watcher::{Ledger, Watcher};
 use crate::{coverage, events, foreign, nics, pulse};
 
-/// Virtual time after the last fault, in which all commands must have ended.
+/// Virtual time after the last fault in which all commands must complete.
 pub const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Most steps of a run: one that does not get on, in no time, is stuck.
+/// Maximum number of steps: a run that exceeds it makes no progress and does not advance the clock.
 const STEPS: u64 = 30_000_000;
 
-/// The place of the user of an exchanged unit among twins: behind all of them.
+/// Trouble index for the user of a replaced unit, which is larger than that of any twin.
 const EXCHANGE: usize = usize::MAX;
 
-/// The first of the numbers of initiators that have the names of others.
+/// Lowest initiator number for twins.
 const TWINS: usize = 50;
 
-/// What a run came to.
+/// The outcome of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Packets on the RDMA network.
+    /// Number of packets on the RDMA network.
     pub packets: u64,
-    /// Bytes that arrived over TCP.
+    /// Number of bytes received over TCP.
     pub bytes: u64,
-    /// Steps of the schedule.
+    /// Number of steps.
     pub steps: u64,
     /// Virtual time.
     pub time: Duration,
-    /// Calls that take memory and completions, at devices of which one was to fail.
+    /// Number of allocating calls and of completions, for devices with a fault of one of these.
     pub counted: [usize; 2],
-    /// A number that stands for all bytes on both networks, and the times of the packets.
+    /// Hash of all bytes on both networks and of the packet times.
     pub trace: u64,
 }
 
-/// Why a run failed.
+/// A failed run.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// The plan.
+    /// The failed plan.
     pub plan: Plan,
-    /// Time into the run.
+    /// Time since the start of the run.
     pub at: Duration,
-    /// The reason.
+    /// Reason for the failure.
     pub why: String,
 }
 
 impl Failure {
-    /// Text that failures of the same kind share: the first words of the reason, without numbers.
+    /// Returns a text that is identical for similar failures: the first words of the reason,
+    /// without numbers.
     #[must_use]
     pub fn kind(&self) -> String {
         let words = self.why.split(' ').take(3).collect::<Vec<_>>().join(" ");
@@ -92,7 +93,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Everything that takes part.
+/// All participants of a run.
 struct World {
     plan: Plan,
     rng: Rng,
@@ -104,40 +105,40 @@ struct World {
     cheats: Vec<Cheat>,
     flood: Option<Flood>,
     hogs: Vec<Hog>,
-    /// What changes are to be seen, and those who look.
+    /// Visible changes, and the watchers that check them.
     ledger: Rc<RefCell<Ledger>>,
     watchers: Vec<Watcher>,
     administrator: Administrator,
-    /// When the process ends for a worker that has failed.
+    /// Time when the process exits because a worker has failed.
     failed: Option<Instant>,
-    /// Others with the names of initiators, by trouble.
+    /// Twins of initiators, by trouble.
     twins: BTreeMap<usize, Initiator>,
     executor: Executor,
     dialed: Dialed,
     verdict: Verdict,
     history: Rc<History>,
     model: Rc<Model>,
-    /// Those of units that one initiator sees each.
+    /// Histories of private units.
     private: Vec<Rc<History>>,
-    /// Those of the disks that a unit is exchanged for.
+    /// Histories of the disks that replace the disk of a unit.
     exchanged: Disks,
     guard: Guard,
     meter: Meter,
-    /// The reports of idle workers, taken before any session: the baseline for leaks.
+    /// Reports of idle workers before the first session: the baseline for leaks.
     fresh: Vec<Snapshot>,
     steps: u64,
-    /// Troubles that have begun and not ended.
+    /// Active troubles.
     active: Vec<bool>,
-    /// The target port of SRP.
+    /// SRP target port.
     port: TargetPortId,
-    /// A trouble has begun or ended.
+    /// Set if a trouble has started or ended.
     is_changed: bool,
 }
 
 /// Runs a plan.
 ///
 /// # Errors
-/// [`Failure`]: something is wrong with the programs, or with the simulator.
+/// Returns [`Failure`] if there is a bug in the programs or in the simulator.
 pub fn run(plan: &Plan) -> Result<Outcome, Box<Failure>> {
     let _running = pulse::Running::new(plan.seed);
     riser_memory::simulated::addresses(|| run_here(plan))
@@ -212,7 +213,7 @@ impl World {
         let history = || history_of(plan);
         let owners = plan.initiators.iter().filter(|_| plan.private_units);
         let cheats = plan.cheats.iter().copied().enumerate();
-        // Of random numbers of their own, as what the plan says of them.
+        // Uses another sequence of random numbers, as in the plan.
         let mut chance = Rng::with_seed(plan.seed ^ 0xc4ea7);
         let cheats = cheats.map(|cheat| Cheat::new(cheat, &surroundings, chance.fork()));
         let verdict = Verdict::default();
@@ -281,20 +282,20 @@ impl World {
         }
     }
 
-    /// The user of an initiator's own unit, if there is one.
+    /// Returns the user of the private unit of an initiator, if any.
     fn private_user(&self, index: usize) -> Option<User> {
         let history = Rc::clone(self.private.get(index)?);
         Some(User {
             port: leaks::private_port(index),
             history,
-            // An initiator's next process notes the cache of one unit only.
+            // The next process of an initiator only keeps the cache generation of one unit.
             is_cached: false,
             model: None,
             ..self.user(index)
         })
     }
 
-    /// The whole life: faults with work, then quiet, then a last look at all blocks.
+    /// Runs the world: first with faults, then without, and finally checks all blocks.
     fn run(mut self) -> Result<Outcome, String> {
         self.fresh = self.reports()?;
         for index in 0..self.initiators.len() {
@@ -323,7 +324,8 @@ impl World {
                     .is_done(&world.target, world.fabric.now())
         })?;
         self.check_credit()?;
-        // A disk reports a loss with the next flush, which may have come after its end.
+        // A disk reports a loss with the next flush, which may have been after the end of the
+        // fault.
         let mut faults = self.plan.troubles.iter().map(|trouble| trouble.fault);
         if faults.any(Fault::fails_disks) {
             self.clear_failures();
@@ -360,7 +362,7 @@ impl World {
         self.run_until("all blocks were read", limit, |world| {
             world.executor.is_empty()
         })?;
-        // A failure that was found only now is the administrator's to clear.
+        // The administrator must clear a failure that was just detected.
         if let Some(error) = unwritten.take().filter(|_| !self.target.has_failed()) {
             return Err(format!(
                 "all is well, and block 0 cannot be written: {error}"
@@ -413,7 +415,7 @@ impl World {
         })
     }
 
-    /// Ends the records of devices at which something was to fail, and returns their lengths.
+    /// Stops counting calls and completions, and returns the numbers.
     fn counted(&self) -> [usize; 2] {
         let place = |trouble: &Trouble| match trouble.fault {
             Fault::Nic(place, fault) if fault.is_counted() => Some(place),
@@ -437,9 +439,9 @@ impl World {
         self.executor.spawn(work);
     }
 
-    /// Starts the user of the unit that is exchanged, with random numbers of its own.
+    /// Starts the user of the unit that is replaced, with another sequence of random numbers.
     fn start_exchange(&mut self) {
-        // A plan that was made smaller may have no such unit any more.
+        // A reduced plan may not have this unit any more.
         if !self.plan.exchange || !self.plan.is_administered() {
             return;
         }
@@ -460,13 +462,13 @@ impl World {
             first,
             (&self.plan, &mut chance),
         );
-        // Its sessions end when the unit is another one, also on a quiet day.
+        // Its sessions are closed when the unit is replaced, even without faults.
         let user = User {
             is_cached: false,
             is_quiet: false,
             is_prompt: self.plan.is_prompt() && !self.plan.may_lose_units(),
             is_alone: false,
-            // That knows the main unit.
+            // The model is for the main unit.
             model: None,
             ..self.user(exchange::NUMBER)
         };
@@ -487,7 +489,7 @@ impl World {
         }
     }
 
-    /// Starts hogs, which leave when all disks work again.
+    /// Starts the hogs, which leave when all disks work again.
     fn start_hogs(&mut self, healed: Duration) {
         let start = self.fabric.now();
         let until = start - self.fabric.elapsed() + healed;
@@ -497,8 +499,9 @@ impl World {
         self.hogs = hogs.collect();
     }
 
-    /// While no command is under way, SRP targets have no unit of a request limit: what they keep of
-    /// an aborted command comes back with an answer, if only that to a ping.
+    /// Checks the request limits at SRP targets. While no command is in flight, initiators must
+    /// have received all of them: the target returns the credit of an aborted command with another
+    /// response, at the latest with the response to a ping.
     fn check_credit(&mut self) -> Result<(), String> {
         let limit = self.fabric.elapsed() + PATIENCE;
         let unreturned = |world: &Self| -> Vec<i64> {
@@ -511,7 +514,7 @@ impl World {
         returned.map_err(|why| format!("{why}; targets keep {:?}", unreturned(self)))
     }
 
-    /// When all sessions have ended, initiators have released what they had for them.
+    /// Checks that initiators have released all resources after their sessions were closed.
     fn check_initiators(&self) -> Result<(), String> {
         let all = self.initiators.iter().chain(self.twins.values());
         match all.flat_map(Initiator::leftovers).next() {
@@ -520,14 +523,14 @@ impl World {
         }
     }
 
-    /// After all sessions have ended, the target must let go of what it had for them.
+    /// Checks that the target has released all resources after all sessions were closed.
     fn check_leftovers(&mut self) -> Result<(), String> {
         let limit = self.fabric.elapsed() + PATIENCE;
         loop {
             let reports = self.reports()?;
             let leftovers = self.target.leftovers(&reports, &self.fresh);
             if leftovers.is_empty() {
-                // Without sessions, nor is there memory of sessions.
+                // Memory for sessions must also be released.
                 return self
                     .meter
                     .look(&self.target, &self.fabric, 0)
@@ -576,7 +579,7 @@ impl World {
         Ok(())
     }
 
-    /// Describes what has not ended.
+    /// Describes pending work.
     fn under_way(&self) -> String {
         let is_leaving = |one: &&Initiator| one.is_leaving;
         let now = self.fabric.now();
@@ -597,7 +600,7 @@ impl World {
         )
     }
 
-    /// Each actor has a turn, in an order of the seed. If none had anything to do, time passes.
+    /// Runs each actor once, in random order. The clock advances if there was nothing to do.
     fn step(&mut self) {
         self.steps += 1;
         pulse::beat();
@@ -613,7 +616,7 @@ impl World {
         for hog in &mut self.hogs {
             worked |= hog.step(now);
         }
-        // Also those that came or went with a trouble.
+        // Including initiators that were started or stopped by a trouble.
         if worked || self.is_changed {
             self.network.note_activity(None);
         }
@@ -695,7 +698,7 @@ impl World {
             .min()
     }
 
-    /// What the control plane does: ends of the process, and changes.
+    /// Runs the control plane: exit of the process, and configuration changes.
     fn control(&mut self, now: Instant) -> bool {
         if self.failed.is_some_and(|at| at <= now) {
             self.failed = None;
@@ -738,7 +741,7 @@ impl World {
         self.verdict.borrow_mut().get_or_insert(why);
     }
 
-    /// The process has ended by itself.
+    /// Called when the process has exited.
     fn on_end_of_process(&mut self, ended: &Ended, now: Instant) {
         match ended {
             Ended::HandedOver => {
@@ -768,7 +771,7 @@ impl World {
         self.follow();
     }
 
-    /// Something happens to the process, or to a thread of it.
+    /// Starts a fault of the process or its threads.
     fn process_fault(&mut self, fault: ProcessFault) {
         match fault {
             ProcessFault::Restart => self.target.begin_end(EndKind::Restart),
@@ -786,9 +789,9 @@ impl World {
         }
     }
 
-    /// Begins and ends troubles.
+    /// Starts and ends troubles.
     fn trouble(&mut self) {
-        // What the target has without sessions, it has with all its devices.
+        // The baseline must include all devices.
         if self.fresh.is_empty() {
             return;
         }
@@ -846,7 +849,7 @@ impl World {
         }
     }
 
-    /// The address of an RDMA device by now.
+    /// Returns the current RDMA address of a place.
     fn address_of(&self, place: Place) -> IpAddr {
         match place {
             Place::Path(path) => target::rdma_address(path),
@@ -857,7 +860,7 @@ impl World {
         }
     }
 
-    /// The address of a place in the network of TCP.
+    /// Returns the current TCP address of a place.
     fn tcp_address_of(&self, place: Place) -> IpAddr {
         match place {
             Place::Path(path) => target::tcp_address(path).ip(),
@@ -865,7 +868,7 @@ impl World {
         }
     }
 
-    /// Ends the process of an initiator, if there is such a one.
+    /// Kills the process of an initiator if it exists.
     fn kill_initiator(&mut self, index: usize, vanishes: bool) {
         if index >= self.initiators.len() {
             return;
@@ -878,7 +881,7 @@ impl World {
         self.initiators[index].die();
     }
 
-    /// An initiator has a device again, for which it needs another process.
+    /// Called when the device of an initiator is back, which requires a new process.
     fn replace_device(&mut self, index: usize) {
         if self
             .plan
@@ -893,7 +896,7 @@ impl World {
         self.revive_initiator(index);
     }
 
-    /// Ends processes of initiators that have closed all sessions, and starts the next ones.
+    /// Stops initiator processes that have closed all sessions, and starts the next ones.
     fn let_go(&mut self) {
         for index in 0..self.initiators.len() {
             let one = &mut self.initiators[index];
@@ -903,9 +906,9 @@ impl World {
             match &one.engine {
                 Some(engine) if engine.is_over() => one.engine = None,
                 Some(_) => {}
-                // Its users have had a step to learn of the end of their commands. What was not
-                // answered is there for the next process to fence; and a flush of that vouches for
-                // what was, which a cache may have lost.
+                // Users have had one more step to process the completion of their commands.
+                // Incomplete commands must be fenced by the next process. A flush from that process
+                // may cover writes from before, although they may have been lost from a cache.
                 None => {
                     one.is_leaving = false;
                     let all = self.private.iter().chain([&self.history]);
@@ -921,7 +924,8 @@ impl World {
         }
     }
 
-    /// Starts an initiator's process again, unless it runs, or another death of it goes on.
+    /// Starts the process of an initiator again, unless it is running or stopped by another
+    /// trouble.
     fn revive_initiator(&mut self, index: usize) {
         let mut troubles = self.plan.troubles.iter().zip(&self.active);
         let is_dead =
@@ -947,7 +951,7 @@ impl World {
         self.start_initiator(index);
     }
 
-    /// A fault of disks begins or ends.
+    /// Starts or ends a disk fault.
     fn disk_fault(&mut self, fault: DiskFault, is_active: bool) {
         match fault {
             DiskFault::FailOnce(kind) => self.target.faults.fail_once(kind, is_active),
@@ -959,7 +963,7 @@ impl World {
         }
     }
 
-    /// An administrator looks at failures of disks, when there is nothing more that could fail.
+    /// An administrator clears disk failures when no more faults are active.
     fn clear_failures(&mut self) {
         let troubles = self.plan.troubles.iter().zip(&self.active);
         let mut active = troubles.filter(|(_, is_active)| **is_active);
@@ -968,7 +972,7 @@ impl World {
         }
     }
 
-    /// The host of an initiator is back at another address, if there is such a one.
+    /// The host of an initiator returns with another address, if it exists.
     fn move_initiator(&mut self, index: usize) {
         if let Some(one) = self.initiators.get_mut(index) {
             one.heritage.moves += 1;
@@ -976,7 +980,7 @@ impl World {
         }
     }
 
-    /// Another initiator comes that has the names of this one.
+    /// Starts another initiator with the same names.
     fn start_twin(&mut self, at: usize, index: usize) {
         let Some(protocol) = self.plan.initiators.get(index).copied() else {
             return;
@@ -991,7 +995,7 @@ impl World {
             ..first.heritage
         };
         drop(opened);
-        // An address that no other has, and a port of its own in the history.
+        // A unique address, and a separate port in the history.
         let number = TWINS + at;
         let twin = Initiator::new(
             (number, protocol),
@@ -1033,7 +1037,7 @@ impl World {
         self.failed = None;
     }
 
-    /// Sets what lasts, from the troubles that are there now.
+    /// Applies permanent faults from the active troubles.
     fn follow(&mut self) {
         let troubles = self.plan.troubles.iter().zip(&self.active);
         let active: Vec<_> = troubles
@@ -1050,7 +1054,7 @@ impl World {
         self.target.stalled = stalled.collect();
         if !self.target.is_running() && !active.iter().any(|fault| fault.ends_target()) {
             self.network.start_target();
-            // It has its devices when it starts.
+            // Devices are present when the target starts.
             for path in 0..self.plan.paths {
                 self.fabric.plug(target::rdma_address(path));
             }
@@ -1105,9 +1109,9 @@ impl World {
         self.hold(delay);
     }
 
-    /// The networks hold this share of what is sent from now on, each for a time up to this.
+    /// Sets the share of packets that the networks will delay, and the maximum delay.
     fn hold(&mut self, delay: Option<(f64, Duration)>) {
-        // Another sequence of random numbers each time, and the same one in each run.
+        // A new sequence of random numbers each time, which is the same if the run is repeated.
         let seed = self.plan.seed ^ 0x1a7e ^ self.steps;
         self.fabric.hold(delay.map(|(share, most)| Delay {
             seed,
@@ -1123,7 +1127,8 @@ impl World {
 }
 
 impl World {
-    /// Sets what lasts at RDMA devices. Nothing does where an initiator is no more.
+    /// Applies permanent faults of RDMA devices. They have no effect on initiators that were
+    /// removed.
     fn follow_devices(&self, active: &[Fault]) {
         for path in (0..self.plan.paths).map(Place::Path) {
             nics::follow((path, self.address_of(path)), active, &self.fabric);
@@ -1140,7 +1145,7 @@ impl World {
     }
 }
 
-/// The history of one disk.
+/// Creates the history of a disk.
 fn history_of(plan: &Plan) -> Rc<History> {
     let history = History::new(plan.blocks as usize);
     let history = history.with_repeats().with_power_cuts();
@@ -1150,8 +1155,8 @@ fn history_of(plan: &Plan) -> Rc<History> {
     })
 }
 
-/// The shortest step of the clock, for what is due and does nothing.
+/// Minimum step of the clock, for an action that is due but does nothing.
 const TICK: Duration = Duration::from_micros(1);
 
-/// A step of it while nothing is due.
+/// Step of the clock while no action is due.
 const LULL: Duration = Duration::from_millis(1);

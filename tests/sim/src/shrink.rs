@@ -1,8 +1,8 @@
-//! A plan that fails, made smaller while it fails in the same way.
+//! Reduces a failing plan while it fails in the same way.
 //!
-//! It works on the text of the plan: elements leave lists, fields become those of
-//! [`Plan::default`], numbers and durations become smaller. So a new field is shrunk as well. What
-//! is no plan, or fails in another way, is passed over.
+//! This works on the serialized plan: list elements are removed, fields are set to the value in
+//! [`Plan::default`], numbers and durations are reduced. Therefore this also supports new fields.
+//! Candidates that are not valid plans or fail in another way are discarded.
 
 use std::time::{Duration, Instant};
 
@@ -10,15 +10,16 @@ use serde_json::{Number, Value, json};
 
 use crate::{Failure, Plan};
 
-/// Seeds that are tried for each smaller plan: another schedule may be needed for the same failure.
+/// Number of seeds to try for each reduced plan, because the same failure may need another
+/// schedule.
 const SEEDS: u64 = 3;
 
-/// How much may be tried.
+/// Limits for the search.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// Runs.
+    /// Maximum number of runs.
     pub runs: usize,
-    /// Time.
+    /// Maximum time.
     pub time: Duration,
 }
 
@@ -31,7 +32,7 @@ impl Default for Budget {
     }
 }
 
-/// Makes the plan of a failure smaller; `run` runs plans.
+/// Reduces the plan of a failure, using `run` to run plans.
 #[must_use]
 pub fn shrink<T>(
     failure: Box<Failure>,
@@ -46,7 +47,8 @@ pub fn shrink<T>(
         run,
     };
     search.take_usual_fields();
-    // Each round takes what it can of all; what does not go at first may go when more is gone.
+    // Each round reduces as much as possible. A reduction that failed before may succeed after
+    // other reductions.
     while search.round() {}
     search.found
 }
@@ -64,7 +66,7 @@ impl<T, R: Fn(&Plan) -> Result<T, Box<Failure>>> Search<R> {
         serde_json::to_value(&self.found.plan).expect("plans have names and numbers only")
     }
 
-    /// Runs a plan; if it fails in the same way, it is the one to go on with.
+    /// Runs a plan. If it fails in the same way, it replaces the current plan.
     fn accepts(&mut self, plan: Value) -> bool {
         let Ok(plan) = serde_json::from_value::<Plan>(plan) else {
             return false;
@@ -89,8 +91,8 @@ impl<T, R: Fn(&Plan) -> Result<T, Box<Failure>>> Search<R> {
         false
     }
 
-    /// What is special about the plan and does not matter becomes usual. Once and first, as numbers
-    /// may become larger by it.
+    /// Resets all fields to their default value if they don't matter. This is only done once at the
+    /// start, because it may increase numbers.
     fn take_usual_fields(&mut self) {
         let usual = serde_json::to_value(Plan::default()).expect("as above");
         let Value::Object(usual) = usual else {
@@ -105,12 +107,12 @@ impl<T, R: Fn(&Plan) -> Result<T, Box<Failure>>> Search<R> {
         }
     }
 
-    /// Tries all smaller plans; returns whether one was taken.
+    /// Tries all reduced plans. Returns whether any of them was accepted.
     fn round(&mut self) -> bool {
         let mut is_better = false;
         let mut at = 0;
-        // After one has been taken, the list is that of the new plan, of which the first ones are
-        // those that did not work with the old one.
+        // When a plan was accepted, we continue at the same position in the candidates for the new
+        // plan, because the first candidates have already failed for the old plan.
         while let Some(plan) = smaller(&self.plan(), 0).into_iter().nth(at) {
             match self.accepts(plan) {
                 true => is_better = true,
@@ -121,7 +123,7 @@ impl<T, R: Fn(&Plan) -> Result<T, Box<Failure>>> Search<R> {
     }
 }
 
-/// Values that are smaller by one step each, those that are smaller by much first.
+/// Returns values that are reduced by one step, with the largest reductions first.
 fn smaller(value: &Value, depth: usize) -> Vec<Value> {
     match value {
         Value::Array(all) => {
@@ -147,7 +149,7 @@ fn smaller(value: &Value, depth: usize) -> Vec<Value> {
                     fields[name] = less;
                     Value::Object(fields)
                 };
-                // The seed is not a size.
+                // Don't reduce the seed.
                 let all = match depth == 0 && name == "seed" {
                     true => Vec::new(),
                     false => smaller(one, depth + 1),
@@ -175,7 +177,7 @@ fn smaller_numbers(number: &Number) -> Vec<Value> {
         Some(0 | u64::MAX) => Vec::new(),
         Some(1) => vec![json!(0)],
         Some(n @ 2..) => vec![json!(n / 2), json!(n - 1)],
-        // Probabilities do not get smaller in a way that helps anyone.
+        // Don't reduce probabilities, because this would not help.
         None => Vec::new(),
     }
 }
@@ -193,8 +195,8 @@ mod tests {
         })
     }
 
-    /// A program that goes wrong if its disks stall for 30 ms while two initiators of which one is
-    /// over iSCSI send three commands to two workers; and in another way if there is no trouble.
+    /// Simulates a bug that occurs if disks stall for 30 ms while two initiators, at least one over
+    /// iSCSI, send three commands to two workers. It fails in another way if there is no trouble.
     fn run(plan: &Plan) -> Result<(), Box<Failure>> {
         let stalls = |t: &Trouble| {
             t.fault == Fault::StallDisks && t.until.saturating_sub(t.from).as_millis() >= 30

@@ -1,5 +1,5 @@
-//! The target: workers on simulated rings, and what a schedule does for them. Its process, or its
-//! host, may go and come back.
+//! The target: workers on simulated rings, driven by the schedule. Its process or host may be
+//! stopped and started again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -39,31 +39,31 @@ pub const IQN: &str = "iqn.2026-01.org.example:disk";
 /// Serial number of the disk.
 pub(crate) const SERIAL: &str = "D";
 
-/// Timers that may stay at a worker without connections.
+/// Maximum number of timers that may remain in a worker without connections.
 const TIMERS: usize = 64;
 
-/// Sessions at once: more than there ever are.
+/// Maximum number of sessions, which is never reached.
 pub(crate) const SESSIONS: u32 = 64;
 
-/// Wait between rounds of a worker that polls.
+/// Delay between iterations of a polling worker.
 const SPIN: Duration = Duration::from_micros(10);
 
 /// Address of the RDMA device.
 pub const ADDRESS: IpAddr = rdma_address(0);
 
-/// Address of the RDMA device of a path.
+/// Returns the address of the RDMA device on a path.
 #[must_use]
 pub const fn rdma_address(path: usize) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1 + path as u8))
 }
 
-/// Where TCP connections of a path go.
+/// Returns the address for TCP connections on a path.
 #[must_use]
 pub const fn tcp_address(path: usize) -> SocketAddr {
     SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 0, 1, 1 + path as u8)), 3260)
 }
 
-/// Keeps failures of flushes, as files of the state directory do.
+/// Keeps flush failures, like the files in the state directory.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Failures {
     all: Arc<Mutex<BTreeMap<String, FlushFailure>>>,
@@ -75,7 +75,7 @@ impl Failures {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is one of the disk.
+    /// Returns whether there is a failure of the shared disk.
     fn has(&self) -> bool {
         self.lock().contains_key(SERIAL)
     }
@@ -97,7 +97,7 @@ impl FlushKeeper for Failures {
     }
 }
 
-/// Surroundings of a worker.
+/// Environment of a worker.
 pub(crate) struct SimulatedEnv {
     pub(crate) random: Rng,
     pub(crate) host: Arc<dyn Host>,
@@ -113,63 +113,63 @@ impl Env for SimulatedEnv {
     }
 }
 
-/// One worker, and its ring from the kernel's side.
+/// A worker, and the kernel side of its ring.
 pub(crate) struct Member {
     pub(crate) worker: Worker,
     pub(crate) kernel: Kernel,
-    /// Operations on disks, and when and how each ends.
+    /// Pending disk operations, with the time and outcome of their completion.
     pub(crate) due: BTreeMap<OperationId, (Instant, Outcome)>,
-    /// Of a disk that holds some of its operations: whether it does each.
+    /// For a disk that holds some operations: the decision for each of them.
     pub(crate) held: BTreeMap<OperationId, bool>,
-    /// When the worker is given its next round, if nothing happens before.
+    /// Time of the next iteration of the worker, unless another event is earlier.
     pub(crate) wakes: Option<Instant>,
     pub(crate) waker: Waker,
-    /// It sleeps, and is given none before something wakes it.
+    /// Set while the worker is sleeping until it's woken by an event.
     pub(crate) is_parked: bool,
 }
 
-/// The target: what stays, and the process while there is one.
+/// The target: persistent parts, and the process while it is running.
 pub struct Target {
     pub(crate) plan: Plan,
-    /// What is served, or was when the process ended.
+    /// Layout that is being served, or was served when the process exited.
     pub(crate) layout: Layout,
     pub(crate) config: Config,
     pub(crate) ground: Arc<Ground>,
     pub(crate) start: Instant,
-    /// Workers of the process.
+    /// Number of workers in the process.
     workers: usize,
     disk: Disk,
-    /// Those of units that one initiator sees each.
+    /// Disks of private units.
     private: Vec<Disk>,
-    /// Those of hogs.
+    /// Disks of hogs.
     hogs: Vec<Disk>,
-    /// All others, by backend.
+    /// All other disks, by backend.
     others: BTreeMap<&'static str, Disk>,
-    /// Backends that were opened. As long as one is open, no other may be on its disk.
+    /// Backends that were opened. While one of them is open, its disk can't be opened again.
     pub(crate) stores: BTreeMap<String, Weak<Store>>,
     failures: Failures,
-    /// The process has the report of a failed write-back of the disk, and has not kept it yet.
+    /// Set if the disk has reported a failed writeback to the process, but this is not saved yet.
     is_heard: bool,
     pub(crate) kept: Kept,
-    /// Times that the host was started.
+    /// Number of times that the host was booted.
     pub(crate) boots: u64,
     pub(crate) rng: Rng,
     pub(crate) server: Option<Server>,
-    /// Where workers report.
+    /// Channel for reports from workers.
     pub(crate) reports: Option<Sender<Report>>,
-    /// Workers, but those that have failed.
+    /// Workers, or `None` for failed workers.
     pub(crate) members: Vec<Option<Member>>,
     pub(crate) mail: Vec<MailSender<Mail>>,
     pub(crate) threads: Threads,
     pub(crate) shared: Option<Arc<Shared>>,
-    /// The change of the configuration that goes on.
+    /// Configuration change in progress.
     pub(crate) job: Option<Job>,
-    /// The end of the process that goes on.
+    /// Normal exit in progress.
     pub(crate) ending: Option<Ending>,
-    /// What the process before has handed over.
+    /// State from a handover by the previous process.
     pub(crate) heritage: Option<ServerState>,
     pub(crate) faults: DiskFaults,
-    /// Workers whose threads get no time.
+    /// Workers with stalled threads.
     pub(crate) stalled: BTreeSet<usize>,
 }
 
@@ -180,7 +180,7 @@ impl std::fmt::Debug for Target {
 }
 
 impl Target {
-    /// Serves one disk by all protocols.
+    /// Creates a target that serves one disk over all protocols.
     #[must_use]
     pub fn new(plan: &Plan, fabric: &Fabric, listeners: &Listeners, rng: &mut Rng) -> Self {
         let layout = Layout::first();
@@ -227,7 +227,7 @@ impl Target {
         target
     }
 
-    /// The disk of a backend, if it has one.
+    /// Returns the disk of a backend, if any.
     pub(crate) fn disk_of(&self, backend: &str) -> Option<&Disk> {
         let number = |prefix| backend.strip_prefix(prefix)?.parse::<usize>().ok();
         match (backend, number('p'), number('h')) {
@@ -238,8 +238,8 @@ impl Target {
         }
     }
 
-    /// Sets which disks do nothing, by their numbers: that of all, private ones, and others, of
-    /// which that of an administrator's unit is the first.
+    /// Sets the numbers of stalled disks: the shared disk, private disks, and then other disks,
+    /// starting with the unit of the administrator.
     pub(crate) fn stall_disks(&mut self, numbers: impl Iterator<Item = usize>) {
         let all = std::iter::once(&self.disk).chain(&self.private);
         let others = ["s", "r", "c", "a"].map(|name| &self.others[name]);
@@ -248,7 +248,7 @@ impl Target {
         self.faults.stalled = stalled.collect();
     }
 
-    /// Sets which disks of hogs do nothing.
+    /// Sets the numbers of hanging disks of hogs.
     pub(crate) fn hang_disks(&mut self, numbers: impl Iterator<Item = usize>) {
         let hung = numbers.filter_map(|number| self.hogs.get(number).cloned());
         self.faults.hung = hung.collect();
@@ -260,7 +260,7 @@ impl Target {
                     .disk()
                     .is_some_and(|disk| hung.any(|one| one.is_same(disk)))
                 {
-                    // Its time begins when the disk works again.
+                    // The delay starts when the disk works again.
                     member.due.remove(&operation.id);
                 }
             }
@@ -271,28 +271,29 @@ impl Target {
         self.failures.clone()
     }
 
-    /// Workers of the process, when there is one.
+    /// Returns the number of workers while there is a process.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.workers
     }
 
-    /// Ends the process without a word. What it had at its disk may be done, in part or not at all.
+    /// Kills the process. Disk operations in flight may be executed completely, partially or not at
+    /// all.
     pub fn crash(&mut self, history: &History) {
         let was_unseen = self.disk.has_unseen_error();
         for member in self.members.iter().flatten() {
             member.abandon(&mut self.rng);
         }
         self.hear(was_unseen);
-        // The disk reports a lost write-back once. What a process had not kept of it is lost with
-        // the process.
+        // The disk only reports a lost writeback once. If the process has not saved this, it is
+        // lost with the process.
         if std::mem::take(&mut self.is_heard) {
             self.end_loss(history);
             history.forgive_losses();
         }
         self.heritage = None;
         self.clear();
-        // The next process serves all of files that a change has made larger.
+        // The next process serves files with their complete size if they were extended by a change.
         let side = self.disk_of("s").map_or(0, Disk::len) >> 20;
         let disk = self.disk.len() >> 20;
         if side > self.layout.side || disk > self.layout.disk {
@@ -302,7 +303,8 @@ impl Target {
         }
     }
 
-    /// The process is gone: workers first, since what a change has acquired is theirs.
+    /// Called when the process has exited. Drops workers first, because these own resources that
+    /// were acquired by a change.
     pub(crate) fn clear(&mut self) {
         self.members.clear();
         self.mail.clear();
@@ -314,33 +316,33 @@ impl Target {
         self.threads = Threads::default();
     }
 
-    /// Notes that the disk has reported a failed write-back since the last look, or that the process
-    /// has kept that.
+    /// Checks if the disk has reported a failed writeback since the last call, or if the process
+    /// has saved this.
     pub(crate) fn hear(&mut self, was_unseen: bool) {
         self.is_heard |= was_unseen && !self.disk.has_unseen_error();
         self.is_heard &= !self.failures.has();
     }
 
-    /// A part of what is in the disk's cache cannot be written back. The disk reports that once, and
-    /// takes the cache for clean. So the target must remember it: until its administrator knows, no
-    /// flush may succeed.
+    /// Starts to fail writeback for part of the disk's cache. The disk reports this once and then
+    /// treats the cache as clean. The target must remember this: no flush may succeed until it was
+    /// cleared by the administrator.
     pub fn begin_loss(&mut self, share: f64) {
         let rng = &mut self.rng;
         let errno = [libc::EIO, libc::EIO, libc::ENOSPC][rng.usize(..3)];
         self.disk.fail_write_back(errno, |_| rng.f64() < share);
     }
 
-    /// What could not be written back goes from the cache as well.
+    /// Drops cached data for which writeback has failed.
     pub fn end_loss(&mut self, history: &History) {
         history.lose_write_back(self.disk.drop_cache());
     }
 
-    /// The host loses its power: what was not flushed may be lost, sector by sector.
+    /// The host loses power: sectors that were not flushed may be lost.
     pub fn cut_power(&mut self, history: &History) {
         self.crash(history);
         self.boots += 1;
         let rng = &mut self.rng;
-        // Whole caches are lost as well as single sectors.
+        // Sometimes the entire cache is lost, sometimes only single sectors.
         let share = [0.0, 0.5, 1.0][rng.usize(..3)];
         let disks = std::iter::once(&self.disk).chain(&self.private);
         for disk in disks.chain(&self.hogs).chain(self.others.values()) {
@@ -351,25 +353,26 @@ impl Target {
         }
     }
 
-    /// Whether all workers of the process are there, and get time.
+    /// Returns whether all workers of the process are running and not stalled.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.stalled.is_empty() && self.members.iter().all(Option::is_some)
     }
 
-    /// Whether there is a process.
+    /// Returns whether the process is running.
     #[must_use]
     pub fn is_running(&self) -> bool {
         !self.members.is_empty()
     }
 
-    /// Whether a flush of any disk has failed, and no administrator has looked at that.
+    /// Returns whether a flush of any disk has failed, and this was not cleared by the
+    /// administrator.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         !self.failures.lock().is_empty()
     }
 
-    /// The administrator looks at a failed flush, and at what it has lost, if there is one.
+    /// Called when the administrator clears a failed flush and accepts the loss of data.
     pub fn clear_failures(&mut self, history: &History) {
         self.end_loss(history);
         let mut is_forgiven = false;
@@ -391,7 +394,7 @@ impl Target {
         }
     }
 
-    /// Asks all workers for reports, which come with their next rounds.
+    /// Requests reports from all workers, which are sent in their next iteration.
     #[must_use]
     pub fn ask(&self) -> Receiver<Snapshot> {
         let (answers, snapshots) = channel();
@@ -401,7 +404,7 @@ impl Target {
         snapshots
     }
 
-    /// The memory that connections of all workers have, as it is announced.
+    /// Returns the memory announced by connections of all workers.
     #[must_use]
     pub fn announced(&self) -> Announced {
         let all = self.members.iter().flatten();
@@ -412,8 +415,8 @@ impl Target {
         })
     }
 
-    /// What is still held for sessions that are over: the difference between the reports of all
-    /// workers and those taken before any session.
+    /// Returns resources that are still allocated for closed sessions, compared to the reports of
+    /// all workers from before the first session.
     #[must_use]
     pub fn leftovers(&self, snapshots: &[Snapshot], fresh: &[Snapshot]) -> Vec<String> {
         let mut found = Vec::new();
@@ -437,7 +440,7 @@ impl Target {
             check(of("channels of SRP"), one.sessions.len());
             check(of("connections of iSCSI"), one.iscsi_sessions.len());
             check(of("connections"), one.connections);
-            // Those that count no longer go at their time. There are never many.
+            // Obsolete timers remain until they expire. There are never many of them.
             check(of("timers"), one.timers.saturating_sub(TIMERS));
             check(of("messages to others"), one.waiting_mail);
             let used = one.pool_size - one.pool_free;
@@ -471,33 +474,33 @@ impl Target {
         found
     }
 
-    /// The SRP port of cheating peers, if there are some.
+    /// Returns the SRP port for cheating peers, if there are any.
     #[must_use]
     pub fn port_of_cheats(&self) -> Option<TargetPortId> {
         let catalog = self.shared.as_ref()?.registry.catalog();
         Some(catalog.targets.get(1)?.portals[0].target_port())
     }
 
-    /// What is served.
+    /// Returns the objects that are being served.
     #[must_use]
     pub fn shared(&self) -> Option<&Shared> {
         self.shared.as_deref()
     }
 
-    /// The disk.
+    /// Returns the shared disk.
     #[must_use]
     pub fn disk(&self) -> &Disk {
         &self.disk
     }
 
-    /// Wakes all workers: a device was removed or added.
+    /// Wakes all workers after a device was removed or added.
     pub fn wake(&mut self) {
         for member in self.members.iter_mut().flatten() {
             member.is_parked = false;
         }
     }
 
-    /// A round of a worker, and of the kernel for it. Returns whether there was anything to do.
+    /// Runs an iteration of a worker and its kernel side. Returns whether there was anything to do.
     pub fn turn(&mut self, index: usize, now: Instant, rng: &mut Rng) -> bool {
         let Some(Some(member)) = self.members.get_mut(index) else {
             return false;
@@ -505,7 +508,8 @@ impl Target {
         let is_stalled = self.stalled.contains(&index);
         let arrival = self.ground.fabric().next_arrival();
         let mut worked = 0;
-        // As in a thread of its own, where it sleeps until its ring, a packet or its time wakes it.
+        // Same as in the real thread, which sleeps until there is a completion, a packet or a
+        // timeout.
         let is_due = !member.is_parked
             || member.waker.is_pending()
             || member.kernel.has_completions()
@@ -529,7 +533,7 @@ impl Target {
         worked > 0 || completed > 0
     }
 
-    /// A job of one of the helper threads; returns whether there was one.
+    /// Runs a job of one of the helper threads. Returns whether there was one.
     pub fn turn_of_threads(&mut self, rng: &mut Rng) -> bool {
         let runnable = self.threads.runnable();
         if runnable.is_empty() {
@@ -538,7 +542,7 @@ impl Target {
         self.threads.step(runnable[rng.usize(..runnable.len())])
     }
 
-    /// When the next thing happens by itself.
+    /// Returns the time of the next action.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let members = || self.members.iter().enumerate();
@@ -551,27 +555,28 @@ impl Target {
     }
 }
 
-/// The configuration of a layout.
+/// Returns the configuration for a layout.
 pub(crate) fn config_of(layout: &Layout, plan: &Plan) -> Config {
     let text = layout.text(plan);
     let config = Config::parse(&text, "sim.yaml");
     let mut config = config.unwrap_or_else(|error| panic!("{error:?} in\n{text}"));
-    // Smaller than a file may ask for.
+    // Smaller than the minimum for configuration files.
     config.limits.window = plan.window;
-    // A unit's task set has room for what all may send, which takes time to make.
+    // The task set of a unit is sized for all sessions, which takes time to allocate.
     config.limits.max_sessions = SESSIONS;
     config.limits.send_queue = plan.sends.unwrap_or(config.limits.send_queue);
     config
 }
 
-/// Objects of the RDMA devices that work, by address.
+/// Returns the number of objects on all working RDMA devices, by address.
 fn usages(of: &Snapshot) -> impl Iterator<Item = (Option<IpAddr>, NicUsage)> {
     let open = of.devices.iter().filter(|device| device.is_open);
     open.filter_map(|device| Some((Some(device.addr), device.nic?.usage)))
 }
 
 impl Member {
-    /// Its thread is gone: what it had at its disk may be done, in part or not at all.
+    /// Called when the thread has exited: pending disk operations may be executed completely,
+    /// partially or not at all.
     pub(crate) fn abandon(&self, rng: &mut Rng) {
         let mut operations = self.kernel.operations();
         operations.retain(|operation| operation.disk().is_some());
@@ -587,7 +592,7 @@ impl Member {
         }
     }
 
-    /// Ends operations that are due, in an order that the seed chooses; returns their number.
+    /// Completes operations that are due, in random order. Returns their number.
     fn complete(&mut self, now: Instant, faults: &mut DiskFaults, rng: &mut Rng) -> usize {
         let mut operations = self.kernel.operations_beside(&faults.hung);
         rng.shuffle(&mut operations);
@@ -595,11 +600,11 @@ impl Member {
         for operation in operations {
             let outcome = match operation.disk() {
                 None => operation.is_ready.then_some(Outcome::Whole),
-                // Its cancellation ends it, and nothing else before it has a thread.
+                // The operation can only be completed by its cancellation until it has a thread.
                 Some(_) if operation.is_queued => operation.is_ready.then_some(Outcome::Whole),
                 Some(_) if faults.is_stalled => None,
                 Some(disk) if faults.is_stalled_one(disk) => {
-                    // Its time begins when the disk works again.
+                    // The delay starts when the disk works again.
                     self.due.remove(&operation.id);
                     None
                 }
@@ -617,7 +622,8 @@ impl Member {
         completed
     }
 
-    /// Whether an operation does not end as long as the disk holds this share of all.
+    /// Returns whether an operation does not complete while the disk holds this share of all
+    /// operations.
     fn is_held(&mut self, id: OperationId, share: f64, rng: &mut Rng) -> bool {
         if share == 0.0 {
             self.held.clear();
@@ -626,7 +632,7 @@ impl Member {
         *self.held.entry(id).or_insert_with(|| rng.f64() < share)
     }
 
-    /// The end of an operation on a disk, if it is time.
+    /// Returns the outcome of a disk operation if it is due.
     fn outcome(
         &mut self,
         operation: &Operation,

@@ -1,5 +1,5 @@
-//! TCP between initiators, whose end is one of a pair of sockets of the host, and the target, whose
-//! end is in memory.
+//! TCP between initiators and target. The initiator uses one end of a real socket pair, but the end
+//! of the target is in memory.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -18,19 +18,19 @@ use crate::cheat::Overheard;
 use crate::initiator::Dial;
 use crate::leaks::{self, Guard};
 
-/// Time of a byte on its way.
+/// Latency of a byte.
 const LATENCY: Duration = Duration::from_micros(30);
 
-/// Bytes on the way in one direction, at which the sender has to wait.
+/// Maximum number of bytes in flight in one direction. The sender must wait if this is reached.
 const WINDOW: usize = 64 << 10;
 
-/// One direction.
+/// One direction of a connection.
 #[derive(Debug, Default)]
 struct Flow {
     segments: VecDeque<(Instant, Vec<u8>)>,
-    /// Bytes for which the sender has no acknowledgement.
+    /// Bytes in flight that have not been acknowledged.
     bytes: usize,
-    /// Those of them that have arrived.
+    /// Part of these bytes that has been received.
     unacknowledged: usize,
 }
 
@@ -40,12 +40,12 @@ impl Flow {
         self.segments.push_back((at, bytes));
     }
 
-    /// The sender gets acknowledgements, which come the other way.
+    /// Acknowledges received bytes. Acknowledgements travel in the other direction.
     fn acknowledge(&mut self) {
         self.bytes -= std::mem::take(&mut self.unacknowledged);
     }
 
-    /// Gives what has arrived to `deliver`, which returns how much of it was taken.
+    /// Passes received data to `deliver`, which returns the number of bytes consumed.
     fn deliver(&mut self, now: Instant, mut deliver: impl FnMut(&[u8]) -> usize) -> usize {
         let mut delivered = 0;
         while let Some((at, bytes)) = self.segments.front_mut()
@@ -74,17 +74,17 @@ struct Connection {
     peer: Peer,
     to_target: Flow,
     to_initiator: Flow,
-    /// What the target has sent.
+    /// Data sent by the target.
     sent: leaks::Stream,
-    /// The initiator may have sent something since its stream was last found empty.
+    /// Set if the initiator may have sent data since its stream was found empty.
     may_have_sent: bool,
-    /// The initiator's end is closed.
+    /// Set if the initiator has closed its end.
     is_ended: bool,
-    /// The initiator has forgotten it, which the target does not know.
+    /// Set if the initiator has lost the connection, but the target doesn't know this yet.
     is_orphan: bool,
 }
 
-/// Ways of a connection that are open.
+/// Open directions of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ways {
     to_target: bool,
@@ -97,18 +97,18 @@ impl Ways {
     }
 }
 
-/// A network that holds bytes for a long time.
+/// A network with long delays.
 #[derive(Debug)]
 pub(crate) struct Delays {
     pub(crate) random: Rng,
-    /// Segments that are held, as a share of all.
+    /// Share of segments that are delayed.
     pub(crate) share: f64,
-    /// Longest time that one is held, and all behind it.
+    /// Maximum delay of a segment and all following ones.
     pub(crate) most: Duration,
 }
 
 impl Delays {
-    /// The time that a segment takes beyond its latency.
+    /// Draws the additional latency of a segment.
     fn draw(&mut self) -> Duration {
         match self.random.f64() < self.share {
             true => self.most.mul_f64(self.random.f64()),
@@ -117,44 +117,43 @@ impl Delays {
     }
 }
 
-/// Sockets of the target that listen, from the network's side.
+/// Listening sockets of the target, seen from the network.
 pub type Listeners = Arc<Mutex<Vec<Listener>>>;
 
-/// All connections.
+/// All TCP connections.
 #[derive(Debug)]
 pub struct Network {
     listeners: Listeners,
     connections: Vec<Connection>,
-    /// Connections whose target has ended without a word that has reached them, until its host
-    /// says so.
+    /// Connections to a target that has disappeared, until its host sends a reset.
     vanished: Vec<Dial>,
-    /// Addresses of initiators whose hosts are gone.
+    /// Addresses of initiators whose hosts are down.
     gone: Vec<IpAddr>,
-    /// Addresses that are cut off, and how.
+    /// Disconnected addresses and directions.
     blocked: HashMap<IpAddr, Blocked>,
-    /// Connections to such an address that were begun, until it can be reached.
+    /// Connection attempts to a disconnected address, until it is reachable.
     begun: Vec<Dial>,
-    /// The target's host is there, whether or not its process is.
+    /// Set while the host of the target is up, even if the process is not running.
     is_host_up: bool,
     ports: u16,
     pub(crate) is_stalled: bool,
     pub(crate) is_narrow: bool,
-    /// Initiators that have done something since the last turn; all of them, if that is not known.
+    /// Initiators that were active since the last turn, or `None` if any of them may have been.
     active: Option<Vec<IpAddr>>,
     pub(crate) delays: Option<Delays>,
     arrived: Arrived,
-    /// Room for what is read from a stream.
+    /// Buffer for reading from a stream.
     scratch: Vec<u8>,
     guard: Guard,
-    /// Where peers hear what they must not know.
+    /// Collects information that cheating peers could eavesdrop.
     overheard: Option<Overheard>,
 }
 
-/// Bytes that have arrived.
+/// Received bytes.
 #[derive(Debug, Default)]
 struct Arrived {
     count: u64,
-    /// All of them, in their order.
+    /// Hash of all bytes in order.
     trace: DefaultHasher,
 }
 
@@ -166,7 +165,8 @@ impl Arrived {
 }
 
 impl Network {
-    /// A network to these listeners, of which a connection finds one, as with `SO_REUSEPORT`.
+    /// Creates a network for these listeners. Each connection is assigned to one of them, as with
+    /// `SO_REUSEPORT`.
     #[must_use]
     pub fn new(listeners: Listeners, guard: Guard, overheard: Option<Overheard>) -> Self {
         Self {
@@ -189,7 +189,8 @@ impl Network {
         }
     }
 
-    /// The target's process is gone. Its host ends the connections, unless it is gone as well.
+    /// Called when the target process has exited. Its host resets the connections, unless it is
+    /// also down.
     pub fn end_target(&mut self, is_host_up: bool) {
         self.is_host_up &= is_host_up;
         for connection in std::mem::take(&mut self.connections) {
@@ -203,17 +204,17 @@ impl Network {
         }
     }
 
-    /// The target's host is there. It knows nothing of the connections from before.
+    /// Called when the host of the target is up. Previous connections are lost.
     pub fn start_target(&mut self) {
         self.is_host_up = true;
     }
 
-    /// Ways between an initiator and the target that are open.
+    /// Returns the open directions between an initiator and the target.
     fn ways(&self, from: IpAddr, to: SocketAddr) -> Ways {
         ways(&self.blocked, from, to)
     }
 
-    /// An initiator connects from an address.
+    /// Called when an initiator connects.
     pub fn connect(&mut self, dial: Dial, rng: &mut Rng) {
         self.ports += 1;
         if !self.ways(dial.from, dial.to).are_open() {
@@ -229,7 +230,7 @@ impl Network {
         let there = listeners.iter().filter(|l| l.address() == to);
         let there: Vec<_> = there.collect();
         if there.is_empty() {
-            // Without a host there is no answer, and without a socket that listens, a refusal.
+            // There is no response while the host is down, and a reset if no socket is listening.
             if !self.is_host_up {
                 self.vanished.push(Dial { from, to, stream });
             }
@@ -237,7 +238,7 @@ impl Network {
         }
         let listener = there[rng.usize(..there.len())];
         let peer = listener.connect(SocketAddr::new(from, self.ports));
-        // Without room it is refused: the stream is closed.
+        // The connection is refused if the backlog is full: the stream is closed.
         if let Some(peer) = peer {
             self.connections.push(Connection {
                 stream,
@@ -254,32 +255,33 @@ impl Network {
         }
     }
 
-    /// These addresses are cut off. What waited for others has to try again.
+    /// Sets the disconnected addresses. Connection attempts that are no longer blocked must be
+    /// repeated.
     pub fn partition(&mut self, blocked: HashMap<IpAddr, Blocked>) {
         let waits = |dial: &Dial| !ways(&blocked, dial.from, dial.to).are_open();
         self.begun.retain(waits);
         self.blocked = blocked;
     }
 
-    /// The process of an initiator is gone, and what it had sent and has not arrived with it
-    /// (`SO_LINGER`). Its host resets the connections, as far as anything reaches the target.
+    /// Called when the process of an initiator was killed. Data in flight is dropped (`SO_LINGER`).
+    /// Its host resets the connections, unless the target is unreachable.
     pub fn kill(&mut self, address: IpAddr) {
         let its = self.connections.iter_mut().filter(|c| c.from == address);
         its.for_each(|connection| connection.is_orphan = true);
     }
 
-    /// The host of an initiator is gone: nothing comes from it, and nothing is answered.
+    /// Called when the host of an initiator is down: it neither sends nor responds.
     pub fn vanish(&mut self, address: IpAddr) {
         self.kill(address);
         self.gone.push(address);
     }
 
-    /// The host of an initiator is back, and knows nothing of its old connections.
+    /// Called when the host of an initiator is up again. Its previous connections are lost.
     pub fn come_back(&mut self, address: IpAddr) {
         self.gone.retain(|gone| *gone != address);
     }
 
-    /// Breaks connections.
+    /// Resets random connections.
     pub fn cut(&mut self, probability: f64, rng: &mut Rng) {
         self.connections.retain(|connection| {
             let is_cut = rng.f64() < probability;
@@ -290,8 +292,8 @@ impl Network {
         });
     }
 
-    /// An initiator at this address has done something, or one at any address: it may have sent
-    /// something, or be gone. Nothing else is read from, since that takes a call of the system.
+    /// Called when the initiator at this address was active (or any initiator): it may have sent
+    /// data or closed its stream. Other streams are not read, to avoid system calls.
     pub fn note_activity(&mut self, of: Option<IpAddr>) {
         match (of, &mut self.active) {
             (Some(address), Some(active)) if !active.contains(&address) => active.push(address),
@@ -300,7 +302,7 @@ impl Network {
         }
     }
 
-    /// Moves bytes; returns whether any moved.
+    /// Moves data. Returns whether there was any.
     pub fn turn(&mut self, now: Instant) -> bool {
         if self.is_stalled {
             return false;
@@ -311,7 +313,7 @@ impl Network {
         let (mut moved, scratch) = (0, &mut self.scratch);
         let before = self.vanished.len();
         if self.is_host_up {
-            // It answers what they repeat.
+            // It resets connections that retransmit.
             let is_silent = |dial: &Dial| !ways(blocked, dial.from, dial.to).are_open();
             self.vanished.retain(is_silent);
         }
@@ -340,7 +342,7 @@ impl Network {
         moved > 0
     }
 
-    /// When the next bytes arrive.
+    /// Returns the time when more data arrives.
     #[must_use]
     pub fn next_arrival(&self, now: Instant) -> Option<Instant> {
         if self.is_stalled {
@@ -354,17 +356,17 @@ impl Network {
         });
         let flows = flows.flatten();
         let next = flows.filter_map(|flow| flow.segments.front().map(|(at, _)| *at));
-        // Those that have arrived wait for room.
+        // Data that has already arrived is waiting for buffer space.
         next.filter(|at| *at > now).min()
     }
 
-    /// Returns the number of bytes that have arrived.
+    /// Returns the number of bytes received.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.arrived.count
     }
 
-    /// Returns a number that stands for all bytes that have arrived.
+    /// Returns a hash of all received bytes.
     #[must_use]
     pub fn trace(&self) -> u64 {
         self.arrived.trace.finish()
@@ -376,7 +378,7 @@ impl Network {
         self.connections.len() + self.vanished.len() + self.begun.len()
     }
 
-    /// Whether there is no connection.
+    /// Returns whether there are no connections.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -395,7 +397,8 @@ impl fmt::Display for Network {
     }
 }
 
-/// Ways between an initiator and the target that are open, given what is cut off.
+/// Returns the open directions between an initiator and the target, with these disconnected
+/// addresses.
 fn ways(blocked: &HashMap<IpAddr, Blocked>, from: IpAddr, to: SocketAddr) -> Ways {
     let of = |at: IpAddr| blocked.get(&at).copied().unwrap_or_default();
     let (initiator, target) = (of(from), of(to.ip()));
@@ -405,10 +408,10 @@ fn ways(blocked: &HashMap<IpAddr, Blocked>, from: IpAddr, to: SocketAddr) -> Way
     }
 }
 
-/// What a connection needs of the network.
+/// State of the network that is needed by a connection.
 struct Surroundings<'a> {
     ways: Ways,
-    /// Bytes that sockets take and give at once.
+    /// Maximum number of bytes per read or write.
     most: usize,
     delays: &'a mut Option<Delays>,
     arrived: &'a mut Arrived,
@@ -418,8 +421,8 @@ struct Surroundings<'a> {
 }
 
 impl Connection {
-    /// Moves bytes; returns how many. Both ends may send while a way is blocked, until the window
-    /// is full, since acknowledgements come the other way.
+    /// Moves data and returns the number of bytes. If one direction is blocked, both ends can still
+    /// send until the window is full, because acknowledgements travel in the other direction.
     fn turn(&mut self, now: Instant, with: Surroundings<'_>) -> usize {
         if self.is_orphan {
             return 0;
@@ -489,7 +492,7 @@ impl Connection {
                 let taken = match stream.write(&bytes[..bytes.len().min(most)]) {
                     Ok(taken) => taken,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
-                    // The initiator is gone, and nothing arrives any more.
+                    // The initiator is gone, so no more data is delivered.
                     Err(_) => bytes.len(),
                 };
                 arrived.note(&bytes[..taken]);
@@ -499,7 +502,7 @@ impl Connection {
         moved
     }
 
-    /// Whether one side is gone and the other has had everything.
+    /// Returns whether one end is closed and the other has received all data.
     fn is_over(&self, ways: Ways) -> bool {
         if self.is_orphan {
             return self.peer.is_shut();

@@ -1,4 +1,4 @@
-//! Plans as YAML: written in reports, kept in files, changed by hand.
+//! Plans as YAML, for reports, files and manual changes.
 
 use std::fmt;
 
@@ -8,16 +8,16 @@ use serde_json::Value;
 use crate::Plan;
 
 impl Plan {
-    /// Reads a plan.
+    /// Parses a plan.
     ///
     /// # Errors
-    /// The text is no plan; says where.
+    /// Returns an error with its location if this is not a valid plan.
     pub fn parse(text: &str) -> Result<Self, String> {
         serde_saphyr::from_str(text).map_err(|error| error.to_string())
     }
 }
 
-/// The plan as YAML, without what is as in [`Plan::default`].
+/// Formats the plan as YAML, without fields that are equal to [`Plan::default`].
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [mut plan, usual] = [self, &Self::default()].map(json);
@@ -33,7 +33,7 @@ fn json<T: Serialize>(value: &T) -> Value {
     serde_json::to_value(value).expect("plans have names and numbers only")
 }
 
-/// Name of an enum's variant, as it is written.
+/// Returns the serialized name of an enum variant.
 pub(crate) fn variant_of<'a, T: Serialize + Deserialize<'a>>(value: &T) -> &'static str {
     let name = match json(value) {
         Value::Object(fields) => fields.into_iter().next().map(|(name, _)| name),
@@ -45,15 +45,15 @@ pub(crate) fn variant_of<'a, T: Serialize + Deserialize<'a>>(value: &T) -> &'sta
     all.find(|one| **one == name).expect("one of its variants")
 }
 
-/// Names of all variants of an enum, as they are written.
+/// Returns the serialized names of all variants of an enum.
 pub(crate) fn variants_of<'a, T: Deserialize<'a>>() -> &'static [&'static str] {
     let mut names: &'static [&'static str] = &[];
-    // It fails in any case, and has given the names before.
+    // This always fails, but only after setting the names.
     let _ = T::deserialize(Variants(&mut names));
     names
 }
 
-/// Takes the names of variants from who asks for one of them.
+/// A deserializer that only captures the names of the variants.
 struct Variants<'n>(&'n mut &'static [&'static str]);
 
 impl<'de> serde::Deserializer<'de> for Variants<'_> {
@@ -85,7 +85,7 @@ impl<'de> serde::Deserializer<'de> for Variants<'_> {
     }
 }
 
-/// Durations with their units, exactly.
+/// Durations with units, without loss of precision.
 pub(crate) mod duration {
     use std::time::Duration;
 
@@ -127,7 +127,7 @@ pub(crate) mod mtu {
     }
 }
 
-/// Path MTUs in bytes.
+/// A list of path MTUs in bytes.
 pub(crate) mod mtus {
     use riser_transport::verbs::Mtu;
     use serde::{Deserialize, Deserializer, Serialize, Serializer, de};

@@ -1,13 +1,14 @@
-//! Watchers: initiators of iSCSI that look at the units again and again, and the ledger of what
-//! they may see.
+//! Watchers: iSCSI initiators that continuously check the units, and the ledger of the expected
+//! results.
 //!
 //! # Verdict
-//! - An answer is that of a layout in force between the begin and the end of its command: units
-//!   that are there, their capacity, disk and protection. A unit that is not there is not supported.
-//! - A change of the units is reported once to each nexus at each unit, as REPORTED LUNS DATA HAS
-//!   CHANGED or CAPACITY DATA HAS CHANGED, before another command succeeds there. Nothing else is.
-//! - What was written to a unit in memory is read from it until the process ends without a
-//!   successor.
+//! - The response to a command must match a layout that was in effect while it was in flight:
+//!   existing units, capacity, disk and protection. A unit that does not exist must be reported as
+//!   not supported.
+//! - A change of a unit must be reported once to each nexus and unit, as REPORTED LUNS DATA HAS
+//!   CHANGED or CAPACITY DATA HAS CHANGED, before another command succeeds. Nothing else may be
+//!   reported.
+//! - Data written to a RAM disk can be read until the process exits without a successor.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,32 +33,32 @@ use crate::initiator::{Dial, Dialed, Verdict};
 use crate::rival::connection::{Connection, Event};
 use crate::target;
 
-/// Time without an answer after which a session is left, and the longest login.
+/// Timeout for a response or a login, after which the session is closed.
 const SILENCE: Duration = Duration::from_secs(20);
 
-/// Longest wait between two commands, and between two logins.
+/// Maximum delay between two commands and between two logins.
 const SOON: Duration = Duration::from_millis(2);
 
-/// Time after the last change for which they look again and again.
+/// Time after the last change in which watchers check continuously.
 const EAGER: Duration = Duration::from_millis(20);
 
 const GOOD: u8 = 0x00;
 const CHECK_CONDITION: u8 = 0x02;
 
-/// A unit attention: code and qualifier.
+/// ASC and ASCQ of a unit attention.
 type Kind = (u8, u8);
 
 const LUNS_CHANGED: Kind = (0x3f, 0x0e);
 const CAPACITY_CHANGED: Kind = (0x2a, 0x09);
 
-/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED, and its kin.
+/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED, and similar conditions.
 const RESET: u8 = 0x29;
 
-/// What was served, and from when to when it may have been.
+/// The units of a layout, and the period in which they may have been visible.
 #[derive(Debug)]
 struct Period {
     begin: Instant,
-    /// When no worker serves it any more.
+    /// Time when they are no longer served by any worker.
     end: Option<Instant>,
     units: Vec<Seen>,
 }
@@ -68,22 +69,22 @@ impl Period {
     }
 }
 
-/// What was served in the course of time.
+/// All layouts of a run.
 #[derive(Debug)]
 pub struct Ledger {
     periods: Vec<Period>,
-    /// Serial numbers, by backend.
+    /// Serial numbers by backend.
     serials: BTreeMap<&'static str, Vec<u8>>,
-    /// Block 0 of the unit in memory: what it may hold.
+    /// Possible contents of block 0 on the RAM disk.
     ram: Vec<u8>,
-    /// When what was in memory was lost last.
+    /// Time when the contents of the RAM disk were last lost.
     lost: Option<Instant>,
-    /// When something was done last that those who look may notice.
+    /// Time of the last event that watchers may notice.
     noted: Instant,
 }
 
 impl Ledger {
-    /// Begins with these units.
+    /// Creates a ledger with these initial units.
     #[must_use]
     pub fn new(units: Vec<Seen>, now: Instant) -> Self {
         Self {
@@ -99,12 +100,12 @@ impl Ledger {
         }
     }
 
-    /// Something is done that those who look may notice.
+    /// Called for an event that watchers may notice.
     pub fn note(&mut self, now: Instant) {
         self.noted = now;
     }
 
-    /// Other units may be seen from now on.
+    /// Called when other units may become visible.
     pub fn change(&mut self, units: Vec<Seen>, now: Instant) {
         self.note(now);
         self.periods.push(Period {
@@ -114,7 +115,7 @@ impl Ledger {
         });
     }
 
-    /// Only the last layout is seen from now on.
+    /// Called when only the last layout is visible.
     pub fn settle(&mut self, now: Instant) {
         self.note(now);
         let last = self.periods.len() - 1;
@@ -123,13 +124,13 @@ impl Ledger {
         }
     }
 
-    /// What was in memory is lost.
+    /// Called when the contents of the RAM disk were lost.
     pub fn lose_memory(&mut self, now: Instant) {
         self.ram.push(0);
         self.lost = Some(now);
     }
 
-    /// The layouts that may have been in force at some time between.
+    /// Returns all layouts that may have been in effect during this period.
     fn during(&self, begin: Instant, end: Instant) -> impl Iterator<Item = &Period> {
         let overlaps = move |period: &&Period| {
             period.begin <= end && period.end.is_none_or(|over| over >= begin)
@@ -137,8 +138,8 @@ impl Ledger {
         self.periods.iter().filter(overlaps)
     }
 
-    /// The unit attentions that changes since then have caused at a unit: the kind, when the cause
-    /// began, and when it was certain, if it is.
+    /// Returns all unit attentions of a unit that were caused by changes since then: the kind, the
+    /// time when the cause started, and the time when it was completed, if it was.
     fn causes(&self, lun: u16, since: Instant) -> Vec<(Kind, Instant, Option<Instant>)> {
         let mut causes = Vec::new();
         for pair in self.periods.windows(2) {
@@ -165,14 +166,14 @@ impl Ledger {
     }
 }
 
-/// A command under way.
+/// A command in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Look {
     TestUnitReady,
     ReadCapacity,
     SerialNumber,
     ReportLuns,
-    /// A block of this byte.
+    /// WRITE of a block filled with this byte.
     Write(u8),
     Read,
 }
@@ -186,13 +187,13 @@ struct Task {
     data: Vec<u8>,
 }
 
-/// A cause that a nexus has heard of, or need not hear of any more.
+/// A cause that was reported to a nexus, or doesn't need to be reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Heard {
     lun: u16,
     kind: Kind,
     begin: Instant,
-    /// It may still be reported.
+    /// Set if it may still be reported.
     is_excused: bool,
 }
 
@@ -205,7 +206,7 @@ pub struct Watcher {
     dialed: Dialed,
     rng: Rng,
     connection: Option<Connection>,
-    /// When it began to log in.
+    /// Start time of the login.
     since: Instant,
     is_up: bool,
     next: Instant,
@@ -213,19 +214,19 @@ pub struct Watcher {
     cmd_sn: CmdSn,
     task: Option<Task>,
     heard: Vec<Heard>,
-    /// The backends that it takes LUNs for.
+    /// The backend that each LUN is expected to use.
     taken: BTreeMap<u16, &'static str>,
-    /// The backends that LUNs led to at its logins, since it identified the last one.
+    /// The backends of each LUN during its logins since it was last identified.
     led_to: BTreeMap<u16, BTreeSet<&'static str>>,
-    /// At the end: the LUNs that have not been ready since.
+    /// At the end of the run: LUNs that have not been ready since then.
     missing: Option<BTreeSet<u16>>,
-    /// Sessions end for a reason only.
+    /// Set if sessions should not be closed without a reason.
     is_quiet: bool,
     is_over: bool,
 }
 
 impl Watcher {
-    /// A watcher that is about to log in.
+    /// Creates a watcher that will log in.
     #[must_use]
     pub fn new(
         index: usize,
@@ -256,31 +257,31 @@ impl Watcher {
         }
     }
 
-    /// All troubles are over: each unit must be ready once more.
+    /// Called when all troubles are over: each unit must become ready again.
     pub fn look_at_all(&mut self, now: Instant) {
         let ledger = self.ledger.borrow();
         let units = ledger.periods.iter().last().into_iter();
         let luns = units.flat_map(|period| period.units.iter().map(|unit| unit.lun));
         self.missing = Some(luns.collect());
-        // What it is waiting for has its whole time.
+        // A pending login or command keeps its full timeout.
         if self.connection.is_none() || (self.is_up && self.task.is_none()) {
             self.next = now;
         }
     }
 
-    /// The LUNs that it was asked to look at and has not seen ready.
+    /// Returns the LUNs that have not become ready after [`Self::look_at_all`].
     #[must_use]
     pub fn missing(&self) -> &BTreeSet<u16> {
         const NONE: &BTreeSet<u16> = &BTreeSet::new();
         self.missing.as_ref().unwrap_or(NONE)
     }
 
-    /// Ends its session, for good.
+    /// Closes its session permanently.
     pub fn end(&mut self) {
         (self.connection, self.task, self.is_over) = (None, None, true);
     }
 
-    /// When the next thing happens by itself.
+    /// Returns the time of the next action.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let own = (!self.is_over).then_some(self.next);
@@ -288,7 +289,7 @@ impl Watcher {
         own.into_iter().chain(leaving).min()
     }
 
-    /// Does what there is to do; returns whether there was anything.
+    /// Performs pending work. Returns whether there was any.
     pub fn step(&mut self, now: Instant) -> bool {
         if self.is_over {
             return false;
@@ -312,7 +313,7 @@ impl Watcher {
                 (self.is_up, self.next) = (true, now);
                 self.heard.clear();
                 self.take_units(now);
-                // It may be new to what has changed meanwhile.
+                // Changes since the start of the login may or may not be reported.
                 for lun in [0, SIDE, RAM, ADDED] {
                     self.excuse(lun, &|_| true);
                 }
@@ -331,8 +332,8 @@ impl Watcher {
         }
     }
 
-    /// LUNs are taken for the units that they lead to at the login, or for those of the sessions
-    /// before, whatever the target knows of those.
+    /// A LUN is expected to use its backend at the time of the login or in any earlier session,
+    /// depending on what the target remembers.
     fn take_units(&mut self, now: Instant) {
         for (lun, backend) in std::mem::take(&mut self.taken) {
             self.led_to.entry(lun).or_default().insert(backend);
@@ -355,19 +356,19 @@ impl Watcher {
 
     fn leave(&mut self, now: Instant) {
         if self.connection.is_some() && !self.is_up {
-            // The target may have answered the login all the same.
+            // The target may have accepted the login.
             self.take_units(now);
         }
         let task = self.task.take();
         if let Some(task) = task.as_ref().filter(|t| t.look == Look::SerialNumber) {
-            // The target may have identified it all the same.
+            // The target may have executed the INQUIRY.
             let ledger = self.ledger.borrow();
             let units = ledger.during(task.begin, now);
             let units = units.filter_map(|period| period.unit(task.lun));
             let led_to = self.led_to.entry(task.lun).or_default();
             led_to.extend(units.map(|unit| unit.backend));
         }
-        // Whether it was written is not known.
+        // It's unknown whether this was written.
         if let Some(Task {
             look: Look::Write(byte),
             lun: RAM,
@@ -380,7 +381,7 @@ impl Watcher {
         self.wait(SOON * 4, now);
     }
 
-    /// Waits for `most`, and for longer the longer nothing has changed.
+    /// Waits for up to `most`, and longer if there were no recent changes.
     fn wait(&mut self, most: Duration, now: Instant) {
         let quiet = now - self.ledger.borrow().noted;
         let more = match self.missing().is_empty() {
@@ -390,7 +391,7 @@ impl Watcher {
         self.next = now + (most + more).mul_f64(self.rng.f64());
     }
 
-    /// Does what is due.
+    /// Runs the action that is due.
     fn act(&mut self, now: Instant) -> bool {
         if now < self.next {
             return false;
@@ -398,7 +399,7 @@ impl Watcher {
         match (&self.connection, self.is_up, &self.task) {
             (None, ..) => self.log_in(now),
             (Some(_), true, None) => self.look(now),
-            // It has had its time.
+            // Timeout.
             (Some(_), ..) => self.leave(now),
         }
         true
@@ -439,7 +440,7 @@ impl Watcher {
     fn look(&mut self, now: Instant) {
         let lun = [0, SIDE, SIDE, RAM, ADDED][self.rng.usize(..5)];
         let byte = self.rng.u8(1..);
-        // One alone uses it, so that the last write is known.
+        // Only one watcher uses the RAM disk, so that the last write is known.
         let is_memory = lun == RAM && self.index == 0;
         let look = match self.rng.u8(..8) {
             0 => Look::ReportLuns,
@@ -450,7 +451,7 @@ impl Watcher {
             _ => Look::TestUnitReady,
         };
         let (look, lun) = match (self.missing().first(), look) {
-            // A LUN that leads elsewhere has to be identified first.
+            // If the LUN was changed, it must be identified first.
             (Some(lun), Look::SerialNumber) => (look, *lun),
             (Some(lun), _) => (Look::TestUnitReady, *lun),
             (None, Look::ReportLuns) => (look, 0),
@@ -566,7 +567,7 @@ impl Watcher {
         let is_explained = match (sense.key, code) {
             (SenseKey::UnitAttention, kind) => return self.on_attention(task, kind, now),
             (SenseKey::IllegalRequest, (0x25, 0)) => is_some(&|unit| unit.is_none()),
-            // There are no pages where there is no unit.
+            // There are no VPD pages without a unit.
             (SenseKey::IllegalRequest, (0x24, 0)) if task.look == Look::SerialNumber => {
                 is_some(&|unit| unit.is_none())
             }
@@ -574,7 +575,7 @@ impl Watcher {
                 is_some(&|unit| unit.is_some_and(|unit| unit.is_read_only))
             }
             (SenseKey::IllegalRequest, _) => false,
-            // Of a disk that fails.
+            // Caused by a failing disk.
             _ => !self.is_quiet,
         };
         match is_explained {
@@ -583,10 +584,10 @@ impl Watcher {
         }
     }
 
-    /// A unit attention must have a cause that was not reported before.
+    /// Checks that a unit attention has a cause that was not reported before.
     fn on_attention(&mut self, task: &Task, kind: Kind, now: Instant) -> Result<(), String> {
         if kind.0 == RESET {
-            // It replaces what waits.
+            // It replaces pending conditions.
             self.excuse(task.lun, &|_| true);
             return Ok(());
         }
@@ -594,7 +595,8 @@ impl Watcher {
             return Ok(());
         }
         if kind == LUNS_CHANGED && self.may_be_stale(task, now) {
-            // What waits at the unit may be reported as well, or was it.
+            // Other pending conditions may have been reported together with this one, either now or
+            // earlier.
             self.excuse(task.lun, &|kind| kind == LUNS_CHANGED);
             return Ok(());
         }
@@ -610,7 +612,8 @@ impl Watcher {
         if fresh.count() == 0 {
             return Err(format!("UNIT ATTENTION {kind:02x?} without a cause"));
         }
-        // What was certain before the command began is reported with it; of others, one is.
+        // All causes that were completed before the command started are reported, or otherwise one
+        // of the remaining causes.
         let certain = |at: Option<Instant>| at.is_some_and(|at| at < task.begin);
         let is_one = all.len() == 1;
         for (_, begin, at) in all {
@@ -619,15 +622,15 @@ impl Watcher {
         Ok(())
     }
 
-    /// Whether a LUN may lead to another unit than the one that this initiator takes it for: then
-    /// all commands are answered with REPORTED LUNS DATA HAS CHANGED until it has identified it.
+    /// Returns whether this LUN may use another backend than the initiator expects. In this case
+    /// all commands fail with REPORTED LUNS DATA HAS CHANGED until the LUN was identified.
     fn may_be_stale(&self, task: &Task, now: Instant) -> bool {
         let ledger = self.ledger.borrow();
         let backend_at = |period: &Period| period.unit(task.lun).map(|unit| unit.backend);
         let taken = self.taken.get(&task.lun);
         let led_to = self.led_to.get(&task.lun).into_iter().flatten();
         let mut taken_for: Vec<_> = taken.into_iter().chain(led_to).copied().collect();
-        // The target does not know whether it has looked at what the LUN led to at the login.
+        // The target doesn't know whether the backend at the time of the login was identified.
         if taken.is_none() {
             taken_for.extend(ledger.during(self.since, now).filter_map(backend_at));
         }
@@ -635,7 +638,8 @@ impl Watcher {
         units.any(|backend| taken_for.iter().any(|taken| *taken != backend))
     }
 
-    /// A command succeeds that is for the unit that this initiator takes the LUN for.
+    /// Checks a successful command: it must have been executed by the backend that the initiator
+    /// expects.
     fn judge_identity(&mut self, task: &Task, now: Instant) -> Result<(), String> {
         let ledger = self.ledger.borrow();
         let units = ledger.during(task.begin, now);
@@ -671,7 +675,7 @@ impl Watcher {
         }
     }
 
-    /// What has begun need not be reported any more.
+    /// Makes reports for earlier changes optional.
     fn excuse(&mut self, lun: u16, is_it: &dyn Fn(Kind) -> bool) {
         let causes = self.ledger.borrow().causes(lun, self.since);
         for (kind, begin, _) in causes {
@@ -740,7 +744,7 @@ impl Watcher {
                 Some((backend, _)) => {
                     self.taken.insert(task.lun, backend);
                 }
-                // One that is not known yet: it is any of those that were there.
+                // Unknown backend: it may be any of those that were visible.
                 None => {
                     self.taken.remove(&task.lun);
                     self.led_to.insert(task.lun, backends.into_iter().collect());
@@ -758,8 +762,8 @@ impl Watcher {
     }
 }
 
-/// Compares what is in memory with what may be there, for a session that began at that time: one
-/// that ends with its target may still write to what is lost.
+/// Compares data from the RAM disk with its possible contents. If the session started before the
+/// contents were lost, its writes may still go to the old contents.
 fn judge_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), String> {
     match task.look {
         Look::Write(byte) => {
@@ -781,7 +785,7 @@ fn judge_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), 
     Ok(())
 }
 
-/// Whether INQUIRY says that there is no unit.
+/// Returns whether there is no unit according to INQUIRY data.
 fn is_absent(data: &[u8]) -> bool {
     data.first() == Some(&0x7f)
 }
@@ -791,7 +795,7 @@ fn blocks_of(data: &[u8]) -> Option<u64> {
     Some(u64::from_be_bytes(last) + 1)
 }
 
-/// Numbers of REPORT LUNS that may change, and of the first.
+/// Parses REPORT LUNS data. Returns LUN 0 and LUNs that may change.
 fn luns_of(data: &[u8]) -> Vec<u16> {
     let list = data.get(8..).unwrap_or_default().chunks_exact(8);
     let numbers = list.map(|lun| u16::from(lun[1]));

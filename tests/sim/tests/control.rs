@@ -1,4 +1,4 @@
-//! What an administrator does, and what becomes of the target's process, each by itself.
+//! Administrative changes and exits of the target process, one at a time.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ fn pass(plan: &Plan) {
     }
 }
 
-/// All protocols at work, while a fault occurs twice, for some milliseconds each.
+/// Creates a plan with all protocols and a fault that occurs twice, for a few milliseconds each.
 fn during(seed: u64, length: u64, fault: Fault) -> Plan {
     let trouble = |from| Trouble {
         from: Duration::from_millis(from),
@@ -70,7 +70,7 @@ fn a_change_that_is_refused_is_noticed_by_none() {
 #[test]
 fn an_initiator_that_is_denied_has_no_session_until_it_is_admitted() {
     for (index, protocol) in ALL.into_iter().enumerate() {
-        // Longer than the target waits for its logout.
+        // Longer than the target waits for the logout.
         let plan = during(1, 8_000, Fault::Admin(AdminFault::Deny(index)));
         pass(&Plan {
             private_units: protocol == Protocol::Iscsi,
@@ -90,7 +90,7 @@ fn portals_and_the_target_may_go_and_return() {
     }
 }
 
-/// Reservations are looked at: a restart keeps those that were to persist, an upgrade all.
+/// Checks reservations: a restart must keep those that persist, an upgrade must keep all of them.
 #[test]
 fn a_restart_and_an_upgrade_lose_nothing() {
     let rival = RivalPlan {
@@ -113,7 +113,7 @@ fn a_restart_and_an_upgrade_lose_nothing() {
     }
 }
 
-/// What was acknowledged before the process has ended outlives the power.
+/// Data that was acknowledged before the process has exited must survive a power loss.
 #[test]
 fn power_may_go_after_a_restart() {
     for seed in 1..=3 {
@@ -141,7 +141,7 @@ fn a_worker_may_fail_or_get_no_time() {
     }
 }
 
-/// One after the other, in the middle of each other.
+/// A sequence in which each operation starts in the middle of the other.
 #[test]
 fn an_upgrade_may_meet_a_change() {
     let change = |fault| Fault::Admin(fault);

@@ -1,4 +1,4 @@
-//! Plans that have found something, each in a file that says what.
+//! Plans that have found a bug. Each file describes the reason.
 
 use std::path::Path;
 

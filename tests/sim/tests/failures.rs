@@ -1,12 +1,13 @@
-//! Each call of an RDMA device that takes memory, and each completion, fails once: of a target with
-//! two workers, and of an initiator.
+//! Fails each allocating call of an RDMA device and each completion once, for a target with two
+//! workers and for an initiator.
 //!
-//! Initiators do the same commands again and again; each time another call or completion, by its
-//! number, ends with an error. They repeat what was lost, so nothing fails for their users; what is
-//! on the disk is explained by what was acknowledged, and in the end no memory, session or object is
-//! left at either end.
+//! The initiators repeat the same commands, and each time another call or completion fails. They
+//! retry lost commands, so their users don't notice any failures. In the end, the data on the disk
+//! must match acknowledged writes, and all memory, sessions and objects must be released on both
+//! sides.
 //!
-//! `RISER_ENUMERATE` sets how many of these fail of each kind (default 60, an even sample).
+//! `RISER_ENUMERATE` limits the number of calls and of completions that are tested (default 60,
+//! evenly spaced).
 
 #![allow(missing_docs, reason = "a test")]
 #![allow(clippy::print_stdout, reason = "prints figures")]
@@ -18,7 +19,7 @@ use riser_sim::plan::{Fault, Protocol, Trouble};
 use riser_sim::{Plan, run};
 use riser_tests::load::setting;
 
-/// Two initiators at work, while something fails at a device.
+/// Creates a plan with two initiators and a device fault.
 fn plan(protocol: Protocol, place: Place, fault: NicFault) -> Plan {
     Plan {
         workers: 2,
@@ -34,13 +35,13 @@ fn plan(protocol: Protocol, place: Place, fault: NicFault) -> Plan {
     }
 }
 
-/// Numbers below `count`, `most` of them at most, evenly.
+/// Returns at most `most` evenly spaced numbers less than `count`.
 fn sample(count: usize, most: usize) -> impl Iterator<Item = usize> {
     let taken = count.min(most);
     (0..taken).map(move |at| at * count / taken)
 }
 
-/// Fails one after the other; returns the number of runs.
+/// Runs all faults one by one. Returns the number of runs.
 fn enumerate(protocol: Protocol, place: Place) -> usize {
     let most = setting("RISER_ENUMERATE", 60) as usize;
     let none = plan(protocol, place, NicFault::FailCall(usize::MAX));
@@ -48,7 +49,8 @@ fn enumerate(protocol: Protocol, place: Place) -> usize {
     let [calls, completions] = whole.counted;
     assert!(calls > 100 && completions > 50, "{whole:?}");
     let calls = sample(calls, most).map(NicFault::FailCall);
-    // Each completion with a status of its own: all statuses come to all kinds of completions.
+    // Use a different status for each completion, so that all kinds of completions fail with all
+    // statuses.
     let completions = sample(completions, most)
         .zip((0..STATUSES.len()).cycle())
         .map(|(number, status)| NicFault::FailCompletion(number, status));

@@ -1,4 +1,4 @@
-//! Single faults of a foreign target, over one path and over two.
+//! Single faults of a foreign target with one and two paths.
 
 use std::time::Duration;
 
@@ -8,14 +8,15 @@ use riser_sim::run;
 
 const PROTOCOLS: [Protocol; 3] = [Protocol::Iscsi, Protocol::Iser, Protocol::Srp];
 
-/// Runs seeds of one initiator on a foreign target with each protocol, in which `fault` occurs twice.
+/// Runs an initiator on a foreign target over each protocol, with several seeds. The fault occurs
+/// twice.
 fn pass(traits: &Traits, paths: usize, fault: Option<ForeignFault>) {
     for protocol in PROTOCOLS {
         pass_with(protocol, traits, paths, fault);
     }
 }
 
-/// Runs three seeds of one initiator on a foreign target, in which `fault` occurs twice.
+/// Runs three seeds of an initiator on a foreign target. The fault occurs twice.
 fn pass_with(protocol: Protocol, traits: &Traits, paths: usize, fault: Option<ForeignFault>) {
     let trouble = |from, fault| Trouble {
         from: Duration::from_secs(from),
@@ -150,7 +151,7 @@ fn restarted_node_keeps_cache_of_another() {
     pass(&traits, 2, Some(ForeignFault::StopPortal(0)));
 }
 
-/// The path in use has no room for another command when the other path returns.
+/// The path in use is too busy for another command when the other path returns.
 #[test]
 fn restarted_node_keeps_cache_of_busy_path() {
     let traits = Traits {

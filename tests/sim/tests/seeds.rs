@@ -1,4 +1,4 @@
-//! A few seeds of the simulator, and the same one twice.
+//! Runs some seeds, and repeats one of them.
 
 use std::io::Write as _;
 use std::process::Command;
@@ -9,10 +9,10 @@ use riser_sim::plan::{Fault, Protocol, Trouble};
 use riser_sim::rival::RivalPlan;
 use riser_sim::{Plan, run};
 
-/// Seeds whose bytes are compared.
+/// Seeds for which we compare all bytes.
 const COMPARED: [u64; 6] = [1, 2, 3, 7, 10, 12];
 
-/// Names the seed that another process is to run, and print the outcome of.
+/// Set to the seed for another process, which must run it and print the outcome.
 const SEED: &str = "RISER_SIM_TRACE_OF";
 
 #[test]
@@ -57,7 +57,7 @@ fn the_first_seeds_pass() {
     }
 }
 
-/// A plan whose target ends while all protocols are at work, again and again.
+/// Creates a plan where the target is stopped repeatedly while all protocols are active.
 fn restarts(seed: u64, fault: Fault) -> Plan {
     let troubles = (1..=4).map(|n| Trouble {
         from: Duration::from_millis(20 * n),
@@ -88,7 +88,7 @@ fn initiators_go_on_after_a_target_that_has_died_or_lost_its_power() {
     }
 }
 
-/// Initiators of another make, which abort, reset, reserve and leave as they like, beside ours.
+/// Rivals that abort, reset, reserve and leave at random, together with our initiators.
 #[test]
 fn rivals_pass() {
     let rival = RivalPlan {
@@ -117,7 +117,7 @@ fn rivals_pass() {
     }
 }
 
-/// Connections break again and again, and commands go on at others, or are given up.
+/// Connections are closed repeatedly. Their commands continue on other connections or are aborted.
 #[test]
 fn rivals_recover_what_their_connections_had() {
     for (seed, recovery_level) in (1..).zip([0, 1, 2, 2, 2, 2]) {
@@ -132,7 +132,7 @@ fn rivals_recover_what_their_connections_had() {
             spoils: 8,
             ..RivalPlan::default()
         };
-        // So that there are commands to be recovered.
+        // Ensures that there are commands to recover.
         let stalls = (0..6).map(|n| Trouble {
             from: Duration::from_millis(10 + 40 * n),
             until: Duration::from_millis(30 + 40 * n),
@@ -156,7 +156,7 @@ fn rivals_recover_what_their_connections_had() {
     }
 }
 
-/// As many commands as a window has wait for a disk, with few slots for all of them.
+/// A full window of commands is waiting for a disk with a small ring.
 #[test]
 fn a_disk_that_stalls_costs_no_connection() {
     for (seed, queue_depth) in (1..).zip([8, 128]) {

@@ -1,5 +1,5 @@
-//! Peers that cheat, devices and networks that fail, and initiators that come back or have the same
-//! names, each by itself.
+//! Cheating peers, failing devices and networks, and initiators that return or use the same names,
+//! one at a time.
 
 use std::time::Duration;
 
@@ -61,7 +61,7 @@ fn honest_initiators_go_on_beside_peers_that_want_their_data_or_hold_up_their_co
     for (seed, aim) in (1..).zip(aims) {
         let cheats = ALL.map(|protocol| CheatPlan {
             protocol,
-            // Others have no portal by which they could trespass.
+            // Other protocols have no portal where they could trespass.
             aim: match protocol {
                 Protocol::Srp => aim,
                 _ if aim == Aim::Trespass => Aim::Withhold,
@@ -102,7 +102,7 @@ fn connections_survive_what_fails_at_a_device() {
             });
             pass(&Plan {
                 paths: 2,
-                // Those of the initiator are longer than what the sockets take at once.
+                // Segmented sends of the initiator are longer than the socket buffers.
                 segments: 64,
                 socket_room: 16,
                 troubles: troubles.collect(),
@@ -112,7 +112,7 @@ fn connections_survive_what_fails_at_a_device() {
     }
 }
 
-/// A trouble from 10 ms on, for so many milliseconds.
+/// A trouble that starts at 10 ms, with this duration in milliseconds.
 fn trouble(length: u64, fault: Fault) -> Trouble {
     Trouble {
         from: Duration::from_millis(10),
@@ -148,7 +148,7 @@ fn an_initiator_of_any_protocol_may_be_cut_off() {
     }
 }
 
-/// What old connections have sent arrives while others are there, also of processes from before.
+/// Data of old connections arrives when there are new connections, even from a previous process.
 #[test]
 fn networks_may_hold_what_is_sent_until_its_connection_is_over() {
     for seed in 1..=6 {
@@ -180,7 +180,7 @@ fn an_initiator_may_end_in_good_order_and_start_again() {
     }
 }
 
-/// Longer than any command may take, so that one that waits for it would fail.
+/// Longer than the command timeout, so a command that waits for this disk would fail.
 #[test]
 fn the_disk_of_one_initiator_may_stall_and_no_other_notices() {
     for index in 0..3 {
@@ -199,8 +199,8 @@ fn the_disk_of_one_initiator_may_stall_and_no_other_notices() {
     }
 }
 
-/// What was acknowledged as persistent is there after the power has gone, and nothing that was
-/// refused.
+/// After a power loss, all persistent reservations that were acknowledged must exist, but none that
+/// were rejected.
 #[test]
 fn a_state_directory_may_take_nothing() {
     let rival = RivalPlan {
@@ -243,7 +243,7 @@ fn an_initiator_may_move_or_meet_another_of_its_names() {
     }
 }
 
-/// A plan of hogs, beside initiators of all protocols that have time for their commands.
+/// Creates a plan with hogs, and initiators over all protocols without short timeouts.
 fn hogs(seed: u64, hogs: Vec<HogPlan>) -> Plan {
     Plan {
         hogs,
@@ -257,7 +257,7 @@ fn hogs(seed: u64, hogs: Vec<HogPlan>) -> Plan {
     }
 }
 
-/// A disk hangs while commands for it occupy memory, slots and threads.
+/// A disk hangs while its commands occupy memory, ring entries and threads.
 #[test]
 fn hung_disk_delays_no_other_initiator() {
     let loads = [Load::Reads, Load::Writes, Load::Zeroes, Load::Mixed];
@@ -311,7 +311,7 @@ fn trickling_data_delay_no_other_initiator() {
     }
 }
 
-/// An upgrade that meets a disk which has just begun to hang is undone, and costs the sessions only.
+/// If a disk has just started to hang, an upgrade is reverted, and only closes the sessions.
 #[test]
 fn upgrade_is_undone_if_disk_hangs() {
     let hog = HogPlan {

@@ -1,8 +1,8 @@
-//! Packets in the name of an initiator, with one number or more that its own do not have.
+//! Forges packets in the name of an initiator, with at least one wrong number.
 //!
-//! A target can only look at what is in a packet, so a packet that is right in all must be taken
-//! for the initiator's: ids, queue pairs and sequence numbers are its protection. With any of them
-//! wrong, a packet may have no effect on a connection, even if all else is right.
+//! A target can only check the contents of a packet, so it must accept a packet from this address
+//! if everything is correct. It's protected by communication IDs, QP numbers and PSNs: if any of
+//! these is wrong, the packet must not affect a connection, even if all other fields are correct.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -17,16 +17,16 @@ use riser_transport::wire::{
 use super::overheard::{COMM_ID, Host, MAD};
 use super::{Act, CheatPlan, Overheard, Pace, Surroundings};
 
-/// Places in a MAD: the attribute, the receiver's id, and the queue pair of a DREQ's receiver.
+/// Offsets in a MAD: attribute ID, remote communication ID, and remote QPN in a DREQ.
 const ATTRIBUTE: usize = MAD + 16;
 const REMOTE_ID: usize = MAD + 28;
 const REMOTE_QPN: usize = MAD + 32;
 
-/// Places in the MAD of a REQ: the service, and the GUID of the adapter.
+/// Offsets in the MAD of a REQ: service ID, and the GUID of the adapter.
 const SERVICE: usize = MAD + 32;
 const GUID: usize = MAD + 40;
 
-/// A peer that forges packets of another.
+/// A peer that forges packets of an initiator.
 #[derive(Debug)]
 pub struct Forger {
     pace: Pace,
@@ -52,7 +52,7 @@ impl Forger {
     pub(super) fn step(&mut self, now: Instant) -> bool {
         let mut worked = false;
         while let Some(act) = self.pace.act(now) {
-            // Of another that uses RDMA, if its victim does not.
+            // Uses another initiator if the victim has no RDMA connection.
             let of_rdma = |host: &Host| host.request.is_some().then(|| host.clone());
             if let (Act::Message, Some(host)) = (act, self.overheard.stolen(self.victim, of_rdma)) {
                 self.forge(&host);
@@ -84,8 +84,8 @@ impl Forger {
     }
 }
 
-/// The initiator's own request with another id. The queue pair is that of its connection, so its
-/// adapter could have forgotten that one.
+/// Returns the initiator's own REQ with another communication ID. It has the QPN of the existing
+/// connection, which the adapter could therefore drop by mistake.
 fn request(host: &Host, rng: &mut Rng) -> Option<Vec<u8>> {
     let mut packet = host.request.clone()?;
     let id = MAD + COMM_ID;
@@ -98,7 +98,7 @@ fn request(host: &Host, rng: &mut Rng) -> Option<Vec<u8>> {
     Some(packet)
 }
 
-/// The end of a connection, of which an id is a guess.
+/// Returns a DREQ with a guessed communication ID.
 fn disconnection(host: &Host, rng: &mut Rng) -> Option<Vec<u8>> {
     let mut packet = host.request.clone()?;
     packet[ATTRIBUTE + 1] = 0x15;
@@ -108,8 +108,8 @@ fn disconnection(host: &Host, rng: &mut Rng) -> Option<Vec<u8>> {
     Some(packet)
 }
 
-/// A packet to a queue pair of the target, which is not the initiator's, or whose sequence number
-/// is far from those that it could have. One that is spoilt may have the right ones.
+/// Returns a packet to a QP of the target with a wrong QPN, or with a PSN far outside the window.
+/// If the packet is corrupted, both may be correct.
 fn of_connection(host: &Host, is_spoilt: bool, rng: &mut Rng) -> Option<Vec<u8>> {
     let (qpn, psn) = (host.qpns[0]?, host.psns[1]?);
     let far = rng.u32(1 << 16..(1 << 24) - (1 << 16));

@@ -1,14 +1,14 @@
-//! Peers that cheat, at a target and a unit of their own beside the honest ones.
+//! Cheating peers, with their own target and unit in addition to those of the honest initiators.
 //!
-//! They send any message in any state ([`Mutator`]), promise data and do not send them, do not read,
-//! say nothing at all, announce memory and take it away, use keys that are not theirs, acknowledge
-//! what was not sent, and log in over their own sessions. They go on for as long as honest
-//! initiators have work, and keep then what they have, so that only a target which bounds what it
-//! gives to each has something left for others.
+//! They send arbitrary messages in any state ([`Mutator`]), don't send announced data, stop
+//! reading, stay silent, register and invalidate memory, use foreign keys, acknowledge packets that
+//! were not sent, and repeatedly log in with the same name. They continue until all honest
+//! initiators have finished, and then keep their resources. A target that doesn't limit the
+//! resources of each peer will therefore have none left for the others.
 //!
-//! Others are at the unit under judgement itself ([`Aim`]): they want the data of honest initiators
-//! by the names of these, hold up its order with commands whose data never come, or forge packets
-//! of a host that is there. None of that may have an effect.
+//! Other cheating peers use the tested unit itself ([`Aim`]): they try to read data with the names
+//! of honest initiators, delay the unit with commands without data, or forge packets of another
+//! host. None of this may have any effect.
 //!
 //! [`Mutator`]: riser_tests::mutator::Mutator
 
@@ -36,13 +36,13 @@ use crate::initiator::Dialed;
 use crate::plan::Protocol;
 use crate::{initiator, target};
 
-/// Name of the iSCSI target that is theirs.
+/// Name of the iSCSI target for cheating peers.
 pub const IQN: &str = "iqn.2026-01.org.example:cheats";
 
-/// Port of its SRP portals.
+/// Port of the SRP portals for cheating peers.
 pub const SRP_PORT: u16 = 6555;
 
-/// Times for which a peer says nothing. The last outlasts every patience.
+/// Durations of silence. The last one exceeds all timeouts.
 const SILENCES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(200),
@@ -50,32 +50,32 @@ const SILENCES: [Duration; 4] = [
     Duration::from_secs(200),
 ];
 
-/// Shortest and longest wait between two actions of one that goes on, in microseconds.
+/// Minimum and maximum delay between two actions of a peer that continues, in microseconds.
 const SELDOM: RangeInclusive<u64> = 50_000..=500_000;
 
-/// Where a cheating peer goes, and what it wants there.
+/// The goal of a cheating peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Aim {
-    /// It sends what it likes to its own target.
+    /// Sends arbitrary messages to the target for cheating peers.
     #[default]
     Own,
-    /// It logs in at the target under judgement by the names of an initiator, or of a rival where
-    /// the number is above those of the initiators, and reads. Its address may not log in there.
+    /// Logs in at the tested target with the name of an initiator (or of a rival, for higher
+    /// numbers) and reads. Its address has no access.
     Steal(usize),
-    /// The same from an address that has a unit of its own there.
+    /// The same from an address that has access to another unit.
     StealBeside(usize),
-    /// It reads at the target under judgement, where its address has rights, by the SRP portal of
-    /// another target, which must not lead there.
+    /// Reads from the tested target, where its address has access, but uses the SRP portal of
+    /// another target, which must be rejected.
     Trespass,
-    /// It has rights at the unit under judgement, and sends commands whose data never come.
+    /// Has access to the tested unit, but never sends the data for its commands.
     Withhold,
-    /// It forges packets of such an initiator.
+    /// Forges packets of this initiator.
     Forge(usize),
 }
 
 impl Aim {
-    /// One that is drawn for a peer of this protocol, so that each is met about as often.
+    /// Draws an aim for this protocol, so that all aims are used about equally often.
     fn draw(protocol: Protocol, rng: &mut Rng) -> Self {
         let victim = rng.usize(..4);
         match rng.u8(..6) {
@@ -87,12 +87,12 @@ impl Aim {
         }
     }
 
-    /// Whether it needs access rules that distinguish it from others.
+    /// Returns whether this needs access rules that are different from other peers.
     fn needs_rules(self) -> bool {
         !matches!(self, Self::Own | Self::Forge(_))
     }
 
-    /// The units that its address sees at the target under judgement, if it may log in.
+    /// Returns the LUN mapping at the tested target, or `None` without access.
     fn luns(self) -> Option<&'static str> {
         match self {
             Self::StealBeside(_) => Some("{ 0: c }"),
@@ -101,18 +101,18 @@ impl Aim {
         }
     }
 
-    /// Whether it only reads what it must not read.
+    /// Returns whether this only reads data without permission.
     fn is_theft(self) -> bool {
         matches!(self, Self::Steal(_) | Self::StealBeside(_) | Self::Trespass)
     }
 
-    /// Whether it tries to join a session of several connections.
+    /// Returns whether this tries to join a session with multiple connections.
     #[must_use]
     pub fn joins(self, protocol: Protocol) -> bool {
         protocol == Protocol::Iscsi && matches!(self, Self::Steal(_) | Self::StealBeside(_))
     }
 
-    /// The one whose names it has.
+    /// Returns the initiator that this impersonates.
     fn victim(self) -> Option<usize> {
         match self {
             Self::Steal(victim) | Self::StealBeside(victim) | Self::Forge(victim) => Some(victim),
@@ -121,8 +121,8 @@ impl Aim {
     }
 }
 
-/// The rules of access of the target under judgement for cheating peers, if it needs some for them:
-/// no other rule may name their addresses.
+/// Returns access rules of the tested target for cheating peers, if needed. No other rules may
+/// include their addresses.
 #[must_use]
 pub fn rules(cheats: &[CheatPlan]) -> Option<String> {
     cheats.iter().find(|one| one.aim.needs_rules())?;
@@ -134,30 +134,30 @@ pub fn rules(cheats: &[CheatPlan]) -> Option<String> {
     Some(cheats.iter().enumerate().filter_map(rule).collect())
 }
 
-/// What a cheating peer does.
+/// The plan of a cheating peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheatPlan {
-    /// Its protocol.
+    /// Protocol of the peer.
     pub protocol: Protocol,
-    /// What it wants.
+    /// Goal of the peer.
     pub aim: Aim,
-    /// It takes nothing that is sent to it.
+    /// Never reads.
     pub deaf: bool,
-    /// It acknowledges packets that it expects as soon as others come.
+    /// Acknowledges packets before they were received.
     pub hasty: bool,
-    /// It goes on after its messages, now and then, as long as others have work.
+    /// Continues from time to time after all messages until the other peers have finished.
     pub lasts: bool,
-    /// Messages that it sends.
+    /// Number of messages.
     pub messages: usize,
-    /// Of 32 actions, those that are silences.
+    /// Number of silences per 32 actions.
     pub silences: u8,
-    /// Of 32 actions, those that leave a connection without a word, for another one.
+    /// Number of connections that are abandoned per 32 actions.
     pub departures: u8,
 }
 
 impl Default for CheatPlan {
-    /// One that sends what it likes.
+    /// A peer that sends arbitrary messages.
     fn default() -> Self {
         Self {
             protocol: Protocol::Iscsi,
@@ -173,7 +173,7 @@ impl Default for CheatPlan {
 }
 
 impl CheatPlan {
-    /// A cheating peer of a seed.
+    /// Draws a cheating peer for a seed.
     #[must_use]
     pub fn draw(rng: &mut Rng) -> Self {
         Self {
@@ -185,7 +185,7 @@ impl CheatPlan {
         }
     }
 
-    /// What peers of a seed do besides, of random numbers of their own, and more of them.
+    /// Draws further properties and peers for a seed, using another sequence of random numbers.
     pub fn extend(all: &mut Vec<Self>, rng: &mut Rng) {
         for _ in 0..[0, 0, 0, 1, 2][rng.usize(..5)] {
             let one = Self::draw(rng);
@@ -200,31 +200,31 @@ impl CheatPlan {
     }
 }
 
-/// Address of a cheating peer.
+/// Returns the address of a cheating peer.
 #[must_use]
 pub fn address(index: usize) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(10, 0, 2, 1 + index as u8))
 }
 
-/// What a peer needs of the world.
+/// Environment of a cheating peer.
 #[derive(Clone, Debug)]
 pub struct Surroundings {
-    /// The RDMA network.
+    /// RDMA network.
     pub fabric: Fabric,
-    /// Streams that it opens.
+    /// Streams opened by the peer.
     pub dialed: Dialed,
-    /// The SRP port of its target.
+    /// SRP port of the target for cheating peers.
     pub port: TargetPortId,
-    /// That of the target under judgement.
+    /// SRP port of the tested target.
     pub honest: TargetPortId,
-    /// Initiators, which rivals follow.
+    /// Number of initiators and of rivals.
     pub hosts: (usize, usize),
-    /// What it has seen of packets.
+    /// Eavesdropped packets.
     pub overheard: Overheard,
 }
 
 impl Surroundings {
-    /// The last part of the address of a victim: that of an initiator, or of a rival.
+    /// Returns the last byte of the victim's address, which is an initiator or a rival.
     fn host(&self, victim: usize) -> u8 {
         let (initiators, rivals) = self.hosts;
         let index = victim % (initiators + rivals).max(1);
@@ -242,12 +242,12 @@ pub enum Cheat {
     Rdma(Box<RdmaCheat>),
     /// Over TCP.
     Tcp(Box<TcpCheat>),
-    /// Beside the connections of others.
+    /// Not a participant of the connection.
     Forger(Box<Forger>),
 }
 
 impl Cheat {
-    /// A peer that is about to connect; the index distinguishes it from others.
+    /// Creates a peer that is about to connect. The index must be unique.
     #[must_use]
     pub fn new((index, plan): (usize, CheatPlan), world: &Surroundings, rng: Rng) -> Self {
         match plan.protocol {
@@ -259,7 +259,7 @@ impl Cheat {
         }
     }
 
-    /// Does what there is to do; returns whether there was anything.
+    /// Performs pending work. Returns whether there was any.
     pub fn step(&mut self, now: Instant) -> bool {
         match self {
             Self::Rdma(cheat) => cheat.step(now),
@@ -268,7 +268,7 @@ impl Cheat {
         }
     }
 
-    /// When the next thing happens by itself.
+    /// Returns the time of the next action.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         match self {
@@ -279,7 +279,7 @@ impl Cheat {
     }
 }
 
-/// When it acts, and what is left to do.
+/// Schedules the actions of a peer.
 #[derive(Debug)]
 struct Pace {
     plan: CheatPlan,
@@ -288,7 +288,7 @@ struct Pace {
     next: Instant,
 }
 
-/// What to do next.
+/// The next action.
 enum Act {
     Message,
     Silence(Duration),
@@ -305,13 +305,13 @@ impl Pace {
         }
     }
 
-    /// The next thing to do, if it is time for it.
+    /// Returns the next action if it is due.
     fn act(&mut self, now: Instant) -> Option<Act> {
         if !self.goes_on() || self.next > now {
             return None;
         }
         self.left = self.left.saturating_sub(1);
-        // Bursts, and pauses; and less when it has done what others notice most.
+        // Actions are sent in bursts, and less often if all messages have been sent.
         let most = [1, 300, 10_000][self.rng.usize(..3)];
         let mut pause = self.rng.u64(..most);
         if self.left == 0 && self.plan.lasts {
@@ -319,7 +319,7 @@ impl Pace {
         }
         self.next = now + Duration::from_micros(pause);
         let (silences, mut departures) = (self.plan.silences, self.plan.departures);
-        // One that steals tries one way after the other.
+        // Thieves try all ways in turn.
         if self.plan.aim.is_theft() {
             departures = departures.max(4);
         }
@@ -330,13 +330,14 @@ impl Pace {
         })
     }
 
-    /// Whether it may connect now. That is an action where it may go on forever without another.
+    /// Returns whether the peer may connect now. This is counted as an action if it could otherwise
+    /// continue forever.
     fn may_dial(&mut self, now: Instant) -> bool {
         let is_free = self.left > 0 && self.plan.aim == Aim::Own;
         is_free || self.act(now).is_some()
     }
 
-    /// Whether there is more to do.
+    /// Returns whether there are more actions.
     fn goes_on(&self) -> bool {
         self.left > 0 || self.plan.lasts
     }
@@ -346,19 +347,19 @@ impl Pace {
     }
 }
 
-/// The names that a peer has at a target of iSCSI.
+/// Names for logging in at an iSCSI target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Names {
     initiator: String,
     isid: [u8; 6],
-    /// Number of the session that it joins; none for a session of its own.
+    /// TSIH of a session to join, or zero for a new session.
     tsih: u16,
-    /// Number of the connection.
+    /// CID of the connection.
     cid: u16,
 }
 
 impl Names {
-    /// Names of its own.
+    /// Returns the peer's own names.
     fn own(index: usize) -> Self {
         Self {
             initiator: format!("iqn.2026-01.org.example:cheat{index}"),
@@ -368,7 +369,7 @@ impl Names {
         }
     }
 
-    /// A Login Request with them.
+    /// Builds a Login Request with these names.
     fn login(&self, aim: Aim, more: &str) -> Vec<u8> {
         let target = match aim {
             Aim::Own => IQN,
@@ -377,7 +378,7 @@ impl Names {
         let more = format!("InitialR2T=Yes\0ImmediateData=No\0{more}");
         let mut login = pdus::login(self.isid, &self.initiator, target, &more);
         if self.tsih != 0 {
-            // A connection that joins others must not say what holds for a whole session.
+            // A connection that joins a session must not negotiate keys of the session.
             let text = format!("InitiatorName={}\0TargetName={target}\0", self.initiator);
             login[7] = text.len() as u8;
             (login[5], login[6]) = (0, (text.len() >> 8) as u8);
@@ -391,38 +392,38 @@ impl Names {
     }
 }
 
-/// Gives a changed PDU the number of the next command as a rule, without which a target looks at its
-/// header only.
+/// Usually sets the next CmdSN in a mutated PDU, because otherwise the target would only check the
+/// header.
 fn set_number(rng: &mut Rng, pdu: &mut [u8], number: &mut u32) {
     if let Some(field) = pdu.get_mut(24..28)
         && rng.u8(..4) > 0
     {
         field.copy_from_slice(&number.to_be_bytes());
-        // One that the target does not count makes a gap, which the next of another kind may fill.
+        // If the target doesn't count this PDU, there is a gap which the next PDU may fill.
         *number += u32::from(rng.bool());
     }
 }
 
-/// What a command asks for.
+/// A command to send.
 #[derive(Clone, Copy, Debug)]
 struct Wish {
     lun: u16,
     cdb: [u8; 16],
     writes: bool,
-    /// Bytes that it moves.
+    /// Data length in bytes.
     len: u32,
-    /// It is ORDERED.
+    /// Set for ORDERED commands.
     is_ordered: bool,
 }
 
 impl Wish {
-    /// The next command of a peer with this aim.
+    /// Draws the next command for this aim.
     fn draw(aim: Aim, rng: &mut Rng) -> Self {
         match aim {
             Aim::Withhold => Self::withheld(rng),
             _ if aim.is_theft() => Self {
-                // The unit that all see, the private one as its owner sees it, and those that
-                // rules give other numbers.
+                // The shared unit, the private unit as seen by its owner, and units with other
+                // LUNs.
                 lun: [0, 0, 1, rng.u16(9..13)][rng.usize(..4)],
                 ..Self::transfer(false, rng.u16(1..=16), rng)
             },
@@ -433,7 +434,7 @@ impl Wish {
         }
     }
 
-    /// A READ or WRITE.
+    /// Returns a READ or WRITE command.
     fn transfer(writes: bool, blocks: u16, rng: &mut Rng) -> Self {
         let mut cdb = [0; 16];
         let opcode = if writes { 0x2a } else { 0x28 };
@@ -447,8 +448,8 @@ impl Wish {
         }
     }
 
-    /// One that others would have to wait for if its data came, which they never do: nothing may
-    /// change.
+    /// Draws a command that would delay other commands if its data were sent. This never happens,
+    /// so it must not have any effect.
     fn withheld(rng: &mut Rng) -> Self {
         let base = Self {
             is_ordered: rng.bool(),
@@ -471,7 +472,7 @@ impl Wish {
         Self { cdb, len, ..base }
     }
 
-    /// As a PDU.
+    /// Encodes the command as a PDU.
     fn pdu(self, number: u32) -> [u8; 48] {
         let (tag, len) = (number.wrapping_add(0x100), self.len);
         let pdu = pdus::scsi_command(tag, number, &self.cdb, self.writes, len);

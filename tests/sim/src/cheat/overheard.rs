@@ -1,5 +1,5 @@
-//! What cheating peers know of others: names, numbers of connections, and whole requests, as they
-//! went over the network.
+//! Information that cheating peers have eavesdropped: names, numbers of connections, and complete
+//! requests.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -11,46 +11,47 @@ use riser_transport::wire::{Bth, Qpn};
 
 use super::Names;
 
-/// Where a MAD begins in a packet: behind BTH and DETH.
+/// Offset of a MAD in a packet, after BTH and DETH.
 pub(super) const MAD: usize = Bth::LEN + 8;
 
-/// Length of a MAD, and of the ICRC behind it.
+/// Length of a MAD before the ICRC.
 const MAD_LEN: usize = 256;
 const ICRC: usize = 4;
 
-/// Places in a MAD of a REQ: the attribute, the requester's id, and the private data behind the
-/// address header of the RDMA CM.
+/// Offsets in a MAD of a REQ: attribute ID, local communication ID, and private data after the RDMA
+/// CM header.
 const ATTRIBUTE: usize = 16;
 pub(super) const COMM_ID: usize = 24;
 const SRP_LOGIN: usize = 164 + 36;
 
-/// Place of a PDU in the packet of a SEND of iSER.
+/// Offset of a PDU in the packet of an iSER SEND.
 const PDU: usize = Bth::LEN + 28;
 
-/// What cheats use of packets and streams, by the last part of an initiator's address.
+/// Information for cheating peers from packets and streams, by the last byte of the initiator's
+/// address.
 #[derive(Clone, Debug, Default)]
 pub struct Overheard(Arc<Mutex<BTreeMap<u8, Host>>>);
 
-/// One initiator, or a peer that cheats.
+/// An initiator or cheating peer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Host {
-    /// Its address when it was heard last.
+    /// Source address of its last packet.
     pub(super) address: Option<IpAddr>,
-    /// The target's address that its last packet went to.
+    /// Target address of its last packet.
     pub(super) target: Option<IpAddr>,
-    /// Queue pair of the target that it uses, and its own.
+    /// QPN of the target, and its own QPN.
     pub(super) qpns: [Option<Qpn>; 2],
-    /// Sequence numbers of the target's last packet, and of its own.
+    /// PSN of the last packet from the target, and from the initiator.
     pub(super) psns: [Option<u32>; 2],
-    /// Its port of SRP.
+    /// SRP initiator port.
     pub(super) port: Option<InitiatorPortId>,
-    /// Its names for iSCSI, with the session that it has.
+    /// Names for iSCSI, with the current session.
     pub(super) names: Option<Names>,
-    /// The packet of its last connection request.
+    /// Last packet with a REQ.
     pub(super) request: Option<Vec<u8>>,
 }
 
-/// The last part of an address, which no two peers share.
+/// Returns the last byte of an address, which is unique.
 pub(super) fn host(address: IpAddr) -> u8 {
     match address {
         IpAddr::V4(at) => at.octets()[3],
@@ -58,12 +59,12 @@ pub(super) fn host(address: IpAddr) -> u8 {
     }
 }
 
-/// Whether an address is the target's.
+/// Returns whether this address belongs to the target.
 fn is_target(address: IpAddr) -> bool {
     host(address) < 100 && !is_cheat(address)
 }
 
-/// Whether an address is that of a peer that cheats.
+/// Returns whether this address belongs to a cheating peer.
 #[must_use]
 pub fn is_cheat(address: IpAddr) -> bool {
     matches!(address, IpAddr::V4(at) if at.octets()[2] == 2)
@@ -74,19 +75,19 @@ impl Overheard {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is known of an initiator.
+    /// Returns information about an initiator.
     pub(super) fn of(&self, host: u8) -> Option<Host> {
         self.lock().get(&host).cloned()
     }
 
-    /// What a victim has of the kind that is wanted; that of another where it has none.
+    /// Returns the wanted information about a victim, or about another initiator if it has none.
     pub(super) fn stolen<T>(&self, victim: u8, wanted: impl Fn(&Host) -> Option<T>) -> Option<T> {
         let all = self.lock();
         let its = all.get(&victim).and_then(&wanted);
         its.or_else(|| all.values().find_map(wanted))
     }
 
-    /// A packet leaves a device.
+    /// Called when a packet is sent by a device.
     pub fn hear(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
         let Some(bth) = packet.first_chunk::<{ Bth::LEN }>() else {
             return;
@@ -100,7 +101,7 @@ impl Overheard {
         }
         let number = |at: usize| u32::from_be_bytes([0, bth[at], bth[at + 1], bth[at + 2]]);
         let (qpn, psn) = (number(5), number(9));
-        // Queue pair 1 is that of the connection managers.
+        // Queue pair 1 is used by the CM.
         if qpn > 1 {
             known.qpns[usize::from(!comes)] = Some(Qpn::new(qpn));
             known.psns[usize::from(comes)] = Some(psn);
@@ -108,13 +109,13 @@ impl Overheard {
         match packet {
             _ if !comes || is_cheat(from) => {}
             _ if qpn == 1 => known.hear_request(packet),
-            // SEND only, or the first packet of one.
+            // Only SEND, or the first packet of a SEND.
             [0x00 | 0x04, ..] => known.hear_login(packet.get(PDU..).unwrap_or_default()),
             _ => {}
         }
     }
 
-    /// A part of a stream leaves an initiator, or the target for it.
+    /// Called when data is sent by an initiator or by the target.
     pub fn hear_stream(&self, peer: IpAddr, comes: bool, bytes: &[u8]) {
         if is_cheat(peer) {
             return;
@@ -124,7 +125,7 @@ impl Overheard {
         if comes {
             return known.hear_login(bytes);
         }
-        // A Login Response of the session whose request it was.
+        // Login Response to a request of this initiator.
         if let Some(names) = &mut known.names
             && bytes.len() >= 48
             && bytes[0] & 0x3f == 0x23
@@ -136,7 +137,7 @@ impl Overheard {
 }
 
 impl Host {
-    /// A MAD to the target.
+    /// Parses a MAD to the target.
     fn hear_request(&mut self, packet: &[u8]) {
         let Some(mad) = packet.get(MAD..MAD + MAD_LEN) else {
             return;
@@ -151,7 +152,7 @@ impl Host {
         }
     }
 
-    /// Perhaps a Login Request.
+    /// Parses a PDU that may be a Login Request.
     fn hear_login(&mut self, pdu: &[u8]) {
         let key = b"InitiatorName=";
         if pdu.len() < 48 || pdu[0] & 0x3f != 0x03 {
@@ -190,7 +191,7 @@ mod tests {
         let names = overheard.of(100).unwrap().names.unwrap();
         assert_eq!(names.initiator, "iqn.2026-01.org.example:a");
         assert_eq!((names.isid, names.tsih), (isid, 7));
-        // One that cheats does not count as the initiator whose names it has.
+        // A cheating peer must not be treated as the initiator whose name it uses.
         let cheat = IpAddr::from([10, 0, 2, 100]);
         overheard.hear_stream(cheat, true, &pdus::login(isid, "b", "iqn.x", ""));
         assert_eq!(overheard.of(100).unwrap().names.unwrap(), names);

@@ -1,5 +1,5 @@
-//! Over RDMA: messages in any order, memory that comes and goes, keys of others, and packets that
-//! acknowledge what was not sent.
+//! Cheating over RDMA: messages in any order, memory that is registered and invalidated, foreign
+//! keys, and acknowledgements for packets that were not sent.
 
 use std::net::SocketAddr;
 use std::sync::LazyLock;
@@ -33,39 +33,40 @@ use crate::target;
 static SRP: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("from_initiator", 0, 0));
 static ISER: LazyLock<Mutator> = LazyLock::new(|| Mutator::of("message", 0, 0));
 
-/// Bytes of the header before a PDU.
+/// Length of the header before a PDU.
 const ISER_HEADER: usize = 28;
 
-/// Longest message.
+/// Maximum message length.
 const SLOT: usize = 16 << 10;
 const SLOTS: usize = 8;
 const RECEIVES: usize = 16;
 
-/// Memory that it announces.
+/// Amount of memory that it registers.
 const DATA: usize = 256 << 10;
 
-/// Time for a login, and until the next one.
+/// Timeout for a login, and the delay before the next one.
 const LOGIN: Duration = Duration::from_secs(2);
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
+/// Syndromes: ACK, RNR NAK, and NAKs for sequence error, invalid request, remote access error and
+/// remote operational error.
 const SYNDROMES: [u8; 8] = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
 
-/// SRP port of the target under judgement.
+/// SRP port of the tested target.
 const HONEST_SRP: u16 = 5555;
 
-/// Its connection.
+/// A connection of the peer.
 #[derive(Debug)]
 struct Connection {
     cm: CmId,
     qp: QpId,
     cq: CqId,
     is_up: bool,
-    /// When its login has failed.
+    /// Timeout of the login.
     until: Instant,
 }
 
-/// A peer of SRP or iSER.
+/// A cheating SRP or iSER peer.
 #[derive(Debug)]
 pub struct RdmaCheat {
     index: usize,
@@ -73,25 +74,25 @@ pub struct RdmaCheat {
     mutator: Mutator,
     fabric: Fabric,
     overheard: Overheard,
-    /// The SRP ports of its own target, and of the one under judgement.
+    /// SRP ports of the target for cheating peers, and of the tested target.
     port: TargetPortId,
     honest: TargetPortId,
-    /// The one whose names it has.
+    /// The initiator that it impersonates.
     victim: Option<u8>,
     device: Endpoint,
     pd: PdId,
     memory: MemSlice,
     mr: Mr,
     data: MemSlice,
-    /// The memory that it announces, while it is there.
+    /// Registered memory, while it's valid.
     data_mr: Option<Mr>,
-    /// The last key of it.
+    /// Its last key.
     key: RKey,
     connection: Option<Connection>,
     sent: usize,
-    /// The number of the next command, and its tag.
+    /// CmdSN and tag of the next command.
     number: u32,
-    /// Until when its device does nothing.
+    /// The device is inactive until this time.
     silent_until: Instant,
     dials_at: Instant,
 }
@@ -177,7 +178,7 @@ impl RdmaCheat {
         worked
     }
 
-    /// Asks for a connection; its events come later.
+    /// Requests a connection, which completes later with an event.
     fn dial(&mut self, now: Instant) {
         let is_srp = self.pace.plan.protocol == Protocol::Srp;
         let port = match self.pace.plan.aim {
@@ -225,13 +226,13 @@ impl RdmaCheat {
         }
     }
 
-    /// The login of SRP.
+    /// Writes the SRP login to the buffer.
     fn emit_login(&mut self, out: &mut [u8]) {
         let target = match self.pace.plan.aim {
             Aim::Own => self.port,
             _ => self.honest,
         };
-        // The same port again and again.
+        // Always the same port.
         let mut login = login_req(200 + self.index as u8, target);
         if let Some(port) = self.stolen_port() {
             login.initiator_port = port;
@@ -246,7 +247,7 @@ impl RdmaCheat {
         self.overheard.stolen(self.victim?, |host| host.port)
     }
 
-    /// Leaves the connection without a word, or with one.
+    /// Abandons the connection, with or without a disconnect.
     fn leave(&mut self, now: Instant) {
         self.dials_at = now + AGAIN;
         let Some(Connection { cm, qp, cq, .. }) = self.connection.take() else {
@@ -260,7 +261,7 @@ impl RdmaCheat {
         let _ = self.device.destroy_cq(cq);
     }
 
-    /// Takes what has come; returns whether anything has.
+    /// Processes received events and completions. Returns whether there were any.
     fn poll(&mut self, now: Instant) -> bool {
         let mut came = false;
         while let Some(event) = self.device.poll_cm_event() {
@@ -288,7 +289,7 @@ impl RdmaCheat {
                 self.leave(now);
                 break;
             }
-            // Some it does not take any more.
+            // Some receive buffers are not posted again.
             let is_thief = self.pace.plan.aim.is_theft();
             if completion.opcode.is_recv() && (is_thief || self.pace.rng.u8(..8) > 0) {
                 self.post_recv(completion.wr_id.0 as usize);
@@ -297,7 +298,7 @@ impl RdmaCheat {
         came
     }
 
-    /// Logs in, where that is not done with the connection.
+    /// Sends a login, if this is not part of the connection request.
     fn begin(&mut self) {
         if self.pace.plan.protocol == Protocol::Iser && self.pace.rng.u8(..6) > 0 {
             let victim = self.victim;
@@ -312,13 +313,13 @@ impl RdmaCheat {
         }
     }
 
-    /// One thing that it must not do, or need not.
+    /// Does something that is forbidden or unusual.
     fn cheat(&mut self, now: Instant) {
         match self.pace.plan.aim {
             Aim::Own => {}
             Aim::Withhold => {
                 self.announce();
-                // Sometimes its device does not even refuse to give the data.
+                // Sometimes the device doesn't even reject access to the data.
                 if self.pace.rng.bool() {
                     let time = SILENCES[self.pace.rng.usize(..SILENCES.len())];
                     self.silent_until = now + time;
@@ -370,7 +371,7 @@ impl RdmaCheat {
         self.post(SendOp::Send, &self.sge(slot, message.len()));
     }
 
-    /// Posts a request; without room for it there is none.
+    /// Posts a work request, or drops it if the queue is full.
     fn post(&mut self, op: SendOp, sges: &[Sge]) {
         if let Some(connection) = &self.connection {
             let wr = SendWr::new(1 << 32, op, sges);
@@ -378,7 +379,7 @@ impl RdmaCheat {
         }
     }
 
-    /// A command with memory, which may be there no more when the target uses it.
+    /// Sends a command with memory, which may be invalid when the target accesses it.
     fn announce(&mut self) {
         let remote = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
         let mr = match self.data_mr {
@@ -392,7 +393,7 @@ impl RdmaCheat {
         self.number += 1;
         let (number, aim) = (self.number - 1, self.pace.plan.aim);
         let wish = Wish::draw(aim, &mut self.pace.rng);
-        // Data that must not come are in memory that is out of reach.
+        // If data must not be sent, use an invalid key.
         let key = match aim {
             Aim::Withhold => mr.rkey.0 ^ 0x8000_0000,
             _ => mr.rkey.0,
@@ -410,14 +411,14 @@ impl RdmaCheat {
         }
     }
 
-    /// Takes the memory away that it has announced.
+    /// Invalidates the registered memory.
     fn withdraw(&mut self) {
         if let Some(mr) = self.data_mr.take() {
             let _ = self.device.dereg_mr(mr.id);
         }
     }
 
-    /// Reads or writes memory of the target by a key that is a guess.
+    /// Tries to access memory of the target with a guessed key.
     fn access(&mut self) {
         let rng = &mut self.pace.rng;
         let rkey = RKey(self.key.0 ^ 1 << rng.u32(..32));
@@ -430,7 +431,7 @@ impl RdmaCheat {
         self.post(op, &self.sge(0, 512));
     }
 
-    /// Acknowledges packets that the target has not sent yet, or refuses them.
+    /// Sends an ACK or NAK for a packet that the target has not sent yet.
     fn acknowledge(&mut self, syndromes: &[u8]) {
         let from = SocketAddr::new(address(self.index), ROCE_PORT);
         let to = SocketAddr::new(target::ADDRESS, ROCE_PORT);
@@ -441,7 +442,7 @@ impl RdmaCheat {
             return;
         };
         let rng = &mut self.pace.rng;
-        // Those that wait in the target's socket, or that its window has room for.
+        // Within the target's socket buffer, or within its window.
         let most = [4, 64, 3000][rng.usize(..3)];
         let psn = Psn::new(psn.wrapping_add(rng.u32(..most)) & 0xff_ffff);
         let syndrome = AethSyndrome::from_wire(syndromes[rng.usize(..syndromes.len())]);
@@ -458,7 +459,7 @@ impl RdmaCheat {
     }
 }
 
-/// A command of SRP with memory.
+/// Encodes an SRP command with memory.
 fn srp_command(number: u32, wish: Wish, memory: MemDesc) -> Vec<u8> {
     let buffer = DataBuffer::Direct(memory);
     let mut lun = [0; 8];
@@ -490,7 +491,7 @@ fn srp_command(number: u32, wish: Wish, memory: MemDesc) -> Vec<u8> {
     iu
 }
 
-/// The header of iSER, with memory to read and to write if there is some.
+/// Encodes an iSER header, with memory to read and write, if any.
 fn iser_header(memory: Option<(u32, u64)>) -> [u8; ISER_HEADER] {
     let mut header = [0; ISER_HEADER];
     header[0] = 0x10;

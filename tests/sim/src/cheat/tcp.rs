@@ -15,13 +15,13 @@ use crate::target;
 
 static MESSAGES: LazyLock<Mutator> = LazyLock::new(|| Mutator::of_pdus(0, 0));
 
-/// Time after which it connects again.
+/// Delay before it reconnects.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// Longest data segment that it takes, in bytes.
+/// MaxRecvDataSegmentLength of the peer in bytes.
 const MAX_RECV: u32 = 1 << 20;
 
-/// A peer of iSCSI.
+/// A cheating iSCSI peer.
 #[derive(Debug)]
 pub struct TcpCheat {
     index: usize,
@@ -29,16 +29,16 @@ pub struct TcpCheat {
     mutator: Mutator,
     dialed: Dialed,
     overheard: Overheard,
-    /// The one whose names it has.
+    /// The initiator that it impersonates.
     victim: Option<u8>,
     stream: Option<UnixStream>,
-    /// What comes, where it looks at that.
+    /// Parser for received data, if it is read.
     framer: Framer,
-    /// What has not been written yet.
+    /// Data that was not sent yet.
     leaving: Vec<u8>,
-    /// The number of the next command, and its tag.
+    /// CmdSN and tag of the next command.
     number: u32,
-    /// Until when it neither reads nor writes.
+    /// It neither reads nor writes until this time.
     silent_until: Instant,
     dials_at: Instant,
     scratch: Vec<u8>,
@@ -66,7 +66,7 @@ impl TcpCheat {
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let next = match self.stream {
-            // Until the target takes what there is, there is nothing to wait for here.
+            // We don't need a timer while the target doesn't accept more data.
             Some(_) => self.pace.next().filter(|_| self.leaving.is_empty()),
             None => self.pace.next().map(|next| next.max(self.dials_at)),
         };
@@ -84,7 +84,7 @@ impl TcpCheat {
         if !self.pace.plan.deaf {
             worked |= self.read(now);
         }
-        // Not while the target does not take what there is.
+        // Don't continue while the target doesn't accept more data.
         while self.stream.is_some()
             && self.leaving.is_empty()
             && self.silent_until <= now
@@ -115,7 +115,7 @@ impl TcpCheat {
                         pdu
                     }
                 };
-                // A part of it, and the rest never.
+                // Only send part of the message.
                 if aim == Aim::Own && self.pace.rng.u8(..16) == 0 {
                     let len = self.pace.rng.usize(..=self.leaving.len());
                     self.leaving.truncate(len);
@@ -126,7 +126,7 @@ impl TcpCheat {
     }
 
     fn dial(&mut self, now: Instant) -> bool {
-        // One that steals has no names yet.
+        // A thief may not have any names yet.
         let Some(names) = self.names() else {
             self.dials_at = now + AGAIN;
             return false;
@@ -144,7 +144,7 @@ impl TcpCheat {
         self.number = 1;
         self.framer = Framer::new(MAX_RECV);
         let aim = self.pace.plan.aim;
-        // Some begin with anything else.
+        // Sometimes start with another message.
         self.leaving = match self.pace.rng.u8(..6) {
             0 if aim == Aim::Own => self.mutator.message(),
             _ => names.login(aim, ""),
@@ -152,14 +152,14 @@ impl TcpCheat {
         true
     }
 
-    /// The names that it logs in with.
+    /// Returns the names for its login.
     fn names(&mut self) -> Option<Names> {
         let Some(victim) = self.victim else {
             return Some(Names::own(self.index));
         };
         let mut names = self.overheard.stolen(victim, |host| host.names.clone())?;
-        // In the place of the session, as a connection of it, or of one that it may be: one more,
-        // or in the place of another.
+        // Reinstates the victim's session, or joins it or another session, either with a new
+        // connection or by reinstating an existing one.
         let rng = &mut self.pace.rng;
         match rng.u8(..4) {
             0 => names.tsih = 0,
@@ -186,7 +186,7 @@ impl TcpCheat {
                 len > 0
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock => false,
-            // The end shows when it reads, if it does.
+            // If the peer reads, this will detect that the connection was closed.
             Err(_) => {
                 self.leaving.clear();
                 if self.pace.plan.deaf {
@@ -197,8 +197,8 @@ impl TcpCheat {
         }
     }
 
-    /// Looks at what has come: it has to know the number of its next command, and to answer pings,
-    /// or the target would soon let it go.
+    /// Parses received data: we need to know the next CmdSN and to respond to pings, because
+    /// otherwise the target would close the connection soon.
     fn take(&mut self, len: usize) {
         const LOGIN_RESPONSE: u8 = 0x23;
         const NOP_IN: u8 = 0x20;
@@ -217,7 +217,7 @@ impl TcpCheat {
                 }
                 NOP_IN if bhs[20..24] != [0xff; 4] => {
                     let mut answer = [0; 48];
-                    // Immediate and final, with the target's tag, and without one of its own.
+                    // Immediate and final, with the target's TTT, but without an ITT.
                     (answer[0], answer[1]) = (0x40, 0x80);
                     answer[8..16].copy_from_slice(&bhs[8..16]);
                     answer[16..20].fill(0xff);

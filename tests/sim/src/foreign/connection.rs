@@ -172,7 +172,7 @@ impl Connection {
         Some(pdu)
     }
 
-    /// Adopts the numbers of a login request.
+    /// Initializes the sequence numbers from a login request.
     pub(super) fn begin_numbers(&mut self, request: &Pdu) {
         self.exp_cmd_sn = request.word(24);
     }

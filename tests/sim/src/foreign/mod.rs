@@ -1,29 +1,29 @@
-//! A target of another make, unlike `riserd`, so that the initiator is judged against foreign
-//! behaviour. Most of its behaviour is within the standards; the rest is wrong in a way that an
-//! initiator can recognize.
+//! A target of another implementation, different from `riserd`, to test the initiator against
+//! foreign behaviour. Most of its behaviour is allowed by the standards. The rest is wrong, but in
+//! a way that an initiator can detect.
 //!
-//! Two nodes share one unit. Each node has one portal in a separate portal group: a login at one
-//! node terminates no task of the other node. Writes reach the medium late, possibly after their
-//! session has closed. The optional cache has no generation that would reveal its loss.
+//! Two nodes share one unit. Each node has one portal in a separate portal group, so a login at one
+//! node doesn't terminate tasks of the other node. Writes reach the medium late, possibly after
+//! their session was closed. The optional cache has no generation that would indicate its loss.
 //!
 //! | Module | |
 //! |---|---|
 //! | `plan` | properties and faults of the target, plans of seeds |
-//! | `unit`, `scsi`, `disk` | the logical unit, whatever protocol carries its commands |
+//! | `unit`, `scsi`, `disk` | the logical unit, for all protocols |
 //! | `target` | nodes, sessions and their faults |
 //! | `connection`, `pdu`, `text` | iSCSI, and iSER on top of `rdma` |
 //! | `srp`, `rdma` | SRP, and the RDMA device of a node |
 //!
 //! # Verdict
-//! - A history of every block explains each read, also after a loss of the cache.
-//! - Reads and writes fail only after a fault that an initiator has to report
+//! - A history of every block explains each read, even after the cache was lost.
+//! - Reads and writes only fail after a fault that an initiator must report
 //!   ([`ForeignFault::fails_requests`]): all other faults are shorter than the timeout.
-//! - A flush, or a write with FUA, reports a lost cache only if the cache was lost, or if the
-//!   initiator could not know better: its only path was away.
+//! - A flush, or a write with FUA, only reports a lost cache if the cache was lost, or if the
+//!   initiator could not know better because its only path was unavailable.
 //! - No write reaches another unit.
-//! - No read waits for a path that is away while another path serves.
+//! - No read waits for an unavailable path while another path is working.
 //! - Discovery finds every target.
-//! - No login comes earlier than DefaultTime2Wait after a lost connection.
+//! - No login is received earlier than DefaultTime2Wait after a lost connection.
 //! - All memory and all objects of the initiator's device are released at the end.
 
 mod connection;
@@ -70,9 +70,10 @@ const IQN: &str = "iqn.2026-01.com.example:foreign";
 /// Timeout of a request, longer than all faults and reconnects.
 const TIMEOUT: Duration = Duration::from_secs(240);
 
-/// Longest time of a read while one path serves: to notice that a path is away, and to leave it. A
-/// target that hangs still acknowledges packets. SRP has no ping but a command, which is aborted
-/// after 30 seconds; then its unit is reset, and each function takes five seconds.
+/// Maximum latency of a read while one path is working: the initiator must detect that a path is
+/// unavailable, and stop using it. A hanging target still acknowledges packets. SRP can only use a
+/// command as a ping, which is aborted after 30 seconds; then its unit is reset, and each function
+/// takes five seconds.
 fn prompt(protocol: Protocol) -> Duration {
     Duration::from_secs(match protocol {
         Protocol::Srp => 41,
@@ -80,7 +81,7 @@ fn prompt(protocol: Protocol) -> Duration {
     })
 }
 
-/// Most steps of a run.
+/// Maximum number of steps in a run.
 const STEPS: u64 = 5_000_000;
 
 /// A wrong response.
@@ -88,13 +89,13 @@ const STEPS: u64 = 5_000_000;
 enum Mischief {
     /// The response is sent twice.
     Repeat,
-    /// Another response is sent before, whose tag differs in these bits.
+    /// A response with another tag is sent before, where these bits are flipped.
     Unknown(u64),
     /// The response skips status numbers.
     SkipNumbers,
 }
 
-/// Number of failed flushes that losses of the cache explain.
+/// Compares the number of failed flushes with the number of lost caches.
 #[derive(Debug, Default)]
 struct Judge {
     verdict: Verdict,
@@ -102,7 +103,7 @@ struct Judge {
     losses: Cell<usize>,
     failures: Cell<usize>,
     tasks: usize,
-    /// A fault has occurred for which requests may fail.
+    /// Set after a fault that may cause failed requests.
     is_excused: Cell<bool>,
 }
 
@@ -111,8 +112,8 @@ impl Judge {
         self.verdict.borrow_mut().get_or_insert(why);
     }
 
-    /// A request has failed, which could have reported a lost cache if it `flushes`. One loss fails
-    /// every flush in flight.
+    /// Called when a request has failed. If it `flushes`, it could have reported a lost cache. One
+    /// loss fails all flushes in flight.
     fn on_failure(&self, what: &str, flushes: bool, error: &LunError) {
         if flushes && *error == LunError::Request(RequestError::CacheLost) {
             self.failures.set(self.failures.get() + 1);
@@ -174,7 +175,7 @@ impl World {
     fn new(plan: &Plan, traits: &Traits, fabric: Fabric) -> Self {
         let mut rng = Rng::with_seed(plan.seed ^ 0xf0_4e17);
         let verdict = Verdict::default();
-        // The last block belongs to the task that watches the paths.
+        // The last block is used by the task that watches the paths.
         let disk = Disk::new(plan.blocks.max(1) + 1, plan.write_cache);
         let unit = Unit::new(disk, traits.clone(), rng.fork(), Rc::clone(&verdict));
         let ways = (plan.initiators[0], &fabric);
@@ -374,7 +375,7 @@ impl World {
         deadlines.chain(arrival).min().unwrap_or(lull)
     }
 
-    /// Begins and ends troubles.
+    /// Starts and ends troubles.
     fn trouble(&mut self) {
         let elapsed = self.fabric.elapsed();
         let mut is_changed = false;
@@ -384,7 +385,7 @@ impl World {
             let Fault::Foreign(fault) = trouble.fault else {
                 continue;
             };
-            // Before that, the other unit would be the one that is opened.
+            // Before that, the other unit would be opened.
             let is_opened = self.opened.borrow().is_some();
             let is_active = is_active && (is_opened || fault != ForeignFault::ReplaceUnit);
             if is_active != self.active[at] {
@@ -410,7 +411,7 @@ impl World {
         }
     }
 
-    /// Applies the immediate effect of a fault that begins.
+    /// Applies the immediate effect of a fault when it starts.
     fn strike(&mut self, fault: ForeignFault) {
         const SHARE: f64 = 0.5;
         let now = self.fabric.now();
@@ -432,7 +433,7 @@ impl World {
                 false
             }
             ForeignFault::LoseCache => self.target.lose_cache(SHARE),
-            // Whether or not data were lost, the initiator has to assume it.
+            // The initiator must assume that data was lost.
             ForeignFault::LosePower => {
                 self.target.lose_power(SHARE, now);
                 true
@@ -444,7 +445,8 @@ impl World {
         }
         let is_excused = self.judge.is_excused.get() || fault.fails_requests();
         self.judge.is_excused.set(is_excused);
-        // On its only path, an initiator cannot tell a restart of the portal from one of the disk.
+        // With a single path, an initiator cannot distinguish between a restart of the portal and
+        // of the disk.
         let ends_sessions = |trouble: &Trouble| match trouble.fault {
             Fault::Foreign(fault) => fault.ends_sessions(),
             _ => false,
@@ -458,7 +460,7 @@ impl World {
     }
 }
 
-/// Opens the unit, however often that fails.
+/// Opens the unit, retrying as often as needed.
 async fn open(client: &Client, url: &TargetUrl) -> Lun {
     loop {
         if let Ok(session) = client.connect(url.clone()).await {
@@ -471,8 +473,8 @@ async fn open(client: &Client, url: &TargetUrl) -> Lun {
     }
 }
 
-/// Once no fault is left, writes a block and reads all of them. A session that was closed because it
-/// led to another unit is opened again, as by a user who has seen its errors.
+/// After the last fault, writes a block and reads all of them. If a session was closed because the
+/// unit was replaced, it is opened again, just like a user would do after an error.
 fn look_at_last(
     (user, lun): (User, Lun),
     url: TargetUrl,
@@ -487,7 +489,7 @@ fn look_at_last(
         let mut lun = lun;
         let mut result = user.write_at_last(&lun, 0).await;
         if may_be_closed && result == Err(LunError::Request(RequestError::Closed)) {
-            // The flush that reports the end of the session covers losses that follow.
+            // The flush that reports the closed session covers all later losses.
             if user.flush(&lun).await.is_ok() {
                 judge.blame("a flush succeeds on a closed session".to_owned());
             }
@@ -508,7 +510,7 @@ fn look_at_last(
     }
 }
 
-/// Returns whether one path serves all the time.
+/// Returns whether one path is always working.
 fn is_watched(plan: &Plan) -> bool {
     let is_of_first = |trouble: &Trouble| match trouble.fault {
         Fault::Foreign(fault) => fault.is_of_first_path(),
@@ -517,7 +519,8 @@ fn is_watched(plan: &Plan) -> bool {
     plan.paths > 1 && plan.troubles.iter().all(is_of_first)
 }
 
-/// Reads a block that nothing writes, so that no read may wait for a path that is away.
+/// Continuously reads a block that is never written, to check that no read waits for an unavailable
+/// path.
 async fn watch_paths(lun: Lun, plan: Plan, judge: Rc<Judge>) {
     let client = lun.session().client().clone();
     let prompt = prompt(plan.initiators[0]);
@@ -533,7 +536,7 @@ async fn watch_paths(lun: Lun, plan: Plan, judge: Rc<Judge>) {
     }
 }
 
-/// Uses the unit at random, during the troubles of the plan.
+/// Sends random commands to the unit, during the troubles of the plan.
 async fn work((user, lun): (User, Lun), plan: Plan, mut rng: Rng, judge: Rc<Judge>) {
     let client = lun.session().client().clone();
     let each = plan.healed().max(Duration::from_millis(10)) / plan.commands.max(1) as u32;

@@ -1,4 +1,4 @@
-//! iSCSI PDUs as bytes, by RFC 7143 section 11. Shares no code with the initiator's codec.
+//! Encodes and decodes iSCSI PDUs (RFC 7143 section 11). Doesn't share code with the initiator.
 
 /// Length of a basic header segment.
 pub(super) const BHS: usize = 48;

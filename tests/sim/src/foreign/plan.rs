@@ -8,19 +8,18 @@ use serde::{Deserialize, Serialize};
 use super::scsi::RESERVATION_CONFLICT;
 use crate::plan::{Fault, Plan, Protocol, Trouble};
 
-/// Additional sense code qualifiers of LOGICAL UNIT NOT READY for which the initiator retries:
-/// becoming ready, operation in progress, long write in progress, self-test in progress, space
-/// allocation in progress.
+/// ASCQs of LOGICAL UNIT NOT READY for which the initiator retries: becoming ready, operation in
+/// progress, long write in progress, self-test in progress, space allocation in progress.
 const RETRIED: [u8; 5] = [0x01, 0x07, 0x08, 0x09, 0x14];
 
-/// Qualifiers of 29h that do not tell of a lost cache: SCSI BUS RESET, BUS DEVICE RESET FUNCTION
+/// ASCQs of 29h that don't indicate a lost cache: SCSI BUS RESET, BUS DEVICE RESET FUNCTION
 /// OCCURRED.
 const RESETS: [u8; 2] = [0x02, 0x03];
 
 /// Statuses for which the initiator retries: BUSY and TASK SET FULL.
 const BUSY: [u8; 2] = [0x08, 0x28];
 
-/// Protocols of the initiator. iSCSI is the only one with damaged data and redirections at once.
+/// Protocols of the initiator. Damaged data and redirections are only used with iSCSI.
 const PROTOCOLS: [Protocol; 4] = [
     Protocol::Iscsi,
     Protocol::Iscsi,
@@ -28,7 +27,7 @@ const PROTOCOLS: [Protocol; 4] = [
     Protocol::Srp,
 ];
 
-/// A command that a target need not support.
+/// An optional command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lack {
@@ -54,11 +53,11 @@ pub struct Traits {
     pub first_burst: u32,
     /// MaxBurstLength, in bytes.
     pub max_burst: u32,
-    /// Data may travel with their command.
+    /// Set if immediate data is allowed.
     pub immediate: bool,
-    /// Commands that a session may have outstanding: the window of iSCSI, the request limit of SRP.
+    /// Maximum number of commands per session: the iSCSI window or the SRP request limit.
     pub window: u16,
-    /// Longest time of a write on its way to the medium.
+    /// Maximum latency of a write to the medium.
     #[serde(with = "crate::text::duration")]
     pub slowest: Duration,
     /// Commands that the target does not support.
@@ -67,7 +66,7 @@ pub struct Traits {
     pub reports_restarts: bool,
     /// Number of targets that a discovery session finds; without any, there is no such session.
     pub targets: u32,
-    /// Channels of a session of SRP.
+    /// Number of channels per SRP session.
     pub channels: u8,
 }
 
@@ -96,48 +95,47 @@ impl Default for Traits {
 pub enum ForeignFault {
     /// A portal closes its connections and refuses new ones.
     StopPortal(usize),
-    /// A portal accepts connections and processes nothing.
+    /// A portal accepts connections, but does not process anything.
     HangPortal(usize),
     /// The first portal closes its connections and redirects logins to the second.
     Redirect,
-    /// Immediate data are damaged on the wire, each with this probability.
+    /// Immediate data is damaged on the wire, with this probability.
     DamageData(f64),
-    /// Commands succeed with RECOVERED ERROR, each with this probability.
+    /// Commands succeed with RECOVERED ERROR, with this probability.
     RecoverErrors(f64),
-    /// Responses have the response code TARGET FAILURE, each with this probability.
+    /// Responses have the response code TARGET FAILURE, with this probability.
     FailResponses(f64),
-    /// The unit is not ready, with this additional sense code qualifier.
+    /// The unit is not ready, with this ASCQ.
     NotReady(u8),
-    /// The cache fails to write data back, and reports that by a deferred error.
+    /// Writeback of the cache fails, which is reported as a deferred error.
     LoseCache,
     /// All nodes lose power.
     LosePower,
-    /// Reads and writes complete with residuals that do not describe them, each with this
-    /// probability.
+    /// Reads and writes complete with wrong residuals, with this probability.
     WrongResiduals(f64),
-    /// Reads with status GOOD return only a part of the data, each with this probability.
+    /// Reads with status GOOD only return part of the data, with this probability.
     ShortReads(f64),
-    /// Commands complete with this status instead of being executed, each with this probability.
+    /// Commands complete with this status instead of being executed, with this probability.
     ReturnStatus(u8, f64),
-    /// The unit aborts its commands and reports that with this qualifier of 29h.
+    /// The unit aborts its commands and reports this ASCQ of 29h.
     ResetUnit(u8),
-    /// The target does not present the unit.
+    /// The target hides the unit.
     RemoveUnit,
-    /// The target presents another unit under the same number.
+    /// The target presents another unit with the same LUN.
     ReplaceUnit,
-    /// The target requests a logout of every session.
+    /// The target requests a logout of all sessions.
     RequestLogout,
-    /// Responses are sent twice, each with this probability.
+    /// Responses are sent twice, with this probability.
     RepeatResponses(f64),
-    /// Responses with unknown tags are sent, each with this probability.
+    /// Responses with unknown tags are sent, with this probability.
     UnknownTags(f64),
-    /// Responses skip status numbers, each with this probability.
+    /// Responses skip status numbers, with this probability.
     SkipNumbers(f64),
 }
 
 impl ForeignFault {
-    /// Returns whether the fault costs cached data, or appears to: a unit that returns may have been
-    /// restarted in the meantime.
+    /// Returns whether the fault loses cached data, or appears to: a unit that returns may have
+    /// been restarted.
     pub(super) fn loses_data(self) -> bool {
         match self {
             Self::LoseCache | Self::LosePower | Self::RemoveUnit | Self::ReplaceUnit => true,
@@ -146,7 +144,7 @@ impl ForeignFault {
         }
     }
 
-    /// Returns whether the fault affects the first path alone.
+    /// Returns whether the fault only affects the first path.
     pub(super) fn is_of_first_path(self) -> bool {
         matches!(self, Self::StopPortal(0) | Self::HangPortal(0))
     }
@@ -159,7 +157,7 @@ impl ForeignFault {
         )
     }
 
-    /// Returns whether the initiator ends sessions for this fault, on every path.
+    /// Returns whether the initiator closes sessions because of this fault, on all paths.
     pub(super) fn ends_sessions(self) -> bool {
         matches!(
             self,
@@ -172,7 +170,7 @@ impl ForeignFault {
         )
     }
 
-    /// Returns whether requests may fail for this fault.
+    /// Returns whether requests may fail because of this fault.
     pub(super) fn fails_requests(self) -> bool {
         match self {
             Self::WrongResiduals(_) | Self::ShortReads(_) => true,
@@ -184,7 +182,7 @@ impl ForeignFault {
 
     fn draw(rng: &mut Rng, protocol: Protocol, paths: usize) -> Self {
         let share = |rng: &mut Rng| [0.02, 0.1][rng.usize(..2)];
-        // With two paths, the second one always serves.
+        // With two paths, the second one is always working.
         match rng.u8(..21) {
             0 | 1 => Self::StopPortal(0),
             2 => Self::HangPortal(0),
@@ -211,14 +209,14 @@ impl ForeignFault {
     }
 }
 
-/// Situations that independent faults seldom bring about.
+/// Situations that rarely occur with independent faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scene {
-    /// Anything may happen.
+    /// Any situation.
     Any,
-    /// A path returns from a restart of its node, while another one is in use.
+    /// A path returns after its node was restarted, while another path is in use.
     ReturningPath,
-    /// A session moves to another portal group, while writes are on their way to the medium.
+    /// A session moves to another portal group while writes are in flight to the medium.
     MovingSession,
 }
 
@@ -231,7 +229,7 @@ impl Scene {
         }
     }
 
-    /// A fault that brings the situation about, given its number.
+    /// Returns the fault with this number that causes the situation.
     fn fault(self, number: usize) -> Option<ForeignFault> {
         match self {
             Self::Any => None,

@@ -21,7 +21,7 @@ pub(super) const RECV_LEN: usize = 9 << 10;
 /// Work requests in the send queue of a queue pair.
 const SENDS: u32 = 1024;
 
-/// Place in an initiator's memory.
+/// A location in the memory of an initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Remote {
     pub(super) addr: u64,
@@ -33,7 +33,7 @@ pub(super) struct Remote {
 pub(super) enum Work {
     Send(Vec<u8>),
     Write(Remote, Vec<u8>),
-    /// Reads this many bytes; the last value identifies the request.
+    /// Reads this number of bytes. The last value identifies the request.
     Read(Remote, usize, u64),
 }
 
@@ -101,7 +101,7 @@ impl Device {
         device
     }
 
-    /// Begins or stops to accept connections.
+    /// Starts or stops accepting connections.
     pub(super) fn listen(&mut self, is_listening: bool) {
         match (self.listener, is_listening) {
             (None, true) => {
@@ -126,7 +126,7 @@ impl Device {
         self.queue_pairs.is_empty()
     }
 
-    /// Drives the device, which acknowledges packets even if its node hangs.
+    /// Drives the device, which acknowledges packets even if its node is hanging.
     pub(super) fn progress(&mut self, now: Instant) -> bool {
         self.nic.progress(now) > 0
     }
@@ -199,7 +199,8 @@ impl Device {
         self.queue_pairs.iter().position(|pair| pair.qp == qp)
     }
 
-    /// Returns whether the peer has closed a connection, even if its node has not processed that yet.
+    /// Returns whether the peer has closed a connection, even if its node has not processed this
+    /// yet.
     pub(super) fn is_closed(&mut self, qp: QpId) -> bool {
         self.poll_completions();
         self.poll_cm();
@@ -286,7 +287,7 @@ impl Device {
         let _ = self.nic.post_recv(qp, &[wr]);
     }
 
-    /// Posts a work request. A connection that is broken executes it no longer.
+    /// Posts a work request, which is not executed if the connection is broken.
     pub(super) fn post(&mut self, qp: QpId, work: Work) {
         let remote = |remote: Remote| RemoteAddr {
             addr: remote.addr,

@@ -102,7 +102,7 @@ fn transfer(
 ) -> Action {
     const FUA: u8 = 0x08;
     let fua = cdb[1] & FUA != 0;
-    // SBC-3 5.32: the bit is reserved where MODE SENSE does not report DPOFUA.
+    // SBC-3 5.32: FUA is reserved if MODE SENSE does not report DPOFUA.
     if fua && !traits.dpofua {
         return Action::Check(INVALID_FIELD);
     }

@@ -1,5 +1,5 @@
-//! A channel of SRP to a node of a foreign target. Like Linux's `ib_srpt`, the target responds to a
-//! login while commands of the previous session are still executed.
+//! An SRP channel to a node of a foreign target. Like Linux `ib_srpt`, the target responds to a
+//! login while commands of the previous session are still being executed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -22,15 +22,15 @@ const RSP: u8 = 0xc1;
 pub(super) struct Gathering {
     pub(super) write: Write,
     pub(super) data: Vec<u8>,
-    /// Buffers that have not been read.
+    /// Buffers that were not read yet.
     remaining: VecDeque<MemDesc>,
 }
 
-/// Memory of a command's data.
+/// Memory for the data of a command.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Data {
     buffers: Vec<MemDesc>,
-    /// A table that names the buffers, in the initiator's memory.
+    /// The descriptor table, in memory of the initiator.
     table: Option<MemDesc>,
     immediate: Option<Vec<u8>>,
 }
@@ -76,15 +76,15 @@ pub(super) struct Channel {
     pub(super) output: VecDeque<Work>,
     /// Commands without a response.
     outstanding: BTreeSet<u64>,
-    /// Commands that wait for the table of their buffers.
+    /// Commands that are waiting for their descriptor table.
     waiting: BTreeMap<u64, Received>,
     gathering: BTreeMap<u64, Gathering>,
-    /// Buffers of commands that read.
+    /// Buffers of read commands.
     buffers: BTreeMap<u64, Vec<MemDesc>>,
     pub(super) is_over: bool,
 }
 
-/// Response to a login.
+/// Returns the response to a login.
 pub(super) fn login_response(login: &LoginReq, has_others: bool, traits: &Traits) -> Vec<u8> {
     let mut rsp = [0; 52];
     LoginRsp {
@@ -127,7 +127,7 @@ impl Channel {
         }
     }
 
-    /// Receives a command; returns it once its buffers are known.
+    /// Receives a command, and returns it when its buffers are known.
     pub(super) fn receive_command(&mut self, cmd: &Cmd<'_>) -> Option<Received> {
         let is_write = !matches!(cmd.data_out, DataBuffer::None);
         let buffer = if is_write {
@@ -168,7 +168,7 @@ impl Channel {
         self.output.push_back(read);
     }
 
-    /// Keeps the buffers of a command that reads until it completes.
+    /// Keeps the buffers of a read command until it completes.
     pub(super) fn keep_buffers(&mut self, received: &Received) {
         if !received.is_write {
             self.buffers
@@ -176,7 +176,7 @@ impl Channel {
         }
     }
 
-    /// Begins to receive the data of a write.
+    /// Starts to receive the data of a write.
     pub(super) fn gather(&mut self, received: Received, write: Write) {
         let gathering = Gathering {
             write,
@@ -186,7 +186,7 @@ impl Channel {
         self.gathering.insert(received.tag, gathering);
     }
 
-    /// Returns a write whose data are complete, or reads the next part of its data.
+    /// Returns a write if all its data was received, otherwise reads the next part of the data.
     pub(super) fn continue_write(&mut self, tag: u64) -> Option<Gathering> {
         let next = self.gathering.get_mut(&tag)?.remaining.pop_front();
         match next {
@@ -198,7 +198,8 @@ impl Channel {
         }
     }
 
-    /// An RDMA READ has completed. Returns the command whose table it was.
+    /// Called when an RDMA READ has completed. Returns the command if this was its descriptor
+    /// table.
     pub(super) fn on_fetched(&mut self, tag: u64, data: &[u8]) -> Option<Received> {
         let Some(mut received) = self.waiting.remove(&tag) else {
             if let Some(write) = self.gathering.get_mut(&tag) {
@@ -215,7 +216,7 @@ impl Channel {
         Some(received)
     }
 
-    /// Forgets writes that are receiving their data, whose commands get no response.
+    /// Drops all writes that are receiving data. No response will be sent for these.
     pub(super) fn abort_writes(&mut self) {
         self.gathering.clear();
     }
@@ -271,7 +272,7 @@ impl Channel {
 
     /// Responds to a task-management function.
     pub(super) fn push_function(&mut self, tag: Tag, task: u64, code: u8) {
-        // The units of the request limit of the function and of the aborted command.
+        // Credit for the function and for the aborted command.
         let is_aborted = code == 0 && self.outstanding.remove(&task);
         if is_aborted {
             self.gathering.remove(&task);
@@ -285,7 +286,7 @@ impl Channel {
     }
 }
 
-/// An SRP_RSP, without response data.
+/// Encodes SRP_RSP without response data.
 fn response(tag: u64, credit: i32, reply: &Reply, is_read: bool) -> Vec<u8> {
     const SENSE_VALID: u8 = 0x02;
     const BUSY: u8 = 0x08;

@@ -30,7 +30,7 @@ const ABORT_TASK: u8 = 1;
 /// Inaccuracy of the initiator's timers.
 const SLACK: Duration = Duration::from_millis(10);
 
-/// Address of a node's portal.
+/// Returns the address of a node's portal.
 pub(super) fn portal(node: usize, protocol: Protocol) -> SocketAddr {
     let address = Ipv4Addr::new(10, 9, 0, 1 + node as u8);
     let port = match protocol {
@@ -40,13 +40,12 @@ pub(super) fn portal(node: usize, protocol: Protocol) -> SocketAddr {
     SocketAddr::new(IpAddr::V4(address), port)
 }
 
-/// Target portal group tag of a node.
+/// Returns the target portal group tag of a node.
 fn group(node: usize) -> u16 {
     1 + node as u16
 }
 
-/// Private data of an accepted connection of iSER: neither zero-based addresses nor remote
-/// invalidation.
+/// Private data to accept an iSER connection: neither zero-based addresses nor remote invalidation.
 const ISER_ACCEPT: [u8; 4] = [0xc0, 0, 0, 0];
 
 /// A node with one portal in a separate portal group.
@@ -54,9 +53,9 @@ const ISER_ACCEPT: [u8; 4] = [0xc0, 0, 0, 0];
 struct Node {
     connections: Vec<Connection>,
     channels: Vec<Channel>,
-    /// The RDMA device of SRP and iSER.
+    /// RDMA device for SRP and iSER.
     device: Option<Device>,
-    /// When the node last closed connections without a logout.
+    /// Time when the node last closed connections without a logout.
     closed: Option<Instant>,
 }
 
@@ -74,7 +73,7 @@ impl Node {
     }
 }
 
-/// Faults of nodes and sessions that last.
+/// Permanent faults of nodes and sessions.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Active {
     stopped: BTreeSet<usize>,
@@ -165,7 +164,7 @@ impl Target {
         devices.chain(self.unit.next_deadline()).min()
     }
 
-    /// Adopts the faults that are active.
+    /// Updates the active faults.
     pub(super) fn set_active(&mut self, active: Active) {
         self.active = active;
         self.unit.set_faults(self.active.unit.clone());
@@ -177,7 +176,7 @@ impl Target {
         }
     }
 
-    /// Accepts a connection, or refuses it by dropping the stream.
+    /// Accepts a connection, or rejects it by dropping the stream.
     pub(super) fn accept(&mut self, to: SocketAddr, stream: UnixStream) {
         trace!(%to, "connects");
         let mut nodes = 0..self.nodes.len();
@@ -190,13 +189,14 @@ impl Target {
         }
     }
 
-    /// A node closes its connections without a logout. Its peers get a notice if `is_announced`.
+    /// Closes all connections of a node without a logout. If `is_announced` is set, the peers are
+    /// notified.
     pub(super) fn close_node(&mut self, node: usize, is_announced: bool, now: Instant) {
         let index = node % 2;
         let node = &mut self.nodes[index];
         let mut connections = node.connections.iter_mut();
-        // Only a lost session is followed by a wait: not a connection before its login, nor a
-        // connection that the initiator has closed.
+        // The initiator must only wait after a lost session, but not for a connection without a
+        // login, or if it has closed the connection itself.
         let is_loss = connections.any(|connection| {
             connection.receive();
             let device = node.device.as_mut().zip(connection.qp());
@@ -218,20 +218,20 @@ impl Target {
         }
     }
 
-    /// All nodes close their connections.
+    /// Closes all connections on all nodes.
     pub(super) fn close_all(&mut self, now: Instant) {
         for node in 0..self.nodes.len() {
             self.close_node(node, true, now);
         }
     }
 
-    /// Cached writes fail on their way to the medium. Returns whether data were lost.
+    /// Writeback fails for cached writes. Returns whether data was lost.
     pub(super) fn lose_cache(&mut self, share: f64) -> bool {
         self.unit.lose_cache(share)
     }
 
-    /// All nodes lose power, and with it the cache and incomplete writes. Returns whether
-    /// acknowledged data were lost.
+    /// All nodes lose power, which also loses the cache and incomplete writes. Returns whether
+    /// acknowledged data was lost.
     pub(super) fn lose_power(&mut self, share: f64, now: Instant) -> bool {
         for node in 0..self.nodes.len() {
             self.close_node(node, false, now);
@@ -240,7 +240,7 @@ impl Target {
         self.unit.lose_power(share)
     }
 
-    /// Requests a logout of every session.
+    /// Requests a logout of all sessions.
     pub(super) fn request_logout(&mut self) {
         for node in &mut self.nodes {
             node.connections
@@ -263,7 +263,7 @@ impl Target {
         }
     }
 
-    /// Processes input and completes writes that are due; returns whether there was any work.
+    /// Processes input and completes writes that are due. Returns whether there was any work.
     pub(super) fn turn(&mut self, now: Instant) -> bool {
         let mut has_worked = false;
         for (issuer, reply) in self.unit.land(now) {
@@ -287,7 +287,7 @@ impl Target {
         has_worked
     }
 
-    /// Processes the events of a node's device.
+    /// Processes events of a node's device.
     fn handle_events(&mut self, node: usize, now: Instant) -> bool {
         let mut has_worked = false;
         while let Some(event) = self.nodes[node].device.as_mut().and_then(Device::poll) {
@@ -325,8 +325,8 @@ impl Target {
         channels.position(|channel| channel.qp == qp)
     }
 
-    /// Returns whether the initiator has closed a connection of RDMA. A node that hung processes the
-    /// messages that it received before.
+    /// Returns whether the initiator has closed an RDMA connection. A node that was hanging first
+    /// processes the messages that were received before.
     fn is_closed(&mut self, node: usize, qp: Option<QpId>) -> bool {
         let device = self.nodes[node].device.as_mut().zip(qp);
         device.is_some_and(|(device, qp)| device.is_closed(qp))
@@ -337,7 +337,7 @@ impl Target {
         self.trace.write(message);
     }
 
-    /// A peer requests a connection of RDMA.
+    /// Called when a peer requests an RDMA connection.
     fn connect(&mut self, node: usize, cm: CmId, private_data: &[u8]) {
         self.numbers += 1;
         let number = self.numbers;
@@ -379,7 +379,7 @@ impl Target {
         }
     }
 
-    /// An information unit of SRP was received.
+    /// Called when an SRP information unit was received.
     fn handle_unit(&mut self, node: usize, at: usize, message: &[u8], now: Instant) {
         let channel = &mut self.nodes[node].channels[at];
         match FromInitiator::parse(message, channel.immediate) {
@@ -431,7 +431,8 @@ impl Target {
         }
     }
 
-    /// A task in the medium cannot be aborted, as with iSCSI, and there is no reset.
+    /// Handles an SRP task management function. A task that is writing to the medium cannot be
+    /// aborted, same as with iSCSI, and there is no reset.
     fn manage_srp(&mut self, node: usize, at: usize, function: &TskMgmt) {
         const COMPLETE: u8 = 0;
         const NOT_SUPPORTED: u8 = 4;
@@ -448,7 +449,7 @@ impl Target {
         channel.push_function(function.tag, task, code);
     }
 
-    /// An RDMA READ has completed.
+    /// Called when an RDMA READ has completed.
     fn handle_data(&mut self, node: usize, qp: QpId, token: u64, data: &[u8], now: Instant) {
         if let Some(at) = self.channel(node, qp) {
             let channel = &mut self.nodes[node].channels[at];
@@ -472,7 +473,7 @@ impl Target {
         self.nodes[node].connections.insert(at, connection);
     }
 
-    /// Processes the input of connections of iSCSI and iSER, and sends their output.
+    /// Processes input of iSCSI and iSER connections, and sends their output.
     fn serve_connections(&mut self, node: usize, now: Instant) -> bool {
         let mut has_worked = false;
         for mut connection in std::mem::take(&mut self.nodes[node].connections) {
@@ -506,7 +507,7 @@ impl Target {
         has_worked
     }
 
-    /// Sends the output of channels of SRP.
+    /// Sends the output of SRP channels.
     fn serve_channels(&mut self, node: usize) -> bool {
         let Node {
             channels, device, ..
@@ -528,7 +529,7 @@ impl Target {
         has_worked
     }
 
-    /// Completes a command, if its connection is still open.
+    /// Completes a command if its connection is still open.
     fn reply(&mut self, issuer: Issuer, reply: &Reply) {
         let mischief = self.mischief(reply);
         let node = &mut self.nodes[issuer.node];
@@ -543,8 +544,8 @@ impl Target {
         }
     }
 
-    /// Draws whether a response is wrong, and how. The initiator cannot trust the contents of a wrong
-    /// response, so a condition that is reported only once must not be reported by one.
+    /// Draws whether a response is wrong, and how. The initiator cannot trust a wrong response, so
+    /// this must not be used for a condition that is only reported once.
     fn mischief(&mut self, reply: &Reply) -> Option<Mischief> {
         let (kind, share) = self.active.mischief.filter(|_| !reply.clears_condition())?;
         (self.rng.f64() < share).then(|| match kind {
@@ -573,7 +574,7 @@ impl Target {
                 connection.push(self.task_management(connection.number, pdu), &[]);
             }
             (request::TEXT, State::FullFeature) => {
-                // The initiator continues an exchange by the target's transfer tag.
+                // The initiator continues an exchange with the TTT.
                 let begins = pdu.bhs[20..24] == [0xff; 4];
                 connection.push_text(pdu.itt(), begins.then(|| self.listing()));
             }
@@ -589,7 +590,7 @@ impl Target {
         }
     }
 
-    /// The text of all targets.
+    /// Returns the text with all targets.
     fn listing(&self) -> Vec<u8> {
         let address = portal(0, self.protocol);
         let others = 1..self.traits.targets;
@@ -603,8 +604,9 @@ impl Target {
         self.verdict.borrow_mut().get_or_insert(why);
     }
 
-    /// A task in the medium cannot be aborted: the function is rejected, so that the initiator
-    /// waits or drops the session. A task that has completed does not exist.
+    /// Handles an iSCSI task management function. A task that is writing to the medium cannot be
+    /// aborted: the function is rejected, so the initiator has to wait or drop the session. A
+    /// completed task does not exist.
     fn task_management(&self, connection: u64, pdu: &Pdu) -> [u8; BHS] {
         const TASK_DOES_NOT_EXIST: u8 = 1;
         const NOT_SUPPORTED: u8 = 5;
@@ -639,7 +641,7 @@ impl Target {
         }
         let is_last = pdu.bhs[1] & 0x83 == 0x83;
         if is_last && !connection.offer.is_discovery {
-            // The new session replaces the one of the same initiator port (RFC 7143 6.3.5).
+            // The new session replaces the session of the same initiator port (RFC 7143 6.3.5).
             self.end_sessions(node, connection.isid);
             self.unit.open(connection.number, node);
         }
@@ -651,7 +653,7 @@ impl Target {
         }
     }
 
-    /// A login must not come earlier than DefaultTime2Wait after a lost connection.
+    /// Checks that a login was not received earlier than DefaultTime2Wait after a lost connection.
     fn judge_wait(&self, node: usize, now: Instant) {
         let time2wait = Duration::from_secs(self.traits.time2wait.into());
         if let Some(closed) = self.nodes[node].closed
@@ -664,7 +666,7 @@ impl Target {
         }
     }
 
-    /// Closes the other connections of an initiator port.
+    /// Closes all other connections of an initiator port.
     fn end_sessions(&mut self, node: usize, isid: [u8; 6]) {
         let Node {
             connections,
@@ -679,7 +681,7 @@ impl Target {
         }
     }
 
-    /// Completes a login once no write of the replaced session is on its way to the medium.
+    /// Completes a login when no write of the previous session is in flight to the medium.
     fn finish_reinstatement(&self, node: usize, connection: &mut Connection) -> bool {
         let isid = connection.isid;
         let is_discovery = connection.offer.is_discovery;
@@ -753,7 +755,7 @@ impl Target {
         }
     }
 
-    /// Solicits missing data of a write, or passes the write to the medium.
+    /// Solicits missing data of a write, or starts to write to the medium.
     fn continue_write(
         &mut self,
         node: usize,
@@ -782,7 +784,7 @@ impl Target {
     }
 }
 
-/// Response to a login request that continues or completes the login.
+/// Creates a Login Response that continues or completes the login.
 fn login_response(pdu: &Pdu, text: Vec<u8>) -> Pdu {
     let mut bhs = header(response::LOGIN, pdu.itt());
     bhs[1] = pdu.bhs[1];
@@ -791,7 +793,7 @@ fn login_response(pdu: &Pdu, text: Vec<u8>) -> Pdu {
     Pdu::new(bhs, text)
 }
 
-/// Redirects a login to the second node for the time being.
+/// Temporarily redirects a login to the second node.
 fn redirect(connection: &mut Connection, pdu: &Pdu, protocol: Protocol) {
     const REDIRECTION: u8 = 1;
     const MOVED_TEMPORARILY: u8 = 1;

@@ -1,31 +1,31 @@
-//! Login keys as a foreign target negotiates them.
+//! Login negotiation of a foreign target.
 
 use super::Traits;
 
-/// Longest data segment that the target receives, in bytes.
+/// MaxRecvDataSegmentLength of the target in bytes.
 const MAX_RECV: u32 = 262_144;
 
-/// Longest data segment that the target receives over iSER, in bytes.
+/// TargetRecvDataSegmentLength of the target over iSER in bytes.
 const MAX_RECV_ISER: u32 = 8192;
 
-/// Values of a login request that the target uses.
+/// Values from a Login Request that the target uses.
 #[derive(Debug, Default)]
 pub(super) struct Offer {
-    /// Longest data segment that the initiator receives, in bytes.
+    /// MaxRecvDataSegmentLength of the initiator in bytes.
     pub(super) max_recv: Option<usize>,
     pub(super) max_burst: Option<usize>,
     pub(super) first_burst: Option<usize>,
     pub(super) is_discovery: bool,
 }
 
-/// Returns the keys of a login request's text.
+/// Returns the keys in the text of a Login Request.
 fn keys(text: &[u8]) -> impl Iterator<Item = (&str, &str)> {
     let pairs = text.split(|byte| *byte == 0);
     pairs.filter_map(|pair| std::str::from_utf8(pair).ok()?.split_once('='))
 }
 
-/// Negotiates a login request. Returns the response's text and the values that bind the target.
-/// The first response of a login declares the portal group.
+/// Negotiates a Login Request. Returns the text of the response and the values that the target must
+/// use. The first response of a login declares the portal group.
 pub(super) fn negotiate(text: &[u8], traits: &Traits, group: Option<u16>) -> (Vec<u8>, Offer) {
     let (mut out, mut offer) = (Vec::new(), Offer::default());
     let mut reply = |key: &str, value: &str| out.extend(format!("{key}={value}\0").into_bytes());
@@ -67,9 +67,9 @@ pub(super) fn negotiate(text: &[u8], traits: &Traits, group: Option<u16>) -> (Ve
             "DefaultTime2Wait" => reply(key, &number.max(traits.time2wait.into()).to_string()),
             "DefaultTime2Retain" | "ErrorRecoveryLevel" => reply(key, "0"),
             "MaxConnections" | "MaxOutstandingR2T" => reply(key, "1"),
-            // The result is Yes if either side wants it (RFC 7143 13.10).
+            // The result is Yes if either side wants this (RFC 7143 13.10).
             "InitialR2T" => reply(key, yes_or_no(traits.initial_r2t || value == "Yes")),
-            // The result is Yes if both sides want it (RFC 7143 13.11).
+            // The result is Yes if both sides want this (RFC 7143 13.11).
             "ImmediateData" => reply(key, yes_or_no(traits.immediate && value == "Yes")),
             "DataPDUInOrder" | "DataSequenceInOrder" => reply(key, "Yes"),
             _ => reply(key, "NotUnderstood"),

@@ -1,4 +1,4 @@
-//! The logical unit of a foreign target, whatever protocol carries its commands.
+//! The logical unit of a foreign target, for all protocols.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -18,10 +18,10 @@ const POWER_ON: SenseBytes = [0x70, 0x06, 0x29, 0x01];
 /// REPORTED LUNS DATA HAS CHANGED.
 const LUNS_CHANGED: SenseBytes = [0x70, 0x06, 0x3f, 0x0e];
 
-/// A deferred WRITE ERROR: an earlier write to the cache has failed.
+/// A deferred WRITE ERROR: a previous write to the cache has failed.
 const DEFERRED: SenseBytes = [0x71, 0x03, 0x0c, 0x00];
 
-/// RECOVERED ERROR: the command completed after a reallocation.
+/// RECOVERED ERROR: the command was completed after a reallocation.
 const RECOVERED: SenseBytes = [0x70, 0x01, 0x0c, 0x01];
 
 /// LOGICAL UNIT NOT READY, without a qualifier.
@@ -39,8 +39,8 @@ const TASK_ABORTED: u8 = 0x40;
 /// Last byte of the unit's designator.
 const OWN: u8 = 0x77;
 
-/// Last byte of the other unit's designator, and contents of its blocks, which are no version of any
-/// block.
+/// Last byte of the other unit's designator, and contents of its blocks, which are not a valid
+/// version of any block.
 const OTHER: u8 = 0xee;
 
 /// A command without its data.
@@ -51,19 +51,20 @@ pub(super) struct Command {
     pub(super) cdb: [u8; 16],
     /// Bytes that the initiator expects to transfer.
     pub(super) expected: u32,
-    /// The protocol reveals the number of bytes that were transferred, whatever the residual is.
+    /// The number of transferred bytes is known from the protocol, even if the residual is wrong.
     pub(super) is_counted: bool,
-    /// The initiator receives the response: it has not closed the connection.
+    /// The initiator will receive the response, because it has not closed the connection.
     pub(super) is_heard: bool,
 }
 
-/// Difference between the expected and the actual length of a transfer, as the response states it.
+/// Difference between the expected and the actual length of a transfer, as reported in the
+/// response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Residual {
     pub(super) over: bool,
     pub(super) under: bool,
     pub(super) count: u32,
-    /// It is stated for the direction in which no data were transferred.
+    /// Set if the residual is reported for the direction in which no data was transferred.
     pub(super) is_reverse: bool,
 }
 
@@ -120,8 +121,8 @@ pub(super) struct Reply {
 }
 
 impl Reply {
-    /// Returns whether the reply clears a condition by reporting it: a unit attention, or a deferred
-    /// error.
+    /// Returns whether the reply reports a condition that is only reported once: a unit attention
+    /// or a deferred error.
     pub(super) fn clears_condition(&self) -> bool {
         const UNIT_ATTENTION: u8 = 0x06;
         let is_once = |[code, key, ..]: SenseBytes| code == DEFERRED[0] || key == UNIT_ATTENTION;
@@ -169,7 +170,7 @@ pub(super) struct Write {
     pub(super) fua: bool,
 }
 
-/// The connection that waits for a write, and its command.
+/// Identifies a write command and its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Issuer {
     pub(super) node: usize,
@@ -179,7 +180,7 @@ pub(super) struct Issuer {
     pub(super) tag: u64,
 }
 
-/// A write on its way to the medium. It completes even if its session is closed.
+/// A write that is in flight to the medium. It completes even if its session is closed.
 #[derive(Debug)]
 struct Landing {
     issuer: Issuer,
@@ -187,10 +188,10 @@ struct Landing {
     data: Vec<u8>,
 }
 
-/// The unit that a session reaches while another unit replaces this one.
+/// The unit that is visible to a session while another unit replaces this one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum View {
-    /// The session has not learned that the unit is missing.
+    /// The session doesn't know that the unit is missing.
     #[default]
     Unaware,
     /// The unit was reported missing.
@@ -206,7 +207,7 @@ struct Nexus {
     view: View,
 }
 
-/// Faults of the unit that last.
+/// Permanent faults of the unit.
 #[derive(Clone, Debug, Default)]
 pub(super) struct UnitFaults {
     recovered: f64,
@@ -242,9 +243,9 @@ pub(super) struct Unit {
     landing: BTreeMap<(Instant, u64), Landing>,
     nexuses: BTreeMap<u64, Nexus>,
     faults: UnitFaults,
-    /// Nodes that report a power-on to the next command.
+    /// Nodes that report a power-on for the next command.
     powered_on: BTreeSet<usize>,
-    /// A lost cache that no command has reported.
+    /// A lost cache that was not reported yet.
     is_loss_deferred: bool,
     landed: u64,
     rng: Rng,
@@ -275,20 +276,20 @@ impl Unit {
         self.landing.keys().next().map(|(at, _)| *at)
     }
 
-    /// Returns whether a write is on its way to the medium that matches.
+    /// Returns whether a matching write is in flight to the medium.
     pub(super) fn is_writing(&self, mut is_match: impl FnMut(&Issuer) -> bool) -> bool {
         self.landing
             .values()
             .any(|landing| is_match(&landing.issuer))
     }
 
-    /// The first session at a node after this reports a power-on. The condition remains if that
-    /// session ends before.
+    /// Reports a power-on to the next session at this node. The condition remains pending if this
+    /// session is closed before.
     pub(super) fn power_on(&mut self, node: usize) {
         self.powered_on.insert(node);
     }
 
-    /// A session at a node begins.
+    /// Called when a session was opened at this node.
     pub(super) fn open(&mut self, session: u64, node: usize) {
         let nexus = self.nexuses.entry(session).or_default();
         nexus.node = node;
@@ -297,12 +298,12 @@ impl Unit {
         }
     }
 
-    /// Forgets sessions that have ended.
+    /// Removes closed sessions.
     pub(super) fn retain(&mut self, is_open: impl Fn(u64) -> bool) {
         self.nexuses.retain(|session, _| is_open(*session));
     }
 
-    /// Adopts the faults that are active.
+    /// Updates the active faults.
     pub(super) fn set_faults(&mut self, faults: UnitFaults) {
         let was_removed = std::mem::replace(&mut self.faults, faults).is_removed;
         if was_removed && !self.faults.is_removed {
@@ -322,7 +323,7 @@ impl Unit {
         }
     }
 
-    /// Cached writes fail on their way to the medium. Returns whether data were lost.
+    /// Writeback fails for cached writes. Returns whether data was lost.
     pub(super) fn lose_cache(&mut self, share: f64) -> bool {
         let is_lost = self.disk.lose_cache(share, &mut self.rng);
         self.is_loss_deferred |= is_lost;
@@ -330,16 +331,15 @@ impl Unit {
     }
 
     /// Loses power, and with it the cache and incomplete writes. Returns whether acknowledged data
-    /// were lost.
+    /// was lost.
     pub(super) fn lose_power(&mut self, share: f64) -> bool {
         self.landing.clear();
         self.is_loss_deferred = false;
         self.disk.lose_cache(share, &mut self.rng)
     }
 
-    /// Resets the unit, which aborts its commands and reports that with this qualifier of 29h. An
-    /// aborted write has reached the medium in part. Returns the commands that complete with TASK
-    /// ABORTED.
+    /// Resets the unit, which aborts its commands and reports this ASCQ of 29h. An aborted write is
+    /// partially written to the medium. Returns commands to be completed with TASK ABORTED.
     pub(super) fn reset(&mut self, qualifier: u8) -> Vec<(Issuer, Reply)> {
         let mut aborted = Vec::new();
         for landing in std::mem::take(&mut self.landing).into_values() {
@@ -354,14 +354,15 @@ impl Unit {
             aborted.push((landing.issuer, reply));
         }
         self.notify([0x70, 0x06, 0x29, qualifier]);
-        // Control mode page, TAS: whether aborted commands of other sessions complete.
+        // TAS in the Control mode page determines whether aborted commands of other sessions
+        // complete.
         match self.rng.bool() {
             true => aborted,
             false => Vec::new(),
         }
     }
 
-    /// Completes writes whose time has passed.
+    /// Completes writes that are due.
     pub(super) fn land(&mut self, now: Instant) -> Vec<(Issuer, Reply)> {
         let later = self.landing.split_off(&(now, u64::MAX));
         let due = std::mem::replace(&mut self.landing, later);
@@ -387,7 +388,7 @@ impl Unit {
         }
     }
 
-    /// Residual of a complete transfer.
+    /// Returns the residual of a complete transfer.
     fn residual(&mut self, len: u32) -> Residual {
         match self.rng.f64() < self.faults.residuals {
             true => Residual::wrong(len, &mut self.rng),
@@ -395,7 +396,7 @@ impl Unit {
         }
     }
 
-    /// Begins to execute a command.
+    /// Starts to execute a command.
     pub(super) fn execute(&mut self, command: &Command) -> Step {
         match self.presence(command) {
             View::Unaware => {}
@@ -417,9 +418,9 @@ impl Unit {
         }
     }
 
-    /// Returns the unit that a session reaches. It reaches another unit only after it has learned
-    /// that its own is missing: then commands that were sent before have been processed, because the
-    /// commands that identify a unit follow them.
+    /// Returns the unit that is visible to a session. A session only sees the other unit after it
+    /// has been informed that its own unit is missing: then all commands that were sent before have
+    /// been processed, because the commands that identify a unit are sent after these.
     fn presence(&mut self, command: &Command) -> View {
         let UnitFaults {
             is_removed,
@@ -438,7 +439,8 @@ impl Unit {
         nexus.view
     }
 
-    /// Executes a command at the other unit, which no command of the initiator may change.
+    /// Executes a command at the other unit, which must not be changed by any command from the
+    /// initiator.
     fn other(&self, command: &Command) -> Reply {
         match scsi::plan(&command.cdb, &self.disk, &self.traits, OTHER) {
             Action::Check(sense) => Reply::check(sense, command),
@@ -456,10 +458,10 @@ impl Unit {
         }
     }
 
-    /// Returns the completion of a command that reports a condition instead of being executed.
+    /// Returns a reply that reports a condition, so the command is not executed.
     fn condition(&mut self, command: &Command) -> Option<Reply> {
         let opcode = command.cdb[0];
-        // A condition is reported once, so its report must reach the initiator.
+        // A condition is only reported once, so the initiator must receive the report.
         if matches!(opcode, 0x12 | 0xa0) || !command.is_heard {
             return None;
         }
@@ -484,7 +486,7 @@ impl Unit {
             });
         }
         let (status, share) = self.faults.status.unwrap_or_default();
-        // A reservation does not keep other initiators from READ CAPACITY and MODE SENSE.
+        // A reservation doesn't block READ CAPACITY and MODE SENSE of other initiators.
         let is_io = scsi::is_io(opcode) || status != scsi::RESERVATION_CONFLICT;
         (is_io && self.rng.f64() < share).then(|| Reply::status(status, command))
     }
@@ -498,16 +500,16 @@ impl Unit {
         if self.rng.f64() < self.faults.shorts {
             reply.data.truncate(self.rng.usize(..len / BLOCK) * BLOCK);
             let missing = (len - reply.data.len()) as u32;
-            // Over RDMA, only the residual reveals that data are missing.
+            // With RDMA, only the residual indicates that data is missing.
             let is_stated = !command.is_counted || self.rng.bool();
             reply.residual = Residual::under(if is_stated { missing } else { 0 });
         }
         reply
     }
 
-    /// Passes a write with all its data to the medium.
+    /// Starts to write to the medium after all data was received.
     pub(super) fn write(&mut self, issuer: Issuer, write: Write, data: Vec<u8>, now: Instant) {
-        // Most writes are fast, and some take as long as the medium ever does.
+        // Most writes are fast, but some of them use the maximum latency.
         let slowest = match self.rng.u8(..8) {
             0 => self.traits.slowest,
             _ => self.traits.slowest.min(Duration::from_millis(1)),
@@ -523,9 +525,9 @@ impl Unit {
     }
 }
 
-/// Completion of a command to a logical unit number without a unit.
+/// Returns the reply to a command for a LUN without a unit.
 fn absent(command: &Command) -> Reply {
-    /// Peripheral qualifier and device type of a number without a unit.
+    /// Peripheral qualifier and device type for a LUN without a unit.
     const ABSENT: u8 = 0x7f;
     match (command.cdb[0], command.cdb[1] & 1) {
         (0x12, 0) => {

@@ -1,4 +1,4 @@
-//! A connection of iSCSI over TCP: its login, and PDUs to and from a stream that does not block.
+//! An iSCSI/TCP connection: its login, and PDUs to and from a nonblocking stream.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -11,19 +11,19 @@ use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginStep, Sessi
 use riser_scsi::iscsi::pdu::FromTarget;
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, StatSn, Tsih};
 
-/// Longest data segment that it takes, in bytes.
+/// MaxRecvDataSegmentLength in bytes.
 pub(crate) const MAX_RECV: u32 = 1 << 20;
 
-/// Something that a connection reports.
+/// An event of a connection.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// It is logged in.
+    /// The login was successful.
     Ready(Tsih, SessionParams),
-    /// A PDU of the full-feature phase, with its data.
+    /// A PDU was received in full feature phase, with its data.
     Pdu(FromTarget, Numbers, Vec<u8>),
-    /// The target has refused the login, or closed the connection.
+    /// The target has rejected the login or closed the connection.
     Ended,
-    /// The target sent what it must not send.
+    /// The target has violated the protocol.
     Fault(String),
 }
 
@@ -35,26 +35,26 @@ pub(crate) struct Connection {
     framer: Framer,
     arrived: Vec<u8>,
     scratch: Vec<u8>,
-    /// Bytes of PDUs, and when each may leave.
+    /// Encoded PDUs, each with the earliest time when it may be sent.
     leaving: VecDeque<(Instant, Vec<u8>)>,
     digests: Digests,
-    /// Longest data segment that the target takes, in bytes.
+    /// MaxRecvDataSegmentLength of the target in bytes.
     pub(crate) max_send: u32,
     exp_stat_sn: StatSn,
     is_ended: bool,
-    /// Its end was reported, which is the last event.
+    /// The end of the connection was reported, which is the last event.
     is_reported: bool,
-    /// Nothing more is reported of it.
+    /// No more events are reported.
     is_retired: bool,
-    /// The stream takes nothing.
+    /// The stream doesn't accept more data.
     is_blocked: bool,
-    /// Nothing is read.
+    /// The stream is not read.
     pub(crate) is_deaf: bool,
     pub(crate) last_heard: Instant,
 }
 
 impl Connection {
-    /// A connection that logs in.
+    /// Creates a connection that will log in.
     pub(crate) fn new(
         stream: UnixStream,
         config: InitiatorConfig,
@@ -80,31 +80,31 @@ impl Connection {
         }
     }
 
-    /// Whether its login is complete.
+    /// Returns whether the login is complete.
     pub(crate) fn is_ready(&self) -> bool {
         self.login.is_none() && !self.is_retired
     }
 
-    /// Whether nothing has come since then, though it goes on.
+    /// Returns whether no PDU was received since then on an open connection.
     pub(crate) fn is_silent_since(&self, then: Instant) -> bool {
         !self.is_retired && self.last_heard < then
     }
 
-    /// Ends it for good, with what has not left.
+    /// Closes the connection immediately, without sending the remaining data.
     pub(crate) fn retire(&mut self) {
         (self.is_ended, self.is_retired) = (true, true);
         self.leaving.clear();
         self.arrived.clear();
-        // One that the target has closed cannot be closed again.
+        // This fails if the target has already closed the connection.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Acknowledges the statuses that have come.
+    /// Returns ExpStatSN, to acknowledge received statuses.
     pub(crate) fn exp_stat_sn(&self) -> StatSn {
         self.exp_stat_sn
     }
 
-    /// Sends a PDU, not before that time and not before those that were sent earlier.
+    /// Sends a PDU, but not before this time and not before earlier PDUs.
     pub(crate) fn send(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
         let mut bytes = Vec::new();
         frame::put(bhs, &[], data, self.digests, &mut bytes);
@@ -117,26 +117,26 @@ impl Connection {
         self.is_ended = true;
     }
 
-    /// Sends data that are spoilt on their way, as far as a digest shows that.
+    /// Sends data that is corrupted in transit, if this can be detected by a digest.
     pub(crate) fn send_spoilt(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
         self.send(at, bhs, data);
         if self.digests.data
             && !data.is_empty()
             && let Some((_, bytes)) = self.leaving.back_mut()
         {
-            // The last byte before the padding and the digest.
+            // The last byte before padding and digest.
             let last = bytes.len() - 5 - frame::padding(data.len());
             bytes[last] ^= 1;
         }
     }
 
-    /// When the next PDU may leave.
+    /// Returns the earliest time when the next PDU may be sent.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let next = self.leaving.front().map(|(at, _)| *at);
         next.filter(|_| !self.is_blocked)
     }
 
-    /// Moves bytes; returns whether any moved.
+    /// Sends and receives data. Returns whether there was any.
     pub(crate) fn step(&mut self, now: Instant) -> bool {
         if self.is_retired {
             return false;
@@ -230,7 +230,7 @@ impl Connection {
         }
     }
 
-    /// Goes on with the login.
+    /// Continues the login.
     fn go_on(&mut self, mut login: InitiatorLogin, pdu: &FromTarget, data: &[u8]) -> Option<Event> {
         let FromTarget::LoginResponse(response) = pdu else {
             return Some(Event::Fault(format!("{pdu:?} in a login")));
@@ -253,7 +253,7 @@ impl Connection {
             }
             Ok(LoginStep::Redirect { .. }) => Some(Event::Fault("sent elsewhere".into())),
             Err(_) => {
-                // It was never ready.
+                // The login was not complete.
                 self.retire();
                 Some(Event::Ended)
             }
@@ -261,7 +261,7 @@ impl Connection {
     }
 }
 
-/// Whether a PDU has a number among the statuses of its connection (RFC 7143 11.4.8, 11.19.3).
+/// Returns whether a PDU has a StatSN of its connection (RFC 7143 11.4.8, 11.19.3).
 fn counts(pdu: &FromTarget) -> bool {
     match pdu {
         FromTarget::DataIn(data) => data.status.is_some(),

@@ -1,5 +1,5 @@
-//! An initiator of iSCSI that uses what ours does not: several connections of a session, every way
-//! to send data, task management at any moment, logins over sessions that live.
+//! An iSCSI initiator that uses features which ours does not use: multiple connections per session,
+//! all ways to send data, task management at any time, and session reinstatement.
 //!
 //! ```text
 //!   Down ─→ LoggingIn ─→ Up ─→ LoggingOut ─→ Over
@@ -7,22 +7,24 @@
 //!    └──────────┴─────────┘         └─ the connection breaks: Over
 //! ```
 //!
-//! Commands are numbered in their order and leave by a connection that the seed chooses, perhaps
-//! later than a newer one on another connection. At error recovery level 2 the session goes on
-//! with the connections that are left ([`recovery`]). Below that it ends with any of its
-//! connections, and the next one takes its place (RFC 7143 6.3.5).
+//! Commands are numbered in order and sent on a random connection, possibly after a newer command
+//! on another connection. At error recovery level 2, the session continues with the remaining
+//! connections ([`recovery`]). At lower levels, it is closed with any of its connections, and the
+//! next session reinstates it (RFC 7143 6.3.5).
 //!
 //! # Verdict
-//! Its data are in the history of the disk like all others. Besides:
-//! - A command is answered once. An answer to a tag that was answered, or never sent, is an error;
-//!   so is ABORT TASK on the connection of a command that finds nothing, without an answer before.
-//! - When a function of task management is complete, what it has ended takes effect no longer
-//!   (SAM-5 clause 7): the history takes it for ended then. Of another connection than the
-//!   function's, the answer may come later, for it may have been on its way.
-//!   A function that goes before its turn ends what it meets: a command that was sent after it on
-//!   another connection may be ended by it or not.
-//! - Commands of an old session take effect no longer once a command of the session that takes its
-//!   place succeeds. The login is accepted before, and the unit is BUSY, while a disk hangs.
+//! Its data is part of the history of the disk, as for all other initiators. In addition:
+//! - Each command is completed once. It is an error if a response has a tag that was already
+//!   completed or never used. It's also an error if ABORT TASK on the connection of a command does
+//!   not find it, unless its response was received before.
+//! - When a task management function is complete, aborted commands have no further effect (SAM-5
+//!   clause 7), so they are completed in the history at this time. On another connection than that
+//!   of the function, the response may arrive later, because it may have been in flight. An
+//!   immediate function may be executed before older commands: a command that was sent after it on
+//!   another connection may or may not be aborted.
+//! - Commands of an old session have no further effect after a command of the session that
+//!   reinstates it was successful. While a disk is hanging, the login is accepted before that, but
+//!   the unit is BUSY.
 
 pub(crate) mod connection;
 mod recovery;
@@ -55,49 +57,50 @@ use crate::model::Model;
 use crate::plan::Plan;
 use crate::target;
 
-/// Longest login, and longest logout.
+/// Timeout for a login or logout.
 const LOGIN: Duration = Duration::from_secs(10);
 
-/// Silence of a connection after which it is pinged, and twice of which ends it.
+/// The connection is pinged if nothing was received for this time, and closed after twice this
+/// time.
 const PING: Duration = Duration::from_secs(5);
 
-/// Age of a command at which it is aborted, and the wait for the next attempt.
+/// Age at which a command is aborted, and the delay before this is repeated.
 const LATE: Duration = Duration::from_secs(3);
 
-/// Longest wait between two commands that may be sent.
+/// Maximum delay between two commands that can be sent.
 const SOON: Duration = Duration::from_millis(2);
 
-/// Functions without an answer, at which no others are sent beside a full set of commands.
+/// If the maximum number of commands is in flight, only this number of functions is used at a time.
 const FUNCTIONS: usize = 2;
 
-/// What a rival does.
+/// The plan of a rival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RivalPlan {
-    /// Connections of its session.
+    /// Number of connections in its session.
     pub connections: usize,
-    /// Commands outstanding at most.
+    /// Maximum number of commands in flight.
     pub depth: usize,
-    /// Commands in all.
+    /// Total number of commands.
     pub commands: usize,
-    /// Of 32 commands, those that are functions of task management.
+    /// Number of task management functions per 32 commands.
     pub functions: u8,
-    /// Of 32 commands, those about persistent reservations.
+    /// Number of commands for persistent reservations per 32 commands.
     pub reservations: u8,
-    /// Of 256 actions, those that leave the session for another one.
+    /// Number of abandoned sessions per 256 actions.
     pub departures: u8,
-    /// Of 32 commands, those that compare and write.
+    /// Number of COMPARE AND WRITE commands per 32 commands.
     pub swaps: u8,
-    /// Error recovery level that it offers.
+    /// Offered error recovery level.
     pub recovery_level: u8,
-    /// Of 256 actions, those that break a connection off.
+    /// Number of closed connections per 256 actions.
     pub breaks: u8,
-    /// Of 256 Data-Out PDUs with a digest, those that are spoilt on their way.
+    /// Number of corrupted PDUs per 256 Data-Out PDUs with a digest.
     pub spoils: u8,
 }
 
 impl Default for RivalPlan {
-    /// One that reads and writes.
+    /// A rival that reads and writes.
     fn default() -> Self {
         Self {
             connections: 1,
@@ -115,7 +118,7 @@ impl Default for RivalPlan {
 }
 
 impl RivalPlan {
-    /// A rival of a seed.
+    /// Draws a rival for a seed.
     #[must_use]
     pub fn draw(rng: &mut Rng) -> Self {
         Self {
@@ -129,7 +132,7 @@ impl RivalPlan {
         }
     }
 
-    /// The same with more that a seed draws: one that fills the whole window now and then.
+    /// Draws further properties for a seed: some rivals occasionally fill the entire window.
     #[must_use]
     pub fn with_more(self, rng: &mut Rng) -> Self {
         let is_deep = rng.u8(..8) == 0;
@@ -140,7 +143,7 @@ impl RivalPlan {
             spoils: [0, 0, 0, 16][rng.usize(..4)],
             ..self
         };
-        // It would hardly get to its work.
+        // It would make almost no progress.
         let breaks = if more.recovery_level < 2 {
             0
         } else {
@@ -158,22 +161,22 @@ impl RivalPlan {
     }
 }
 
-/// State of a rival's session.
+/// State of the session.
 #[derive(Debug)]
 enum Phase {
-    /// There is none until then.
+    /// There is no session until this time.
     Down { until: Instant },
-    /// The first connection logs in.
+    /// The first connection is logging in.
     LoggingIn { until: Instant },
     /// Full-feature phase.
     Up,
-    /// All is done.
+    /// All commands are done.
     LoggingOut { until: Instant },
-    /// It is gone.
+    /// The rival has left.
     Over,
 }
 
-/// A rival.
+/// An iSCSI initiator, see the module documentation.
 #[derive(Debug)]
 pub struct Rival {
     user: User,
@@ -181,14 +184,14 @@ pub struct Rival {
     plan: RivalPlan,
     blocks: u64,
     longest: u64,
-    /// Paths to the target, of which its connections take any.
+    /// Number of paths to the target, which are chosen at random for each connection.
     paths: usize,
     address: IpAddr,
     isid: Isid,
     dialed: Dialed,
     rng: Rng,
     phase: Phase,
-    /// Stands for the login in the history, until a command of the session succeeds.
+    /// Represents the login in the history until a command of the session was successful.
     fence: Option<ReadId>,
     connections: Vec<Connection>,
     tsih: Tsih,
@@ -196,41 +199,41 @@ pub struct Rival {
     cmd_sn: CmdSn,
     max_cmd_sn: CmdSn,
     exp_cmd_sn: CmdSn,
-    /// Commands without an answer, by tag.
+    /// Commands in flight, by tag.
     tasks: BTreeMap<u32, Task>,
-    /// Functions without an answer, by tag.
+    /// Functions in flight, by tag.
     functions: BTreeMap<u32, Function>,
-    /// Commands that functions have ended, by tag, whose answer may be on its way.
+    /// Aborted commands whose response may still be in flight, by tag.
     aborted: BTreeMap<u32, Aborted>,
-    /// Connections that are gone, by their numbers.
+    /// Lost connections, by number.
     lost: BTreeMap<usize, Lost>,
-    /// Commands of such connections, by tag.
+    /// Commands of lost connections, by tag.
     orphans: BTreeMap<u32, Orphan>,
-    /// Logouts of such connections without an answer, by tag.
+    /// Logouts for lost connections in flight, by tag.
     logouts: BTreeMap<u32, usize>,
-    /// Numbers that were used again, and may not have arrived.
+    /// CmdSNs that were reused and may not have been received.
     plugs: Vec<CmdSn>,
     next_tag: u32,
-    /// The unit may be taken away.
+    /// The unit may be removed.
     may_vanish: bool,
-    /// It may be registered.
+    /// The nexus may be registered.
     is_registered: bool,
-    /// The target ends no connection by itself.
+    /// The target never closes a connection.
     keeps_connections: bool,
-    /// Commands may wait for the limits of a rate.
+    /// Commands may be delayed by a rate limit.
     is_limited: bool,
-    /// The session ends with I_T NEXUS RESET.
+    /// The session will be closed by I_T NEXUS RESET.
     is_reset: bool,
-    /// A block that was read, and its content.
+    /// A block that was read, and its contents.
     seen: Option<(u64, Vec<u8>)>,
-    /// Commands that are still to be sent.
+    /// Number of remaining commands.
     left: usize,
     next_action: Instant,
     next_look: Instant,
 }
 
 impl Rival {
-    /// A rival that is about to log in; the index distinguishes it from others.
+    /// Creates a rival that is about to log in. The index must be unique.
     #[must_use]
     pub fn new(
         (index, plan): (usize, RivalPlan),
@@ -278,13 +281,13 @@ impl Rival {
         }
     }
 
-    /// Whether all has been done that it was to do.
+    /// Returns whether all commands have been completed and the rival has left.
     #[must_use]
     pub fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Over)
     }
 
-    /// Does what there is to do; returns whether there was anything.
+    /// Performs pending work. Returns whether there was any.
     pub fn step(&mut self, now: Instant) -> bool {
         let mut worked = false;
         for connection in &mut self.connections {
@@ -300,7 +303,7 @@ impl Rival {
         worked | self.act(now)
     }
 
-    /// When the next thing happens by itself.
+    /// Returns the time of the next action.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         let own = match self.phase {
@@ -345,8 +348,8 @@ impl Rival {
         }
     }
 
-    /// A connection has logged in. The first one takes the place of an older session of the port;
-    /// another one that of one that was lost, which is detached then.
+    /// Called when a connection has logged in. The first connection reinstates the previous session
+    /// of the port. Other connections may reinstate a lost connection, which is then detached.
     fn on_ready(&mut self, at: usize, tsih: Tsih, params: SessionParams, now: Instant) {
         if matches!(self.phase, Phase::Up | Phase::LoggingOut { .. }) {
             if self.lost.remove(&at).is_some() {
@@ -385,11 +388,11 @@ impl Rival {
                 None => self.end(),
             },
             FromTarget::NopIn(_) | FromTarget::AsyncMessage(_) => {}
-            // A function for which the target has no room; its tag is in the header that comes back.
+            // The target could not accept another function. Its tag is in the returned header.
             FromTarget::Reject(Reject {
                 reason: RejectReason::TooManyImmediate,
             }) => self.on_function_refused(data),
-            // The data are asked for again, or their command fails.
+            // The target requests the data again, or the command fails.
             FromTarget::Reject(Reject {
                 reason: RejectReason::DataDigestError,
             }) if self.plan.spoils > 0 => {}
@@ -407,11 +410,13 @@ impl Rival {
         self.connections[at].send(now, pdu.header(), &[]);
     }
 
-    /// The session is gone. What it had under way may still take effect, until another login.
+    /// Called when the session was lost. Commands in flight may still have an effect until the next
+    /// login.
     fn lose(&mut self, now: Instant) {
         debug!(port = self.user.port.0, "the session is lost");
         self.model.log_out(self.user.port);
-        // The target may have lost its cache, of which the next flush says nothing to this one.
+        // The target may have lost its cache, which a later flush would not report to this
+        // initiator.
         let history = &self.user.history;
         history.fail_flush(history.begin_flush(self.user.port));
         self.connections.clear();
@@ -435,7 +440,8 @@ impl Rival {
         }
     }
 
-    /// A command has succeeded: those of older sessions have ended.
+    /// Called when a command was successful: commands from previous sessions have no further
+    /// effect.
     fn end_fence(&mut self) {
         if let Some(fence) = self.fence.take() {
             self.user.judge(self.user.history.end_read(fence, &[]));
@@ -451,15 +457,15 @@ impl Rival {
         self.phase = Phase::Over;
     }
 
-    /// Whether there is something to send. If as many commands as may be are under way, functions
-    /// are, as long as they are answered.
+    /// Returns whether there is something to send. Functions can still be sent if the maximum
+    /// number of commands is in flight, if they are completed.
     fn may_act(&self) -> bool {
         let has_room = self.tasks.len() + self.orphans.len() < self.plan.depth;
         let may_manage = self.plan.functions > 0 && self.functions.len() < FUNCTIONS;
         self.left > 0 && (has_room || may_manage)
     }
 
-    /// Does what is due.
+    /// Runs the action that is due.
     fn act(&mut self, now: Instant) -> bool {
         if matches!(self.phase, Phase::Up) && self.recover(now) {
             return true;
@@ -471,7 +477,7 @@ impl Rival {
             Phase::Up if self.next_look <= now => self.look(now),
             Phase::Up if self.left == 0 && self.is_idle() => return self.finish(now),
             Phase::Up if self.may_act() && self.next_action <= now => {
-                // One that is to fill a window needs more at once than disks take in that time.
+                // To fill a window, commands must be sent faster than disks complete them.
                 let soon = if self.plan.depth > 16 {
                     SOON / 64
                 } else {
@@ -485,12 +491,12 @@ impl Rival {
         true
     }
 
-    /// Whether nothing is under way.
+    /// Returns whether nothing is in flight.
     fn is_idle(&self) -> bool {
         self.tasks.is_empty() && self.orphans.is_empty() && self.functions.is_empty()
     }
 
-    /// Takes its registration away, and logs out; returns whether it could do either.
+    /// Unregisters or logs out. Returns whether this was possible.
     fn finish(&mut self, now: Instant) -> bool {
         if self.is_registered {
             return self.unregister(now);
@@ -504,7 +510,8 @@ impl Rival {
         self.cmd_sn = CmdSn(self.rng.u32(..));
         (self.max_cmd_sn, self.exp_cmd_sn) = (self.cmd_sn, self.cmd_sn);
         let (port, history) = (self.user.port, &self.user.history);
-        // A command of no blocks: when it has ended, what was lost before it began has ended.
+        // Recorded as a read of no blocks: when it completes, writes that were lost before it
+        // started have no further effect.
         let fence = history.begin_read(port, 0..0);
         let until = now + LOGIN;
         self.fence = Some(fence);
@@ -512,7 +519,7 @@ impl Rival {
         self.dial(0, now);
     }
 
-    /// Opens a connection of the session, perhaps in the place of one that was lost.
+    /// Opens a connection of the session, possibly to reinstate a lost connection.
     fn dial(&mut self, at: usize, now: Instant) {
         let rng = &mut self.rng;
         let values = [
@@ -590,7 +597,7 @@ impl Rival {
         self.connections[out].send(now, request.header(), &[]);
     }
 
-    /// Looks for what takes too long: pings silent connections, leaves dead ones, aborts commands.
+    /// Checks timeouts: pings silent connections, closes dead ones, aborts commands.
     fn look(&mut self, now: Instant) {
         self.next_look = now + LATE;
         let is_silent = |c: &Connection| c.is_silent_since(now - 3 * PING);

@@ -1,5 +1,5 @@
-//! Error recovery level 2 of a rival: connections that are lost or broken off, of a session that
-//! goes on, and what becomes of their commands (RFC 7143 7.2, 7.6, 7.15).
+//! Error recovery level 2 of a rival: a session continues after connections were lost or closed,
+//! and their commands are recovered (RFC 7143 7.2, 7.6, 7.15).
 //!
 //! ```text
 //!   connection lost ─→ logged out from another one, or logged in again ─→ detached
@@ -7,8 +7,9 @@
 //!                         └→ left to the target, until QUERY TASK does not find them
 //! ```
 //!
-//! Numbers that the target has not acknowledged are used again by pings, at once and when the target
-//! has released the connection: it carries out no later command while one of them is missing.
+//! CmdSNs that were not acknowledged by the target are reused for pings, immediately and again when
+//! the target has released the connection: it does not execute any later command while a CmdSN is
+//! missing.
 
 use std::time::{Duration, Instant};
 
@@ -24,21 +25,21 @@ use super::tasks::{Function, Task};
 use super::{LATE, Phase, Rival};
 use crate::coverage;
 
-/// A connection that is gone, of a session that goes on.
+/// A lost connection of a session that continues.
 #[derive(Debug)]
 pub(super) struct Lost {
-    /// When the next is tried for it.
+    /// Time of the next recovery attempt.
     next: Instant,
-    /// The target has let go of it, so its commands may be reassigned.
+    /// The target has released the connection, so its commands may be reassigned.
     is_detached: bool,
 }
 
-/// A command whose connection is gone.
+/// A command whose connection was lost.
 #[derive(Debug)]
 pub(super) struct Orphan {
     task: Task,
     next: Instant,
-    /// It is not reassigned.
+    /// It will not be reassigned.
     is_abandoned: bool,
 }
 
@@ -49,23 +50,23 @@ impl Orphan {
 }
 
 impl Rival {
-    /// Connections that are logged in.
+    /// Returns the number of connections that are logged in.
     fn live(&self) -> usize {
         self.connections.iter().filter(|c| c.is_ready()).count()
     }
 
-    /// Whether the session survives its connections.
+    /// Returns whether the session survives the loss of a connection.
     pub(super) fn recovers(&self) -> bool {
         let level = self.params.map_or(0, |params| params.error_recovery_level);
         matches!(self.phase, Phase::Up) && level > 1
     }
 
-    /// A connection is gone; the session is, too, unless it recovers.
+    /// Called when a connection was lost. This also closes the session, unless it can be recovered.
     pub(super) fn lose_connection(&mut self, at: usize, now: Instant) {
         let was_ready = self.connections[at].is_ready();
         self.connections[at].retire();
         let is_up = matches!(self.phase, Phase::Up);
-        // One that could not join has no part in the session.
+        // A connection that could not join is not part of the session.
         let survives = self.recovers() || is_up && !was_ready;
         if !survives || self.live() == 0 {
             return self.lose(now);
@@ -83,7 +84,7 @@ impl Rival {
         }
     }
 
-    /// What was under way on a connection is not answered there any more.
+    /// Commands in flight will not be completed on a lost connection.
     fn orphan(&mut self, at: usize, now: Instant) {
         let is_its = |_: &u32, sent: &mut Function| sent.connection == at;
         let functions: Vec<_> = self.functions.extract_if(.., is_its).collect();
@@ -115,7 +116,7 @@ impl Rival {
         self.plug_all(now);
     }
 
-    /// Uses all numbers again that may not have arrived.
+    /// Reuses all CmdSNs that may not have been received.
     pub(super) fn plug_all(&mut self, now: Instant) {
         let mut numbers = std::mem::take(&mut self.plugs);
         numbers.retain(|sn| !sn.is_before(self.exp_cmd_sn));
@@ -135,7 +136,7 @@ impl Rival {
         self.connections[out].send(now, ping.header(), &[]);
     }
 
-    /// When the next is to be recovered.
+    /// Returns the time of the next recovery attempt.
     pub(super) fn next_recovery(&self) -> Option<Instant> {
         let orphans = self.orphans.values().map(|orphan| orphan.next);
         orphans
@@ -143,7 +144,7 @@ impl Rival {
             .min()
     }
 
-    /// Recovers what is due; returns whether anything is.
+    /// Performs recovery that is due. Returns whether there was any.
     pub(super) fn recover(&mut self, now: Instant) -> bool {
         let lost = self.lost.iter().find(|(_, lost)| lost.next <= now);
         if let Some(at) = lost.map(|(at, _)| *at) {
@@ -169,12 +170,12 @@ impl Rival {
         true
     }
 
-    /// Logs a lost connection out, or in again.
+    /// Logs out a lost connection, or logs it in again.
     fn recover_connection(&mut self, at: usize, now: Instant) {
         let lost = self.lost.get_mut(&at).expect("just found");
         lost.next = now + LATE;
         if lost.is_detached || self.rng.bool() {
-            // It takes the place of the one before.
+            // Connection reinstatement.
             lost.next = now + LATE * 4;
             return self.dial(at, now);
         }
@@ -191,9 +192,9 @@ impl Rival {
         self.connections[out].send(now, request.header(), &[]);
     }
 
-    /// A connection was logged out, or the target knows none: it has released the connection and the
-    /// commands that waited there for earlier ones. Until then it ignored other uses of their
-    /// numbers as duplicates.
+    /// Called when a connection was logged out, or doesn't exist at the target: the target has
+    /// released the connection and the commands that were waiting there for older commands. Before
+    /// that, it ignored reused CmdSNs as duplicates.
     pub(super) fn on_detached(&mut self, at: usize, now: Instant) {
         self.plug_all(now);
         if let Some(lost) = self.lost.get_mut(&at) {
@@ -202,7 +203,7 @@ impl Rival {
         }
     }
 
-    /// Asks for an orphan, or about it.
+    /// Sends a function to reassign or query an orphan.
     fn ask_for(&mut self, orphan: u32, function: TmfFunction, now: Instant) {
         let (tag, connection) = (self.take_tag(), self.pick_connection());
         let task = &self.orphans[&orphan].task;
@@ -225,16 +226,16 @@ impl Rival {
         self.connections[connection].send(now, request.header(), &[]);
     }
 
-    /// A question about an orphan was answered, or it was asked for.
+    /// Called when a function for an orphan was completed.
     pub(super) fn on_orphan(&mut self, sent: &Function, status: TmfStatus, now: Instant) {
         let reassigns = sent.function == TmfFunction::TaskReassign;
         let tag = sent.referenced;
         let Some(mut orphan) = self.orphans.remove(&tag) else {
-            // A function has ended it meanwhile.
+            // It was aborted by another function.
             return;
         };
         match (reassigns, status) {
-            // It has ended there, with an answer or without.
+            // It has completed, with or without a response.
             (true, TmfStatus::TaskDoesNotExist) | (false, TmfStatus::Complete) => {
                 self.model.on_silence(self.user.port);
                 self.end_orphan(orphan);
@@ -256,7 +257,7 @@ impl Rival {
         }
     }
 
-    /// An orphan takes no effect from now on.
+    /// Called when an orphan has no further effect.
     fn end_orphan(&self, orphan: Orphan) {
         if orphan.task.changes() {
             self.model.lose_change(self.user.port);
@@ -264,7 +265,7 @@ impl Rival {
         orphan.task.refuse(&self.user);
     }
 
-    /// A function has ended all orphans that were sent before it.
+    /// Called when a function has aborted all older orphans.
     pub(super) fn end_orphans_before(&mut self, sn: CmdSn) {
         let ends = |_: &u32, orphan: &mut Orphan| orphan.task.cmd_sn.is_before(sn);
         let ended: Vec<_> = self.orphans.extract_if(.., ends).collect();
@@ -274,7 +275,7 @@ impl Rival {
         }
     }
 
-    /// Acknowledges Data-In, for which the target waits at levels above 0 (RFC 7143 11.7.2).
+    /// Acknowledges Data-In, which is required at levels above 0 (RFC 7143 11.7.2).
     pub(super) fn acknowledge_data(&mut self, at: usize, header: &DataIn, now: Instant) {
         let snack = Snack {
             kind: SnackKind::DataAck,

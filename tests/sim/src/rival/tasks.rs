@@ -1,4 +1,4 @@
-//! Commands and functions of a rival: what it sends, and what it makes of the answers.
+//! Commands and functions of a rival, and their responses.
 
 use std::fmt;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::model::ChangeId;
 use crate::reservations::{Action, Change, Status};
 
 pub(super) const GOOD: u8 = 0x00;
-/// The unit still executes commands of an older session.
+/// The unit is still executing commands of a previous session.
 const BUSY: u8 = 0x08;
 const CONFLICT: u8 = 0x18;
 const TASK_SET_FULL: u8 = 0x28;
@@ -31,23 +31,23 @@ const TASK_ABORTED: u8 = 0x40;
 /// LOGICAL UNIT NOT SUPPORTED.
 const NOT_SUPPORTED: u8 = 0x25;
 
-/// A command of the history.
+/// A command in the history.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind {
-    /// A read, and its first block.
+    /// A read, with its first block.
     Read(ReadId, u64),
     Write {
         id: WriteId,
         fua: bool,
     },
-    /// COMPARE AND WRITE of a block. Its data begin with what is compared.
+    /// COMPARE AND WRITE of a block. The data starts with the expected contents.
     Swap {
         id: WriteId,
         fua: bool,
     },
     Flush(FlushId),
     TestUnitReady,
-    /// PERSISTENT RESERVE OUT; the last one takes the registration away.
+    /// PERSISTENT RESERVE OUT. The last one unregisters.
     Change {
         id: ChangeId,
         is_last: bool,
@@ -70,27 +70,27 @@ impl Kind {
     }
 }
 
-/// A command that was sent.
+/// A command in flight.
 pub(super) struct Task {
     kind: Kind,
-    /// When it began, in the model.
+    /// Start time in the model.
     begin: u64,
     pub(super) connection: usize,
     pub(super) cmd_sn: CmdSn,
-    /// A function may have ended it without an answer, and did so or not by the order of arrival.
+    /// A function may or may not have aborted it, depending on the order of arrival.
     pub(super) is_doubtful: bool,
-    /// It comes from another connection, and some of its data may come again.
+    /// It was reassigned from another connection, and some of its data may be sent again.
     pub(super) is_resumed: bool,
-    /// It comes from another connection, where it may have been answered.
+    /// It was reassigned from another connection, where it may have been completed.
     pub(super) was_moved: bool,
-    /// Data-In and R2T PDUs that came.
+    /// Number of Data-In and R2T PDUs received.
     pub(super) units: u32,
-    /// Data that it writes.
+    /// Data to write.
     data: Vec<u8>,
-    /// Bytes that it reads.
+    /// Number of bytes to read.
     len: usize,
     received: Vec<u8>,
-    /// When it is aborted.
+    /// Time when it is aborted.
     pub(super) late: Instant,
 }
 
@@ -106,7 +106,7 @@ impl fmt::Debug for Task {
     }
 }
 
-/// A function that was sent.
+/// A function in flight.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Function {
     pub(super) function: TmfFunction,
@@ -114,29 +114,29 @@ pub(super) struct Function {
     pub(super) referenced: u32,
     cmd_sn: CmdSn,
     immediate: bool,
-    /// When it began, in the model, if it ends commands of others.
+    /// Start time in the model, if it aborts commands of other nexuses.
     ends_others: Option<u64>,
 }
 
 impl Function {
-    /// Whether it ends all commands of the session, and not one.
+    /// Returns whether it aborts all commands of the session, and not a single one.
     fn ends_many(&self) -> bool {
         use TmfFunction::{AbortTask, QueryTask, TaskReassign};
         !matches!(self.function, AbortTask | QueryTask | TaskReassign)
     }
 
-    /// Whether it may end a command.
+    /// Returns whether it may abort this command.
     pub(super) fn may_end(&self, tag: u32) -> bool {
         let is_abort = self.function == TmfFunction::AbortTask;
         self.ends_many() || is_abort && self.referenced == tag
     }
 
-    /// Its own number, if it has taken one.
+    /// Returns its CmdSN, unless it's immediate.
     pub(super) fn number(&self) -> Option<CmdSn> {
         (!self.immediate).then_some(self.cmd_sn)
     }
 
-    /// One that concerns a command and ends none.
+    /// Creates a function that refers to a command without aborting it.
     pub(super) fn about(
         function: TmfFunction,
         connection: usize,
@@ -165,17 +165,17 @@ fn resets(function: TmfFunction) -> bool {
     )
 }
 
-/// A command that a function has ended without an answer.
+/// A command that was aborted without a response.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Aborted {
     pub(super) connection: usize,
     by: usize,
-    /// It had come from a connection that was lost.
+    /// It was reassigned from a lost connection.
     was_moved: bool,
 }
 
 impl Task {
-    /// Its session is gone.
+    /// Called when its session was lost.
     pub(super) fn lose(self, user: &User) {
         match self.kind {
             Kind::Read(id, _) => user.history.abandon_read(id),
@@ -185,7 +185,7 @@ impl Task {
         }
     }
 
-    /// It has ended, and may have taken effect, but does not from now on.
+    /// Called when it was aborted: it may have been executed, but has no further effect.
     pub(super) fn refuse(self, user: &User) {
         match self.kind {
             Kind::Write { id, .. } | Kind::Swap { id, .. } => user.history.refuse(id),
@@ -197,12 +197,12 @@ impl Task {
         self.kind.name()
     }
 
-    /// Whether it changes reservations.
+    /// Returns whether it changes reservations.
     pub(super) fn changes(&self) -> bool {
         matches!(self.kind, Kind::Change { .. })
     }
 
-    /// It was answered GOOD.
+    /// Called when it was completed with GOOD status.
     fn complete(self, user: &User) {
         match self.kind {
             Kind::Read(id, _) if self.received.len() == self.len => {
@@ -225,7 +225,7 @@ impl Task {
         }
     }
 
-    /// Whether it writes blocks, if it moves any.
+    /// Returns whether it writes blocks, or `None` if it doesn't access any.
     fn access(&self) -> Option<bool> {
         match self.kind {
             Kind::Read(..) => Some(false),
@@ -236,13 +236,13 @@ impl Task {
 }
 
 impl Rival {
-    /// Does one of the things that it may do.
+    /// Runs a random action.
     pub(super) fn do_something(&mut self, now: Instant) {
         if self.rng.u8(..) < self.plan.departures {
             return self.lose(now);
         }
         if self.plan.breaks > 0 && self.rng.u8(..) < self.plan.breaks {
-            // Mostly one with a command, which is then to be recovered.
+            // Prefers a connection with a command that must be recovered.
             let busy = self.tasks.values().next_back().map(|task| task.connection);
             let at = busy.unwrap_or_else(|| self.pick_connection());
             return self.lose_connection(at, now);
@@ -258,7 +258,7 @@ impl Rival {
         if ready && next < self.plan.connections.min(most.into()) {
             return self.dial(next, now);
         }
-        // The window is closed (RFC 7143 4.2.2.1), until an answer comes.
+        // The window is closed (RFC 7143 4.2.2.1) until a response is received.
         if self.max_cmd_sn.is_before(self.cmd_sn) {
             self.next_action = now + Duration::from_micros(self.rng.u64(..200_000));
             return;
@@ -314,7 +314,7 @@ impl Rival {
         self.submit(Kind::Write { id, fua }, &cdb, data, 0, now);
     }
 
-    /// COMPARE AND WRITE of a block with what it was read as before.
+    /// Sends COMPARE AND WRITE of a block with its previously read contents.
     fn swap(&mut self, block: u64, expected: Vec<u8>, now: Instant) {
         let mut bytes = vec![0; BLOCK];
         let id = self
@@ -329,7 +329,7 @@ impl Rival {
         self.submit(Kind::Swap { id, fua }, &cdb, data, 0, now);
     }
 
-    /// WRITE SAME of zeroes.
+    /// Sends WRITE SAME of zeros.
     fn zero(&mut self, blocks: Range<u64>, now: Instant) {
         let count = blocks.end - blocks.start;
         let cdb = pdus::cdb10(0x41, blocks.start as u32, count as u16);
@@ -337,7 +337,7 @@ impl Rival {
         self.submit(Kind::Write { id, fua: false }, &cdb, vec![0; BLOCK], 0, now);
     }
 
-    /// Sends a command, with as much of its data as may go unasked.
+    /// Sends a command, with as much unsolicited data as possible.
     fn submit(&mut self, kind: Kind, cdb: &[u8], data: Vec<u8>, len: usize, now: Instant) {
         let params = self.params.expect("the session is up");
         let tag = self.take_tag();
@@ -359,8 +359,9 @@ impl Rival {
             ..pdus::scsi_command(tag, self.cmd_sn.0, cdb, writes, expected)
         };
         out.send(at, command.header(), &data[..immediate]);
-        // One that goes before its turn ends what it meets, which may be this as well, if it comes
-        // by another connection (RFC 7143 11.5.1). In its turn it comes before this.
+        // An immediate function aborts all commands received so far, which may include this command
+        // if it's sent on another connection (RFC 7143 11.5.1). Other functions are executed before
+        // this command.
         let may_end =
             |sent: &Function| sent.ends_many() && sent.immediate && sent.connection != connection;
         let is_doubtful = self.functions.values().any(may_end);
@@ -391,7 +392,7 @@ impl Rival {
         ready[self.rng.usize(..ready.len())]
     }
 
-    /// Sends data of a command as one sequence.
+    /// Sends data of a command as a single sequence.
     fn send_data(&mut self, tag: u32, ttt: Ttt, bytes: Range<usize>, now: Instant) {
         let task = &self.tasks[&tag];
         let out = &mut self.connections[task.connection];
@@ -457,7 +458,7 @@ impl Rival {
         self.on_answer(at, response.itt.0, response.status, sense);
     }
 
-    /// A command has its status.
+    /// Called when a command was completed.
     fn on_answer(&mut self, at: usize, tag: u32, status: u8, sense: Option<Sense>) {
         match self.tasks.remove(&tag) {
             Some(task) if task.connection == at => {
@@ -483,12 +484,12 @@ impl Rival {
                 match status {
                     _ if is_miscompared => self.refute(task),
                     GOOD => task.complete(&self.user),
-                    // Its end says nothing about commands that were sent before.
+                    // This doesn't imply that older commands have completed.
                     BUSY => task.lose(&self.user),
                     _ => task.refuse(&self.user),
                 }
             }
-            // It was on its way when the function was answered on the other connection.
+            // It was in flight when the function was completed on another connection.
             None if self.is_answer_from_before(at, tag) => drop(self.aborted.remove(&tag)),
             other => self.fail(&format!(
                 "status {status:#04x} on connection {at} for tag {tag}: {other:?}"
@@ -496,7 +497,7 @@ impl Rival {
         }
     }
 
-    /// A comparison says that a block was another one.
+    /// Called when a comparison has failed because the block has other contents.
     fn refute(&self, task: Task) {
         match task.kind {
             Kind::Swap { id, .. } => self.user.judge(self.user.history.refute(id)),
@@ -504,7 +505,7 @@ impl Rival {
         }
     }
 
-    /// Compares an answer with the model.
+    /// Compares a response with the model.
     fn judge_answer(&self, task: &Task, status: u8, sense: Option<Sense>) {
         let (model, port) = (&self.model, self.user.port);
         let attention = sense.filter(|sense| sense.key == SenseKey::UnitAttention);
@@ -512,7 +513,7 @@ impl Rival {
             let code = (additional.code, additional.qualifier);
             self.user.judge(model.on_attention(port, task.begin, code));
         }
-        // The window, which the target has opened, is a promise.
+        // The window is a promise of the target.
         if status == TASK_SET_FULL && !self.is_limited {
             self.fail(&format!("the target lacks room for a command: {task:?}"));
         }
@@ -559,7 +560,7 @@ impl Rival {
         }
     }
 
-    /// Changes reservations, or looks at them.
+    /// Changes or reads reservations.
     fn reserve_something(&mut self, now: Instant) {
         let port = self.user.port;
         let change = Change::draw(port, &self.model.guess(), &mut self.rng);
@@ -571,21 +572,21 @@ impl Rival {
         self.look_at_reservations(action, now);
     }
 
-    /// PERSISTENT RESERVE IN.
+    /// Sends PERSISTENT RESERVE IN.
     fn look_at_reservations(&mut self, action: u8, now: Instant) {
         let cdb = [0x5e, action, 0, 0, 0, 0, 0, 4, 0, 0];
         self.submit(Kind::Look(action), &cdb, Vec::new(), 1024, now);
     }
 
-    /// Whether a command was ended by a function of another connection, which what comes here may
-    /// have been overtaken by.
+    /// Returns whether a command was aborted by a function on another connection, so that a
+    /// response on this connection may arrive later.
     fn is_from_before(&self, at: usize, tag: u32) -> bool {
         let ended = self.aborted.get(&tag);
         ended.is_some_and(|ended| ended.connection == at && ended.by != at)
     }
 
-    /// The same, or it was answered on the connection that is lost before the function came. Then
-    /// it was none that a function ends, and TASK REASSIGN brings its answer once more.
+    /// The same, or the command was completed on the lost connection before the function was
+    /// executed. Then the function did not abort it, and TASK REASSIGN returns its response again.
     fn is_answer_from_before(&self, at: usize, tag: u32) -> bool {
         let ended = self.aborted.get(&tag);
         let is_repeated = ended.is_some_and(|ended| ended.connection == at && ended.was_moved);
@@ -610,7 +611,7 @@ impl Rival {
         self.submit(Kind::Change { id, is_last }, &cdb, list, 0, now);
     }
 
-    /// Takes the own registration away, unless another change is under way, or the window is closed.
+    /// Unregisters, unless another change is in flight or the window is closed.
     pub(super) fn unregister(&mut self, now: Instant) -> bool {
         let change = Change {
             from: self.user.port,
@@ -635,7 +636,7 @@ impl Rival {
         id.is_some()
     }
 
-    /// Sends a function at random.
+    /// Sends a random function.
     fn manage_something(&mut self, now: Instant) {
         use TmfFunction::{
             AbortTask, AbortTaskSet, ClearTaskSet, LogicalUnitReset, NexusReset, TargetColdReset,
@@ -652,7 +653,7 @@ impl Rival {
         let tags: Vec<u32> = self.tasks.keys().copied().collect();
         let referenced = match function {
             AbortTask if !tags.is_empty() => tags[self.rng.usize(..tags.len())],
-            // One that was answered.
+            // A command that was completed.
             AbortTask => self.next_tag,
             _ => u32::MAX,
         };
@@ -661,7 +662,7 @@ impl Rival {
         self.manage(function, referenced, (connection, immediate), now);
     }
 
-    /// Aborts the commands that take too long, each on its own connection.
+    /// Aborts commands after their timeout, each on its own connection.
     pub(super) fn abort_late(&mut self, now: Instant) {
         let late = self.tasks.iter().filter(|(_, task)| task.late <= now);
         let late: Vec<_> = late.map(|(tag, task)| (*tag, task.connection)).collect();
@@ -692,8 +693,8 @@ impl Rival {
         let request = TmfRequest {
             immediate,
             exp_stat_sn: self.connections[connection].exp_stat_sn(),
-            // Of a command that is not there: one that came long before. A number that is still on
-            // its way would count as received, and its command would be ignored (RFC 7143 11.6.1).
+            // If the command does not exist, this is a CmdSN from long ago. A CmdSN in flight would
+            // be treated as received, and its command would be ignored (RFC 7143 11.6.1).
             ref_cmd_sn: ref_cmd_sn.unwrap_or(CmdSn(self.cmd_sn.0.wrapping_sub(1 << 16))),
             ..pdus::tmf_request(tag, self.cmd_sn.0, function, referenced)
         };
@@ -717,7 +718,7 @@ impl Rival {
         self.connections[connection].send(at, request.header(), &[]);
     }
 
-    /// A function was answered. What it has ended is over.
+    /// Called when a function was completed. Commands that it has aborted have no further effect.
     pub(super) fn on_function_end(&mut self, at: usize, response: TmfResponse, now: Instant) {
         use TmfFunction::{AbortTask, QueryTask, TargetColdReset, TaskReassign};
         let Some(sent) = self.functions.remove(&response.itt.0) else {
@@ -741,7 +742,7 @@ impl Rival {
             (AbortTask, TmfStatus::Complete) => self.end_by(sent, |tag, _| tag == sent.referenced),
             (AbortTask, TmfStatus::TaskDoesNotExist) => {
                 let task = self.tasks.get(&sent.referenced);
-                // Another function that is under way may have ended it.
+                // It may have been aborted by another function in flight.
                 let is_ended = |other: &Function| other.may_end(sent.referenced);
                 let is_ending = self.functions.values().any(is_ended);
                 if task.is_some_and(|task| task.is_doubtful && task.connection == at) {
@@ -765,7 +766,7 @@ impl Rival {
         }
     }
 
-    /// A function was rejected, with its header: it has done nothing.
+    /// Called when a function was rejected: it was not executed.
     pub(super) fn on_function_refused(&mut self, header: &[u8]) {
         let tag = header
             .get(16..20)
@@ -778,7 +779,7 @@ impl Rival {
             .for_each(|begin| self.model.end_clear(begin));
     }
 
-    /// A function has ended commands: they take no effect from now on.
+    /// Called when a function has aborted commands: these have no further effect.
     fn end_by(&mut self, function: Function, ends: impl Fn(u32, &Task) -> bool) {
         let ended: Vec<u32> = self
             .tasks
@@ -802,7 +803,7 @@ impl Rival {
     }
 }
 
-/// Name of a function.
+/// Returns the name of a function.
 fn label(function: TmfFunction) -> &'static str {
     match function {
         TmfFunction::AbortTask => "ABORT TASK",
@@ -817,13 +818,15 @@ fn label(function: TmfFunction) -> &'static str {
     }
 }
 
-/// When a PDU leaves: mostly at once, sometimes after newer ones of other connections.
+/// Draws the time when a PDU is sent: usually immediately, sometimes after newer ones on other
+/// connections.
 fn leaves(rng: &mut fastrand::Rng, now: Instant) -> Instant {
     let most = [1, 1, 100, 3_000][rng.usize(..4)];
     now + Duration::from_micros(rng.u64(..most))
 }
 
-/// Bytes that go with a command, and bytes that go unasked in all (RFC 7143 13.10, 13.11, 13.14).
+/// Returns the number of bytes in the command PDU, and the total number of unsolicited bytes (RFC
+/// 7143 13.10, 13.11, 13.14).
 fn plan_data(
     params: &SessionParams,
     max_send: u32,
@@ -838,7 +841,7 @@ fn plan_data(
     let immediate = [0, most, rng.usize(..=most)][rng.usize(..3)];
     match params.initial_r2t {
         true => (immediate, immediate),
-        // All of the first burst, or nothing beyond the command.
+        // Either the entire first burst, or only immediate data.
         false => (immediate, [immediate, first_burst][rng.usize(..2)]),
     }
 }

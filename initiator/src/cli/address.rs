@@ -1,4 +1,4 @@
-//! Addresses of disks on the command line.
+//! Addresses of disks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,21 +9,21 @@ use super::units;
 use crate::nbd::NbdUri;
 use crate::url::{TargetUrl, UrlError};
 
-/// The address of a disk.
+/// Address of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// In the memory of this process.
+    /// A disk in the memory of this process.
     Memory {
         /// Size of the disk in bytes.
         capacity: u64,
         /// Size of a block in bytes.
         block_size: u32,
     },
-    /// A regular file or block device of this host.
+    /// A regular file or block device on this host.
     File {
-        /// Its absolute path.
+        /// Absolute path.
         path: PathBuf,
-        /// Reads and writes go past the page cache.
+        /// Set to bypass the page cache.
         direct: bool,
     },
     /// An export of an NBD server.
@@ -42,8 +42,8 @@ impl FromStr for Address {
         if let Some(file) = text.strip_prefix("file:") {
             return file_disk(file);
         }
-        // As a shell's command: a name without a slash is not looked for in the directory, or a
-        // misspelt address would be read as a file name.
+        // As in a shell, a name without a slash is not a path. Otherwise a misspelled address would
+        // be used as a file name.
         if ["/", "./", "../"]
             .iter()
             .any(|begin| text.starts_with(begin))
@@ -63,11 +63,11 @@ impl FromStr for Address {
     }
 }
 
-/// Error for a text that is no address of any kind.
+/// Error if the address has an unknown format.
 const UNKNOWN: &str = "address must begin with `srp://`, `iscsi://`, `iser://`, `nbd://`, \
     `nbd+unix://`, `file:` or `mem:`, or be a path that begins with `/`, `./` or `../`";
 
-/// `SIZE[,BLOCK]`.
+/// Parses `SIZE[,BLOCK]`.
 fn memory_disk(text: &str) -> Result<Address, String> {
     let (capacity, block_size) = text.split_once(',').unwrap_or((text, "512"));
     let capacity = units::size(capacity)?;
@@ -86,9 +86,9 @@ fn memory_disk(text: &str) -> Result<Address, String> {
     })
 }
 
-/// `PATH[?direct=on|off]`; a path may follow an empty host, as in `file:///PATH`.
+/// Parses `PATH[?direct=on|off]`. The path may follow an empty host, as in `file:///PATH`.
 fn file_disk(text: &str) -> Result<Address, String> {
-    // The last question mark begins the options; others are of the path.
+    // Options start after the last question mark. Any other question marks are part of the path.
     let (path, query) = match text.rsplit_once('?') {
         Some((path, query)) => (path, Some(query)),
         None => (text, None),
@@ -121,7 +121,7 @@ fn file_disk(text: &str) -> Result<Address, String> {
     file_at(path, direct.unwrap_or(false))
 }
 
-/// A path as an address that stays right when the working directory changes.
+/// Returns the address for a path, which doesn't depend on the working directory.
 fn file_at(path: &str, direct: bool) -> Result<Address, String> {
     match std::path::absolute(path) {
         Ok(path) => Ok(Address::File { path, direct }),
@@ -130,8 +130,8 @@ fn file_at(path: &str, direct: bool) -> Result<Address, String> {
     }
 }
 
-/// The URL that a line for the Linux kernel's `add_target` file means: comma-separated keys and
-/// values, `dest` among them.
+/// Converts a line written to `add_target` in the Linux kernel to a URL. The line contains
+/// comma-separated keys and values, including `dest`.
 fn add_target_url(text: &str) -> Option<String> {
     let (dest, keys): (Vec<&str>, Vec<&str>) = text
         .split(',')
@@ -156,7 +156,7 @@ impl fmt::Display for Address {
             } => write!(f, "mem:{capacity},{block_size}"),
             Self::File { path, direct } => {
                 let option = if *direct { "?direct=on" } else { "" };
-                // Without options, a question mark in the path would begin some.
+                // Without the scheme, a question mark in a path doesn't start options.
                 let scheme = match path.to_string_lossy().contains('?') {
                     true if !*direct => "",
                     _ => "file:",
@@ -170,7 +170,7 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// Number of the logical unit that it names; 0 if it names none.
+    /// Returns the logical unit number, or 0 if the address doesn't contain one.
     #[must_use]
     pub fn lun(&self) -> u32 {
         match self {
@@ -179,8 +179,8 @@ impl Address {
         }
     }
 
-    /// Name of an export of the disk that its address gives: that of the unit, the file or the
-    /// export.
+    /// Returns the name used for exports of the disk, which depends on the unit, file or export in
+    /// its address.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -198,7 +198,7 @@ impl Address {
                     }
                 };
                 let name: String = uri.export.chars().map(plain).collect();
-                // These two are directories, and an empty name is none.
+                // The name can't be empty, and these two are directories.
                 match name.as_str() {
                     "" | "." | ".." => "disk".into(),
                     _ => name,
@@ -207,10 +207,10 @@ impl Address {
         }
     }
 
-    /// The address of a target, for verbs that talk to nothing else.
+    /// Returns the address of a target, for verbs that only support targets.
     ///
     /// # Errors
-    /// It is not one.
+    /// Fails if this is not the address of a target.
     pub fn target(&self) -> Result<&TargetUrl, CliError> {
         let what = match self {
             Self::Target(url) => return Ok(url),

@@ -1,4 +1,4 @@
-//! Verbs and options.
+//! Command-line verbs and options.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -51,51 +51,51 @@ Addresses:
 Sizes and offsets are bytes, or have a suffix K, M, G or T, alone or as KiB to TiB (powers of 1024),
 or KB to TB (powers of 1000). Durations are seconds, or have a suffix ms, s, m or h.";
 
-/// Finds, attaches, mounts and benchmarks remote SCSI logical units, in user space.
+/// Find, attach, mount and benchmark remote SCSI logical units in user space.
 #[derive(Debug, Parser)]
 #[command(name = "riser", version, max_term_width = 100, after_help = EXIT_STATUS)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
 pub struct Args {
-    /// Options of every verb.
+    /// Options for all verbs.
     #[command(flatten)]
     pub global: Global,
-    /// Verb of the command line.
+    /// Verb to run.
     #[command(subcommand)]
     pub verb: Verb,
 }
 
-/// Format in which results are printed.
+/// Output format for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// Text for people
+    /// Human-readable text
     #[value(alias = "human")]
     Text,
     /// A single JSON document
     Json,
 }
 
-/// Options of every verb.
+/// Options for all verbs.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Global options")]
 pub struct Global {
-    /// Format of results
+    /// Select the output format of results
     #[arg(short, long, global = true, value_enum, default_value = "text")]
     pub output: Format,
-    /// Longest wait for a login, for one command, for an export to be usable or gone; reads and
-    /// writes of local files have no limit
+    /// Limit the time to log in, to complete a command, or to start or stop an export; does not
+    /// apply to local file I/O
     #[arg(long, global = true, value_name = "DURATION", default_value = "30s", value_parser = units::duration)]
     pub timeout: Duration,
-    /// Log more: once for information, twice for debugging, three times for everything
+    /// Increase the log level: once for info, twice for debug, three times for trace
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub verbose: u8,
-    /// Log errors only, and show no progress
+    /// Only log errors, and do not show progress
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub quiet: bool,
-    /// Log filter, for example "info,riser_transport=debug"; goes before -v and -q
+    /// Set a log filter, for example "info,riser_transport=debug"; takes precedence over -v and -q
     #[arg(long, global = true, value_name = "FILTER", env = "RISER_LOG")]
     pub log: Option<String>,
-    /// Provider by which a target is reached. It may also stand after the verb, where it is an
-    /// option of the connection.
+    /// Provider for connections to a target. This can also be specified after the verb, where it's
+    /// a connection option.
     #[arg(
         long,
         global = true,
@@ -108,32 +108,32 @@ pub struct Global {
     pub provider: ProviderChoice,
 }
 
-/// The two sides of a ping.
+/// Client and server of a ping.
 #[derive(Debug, Subcommand)]
 pub enum Rping {
-    /// Send pings and compare what comes back
+    /// Send pings and verify the replies
     Client {
-        /// Address of the server, which is another riser or rdma-core's rping
+        /// Address of the server, which is either riser or rping from rdma-core
         server: IpAddr,
-        /// Options of both sides
+        /// Options for both sides
         #[command(flatten)]
         args: RpingArgs,
     },
-    /// Answer the pings of one client
+    /// Respond to the pings of one client
     Server {
-        /// Options of both sides
+        /// Options for both sides
         #[command(flatten)]
         args: RpingArgs,
     },
 }
 
-/// Options of both sides of a ping.
+/// Options for the client and server of a ping.
 #[derive(Debug, clap::Args)]
 pub struct RpingArgs {
-    /// Local address of the device
+    /// Use the device with this local address
     #[arg(long, value_name = "IP")]
     pub addr: IpAddr,
-    /// Provider that drives the device
+    /// Select the provider of the device
     #[arg(
         long,
         value_enum,
@@ -142,41 +142,43 @@ pub struct RpingArgs {
         env = "RISER_PROVIDER"
     )]
     pub provider: ProviderChoice,
-    /// Port of the server
+    /// Use this port of the server
     #[arg(long, value_name = "PORT", default_value_t = crate::rping::DEFAULT_PORT)]
     pub port: u16,
-    /// Pings; 0 goes on until the peer leaves [default: 10 for a client, 0 for a server]
+    /// Set the number of pings, or 0 to continue until the peer disconnects [default: 10 for a
+    /// client, 0 for a server]
     #[arg(long, value_name = "N")]
     pub count: Option<u64>,
-    /// Bytes of a ping; a server takes no longer one [default: 64 for a client, 64K for a server]
+    /// Set the number of bytes in a ping, or the maximum for a server [default: 64 for a client,
+    /// 64K for a server]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub size: Option<u64>,
 }
 
-/// Provider by which a target is reached.
+/// Provider for connections to a target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProviderChoice {
-    /// The software NIC, over UDP; needs no hardware and no privilege
+    /// Software NIC using UDP; does not need hardware or privileges
     #[default]
     Roce,
-    /// The RDMA device that has the local address, through libibverbs and librdmacm
+    /// RDMA device with the local address, using libibverbs and librdmacm
     #[value(name = "rdma_core", alias = "rdma-core")]
     RdmaCore,
-    /// Memory shared with the target, on this host only: no packets
+    /// Shared memory without any packets, only for a target on this host
     Shm,
-    /// iWARP: RDMA over TCP, for iSER only
+    /// iWARP (RDMA over TCP), only for iSER
     Iwarp,
-    /// Shared memory if all portals are of this host and offer it (`rping` takes it by its name only),
-    /// otherwise the RDMA device that has the local address if there is one, otherwise the software NIC;
-    /// decided once, at the start
+    /// Shared memory if all portals are on this host and support it (not for `rping`), otherwise
+    /// the RDMA device with the local address if there is one, otherwise the software NIC; selected
+    /// once at startup
     Auto,
 }
 
-/// Options of the connection to a target.
+/// Options for the connection to a target.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Connection options")]
 pub struct ConnectOptions {
-    /// Provider by which the target is reached
+    /// Select the provider for the connection
     #[arg(
         long,
         value_enum,
@@ -185,56 +187,57 @@ pub struct ConnectOptions {
         env = "RISER_PROVIDER"
     )]
     pub provider: ProviderChoice,
-    /// Local address of the software NIC or RDMA device, or of TCP connections [default: for the
-    /// software NIC and a target on loopback a free loopback address, otherwise the address that
-    /// the route to the target has]
+    /// Use this local address for the software NIC, RDMA device or TCP connections [default: an
+    /// unused loopback address if the target is on loopback and the software NIC is used, otherwise
+    /// the source address of the route to the target]
     #[arg(long, value_name = "IP")]
     pub addr: Option<IpAddr>,
-    /// Channels of the session, for targets that allow several
+    /// Set the number of channels for the session, if supported by the target
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub channels: Option<u8>,
-    /// Make the software NIC's wire bad, for tests: a comma-separated list of loss, duplication,
-    /// corruption and reorder, each in percent of the packets sent and of those received, and seed
+    /// Inject faults into the software NIC for tests: a comma-separated list of loss, duplication,
+    /// corruption and reorder, each as a percentage of packets sent and received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT")]
     pub inject: Option<RoceFaults>,
-    /// Number that the initiator port follows from, if it is to be that of an earlier process.
+    /// Number used to generate the initiator port, if this must be the same as for a previous
+    /// process.
     #[arg(skip)]
     pub port: Option<u64>,
-    /// GUID of that port.
+    /// GUID of the initiator port.
     #[arg(skip)]
     pub guid: Option<u64>,
-    /// That process did not end properly.
+    /// Set if the previous process was not stopped cleanly.
     #[arg(skip)]
     pub recovers: bool,
-    /// The generation of the unit's cache that it had noted.
+    /// Cache generation of the unit, as recorded by the previous process.
     #[arg(skip)]
     pub noted: Option<[u8; 16]>,
-    /// Bytes of buffers that are needed at once, if more than by default.
+    /// Required buffer size in bytes, if larger than the default.
     #[arg(skip)]
     pub buffers: Option<u64>,
 }
 
-/// Verb of the command line.
+/// Command-line verbs.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// List the addresses and RDMA devices that a target can be reached with
+    /// List the local addresses and RDMA devices for connections to targets
     Devices,
     /// List the logical units of a target
     #[command(after_help = examples::DISCOVER)]
     Discover(DiscoverArgs),
     /// List the attachments of this host
     List,
-    /// Make a logical unit a file (FUSE), a network block device (NBD) or a block device (ublk) of
-    /// this host
+    /// Attach a logical unit to this host as a file (FUSE), a network block device (NBD) or a block
+    /// device (ublk)
     #[command(after_help = examples::ATTACH)]
     Attach(AttachArgs),
-    /// Undo an attachment: the disk disappears
+    /// Detach an attachment and remove its disk
     #[command(after_help = examples::DETACH)]
     Detach(DetachArgs),
-    /// Mount the file system on a logical unit, through FUSE and a loop device; needs root
+    /// Mount the file system on a logical unit using FUSE and a loop device; requires root
     #[command(after_help = examples::MOUNT)]
     Mount(MountArgs),
-    /// Show everything that a logical unit reports about itself
+    /// Show all information reported by a logical unit
     Inquiry(TargetArgs),
     /// Copy a range of a logical unit to a file or to standard output
     #[command(after_help = examples::READ)]
@@ -242,21 +245,21 @@ pub enum Verb {
     /// Copy a file or standard input to a range of a logical unit
     #[command(after_help = examples::WRITE)]
     Write(WriteArgs),
-    /// Measure a disk, compare results, or measure the wire
+    /// Measure a disk, compare results, or measure the network
     #[command(after_help = examples::BENCH)]
     Bench(Box<BenchArgs>),
-    /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
+    /// Ping a host over RDMA, or respond to pings, to test a new network
     #[command(subcommand, after_help = examples::RPING)]
     Rping(Rping),
-    /// Be a member of a virtual Ethernet over the software NIC: an interface of this host whose frames
-    /// travel over the storage network, until a signal
+    /// Join a virtual Ethernet over the software NIC, using a network interface on this host, until
+    /// a signal is received
     Vnic(VnicArgs),
-    /// Run an RDMA program, unmodified, on the software NIC: without an adapter, a driver or root
+    /// Run an unmodified RDMA program on the software NIC, without an adapter, driver or root
     Run(RunArgs),
-    /// Ask or change the target daemon of this host: runs `riserd` with these arguments
+    /// Query or configure the target daemon on this host, using `riserd` with these arguments
     #[command(disable_help_flag = true)]
     Target {
-        /// A verb of riserd and what it takes; `--help` lists them all
+        /// Verb of riserd and its arguments; use `--help` to list all verbs
         #[arg(
             required = true,
             value_name = "ARG",
@@ -266,27 +269,27 @@ pub enum Verb {
         )]
         args: Vec<OsString>,
     },
-    /// Print what udev names an attached block device by
+    /// Print the udev properties of an attached block device
     #[command(hide = true)]
     Udev {
         /// Path of the device
         device: PathBuf,
     },
-    /// Print the completion script of a shell
+    /// Print the completion script for a shell
     Completions {
-        /// Shell that the script is for
+        /// Shell for the script
         shell: Shell,
     },
-    /// Print the manual page, or write all of them
+    /// Print the manual page, or write all pages to a directory
     Man {
-        /// Write a page for each verb into this directory
+        /// Write a manual page for each verb to this directory
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
 }
 
 impl Verb {
-    /// Log file of a background process that the user has not named.
+    /// Returns the default log file of a background process, unless the user has specified one.
     pub(super) fn default_log(&self) -> Option<&Path> {
         let serve = match self {
             Self::Attach(args) => &args.serve,
@@ -300,13 +303,13 @@ impl Verb {
     }
 }
 
-/// A logical unit and nothing else.
+/// Arguments that only specify a logical unit.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TargetArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
@@ -314,21 +317,21 @@ pub struct TargetArgs {
 /// Arguments of `riser discover`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DiscoverArgs {
-    /// Address of the target; a logical unit in it does not matter
+    /// Address of the target; the logical unit is ignored
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// List the targets and their portals only, without a login to any of them
+    /// Only list targets and their portals, without logging in
     #[arg(long)]
     pub targets_only: bool,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
 
-/// Choice of the runs that belong together, on the command line.
+/// Selects which runs are compared with each other.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum By {
-    /// Same name and same options of the workload; which disk it was matters if a file has several
+    /// Same name and workload options, and also the same disk if there are multiple disks in a file
     Options,
     /// Same name
     Name,
@@ -337,13 +340,13 @@ pub enum By {
 /// Arguments of `riser bench compare`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CompareArgs {
-    /// Results to compare with: JSON of this command or of fio, one or more documents
+    /// Results used as the baseline: JSON from this command or fio, with one or more documents
     #[arg(value_name = "A")]
     pub a: PathBuf,
-    /// Results to judge
+    /// Results to compare with the baseline
     #[arg(value_name = "B")]
     pub b: PathBuf,
-    /// Runs that are rounds of one case
+    /// Select which runs are rounds of the same case
     #[arg(long, value_enum, default_value = "options")]
     pub by: By,
 }
@@ -355,15 +358,15 @@ pub struct AttachArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// As a file: PATH/lun0 if PATH is a directory, PATH itself if it is a file
+    /// Attach as a file: PATH/lun0 if PATH is a directory, or PATH itself if it is a file
     #[arg(long, value_name = "PATH")]
     pub fuse: Option<PathBuf>,
-    /// As an NBD export on a Unix socket
+    /// Attach as an NBD export using a Unix socket
     #[arg(long, value_name = "SOCKET")]
     pub nbd: Option<PathBuf>,
-    /// As the block device /dev/ublkbN, or one with a free number; needs root and the driver
-    /// ublk_drv. A device N that a killed riser has left is taken over, if it was of the same
-    /// address
+    /// Attach as the block device /dev/ublkbN, or use an unused number; requires root and the
+    /// driver ublk_drv. If device N remains after riser was killed, it is taken over if it has the
+    /// same address
     #[arg(
         long,
         value_name = "N",
@@ -373,24 +376,24 @@ pub struct AttachArgs {
         value_parser = UblkNumber::parse
     )]
     pub ublk: Option<UblkNumber>,
-    /// Options of what serves an attachment.
+    /// Options for the process that serves the attachment.
     #[command(flatten)]
     pub serve: ServeArgs,
-    /// Let the kernel cache the file, with readahead; do not use it where other hosts write
+    /// Let the kernel cache the file and use readahead; not safe if other hosts write to the disk
     #[arg(long, requires = "fuse")]
     pub cache: bool,
-    /// Let other users use the file
+    /// Allow other users to access the file
     #[arg(long, requires = "fuse")]
     pub allow_other: bool,
-    /// Refuse writes to it
+    /// Reject writes to the disk
     #[arg(long)]
     pub read_only: bool,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
 
-/// The number of a block device: one, or any that is free.
+/// Number of a block device, or `None` to use any unused number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UblkNumber(pub Option<u32>);
 
@@ -404,29 +407,28 @@ impl UblkNumber {
     }
 }
 
-/// Options of what serves an attachment.
+/// Options for the process that serves an attachment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
-    /// Stay in the foreground, until a signal or an unmount ends it
+    /// Stay in the foreground until a signal or unmount
     #[arg(long)]
     pub foreground: bool,
-    /// Longest time for a read, write or flush before it fails, reconnections included, or "never"
-    /// to wait as long as it takes; then `riser detach --force` ends what waits. A target that is
-    /// connected and does not answer is first asked to abort the command, then to reset the unit,
-    /// then itself: up to 15 s more. A file system that meets an error is unusable until it is
-    /// mounted again [default: 60s, or
-    /// --timeout if that is longer]
+    /// Fail reads, writes and flushes after this time, including reconnections, or use "never" to
+    /// wait indefinitely; `riser detach --force` then aborts pending operations. If a connected
+    /// target does not respond, riser aborts the command, and then resets the unit and the target,
+    /// which takes up to 15 s longer. After an error, a file system cannot be used until it is
+    /// mounted again [default: 60s, or --timeout if that is longer]
     #[arg(long, value_name = "DURATION", value_parser = units::patience)]
     pub io_timeout: Option<Duration>,
-    /// Attach a logical unit even if this host has it attached for writing already, for programs
-    /// that coordinate their writes
+    /// Attach a logical unit even if it is already attached for writing on this host; only for
+    /// programs that coordinate their writes
     #[arg(long)]
     pub shared: bool,
-    /// Log file of the background process [default: beside the list of attachments, limited to
-    /// 2 MiB]
+    /// Use this log file for the background process [default: in the same directory as the list of
+    /// attachments, limited to 2 MiB]
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
-    /// Report to the process that started this one on standard output; standard error is this file.
+    /// Report on standard output to the process that started this one. Standard error is this file.
     #[arg(long, hide = true, requires = "foreground", value_name = "LOG")]
     pub supervised: Option<PathBuf>,
 }
@@ -437,25 +439,25 @@ pub struct MountArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// Directory to mount it on
+    /// Mount point
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
-    /// Type of the file system [default: what mount(8) finds]
+    /// Set the file system type [default: detected by mount(8)]
     #[arg(short = 't', long = "type", value_name = "TYPE")]
     pub fs_type: Option<String>,
-    /// Options that mount(8) gets
+    /// Pass these options to mount(8)
     #[arg(long, value_name = "OPTIONS")]
     pub options: Option<String>,
     /// Mount this partition of the disk
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub partition: Option<u32>,
-    /// Mount it read-only, and refuse writes below as well
+    /// Mount read-only, and reject writes to the disk
     #[arg(long)]
     pub read_only: bool,
-    /// Options of what serves an attachment.
+    /// Options for the process that serves the attachment.
     #[command(flatten)]
     pub serve: ServeArgs,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
@@ -463,10 +465,10 @@ pub struct MountArgs {
 /// Arguments of `riser detach`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DetachArgs {
-    /// Id, directory, file, socket or device of the attachment
+    /// ID, directory, file, socket or device of the attachment
     #[arg(value_name = "ID|PATH")]
     pub what: String,
-    /// Detach it even if it is in use; its users get errors
+    /// Detach even if it is in use; pending and later I/O fails
     #[arg(long)]
     pub force: bool,
 }
@@ -477,16 +479,16 @@ pub struct ReadArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// File to write to; "-" is standard output
+    /// File to write to, or "-" for standard output
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
-    /// Offset of the first byte
+    /// Start reading at this offset
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
     pub offset: u64,
-    /// Number of bytes [default: to the end]
+    /// Read this number of bytes [default: to the end]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub length: Option<u64>,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
@@ -497,28 +499,28 @@ pub struct WriteArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
     pub url: Address,
-    /// File to read from; "-" is standard input
+    /// File to read from, or "-" for standard input
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
-    /// Offset of the first byte
+    /// Start writing at this offset
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
     pub offset: u64,
-    /// Number of bytes [default: to the end of the file]
+    /// Write this number of bytes [default: to the end of the file]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub length: Option<u64>,
-    /// Do not flush the target's cache at the end
+    /// Do not flush the cache of the target at the end
     #[arg(long)]
     pub no_flush: bool,
-    /// Write even if this host has the logical unit attached, or a file system or partition table
-    /// is on it
+    /// Write even if the logical unit is attached on this host, or contains a file system or
+    /// partition table
     #[arg(long)]
     pub overwrite: bool,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
 
-/// A device, or a file of jobs.
+/// A device or job file.
 #[derive(Clone, Debug)]
 pub enum BenchTarget {
     /// Address of a device.
@@ -535,7 +537,7 @@ impl FromStr for BenchTarget {
             return Ok(Self::JobFile(text.into()));
         }
         let address = text.parse().map(Self::Url);
-        // Every address but a path has a colon.
+        // All addresses contain a colon, except for paths.
         address.map_err(|why| match text.contains(':') {
             true => why,
             false => format!("{why}; the name of a job file ends in `.fio`"),
@@ -543,8 +545,8 @@ impl FromStr for BenchTarget {
     }
 }
 
-/// Options that a job of the command line is made of, by fio's names. Each is checked here, so that
-/// its error names it.
+/// Parses a job option by its name in fio. Each option is validated here, so that its name is
+/// included in the error.
 fn job_option(name: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone {
     move |text| {
         let set = Job::default().set(name, Some(text), Units::CommandLine);
@@ -552,29 +554,29 @@ fn job_option(name: &'static str) -> impl Fn(&str) -> Result<String, String> + C
     }
 }
 
-/// Tasks of `riser bench` beside measuring a disk.
+/// Verbs of `riser bench`.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum BenchVerb {
-    /// Compare results, and show whether their differences are beyond noise
+    /// Compare results, and show which differences are significant
     Compare(CompareArgs),
-    /// Measure what this machine or network carries in packets of RoCEv2
+    /// Measure the limits of this machine or network for RoCEv2 packets
     Wire(WireArgs),
 }
 
-/// Places of results of `riser bench`, beside standard output.
+/// Output files of `riser bench`.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Results")]
 pub struct ResultsArgs {
-    /// Write a page for a browser, with pictures
+    /// Write an HTML page with charts
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Write the figures over time as CSV
+    /// Write results over time as CSV
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
-    /// Write the distributions over time as a log of HdrHistogram
+    /// Write latency distributions over time as a HdrHistogram log
     #[arg(long, value_name = "FILE")]
     pub hdr_log: Option<PathBuf>,
-    /// Add all distributions to the JSON, as fio's json+ does
+    /// Include all latency distributions in the JSON output, as in fio's json+ format
     #[arg(long)]
     pub bins: bool,
 }
@@ -583,135 +585,139 @@ pub struct ResultsArgs {
 #[derive(Clone, Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct BenchArgs {
-    /// Task instead of measuring a disk.
+    /// Verb, unless this is a measurement of a disk.
     #[command(subcommand)]
     pub verb: Option<BenchVerb>,
-    /// Address of the disk, or a job file of fio, whose name ends in .fio
+    /// Address of the disk, or a fio job file with a name ending in .fio
     #[arg(value_name = "URL", required = true)]
     pub target: Option<BenchTarget>,
-    /// Address for all jobs of the file, in place of their filename and directory
+    /// Address for all jobs in the file, which replaces their filename and directory
     #[arg(value_name = "URL")]
     pub url: Option<Address>,
-    /// Write even if this host has the logical unit attached, or a file system or partition table
-    /// is on it
+    /// Write even if the logical unit is attached on this host, or contains a file system or
+    /// partition table
     #[arg(long)]
     pub overwrite: bool,
-    /// Workload of the command line.
+    /// Workload specified on the command line.
     #[command(flatten)]
     pub workload: WorkloadArgs,
-    /// Connections to the device, over which the jobs are distributed [default: 1]
+    /// Open this number of connections to the device, and distribute jobs over them [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub sessions: Option<u32>,
-    /// File that records which blocks were acknowledged with which content, so that they can be
-    /// checked after a crash; implies --verify
+    /// Record the acknowledged blocks and their contents in this file, so that they can be verified
+    /// after a crash; implies --verify
     #[arg(long, value_name = "FILE")]
     pub state: Option<PathBuf>,
-    /// Check the blocks that a state file records, and write nothing
+    /// Only verify the blocks recorded in a state file, and do not write
     #[arg(long, alias = "verify_only", requires = "state")]
     pub verify_only: bool,
-    /// Run once for each value, or each combination of values of several options: bs=4k,64k
+    /// Run once for each value, or for each combination if there are multiple options: bs=4k,64k
     /// depth=1..64 (powers of two)
     #[arg(long, value_name = "OPTION=VALUE,...", num_args = 1..)]
     pub sweep: Vec<String>,
-    /// Run everything this many times
+    /// Repeat all runs this number of times
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub rounds: u32,
-    /// Length of the intervals of figures over time
+    /// Set the length of intervals for results over time
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = units::duration)]
     pub interval: Duration,
-    /// Process of this host that serves the disk: its use of the processor is measured too
+    /// Include the CPU usage of the local process that serves the disk
     #[arg(long, value_name = "PID")]
     pub server_pid: Option<u32>,
-    /// Files for results.
+    /// Output files.
     #[command(flatten)]
     pub results: ResultsArgs,
-    /// Options of the connection.
+    /// Options for the connection.
     #[command(flatten)]
     pub link: ConnectOptions,
 }
 
-/// The workload of `riser bench`, with fio's words.
+/// Workload of `riser bench`, using fio's terminology.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Workload options")]
 pub struct WorkloadArgs {
-    /// Order and direction: read, write, rw, trim, trimwrite, the same with rand before it, or
-    /// flush; all but the reads overwrite the logical unit. read:64k skips 64 KiB behind each
-    /// operation, randread:8 reads 8 blocks in sequence at each random place [default: randread]
+    /// Set the access pattern: read, write, rw, trim or trimwrite, optionally with the prefix rand,
+    /// or flush; all patterns overwrite the logical unit except for reads and flushes. read:64k
+    /// skips 64 KiB after each operation, randread:8 reads 8 consecutive blocks at each random
+    /// offset [default: randread]
     #[arg(long, alias = "readwrite", value_name = "RW", value_parser = job_option("rw"))]
     pub rw: Option<String>,
-    /// Reads of a hundred operations, where there are both [default: 50]
+    /// Set the percentage of reads if there are reads and writes [default: 50]
     #[arg(long, visible_alias = "rwmixread", value_name = "PERCENT", value_parser = job_option("rwmixread"))]
     pub mix: Option<String>,
-    /// Bytes of one operation; READ,WRITE,TRIM if they differ [default: 4K]
+    /// Set the block size; READ,WRITE,TRIM for different sizes [default: 4K]
     #[arg(long, visible_alias = "block-size", value_name = "SIZE", value_parser = job_option("bs"))]
     pub bs: Option<String>,
-    /// Sizes from one to another, in multiples of the first: 4K-64K
+    /// Set a range of block sizes, using multiples of the minimum: 4K-64K
     #[arg(long, value_name = "RANGE", conflicts_with_all = ["bs", "bssplit"], value_parser = job_option("bsrange"))]
     pub bsrange: Option<String>,
-    /// Sizes with their percentages: 4K/60:64K/40
+    /// Set block sizes and their percentages: 4K/60:64K/40
     #[arg(long, value_name = "SPLIT", conflicts_with = "bs", value_parser = job_option("bssplit"))]
     pub bssplit: Option<String>,
-    /// Operations of one job in flight [default: 32]
+    /// Set the number of operations in flight for each job [default: 32]
     #[arg(long, visible_alias = "iodepth", value_name = "N", value_parser = job_option("iodepth"))]
     pub depth: Option<String>,
-    /// Jobs, each with its own offsets [default: 1]
+    /// Set the number of jobs, each with its own offsets [default: 1]
     #[arg(long, visible_alias = "numjobs", value_name = "N", value_parser = job_option("numjobs"))]
     pub jobs: Option<String>,
-    /// Operations per second of each job; READ,WRITE,TRIM if they differ. They start at planned
-    /// times, and what waits because others are slow is counted with its wait
+    /// Start this number of operations per second for each job; READ,WRITE,TRIM for different
+    /// rates. Operations are started at planned times, and the time they are delayed by previous
+    /// operations is included in the latency
     #[arg(long, alias = "rate_iops", value_name = "N", value_parser = job_option("rate_iops"))]
     pub rate_iops: Option<String>,
-    /// Bytes per second of each job, as --rate-iops
+    /// Transfer this number of bytes per second for each job, using planned times as for
+    /// --rate-iops
     #[arg(long, value_name = "SIZE", conflicts_with = "rate_iops", value_parser = job_option("rate"))]
     pub rate: Option<String>,
-    /// Planned times: linear or poisson [default: linear]
+    /// Set the distribution of planned times: linear or poisson [default: linear]
     #[arg(long, alias = "rate_process", value_name = "PROCESS", value_parser = job_option("rate_process"))]
     pub rate_process: Option<String>,
-    /// Distribution of random offsets: random, zipf:1.2, zoned:80/20:20/80 (operations/blocks, in
-    /// percent) or hotspot:20/80 [default: random]
+    /// Set the distribution of random offsets: random, zipf:1.2, zoned:80/20:20/80 (percentage of
+    /// operations/blocks) or hotspot:20/80 [default: random]
     #[arg(long, alias = "random_distribution", value_name = "DISTRIBUTION", value_parser = job_option("random_distribution"))]
     pub random_distribution: Option<String>,
-    /// Time to measure [default: 10s, unless a number of bytes or operations is given]
+    /// Set the duration of the measurement [default: 10s, unless a number of bytes or operations is
+    /// set]
     #[arg(long, value_name = "DURATION", value_parser = units::duration, conflicts_with = "total")]
     pub runtime: Option<Duration>,
-    /// Number of bytes that all jobs move together instead
+    /// Transfer this number of bytes for all jobs together, instead of a fixed duration
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub total: Option<u64>,
-    /// Number of bytes that each job moves; with --runtime, whichever comes first
+    /// Transfer this number of bytes for each job; with --runtime, stop at the first limit
     #[arg(long, alias = "io_size", value_name = "SIZE", value_parser = job_option("io_size"))]
     pub io_size: Option<String>,
-    /// Number of operations of each job; with --runtime, whichever comes first
+    /// Run this number of operations for each job; with --runtime, stop at the first limit
     #[arg(long, alias = "number_ios", value_name = "N", value_parser = job_option("number_ios"))]
     pub number_ios: Option<String>,
-    /// Time to run before measuring [default: 1s]
+    /// Run for this time before the measurement [default: 1s]
     #[arg(long, visible_alias = "ramp-time", alias = "ramp_time", value_name = "DURATION", value_parser = units::duration)]
     pub warm_up: Option<Duration>,
-    /// First byte of the region, or a percentage of the device [default: 0]
+    /// Start the region at this byte or percentage of the device [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = job_option("offset"))]
     pub offset: Option<String>,
-    /// Length of the region, or a percentage of the device [default: to the end]
+    /// Set the length of the region in bytes or as a percentage of the device [default: to the end]
     #[arg(long, value_name = "SIZE", value_parser = job_option("size"))]
     pub size: Option<String>,
     /// Flush after every N writes
     #[arg(long, value_name = "N", value_parser = job_option("fsync"))]
     pub fsync: Option<String>,
-    /// Wait with every write for stable storage
+    /// Wait until each write is on stable storage
     #[arg(long)]
     pub fua: bool,
-    /// Give every write new content
+    /// Generate new contents for each write
     #[arg(long, alias = "refill_buffers")]
     pub refill_buffers: bool,
-    /// Part of the content that compression removes
+    /// Set the percentage of the contents that can be removed by compression
     #[arg(long, alias = "buffer_compress_percentage", value_name = "PERCENT", value_parser = job_option("buffer_compress_percentage"))]
     pub buffer_compress_percentage: Option<String>,
-    /// Content to repeat: 0xdeadbeef, a number or "text" in double quotes
+    /// Repeat this pattern in all blocks: 0xdeadbeef, a number or "text" in double quotes
     #[arg(long, alias = "buffer_pattern", value_name = "PATTERN", value_parser = job_option("buffer_pattern"))]
     pub buffer_pattern: Option<String>,
-    /// Give each block a header with a checksum (crc32c, crc32 or crc64), check what is read, and
-    /// read back what is written. Reads alone check what an earlier run has written
+    /// Add a header with a checksum (crc32c, crc32 or crc64) to each block, verify all reads, and
+    /// read back all writes. If there are only reads, verify the blocks written by a previous run
     #[arg(long, value_name = "CHECKSUM", num_args = 0..=1, require_equals = true, default_missing_value = "crc32c", value_parser = job_option("verify"))]
     pub verify: Option<String>,
-    /// Seed of the random numbers [default: 1]
+    /// Set the seed for random numbers [default: 1]
     #[arg(long, visible_alias = "randseed", value_name = "N", value_parser = job_option("randseed"))]
     pub seed: Option<String>,
 }

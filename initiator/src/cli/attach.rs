@@ -1,4 +1,4 @@
-//! `riser attach`: a logical unit as a file or as a network block device.
+//! `riser attach`: attaches a logical unit as a file, network block device or block device.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             (None, Some(socket)) => serve::check_vacant(socket, global)?,
             (None, None) => {}
         }
-        // A block device keeps its port in the list of attachments.
+        // The port of a block device is stored in the list of attachments.
         let port = match (&choice, args.fuse.as_ref().or(args.nbd.as_ref())) {
             (None, Some(path)) => serve::export_port(path, &args.url)?,
             _ => None,
@@ -92,7 +92,7 @@ fn serve_fuse(
     let mount = file::mount(device, options, sender.clone())?;
     ready.announce(export(Some(mount.id())))?;
     let mut detached = Ok(());
-    // The sender outlives this function, so there is an event.
+    // This can't fail because the sender is alive until this function returns.
     let event = events.recv();
     ready.end();
     if event == Ok(Event::Signal) {
@@ -104,7 +104,7 @@ fn serve_fuse(
             let _ = events.recv();
         }
     }
-    // What was written is flushed in any case.
+    // Always flush data written by users.
     file::finish(mount, device)?;
     detached.map_err(CliError::from)
 }
@@ -131,13 +131,14 @@ fn serve_nbd(
         uri: uri.to_string(),
         socket: socket.clone(),
     };
-    // Before it is bound: a socket without a listener is replaced, and only one process may do that.
+    // Reserve the path before binding the socket: a socket without a listener is replaced, and only
+    // a single process is allowed to do this.
     ready.claim(&args.url, disk, export.clone(), None)?;
     let server = Server::bind(&socket, device.clone(), &name, &disk.description())
         .and_then(Server::start)
         .map_err(failed)?;
     ready.announce(export)?;
-    // Only a signal ends it.
+    // The only possible event is a signal.
     let _ = events.recv();
     ready.end();
     let what = format!("the NBD server on {} ended badly", socket.display());

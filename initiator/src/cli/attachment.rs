@@ -1,4 +1,4 @@
-//! An attachment as the list of this host has it.
+//! Attachments in the list of this host.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,58 +10,58 @@ use crate::engine::{LinkReport, PathReport};
 use crate::mounts::MountId;
 use crate::ublk;
 
-/// Form in which an attachment shows on this host.
+/// Type of an attachment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Export {
-    /// A file through FUSE.
+    /// A file using FUSE.
     Fuse {
-        /// Path that is mounted over: a directory or a file.
+        /// Mount point, which is a directory or a file.
         path: PathBuf,
-        /// Path of the disk's file.
+        /// Path of the disk file.
         file: PathBuf,
-        /// The mount as its process sees it. Older versions do not write it.
+        /// ID of the mount in the namespace of its process. Not included by older versions.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         id: Option<MountId>,
     },
     /// A network block device.
     Nbd {
-        /// Path of its socket.
+        /// Path of the socket.
         socket: PathBuf,
-        /// Its URI, for clients.
+        /// URI for clients.
         uri: String,
     },
-    /// A block device of `ublk_drv`.
+    /// A block device using `ublk_drv`.
     Ublk {
         /// Number of the device.
         number: u32,
-        /// Path of the device's file.
+        /// Path of the device node.
         device: PathBuf,
-        /// Number that its initiator port follows from, which a process that takes it over must
-        /// have too.
+        /// Number used to generate the initiator port. A process that takes over the device must
+        /// use the same number.
         port: u64,
-        /// The GUID of that port.
+        /// GUID of the initiator port.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         guid: Option<u64>,
-        /// Properties by which udev names it.
+        /// Properties used by udev to name the device.
         properties: BTreeMap<String, String>,
     },
     /// A mounted file system.
     Mount {
-        /// Path that it is mounted on.
+        /// Mount point.
         path: PathBuf,
-        /// The loop device below it.
+        /// Underlying loop device.
         device: PathBuf,
-        /// The FUSE mount below that.
+        /// FUSE mount used by the loop device.
         fuse: PathBuf,
-        /// The mount as its process sees it. Older versions do not write it.
+        /// ID of the mount in the namespace of its process. Not included by older versions.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         id: Option<MountId>,
     },
 }
 
 impl Export {
-    /// The path that people know it by.
+    /// Returns the path used to identify the attachment.
     #[must_use]
     pub fn path(&self) -> &Path {
         match self {
@@ -85,26 +85,26 @@ impl Export {
     }
 }
 
-/// Phase of an attachment's life.
+/// Phase of an attachment.
 ///
 /// ```text
 /// Starting ──► Serving ──► Ending
 ///                 └──► Failed ◄──┘
 /// ```
 ///
-/// An attachment that ends well, or fails while it starts, is removed in any phase.
+/// If an attachment is stopped cleanly or fails to start, it's removed regardless of its phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Its process has reserved the logical unit and the path, and prepares the rest.
+    /// The process has reserved the logical unit and path, and is preparing the attachment.
     Starting,
-    /// The disk can be used. Older versions wrote no other phase.
+    /// The disk can be used. Older versions only used this phase.
     #[default]
     Serving,
-    /// It was detached, and is served until its last user closes it.
+    /// The disk was detached, but is served until it's closed by its last user.
     Ending,
-    /// It could not be ended properly, so acknowledged writes may be lost. The entry stays until it
-    /// is detached, or replaced by another attachment at its path.
+    /// The attachment was not stopped cleanly, so acknowledged writes may have been lost. The entry
+    /// remains until it's detached or replaced by another attachment at the same path.
     Failed,
 }
 
@@ -119,53 +119,53 @@ impl Phase {
     }
 }
 
-/// An attachment as its file has it.
+/// An attachment as stored in its file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attachment {
-    /// Its name on this host.
+    /// ID on this host.
     pub id: String,
     /// Address of the logical unit, without secrets.
     pub url: String,
-    /// Process that serves it.
+    /// Process that serves the attachment.
     pub pid: u32,
-    /// Start of that process, in clock ticks since the boot.
+    /// Start time of the process in clock ticks since boot.
     pub started: u64,
-    /// Time of the attachment, in seconds since 1970.
+    /// Time when it was attached, in seconds since 1970.
     pub since: u64,
-    /// Phase of its life.
+    /// Phase of the attachment.
     #[serde(default)]
     pub phase: Phase,
-    /// Reason for which it failed.
+    /// Reason of the failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
-    /// Form in which it shows.
+    /// Type of the attachment.
     pub export: Export,
     /// Size of the disk in bytes.
     pub capacity: u64,
     /// Size of a logical block in bytes.
     pub block_size: u32,
-    /// The attachment refuses writes.
+    /// Set if writes are rejected.
     pub read_only: bool,
-    /// The logical unit's world-wide name, if it has one.
+    /// Globally unique name of the logical unit, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
-    /// Name of the RDMA device that it is reached over, which begins with its provider's.
+    /// Name of the RDMA device used for the connection, including the provider.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Log file of the process, if it does not log to its terminal.
+    /// Log file of the process, unless it logs to a terminal.
     pub log: Option<PathBuf>,
-    /// Report of its session, if it has one.
+    /// State of the session, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<LinkReport>,
-    /// The paths to the logical unit, where there are several.
+    /// Paths to the logical unit, if there is more than one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub paths: Vec<PathReport>,
-    /// The generation of the unit's volatile cache, if it offers one: 32 hexadecimal digits.
+    /// Generation of the unit's volatile cache if supported, as 32 hexadecimal digits.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
     pub cache: Option<[u8; 16]>,
 }
 
-/// The generation of a cache in files.
+/// Serialization of cache generations in files.
 pub(super) mod generation {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -193,8 +193,8 @@ pub(super) mod generation {
 }
 
 impl Attachment {
-    /// Returns whether it outlives its process: a block device, in which requests wait for another
-    /// process, or which was added and never started.
+    /// Returns whether the attachment exists without its process. This is the case for a block
+    /// device which is waiting for another process, or was added but never started.
     #[must_use]
     pub fn waits(&self) -> bool {
         match &self.export {
@@ -203,41 +203,42 @@ impl Attachment {
         }
     }
 
-    /// Returns whether it has failed, and uses neither its logical unit nor its path any longer.
+    /// Returns whether the attachment has failed, and no longer uses its logical unit and path.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.phase == Phase::Failed && !self.waits()
     }
 
-    /// Returns whether the process that serves it is alive.
+    /// Returns whether the process serving the attachment is alive.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         process_start(self.pid) == Some(self.started)
     }
 }
 
-/// Start of a process, in clock ticks since the boot; `None` if the process does not exist.
+/// Returns the start time of a process in clock ticks since boot, or `None` if the process doesn't
+/// exist.
 #[must_use]
 pub fn process_start(pid: u32) -> Option<u64> {
     start_of(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Name of this process for its files. An id alone may have belonged to an earlier process, whose
-/// files remain.
+/// Returns a unique name for files of this process. We can't just use the process ID, because there
+/// may be files from a previous process with the same ID.
 pub(super) fn process_name() -> String {
     let pid = std::process::id();
     format!("{pid}-{}", process_start(pid).unwrap_or(0))
 }
 
-/// The same, of its `stat` file (proc(5)).
+/// Parses the start time from a `stat` file (see proc(5)).
 fn start_of(stat: &str) -> Option<u64> {
-    // The name, in parentheses, may hold anything; the state and 16 numbers come before the number
-    // of threads.
+    // The name is in parentheses and can contain any characters. The number of threads follows
+    // after the state and 16 numbers.
     let rest = &stat[stat.rfind(')')? + 1..];
     let mut fields = rest.split_ascii_whitespace();
     let is_zombie = fields.next()? == "Z";
     let threads: u64 = fields.nth(16)?.parse().ok()?;
-    // A zombie serves nothing any longer once its other threads have released its files, too.
+    // A zombie is no longer serving if all its other threads have exited and released its files.
     if is_zombie && threads <= 1 {
         return None;
     }

@@ -22,22 +22,22 @@ use crate::bench::outcome::Outcome;
 use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
 use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
 
-/// Default duration of a measurement.
+/// Default duration of the measurement.
 const RUNTIME: Duration = Duration::from_secs(10);
 
-/// Default time before it.
+/// Default time before the measurement.
 const WARM_UP: Duration = Duration::from_secs(1);
 
-/// Most runs of one command: each keeps figures of at least an interval.
+/// Maximum number of runs for a command. Results of at least one interval are stored for each run.
 const MAX_RUNS: usize = 1000;
 
-/// Buffers of a session by default, in bytes.
+/// Default buffer size of a session in bytes.
 const BUFFERS: u64 = 64 << 20;
 
-/// Most that a session may have.
+/// Maximum buffer size of a session in bytes.
 const MAX_BUFFERS: u64 = 16 << 30;
 
-/// Why a device that is written is opened once.
+/// Reason why a device can only be opened once for writing.
 const EXCLUSIVE: &str = "a block device that is written is opened exclusively";
 
 pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
@@ -58,18 +58,19 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
         interval: args.interval,
         server_pid: args.server_pid,
         run: 0,
-        // All results are kept until they are written.
+        // All results are kept in memory until they are written.
         memory: RunOptions::default().memory / jobs.max(1),
     };
     let tasks = groups.iter().map(|group| tasks(args, group, &disks));
     let tasks = tasks.collect::<Result<Vec<_>, _>>()?;
-    // A job that is not possible is reported before the first run, and not hours later.
+    // Validate all jobs before the first run. Otherwise an invalid job may only be reported hours
+    // later.
     for group in &tasks {
         bench::check(group, options)?;
     }
     let mut outcomes = Vec::new();
     let run = run_all(&tasks, options, global, &mut outcomes);
-    // Runs that have ended keep their results if a later one fails.
+    // If a run fails, still output the results of previous runs.
     let emitted = match outcomes.is_empty() {
         true => Ok(()),
         false => emit(&outcomes, files, args.results.bins, global),
@@ -82,7 +83,7 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     run.and(emitted)
 }
 
-/// Runs one group after another, until one fails.
+/// Runs groups in order and stops at the first error.
 fn run_all(
     tasks: &[Vec<Task<Disk>>],
     options: RunOptions,
@@ -109,7 +110,7 @@ fn run_all(
     ended
 }
 
-/// The jobs of a group on their disks.
+/// Creates tasks for the jobs in a group.
 fn tasks(
     args: &BenchArgs,
     group: &[Job],
@@ -131,8 +132,8 @@ fn tasks(
     group.iter().map(task).collect()
 }
 
-/// Fails for a state file of a disk that does not outlast this process: the command that checks it
-/// would have another disk.
+/// Fails if a state file is used for a disk in memory. It can't be verified because another command
+/// would use a different disk.
 fn check_state(args: &BenchArgs, groups: &[Vec<Job>]) -> Result<(), CliError> {
     for job in groups.iter().flatten().filter(|job| job.state.is_some()) {
         let address = address(args, job)?;
@@ -144,7 +145,7 @@ fn check_state(args: &BenchArgs, groups: &[Vec<Job>]) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Adds the files that a result must not replace.
+/// Adds files that must not be replaced by results.
 fn add_used(args: &BenchArgs, groups: &[Vec<Job>], used: &mut FilesInUse) {
     if let BenchTarget::JobFile(path) = args.target() {
         used.add("the job file", path);
@@ -159,8 +160,8 @@ fn add_used(args: &BenchArgs, groups: &[Vec<Job>], used: &mut FilesInUse) {
     }
 }
 
-/// The jobs of the command line or of the job file, in groups that run one after another: each
-/// round has all combinations of the sweep.
+/// Returns all jobs from the command line or job file, in groups that run sequentially. Each round
+/// includes all combinations of the sweep.
 fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
     let (mut groups, form) = match args.target() {
@@ -195,8 +196,8 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     Ok(all)
 }
 
-/// Sets the options of the command line that are for job files, too. What only checks a state file
-/// leaves out the jobs without one.
+/// Sets command-line options that can also be used with job files. If only a state file is
+/// verified, jobs without a state file are removed.
 fn set_options(args: &BenchArgs, groups: &mut Vec<Vec<Job>>) -> Result<(), String> {
     let mut verified = 0;
     for job in groups.iter_mut().flatten() {
@@ -224,14 +225,14 @@ fn set_options(args: &BenchArgs, groups: &mut Vec<Vec<Job>>) -> Result<(), Strin
     Ok(())
 }
 
-/// Fails where a state file has runs that cannot all use it: the later ones would fail when the
-/// earlier ones have taken their time.
+/// Fails if a state file is used by multiple runs that are not compatible. Otherwise later runs
+/// would only fail after previous runs have completed.
 fn check_layouts(groups: &[Vec<Job>]) -> Result<(), String> {
     let layout = |job: &Job| {
         let is_apart = job.offset_increment != Amount::Bytes(0);
         let regions = if is_apart { job.numjobs } else { 1 };
         let place = (job.offset, job.size, job.offset_increment, regions);
-        // Whether each write gets new content makes no difference to verified blocks.
+        // Contents of verified blocks don't depend on this option.
         let content = Content {
             refill: false,
             ..job.content.clone()
@@ -260,7 +261,7 @@ fn check_layouts(groups: &[Vec<Job>]) -> Result<(), String> {
     Ok(())
 }
 
-/// The job of the command line. A limit that is swept counts as given.
+/// Creates the job from the command line. Limits in sweeps are also taken into account.
 fn job(args: &WorkloadArgs, sweeps: &[Sweep]) -> Result<Job, String> {
     let is_swept = |names: &[&str]| sweeps.iter().any(|sweep| names.contains(&sweep.name()));
     let has_bytes = args.total.is_some()
@@ -312,14 +313,14 @@ fn job(args: &WorkloadArgs, sweeps: &[Sweep]) -> Result<Job, String> {
             job.set(name, Some(&value), Units::CommandLine)?;
         }
     }
-    // It goes on until all is moved, however long that takes, unless a time is given, too.
+    // If there is no limit on the duration, continue until all operations are complete.
     if has_ios && !has_bytes {
         job.io_size = Some(Amount::Bytes(u64::MAX));
     }
     Ok(job)
 }
 
-/// Meaning of sizes in sweeps, which are for all sections of a job file.
+/// Returns the unit used for sizes in sweeps, which are used in all sections of a job file.
 fn base(of_file: Option<KbBase>, args: &BenchArgs) -> Result<KbBase, CliError> {
     match of_file {
         Some(base) => Ok(base),
@@ -350,7 +351,8 @@ fn read_jobs(path: &Path, args: &BenchArgs) -> Result<JobFile, CliError> {
     Ok(file)
 }
 
-/// Reports options that have no effect: options that may matter in one line, and all at `-v`.
+/// Reports options without effect. Options that may be important are listed in a single warning,
+/// and all options are listed if `-v` is specified.
 fn note_ineffective(name: &str, file: &JobFile, url: Option<&Address>) {
     if let Some(url) = url.filter(|_| !file.replaced.is_empty()) {
         tracing::info!("{url} replaces {}", file.replaced.join(", "));
@@ -368,14 +370,14 @@ fn note_ineffective(name: &str, file: &JobFile, url: Option<&Address>) {
 }
 
 impl BenchArgs {
-    /// Target of the measurement.
+    /// Returns the target of the measurement.
     fn target(&self) -> &BenchTarget {
         self.target.as_ref().expect("required without a verb")
     }
 }
 
 impl WorkloadArgs {
-    /// Returns whether any option was given.
+    /// Returns whether any option was specified.
     fn is_any(&self) -> bool {
         let given = [
             &self.rw,
@@ -404,7 +406,7 @@ impl WorkloadArgs {
     }
 }
 
-/// The device of a job.
+/// Returns the address of the device for a job.
 fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
     let address: Result<Address, CliError> = match (args.target(), &job.filename, &args.url) {
@@ -428,7 +430,8 @@ fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
     Ok(address)
 }
 
-/// Opens each device as often as its jobs want, after a look at what may be overwritten.
+/// Opens each device with the number of connections required by its jobs, after checking whether it
+/// can be overwritten.
 fn open_all(
     args: &BenchArgs,
     groups: &[Vec<Job>],
@@ -448,7 +451,7 @@ fn open_all(
     check_apart(&devices.collect::<Vec<_>>())?;
     let mut disks = Vec::new();
     for (address, jobs) in wanted {
-        // Memory of this process would be another disk each time.
+        // If memory was opened multiple times, each would be a separate disk.
         let sessions = match address {
             Address::Memory { .. } => 1,
             _ => jobs.iter().map(|job| job.sessions).max().unwrap_or(1),
@@ -470,7 +473,7 @@ fn open_all(
     Ok(disks)
 }
 
-/// The block device at an address, if it is one.
+/// Returns the ID of a block device, or `None` for other addresses.
 fn device_id(address: &Address) -> Option<FileId> {
     let Address::File { path, .. } = address else {
         return None;
@@ -480,7 +483,8 @@ fn device_id(address: &Address) -> Option<FileId> {
     is_device.then(|| FileId::of(&meta))
 }
 
-/// Fails for several addresses of one device that is written, as each would refuse the next.
+/// Fails if there are multiple addresses for the same device and it is written. It could only be
+/// opened once, because this is exclusive.
 fn check_apart(devices: &[(&Address, FileId)]) -> Result<(), CliError> {
     for (index, (one, id)) in devices.iter().enumerate() {
         let mut before = devices[..index].iter();
@@ -494,8 +498,8 @@ fn check_apart(devices: &[(&Address, FileId)]) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Fails for several sessions of a device that is opened exclusively, as each would refuse the
-/// next.
+/// Fails if there are multiple sessions for an exclusive device, because it can only be opened
+/// once.
 fn check_exclusive(address: &Address, sessions: u32) -> Result<(), CliError> {
     if sessions == 1 {
         return Ok(());
@@ -506,8 +510,8 @@ fn check_exclusive(address: &Address, sessions: u32) -> Result<(), CliError> {
         .help("leave out --sessions: all jobs then use one session"))
 }
 
-/// Bytes of buffers that each of the sessions of a disk needs for its jobs: those of a group run side
-/// by side.
+/// Returns the buffer size required for each session of a disk in bytes. Jobs in a group run
+/// concurrently.
 fn buffers(groups: &[Vec<Job>], jobs: &[&Job], sessions: u32) -> u64 {
     let of_group = |group: &Vec<Job>| {
         let mine = group
@@ -517,7 +521,7 @@ fn buffers(groups: &[Vec<Job>], jobs: &[&Job], sessions: u32) -> u64 {
         bytes.fold(0, u64::saturating_add)
     };
     let need = groups.iter().map(of_group).max().unwrap_or(0);
-    // Some more for commands that the session sends by itself.
+    // Reserve additional memory for internal commands of the session.
     need.saturating_add(1 << 20).clamp(BUFFERS, MAX_BUFFERS)
 }
 
@@ -550,11 +554,11 @@ fn live(title: &str, p: &Progress) -> String {
     )
 }
 
-/// Prints results, and writes the files that are asked for. One that cannot be written takes nothing
-/// from the others.
+/// Prints results and writes all output files. If a file can't be written, the remaining files are
+/// still written.
 ///
 /// # Errors
-/// The first.
+/// Returns the first error.
 fn emit(
     outcomes: &[Outcome],
     files: ResultFiles,
@@ -612,7 +616,7 @@ mod tests {
         assert_eq!(job.io_size, Some(Amount::Bytes(1 << 20)));
         assert_eq!(job.runtime, Some(Duration::from_secs(5)));
         assert!(!job.time_based, "whichever comes first");
-        // A state file is of no use without headers.
+        // A state file requires headers.
         let job = one(&["mem:8M", "--rw", "write", "--state", "f"]);
         assert!(job.verify.is_some() && job.state.is_some());
     }
@@ -710,7 +714,7 @@ mod tests {
         assert_eq!(error.exit, Exit::Usage);
         assert!(error.what.contains("/dev/sdx cannot have 2"), "{error}");
         assert!(error.help.unwrap().contains("--sessions"));
-        // A file may be opened any number of times, and memory is no device.
+        // Regular files can be opened multiple times, and memory is not a device.
         for address in ["/proc/version", "/does/not/exist", "mem:1M"] {
             let id = device_id(&address.parse().unwrap());
             assert_eq!(id, None, "{address}");

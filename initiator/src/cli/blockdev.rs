@@ -1,8 +1,8 @@
-//! `riser attach --ublk`: a logical unit as a block device of the host.
+//! `riser attach --ublk`: attaches a logical unit as a block device.
 //!
-//! A device whose process was killed stays, and what is sent to it waits. Attaching the same
-//! address under the same number takes it over, as the same initiator, if the same disk is still
-//! there: see [`ublk`].
+//! If the process is killed, the device remains and its requests are queued. Attaching the same
+//! address with the same number takes over the device using the same initiator port. This requires
+//! that it's still the same disk. See [`ublk`].
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -23,28 +23,28 @@ use super::udev;
 use crate::block::{BlockDevice, Geometry, task};
 use crate::ublk::{self, UblkDevice};
 
-/// Interval at which a device that has to go is asked whether it is in use.
+/// Interval for checking whether a device is still in use before it's removed.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Device by which a logical unit is to show.
+/// Selects the device for a logical unit.
 pub(super) enum DeviceChoice {
-    /// A device that is added.
+    /// Add a new device.
     New {
-        /// Its number, if it has to be that.
+        /// Number of the device, or `None` to use any unused number.
         number: Option<u32>,
         port: u64,
     },
-    /// A device whose process was killed.
+    /// Take over a device after its process was killed.
     Lost {
         number: u32,
         port: u64,
-        /// Attachment that the process before had written down.
+        /// Attachment recorded by the previous process.
         before: Box<Attachment>,
     },
 }
 
 impl DeviceChoice {
-    /// Looks whether the number is of a device that waits.
+    /// Checks whether the device with this number is waiting for a process.
     pub(super) fn find(number: UblkNumber, url: &Address) -> Result<Self, CliError> {
         let new = Self::New {
             number: number.0,
@@ -61,8 +61,8 @@ impl DeviceChoice {
         let refused = |what: String| {
             Err(CliError::new(Exit::Busy, what).help("`riser detach` takes it away"))
         };
-        // Requests wait in the device for the disk that it was made of. They must never reach
-        // another one, so only the same address may take it over.
+        // The device has queued requests for its previous disk. These must never be sent to a
+        // different disk, so the address must be the same.
         match (ours, url) {
             (
                 Some(
@@ -89,7 +89,8 @@ impl DeviceChoice {
         }
     }
 
-    /// Has a session log in with the device's initiator port, as the process that was killed did.
+    /// Configures the session to use the initiator port of the device, which is the same as for the
+    /// killed process.
     pub(super) fn set_on(&self, link: &mut ConnectOptions) {
         link.port = Some(self.port());
         if let Self::Lost { before, .. } = self {
@@ -101,7 +102,7 @@ impl DeviceChoice {
         }
     }
 
-    /// Number that its initiator port follows from.
+    /// Returns the number used to generate the initiator port.
     fn port(&self) -> u64 {
         match self {
             Self::New { port, .. } | Self::Lost { port, .. } => *port,
@@ -109,7 +110,7 @@ impl DeviceChoice {
     }
 }
 
-/// Serves a disk until a signal, or as long as it can be served.
+/// Serves a disk until a signal is received or an error occurs.
 pub(super) fn serve(
     choice: DeviceChoice,
     url: &Address,
@@ -128,7 +129,7 @@ pub(super) fn serve(
     };
     let sender = sender.clone();
     let ended = move || {
-        // At shutdown the receiver may be gone.
+        // The receiver may already be closed during shutdown.
         let _ = sender.send(Event::Ended);
     };
     let device = match &choice {
@@ -144,7 +145,8 @@ pub(super) fn serve(
         guid: disk.port_guid(),
         properties,
     };
-    // Before it can be used: a device that no list names could not be taken away again.
+    // Add the attachment to the list before the device can be used. Otherwise it could never be
+    // removed.
     let of = before.map(|before| before.id.as_str());
     ready.claim(url, disk, export.clone(), of)?;
     device.start().map_err(cannot_start)?;
@@ -163,13 +165,13 @@ pub(super) fn serve(
         _ => CliError::io(format!("cannot take {} away", path.display()), e),
     };
     let stopped = device.stop().map_err(failed);
-    // What was written is flushed in any case.
+    // Always flush data written by users.
     let flushed = task::block_on(disk.flush());
     stopped.and(flushed.map_err(|e| CliError::block("cannot flush the disk", e)))
 }
 
-/// Waits until the device is not in use, or for another signal: what a mounted file system has not
-/// written yet would be lost.
+/// Waits until the device is not in use, or until another signal. Otherwise we could lose data that
+/// a mounted file system has not written back.
 fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
     if ublk::is_in_use(path) {
         let shown = path.display();
@@ -178,8 +180,8 @@ fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
     while ublk::is_in_use(path) && events.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {}
 }
 
-/// Checks that a disk is the one that a device was made of: the kernel gives a new server requests
-/// that were meant for the old disk.
+/// Checks that a disk is the same as the previous disk of a device, because the kernel will send
+/// requests that were intended for the previous disk.
 fn check_same(
     before: &Attachment,
     now: &Geometry,
@@ -211,7 +213,8 @@ fn check_same(
     if before.block_size != now.block_size {
         return differs("block size", &before.block_size, &now.block_size);
     }
-    // The device keeps its size; what a disk has grown by is not used.
+    // The size of the device doesn't change. If the disk has grown, the additional space is not
+    // used.
     if before.capacity > now.capacity {
         return differs("size in bytes", &before.capacity, &now.capacity);
     }

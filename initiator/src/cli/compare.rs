@@ -10,13 +10,13 @@ use super::output;
 use crate::bench::output::compare::{self, MatchBy};
 use crate::bench::output::fio::{self, RunSummary};
 
-/// Largest file that is read, in bytes. A document has some hundred kilobytes for a job.
+/// Maximum file size in bytes. Documents contain several hundred kilobytes per job.
 const MAX_FILE: u64 = 256 << 20;
 
 /// Compares two files.
 ///
 /// # Errors
-/// A file that cannot be read or is no JSON of fio, and a failure of standard output.
+/// Fails if a file can't be read or is not fio JSON output, or if standard output fails.
 pub fn run(args: &CompareArgs, global: &Global) -> Result<(), CliError> {
     let (a, b) = (load(&args.a)?, load(&args.b)?);
     let by = match args.by {
@@ -45,7 +45,7 @@ fn load(path: &Path) -> Result<Vec<RunSummary>, CliError> {
 mod tests {
     use super::*;
 
-    /// A file that has come to the crate with its sources.
+    /// Returns a file from the source directory of this crate.
     fn source(name: &str) -> std::path::PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
     }

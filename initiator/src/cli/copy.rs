@@ -1,6 +1,6 @@
-//! `riser read` and `riser write`: ranges of a disk to and from files and standard streams.
+//! `riser read` and `riser write`: copy a range of a disk to or from a file or standard stream.
 //!
-//! Up to [`IN_FLIGHT`] pieces of at most [`PIECE`] bytes are in flight; the stream sees them in
+//! Up to [`IN_FLIGHT`] pieces of at most [`PIECE`] bytes are in flight. The stream is accessed in
 //! order.
 
 use std::collections::VecDeque;
@@ -20,9 +20,9 @@ use super::exit::{CliError, Exit};
 use super::{guard, output, units};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Span, task};
 
-/// Number of pieces in flight.
+/// Maximum number of pieces in flight.
 const IN_FLIGHT: usize = 16;
-/// Most bytes of a piece.
+/// Maximum size of a piece in bytes.
 const PIECE: u64 = 1 << 20;
 
 #[derive(Serialize)]
@@ -60,7 +60,7 @@ fn is_standard(path: &Path) -> bool {
     path == Path::new("-")
 }
 
-/// The range that was asked for, checked against the disk.
+/// Returns the length of the requested range after checking that it is within the disk.
 fn range(disk: &Disk, offset: u64, length: Option<u64>) -> Result<u64, CliError> {
     let capacity = disk.geometry().capacity;
     let left = capacity.checked_sub(offset);
@@ -81,7 +81,8 @@ fn range(disk: &Disk, offset: u64, length: Option<u64>) -> Result<u64, CliError>
 
 type Finished<T> = mpsc::Receiver<Result<T, BlockError>>;
 
-/// Waits for a piece. Its request always ends, by an answer or its own time limit.
+/// Waits for a piece. This always returns, because each request either receives a response or times
+/// out.
 fn wait<T>(piece: &Finished<T>, what: impl Fn() -> String) -> Result<T, CliError> {
     match piece.recv() {
         Ok(result) => result.map_err(|e| CliError::block(what(), e)),
@@ -89,7 +90,7 @@ fn wait<T>(piece: &Finished<T>, what: impl Fn() -> String) -> Result<T, CliError
     }
 }
 
-/// Carries out `riser read`.
+/// Runs `riser read`.
 pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
     let disk = open(&args.url, &args.link, global.timeout, true)?;
     let total = range(&disk, args.offset, args.length)?;
@@ -124,7 +125,7 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
         buffer.slice().read(span.head, &mut scratch);
         drop(buffer);
         match sink.write_all(&scratch) {
-            // The reader of the pipe has read enough.
+            // The pipe was closed by its reader.
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             Err(e) => {
                 let what = format!("cannot write to {}", args.file.display());
@@ -137,7 +138,7 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
         .map_err(|e| CliError::io(format!("cannot write to {}", args.file.display()), e))?;
     bar.finish_and_clear();
     disk.close();
-    // Standard output has the data, and nothing else.
+    // Don't print anything else to standard output.
     if is_standard(&args.file) {
         return Ok(());
     }
@@ -153,13 +154,13 @@ fn start_read(device: &Arc<ByteDevice<Disk>>, span: Span) -> Finished<(Buffer, S
     task::spawn(async move {
         let buffer = device.device().buffer(span.covering).await;
         let result = device.read(span, buffer).await;
-        // The receiver is gone if another piece has failed.
+        // If another piece has failed, the receiver is closed.
         let _ = done.send(result.map(|buffer| (buffer, span)));
     });
     finished
 }
 
-/// Carries out `riser write`.
+/// Runs `riser write`.
 pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     let disk = open(&args.url, &args.link, global.timeout, false)?;
     if disk.geometry().read_only {
@@ -173,7 +174,7 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
         guard::check(&disk, &args.url, global)?;
     }
     let mut source = Source::open(args)?;
-    // Nothing is written of a file that does not fit.
+    // Don't write any data if the file is too large.
     if let Some(len) = source.len.filter(|len| *len > most) {
         let (file, offset) = (args.file.display(), args.offset);
         let what = format!("{file} has {len} bytes, and the disk {most} from byte {offset} on");
@@ -189,13 +190,13 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
         let what = format!("{} ended after {written} bytes", args.file.display());
         return Err(CliError::new(Exit::Failure, what));
     }
-    // A stream of unknown length may have more than the disk has room for; one byte more shows
-    // that.
+    // A stream of unknown length may be too large for the disk. Check whether there is another
+    // byte.
     if args.length.is_none() && at == end && source.fill(&mut [0])? > 0 {
         let what = format!("the disk ended before {} did", args.file.display());
         return Err(CliError::new(Exit::Failure, what));
     }
-    // Without a flush, what was reported as written might be lost with a volatile cache.
+    // Without a flush, completed writes could be lost in a volatile cache.
     if !args.no_flush {
         task::block_on(device.flush())
             .map_err(|e| CliError::block(format!("flushing {} failed", args.url), e))?;
@@ -208,8 +209,8 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// Writes the stream from the offset up to `end`, or as far as it goes; returns the offset behind
-/// its last byte.
+/// Writes the stream from the offset up to `end`, or to the end of the stream. Returns the offset
+/// after the last byte.
 fn write_pieces(
     args: &WriteArgs,
     source: &mut Source<'_>,
@@ -227,7 +228,7 @@ fn write_pieces(
         if got == 0 {
             break;
         }
-        // The oldest is awaited first, so a failure is reported with the lowest offset.
+        // Wait for the oldest piece first, so that we report the lowest offset on error.
         if pieces.len() == IN_FLIGHT
             && let Some((at, len, piece)) = pieces.pop_front()
         {
@@ -256,11 +257,11 @@ fn start_write(device: &Arc<ByteDevice<Disk>>, span: Span, data: &[u8]) -> Finis
     finished
 }
 
-/// File or standard input that is written to a disk.
+/// A file or standard input to be written to a disk.
 struct Source<'a> {
     path: &'a Path,
     stream: Box<dyn Read>,
-    /// Bytes to write, where that is known before the end of the stream.
+    /// Number of bytes to write, if known in advance.
     len: Option<u64>,
 }
 
@@ -282,7 +283,7 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// Reads until the buffer is full or the stream ends.
+    /// Reads until the buffer is full or the end of the stream is reached.
     fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, CliError> {
         let mut filled = 0;
         while filled < buffer.len() {

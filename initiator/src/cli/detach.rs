@@ -17,27 +17,27 @@ use crate::engine::{LinkState, Pending};
 use crate::mounts::{self, MountId, MountUser, Mounts};
 use crate::{fuse, ublk};
 
-/// Longest time for a process that is ended by force to end properly: to flush, where its target
-/// answers.
+/// Maximum time for a process to exit cleanly with `--force`. If the target responds, this includes
+/// a flush.
 const MERCY: Duration = Duration::from_secs(8);
 
-/// The same where its target does not.
+/// Maximum time if the target doesn't respond.
 const SHORT_MERCY: Duration = Duration::from_secs(1);
 
-/// Time after which the list is read again if a target was listed as down.
+/// Time before reading the list again if a target is listed as down.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
 
-/// Longest time for an NBD server to notice that a client has disconnected.
+/// Maximum time for an NBD server to detect that a client has disconnected.
 const CLIENT_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Users of a mount that are named at most.
+/// Maximum number of users of a mount to report.
 const MAX_USERS: usize = 4;
 
 #[derive(Serialize)]
 struct Detached {
     #[serde(flatten)]
     attachment: Attachment,
-    /// Data that may be lost, and the reason.
+    /// Describes data that may be lost, and the reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     lost: Option<String>,
 }
@@ -50,7 +50,7 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     let is_down =
         |a: &Attachment| a.link.as_ref().map(|link| link.state) == Some(LinkState::Reconnecting);
     if is_down(&attachment) && !args.force {
-        // It may be back, and its process about to write that down.
+        // The target may have reconnected and its process is about to record this.
         thread::sleep(SECOND_LOOK);
         let now = find(args, global)?;
         if !is_same(&attachment, &now) {
@@ -73,11 +73,11 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     }
     let unmounting = begin(&attachment, args.force)?;
     let mercy = if lost.is_some() { SHORT_MERCY } else { MERCY };
-    // A killed process must be seen to end within the timeout.
+    // Make sure we can still see a killed process exit before the timeout.
     let mercy = args.force.then(|| mercy.min(global.timeout / 2));
     let is_killed = wait(&attachment, unmounting, mercy, global.timeout)?;
-    // A block device outlives a process that was killed: what waits in it would wait for another
-    // one.
+    // A block device remains after its process was killed. Remove it, or queued requests would wait
+    // for another process.
     if let Export::Ublk { number, device, .. } = &attachment.export
         && is_killed
         && attachment.waits()
@@ -87,10 +87,10 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     if was_alive && down.is_none() && !is_killed {
         check_end(&attachment, global)?;
     }
-    // What a killed process could not undo is undone by listing.
+    // Listing attachments cleans up after a killed process.
     let _ = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).list());
     if args.force {
-        // A known reason is reported below.
+        // The reason is already known and will be reported below.
         let _ = StateDir::open().and_then(|dir| dir.remove_failed(&attachment));
     }
     let killed = || "it was killed: writes that were not flushed may be lost".to_owned();
@@ -116,42 +116,43 @@ fn not_found(args: &DetachArgs) -> CliError {
     .help("`riser list` shows what is attached")
 }
 
-/// Returns whether an id still means the same attachment: that of the same process, or of one
-/// that has taken it over.
+/// Returns whether an ID still refers to the same attachment, either with the same process or after
+/// it was taken over.
 fn is_same(before: &Attachment, now: &Attachment) -> bool {
     (before.pid, before.started) == (now.pid, now.started)
         || (&before.url, before.export.path()) == (&now.url, now.export.path())
 }
 
-/// A forced unmount, on a thread of its own.
+/// Thread for a forced unmount.
 type Unmounting = JoinHandle<Result<(), CliError>>;
 
-/// Asks for the end of an attachment.
+/// Starts detaching an attachment.
 fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
-        // Unmounting it ends the process that serves it, unless the file is in use. By force, the
-        // process is signalled instead, but another mount over it is refused all the same.
+        // Unmounting stops the process unless the file is in use. With `--force`, a signal is sent
+        // instead, but this still fails if there is another mount on top.
         Export::Fuse { path, id, .. }
             if is_on_top(&mount::read_mounts()?, path, *id)? && !force =>
         {
             fuse::unmount(path, false)?;
-            // Copies of the mount in other namespaces keep it: the process must know that it ends.
+            // There may be copies of the mount in other namespaces, so also notify the process.
             signal(attachment, Signal::TERM)?;
         }
-        // A second signal would stop the wait for its users.
+        // A second signal would stop waiting for users.
         Export::Fuse { .. } if attachment.phase == Phase::Ending && !force => {}
         Export::Mount { path, id, .. } => {
             if !is_on_top(&mount::read_mounts()?, path, *id)? {
-                // Not here, or not any more: the process that serves it knows. A signal would end
-                // its wait for those who use what is unmounted.
+                // The mount is either in another namespace or was already unmounted, and only the
+                // process knows which of these is the case. If it was unmounted, a signal would
+                // stop waiting for users.
                 if force || !is_unmounted(attachment.pid, *id) {
                     signal(attachment, Signal::TERM)?;
                 }
                 return Ok(None);
             }
             if force {
-                // A lazy unmount writes too: it waits for the target until the process that serves
-                // it is gone.
+                // A lazy unmount also writes data, and may wait for the target until the process
+                // has exited.
                 let path = path.clone();
                 return Ok(Some(thread::spawn(move || mount::unmount(&path, true))));
             }
@@ -170,7 +171,7 @@ fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, Cli
     Ok(None)
 }
 
-/// Fails if a block device or an NBD export is in use. A mount shows that when it is unmounted.
+/// Fails if a block device or NBD export is in use. For a mount, the unmount will fail.
 fn check_idle(attachment: &Attachment) -> Result<(), CliError> {
     let what = match &attachment.export {
         Export::Ublk { device, .. } if ublk::is_in_use(device) => {
@@ -186,7 +187,7 @@ fn check_idle(attachment: &Attachment) -> Result<(), CliError> {
     Err(CliError::new(Exit::Busy, what).help("disconnect it first, or detach it with --force"))
 }
 
-/// Number of clients that are connected to a socket of this network namespace, and stay so.
+/// Returns the number of clients that remain connected to a socket in this network namespace.
 fn count_clients(socket: &Path) -> usize {
     let until = Instant::now() + CLIENT_PATIENCE;
     loop {
@@ -199,7 +200,8 @@ fn count_clients(socket: &Path) -> usize {
     }
 }
 
-/// Number of connections that a server has accepted at a path, from the text of `/proc/net/unix`:
+/// Returns the number of connections that were accepted by a server at this path, using the
+/// contents of `/proc/net/unix`:
 ///
 /// ```text
 /// Num       RefCount Protocol Flags    Type St Inode Path
@@ -209,7 +211,7 @@ fn connected(sockets: &[u8], path: &Path) -> usize {
     let is_connected = |line: &[u8]| {
         let mut fields = line.splitn(8, |byte| *byte == b' ').skip(5);
         let state = fields.next();
-        // Inodes are padded with blanks.
+        // Inode numbers are padded with spaces.
         let at = fields.nth(1).map(<[u8]>::trim_ascii_start);
         let at = at.and_then(|rest| match rest.iter().position(|byte| *byte == b' ') {
             Some(blank) if rest[..blank].iter().all(u8::is_ascii_digit) => rest.get(blank + 1..),
@@ -223,11 +225,11 @@ fn connected(sockets: &[u8], path: &Path) -> usize {
         .count()
 }
 
-/// Returns whether the mount of an attachment is the topmost one on its path. What others have
-/// mounted in its place is not ours, though it may be a bind mount of the same file system.
+/// Returns whether the mount of an attachment is the topmost mount at its path. If it was replaced
+/// by another mount, this doesn't belong to us, even if it is a bind mount of the same file system.
 ///
 /// # Errors
-/// Something else is mounted over it.
+/// Fails if there is another mount on top.
 fn is_on_top(mounts: &Mounts, path: &Path, id: Option<MountId>) -> Result<bool, CliError> {
     let Some(id) = id else {
         return Ok(false);
@@ -239,7 +241,7 @@ fn is_on_top(mounts: &Mounts, path: &Path, id: Option<MountId>) -> Result<bool, 
     }
 }
 
-/// Returns whether the process that serves a mount sees it no longer.
+/// Returns whether the mount was removed from the namespace of its process.
 fn is_unmounted(pid: u32, id: Option<MountId>) -> bool {
     let is_gone = |id| Mounts::of_process(pid).is_ok_and(|mounts| !mounts.has(id));
     id.is_some_and(is_gone)
@@ -250,8 +252,8 @@ fn remove(number: u32, device: &Path) -> Result<(), CliError> {
         .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))
 }
 
-/// Waits until the process of an attachment has ended, and kills it after `mercy`, if that is
-/// given. Returns whether it was killed.
+/// Waits until the process of an attachment has exited. If `mercy` is set, it's killed after this
+/// time. Returns whether it was killed.
 fn wait(
     attachment: &Attachment,
     mut unmounting: Option<Unmounting>,
@@ -266,7 +268,8 @@ fn wait(
         }
         let waited = begin.elapsed();
         if !is_killed && mercy.is_some_and(|mercy| waited >= mercy) {
-            // It waits for a target that does not answer, or for a program that uses the file.
+            // The process is waiting for a target that doesn't respond, or for a program that uses
+            // the file.
             is_killed = true;
             signal(attachment, Signal::KILL)?;
         }
@@ -280,7 +283,7 @@ fn wait(
         }
         thread::sleep(Duration::from_millis(5));
     }
-    // Without the process, the unmount no longer waits for the target.
+    // After the process has exited, the unmount doesn't wait for the target.
     unmounting.map_or(Ok(()), join)?;
     Ok(is_killed)
 }
@@ -290,7 +293,7 @@ fn join(unmounting: Unmounting) -> Result<(), CliError> {
     unmounting.join().unwrap_or_else(panicked)
 }
 
-/// Known users of an attachment that was detached and is still served.
+/// Describes known users of an attachment that was detached and is still being served.
 fn show_users(attachment: &Attachment) -> String {
     let id = match &attachment.export {
         Export::Fuse { id, .. } | Export::Mount { id, .. } => *id,
@@ -323,7 +326,7 @@ fn show_user(user: &MountUser) -> String {
     }
 }
 
-/// Fails if an attachment could not be ended properly; its entry is removed then.
+/// Fails if an attachment was not stopped cleanly, and removes its entry.
 fn check_end(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
     let failure = StateDir::open()
         .and_then(|dir| dir.with_patience(global.timeout).remove_failed(attachment))
@@ -359,9 +362,9 @@ fn print(detached: &Detached, global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// Text about the data that are lost with a session whose target cannot be reached.
+/// Describes the data that will be lost if the target of the session can't be reached.
 fn show_lost(pending: Option<Pending>, export: &Export) -> String {
-    // A process of an older version does not report it.
+    // This is not reported by older versions.
     let Some(pending) = pending else {
         return "what is lost is not known".to_owned();
     };
@@ -373,7 +376,7 @@ fn show_lost(pending: Option<Pending>, export: &Export) -> String {
     let cache = pending
         .unflushed
         .then(|| "acknowledged writes that were not flushed may be lost".to_owned());
-    // How much that is, only the kernel knows.
+    // The amount of data is only known to the kernel.
     let has_cache = matches!(export, Export::Mount { .. } | Export::Ublk { .. });
     let host = has_cache.then(|| "what this host has not written back is lost".to_owned());
     let parts: Vec<String> = operations.into_iter().chain(cache).chain(host).collect();
@@ -391,7 +394,7 @@ fn signal(attachment: &Attachment, signal: Signal) -> Result<(), CliError> {
         None => Err(rustix::io::Errno::SRCH),
     };
     match result {
-        // It ended by itself.
+        // The process has already exited.
         Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
         Err(e) => Err(CliError::io(
             format!("cannot signal process {}", attachment.pid),
@@ -416,7 +419,7 @@ mod tests {
         let is_on_top = |lines: &[&str]| is_on_top(&of(lines), path, id);
         assert!(is_on_top(&[own, elsewhere]).unwrap());
         assert_eq!(is_on_top(&[own, bind]).unwrap_err().exit, Exit::Busy);
-        // Unmounted: what is left is not ours.
+        // After unmounting, the remaining mount is not ours.
         assert!(!is_on_top(&[bind]).unwrap());
         assert!(!is_on_top(&[elsewhere]).unwrap());
     }

@@ -1,4 +1,4 @@
-//! `riser devices`: what this host can reach a target with.
+//! `riser devices`: lists local addresses and devices for connections to targets.
 
 use std::net::IpAddr;
 
@@ -9,7 +9,7 @@ use super::args::Global;
 use super::exit::CliError;
 use super::output;
 
-/// The same document as `riserd devices -o json`.
+/// This uses the same format as `riserd devices -o json`.
 #[derive(Serialize)]
 struct Document<'a> {
     roce: Vec<Interface<'a>>,
@@ -28,7 +28,7 @@ struct Interface<'a> {
 #[derive(Serialize)]
 struct RdmaCore<'a> {
     devices: Vec<Device<'a>>,
-    /// Reason why there are none.
+    /// Reason why there are no devices.
     #[serde(skip_serializing_if = "Option::is_none")]
     unavailable: Option<&'a str>,
 }

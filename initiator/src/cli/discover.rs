@@ -1,4 +1,4 @@
-//! `riser discover`: the SRP ports or iSCSI targets of an address, and their logical units.
+//! `riser discover`: lists SRP ports or iSCSI targets at an address, and their logical units.
 
 use std::time::{Duration, Instant};
 
@@ -19,27 +19,27 @@ use crate::url::IscsiUrl;
 use crate::url::SrpUrl;
 use crate::url::TargetUrl;
 
-/// A target port that was found.
+/// A target port.
 #[derive(Debug, Serialize)]
 struct Port {
     url: String,
-    /// Name of the target, if it was asked.
+    /// Name of the target, if it was queried.
     name: Option<String>,
     /// Addresses and portal groups of an iSCSI target.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     portals: Vec<String>,
     luns: Vec<Unit>,
-    /// Reason why there are none: the target refuses the login, for example.
+    /// Reason why there are no units, for example if the login was rejected.
     error: Option<String>,
-    /// The exit status for that.
+    /// Corresponding exit status.
     #[serde(skip)]
     exit: Option<Exit>,
 }
 
-/// A target port to log in to, with its name and portals.
+/// Address, name and portals of a target port.
 type Named = (TargetUrl, String, Vec<String>);
 
-/// A logical unit that was found.
+/// A logical unit.
 #[derive(Debug, Serialize)]
 struct Unit {
     lun: u32,
@@ -47,14 +47,14 @@ struct Unit {
     vendor: String,
     product: String,
     revision: String,
-    /// Absent, like the next fields, for a unit that is not a disk or is not ready.
+    /// This and the following fields are not available if the unit is not a disk or not ready.
     capacity: Option<u64>,
     block_size: Option<u32>,
     read_only: Option<bool>,
-    /// Reason why it cannot be used now.
+    /// Reason why the unit can't be used.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// The exit status for that.
+    /// Corresponding exit status.
     #[serde(skip)]
     exit: Option<Exit>,
 }
@@ -71,7 +71,8 @@ impl Port {
         }
     }
 
-    /// The first reason why nothing of it can be used, with its exit status; `None` if a unit can.
+    /// Returns the first error and its exit status if no unit can be used. Returns `None` if at
+    /// least one unit can be used.
     fn failure(&self) -> Option<(&str, Option<Exit>)> {
         if let Some(error) = &self.error {
             return Some((error, self.exit));
@@ -86,14 +87,14 @@ impl Port {
 
 pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> {
     let url = args.url.target()?;
-    // A target reports its units at its first portal.
+    // Only the first portal is required to list the units of a target.
     let first = with_link(&url.first(), &args.link);
     let is_named = match &first {
         TargetUrl::Srp(srp) => srp.id_ext.is_some() || srp.ioc_guid.is_some(),
         TargetUrl::Iscsi(iscsi) => iscsi.target.is_some(),
     };
     let ports = if is_named && !args.targets_only {
-        // It may be reached in another way than the first one that is tried.
+        // If this fails, another provider may be tried.
         let session = connect(&first, &args.link, global.timeout)?;
         vec![only(&first, &session)?]
     } else {
@@ -123,13 +124,13 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
     check(&first, &ports)
 }
 
-/// The target port of an address that leads to one.
+/// Returns the target port if the address refers to a single port.
 fn only(url: &TargetUrl, session: &Session) -> Result<Port, CliError> {
     let port = describe(session, None);
     port.map_err(|e| lun_failed(format!("cannot list the logical units of {url}"), e))
 }
 
-/// The targets of an iSCSI portal.
+/// Returns the targets of an iSCSI portal.
 fn targets(client: &Client, url: &IscsiUrl, global: &Global) -> Result<Vec<Named>, CliError> {
     let found = task::block_on(client.timeout(global.timeout, client.discover_targets(url)));
     let timed_out = || EngineError::Login(ConnectError::TimedOut.into());
@@ -160,8 +161,8 @@ impl From<Named> for Port {
     }
 }
 
-/// Fails if there are targets, but none with a logical unit that can be used: with the exit status
-/// of all of them, if they agree.
+/// Fails if none of the targets has a usable logical unit. If all targets have the same exit
+/// status, this is returned.
 fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
     let failures: Vec<_> = ports.iter().filter_map(Port::failure).collect();
     let Some((error, exit)) = failures.first() else {
@@ -178,7 +179,7 @@ fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
     Err(CliError::new(exit.unwrap_or(Exit::Refused), what).because((*error).to_owned()))
 }
 
-/// Logs in to each of the named targets and lists its logical units.
+/// Logs in to each of the targets and lists their logical units.
 fn list(client: &Client, named: Vec<Named>, global: &Global) -> Vec<Port> {
     let mut ports = Vec::new();
     for (url, name, portals) in named {
@@ -232,11 +233,11 @@ fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// The ports that an address offers, with their names; none where it cannot be asked.
+/// Returns the target ports at this address, or an empty list if they can't be queried.
 fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, CliError> {
     let found = match task::block_on(client.timeout(limit, client.discover(url))) {
         Ok(Ok(found)) => found,
-        // Not every target can be asked.
+        // Queries are not supported by all targets.
         Ok(Err(EngineError::Discovery(DiscoveryError::NoAnswer))) | Err(_) => {
             tracing::info!("{url} does not report its ports; logging in without them");
             return Ok(Vec::new());
@@ -250,7 +251,7 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, Cli
     };
     let named = plan_logins(found).into_iter().map(|port| {
         let mut url = url.clone();
-        // A service id that is not one of the RDMA connection manager has no port number.
+        // Service IDs that don't belong to the RDMA connection manager don't have a port number.
         url.port = port.port().unwrap_or(url.port);
         (url.id_ext, url.ioc_guid) = (Some(port.id_ext), Some(port.ioc_guid));
         url.lun = None;
@@ -268,10 +269,10 @@ fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
     Ok(port)
 }
 
-/// A logical unit, or the reason why it cannot be used.
+/// Returns a logical unit, which may include the reason why it can't be used.
 ///
 /// # Errors
-/// The session has failed, so nothing can be learned of other units either.
+/// Fails if the session has failed, so that no further units can be queried.
 fn describe_unit(session: &Session, id: LunId) -> Result<Unit, LunError> {
     let url = session
         .url()
@@ -304,7 +305,7 @@ fn describe_unit(session: &Session, id: LunId) -> Result<Unit, LunError> {
             unit.block_size = Some(capacity.block_size);
             unit.read_only = Some(caching.write_protected);
         }
-        // Tapes, enclosures and well-known units are listed without a size.
+        // Tapes, enclosures and well-known units are included without a size.
         Err(LunError::NotADisk(_)) => {}
         Err(error @ LunError::Request(RequestError::Closed)) => return Err(error),
         Err(error) => {

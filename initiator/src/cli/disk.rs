@@ -1,5 +1,5 @@
-//! An address as a disk: a logical unit of a target, an NBD export, a file or block device of this
-//! host, or memory of this process.
+//! Disks at any address: a logical unit of a target, an NBD export, a file or block device on this
+//! host, or memory in this process.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
@@ -36,22 +36,22 @@ use crate::request::RequestError;
 use crate::session::{ConnectError, Down, SrpLoginError, Timing};
 use crate::url::TargetUrl;
 
-/// UDP port of RoCEv2, which a software NIC needs on its address.
+/// UDP port of RoCEv2, which must be available for a software NIC.
 const ROCE_PORT: u16 = 4791;
 
-/// Longest time for the first attempt to connect and log in. A target that is away for a moment is
-/// found again by the next attempt, not by waiting for the first; but each is given twice the time
-/// of the one before it, so that one that is slow is found too.
+/// Maximum duration of the first attempt to connect and log in. If a target is unavailable for a
+/// short time, it's usually faster to retry than to wait for the first attempt. As the target may
+/// also be slow, the timeout is doubled for each attempt.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// Shortest time from the start of one attempt to that of the next. A refusal comes at once, and
-/// would otherwise be asked for again thousands of times a second.
+/// Minimum time between the start of two attempts. Without this limit, a target that immediately
+/// rejects us would receive thousands of requests per second.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// Logs in to a target.
 ///
 /// # Errors
-/// No local address, no connection, or no login.
+/// Fails if there is no local address, or the connection or login fails.
 pub fn connect(
     url: &TargetUrl,
     link: &ConnectOptions,
@@ -64,7 +64,8 @@ pub fn connect(
         && link.provider == ProviderChoice::Auto
         && shared::is_of_another(&client, error)
     {
-        // Memory is shared at an IP address, where other processes may serve targets as well.
+        // Shared memory depends on an IP address, which may also be used by targets of other
+        // processes.
         tracing::info!(%error, "the process that shares memory does not serve {url}: the network is tried");
         let client = start_on_network(&url, link, &engine_builder(link, timeout))?;
         outcome = login(&client, &url, timeout);
@@ -78,16 +79,16 @@ pub fn connect(
     })
 }
 
-/// Logs in to a target on an engine that runs: again and again until `timeout` has passed, if it
-/// does not answer. An address without a target port is completed first.
+/// Logs in to a target using an existing engine. If the target doesn't respond, this is retried
+/// until `timeout`. If the address doesn't include a target port, this is queried first.
 fn login(client: &Client, url: &TargetUrl, timeout: Duration) -> Result<Session, EngineError> {
     let mut attempts = Attempts::new(timeout);
     let until = attempts.until;
     loop {
         let found = match url {
             TargetUrl::Srp(srp) => {
-                // Asking may take half of what is left, or a target that cannot be asked is never
-                // tried.
+                // Only use half of the remaining time for the query. Otherwise we would never log
+                // in to targets that don't support queries.
                 let left = until.saturating_duration_since(Instant::now());
                 match task::block_on(client.timeout(left / 2, client.find_port(srp))) {
                     Ok(found) => TargetUrl::Srp(found?),
@@ -108,20 +109,20 @@ fn login(client: &Client, url: &TargetUrl, timeout: Duration) -> Result<Session,
     }
 }
 
-/// Attempts to log in, until a time limit.
+/// Attempts to log in until a deadline.
 #[derive(Debug)]
 struct Attempts {
-    /// Time limit of all.
+    /// Deadline of all attempts.
     until: Instant,
-    /// Time that one may have at most.
+    /// Maximum duration of an attempt.
     longest: Duration,
-    /// Time limit of the one that is under way.
+    /// Maximum duration of the current attempt.
     patience: Duration,
     began: Instant,
 }
 
 impl Attempts {
-    /// The first of them begins.
+    /// Starts the first attempt.
     fn new(timeout: Duration) -> Self {
         let began = Instant::now();
         Self {
@@ -132,8 +133,8 @@ impl Attempts {
         }
     }
 
-    /// Begins another one with twice the time, after a pause where the last one ended early; false
-    /// if the time is over.
+    /// Starts another attempt with twice the duration. If the last attempt failed early, this
+    /// sleeps first. Returns false after the deadline.
     fn again(&mut self) -> bool {
         let next = self.until.min(self.began + PAUSE);
         std::thread::sleep(next.saturating_duration_since(Instant::now()));
@@ -143,8 +144,8 @@ impl Attempts {
     }
 }
 
-/// The address with what the options say of the connection: channels for SRP, the local address for
-/// TCP, which has no device to be opened at it.
+/// Applies connection options to an address: the number of channels for SRP, and the local address
+/// for TCP, where no device is opened.
 pub(super) fn with_link(url: &TargetUrl, link: &ConnectOptions) -> TargetUrl {
     let mut url = url.clone();
     match &mut url {
@@ -155,7 +156,7 @@ pub(super) fn with_link(url: &TargetUrl, link: &ConnectOptions) -> TargetUrl {
     url
 }
 
-/// One login at an address that names its target port, or that nothing more is known about.
+/// Logs in once. The address includes the target port, unless it's unknown.
 pub(super) fn login_once(
     client: &Client,
     url: &TargetUrl,
@@ -183,8 +184,8 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         | EngineError::Secret(_) => Exit::Usage,
         _ => Exit::Refused,
     };
-    // Most failed logins have one of a few causes, each of which has an advice of its own; the
-    // others get a question about the target.
+    // Most failed logins have one of a few causes, for which we provide specific advice. For other
+    // causes, we suggest checking the target.
     let help = match &error {
         EngineError::Unnamed | EngineError::Ambiguous => {
             "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; the target's administrator knows \
@@ -217,7 +218,7 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         .help(help)
 }
 
-/// An engine with what the options say of it, but for its device.
+/// Creates a builder for an engine using these options, except for the device.
 fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
     let timing = Timing {
         login: timeout.min(ATTEMPT),
@@ -237,7 +238,7 @@ fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
     builder
 }
 
-/// Starts an engine on the address that was asked for, or on a fitting one.
+/// Starts an engine using the requested local address, or a suitable address if none was specified.
 pub(super) fn start_engine(
     url: &TargetUrl,
     link: &ConnectOptions,
@@ -253,9 +254,10 @@ pub(super) fn start_engine(
             .without_device()
             .map_err(|error| CliError::new(Exit::Failure, "cannot start").because(error));
     }
-    // `auto` tries shared memory first, then the device, and takes the software NIC only where no
-    // device has the address. One that was asked for by its name is never replaced, and shared
-    // memory never stands in for the network: who asks for `roce` measures that.
+    // With `auto`, we first try shared memory, then the RDMA device. The software NIC is only used
+    // if no device has this address. We never use another provider if one was specified explicitly.
+    // In particular, shared memory must not replace a network, because `roce` may be used for
+    // measurements.
     if matches!(link.provider, ProviderChoice::Shm | ProviderChoice::Auto)
         && let Some(started) = shared::start(url, resolve(url)?.ip(), link, &builder)?
     {
@@ -267,7 +269,7 @@ pub(super) fn start_engine(
     start_on_network(url, link, &builder)
 }
 
-/// Starts an engine on a device for iWARP.
+/// Starts an engine using an iWARP device.
 fn start_on_iwarp(
     url: &TargetUrl,
     link: &ConnectOptions,
@@ -291,7 +293,7 @@ fn start_on_iwarp(
     })
 }
 
-/// Starts an engine on an RDMA device or the software NIC.
+/// Starts an engine using an RDMA device or the software NIC.
 fn start_on_network(
     url: &TargetUrl,
     link: &ConnectOptions,
@@ -336,7 +338,7 @@ fn start_on_network(
     start(source).map_err(|error| no_device(source, error))
 }
 
-/// Starts at a loopback address that no other program has.
+/// Starts an engine using an unused loopback address.
 fn start_on_loopback<C>(
     target: Ipv4Addr,
     start: impl Fn(IpAddr) -> Result<C, EngineError>,
@@ -380,13 +382,13 @@ fn resolve(url: &TargetUrl) -> Result<SocketAddr, CliError> {
     })
 }
 
-/// The local address of the route to a target.
+/// Returns the source address of the route to a target.
 pub(super) fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
     let any: SocketAddr = match target {
         SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
         SocketAddr::V6(_) => (std::net::Ipv6Addr::UNSPECIFIED, 0).into(),
     };
-    // Connecting a datagram socket sends nothing; it only chooses the route.
+    // Connecting a datagram socket only selects the route, and doesn't send any packets.
     UdpSocket::bind(any)
         .and_then(|socket| {
             socket.connect(target)?;
@@ -402,7 +404,7 @@ pub(super) fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
         })
 }
 
-/// An error of a logical unit, with its exit status.
+/// Converts an error of a logical unit, including its exit status.
 pub(super) fn lun_failed(what: String, error: LunError) -> CliError {
     let exit = match &error {
         LunError::NoUnit | LunError::NotADisk(_) | LunError::Number(_) => Exit::NotFound,
@@ -414,7 +416,7 @@ pub(super) fn lun_failed(what: String, error: LunError) -> CliError {
 
 enum Kind {
     Memory(MemoryDevice),
-    /// An NBD export, a file or a block device.
+    /// An NBD export, file or block device.
     Thread(ThreadDisk),
     Lun(Lun),
 }
@@ -445,7 +447,7 @@ fn open_nbd(uri: &NbdUri, link: &ConnectOptions, access: Access) -> Result<Threa
     })
 }
 
-/// Opens a file or block device of this host.
+/// Opens a file or block device on this host.
 fn open_file(
     path: &Path,
     direct: bool,
@@ -473,8 +475,8 @@ fn open_file(
     })
 }
 
-/// Refuses options of the connection to a target at a disk that has none: they would have no
-/// effect.
+/// Rejects options for the connection to a target if the disk doesn't have one, because they would
+/// have no effect.
 fn refuse_link(link: &ConnectOptions, what: &str) -> Result<(), CliError> {
     let given = [
         (link.addr.is_some(), "--addr"),
@@ -490,28 +492,28 @@ fn refuse_link(link: &ConnectOptions, what: &str) -> Result<(), CliError> {
     }
 }
 
-/// A disk, wherever it is.
+/// A disk at any address.
 pub struct Disk {
     kind: Kind,
     geometry: Geometry,
 }
 
-/// Limits on the use of a disk.
+/// Limits for access to a disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
-    /// Longest time for a login.
+    /// Maximum time for the login.
     pub login: Duration,
-    /// Longest time for one operation, reconnections included.
+    /// Maximum time for an operation, including reconnections.
     pub operation: Duration,
-    /// Writes are refused here, even if the disk takes them.
+    /// Set to reject writes, even if they are supported by the disk.
     pub read_only: bool,
 }
 
 impl Disk {
-    /// Opens the disk at an address.
+    /// Opens the disk at this address.
     ///
     /// # Errors
-    /// Those of [`connect`]; or there is no such disk.
+    /// Returns errors from [`connect`], or fails if the disk doesn't exist.
     pub fn open(
         address: &Address,
         link: &ConnectOptions,
@@ -547,7 +549,7 @@ impl Disk {
         Ok(Self { kind, geometry })
     }
 
-    /// The GUID of the initiator port, if it is a logical unit.
+    /// Returns the GUID of the initiator port for a logical unit.
     #[must_use]
     pub fn port_guid(&self) -> Option<u64> {
         match &self.kind {
@@ -556,8 +558,8 @@ impl Disk {
         }
     }
 
-    /// Name of the device that it is reached over, which begins with its provider's; `None` without
-    /// one: in memory, or over TCP.
+    /// Returns the name of the RDMA device used for the connection, including the provider. Returns
+    /// `None` if there isn't one, e.g. for memory or TCP.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         match &self.kind {
@@ -568,7 +570,7 @@ impl Disk {
         }
     }
 
-    /// Description of the disk by itself.
+    /// Returns the description provided by the disk.
     #[must_use]
     pub fn description(&self) -> String {
         match &self.kind {
@@ -581,7 +583,7 @@ impl Disk {
         }
     }
 
-    /// INQUIRY data of the disk, if it is a logical unit.
+    /// Returns information from INQUIRY for a logical unit.
     #[must_use]
     pub fn info(&self) -> Option<&LunInfo> {
         match &self.kind {
@@ -590,8 +592,8 @@ impl Disk {
         }
     }
 
-    /// A name of the logical unit that no other has, if it has one: a designator, or its serial
-    /// number with vendor and product.
+    /// Returns a globally unique name of the logical unit, if it has one. This is a designator, or
+    /// the vendor, product and serial number.
     #[must_use]
     pub fn unit(&self) -> Option<String> {
         let LunInfo {
@@ -612,7 +614,7 @@ impl Disk {
         })
     }
 
-    /// Status of its session, if it has one.
+    /// Returns the status of the session, if there is one.
     #[must_use]
     pub fn watch(&self) -> Option<Arc<SessionStatus>> {
         match &self.kind {
@@ -621,8 +623,8 @@ impl Disk {
         }
     }
 
-    /// Ends the session by a logout, or the connection, or the use of the file. Returns whether its
-    /// initiator port can be released; see [`Session::close_settled`].
+    /// Logs out from the session, or closes the connection or file. Returns whether the initiator
+    /// port can be released, see [`Session::close_settled`].
     pub fn close(&self) -> bool {
         match &self.kind {
             Kind::Memory(_) => true,
@@ -635,7 +637,7 @@ impl Disk {
     }
 }
 
-/// Runs the same call on whichever disk it is.
+/// Forwards a call to the actual disk.
 macro_rules! on_disk {
     ($self:ident, $disk:ident => $call:expr) => {
         match &$self.kind {
@@ -708,7 +710,7 @@ impl BlockDevice for Disk {
     }
 }
 
-/// Opens a disk for a verb that uses it and ends.
+/// Opens a disk for a verb that exits after using it.
 pub(super) fn open(
     address: &Address,
     link: &ConnectOptions,
@@ -735,7 +737,7 @@ mod tests {
             error.exit
         };
         assert_eq!(exit(ConnectError::TimedOut), Exit::Timeout);
-        // The kernel's connection manager looks for the address itself.
+        // For the connection manager in the kernel, address resolution is part of connecting.
         assert_eq!(exit(ConnectError::Address(CmError::Timeout)), Exit::Timeout);
         assert_eq!(exit(ConnectError::Unreachable), Exit::Refused);
     }
@@ -749,7 +751,7 @@ mod tests {
             assert!(attempts.patience <= timeout);
             again += 1;
         }
-        // The third would begin when the time is over.
+        // The third attempt would start after the deadline.
         assert!(again <= 2, "{again}");
         let mut long = Attempts {
             longest: Duration::MAX,
@@ -761,8 +763,8 @@ mod tests {
 
     #[test]
     fn a_loopback_address_that_another_program_has_is_passed_over() {
-        // Nothing is probed before: two programs that look at the same time would both find it
-        // free.
+        // Don't check for unused addresses in advance, as two programs could then select the same
+        // address.
         let taken = |free: u8| {
             move |addr: IpAddr| match addr {
                 IpAddr::V4(v4) if v4.octets()[3] < free => {

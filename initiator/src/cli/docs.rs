@@ -11,11 +11,11 @@ use clap_mangen::Man;
 use super::args::{Args, EXIT_STATUS};
 use super::exit::CliError;
 
-/// Section of the help that every page has.
+/// Section of the help that is included in each page.
 const EXIT_HEAD: &str = "Exit status";
 
 pub(super) fn completions(shell: Shell) -> Result<(), CliError> {
-    // Into memory first: the generator does not take a broken pipe well.
+    // Generate the script in memory first, because the generator can't handle a broken pipe.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Args::command(), "riser", &mut script);
     io::stdout()
@@ -35,7 +35,7 @@ pub(super) fn man(dir: Option<&Path>) -> Result<(), CliError> {
     }
 }
 
-/// Writes the pages of a command and of its verbs, each with its full name.
+/// Writes the manual pages of a command and all its subcommands, using their full names.
 fn write_pages(command: &Command, dir: &Path) -> io::Result<()> {
     let name = page_name(command);
     let mut file = fs::File::create(dir.join(format!("{name}.1")))?;
@@ -50,8 +50,8 @@ fn page_name(command: &Command) -> String {
     name.to_owned()
 }
 
-/// Writes a page: the sections that the command line describes, and then examples, exit status and
-/// related pages.
+/// Writes a manual page: the sections generated from the command line, followed by examples, exit
+/// status and related pages.
 fn write_page(command: &Command, out: &mut dyn Write) -> io::Result<()> {
     let name = page_name(command);
     let page = Man::new(command.clone());
@@ -86,7 +86,8 @@ fn write_page(command: &Command, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, ".SH \"SEE ALSO\"\n{related}")
 }
 
-/// Sections of a help text, each under a line that is not indented and ends with a colon.
+/// Splits a help text into sections. Each section starts with a line that is not indented and ends
+/// with a colon.
 fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     let mut found: Vec<(String, Vec<String>)> = Vec::new();
     for line in text.lines() {
@@ -102,7 +103,7 @@ fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     found
 }
 
-/// A line as it is, for roff.
+/// Escapes a line for roff.
 fn literal(line: &str) -> String {
     let escaped = line.replace('\\', "\\e").replace('-', "\\-");
     match escaped.starts_with(['.', '\'']) {

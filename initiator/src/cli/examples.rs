@@ -1,4 +1,4 @@
-//! Examples in the help of verbs and in their manual pages.
+//! Examples included in the help of verbs and in their manual pages.
 
 pub(super) const DISCOVER: &str = "\
 Examples:

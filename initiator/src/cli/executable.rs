@@ -1,30 +1,31 @@
-//! What the file of a program says about the libraries that it loads.
+//! Checks which libraries are loaded by an executable.
 //!
-//! A program that is linked statically loads none, one of another architecture loads others, and that of
-//! musl cannot load a library that needs glibc. Fields and numbers are those of elf(5).
+//! A statically linked program doesn't load any libraries. A program for another architecture loads
+//! different libraries, and a program using musl can't load a library that requires glibc. Names of
+//! fields and constants are from elf(5).
 
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
-/// Length of the longest header of a file (`Elf64_Ehdr`).
+/// Maximum length of a file header (`Elf64_Ehdr`).
 const HEADER: usize = 64;
 
-/// Length of the longest header of a segment (`Elf64_Phdr`).
+/// Maximum length of a program header (`Elf64_Phdr`).
 const SEGMENT: usize = 56;
 
-/// Segments that are looked at: more than any linker makes.
+/// Maximum number of program headers to check. This is larger than what linkers generate.
 const MAX_SEGMENTS: u16 = 64;
 
-/// Longest path of a loader.
+/// Maximum length of the loader path.
 const MAX_PATH: u64 = 4096;
 
-/// Type of the segment with the path of the loader (`PT_INTERP`).
+/// Type of the segment with the loader path (`PT_INTERP`).
 const INTERPRETER: u64 = 3;
 
-/// Why a program would not load a library, in words behind its name. A script, and what cannot be
-/// read, has no such reason.
+/// Returns the reason why a program would not load a library, as the rest of a sentence after its
+/// name. Returns `None` for a script, or if a file can't be read.
 pub(super) fn obstacle(program: &Path, library: &Path) -> Option<&'static str> {
     let program = Executable::open(program).ok()??;
     let library = Executable::open(library).ok()??;
@@ -41,31 +42,31 @@ pub(super) fn obstacle(program: &Path, library: &Path) -> Option<&'static str> {
         .then_some("has another C library (musl or glibc) than the libraries, and cannot load them")
 }
 
-/// An ELF file for a machine with little-endian numbers.
+/// A little-endian ELF file.
 struct Executable {
     file: File,
     header: [u8; HEADER],
 }
 
 impl Executable {
-    /// Opens a file; none where it is another kind of file.
+    /// Opens a file. Returns `None` if it isn't an ELF file.
     fn open(path: &Path) -> io::Result<Option<Self>> {
         let mut file = File::open(path)?;
         let mut header = [0; HEADER];
-        // Short scripts are shorter.
+        // A script may be shorter than the header.
         let len = file.by_ref().take(HEADER as u64).read(&mut header)?;
         let is_elf = len == HEADER && header.starts_with(b"\x7fELF") && header[5] == 1;
         Ok(is_elf.then_some(Self { file, header }))
     }
 
-    /// Class (32 or 64 bits) and machine.
+    /// Returns the class (32 or 64 bits) and machine.
     fn architecture(&self) -> (u8, u64) {
         (self.header[4], number(&self.header[18..20]))
     }
 
-    /// Path of its loader; none where it is linked statically.
+    /// Returns the loader path, or `None` if the program is statically linked.
     fn loader(&self) -> io::Result<Option<Vec<u8>>> {
-        // Where fields are, with 64 bits and with 32.
+        // Positions of fields for 64 and 32 bits.
         let is_long = self.header[4] == 2;
         let (table, size, count) = match is_long {
             true => (32..40, 54..56, 56..58),
@@ -93,7 +94,7 @@ impl Executable {
     }
 }
 
-/// A little-endian number of eight bytes at most.
+/// Parses a little-endian number of at most eight bytes.
 fn number(bytes: &[u8]) -> u64 {
     bytes
         .iter()
@@ -107,7 +108,7 @@ mod tests {
 
     use super::*;
 
-    /// A file of a test.
+    /// A file created by a test.
     struct Made(PathBuf);
 
     impl Made {
@@ -125,7 +126,7 @@ mod tests {
         }
     }
 
-    /// The file of this test with some bytes changed.
+    /// Creates a modified copy of this executable.
     fn changed(name: &str, change: impl FnOnce(&mut Vec<u8>)) -> Made {
         let mut bytes = std::fs::read(own()).unwrap();
         change(&mut bytes);
@@ -138,7 +139,7 @@ mod tests {
 
     #[test]
     fn programs_that_load_other_libraries_are_known() {
-        // As this test loads those of its own kind.
+        // This executable can load libraries with the same properties.
         assert_eq!(obstacle(&own(), &own()), None);
         let script = Made::new("script", b"#!/bin/sh\n");
         assert_eq!(obstacle(&script.0, &own()), None);
@@ -148,7 +149,7 @@ mod tests {
         let says = |made: &Made| obstacle(&made.0, &own()).unwrap_or_default();
         let other = changed("machine", |bytes| bytes[18] ^= 1);
         assert!(says(&other).contains("architecture"));
-        // No segments, or one of each kind but the loader's.
+        // No segments, or all segments except for the loader path.
         let alone = changed("static", |bytes| bytes[56..58].fill(0));
         assert!(says(&alone).contains("statically"));
         let musl = changed("musl", |bytes| {
@@ -160,7 +161,7 @@ mod tests {
             says(&musl).contains("C library"),
             cfg!(not(target_env = "musl"))
         );
-        // Numbers that lead out of the file.
+        // Offsets outside of the file.
         let broken = changed("broken", |bytes| bytes[32..40].fill(0xff));
         assert_eq!(obstacle(&broken.0, &own()), None);
         let short = Made::new("short", &std::fs::read(own()).unwrap()[..HEADER]);

@@ -1,4 +1,4 @@
-//! Exit statuses, and the errors that lead to them.
+//! Exit statuses and the corresponding errors.
 
 use std::error::Error;
 use std::fmt;
@@ -12,29 +12,29 @@ use crate::bench::BenchError;
 use crate::block::BlockError;
 use crate::fuse::UnmountError;
 
-/// Exit status of a failure. Success is 0. A number that another process of ours reports, and that
-/// is none of these, is a failure.
+/// Exit status of a failure. If another riser process reports an unknown number, this is treated as
+/// a failure. The exit status for success is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromPrimitive, IntoPrimitive)]
 #[repr(u8)]
 pub enum Exit {
     /// An I/O or protocol failure.
     #[num_enum(default)]
     Failure = 1,
-    /// Wrong use of the command line.
+    /// Invalid command line.
     Usage = 2,
-    /// The target could not be reached or refused the login.
+    /// The target can't be reached or has rejected the login.
     Refused = 3,
-    /// A limit of time was exceeded.
+    /// Timeout.
     Timeout = 4,
-    /// No such attachment, logical unit or path.
+    /// The attachment, logical unit or path doesn't exist.
     NotFound = 5,
-    /// Busy, or in use already.
+    /// Already in use.
     Busy = 6,
-    /// Data that were read are not those that were written.
+    /// The data read differs from the data written.
     Mismatch = 7,
-    /// The program of `riser run` cannot be run, as shells say it.
+    /// The program of `riser run` can't be executed. This is the same status as in shells.
     NotExecutable = 126,
-    /// The program of `riser run` does not exist, as shells say it.
+    /// The program of `riser run` doesn't exist. This is the same status as in shells.
     CommandNotFound = 127,
 }
 
@@ -44,8 +44,8 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// Reason of a failure, with its own reason. It is text only, so that it can come from another
-/// process.
+/// Cause of a failure, which can have another cause. It only contains text, so that it can be
+/// received from another process.
 #[derive(Debug)]
 pub struct Cause {
     what: String,
@@ -53,8 +53,8 @@ pub struct Cause {
 }
 
 impl Cause {
-    /// A chain of causes, outermost first. One that ends with the next one's words makes that
-    /// superfluous.
+    /// Creates a chain of causes, starting with the outermost. If the text of a cause already ends
+    /// with the text of the next cause, the latter is omitted.
     #[must_use]
     pub fn chain(texts: Vec<String>) -> Option<Box<Self>> {
         let mut kept: Vec<String> = Vec::new();
@@ -81,21 +81,21 @@ impl Error for Cause {
     }
 }
 
-/// A failure of a verb: what failed and where, why, and what may help.
+/// Failure of a verb, which includes its context, cause and advice.
 #[derive(Debug)]
 pub struct CliError {
-    /// Exit status of the program.
+    /// Exit status of this program.
     pub exit: Exit,
-    /// Subject of the failure, and its place.
+    /// Description of the failure and its context.
     pub what: String,
-    /// Reason of the failure.
+    /// Cause of the failure.
     pub cause: Option<Box<Cause>>,
-    /// Advice that may help.
+    /// Advice for the user.
     pub help: Option<String>,
 }
 
 impl CliError {
-    /// A failure without a cause.
+    /// Creates a failure without a cause.
     #[must_use]
     pub fn new(exit: Exit, what: impl Into<String>) -> Self {
         Self {
@@ -106,7 +106,7 @@ impl CliError {
         }
     }
 
-    /// The same with its cause.
+    /// Adds a cause.
     #[must_use]
     pub fn because(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         let cause = cause.into();
@@ -120,14 +120,14 @@ impl CliError {
         self
     }
 
-    /// The same with what may help.
+    /// Adds advice for the user.
     #[must_use]
     pub fn help(mut self, help: impl Into<String>) -> Self {
         self.help = Some(help.into());
         self
     }
 
-    /// A failed system call or file operation.
+    /// Creates a failure of a system call or file operation.
     #[must_use]
     pub fn io(what: impl Into<String>, cause: io::Error) -> Self {
         let exit = match cause.kind() {
@@ -139,7 +139,7 @@ impl CliError {
         Self::new(exit, what).because(cause)
     }
 
-    /// A failed block operation.
+    /// Creates a failure of a block operation.
     #[must_use]
     pub fn block(what: impl Into<String>, cause: BlockError) -> Self {
         let exit = match cause {
@@ -150,7 +150,7 @@ impl CliError {
         Self::new(exit, what).because(cause)
     }
 
-    /// A command line that is not valid.
+    /// Creates a failure for an invalid command line.
     #[must_use]
     pub fn usage(error: &clap::Error) -> Self {
         let text = error.render().to_string();
@@ -162,7 +162,7 @@ impl CliError {
         }
     }
 
-    /// The failure with its causes in one line.
+    /// Formats the failure and its causes in a single line.
     #[must_use]
     pub fn to_line(&self) -> String {
         let mut parts = vec![self.what.clone()];
@@ -170,7 +170,7 @@ impl CliError {
         parts.join(": ")
     }
 
-    /// The causes, outermost first.
+    /// Returns the causes, starting with the outermost.
     #[must_use]
     pub fn causes(&self) -> Vec<String> {
         let mut causes = Vec::new();

@@ -1,4 +1,4 @@
-//! A disk as a file: the FUSE mount of an attachment, and of a file system on a disk.
+//! FUSE mounts of disks, for attachments and for file systems on disks.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -10,10 +10,10 @@ use super::serve::Event;
 use crate::block::{ByteDevice, task};
 use crate::fuse::{FuseMount, FuseOptions};
 
-/// Grace period for processes that have a detached file open.
+/// Grace period for processes that have opened a detached file.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Mounts a disk; an error comes with what may help.
+/// Mounts a disk. Errors include advice.
 pub(super) fn mount(
     device: &Arc<ByteDevice<Disk>>,
     options: FuseOptions,
@@ -21,7 +21,7 @@ pub(super) fn mount(
 ) -> Result<FuseMount, CliError> {
     let path = options.path.clone();
     let ended = move || {
-        // At shutdown the receiver may be gone.
+        // The receiver may already be closed during shutdown.
         let _ = sender.send(Event::Ended);
     };
     FuseMount::new(device.clone(), options, ended).map_err(|e| {
@@ -31,7 +31,7 @@ pub(super) fn mount(
     })
 }
 
-/// Waits until the file is no longer open, but not for ever, and flushes.
+/// Waits for a limited time until the file is not open, and flushes the disk.
 pub(super) fn finish(mount: FuseMount, device: &ByteDevice<Disk>) -> Result<(), CliError> {
     let patience = Instant::now() + GRACE;
     while !mount.is_ended() && Instant::now() < patience {

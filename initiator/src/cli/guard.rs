@@ -1,6 +1,6 @@
-//! Units that must not be overwritten by mistake: a unit that this host has attached, or one that
-//! carries a file system, a partition table or the like. An attachment is refused likewise if it
-//! would conflict with another one of the same unit.
+//! Protects logical units from accidentally being overwritten, if they are attached to this host,
+//! or contain data such as a file system or partition table. Also rejects attachments that would
+//! conflict with another attachment of the same unit.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -20,18 +20,18 @@ use super::state::{Attachment, Export, Listing, Phase, StateDir};
 use crate::block::{BlockDevice, BlockError, ByteDevice, task};
 use crate::mounts::Mounts;
 
-/// Part of a disk that is looked at, in bytes: as far as the last of [`signature`]s.
+/// Number of bytes to check at the start of a disk, including the last known [`signature`].
 const HEAD: u64 = (1 << 20) + 4096;
 
-/// The same from its end.
+/// Number of bytes to check at the end of a disk.
 const TAIL: u64 = 128 << 10;
 
-/// Fails if writing to a disk would destroy data that may be needed.
+/// Fails if writing to a disk could destroy data.
 ///
 /// # Errors
-/// It is attached, or carries something.
+/// Fails if the disk is attached, or contains known data.
 pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<(), CliError> {
-    // The one is of this process alone, and the other refuses writes by itself.
+    // Memory is only used by this process, and a read-only disk can't be overwritten.
     if matches!(url, Address::Memory { .. }) || disk.geometry().read_only {
         return Ok(());
     }
@@ -78,10 +78,10 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     }
 }
 
-/// Kind of content of a disk, if any is known.
+/// Detects the type of the contents of a disk. Returns `None` if it's unknown.
 ///
 /// # Errors
-/// Its first or last bytes cannot be read, as the text says.
+/// Returns whether the first or last bytes couldn't be read.
 pub(super) fn content(
     disk: &Arc<Disk>,
 ) -> Result<Option<&'static str>, (&'static str, BlockError)> {
@@ -93,12 +93,12 @@ pub(super) fn content(
     Ok(signature(&head).or_else(|| last_signature(&tail, capacity, block)))
 }
 
-/// A file or device, the same by each of its paths.
+/// A file or device, independent of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FileId {
-    /// Device of the file system, and inode.
+    /// Device of the file system and inode number.
     File(u64, u64),
-    /// A block device, which may have several nodes.
+    /// A block device, which may have multiple device nodes.
     Device(u64),
 }
 
@@ -111,7 +111,7 @@ impl FileId {
     }
 }
 
-/// Returns whether an attachment is of the same file or device, by any of its paths.
+/// Returns whether an attachment uses the same file or device, even if the path is different.
 fn is_same_file(url: &Address, other: &str) -> bool {
     let id = |address: &Address| {
         let Address::File { path, .. } = address else {
@@ -122,10 +122,11 @@ fn is_same_file(url: &Address, other: &str) -> bool {
     id(url).is_some_and(|own| other.parse().ok().and_then(|other| id(&other)) == Some(own))
 }
 
-/// The attachments of this host that this user can see: of other users, only root can.
+/// Returns the attachments on this host that are visible to this user. Only root can see the
+/// attachments of other users.
 ///
 /// # Errors
-/// There may be others, which cannot be read.
+/// Fails if there may be additional attachments that can't be read.
 fn attachments(
     global: &Global,
     refuse: &dyn Fn(String) -> CliError,
@@ -133,8 +134,9 @@ fn attachments(
     let listing = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).scan());
     let listing = match listing {
         Ok(listing) => listing,
-        // A user without a directory has attached nothing. No warning: no other user but root sees
-        // what others have attached either, and their mounts are looked at all the same.
+        // If the directory can't be opened, this user doesn't have any attachments. There is no
+        // warning, because only root can see attachments of other users. We still check their
+        // mounts.
         Err(e)
             if matches!(
                 e.kind(),
@@ -165,7 +167,7 @@ struct Usage<'a> {
     unit: Option<&'a str>,
     url: &'a str,
     writes: bool,
-    /// It mounts the file system, which nothing else may change then.
+    /// Set if the file system is mounted. In this case, nobody else must write to the unit.
     is_mount: bool,
 }
 
@@ -179,8 +181,8 @@ impl<'a> Usage<'a> {
         }
     }
 
-    /// Returns whether both are of one logical unit, file or export. Names tell, if both have one;
-    /// otherwise the addresses.
+    /// Returns whether both use the same logical unit, file or export. We compare their names if
+    /// both are known, and their addresses otherwise.
     fn is_same_unit(&self, other: &Self) -> bool {
         match (self.unit, other.unit) {
             (Some(unit), Some(other)) => unit == other,
@@ -191,18 +193,18 @@ impl<'a> Usage<'a> {
         }
     }
 
-    /// Returns whether two uses of one unit destroy data: two writers, or a mounted file system and
-    /// a writer that may change it.
+    /// Returns whether two attachments of the same unit would corrupt data, because there are two
+    /// writers, or a mounted file system that another attachment can write to.
     fn conflicts(&self, other: &Self) -> bool {
         let may_change = |one: &Self, other: &Self| one.writes && (other.writes || other.is_mount);
         may_change(self, other) || may_change(other, self)
     }
 }
 
-/// Returns whether two addresses name the same logical unit, file or export.
+/// Returns whether two addresses refer to the same logical unit, file or export.
 fn is_same_place(url: &Address, other: &Address) -> bool {
     match (url, other) {
-        // Each process has its own.
+        // The memory of each process is a separate disk.
         (Address::Memory { .. }, _) | (_, Address::Memory { .. }) => false,
         (Address::Target(url), Address::Target(other)) => url.is_same_unit(other),
         (Address::File { .. }, _) => is_same_file(url, &other.to_string()),
@@ -210,11 +212,11 @@ fn is_same_place(url: &Address, other: &Address) -> bool {
     }
 }
 
-/// Fails if an attachment that this process is about to make conflicts with another one of this
-/// host. The list is locked, so of two that start at the same time the second sees the first.
+/// Fails if a new attachment conflicts with another attachment on this host. The list is
+/// locked, so the second of two concurrent processes sees the attachment of the first.
 ///
 /// # Errors
-/// The logical unit is in use, or may be.
+/// Fails if the logical unit is, or may be, in use.
 pub(super) fn check_unused(new: &Attachment, listing: &Listing) -> Result<(), CliError> {
     let is_mount = Usage::of(new).is_mount;
     if is_mount && let Some(file) = listing.unknown.first() {
@@ -225,7 +227,7 @@ pub(super) fn check_unused(new: &Attachment, listing: &Listing) -> Result<(), Cl
             .help("remove that file if no riser serves it"));
     }
     let own = StateDir::open().map(|dir| dir.path().to_owned());
-    // Lists of other users are not believed: they could keep root from attaching its disks.
+    // Ignore other users, as they could otherwise prevent root from attaching disks.
     let others = others::of_root(Path::new("/run"), &own.unwrap_or_default());
     let Some(other) = find_conflict(new, listing.attachments.iter().chain(&others)) else {
         return Ok(());
@@ -245,13 +247,13 @@ pub(super) fn check_unused(new: &Attachment, listing: &Listing) -> Result<(), Cl
     )))
 }
 
-/// The first of other attachments that conflicts with a new one.
+/// Returns the first attachment that conflicts with a new one.
 fn find_conflict<'a>(
     new: &Attachment,
     mut others: impl Iterator<Item = &'a Attachment>,
 ) -> Option<&'a Attachment> {
     let usage = Usage::of(new);
-    // The entry of a killed process whose block device this one takes over is not another one.
+    // When taking over a block device, ignore the entry of the killed process.
     let is_own = |a: &Attachment| a.export.path() == new.export.path() && !a.is_alive();
     others.find(|a| {
         let other = Usage::of(a);
@@ -259,8 +261,8 @@ fn find_conflict<'a>(
     })
 }
 
-/// The block device that one of the kernel's initiators has made of a unit. Its `wwid` has the form
-/// of [`Disk::unit`].
+/// Returns the block device of this unit from an initiator in the kernel. Its `wwid` uses the same
+/// format as [`Disk::unit`].
 fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
     fs::read_dir(block).ok()?.flatten().find_map(|disk| {
         let name = fs::read_to_string(disk.path().join("device/wwid")).ok()?;
@@ -268,8 +270,8 @@ fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
     })
 }
 
-/// The loop device that is made of a file: its file system may be mounted. Only root can see that
-/// of some devices.
+/// Returns the loop device for a file, which may contain a mounted file system. Some devices are
+/// only visible to root.
 fn loop_device(block: &Path, file: &Path) -> Option<String> {
     let file = fs::canonicalize(file).ok()?;
     let mut devices = loops::loop_devices(block);
@@ -292,8 +294,8 @@ fn read(disk: &Arc<Disk>, place: Range<u64>) -> Result<Vec<u8>, BlockError> {
     Ok(bytes)
 }
 
-/// Kind of content that the last bytes of a disk of `capacity` bytes show: RAID members of the
-/// older kinds have their superblock there, and a GPT its second copy, in the last block.
+/// Detects the contents of a disk with `capacity` bytes from its last bytes. Old RAID formats store
+/// the superblock at the end, and the backup GPT is in the last block.
 fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'static str> {
     const MAGIC: u32 = 0xa92b_4efc;
     let start = capacity - tail.len() as u64;
@@ -304,8 +306,8 @@ fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'stati
             .unwrap_or_default();
         found.starts_with(magic)
     };
-    // Version 0.90: the last whole 64 KiB, in the byte order of the host that wrote it. Version
-    // 1.0: at least 8 KiB before the end, at a multiple of 4 KiB.
+    // Version 0.90: the last full 64 KiB, using the byte order of the host. Version 1.0: at least 8
+    // KiB before the end, aligned to 4 KiB.
     let old = (capacity & !0xffff).checked_sub(0x1_0000);
     let new = capacity.checked_sub(0x2000).map(|at| at & !0xfff);
     let is_old = is(old, &MAGIC.to_le_bytes()) || is(old, &MAGIC.to_be_bytes());
@@ -318,7 +320,7 @@ fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'stati
     }
 }
 
-/// Kind of content that the first bytes of a disk show, by the magic numbers that libblkid knows.
+/// Detects the contents of a disk from its first bytes, using the same magic numbers as libblkid.
 fn signature(head: &[u8]) -> Option<&'static str> {
     let is = |at: usize, magic: &[u8]| head.get(at..at + magic.len()) == Some(magic);
     let has_partitions = || {
@@ -385,7 +387,7 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         (0, b"vhdxfile", "a disk image (VHDX)"),
     ];
     let known = magics.iter().find(|(at, magic, _)| is(*at, magic));
-    // Each label of ZFS has uberblocks of at least a KiB from 128 KiB on.
+    // Each ZFS label contains uberblocks, starting at 128 KiB. They are at least 1 KiB apart.
     let is_zfs = || {
         (0x2_0000..0x4_0000).step_by(1024).any(|at| {
             is(at, &0x00ba_b10c_u64.to_le_bytes()) || is(at, &0x00ba_b10c_u64.to_be_bytes())
@@ -432,7 +434,7 @@ mod tests {
             let found = signature(&disk(at, magic));
             assert!(found.is_some_and(|found| found.contains(what)), "{found:?}");
         }
-        // A boot sector is no partition table unless it has partitions.
+        // A boot sector without partitions is not a partition table.
         let mut boot = disk(510, &[0x55, 0xaa]);
         assert_eq!(signature(&boot), None);
         boot[0x1c2] = 0x83;
@@ -441,7 +443,8 @@ mod tests {
 
     #[test]
     fn what_a_disk_carries_is_known_by_its_last_bytes() {
-        // 100 MiB and 20 KiB: 64 KiB before the last multiple of that, and 8 KiB before the end.
+        // 100 MiB and 20 KiB. The superblocks are 64 KiB before the last multiple of 64 KiB, and 8
+        // KiB before the end.
         const CAPACITY: u64 = (100 << 20) + (20 << 10);
         let disk = |from_end: usize, magic: &[u8]| {
             let mut tail = vec![0; TAIL as usize];
@@ -494,7 +497,7 @@ mod tests {
             ((mount, reads), (mount, writes), true),
             ((mount, writes), (mount, reads), true),
             ((mount, reads), (mount, reads), false),
-            // Another host may have mounted an export.
+            // An export may be mounted by another host.
             ((mount, writes), (plain, writes), true),
             ((mount, reads), (plain, writes), true),
             ((plain, writes), (mount, reads), true),

@@ -1,4 +1,4 @@
-//! Names by which state files of `riser bench` know disks.
+//! Names of disks in state files of `riser bench`.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -8,8 +8,8 @@ use std::sync::Arc;
 use super::address::Address;
 use super::disk::Disk;
 
-/// Name of a disk, the same at each address and after each start of the host wherever that is
-/// possible.
+/// Returns the name of a disk. If possible, it doesn't depend on the address of the disk or change
+/// after a reboot.
 pub(super) fn of(address: &Address, disk: Option<&Arc<Disk>>) -> String {
     let unit = disk.and_then(|disk| disk.unit());
     unit.unwrap_or_else(|| match address {
@@ -29,14 +29,14 @@ fn of_file(path: &Path) -> String {
     })
 }
 
-/// Name of a block device by its identifier: which node it has may be different after each start of
-/// the host. A partition is known by its first sector as well. `None` of a device without an
-/// identifier, such as one of a guest.
+/// Returns the identifier of a block device, because device nodes may change after a reboot. For a
+/// partition, this includes the first sector. Returns `None` if there is no identifier, e.g. for
+/// some devices in virtual machines.
 fn of_device(sys: &Path, rdev: u64) -> Option<String> {
     let (major, minor) = (rustix::fs::major(rdev), rustix::fs::minor(rdev));
     let device = sys.join(format!("{major}:{minor}"));
     match device.join("partition").exists() {
-        // The kernel's directory of a partition is in that of its disk.
+        // In sysfs, the directory of a partition is in the directory of its disk.
         true => {
             let disk = identifier(&device.join(".."))?;
             let start = attribute(&device.join("start"))?;
@@ -46,12 +46,13 @@ fn of_device(sys: &Path, rdev: u64) -> Option<String> {
     }
 }
 
-/// Identifier of a disk by the kernel's directory of it. A world-wide one has the form of
-/// [`Disk::unit`]; mapped devices, arrays and disks of virtio have others.
+/// Returns the identifier of a disk, using its directory in sysfs. Globally unique identifiers use
+/// the same format as [`Disk::unit`]. There are other formats for mapped devices, arrays and virtio
+/// disks.
 fn identifier(disk: &Path) -> Option<String> {
     let names = ["wwid", "device/wwid", "dm/uuid", "md/uuid", "serial"];
     let mut ids = names.iter().filter_map(|name| attribute(&disk.join(name)));
-    // An array without an identifier has zeroes for one.
+    // An array without an identifier reports zeroes.
     let id = ids.find(|id| id.chars().any(|c| !matches!(c, '0' | '-')));
     id.or_else(|| {
         let file = attribute(&disk.join("loop/backing_file"))?;
@@ -62,7 +63,7 @@ fn identifier(disk: &Path) -> Option<String> {
     })
 }
 
-/// Text of one of the kernel's files, if it has any.
+/// Returns the contents of a sysfs attribute, unless it's empty.
 fn attribute(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())

@@ -1,4 +1,4 @@
-//! `riser inquiry`: everything that a logical unit says about itself.
+//! `riser inquiry`: shows all information reported by a logical unit.
 
 use std::time::Duration;
 
@@ -40,8 +40,8 @@ pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
     let session = connect(url, &args.link, global.timeout)?;
     let failed = |e: LunError| lun_failed(format!("INQUIRY of {url} failed"), e);
     let malformed = |e| CliError::new(Exit::Failure, format!("INQUIRY data of {url}")).because(e);
-    // A target answers INQUIRY for numbers that it does not have, too, and says so by the
-    // peripheral qualifier (SPC-4 6.6.2) instead of an error.
+    // Targets also respond to INQUIRY if the logical unit doesn't exist. This is indicated by the
+    // peripheral qualifier (SPC-4 6.6.2) and is not an error.
     let data = standard_data(&session, lun, global.timeout).map_err(failed)?;
     if inquiry::PERIPHERAL_QUALIFIER.get(&data) == Some(inquiry::QUALIFIER_INCAPABLE) {
         return Err(CliError::new(

@@ -41,8 +41,8 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                 a.url,
                 over(a)
             )?;
-            // Further lines are indented and come only with something to say, so that a healthy
-            // attachment stays one line that a script can read.
+            // Additional lines are indented and only used if there is more to report. A healthy
+            // attachment only uses a single line, which can be parsed by scripts.
             if let Some(reason) = &a.failure {
                 writeln!(
                     out,
@@ -68,7 +68,7 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// Returns the transport of an attachment, where the address does not name it.
+/// Returns the transport of an attachment if it isn't part of the address.
 fn over(attachment: &Attachment) -> &'static str {
     let device = attachment.device.as_deref().unwrap_or_default();
     match device.starts_with(PROVIDER) {
@@ -95,13 +95,13 @@ fn show_path(path: &PathReport) -> String {
     }
 }
 
-/// Returns whether a path cannot be used, and leaves fewer to fall back on.
+/// Returns whether a path can't be used, which reduces redundancy.
 fn is_lost(path: &PathReport) -> bool {
     !matches!(path.state, PathState::Live | PathState::Standby)
 }
 
-/// State of an attachment: whether commands reach the target; or that no process serves it, and it
-/// waits for one.
+/// Returns the state of an attachment. This includes whether the target can be reached, and whether
+/// it's waiting for a process.
 fn state(attachment: &Attachment) -> &'static str {
     let link = attachment.link.as_ref().map(|link| link.state);
     match link {
@@ -109,7 +109,7 @@ fn state(attachment: &Attachment) -> &'static str {
         _ if !attachment.is_alive() => "waits",
         _ if attachment.phase == Phase::Starting => "starting",
         _ if attachment.phase == Phase::Ending => "ending",
-        // One of an older version does not say.
+        // This isn't reported by older versions.
         None if !attachment.url.starts_with("mem:") => "unknown",
         Some(LinkState::Live) if attachment.paths.iter().any(is_lost) => "degraded",
         None | Some(LinkState::Live) => "live",
@@ -119,7 +119,7 @@ fn state(attachment: &Attachment) -> &'static str {
     }
 }
 
-/// Since when the target has not been reached, and why; or its last outage.
+/// Describes the current outage and its duration, or the last outage.
 fn show_link(attachment: &Attachment, now: u64) -> Option<String> {
     let link = attachment.link.as_ref()?;
     let time = since(now.saturating_sub(link.since));
@@ -130,7 +130,7 @@ fn show_link(attachment: &Attachment, now: u64) -> Option<String> {
     })
 }
 
-/// The process that serves it, if there is one.
+/// Returns the process that serves the attachment, if there is one.
 fn process(attachment: &Attachment) -> String {
     match attachment.is_alive() {
         true => attachment.pid.to_string(),

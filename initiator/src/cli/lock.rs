@@ -1,4 +1,4 @@
-//! Locks between the processes of this host. A wait for one is logged, and has a time limit.
+//! Locks between processes on this host. Waiting for a lock is logged, and has a timeout.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -9,23 +9,25 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{major, minor};
 
-/// Longest wait for a lock, unless `--timeout` is given. Work under one takes no time.
+/// Maximum time to wait for a lock, unless `--timeout` is specified. Locks are only held for a
+/// short time.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Wait for a lock after which it is logged.
+/// Time to wait for a lock before this is logged.
 const SILENCE: Duration = Duration::from_secs(1);
 
 /// Interval between two attempts.
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// Longest part of a command line that is shown, in characters.
+/// Maximum number of characters to show for a command line.
 const MAX_COMMAND: usize = 100;
 
-/// Locks a file or directory that is open as `file`, until that is closed. Says on standard error
-/// what it waits for, where that takes long.
+/// Locks a file or directory until `file` is closed. If it has to wait for a long time, this is
+/// logged to standard error.
 ///
 /// # Errors
-/// `TimedOut` if another process has it for as long as `patience`; otherwise those of `flock(2)`.
+/// Fails with `TimedOut` if the lock is held by another process for longer than `patience`, and
+/// otherwise with errors from `flock(2)`.
 pub(super) fn lock(file: &File, path: &Path, patience: Duration) -> io::Result<()> {
     let begin = Instant::now();
     let mut is_said = false;
@@ -37,7 +39,8 @@ pub(super) fn lock(file: &File, path: &Path, patience: Duration) -> io::Result<(
             Err(TryLockError::Error(e)) => return Err(e),
         }
         let waited = begin.elapsed();
-        // First the notice: a process that was stopped for a while has passed both times at once.
+        // Log this first, because a process that was stopped for some time can exceed both limits
+        // at once.
         if !is_said && waited >= SILENCE {
             is_said = true;
             let (path, holder) = (path.display(), holder(file));
@@ -51,7 +54,7 @@ pub(super) fn lock(file: &File, path: &Path, patience: Duration) -> io::Result<(
     }
 }
 
-/// The process that has locked a file, in words.
+/// Describes the process that holds the lock on a file.
 fn holder(file: &File) -> String {
     let pid = fs::read_to_string("/proc/locks")
         .ok()
@@ -66,15 +69,16 @@ fn holder(file: &File) -> String {
     }
 }
 
-/// The process that a lock of `flock(2)` on this file belongs to, from the text of `/proc/locks`:
+/// Returns the process that holds a `flock(2)` lock on this file, using the contents of
+/// `/proc/locks`:
 ///
 /// ```text
 /// 1: FLOCK  ADVISORY  WRITE 1234 00:19:567 0 EOF
 /// 1: -> FLOCK  ADVISORY  WRITE 1235 00:19:567 0 EOF
 /// ```
 ///
-/// The second one waits. The device's numbers are hexadecimal. A process of another PID namespace
-/// has no number here that means anything.
+/// The second process is waiting. Device numbers are hexadecimal. Process IDs from other PID
+/// namespaces are not valid here.
 fn find_holder(locks: &str, dev: u64, ino: u64) -> Option<u32> {
     let file = format!("{:02x}:{:02x}:{ino}", major(dev), minor(dev));
     locks.lines().find_map(|line| {
@@ -85,7 +89,7 @@ fn find_holder(locks: &str, dev: u64, ino: u64) -> Option<u32> {
     })
 }
 
-/// The command line of a process, printable.
+/// Returns the printable command line of a process.
 pub(super) fn command(pid: u32) -> Option<String> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let line = String::from_utf8_lossy(&line);

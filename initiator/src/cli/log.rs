@@ -1,7 +1,7 @@
-//! The log of this process.
+//! Logging for this process.
 //!
-//! A line that cannot be written is lost. Nothing else may depend on the log: it may be on a full
-//! file system, or behind a pipe without a reader.
+//! If a line can't be written, it's lost. This must not affect anything else, as the log may be on
+//! a file system that is full, or a pipe without a reader.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -14,16 +14,17 @@ use tracing_subscriber::EnvFilter;
 
 use super::args::Global;
 
-/// Size at which a default log is rotated, in bytes. One older file is kept.
+/// Size in bytes at which a default log is rotated. A single older file is kept.
 const ROTATE_SIZE: u64 = 1 << 20;
 
-/// Starts logging to standard error, by default warnings. `rotated` is the path of standard error
-/// if it is a file without an owner who limits its size.
+/// Starts logging to standard error, with warnings as the default level. If standard error is a
+/// file that has to be rotated by us, `rotated` is its path.
 pub(super) fn start(global: &Global, rotated: Option<&Path>) {
     let filter = chosen_filter(global);
     let builder = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(filter.as_deref().unwrap_or("warn")))
-        // The subscriber reports its own errors to standard error and panics if that fails too.
+        // By default, internal errors are also written to standard error, and this panics if it
+        // fails.
         .log_internal_errors(false);
     let log = rotated.and_then(|path| RotatedLog::on_stderr(path).ok());
     match log {
@@ -35,7 +36,8 @@ pub(super) fn start(global: &Global, rotated: Option<&Path>) {
     }
 }
 
-/// Filter that the command line selects, if any: `--log`, or the number of `-v` and `-q`.
+/// Returns the filter selected by the command line: `--log`, or the number of `-v` and `-q`
+/// options.
 pub(super) fn chosen_filter(global: &Global) -> Option<String> {
     let level = match (global.quiet, global.verbose) {
         (true, _) => Some("error"),
@@ -49,11 +51,11 @@ pub(super) fn chosen_filter(global: &Global) -> Option<String> {
     filter.or(level).map(str::to_owned)
 }
 
-/// Creates a log file, or truncates an existing one unless it must be new. It is opened for
+/// Creates a log file, or truncates an existing file unless `is_new` is set. It's opened for
 /// appending, so that it can be truncated while it is in use.
 ///
 /// # Errors
-/// Errors of open(2).
+/// Returns errors from open(2).
 pub(super) fn create(path: &Path, is_new: bool) -> io::Result<File> {
     OpenOptions::new()
         .write(true)
@@ -64,20 +66,20 @@ pub(super) fn create(path: &Path, is_new: bool) -> io::Result<File> {
         .open(path)
 }
 
-/// Removes a rotated log.
+/// Removes a log and its older file.
 pub(super) fn remove(path: &Path) {
     let _ = fs::remove_file(path);
     let _ = fs::remove_file(older(path));
 }
 
-/// Path of the older file of a log.
+/// Returns the path of the older file of a log.
 fn older(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".1");
     name.into()
 }
 
-/// A log file that is copied and truncated when it is full: standard error stays the same file.
+/// A log file that is copied and truncated when it's full. Standard error is always the same file.
 struct RotatedLog {
     path: PathBuf,
     file: File,
@@ -86,7 +88,7 @@ struct RotatedLog {
 }
 
 impl RotatedLog {
-    /// The log that is standard error of this process.
+    /// Opens the log file that is already used as standard error of this process.
     fn on_stderr(path: &Path) -> io::Result<Self> {
         let file = File::from(rustix::io::dup(io::stderr())?);
         Ok(Self {
@@ -101,7 +103,7 @@ impl RotatedLog {
 impl Write for RotatedLog {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         if self.size.saturating_add(line.len() as u64) > self.limit {
-            // Without space for the copy, the older lines are lost.
+            // If there isn't enough space for the copy, older lines are lost.
             let _ = fs::copy(&self.path, older(&self.path));
             self.file.set_len(0)?;
             self.size = 0;
@@ -143,7 +145,7 @@ mod tests {
             text(&older(&path)),
             (980..990).map(line).collect::<String>()
         );
-        // Where it cannot be copied, it is truncated all the same.
+        // If the file can't be copied, it's still truncated.
         log.path = dir.join("gone/1.log");
         log.write_all(line(1000).as_bytes()).unwrap();
         assert_eq!(text(&path), line(1000));

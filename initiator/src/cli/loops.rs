@@ -24,7 +24,7 @@ pub(super) fn release_loop(device: &Path) -> Result<(), CliError> {
 
 /// Releases the loop devices whose backing files are below a directory.
 pub(super) fn release_loops_below(dir: &Path) {
-    // A dead mount cannot be resolved, but its parent can.
+    // We can't resolve a dead mount, but we can resolve its parent.
     let (Some(parent), Some(name)) = (dir.parent(), dir.file_name()) else {
         return;
     };

@@ -1,13 +1,13 @@
-//! The command line of `riser`.
+//! Command line of `riser`.
 //!
-//! - [`args`]: every verb and option.
-//! - [`exit`]: what can go wrong, and the exit status it has.
-//! - [`disk`]: an address as a disk, wherever it is.
-//! - [`state`]: the attachments of this host.
-//! - One module for each verb.
+//! - [`args`]: verbs and options.
+//! - [`exit`]: errors and exit statuses.
+//! - [`disk`]: disks at any address.
+//! - [`state`]: attachments on this host.
+//! - A separate module for each verb.
 //!
-//! Results go to standard output, for people or as one JSON document; everything else goes to
-//! standard error.
+//! Results are written to standard output, either as text or as a single JSON document. Standard
+//! error is used for everything else.
 
 mod address;
 pub mod args;
@@ -71,12 +71,12 @@ pub fn main() -> ExitCode {
         Err(error) if error.use_stderr() => {
             match output::wants_json(std::env::args_os()) {
                 true => output::json_error(&CliError::usage(&error)),
-                // If even printing fails, there is no other place to report to.
+                // If printing fails, we can't report this anywhere else.
                 false => drop(error.print()),
             }
             return Exit::Usage.into();
         }
-        // Help and version are no errors.
+        // Help and version are not errors.
         Err(text) => {
             let _ = text.print();
             return ExitCode::SUCCESS;

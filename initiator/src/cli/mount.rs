@@ -1,13 +1,13 @@
-//! `riser mount`: the file system on a logical unit, through FUSE and a loop device.
+//! `riser mount`: mounts the file system on a logical unit, using FUSE and a loop device.
 //!
 //! ```text
 //! logical unit ── FUSE file ── loop device (direct I/O) ── file system on DIR
 //! ```
 //!
-//! The loop device frees itself when the file system is unmounted, by any program; the process
-//! that serves the file sees that, unmounts the file and logs out. So `umount DIR` undoes
-//! everything. A file system that is mounted elsewhere too, as with `mount --bind`, is served until
-//! it is unmounted there.
+//! The loop device is released automatically when the file system is unmounted by any program. The
+//! process that serves the file detects this, unmounts the file and logs out, so `umount DIR` is
+//! sufficient. If the file system is also mounted elsewhere, e.g. with `mount --bind`, it's served
+//! until all mounts are removed.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -34,14 +34,13 @@ use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 use crate::mounts::{self, MountId, Mounts};
 
-/// Longest wait at the end for the kernel to release the file, which it does when the loop device
-/// is free.
+/// Maximum time to wait for the kernel to release the file, after the loop device was released.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
 
-/// First time between two looks at whether the loop device is free, which doubles with each.
+/// Initial interval for checking whether the loop device is in use. This is doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 
-/// Longest such time.
+/// Maximum interval.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
@@ -89,13 +88,13 @@ fn serve_mount(
     };
     ready.claim(&args.url, disk, export.clone(), None)?;
     let device = Arc::new(ByteDevice::new(disk.clone()));
-    // The end of the FUSE mount is ours, not an event.
+    // We unmount FUSE ourselves, so this event is ignored.
     let (ignored, _) = mpsc::channel();
     let below = Below::new(&device, args, ignored)?;
     let loop_device = attach_loop(below.file(), disk, args.partition)?;
     let mounted = mount(args, &loop_device, &dir).map_err(|error| explain(error, args, disk));
-    // The loop device is released with its last user, the file system, or immediately if nothing
-    // uses it.
+    // The loop device is released by its last user, which is the file system, or immediately if
+    // it's unused.
     let freed = release_loop(&loop_device);
     let result = mounted.and_then(|_| {
         let mounted = Mounted::find(&dir)?;
@@ -115,12 +114,13 @@ fn serve_mount(
         }
         shown
     });
-    // Listed until then: if this process is killed, the next one cleans up.
+    // The attachment remains in the list until this is done. If we are killed, the next process
+    // will clean up.
     below.finish(&device)?;
     result
 }
 
-/// The failure of mount(8), with a reason that it does not know.
+/// Adds causes to an error which are not known to mount(8).
 fn explain(error: CliError, args: &MountArgs, disk: &Arc<Disk>) -> CliError {
     if args.partition.is_some() {
         return error;
@@ -144,17 +144,17 @@ fn explain(error: CliError, args: &MountArgs, disk: &Arc<Disk>) -> CliError {
     }
 }
 
-/// The file system that was mounted.
+/// A mounted file system.
 struct Mounted {
     dir: PathBuf,
     id: MountId,
 }
 
 impl Mounted {
-    /// The one that is on a directory now.
+    /// Finds the file system currently mounted on a directory.
     fn find(dir: &Path) -> Result<Self, CliError> {
         let mounts = read_mounts().inspect_err(|_| {
-            // It was mounted just now, so it is on top without a look.
+            // We have just mounted this, so assume that it's the topmost mount.
             let _ = rustix::mount::unmount(dir, UnmountFlags::DETACH);
         })?;
         match mounts.top(dir) {
@@ -169,7 +169,7 @@ impl Mounted {
         }
     }
 
-    /// Unmounts it. What others have mounted over it is not ours.
+    /// Unmounts the file system, unless there is another mount on top, which isn't ours.
     fn unmount(&self, lazy: bool) -> Result<(), CliError> {
         let mounts = read_mounts()?;
         if mounts.top(&self.dir).map(|mount| mount.id) == Some(self.id) {
@@ -181,27 +181,29 @@ impl Mounted {
         }
     }
 
-    /// Waits until it is unmounted, by a signal to us or by any user.
+    /// Waits until the file system was unmounted by any user, or unmounts it after receiving a
+    /// signal.
     fn wait(&self, events: &mpsc::Receiver<Event>) {
         while events.recv() == Ok(Event::Signal) {
-            // The end of the mount is an event of its own.
+            // Unmounting triggers a separate event.
             if let Err(error) = self.unmount(false) {
                 tracing::warn!(%error, "the file system stays mounted");
             }
         }
     }
 
-    /// Unmounts one that no list names, even if it is in use, so that it does not stay.
+    /// Unmounts a file system that couldn't be added to the list, even if it's in use.
     fn give_up(&self) {
         if let Err(error) = self.unmount(false).or_else(|_| self.unmount(true)) {
             tracing::warn!(%error, "the file system stays mounted");
         }
     }
 
-    /// Sends an event when it has gone.
+    /// Sends an event after the file system was unmounted.
     fn watch(&self, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
         let failed = |e| CliError::io("cannot watch the mounts", e);
-        // Before the list is read: what changes after that ends the first wait.
+        // Open this before checking the mounts. The first poll will then report any changes after
+        // this point.
         let file = File::open(mounts::LIST).map_err(failed)?;
         let id = self.id;
         let watch = move || {
@@ -215,7 +217,7 @@ impl Mounted {
                     Err(error) => return tracing::error!(%error, "cannot read the mounts"),
                 }
                 let mut fds = [PollFd::new(&file, PollFlags::PRI)];
-                // Woken for nothing, it looks for nothing.
+                // In case of a spurious wakeup, we just check again.
                 let _ = rustix::event::poll(&mut fds, None);
             }
         };
@@ -227,14 +229,14 @@ impl Mounted {
     }
 }
 
-/// The FUSE mount below, on a directory of its own.
+/// FUSE mount used by the loop device, in a separate directory.
 struct Below {
     path: PathBuf,
     mount: Option<FuseMount>,
 }
 
 impl Below {
-    /// Path of the mount of this process.
+    /// Returns the mount point for this process.
     fn path() -> Result<PathBuf, CliError> {
         let dir = StateDir::open().map_err(Self::no_directory)?;
         Ok(dir.path().join(format!("{}.fuse", process_name())))
@@ -256,7 +258,7 @@ impl Below {
             path: below.path.clone(),
             name: args.url.name(),
             source: args.url.to_string(),
-            // The file system has the page cache.
+            // The file system already uses the page cache.
             caching: Caching::Direct,
             allow_other: false,
         };
@@ -268,8 +270,8 @@ impl Below {
         self.mount.as_ref().expect("made with it").file()
     }
 
-    /// Serves on while the loop device is in use: its file system may be mounted elsewhere too. A
-    /// signal ends that.
+    /// Continues serving the loop device while it's in use, because the file system may also be
+    /// mounted elsewhere. Returns if a signal is received.
     fn wait(&self, events: &mpsc::Receiver<Event>) {
         let mount = self.mount.as_ref().expect("made with it");
         let is_busy = || matches!(mount.try_unmount(), Err(UnmountError::Busy(_)));
@@ -292,7 +294,7 @@ impl Below {
                 }
             }
         };
-        // What was written is flushed in any case.
+        // Always flush data written by users.
         file::finish(mount, device)?;
         unmounted.map_err(|error| {
             CliError::new(Exit::Busy, "the loop device was still in use")
@@ -302,8 +304,8 @@ impl Below {
     }
 }
 
-/// Waits while something is in use, but not beyond a signal. `next` waits for an event for the time
-/// that it is given.
+/// Waits while something is in use, or until a signal is received. `next` waits for an event with
+/// this timeout.
 fn wait_while(
     is_used: impl Fn() -> bool,
     mut next: impl FnMut(Duration) -> Result<Event, RecvTimeoutError>,
@@ -326,19 +328,19 @@ fn wait_while(
 
 impl Drop for Below {
     fn drop(&mut self) {
-        // The mount first: it is over the directory.
+        // Unmount the directory before removing it.
         self.mount = None;
         let _ = std::fs::remove_dir(&self.path);
     }
 }
 
-/// Makes a loop device of a disk's file, or of a partition of it.
+/// Creates a loop device for the file of a disk, or for a partition.
 fn attach_loop(file: &Path, disk: &Disk, partition: Option<u32>) -> Result<PathBuf, CliError> {
     let whole = make_loop(file, disk, &[])?;
     let Some(number) = partition else {
         return Ok(whole);
     };
-    // The table is read from a loop device, which has the sector size of the disk.
+    // Read the partition table from a loop device because it uses the sector size of the disk.
     let columns = "--output=NR,START,SECTORS";
     let args = ["--raw", "--noheadings", columns].map(OsStr::new);
     let table = run_tool("partx", &[&args[..], &[whole.as_os_str()]].concat());
@@ -354,7 +356,7 @@ fn attach_loop(file: &Path, disk: &Disk, partition: Option<u32>) -> Result<PathB
     make_loop(file, disk, &options)
 }
 
-/// Bytes of a partition, from a table of `partx` in units of 512 bytes.
+/// Returns the byte range of a partition, using the output of `partx` in units of 512 bytes.
 fn find_partition(table: &str, number: u32) -> Option<Range<u64>> {
     table.lines().find_map(|line| {
         let mut fields = line.split_whitespace().map(str::parse::<u64>);
@@ -399,13 +401,13 @@ pub(super) fn read_mounts() -> Result<Mounts, CliError> {
     Mounts::read().map_err(|e| CliError::io("cannot read the mounts", e))
 }
 
-/// Refusal to unmount a file system that is not the topmost one at its path.
+/// Returns the error if another file system is mounted on top.
 pub(super) fn covered(path: &Path) -> CliError {
     let what = format!("something else is mounted on {}", path.display());
     CliError::new(Exit::Busy, what).help("unmount that first")
 }
 
-/// Unmounts what is topmost at a path.
+/// Unmounts the topmost file system at a path.
 pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
     let mut args: Vec<&OsStr> = vec![dir.as_ref()];
     if lazy {
@@ -419,8 +421,8 @@ pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
     })
 }
 
-/// Refuses a path at which something is mounted, an attachment or anything else: it would be
-/// hidden, and an unmount would take the wrong one.
+/// Fails if there is already a mount at this path. This would be hidden by the new mount, and
+/// unmounting could remove the wrong one.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
     serve::check_vacant(path, global)?;
     let mounts = read_mounts()?;
@@ -461,14 +463,14 @@ mod tests {
             waited.set(waited.get() + time);
             match waited.get() {
                 now if now >= day => Ok(Event::Signal),
-                // The end of the mount may come late.
+                // The event for the mount may be delayed.
                 now if now < LONGEST_PAUSE => Ok(Event::Ended),
                 _ => Err(RecvTimeoutError::Timeout),
             }
         };
         wait_while(|| true, next);
         assert!(waited.get() >= day);
-        // The end of its use ends the wait, too.
+        // This also returns if it's no longer in use.
         waited.set(Duration::ZERO);
         let hour = Duration::from_secs(3600);
         wait_while(|| waited.get() < hour, next);

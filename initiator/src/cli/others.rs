@@ -1,8 +1,8 @@
-//! Attachments of other users of this host, as far as this one can see it: their lists of
-//! attachments, which root can read, and their FUSE mounts, which every user can.
+//! Attachments of other users on this host. These are found in their lists of attachments, which
+//! are only accessible to root, and their FUSE mounts, which are visible to all users.
 //!
-//! These files are written by other users, so nothing is changed or waited for, and what cannot be
-//! read as an attachment is left out.
+//! As these files are written by other users, we never modify or wait for them, and ignore invalid
+//! files.
 
 use std::fs::{self, OpenOptions};
 use std::io::Read;
@@ -16,26 +16,26 @@ use super::state::{Attachment, Export};
 use crate::fuse;
 use crate::mounts::{Mount, Mounts};
 
-/// Longest file that is read, in bytes. An attachment with eight paths takes about 3 KiB.
+/// Maximum file size in bytes. An attachment with eight paths requires about 3 KiB.
 const LONGEST: u64 = 64 << 10;
 
-/// Most entries of a directory that are looked at.
+/// Maximum number of entries to check in a directory.
 const MOST: usize = 1024;
 
-/// Attachments in the directories that other users have by default, that of this process excepted.
-/// `run` is `/run`.
+/// Returns attachments from the default directories of other users, excluding `own` for this
+/// process. `run` is `/run`.
 pub(super) fn attachments(run: &Path, own: &Path) -> Vec<Attachment> {
     let users = fs::read_dir(run.join("user")).into_iter().flatten();
     let users = users.flatten().map(|user| user.path().join("riser"));
     let users = users.filter(|dir| dir != own);
-    // Only then: whether an attachment waits depends on paths in it.
+    // This must be checked last, because it may access paths from the attachment.
     let of_users = users.flat_map(|dir| entries(&dir)).filter(is_of_users);
     let of_users = of_users.filter(|a| a.is_alive() || a.waits());
     of_users.chain(of_root(run, own)).collect()
 }
 
-/// The part of [`attachments`] that is root's. No other user can write it, so it may keep a process
-/// from attaching.
+/// Returns only attachments of root. These can't be modified by other users, so they are allowed to
+/// prevent other attachments.
 pub(super) fn of_root(run: &Path, own: &Path) -> Vec<Attachment> {
     let dir = run.join("riser");
     if dir == own {
@@ -46,9 +46,9 @@ pub(super) fn of_root(run: &Path, own: &Path) -> Vec<Attachment> {
     found
 }
 
-/// Entries of a directory that can be read as attachments.
+/// Returns all valid attachments in a directory.
 fn entries(dir: &Path) -> Vec<Attachment> {
-    // A link may lead to a file system that does not respond.
+    // Don't follow links, which may refer to a file system that doesn't respond.
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(open) = rustix::fs::open(dir, flags, Mode::empty()) else {
         return Vec::new();
@@ -61,7 +61,7 @@ fn entries(dir: &Path) -> Vec<Attachment> {
 }
 
 fn read(path: &Path) -> Option<Attachment> {
-    // Neither a pipe nor a link to something else stops or misleads us.
+    // Don't block on a pipe, and don't follow links.
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
     let mut options = OpenOptions::new();
     options.read(true).custom_flags(flags.bits().cast_signed());
@@ -74,22 +74,23 @@ fn read(path: &Path) -> Option<Attachment> {
     serde_json::from_slice(&text).ok()
 }
 
-/// Returns whether users other than root can have such an attachment. Only root has block devices
-/// and mounts: a caller opens the former, and does not mount a unit of the latter, so a user
-/// could have root open any file, or keep it from mounting.
+/// Returns whether this attachment can belong to a user other than root. Only root can have block
+/// devices and mounts. The caller opens block devices and refuses to mount a unit that is already
+/// mounted. If we accepted these from users, they could make root open any file, or prevent it from
+/// mounting.
 fn is_of_users(attachment: &Attachment) -> bool {
     matches!(attachment.export, Export::Fuse { .. } | Export::Nbd { .. })
 }
 
-/// Path of a FUSE mount of `riser` that has this address as its source.
+/// Returns the path of a FUSE mount of `riser` with this address as its source.
 pub(super) fn mount_of(mounts: &Mounts, url: &str) -> Option<PathBuf> {
     let mount = mounts.all().find(|mount| is_mount_of(mount, url))?;
     Some(mount.path())
 }
 
-/// Returns whether a mount is one of `riser` that has this address as its source.
+/// Returns whether this is a mount of `riser` with this address as its source.
 fn is_mount_of(mount: &Mount<'_>, url: &str) -> bool {
-    // A mount that root makes without fusermount3 has no subtype.
+    // If root mounts without fusermount3, there is no subtype.
     let is_fuse = mount.kind == b"fuse" || mount.kind == b"fuse.riser";
     is_fuse && mount.source() == *fuse::source(url)
 }
@@ -119,7 +120,7 @@ mod tests {
             dead.started += 1;
             kept.push(dir.register(dead).unwrap());
         }
-        // What would stop a reader that is not careful.
+        // These could block or mislead a careless reader.
         let pipe = rustix::fs::FileType::Fifo;
         let mode = rustix::fs::Mode::from(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, other.join("pipe.json"), pipe, mode, 0).unwrap();
@@ -172,7 +173,7 @@ mod tests {
             let urls: Vec<_> = found.iter().map(|a| a.url.as_str()).collect();
             assert_eq!(urls, ["riser", "riser"]);
         }
-        // An export of a user keeps root from nothing.
+        // An attachment of a user doesn't affect root.
         let list = StateDir::at(run.join("user/1000/riser")).unwrap();
         kept.push(list.register(attachment("srp://user/0")).unwrap());
         assert_eq!(attachments(&run, own).len(), 3);

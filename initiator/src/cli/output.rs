@@ -1,4 +1,4 @@
-//! Standard output and standard error.
+//! Output to standard output and standard error.
 
 #![allow(clippy::print_stderr, reason = "this is where errors are printed")]
 
@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::args::{Format, Global};
 use super::exit::CliError;
 
-/// Prints a result: as JSON, or as the lines that `human` writes.
+/// Prints a result, either as JSON or as text written by `human`.
 pub(super) fn result<T: Serialize>(
     value: &T,
     global: &Global,
@@ -32,21 +32,21 @@ pub(super) fn print(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Res
     let mut out = io::stdout().lock();
     let written = write(&mut out);
     match written.and_then(|()| out.flush()) {
-        // The reader of the pipe has read enough.
+        // The pipe was closed by its reader.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         Err(e) => Err(CliError::io("cannot write to standard output", e)),
         Ok(()) => Ok(()),
     }
 }
 
-/// Text without control characters, which a terminal would obey: of paths and names that other
-/// users or targets have chosen.
+/// Replaces control characters in text, which could change the terminal. This is used for paths and
+/// names chosen by other users or targets.
 pub(super) fn printable(text: &dyn Display) -> String {
     let visible = |c: char| if c.is_control() { '?' } else { c };
     text.to_string().chars().map(visible).collect()
 }
 
-/// Returns whether a command line requests JSON, though it may be invalid otherwise.
+/// Returns whether a command line requests JSON, even if it's invalid.
 pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
     let mut before = OsString::new();
     args.take_while(|arg| arg != "--").any(|arg| {
@@ -59,8 +59,8 @@ pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
     })
 }
 
-/// Prints an error with its causes as JSON. The document goes to standard error as text would: a
-/// script reads a result or nothing on standard output.
+/// Prints an error and its causes as JSON. As for text, this is written to standard error, so that
+/// standard output is either a result or empty.
 pub(super) fn json_error(error: &CliError) {
     #[derive(Serialize)]
     struct Body<'a> {
@@ -86,7 +86,7 @@ pub(super) fn json_error(error: &CliError) {
     eprintln!("{}", text.expect("strings and numbers serialize"));
 }
 
-/// Prints an error with its causes.
+/// Prints an error and its causes.
 pub(super) fn error(error: &CliError, global: &Global) {
     match global.output {
         Format::Json => json_error(error),
@@ -109,8 +109,8 @@ fn theme() -> miette::GraphicalTheme {
     }
 }
 
-/// A progress bar on standard error: `total` bytes, or a spinner where the total is not known.
-/// Hidden where standard error is no terminal, or `--quiet` is given.
+/// Creates a progress bar on standard error for `total` bytes, or a spinner if the total is
+/// unknown. It's hidden if standard error is not a terminal, or if `--quiet` is specified.
 pub(super) fn progress(total: Option<u64>, global: &Global) -> ProgressBar {
     if global.quiet || global.output == Format::Json {
         return ProgressBar::hidden();
@@ -126,7 +126,8 @@ pub(super) fn progress(total: Option<u64>, global: &Global) -> ProgressBar {
     bar
 }
 
-/// A line on standard error that changes in place. Hidden like [`progress`].
+/// Creates a line on standard error that is updated in place. It's hidden in the same cases as
+/// [`progress`].
 pub(super) fn status_line(global: &Global) -> ProgressBar {
     if global.quiet || global.output == Format::Json {
         return ProgressBar::hidden();

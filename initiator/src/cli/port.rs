@@ -1,8 +1,8 @@
-//! The initiator port of an export, kept over a crash.
+//! Initiator ports of exports, which are stored to handle crashes.
 //!
-//! A process that was killed leaves a session whose commands may still be queued at the target, and
-//! whose clients send theirs again to the process that takes its place. That one logs in as the
-//! same initiator port, so that the target ends the old session first.
+//! After a process is killed, its session may still have commands queued at the target, and clients
+//! send their requests again to the next process. This uses the same initiator port for its login,
+//! so the target first closes the previous session.
 
 use std::fs;
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
@@ -15,30 +15,30 @@ use super::args::ConnectOptions;
 use super::state::{StateDir, generation, process_start};
 use super::state_file;
 
-/// A number that an initiator port may follow from.
+/// Generates a random number for an initiator port.
 pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// Entry of a port in its file.
+/// Contents of the file for a port.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Entry {
-    /// Path by which the disk shows, and its address.
+    /// Path of the export, and address of the disk.
     path: PathBuf,
     url: String,
     port: u64,
-    /// Its GUID, once it is known.
+    /// GUID of the port, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     guid: Option<u64>,
-    /// The process that uses it, and when that was started.
+    /// Process using the port, and its start time.
     pid: u32,
     started: u64,
-    /// The generation of the unit's cache, if it offers one.
+    /// Cache generation of the unit, if supported.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
     cache: Option<[u8; 16]>,
 }
 
-/// A port that is written down.
+/// A port and its file.
 #[derive(Clone, Debug)]
 pub(super) struct PortEntry {
     file: PathBuf,
@@ -46,20 +46,20 @@ pub(super) struct PortEntry {
 }
 
 impl PortEntry {
-    /// Writes down of which generation the unit's cache is.
+    /// Records the cache generation of the unit.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub(super) fn note_cache(&mut self, generation: Option<[u8; 16]>) -> io::Result<()> {
         let before = std::mem::replace(&mut self.entry.cache, generation);
         if before == generation {
             return Ok(());
         }
-        // What could not be written is written the next time.
+        // If this fails, try again next time.
         self.write().inspect_err(|_| self.entry.cache = before)
     }
 
-    /// Writes the file, which appears at once and whole.
+    /// Writes the file atomically.
     fn write(&self) -> io::Result<()> {
         let temporary = self.file.with_file_name(format!(
             ".{}-{}.port.tmp",
@@ -69,7 +69,7 @@ impl PortEntry {
     }
 }
 
-/// The initiator port of an export of this process. It stays written down until it is released.
+/// Initiator port for an export of this process. It's stored until it is released.
 #[derive(Debug)]
 pub(super) struct ExportPort {
     entry: Option<PortEntry>,
@@ -78,11 +78,11 @@ pub(super) struct ExportPort {
 }
 
 impl ExportPort {
-    /// The port of the process that served the same address at the same path and did not end
-    /// properly; otherwise a random one.
+    /// Allocates an initiator port. If a previous process served the same address at the same path
+    /// and was not stopped cleanly, its port is used. Otherwise the port is random.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub(super) fn take(dir: &StateDir, path: &Path, url: &str) -> io::Result<Self> {
         let _lock = dir.lock()?;
         let mut hasher = DefaultHasher::new();
@@ -92,7 +92,7 @@ impl ExportPort {
             .ok()
             .and_then(|text| serde_json::from_slice::<Entry>(&text).ok());
         let (port, guid, cache, is_inherited) = match before {
-            // Two live processes with one port would end each other's sessions.
+            // If two processes used the same port, they would close each other's sessions.
             Some(entry) if process_start(entry.pid) == Some(entry.started) => {
                 return Ok(Self {
                     entry: None,
@@ -124,7 +124,7 @@ impl ExportPort {
         })
     }
 
-    /// Has a session log in with this port.
+    /// Configures a session to use this port.
     pub(super) fn set_on(&self, link: &mut ConnectOptions) {
         link.port = Some(self.port);
         link.guid = self.noted_guid();
@@ -132,26 +132,26 @@ impl ExportPort {
         link.noted = self.noted_cache();
     }
 
-    /// Number that the initiator port follows from.
+    /// Returns the number used to generate the initiator port.
     #[cfg(test)]
     fn port(&self) -> u64 {
         self.port
     }
 
-    /// Returns whether a process had it that did not end properly.
+    /// Returns whether the port is from a process that was not stopped cleanly.
     pub(super) fn is_inherited(&self) -> bool {
         self.is_inherited
     }
 
-    /// The GUID of the port that the process before had noted.
+    /// Returns the GUID recorded by the previous process.
     fn noted_guid(&self) -> Option<u64> {
         self.entry.as_ref()?.entry.guid
     }
 
-    /// Writes down which GUID the port has, before the disk is used.
+    /// Records the GUID of the port before using the disk.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub(super) fn note_guid(&mut self, guid: Option<u64>) -> io::Result<()> {
         match &mut self.entry {
             Some(entry) if entry.entry.guid != guid => {
@@ -162,20 +162,21 @@ impl ExportPort {
         }
     }
 
-    /// The generation of the unit's cache that the process before had noted.
+    /// Returns the cache generation recorded by the previous process.
     fn noted_cache(&self) -> Option<[u8; 16]> {
         self.entry.as_ref()?.entry.cache
     }
 
-    /// Entry of the port; `None` if another process has the port of that path.
+    /// Returns the file of the port, or `None` if the port for this path is used by another
+    /// process.
     pub(super) fn entry(&self) -> Option<PortEntry> {
         self.entry.clone()
     }
 
-    /// Forgets the port, when its session has ended.
+    /// Removes the file of the port after closing its session.
     pub(super) fn release(self) {
         if let Some(entry) = self.entry {
-            // One that stays is as good: its process is gone.
+            // This may fail: the file is ignored because its process has exited.
             let _ = fs::remove_file(entry.file);
         }
     }
@@ -192,12 +193,12 @@ mod tests {
         let take = |path: &str, url: &str| ExportPort::take(&dir, Path::new(path), url).unwrap();
         let mut first = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
         let port = first.port();
-        // While its process lives, no other process gets the port.
+        // The port isn't used by another process while its own process is alive.
         let second = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
         assert_ne!(second.port(), port);
         let second_was_inherited = second.is_inherited();
         second.release();
-        // Its process was killed.
+        // Assume that the process was killed.
         first.note_guid(Some(7)).unwrap();
         first.entry().unwrap().note_cache(Some([0xa5; 16])).unwrap();
         let file = first.entry().unwrap().file;
@@ -211,7 +212,7 @@ mod tests {
         assert_eq!(third.noted_cache(), Some([0xa5; 16]));
         assert_eq!(third.noted_guid(), Some(7));
         assert_eq!(first.noted_cache(), None);
-        // One that ends properly leaves nothing to hand on.
+        // If the port was released, it isn't used again.
         third.release();
         assert_ne!(take("/run/a", &entry.url).port(), port);
         fs::remove_dir_all(path).unwrap();

@@ -1,4 +1,4 @@
-//! Requests of a process that serves a disk to the kernel, for itself.
+//! Configures the process that serves a disk.
 
 use rustix::mm::{MlockAllFlags, mlockall};
 use rustix::process::{Resource, configure_io_flusher_behavior, getrlimit};
@@ -6,20 +6,21 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use crate::url::SECRET_ENV;
 
-/// Takes the passwords out of the environment, which every program that is started inherits.
+/// Removes passwords from the environment, because it is inherited by all child processes.
 ///
-/// To be called while the process has one thread.
+/// This must be called while the process is single-threaded.
 #[allow(unsafe_code, reason = "the environment, before there are threads")]
 pub(super) fn forget_secrets() {
     for name in SECRET_ENV {
-        // SAFETY: the caller's process has no other thread that could read the environment.
+        // SAFETY: the caller guarantees that there are no other threads that could read the
+        // environment.
         unsafe { std::env::remove_var(name) };
     }
 }
 
-/// Ends this process if one of its threads panics. Its disk would be broken and still be listed:
-/// after an abort, a service manager starts another process, and a ublk device waits for it instead
-/// of being removed.
+/// Aborts this process if any thread panics. Otherwise its disk would remain in the list without
+/// working correctly. After an abort, the service manager can restart the process, and a ublk
+/// device is not removed but waits for this process.
 pub(super) fn abort_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -28,21 +29,23 @@ pub(super) fn abort_on_panic() {
     }));
 }
 
-/// Keeps memory reclaim from waiting for the disk that this process serves: the kernel writes dirty
-/// pages of that very disk to have memory for this process, whose help it then needs for the write.
-/// Threads that are started later inherit it. Without the privilege it is left out, and logged.
+/// Prevents memory reclaim from waiting for the disk served by this process. To allocate memory for
+/// this process, the kernel could otherwise write back dirty pages to the same disk, which requires
+/// this process to handle the write. This is inherited by threads started later. If the required
+/// privileges are missing, this is only logged.
 pub(super) fn serve_without_reclaim() {
     if let Err(error) = configure_io_flusher_behavior(true) {
         tracing::debug!(%error, "memory reclaim may wait for this disk (CAP_SYS_RESOURCE)");
     }
-    // Under a limit, memory that is asked for later would be refused.
+    // If there is a limit, later allocations could fail.
     let is_limited = getrlimit(Resource::Memlock).current.is_some()
         && !capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
     if is_limited {
         tracing::debug!("memory is not locked: its limit is not infinite (CAP_IPC_LOCK)");
         return;
     }
-    // What is touched stays; what is only mapped (stacks, a disk in memory) takes nothing.
+    // Only lock pages after they are accessed. This avoids allocating memory for mappings such as
+    // stacks and disks in memory.
     let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
     if let Err(error) = mlockall(flags) {
         tracing::debug!(%error, "memory is not locked");
@@ -58,7 +61,7 @@ mod tests {
 
     use super::*;
 
-    /// The test runs itself again, in a process that panics.
+    /// The test runs itself in another process, which panics.
     #[test]
     fn thread_panic_aborts_the_process() {
         const CHILD: &str = "RISER_TEST_PANIC";

@@ -1,4 +1,4 @@
-//! The entry of this process in the list of attachments.
+//! Entry of this process in the list of attachments.
 
 use std::fs;
 use std::io;
@@ -9,7 +9,7 @@ use super::attachment::{Attachment, Phase};
 use super::state_file;
 use crate::engine::SessionReport;
 
-/// A written-down attachment; dropping it removes it from the directory.
+/// An attachment in the state directory, which is removed on drop.
 #[derive(Debug)]
 pub struct Registration(Arc<Entry>);
 
@@ -17,20 +17,21 @@ pub struct Registration(Arc<Entry>);
 struct Entry {
     path: PathBuf,
     temporary: PathBuf,
-    /// `None` once the file is final: removed, or left for other processes to read.
+    /// Set to `None` when the file is no longer modified, because it was removed or is kept for
+    /// other processes.
     attachment: Mutex<Option<Attachment>>,
 }
 
-/// The link of a written-down attachment, to be kept up to date as long as it is there.
+/// Updates the session state of an attachment while it is in the list.
 #[derive(Debug)]
 pub struct LinkEntry(Arc<Entry>);
 
 impl LinkEntry {
-    /// Writes down the link's state; returns whether the attachment is still there. As long as it
-    /// is, `note` is called first, with the generation of the unit's cache.
+    /// Records the state of the session, and returns whether the attachment is still in the list.
+    /// In this case, `note` is called first to record the cache generation of the unit.
     ///
     /// # Errors
-    /// The directory cannot be written, or the error of `note`.
+    /// Fails if the directory can't be written. Also returns errors from `note`.
     pub fn update(
         &mut self,
         report: SessionReport,
@@ -50,7 +51,7 @@ impl LinkEntry {
 }
 
 impl Entry {
-    /// Writes the file, which appears at once and whole.
+    /// Writes the file atomically.
     fn write(&self, attachment: &Attachment) -> io::Result<()> {
         state_file::write(&self.path, &self.temporary, attachment)
     }
@@ -63,10 +64,10 @@ impl Entry {
 }
 
 impl Registration {
-    /// Writes an attachment to a file, by way of a temporary one.
+    /// Writes an attachment to a file, using a temporary file.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub(super) fn create(
         path: PathBuf,
         temporary: PathBuf,
@@ -82,20 +83,20 @@ impl Registration {
         Ok(Self(Arc::new(entry)))
     }
 
-    /// The attachment, with its id.
+    /// Returns the attachment, including its ID.
     #[must_use]
     pub fn attachment(&self) -> Attachment {
         let attachment = self.0.lock().clone();
         attachment.expect("the entry is final only when the registration is dropped")
     }
 
-    /// Changes the attachment's phase.
+    /// Changes the phase of the attachment.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     ///
     /// # Panics
-    /// An attachment in its phase cannot have the next one.
+    /// Panics if this transition is not allowed.
     pub fn enter(&self, phase: Phase, change: impl FnOnce(&mut Attachment)) -> io::Result<()> {
         let mut attachment = self.0.lock();
         let Some(attachment) = &mut *attachment else {
@@ -108,18 +109,18 @@ impl Registration {
         self.0.write(attachment)
     }
 
-    /// Leaves the attachment in the directory with the reason for which it has failed.
+    /// Keeps the attachment in the directory and records the reason for its failure.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub fn fail(self, reason: String) -> io::Result<()> {
         let written = self.enter(Phase::Failed, |a| a.failure = Some(reason));
-        // Even if it could not be written: an entry without its process tells as much.
+        // Even if this wasn't recorded, an entry without its process is treated as a failure.
         *self.0.lock() = None;
         written
     }
 
-    /// A handle with which the state of the link is updated.
+    /// Returns a handle for updating the session state.
     #[must_use]
     pub fn link(&self) -> LinkEntry {
         LinkEntry(self.0.clone())
@@ -128,7 +129,7 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // Held while the file is removed, so that it is not written again.
+        // Hold the lock while removing the file, so that it can't be written again.
         let mut attachment = self.0.lock();
         if attachment.take().is_some() {
             let _ = fs::remove_file(&self.0.path);

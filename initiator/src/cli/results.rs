@@ -1,4 +1,4 @@
-//! Files for the results of `riser bench`.
+//! Output files of `riser bench`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -10,20 +10,20 @@ use super::args::ResultsArgs;
 use super::exit::{CliError, Exit};
 use super::guard::FileId;
 
-/// Files for results, opened before the run: what cannot be written is known before it takes its
-/// time. What they hold is replaced at the end, once a run has succeeded.
+/// Output files for results. They are opened before the run, in order to report errors early.
+/// Existing contents are only replaced after a run has completed successfully.
 pub(super) struct ResultFiles {
     pub(super) report: Option<ResultFile>,
     pub(super) csv: Option<ResultFile>,
     pub(super) hdr_log: Option<ResultFile>,
 }
 
-/// Files that the run uses and that a result must not replace, each with what it is.
+/// Descriptions of files that are used by the run and must not be replaced by results.
 #[derive(Debug, Default)]
 pub(super) struct FilesInUse(Vec<(String, FileId)>);
 
 impl FilesInUse {
-    /// With standard output only.
+    /// Creates a list that only contains standard output.
     pub(super) fn new() -> Self {
         let mut used = Self::default();
         if let Ok(stdout) = io::stdout().as_fd().try_clone_to_owned()
@@ -34,7 +34,7 @@ impl FilesInUse {
         used
     }
 
-    /// Adds a file, unless it does not exist.
+    /// Adds a file if it exists.
     pub(super) fn add(&mut self, what: impl Into<String>, path: &Path) {
         if let Ok(meta) = fs::metadata(path) {
             self.0.push((what.into(), FileId::of(&meta)));
@@ -48,11 +48,13 @@ impl FilesInUse {
 }
 
 impl ResultFiles {
-    /// Opens those that are asked for. `used` adds the files that the run uses, which are looked at
-    /// after this has made its own: a state file may have the path of one that is new.
+    /// Opens all requested output files. `used` adds the files used by the run. This is called
+    /// after opening the output files, because a new state file could have the same path as one of
+    /// these.
     ///
     /// # Errors
-    /// One cannot be written, or it is a block device, a file that the run uses or another result's.
+    /// Fails if a file can't be written, is a block device, or is used by the run or another
+    /// result.
     pub(super) fn create(
         args: &ResultsArgs,
         used: impl FnOnce(&mut FilesInUse),
@@ -79,7 +81,7 @@ impl ResultFiles {
     }
 }
 
-/// A file for one result.
+/// An output file for a result.
 pub(super) struct ResultFile {
     file: File,
     path: PathBuf,
@@ -88,7 +90,8 @@ pub(super) struct ResultFile {
 impl ResultFile {
     fn create(path: &Path) -> Result<Self, CliError> {
         let path = path.to_owned();
-        // Not even opened: the kernel announces it when a device that could be written is closed.
+        // Don't open block devices, because the kernel sends an event when a writable device is
+        // closed.
         if fs::metadata(&path).is_ok_and(|meta| meta.file_type().is_block_device()) {
             let what = format!("cannot write {}: it is a block device", path.display());
             return Err(CliError::new(Exit::Usage, what));
@@ -100,8 +103,8 @@ impl ResultFile {
         }
     }
 
-    /// Fails if the file is in use, and adds it to those that are. Terminals, pipes and `/dev/null`
-    /// take any number of results.
+    /// Fails if the file is already in use, and adds it to this list. Terminals, pipes and
+    /// `/dev/null` can be used multiple times.
     fn claim(&self, option: &str, in_use: &mut FilesInUse) -> Result<(), CliError> {
         let meta = self.file.metadata();
         let meta = meta.map_err(|error| cannot_write(&self.path, error))?;
@@ -118,15 +121,15 @@ impl ResultFile {
         Ok(())
     }
 
-    /// Replaces the content.
+    /// Replaces the contents of the file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Fails if the file can't be written.
     pub(super) fn save(
         self,
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> Result<(), CliError> {
-        // A pipe or a terminal has no content to remove.
+        // Pipes and terminals can't be truncated.
         let emptied = match self.file.metadata() {
             Ok(file) if file.is_file() => self.file.set_len(0),
             _ => Ok(()),
@@ -187,7 +190,7 @@ mod tests {
             ("same", "new.log", "state", "--csv"),
             ("same", "new.log", "state", "the disk"),
             ("new.csv", "new.csv", "state", "the file of --csv"),
-            // Neither exists before.
+            // Both files don't exist yet.
             ("fresh", "new.log", "fresh", "the state file"),
         ] {
             let error = create(csv, log, state).unwrap_err();

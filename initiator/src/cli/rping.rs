@@ -1,4 +1,4 @@
-//! `riser rping`: pings over RDMA, as rdma-core's `rping` sends and answers them.
+//! `riser rping`: RDMA pings compatible with `rping` from rdma-core.
 
 use std::net::SocketAddr;
 
@@ -27,8 +27,8 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     let mut device = open(verb)?;
     let (count, size) = match verb {
         Rping::Client { .. } => (10, 64),
-        // The client chooses number and size; a server without options takes pings of up to 64 KiB
-        // until the client ends.
+        // The number and size of pings are selected by the client. By default, a server accepts
+        // pings of up to 64 KiB until the client disconnects.
         Rping::Server { .. } => (0, 64 << 10),
     };
     let options = Options {

@@ -1,9 +1,10 @@
-//! `riser run`: an unmodified RDMA program on our software NIC.
+//! `riser run`: runs an unmodified RDMA program on our software NIC.
 //!
-//! The dynamic loader looks for libraries in the folders of `LD_LIBRARY_PATH` before those of the
-//! system. So a folder with links of these libraries' names to one file of ours gives a program all of
-//! them: the loader knows the file by its inode and maps it once. The library is configured by
-//! environment variables, which the program's child processes inherit.
+//! The dynamic loader searches for libraries in the directories from `LD_LIBRARY_PATH` before those
+//! from the system. We therefore use a directory with links from all library names to a single
+//! file, which provides all of them. The loader identifies the file by its inode and only maps it
+//! once. The library is configured by environment variables, which are inherited by child
+//! processes.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -23,22 +24,23 @@ use super::executable;
 use super::exit::{CliError, Exit};
 use super::run_args::{Device, RunArgs, parse_devices};
 
-/// File of the library.
+/// File name of the library.
 const LIBRARY: &str = "libriser_drop_in.so";
 
-/// Names by which programs ask for the libraries.
+/// Library names used by programs.
 const NAMES: [&str; 3] = ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"];
 
-/// Folders of the loader, before those of the system.
+/// Directories searched by the loader before those from the system.
 const LOADER_PATH: &str = "LD_LIBRARY_PATH";
 
 /// Devices of the library, `NAME=IP,…`.
 const DEVICES: &str = "RISER_DEVICES";
 
-/// Path of the library, if it is not where it is looked for.
+/// Path of the library, if it isn't at one of the default locations.
 const DROP_IN: &str = "RISER_DROP_IN";
 
-/// Becomes the program, which ends with its own status and gets its own signals.
+/// Executes the program in this process, so that its exit status is returned and it receives all
+/// signals.
 pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     let Some((program, rest)) = args.command.split_first() else {
         return Err(CliError::new(Exit::Usage, "no command to run"));
@@ -52,7 +54,7 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     for device in &devices {
         check_addresses(device)?;
     }
-    // The program may change its folder before the library opens the file.
+    // The program may change its working directory before the library opens this file.
     let pcap = args.pcap.as_deref().map(capture_file).transpose()?;
     let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
     let folder = folder_of(&library)?;
@@ -70,7 +72,8 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
                 "run riser as the program's user, or a copy of the program without these rights",
             ));
         }
-        // Programs that it starts may nevertheless be others.
+        // This is only a warning, because the program may start other programs that can load the
+        // library.
         if let Some(why) = executable::obstacle(&path, &library) {
             tracing::warn!("{} {why}", path.display());
         }
@@ -96,7 +99,7 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     Err(not_run(program, command.exec()))
 }
 
-/// The error of a program that cannot be run.
+/// Returns the error for a program that can't be executed.
 fn not_run(program: &OsStr, failed: io::Error) -> CliError {
     let is_missing = failed.kind() == io::ErrorKind::NotFound;
     let exit = match is_missing {
@@ -114,7 +117,8 @@ fn not_run(program: &OsStr, failed: io::Error) -> CliError {
     }
 }
 
-/// The file of captures by its absolute path. Its folder has to be there, and this user's to write to.
+/// Returns the absolute path of the capture file. The directory must exist and be writable by this
+/// user.
 fn capture_file(file: &Path) -> Result<PathBuf, CliError> {
     let refused = |why: io::Error| {
         let what = format!("cannot capture to {}", file.display());
@@ -130,8 +134,8 @@ fn capture_file(file: &Path) -> Result<PathBuf, CliError> {
     Ok(absolute)
 }
 
-/// Devices of the command line; without any those of the environment, and without these one at
-/// 127.0.0.1.
+/// Returns the devices from the command line, otherwise from the environment, otherwise a single
+/// device at 127.0.0.1.
 fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliError> {
     let numbered = args.addr.iter().enumerate().map(|(n, addr)| Device {
         name: format!("riser{n}"),
@@ -169,7 +173,7 @@ fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliEr
     Ok(devices)
 }
 
-/// Checks that a device can be at its addresses, so that a program does not end with "no devices".
+/// Checks the addresses of a device. Otherwise a program would only fail with "no devices".
 fn check_addresses(device: &Device) -> Result<(), CliError> {
     device
         .addrs
@@ -183,7 +187,8 @@ fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
         let what = format!("{addr} is not the address of an interface, which {name} needs");
         return Err(CliError::new(Exit::Usage, what));
     }
-    // The kernel lets a socket have any local address, also those of loopback that no list has.
+    // The kernel allows a socket to use all local addresses, including loopback addresses that are
+    // not listed.
     if let Err(error) = UdpSocket::bind((*addr, 0)) {
         let what = format!("{name} cannot be at {addr}, which is not an address of this host");
         let error = CliError::new(Exit::Usage, what).because(error);
@@ -192,23 +197,24 @@ fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Folder of this program's file.
+/// Returns the directory of this executable.
 fn own_folder() -> Result<PathBuf, CliError> {
     let own = std::env::current_exe();
     let own = own.map_err(|e| CliError::io("cannot find the file of this program", e))?;
     Ok(own.parent().map(Path::to_owned).unwrap_or_default())
 }
 
-/// Finds the library: where the environment says, or beside the program, or where a package would
-/// have it.
+/// Finds the library using the environment, in the directory of this executable, or in the
+/// directory used by a package.
 ///
-/// Without `/proc` there is no folder of this program's file, and only the first way.
+/// Without `/proc`, we can't determine the directory of this executable, so the library must be in
+/// the environment.
 fn find_library(
     named: Option<&OsStr>,
     own_folder: impl FnOnce() -> Result<PathBuf, CliError>,
 ) -> Result<PathBuf, CliError> {
     let places = match named {
-        // One that is named is not replaced by another.
+        // If the path was specified explicitly, don't try any other paths.
         Some(path) => vec![PathBuf::from(path)],
         None => {
             let own = own_folder().map_err(|e| e.help(format!("set {DROP_IN}")))?;
@@ -227,10 +233,11 @@ fn find_library(
     Err(CliError::new(Exit::NotFound, what).help(help))
 }
 
-/// A folder that has the library by all of its names.
+/// Returns a directory with links from all library names to the library.
 ///
-/// That of a package has the links beside the library. Otherwise they are in a folder of this user,
-/// one for each library: runs share it, and it stays for processes that outlive this one.
+/// A package includes links in the same directory. Otherwise they are created in a directory of
+/// this user, which is separate for each library. It's shared by all runs, and is not removed
+/// because processes may outlive this one.
 fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
     let is_library = |link: PathBuf| fs::canonicalize(link).is_ok_and(|path| path == library);
     if let Some(folder) = library.parent()
@@ -261,7 +268,7 @@ fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
     })
 }
 
-/// Whether the loader takes a path in its list as it is.
+/// Returns whether the loader supports a path without escaping.
 fn is_path_of_loader(path: &Path) -> bool {
     !path
         .as_os_str()
@@ -270,10 +277,11 @@ fn is_path_of_loader(path: &Path) -> bool {
         .any(|b| b":;$".contains(b))
 }
 
-/// Makes the folder of a library, below one of this user's, with its links.
+/// Creates the directory with links to a library, in a directory of this user.
 ///
 /// # Errors
-/// Another user could replace a folder: the program would run that user's code.
+/// Fails if a directory could be replaced by another user, because the program would execute code
+/// from this user.
 fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Result<PathBuf> {
     let above = fs::metadata(parent)?;
     let is_kept = !is_writable_by_others(&above) || above.mode() & libc::S_ISVTX != 0;
@@ -290,9 +298,9 @@ fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Resul
         if fs::read_link(&link).is_ok_and(|to| to == library) {
             continue;
         }
-        // Another run may use the folder, so the link is there at every moment.
+        // Another run may use the directory at the same time, so replace the link atomically.
         let new = folder.join(format!(".{name}.{}", std::process::id()));
-        // A run that was killed may have left one, in another container with the same process id.
+        // This may be left from a killed run, if it used the same process ID in another container.
         let _ = fs::remove_file(&new);
         symlink(library, &new)?;
         fs::rename(&new, &link).inspect_err(|_| {
@@ -302,7 +310,7 @@ fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Resul
     Ok(folder)
 }
 
-/// Makes a folder that only this user can change, or checks one that exists.
+/// Creates a directory that can only be modified by this user. Also checks an existing directory.
 fn own_dir(folder: &Path, uid: u32) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -320,10 +328,10 @@ fn is_writable_by_others(file: &Metadata) -> bool {
     file.mode() & 0o022 != 0
 }
 
-/// A list of the loader's paths, with one in front.
+/// Prepends a path to the list of paths for the loader.
 fn in_front(path: &Path, rest: Option<OsString>) -> OsString {
     let mut list = path.as_os_str().to_owned();
-    // An empty entry would be the current folder.
+    // An empty entry would be the working directory.
     if let Some(rest) = rest.filter(|rest| !rest.is_empty()) {
         list.push(":");
         list.push(rest);
@@ -331,7 +339,7 @@ fn in_front(path: &Path, rest: Option<OsString>) -> OsString {
     list
 }
 
-/// File of a program, by its path or by `PATH`.
+/// Finds an executable by its path or in `PATH`.
 fn search(program: &OsStr) -> Option<PathBuf> {
     if program.as_bytes().contains(&b'/') {
         return Some(program.into());
@@ -343,19 +351,19 @@ fn search(program: &OsStr) -> Option<PathBuf> {
     files.into_iter().find(is_program)
 }
 
-/// Whether the kernel gives a program other rights than ours at its start (`AT_SECURE`).
+/// Returns whether the program gains additional privileges when it is executed (`AT_SECURE`).
 fn gains_rights(program: &Path) -> bool {
     let Ok(is) = fs::metadata(program) else {
         return false;
     };
-    // A process that is to gain no rights starts such a program as any other.
+    // If this process can't gain privileges, the program is treated like any other.
     if rustix::thread::no_new_privs().unwrap_or(false) {
         return false;
     }
     let euid = rustix::process::geteuid();
     let (setuid, setgid) = (libc::S_ISUID, libc::S_ISGID);
     let is_other_user = is.mode() & setuid != 0 && is.uid() != euid.as_raw();
-    // Without the group's right to run it, the bit means something else.
+    // If the group can't execute the file, this bit has a different meaning.
     let is_other_group = is.mode() & setgid != 0
         && is.mode() & libc::S_IXGRP != 0
         && is.gid() != rustix::process::getegid().as_raw();
@@ -375,7 +383,7 @@ mod tests {
     use super::super::args::{Args, Verb};
     use super::*;
 
-    /// A folder of one test.
+    /// A directory used by a test.
     struct Dir(PathBuf);
 
     impl Dir {
@@ -510,9 +518,10 @@ mod tests {
         assert_eq!(find_library(None, own).unwrap(), beside);
         let named = find_library(Some(packaged.as_os_str()), own).unwrap();
         assert_eq!(named, packaged);
-        // One that is named and missing is not replaced.
+        // If the path was specified but the file is missing, don't use another path.
         assert!(find_library(Some(OsStr::new("/does/not/exist")), own).is_err());
-        // The folder of this program's file is found in `/proc`, which is not everywhere.
+        // The directory of this executable is determined using `/proc`, which isn't always
+        // available.
         let no_proc = || Err(CliError::new(Exit::Failure, "no /proc"));
         let named = find_library(Some(packaged.as_os_str()), no_proc).unwrap();
         assert_eq!(named, packaged);
@@ -532,7 +541,7 @@ mod tests {
             made
         );
         assert_eq!(NAMES.map(inode), before);
-        // A wrong link is replaced, and nothing is left beside.
+        // Incorrect links are replaced, and temporary files are removed.
         fs::remove_file(made.join(NAMES[0])).unwrap();
         symlink("/dev/null", made.join(NAMES[0])).unwrap();
         let left = format!(".{}.{}", NAMES[0], std::process::id());
@@ -588,7 +597,7 @@ mod tests {
             assert_eq!(error.exit, Exit::Usage);
             assert!(error.to_string().contains(path), "{error}");
         }
-        // Root may write anywhere.
+        // Root can write to all directories.
         if own_uid() != 0 {
             fs::set_permissions(&dir.0, fs::Permissions::from_mode(0o500)).unwrap();
             assert!(capture_file(&dir.0.join("a")).is_err());
@@ -603,19 +612,20 @@ mod tests {
             fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
         };
         let refused = || links_in(&dir.0, &folder, &library, own_uid()).unwrap_err();
-        // Its parent: anyone could rename it, unless the sticky bit is set.
+        // If the parent is writable, anyone could rename the directory, unless the sticky bit is
+        // set.
         mode(&dir.0, 0o777);
         assert!(refused().to_string().contains("other users may change"));
         mode(&dir.0, 0o1777);
         links_in(&dir.0, &folder, &library, own_uid()).unwrap();
         mode(&folder, 0o770);
         assert!(refused().to_string().contains("only this user"));
-        // A link to a folder of ours is not one.
+        // Links to our directories are not accepted.
         fs::remove_dir_all(&folder).unwrap();
         fs::create_dir(dir.0.join("real")).unwrap();
         symlink(dir.0.join("real"), &folder).unwrap();
         assert!(refused().to_string().contains("only this user"));
-        // That of another user.
+        // Directory of another user.
         let other = links_in(&dir.0, &dir.0.join("b"), &library, own_uid() + 1);
         assert!(other.is_err());
     }
@@ -641,14 +651,14 @@ mod tests {
         };
         mode(0o755);
         assert!(!gains_rights(&program));
-        // The same user, or a group that does not run it: nothing is gained.
+        // No privileges are gained if the user is the same, or if the group can't execute the file.
         mode(0o4755);
         assert!(!gains_rights(&program));
         assert!(!gains_rights(Path::new("/does/not/exist")));
         assert_eq!(search(OsStr::new("/a/b")), Some("/a/b".into()));
         assert!(search(OsStr::new("sh")).is_some());
         assert_eq!(search(OsStr::new("no-such-program-anywhere")), None);
-        // Root can make it another user's.
+        // Root can change the owner of the file.
         if own_uid() == 0 && !rustix::thread::no_new_privs().unwrap() {
             std::os::unix::fs::chown(&program, Some(1), None).unwrap();
             mode(0o4755);

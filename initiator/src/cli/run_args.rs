@@ -10,26 +10,26 @@ use clap::ValueHint;
 use riser_transport::roce::RoceFaults;
 use riser_transport::roce::fault::FaultsError;
 
-/// Longest name of an RDMA device, without the zero that ends it (`IBV_SYSFS_NAME_MAX`).
+/// Maximum length of an RDMA device name, excluding the terminating NUL (`IBV_SYSFS_NAME_MAX`).
 const NAME_MAX: usize = 63;
 
 /// Arguments of `riser run`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RunArgs {
-    /// Addresses of this host, with commas between them: each gets a device, riser0, riser1 and so on
-    /// [default: the devices in RISER_DEVICES, or else riser0 at 127.0.0.1]
+    /// Create a device for each of these comma-separated local addresses, named riser0, riser1 and
+    /// so on [default: the devices in RISER_DEVICES, or riser0 at 127.0.0.1]
     #[arg(long, value_name = "IP", value_delimiter = ',', value_parser = ip)]
     pub addr: Vec<IpAddr>,
-    /// A device with this name, at this address of this host; may be repeated, and goes with --addr.
-    /// Further addresses, after commas, are for alternate paths of its connections
+    /// Create a device with this name and local address; can be repeated and combined with --addr.
+    /// Additional comma-separated addresses are used for alternate paths of its connections
     #[arg(long, value_name = "NAME=IP[,IP...]")]
     pub device: Vec<Device>,
-    /// Inject faults: a comma-separated list of loss, duplication, corruption and reorder, each in
-    /// percent of the packets sent and of those received, and seed
+    /// Inject faults: a comma-separated list of loss, duplication, corruption and reorder, each as
+    /// a percentage of packets sent and received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = faults)]
     pub inject: Option<String>,
-    /// Capture all packets: each process writes to FILE.PID, and those of devices after the first
-    /// one to FILE.NAME.PID
+    /// Capture all packets: each process writes to FILE.PID, and to FILE.NAME.PID for all devices
+    /// except the first
     #[arg(long, value_name = "FILE", env = "RISER_PCAP")]
     pub pcap: Option<PathBuf>,
     /// The program and its arguments
@@ -43,34 +43,34 @@ pub struct RunArgs {
     pub command: Vec<OsString>,
 }
 
-/// Reads an address.
+/// Parses an address.
 fn ip(text: &str) -> Result<IpAddr, String> {
     let wrong = |_| format!("`{text}` is not an IP address; names of hosts are not looked up");
     text.parse().map_err(wrong)
 }
 
-/// Checks faults, which the library then reads in the same way.
+/// Validates faults. The library uses the same parser.
 fn faults(text: &str) -> Result<String, FaultsError> {
     text.parse::<RoceFaults>().map(|_| text.to_owned())
 }
 
-/// A device that a program is to see.
+/// An RDMA device for the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Name as in `ibv_devices`.
+    /// Name as shown by `ibv_devices`.
     pub name: String,
-    /// Its addresses, one or more of this host's.
+    /// One or more local addresses.
     pub addrs: Vec<IpAddr>,
 }
 
 impl FromStr for Device {
     type Err = String;
 
-    /// Reads `NAME=IP`, or `NAME=IP,IP` and so on.
+    /// Parses `NAME=IP` or `NAME=IP,IP,…`.
     fn from_str(text: &str) -> Result<Self, String> {
         let pair = text.split_once('=');
         let (name, addrs) = pair.ok_or_else(|| format!("`{text}` is not NAME=IP"))?;
-        // Names become parts of paths in programs, and of a list with commas here.
+        // Programs use names as part of paths, and we also use them in a comma-separated list.
         let is_allowed = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
         if !(1..=NAME_MAX).contains(&name.len())
             || !name.chars().all(is_allowed)
@@ -87,15 +87,15 @@ impl FromStr for Device {
     }
 }
 
-/// Reads the devices of a list, `NAME=IP,…`.
+/// Parses a list of devices, `NAME=IP,…`.
 ///
 /// # Errors
-/// Those of reading a device.
+/// Returns the first error of parsing a device.
 pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, String> {
     let mut devices: Vec<String> = Vec::new();
     for part in list.split(',').map(str::trim).filter(|p| !p.is_empty()) {
         match devices.last_mut() {
-            // One more address of the same device.
+            // Additional address of the same device.
             Some(device) if !part.contains('=') => {
                 device.push(',');
                 device.push_str(part);

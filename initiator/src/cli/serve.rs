@@ -1,10 +1,10 @@
-//! Serving an attachment: in the foreground, or by a process in the background.
+//! Serves attachments, either in the foreground or using a background process.
 //!
-//! The background process is this program again, with the same arguments and `--foreground
-//! --supervised LOG`, in a session of its own. Passwords are not among the arguments: they come on
-//! its standard input. It prints one line of JSON when the attachment is usable, or the reason why
-//! it is not; its starter waits for that line. An attachment is ended by a signal (`SIGTERM`,
-//! `SIGINT`, `SIGHUP`), or by an unmount.
+//! The background process runs this program again using the same arguments and
+//! `--foreground --supervised LOG`, in a separate session. Passwords are not included in the
+//! arguments, but passed using standard input. The process prints a single line of JSON when the
+//! attachment is ready, or if it has failed, and the parent process waits for this line. The
+//! attachment is stopped by a signal (`SIGTERM`, `SIGINT`, `SIGHUP`), or by unmounting.
 
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -38,19 +38,19 @@ use crate::engine::SessionStatus;
 use crate::url::TargetUrl;
 use crate::url::{SECRET_ENV, Secrets};
 
-/// Shortest default of the time for one operation of an export, reconnections included: a kernel
-/// that gets an error gives up the file system, so patience is cheaper.
+/// Minimum default timeout for an operation of an export, including reconnections. After an error,
+/// a file system in the kernel can't be used, so it's better to wait for longer.
 const OPERATION: Duration = Duration::from_secs(60);
 
-/// Time by which the starter waits longer than the background process.
+/// Additional time that the parent process waits for the background process.
 const SLACK: Duration = Duration::from_secs(10);
 
-/// Reason for the end of an attachment.
+/// Reason for stopping an attachment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A signal asks for it.
+    /// A signal was received.
     Signal,
-    /// It is served no longer: it was unmounted and has no user, or its service has failed.
+    /// The attachment was unmounted and is no longer in use, or an error has occurred.
     Ended,
 }
 
@@ -65,8 +65,8 @@ enum Outcome {
     },
 }
 
-/// Runs an attachment's process, from the first step to the last: `work` gets the channel of
-/// events, and reports by the function it is given that the attachment is usable.
+/// Runs the process of an attachment. `work` receives the channel for events, and must report when
+/// the attachment is ready.
 pub(super) fn run(
     args: &ServeArgs,
     global: &Global,
@@ -83,7 +83,7 @@ pub(super) fn run(
     process::abort_on_panic();
     process::serve_without_reclaim();
     if args.supervised.is_some() {
-        // It fails only for a process that leads a group already, which is as good.
+        // This can only fail if we already are the leader of a process group, which is sufficient.
         let _ = rustix::process::setsid();
     }
     let (sender, events) = mpsc::channel();
@@ -98,7 +98,7 @@ pub(super) fn run(
     if let (Some(registration), Err(error), true) =
         (ready.registration.take(), &result, ready.reported)
     {
-        // `riser detach` waits for the end of this process, and then reads it.
+        // `riser detach` waits until this process has exited, and then reads the reason.
         if let Err(error) = registration.fail(error.to_line()) {
             tracing::error!(%error, "cannot write down the failure");
         }
@@ -111,7 +111,7 @@ pub(super) fn run(
                 causes: error.causes(),
                 help: error.help.clone(),
             })?,
-            // A log without a failure is of no use any longer.
+            // The log isn't needed if there was no error.
             Ok(()) if args.log_file.is_none() => log::remove(log),
             _ => {}
         }
@@ -128,11 +128,11 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
             let mut seen = 0;
             for signal in signals.forever() {
                 seen += 1;
-                // A user who repeats the signal does not want to wait any longer.
+                // If the signal is repeated, the user doesn't want to wait.
                 if seen > 2 || sender.send(Event::Signal).is_err() {
                     std::process::exit(128 + signal);
                 }
-                // Only then: a slow log must not delay the end.
+                // Log this last, so that a slow log doesn't cause a delay.
                 tracing::info!(signal, "asked to end");
             }
         })
@@ -140,22 +140,22 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
         .map_err(failed)
 }
 
-/// The attachment of this process in the list, and the report that it is usable.
+/// Adds the attachment of this process to the list, and reports when it is ready.
 pub(super) struct Ready<'a> {
     args: &'a ServeArgs,
     global: &'a Global,
-    /// Entry of the initiator port, if that is not in the list of attachments.
+    /// File of the initiator port, unless this is stored in the list of attachments.
     pub(super) port: Option<PortEntry>,
     registration: Option<Registration>,
     reported: bool,
 }
 
 impl Ready<'_> {
-    /// Reserves the logical unit and the path of an attachment, by an entry in the list. It takes
-    /// the place of the entry with the id `of`, if any.
+    /// Reserves the logical unit and path of an attachment by adding it to the list. If `of` is
+    /// set, replaces the entry with this ID.
     ///
     /// # Errors
-    /// Another attachment has the path, or uses the unit in a way that conflicts.
+    /// Fails if another attachment has the same path, or uses the unit in a way that conflicts.
     pub(super) fn claim(
         &mut self,
         address: &Address,
@@ -184,8 +184,8 @@ impl Ready<'_> {
             None => list.register(attachment),
         };
         let registration = registration.map_err(failed)?;
-        // Watching begins when the entry is there: the first change of the session's state is
-        // written into it.
+        // Start watching the session after adding the entry, because this is updated on the first
+        // change.
         if let Some(status) = disk.watch() {
             watch_link(status, registration.link(), self.port.clone())?;
         }
@@ -219,10 +219,10 @@ impl Ready<'_> {
         }
     }
 
-    /// Reports that the claimed attachment is usable, as `export`.
+    /// Reports that the reserved attachment is ready as `export`.
     ///
     /// # Errors
-    /// The list cannot be written, or no process listens to the report.
+    /// Fails if the list can't be written, or the parent process doesn't read the report.
     pub(super) fn announce(&mut self, export: Export) -> Result<(), CliError> {
         let registration = self.registration.as_ref().expect("it was claimed before");
         registration
@@ -232,7 +232,7 @@ impl Ready<'_> {
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
         if self.args.supervised.is_some() {
             report(&Outcome::Attached(attachment))?;
-            // The directory that it was started in may go away.
+            // Don't block removal of the initial working directory.
             let _ = std::env::set_current_dir("/");
         } else {
             print(&attachment, self.global)?;
@@ -244,7 +244,7 @@ impl Ready<'_> {
         Ok(())
     }
 
-    /// Marks the attachment as detached: it is served for its last users only.
+    /// Marks the attachment as detached. It's only served for its remaining users.
     pub(super) fn end(&self) {
         let Some(registration) = &self.registration else {
             return;
@@ -255,10 +255,10 @@ impl Ready<'_> {
     }
 }
 
-/// Opens a disk for `work`, and closes it after that however it ends.
+/// Opens a disk for `work` and always closes it when this returns.
 ///
 /// # Errors
-/// The disk cannot be opened, or an error of `work`.
+/// Fails if the disk can't be opened. Also returns errors from `work`.
 pub(super) fn with_disk(
     address: &Address,
     link: &ConnectOptions,
@@ -270,7 +270,8 @@ pub(super) fn with_disk(
     let disk = match Disk::open(address, link, access) {
         Ok(disk) => Arc::new(disk),
         Err(error) => {
-            // The session of a killed process may still be there, and is ended by the next login.
+            // Keep the port, because the session of a killed process may still exist and has to be
+            // closed by the next login.
             if let Some(port) = port.filter(|port| !port.is_inherited()) {
                 port.release();
             }
@@ -282,15 +283,15 @@ pub(super) fn with_disk(
         work(&disk, ready)
     });
     let is_settled = disk.close();
-    // Otherwise the next login with the port must terminate the commands that are outstanding.
+    // Otherwise the next login must use this port to terminate pending commands.
     if let Some(port) = port.filter(|_| is_settled) {
         port.release();
     }
     result
 }
 
-/// Keeps the link and paths of a disk in the list of attachments up to date, and the generation of
-/// its cache where its initiator port is written down (`port`).
+/// Updates the state of the session and paths of a disk in the list of attachments. The cache
+/// generation is also stored in the file of the initiator port (`port`).
 fn watch_link(
     status: Arc<SessionStatus>,
     mut entry: LinkEntry,
@@ -350,7 +351,8 @@ fn report(outcome: &Outcome) -> Result<(), CliError> {
 
 /// Starts the background process and waits for its report.
 fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliError> {
-    // That process needs it too, and what it says of waiting goes to its log.
+    // This lock is also required by the background process, which would only log that it's waiting
+    // to its own file.
     drop(
         StateDir::open()
             .and_then(|dir| dir.with_patience(global.timeout).lock())
@@ -370,7 +372,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
         .name("background".into())
         .spawn(move || {
             let mut line = String::new();
-            // An end without a line says enough.
+            // An empty line indicates that the process has exited.
             let _ = BufReader::new(stdout).read_line(&mut line);
             let _ = sender.send(line);
         })
@@ -412,8 +414,9 @@ fn not_started(error: io::Error) -> CliError {
     CliError::io("cannot start the background process", error)
 }
 
-/// Starts the background process. Its log must not exist if `is_new`. Passwords go to it by its standard input, since every user can
-/// read arguments, and children inherit the environment.
+/// Starts the background process. If `is_new` is set, its log must not exist. Passwords are sent to
+/// its standard input, because arguments are visible to all users, and the environment is inherited
+/// by child processes.
 fn spawn_background(log: &Path, is_new: bool, global: &Global) -> Result<Child, CliError> {
     let to_log = log::create(log, is_new)
         .map_err(|e| CliError::io(format!("cannot create {}", log.display()), e))?;
@@ -443,11 +446,11 @@ fn spawn_background(log: &Path, is_new: bool, global: &Global) -> Result<Child, 
     Ok(child)
 }
 
-/// Asks a background process that is late to end. It is never killed: it may serve a disk that the
-/// kernel is mounting, and what it has made it takes away itself.
+/// Requests a background process to exit after a timeout. It must not be killed, because it may be
+/// serving a disk which is being mounted by the kernel, and it cleans up before it exits.
 fn give_up(child: &mut Child, log: &Path) -> CliError {
     let pid = Pid::from_child(child);
-    // It may have ended by itself.
+    // The process may already have exited.
     let _ = rustix::process::kill_process(pid, Signal::TERM);
     let patience = Instant::now() + SLACK;
     while matches!(child.try_wait(), Ok(None)) && Instant::now() < patience {
@@ -463,8 +466,8 @@ fn give_up(child: &mut Child, log: &Path) -> CliError {
     }
 }
 
-/// This process's arguments without passwords, those that make the other one serve, and the
-/// passwords.
+/// Returns the arguments of this process without passwords, including arguments that select the
+/// background process, and the passwords.
 fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
     let mut args: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut secrets = Secrets::default();
@@ -475,15 +478,15 @@ fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
             *arg = url.to_string().into();
         }
     }
-    // What comes after `--` is no option.
+    // There are no options after `--`.
     let at = args.iter().position(|a| a == "--").unwrap_or(args.len());
     let own = ["--foreground".into(), "--supervised".into(), log.into()];
     args.splice(at..at, own);
     (args, secrets)
 }
 
-/// Gives a serving process its passwords: those of the process that started it, or of its
-/// environment, which then no longer has them.
+/// Adds passwords to the address in a serving process. They are received from the parent process,
+/// or removed from the environment.
 pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<(), CliError> {
     let Address::Target(url) = address else {
         return Ok(());
@@ -511,7 +514,8 @@ pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<()
     Ok(())
 }
 
-/// The initiator port of a disk that shows at `path`; none for a disk that is no logical unit.
+/// Returns the initiator port of a disk exported at `path`, or `None` if the disk isn't a logical
+/// unit.
 pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<ExportPort>, CliError> {
     if !matches!(address, Address::Target(_)) {
         return Ok(None);
@@ -523,7 +527,7 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
         .map_err(|e| CliError::io("cannot save the initiator port", e))
 }
 
-/// Writes down the GUID of the port that a disk was opened with; returns the port's entry.
+/// Records the GUID of the port used by a disk, and returns the file of the port.
 fn note_port(port: &mut Option<ExportPort>, disk: &Disk) -> Result<Option<PortEntry>, CliError> {
     let Some(port) = port else {
         return Ok(None);
@@ -533,7 +537,7 @@ fn note_port(port: &mut Option<ExportPort>, disk: &Disk) -> Result<Option<PortEn
     Ok(port.entry())
 }
 
-/// Refuses a path at which another attachment shows already.
+/// Fails if there is already an attachment at this path.
 pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
     let other = StateDir::open()
         .and_then(|dir| dir.with_patience(global.timeout).find_path(path))
@@ -544,14 +548,14 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
     }
 }
 
-/// Refusal of a path that another attachment has.
+/// Returns the error if the path is used by another attachment.
 fn occupied(path: &Path, other: &Attachment) -> CliError {
     let what = format!("{} shows {} already", path.display(), other.url);
     let help = format!("choose another path, or `riser detach {}` first", other.id);
     CliError::new(Exit::Busy, what).help(help)
 }
 
-/// Limits on the use of the disk by an attachment.
+/// Returns the limits for access to the disk of an attachment.
 pub(super) fn access(args: &ServeArgs, global: &Global, read_only: bool) -> Access {
     Access {
         login: global.timeout,
@@ -560,7 +564,7 @@ pub(super) fn access(args: &ServeArgs, global: &Global, read_only: bool) -> Acce
     }
 }
 
-/// A path that stays right when the working directory changes.
+/// Returns an absolute path, which doesn't depend on the working directory.
 pub(super) fn absolute(path: &Path) -> Result<PathBuf, CliError> {
     std::path::absolute(path)
         .map_err(|e| CliError::io(format!("{} cannot be resolved", path.display()), e))

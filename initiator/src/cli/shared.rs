@@ -1,4 +1,4 @@
-//! Memory shared with a target on this host: where that is chosen, and why not.
+//! Selects shared memory for targets on this host, and reports why it can't be used.
 
 use std::io;
 use std::net::IpAddr;
@@ -15,13 +15,14 @@ use crate::engine::{Client, ClientBuilder, EngineError};
 use crate::session::{ConnectError, Down, SrpLoginError};
 use crate::url::TargetUrl;
 
-/// Duration of polling after the last work, where there is a processor for each end. It is longer
-/// than on a network: a target that finds us asleep has to wake us by a system call, which costs it
-/// more than the rest of an answer.
+/// Duration of polling after the last work, if each side has a separate processor. This is longer
+/// than for a network, because the target needs a system call to wake us up, which is more
+/// expensive than sending the rest of a response.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// Starts on shared memory with a target, whose first portal is at `target`; `None` where it was not
-/// asked for by its name and the target does not offer it.
+/// Starts an engine using shared memory for a target, where `target` is the address of its first
+/// portal. Returns `None` if shared memory was not specified explicitly and is not supported by the
+/// target.
 pub(super) fn start(
     url: &TargetUrl,
     target: IpAddr,
@@ -39,7 +40,8 @@ pub(super) fn start(
     let users = shm_users();
     if !is_named && let Err(error) = check_choice(url, |addr| shm::ask_listener(addr, &users)) {
         match error.kind() {
-            // A target of another host, or one that does not offer it, as most.
+            // This is the normal case: the target is on another host, or doesn't support shared
+            // memory.
             io::ErrorKind::AddrNotAvailable | io::ErrorKind::ConnectionRefused => {
                 tracing::debug!(%target, %error, "no memory is shared with the target");
             }
@@ -47,7 +49,7 @@ pub(super) fn start(
         }
         return Ok(None);
     }
-    // The kernel, too, has a host talk to an address of its own from that address.
+    // When connecting to a local address, the kernel also uses it as the source address.
     let addr = link.addr.or(url.src()).unwrap_or(target);
     let open = move || {
         Shm::open(ShmConfig {
@@ -81,12 +83,13 @@ pub(super) fn start(
     }
 }
 
-/// Checks that shared memory may be chosen without being named: every portal shares it, as a device
-/// of shared memory reaches no other one. `ask` is given the IP address of each.
+/// Checks whether shared memory can be selected automatically. A shared-memory device can't reach
+/// other portals, so this must be supported by all of them. `ask` is called with the IP address of
+/// each portal.
 ///
 /// # Errors
-/// Those of [`check_offer`], and [`io::ErrorKind::Unsupported`] where the target is to name its
-/// portals itself.
+/// Returns errors from [`check_offer`], and [`io::ErrorKind::Unsupported`] if the portals are only
+/// known to the target.
 fn check_choice(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     if url.wants_all() {
         let text = "the target may have portals on other hosts";
@@ -95,11 +98,11 @@ fn check_choice(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::
     check_offer(url, ask)
 }
 
-/// Checks that every portal that an address names shares memory. `ask` is given the IP address of
-/// each.
+/// Checks that shared memory is supported by all portals in an address. `ask` is called with the IP
+/// address of each portal.
 ///
 /// # Errors
-/// The first error of `ask`, or a portal has no address.
+/// Returns the first error from `ask`. Fails if a portal can't be resolved.
 fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     let others = url.portals().iter().map(|portal| url.by(portal.clone()));
     let mut asked = Vec::new();
@@ -113,29 +116,31 @@ fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::R
     Ok(())
 }
 
-/// Whose daemons memory is shared with, beside our own and root's: that of the service.
+/// Returns which daemons can share memory with us, in addition to our own and root's: the daemon of
+/// the system service.
 fn shm_users() -> ShmUsers {
-    // Made by the package, as a system user.
+    // System user created by the package.
     let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
     ShmUsers {
         also: user_id(&users, "riser").into_iter().collect(),
     }
 }
 
-/// User id of a name in the text of passwd(5).
+/// Returns the ID of a user, using the contents of passwd(5).
 fn user_id(users: &str, name: &str) -> Option<u32> {
     let mut users = users.lines().map(|line| line.split(':'));
     let mut user = users.find_map(|mut user| (user.next() == Some(name)).then_some(user))?;
     user.nth(1)?.parse().ok()
 }
 
-/// Whether an engine shares memory with its target.
+/// Returns whether an engine uses shared memory.
 fn is_shared(client: &Client) -> bool {
     client.device().starts_with(shm::PROVIDER)
 }
 
-/// Whether a login failed because the process that shares memory at the target's address does not
-/// serve this target: it does not listen at the port, or has no target of the name.
+/// Returns whether a login failed because the process that offers shared memory at this address is
+/// not serving this target. In this case it's not listening at the port, or has no target with this
+/// name.
 pub(super) fn is_of_another(client: &Client, error: &EngineError) -> bool {
     let EngineError::Login(Down::Connect(error)) = error else {
         return false;
@@ -148,7 +153,7 @@ pub(super) fn is_of_another(client: &Client, error: &EngineError) -> bool {
     is_refused && is_shared(client)
 }
 
-/// Why no memory can be shared with a target, if that is how it should have been reached.
+/// Returns the reason why shared memory can't be used for a target, if it was selected.
 pub(super) fn refusal(client: &Client, url: &TargetUrl) -> Option<String> {
     if !is_shared(client) {
         return None;
@@ -185,7 +190,7 @@ mod tests {
         let all = url("iser://127.0.0.1/iqn.2026-01.com.example:x/0?paths=all");
         let unknown = check_choice(&all, one_of(&[1, 2])).unwrap_err();
         assert_eq!(unknown.kind(), io::ErrorKind::Unsupported);
-        // That is no reason why a login on shared memory fails.
+        // This isn't the reason why a login using shared memory fails.
         check_offer(&all, one_of(&[1])).unwrap();
         check_choice(&two, one_of(&[1, 2])).unwrap();
     }

@@ -1,11 +1,12 @@
-//! The attachments of this host: a small directory with a JSON file for each.
+//! Attachments on this host, stored as JSON files in a small directory.
 //!
-//! It is `$RISER_STATE_DIR`; or `/run/riser` for root, whose services and logins see the same; or
-//! `riser` in `$XDG_RUNTIME_DIR`. A file is written by the process that serves the attachment,
-//! before anything can be used, and removed by it at its end, or marked as failed. A file whose
-//! process has exited is stale: the next process that lists the directory removes it, and cleans up
-//! the mounts and sockets of that process. A process is identified by its id and its start time,
-//! because ids are reused. All processes that use a directory must be in the same PID namespace.
+//! The directory is `$RISER_STATE_DIR`, or `/run/riser` for root, which is the same for services
+//! and logins, or `riser` in `$XDG_RUNTIME_DIR`. Each file is written by the process that serves
+//! the attachment before it can be used. When the process exits, it removes the file or marks it as
+//! failed. A file is stale if its process has exited without doing this. The next process that
+//! lists the directory will remove it, and clean up mounts and sockets of the exited process.
+//! Processes are identified by their ID and start time because IDs are reused. All processes using
+//! a directory must be in the same PID namespace.
 
 use std::fs;
 use std::io;
@@ -22,16 +23,17 @@ pub(super) use super::attachment::{generation, process_name};
 pub use super::registration::{LinkEntry, Registration};
 use super::{lock, loops};
 
-/// Content of the directory.
+/// Contents of the directory.
 #[derive(Debug)]
 pub(super) struct Listing {
-    /// The attachments, by id.
+    /// Attachments, sorted by ID.
     pub(super) attachments: Vec<Attachment>,
-    /// Files that cannot be read as attachments: of another version, damaged, or not ours.
+    /// Files that are not valid attachments, because they use another version, are corrupt, or
+    /// don't belong to us.
     pub(super) unknown: Vec<PathBuf>,
 }
 
-/// The directory. See the module documentation.
+/// A state directory. See the module documentation.
 #[derive(Clone, Debug)]
 pub struct StateDir {
     path: PathBuf,
@@ -39,10 +41,10 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// The directory of this user, made if it is missing.
+    /// Opens the directory of this user, and creates it if it doesn't exist.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// Fails if the directory can't be created.
     pub fn open() -> io::Result<Self> {
         let is_root = rustix::process::geteuid().is_root();
         let path = match (
@@ -58,10 +60,10 @@ impl StateDir {
         Self::at(path)
     }
 
-    /// A directory somewhere else.
+    /// Opens another directory.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// Fails if the directory can't be created.
     pub fn at(path: PathBuf) -> io::Result<Self> {
         fs::DirBuilder::new()
             .recursive(true)
@@ -71,13 +73,13 @@ impl StateDir {
         Ok(Self { path, patience })
     }
 
-    /// The same, with another time that its lock is waited for.
+    /// Changes the maximum time to wait for the lock.
     #[must_use]
     pub fn with_patience(self, patience: Duration) -> Self {
         Self { patience, ..self }
     }
 
-    /// Path of the directory.
+    /// Returns the path of the directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -87,21 +89,21 @@ impl StateDir {
         self.path.join(format!("{id}.json"))
     }
 
-    /// Keeps other processes from changing the directory until the descriptor is closed. An id that
-    /// was looked up means the same attachment for as long.
+    /// Locks the directory until the descriptor is closed. During this time, an ID always refers to
+    /// the same attachment.
     ///
     /// # Errors
-    /// As [`lock::lock`].
+    /// Returns errors from [`lock::lock`].
     pub(super) fn lock(&self) -> io::Result<fs::File> {
         let dir = fs::File::open(&self.path)?;
         lock::lock(&dir, &self.path, self.patience)?;
         Ok(dir)
     }
 
-    /// Locks the directory, so that a decision about its content and a change of it are one step.
+    /// Locks the directory, so that it can be read and modified atomically.
     ///
     /// # Errors
-    /// Another process does not release its lock.
+    /// Fails if another process doesn't release its lock.
     pub(super) fn locked(&self) -> io::Result<LockedDir<'_>> {
         let lock = self.lock()?;
         Ok(LockedDir {
@@ -110,19 +112,19 @@ impl StateDir {
         })
     }
 
-    /// Writes down an attachment under the first free id, which it gets.
+    /// Adds an attachment using the first unused ID.
     ///
     /// # Errors
-    /// The directory cannot be written, or another process does not release its lock.
+    /// Fails if the directory can't be written, or another process doesn't release its lock.
     pub fn register(&self, attachment: Attachment) -> io::Result<Registration> {
         self.locked()?.register(attachment)
     }
 
-    /// Removes the entry of an attachment that has failed; returns the reason. An entry
-    /// whose process exited without a report counts as well.
+    /// Removes an attachment that has failed, and returns the reason. This includes attachments
+    /// with a process that has exited without a report.
     ///
     /// # Errors
-    /// The directory cannot be read, or another process does not release its lock.
+    /// Fails if the directory can't be read, or another process doesn't release its lock.
     pub(super) fn remove_failed(&self, attachment: &Attachment) -> io::Result<Option<String>> {
         let _lock = self.lock()?;
         let file = self.file(&attachment.id);
@@ -143,11 +145,11 @@ impl StateDir {
         })))
     }
 
-    /// All attachments that are alive, or wait for a process that takes them over, by id. Stale
-    /// ones are removed on the way, and files that cannot be read are logged.
+    /// Returns all attachments that are alive or waiting for another process, sorted by ID. Stale
+    /// attachments are removed, and invalid files are logged.
     ///
     /// # Errors
-    /// The directory cannot be read, or another process does not release its lock.
+    /// Fails if the directory can't be read, or another process doesn't release its lock.
     pub fn list(&self) -> io::Result<Vec<Attachment>> {
         let Listing {
             attachments,
@@ -159,10 +161,10 @@ impl StateDir {
         Ok(attachments)
     }
 
-    /// As [`StateDir::list`], with the files that cannot be read.
+    /// As for [`StateDir::list`], but also returns invalid files.
     ///
     /// # Errors
-    /// The directory cannot be read, or another process does not release its lock.
+    /// Fails if the directory can't be read, or another process doesn't release its lock.
     pub(super) fn scan(&self) -> io::Result<Listing> {
         self.locked()?.scan()
     }
@@ -176,7 +178,7 @@ impl StateDir {
                 continue;
             }
             let text = match fs::read(&path) {
-                // Its process has ended meanwhile.
+                // The process has just exited.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 text => text,
             };
@@ -190,7 +192,7 @@ impl StateDir {
             let is_alive = attachment.is_alive();
             if is_alive || attachment.waits() || attachment.phase == Phase::Failed {
                 if !is_alive {
-                    // What its process wrote down last is no longer so.
+                    // The state recorded by its process is outdated.
                     attachment.link = None;
                     attachment.paths.clear();
                 }
@@ -212,10 +214,10 @@ impl StateDir {
         })
     }
 
-    /// The attachment with that id or path.
+    /// Returns the attachment with this ID or path.
     ///
     /// # Errors
-    /// The directory cannot be read, or another process does not release its lock.
+    /// Fails if the directory can't be read, or another process doesn't release its lock.
     pub fn find(&self, what: &str) -> io::Result<Option<Attachment>> {
         let path = resolve(Path::new(what))?;
         Ok(self
@@ -224,10 +226,10 @@ impl StateDir {
             .find(|a| a.id == what || a.export.is_named(&path)))
     }
 
-    /// The attachment that shows at that path.
+    /// Returns the attachment at this path.
     ///
     /// # Errors
-    /// As [`StateDir::find`].
+    /// The same as for [`StateDir::find`].
     pub fn find_path(&self, path: &Path) -> io::Result<Option<Attachment>> {
         let path = resolve(path)?;
         let list = self.list()?;
@@ -235,7 +237,7 @@ impl StateDir {
     }
 }
 
-/// The directory while no other process changes it.
+/// A locked directory that can't be modified by other processes.
 #[derive(Debug)]
 pub(super) struct LockedDir<'a> {
     dir: &'a StateDir,
@@ -243,19 +245,19 @@ pub(super) struct LockedDir<'a> {
 }
 
 impl LockedDir<'_> {
-    /// As [`StateDir::scan`].
+    /// The same as [`StateDir::scan`].
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// Fails if the directory can't be read.
     pub(super) fn scan(&self) -> io::Result<Listing> {
         self.dir.scan_locked()
     }
 
-    /// Writes down an attachment under the first free id, which it gets. It replaces attachments at
-    /// its path that have failed.
+    /// Adds an attachment using the first unused ID. Failed attachments at the same path are
+    /// removed.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub(super) fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
         let path = attachment.export.path();
         for other in self.scan()?.attachments {
@@ -271,11 +273,10 @@ impl LockedDir<'_> {
         self.write(attachment)
     }
 
-    /// Writes down an attachment in place of the one with that id, which this process has taken
-    /// over.
+    /// Replaces the attachment with this ID, which was taken over by this process.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// Fails if the directory can't be written.
     pub(super) fn replace(&self, id: &str, mut attachment: Attachment) -> io::Result<Registration> {
         attachment.id = id.to_owned();
         self.write(attachment)
@@ -288,21 +289,22 @@ impl LockedDir<'_> {
     }
 }
 
-/// A path as exports name theirs.
+/// Resolves a path in the same way as for exports.
 fn resolve(path: &Path) -> io::Result<PathBuf> {
     let path = std::path::absolute(path)?;
-    // A dead mount cannot be resolved, but its parent can.
+    // If the path can't be resolved, e.g. because its mount is dead, we use the absolute path.
     Ok(path.canonicalize().unwrap_or(path))
 }
 
-/// Undoes what a process left behind.
+/// Cleans up after a process that has exited.
 fn clean_up(export: &Export) {
     match export {
         Export::Fuse { path, .. } => unmount_dead(path),
         Export::Mount { fuse, .. } => {
-            // Of a process that was killed while it mounted the file system.
+            // These remain if the process was killed while mounting the file system.
             loops::release_loops_below(fuse);
-            // It is dead, though it may not show yet, and its directory was made for it.
+            // The process has exited, even if the mount doesn't return errors yet. The directory
+            // was only created for this mount.
             let _ = rustix::mount::unmount(fuse, UnmountFlags::DETACH);
             let _ = fs::remove_dir(fuse);
         }
@@ -313,15 +315,15 @@ fn clean_up(export: &Export) {
                 let _ = fs::remove_file(socket);
             }
         }
-        // It is gone, or it would not be stale.
+        // If the device still existed, the attachment would not be stale.
         Export::Ublk { .. } => {}
     }
 }
 
-/// Unmounts a FUSE mount whose process has ended.
+/// Unmounts a FUSE mount if its process has exited.
 fn unmount_dead(path: &Path) {
-    // stat(2) may be answered from cached attributes, statfs(2) never is. What was under way when
-    // its process died is aborted.
+    // stat(2) may use cached attributes, but statfs(2) always sends a request. Requests that were
+    // pending when the process exited are aborted.
     let dead =
         rustix::fs::statfs(path).is_err_and(|e| matches!(e, Errno::NOTCONN | Errno::CONNABORTED));
     if dead && rustix::mount::unmount(path, UnmountFlags::DETACH).is_err() {
@@ -334,7 +336,7 @@ fn unmount_dead(path: &Path) {
 
 #[cfg(test)]
 pub(super) mod fixture {
-    //! An attachment of this process.
+    //! Returns an attachment of this process.
 
     use std::path::Path;
 
@@ -443,7 +445,7 @@ mod tests {
         // A socket without a listener.
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
         let mut stale = attachment(&socket);
-        // A process with our id, but of another time.
+        // A process with our ID, but a different start time.
         stale.started += 1;
         let registration = dir.register(stale).unwrap();
         fs::write(dir.path().join("x.json"), b"{").unwrap();
@@ -488,7 +490,7 @@ mod tests {
         assert_eq!(reason.as_deref(), Some("cannot flush the disk"));
         assert_eq!(dir.remove_failed(&dead).unwrap(), None);
         assert_eq!(dir.list().unwrap(), []);
-        // The next attachment at the path replaces it.
+        // This is replaced by the next attachment at the same path.
         let again = dir.register(dead.clone()).unwrap();
         again.fail("the same".into()).unwrap();
         let next = dir.register(attachment(&dir.path().join("a"))).unwrap();

@@ -1,9 +1,9 @@
-//! Sweeps of `riser bench`: an option with several values.
+//! Sweeps of `riser bench`: options with multiple values.
 
 use crate::bench::Job;
 use crate::bench::job::Units;
 
-/// An option with its values.
+/// An option and its values.
 #[derive(Debug)]
 pub(super) struct Sweep {
     name: String,
@@ -12,10 +12,10 @@ pub(super) struct Sweep {
 }
 
 impl Sweep {
-    /// Reads `bs=4k,64k` or `depth=1..64`.
+    /// Parses `bs=4k,64k` or `depth=1..64`.
     ///
     /// # Errors
-    /// It has another form, or the option is not one that a sweep can change.
+    /// Fails if this is invalid, or the option can't be used in a sweep.
     pub(super) fn parse(text: &str, form: Units) -> Result<Self, String> {
         let wrong = || format!("`{text}` is not a sweep such as bs=4k,64k or depth=1..64");
         let (name, values) = text.split_once('=').ok_or_else(wrong)?;
@@ -27,12 +27,12 @@ impl Sweep {
             name => name,
         };
         let refused = match name {
-            // The address on the command line would be measured each time.
+            // This would have no effect, because the address from the command line is always used.
             "filename" if form == Units::CommandLine => {
                 Some("the address says which disk is measured; run the command for each disk")
             }
             "name" => Some("it would change no operation"),
-            // Groups are made of the sections before they are swept.
+            // Jobs are grouped before they are expanded by a sweep.
             "stonewall" | "wait_for_previous" => Some("the job file says which jobs run together"),
             _ => None,
         };
@@ -56,15 +56,15 @@ impl Sweep {
         })
     }
 
-    /// Name of the option, which is fio's.
+    /// Returns the name of the option in fio.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Each group with each of the values, at most `limit` groups.
+    /// Combines each group with each value, up to `limit` groups.
     ///
     /// # Errors
-    /// A value is refused or has no effect, or the groups are more.
+    /// Fails if a value is invalid or has no effect, or if there are too many groups.
     pub(super) fn combine(
         &self,
         groups: &[Vec<Job>],
@@ -97,7 +97,7 @@ impl Sweep {
     }
 }
 
-/// From one number to another, each twice the one before it.
+/// Returns powers of two times the first number, up to the last number.
 fn powers(low: &str, high: &str, form: Units) -> Option<Vec<String>> {
     let (low, high) = (form.size(low).ok()?, form.size(high).ok()?);
     let double = |n: &u64| n.checked_mul(2);

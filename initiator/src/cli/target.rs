@@ -1,4 +1,4 @@
-//! `riser target`: the verbs of `riserd`, which is a program of its own.
+//! `riser target`: runs verbs of `riserd`, which is a separate program.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -13,7 +13,7 @@ use super::exit::{CliError, Exit};
 /// Name of the program.
 const RISERD: &str = "riserd";
 
-/// Verbs that it is usually asked for. It has more, which its help lists.
+/// Common verbs. All verbs are listed in its help.
 const VERBS: [(&str, &str); 13] = [
     ("ls", "Show the target daemon's objects as a tree"),
     ("get", "Show what an object or a key is set to"),
@@ -39,7 +39,7 @@ const VERBS: [(&str, &str); 13] = [
     ),
 ];
 
-/// Takes any word for a verb of `riserd`, and offers those that are known here.
+/// Accepts any word as a verb of `riserd`, and suggests common ones.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct VerbParser;
 
@@ -63,7 +63,7 @@ impl TypedValueParser for VerbParser {
     }
 }
 
-/// Becomes `riserd` with these arguments.
+/// Executes `riserd` with these arguments.
 pub(super) fn run(args: &[OsString]) -> Result<(), CliError> {
     let program = beside().unwrap_or_else(|| RISERD.into());
     let failed = Command::new(&program).args(args).exec();
@@ -77,7 +77,7 @@ pub(super) fn run(args: &[OsString]) -> Result<(), CliError> {
     ))
 }
 
-/// The `riserd` that lies where this program does.
+/// Returns the path of `riserd` if it's in the same directory as this program.
 fn beside() -> Option<PathBuf> {
     let own = std::env::current_exe().ok()?;
     let path = own.with_file_name(RISERD);

@@ -1,8 +1,8 @@
-//! `riser udev`: what udev's rules name an attached block device by, as they would name the
-//! kernel's own SCSI disk.
+//! `riser udev`: prints properties that are used by udev rules to name attached block devices, in
+//! the same way as SCSI disks from the kernel.
 //!
-//! The rule is `deploy/udev/60-riser.rules`. It asks when the device appears, which may be before
-//! it is written down, and again when it is.
+//! It's used by the rules in `deploy/udev/60-riser.rules` when the device is added, which may be
+//! before its attachment is in the list, and again afterwards.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,7 +15,7 @@ use super::exit::CliError;
 use super::state::{Export, StateDir};
 use crate::url::TargetUrl;
 
-/// Prints the properties of a device, a line each; none for a device that is not attached.
+/// Prints the properties of a device, one per line. There are none if the device isn't attached.
 pub(super) fn run(device: &Path) -> Result<(), CliError> {
     let found = StateDir::open()
         .and_then(|dir| dir.find(&device.to_string_lossy()))
@@ -31,12 +31,12 @@ pub(super) fn run(device: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Notifies udev that there are properties to ask for. Without udev there is no listener.
+/// Notifies udev that properties are available. If udev isn't running, this has no effect.
 pub(super) fn announce(number: u32) {
     let _ = fs::write(format!("/sys/class/block/ublkb{number}/uevent"), "change");
 }
 
-/// The properties of a disk, named as udev's own rules name them.
+/// Returns the properties of a disk, using the same names as the rules of udev.
 pub(super) fn properties(url: &Address, disk: &Disk) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let mut set = |name: &str, value: String| {
@@ -53,7 +53,7 @@ pub(super) fn properties(url: &Address, disk: &Disk) -> BTreeMap<String, String>
             set("ID_SERIAL", format!("S{vendor}_{model}_{serial}"));
         }
         if let Some(naa) = &info.identity.naa {
-            // As scsi_id: the type of the designator, then the designator.
+            // As in scsi_id, use the type of the designator followed by the designator.
             set("ID_SERIAL", format!("3{naa}"));
             set("ID_WWN", format!("0x{naa}"));
         }
@@ -66,7 +66,7 @@ pub(super) fn properties(url: &Address, disk: &Disk) -> BTreeMap<String, String>
     found
 }
 
-/// The way to a disk, as `/dev/disk/by-path` has those of the kernel.
+/// Returns the path of a disk in the same format as `/dev/disk/by-path`.
 fn path(url: &TargetUrl) -> Option<String> {
     let lun = url.lun()?;
     match url {
@@ -79,7 +79,7 @@ fn path(url: &TargetUrl) -> Option<String> {
     }
 }
 
-/// Replaces characters that a name in `/dev` may not have by underscores.
+/// Replaces characters not allowed in names in `/dev` by underscores.
 fn clean(text: &str) -> String {
     let is_fine = |c: char| c.is_ascii_alphanumeric() || "#+-.:=@_".contains(c);
     text.chars()

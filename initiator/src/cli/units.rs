@@ -1,10 +1,10 @@
-//! Sizes and durations as people write them.
+//! Parses and formats sizes and durations.
 
 use std::time::Duration;
 
 pub(super) use riser_units::{parse_duration as duration, parse_size as size};
 
-/// Parses a limit of waiting: a duration that is not 0, or `never` to give up, which is a century.
+/// Parses a timeout, which is a duration other than 0, or `never` for a century.
 pub(super) fn patience(text: &str) -> Result<Duration, String> {
     const CENTURY: Duration = Duration::from_secs(100 * 366 * 86_400);
     match text {
@@ -16,7 +16,7 @@ pub(super) fn patience(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Size in bytes as people read it.
+/// Formats a size in bytes.
 pub(super) fn show_size(bytes: u64) -> String {
     indicatif::BinaryBytes(bytes).to_string()
 }

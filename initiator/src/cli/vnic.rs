@@ -1,4 +1,4 @@
-//! `riser vnic`: interfaces of virtual Ethernets over the software NIC.
+//! `riser vnic`: network interfaces of virtual Ethernets over the software NIC.
 
 use std::io;
 use std::net::IpAddr;
@@ -17,11 +17,12 @@ use super::output;
 use super::vnic_args::VnicArgs;
 use crate::vnic::{Config, Manage, Node, VnicError};
 
-/// Groups of members that name none: administratively scoped (RFC 2365 6.1, RFC 4291 2.7).
+/// Default multicast groups. These are administratively scoped (RFC 2365 6.1, RFC 4291 2.7).
 const GROUPS: [&str; 2] = ["239.255.86.78", "ff15::564e"];
-/// Most interfaces of a member, and switches of a manager.
+/// Maximum number of interfaces of a member and switches of a manager.
 const MAX_INTERFACES: usize = 16;
-/// Longest time between two searches: half of that after which members take another manager.
+/// Maximum interval between two searches. This is half of the time after which members select
+/// another manager.
 const MAX_INTERVAL: Duration = OWNER_TIMEOUT.checked_div(2).unwrap();
 
 #[derive(Serialize)]
@@ -38,7 +39,7 @@ struct Interface {
     receive_errors: u64,
 }
 
-/// Serves the interfaces until a signal.
+/// Serves the interfaces until a signal is received.
 pub(super) fn run(args: &VnicArgs, global: &Global) -> Result<(), CliError> {
     let config = config(args)?;
     let wake = signals().map_err(|e| CliError::io("cannot handle signals", e))?;
@@ -137,7 +138,7 @@ fn config(args: &VnicArgs) -> Result<Config, CliError> {
     })
 }
 
-/// A descriptor that becomes readable at a signal to end.
+/// Returns a descriptor that becomes readable when a termination signal is received.
 fn signals() -> io::Result<UnixStream> {
     let (read, write) = UnixStream::pair()?;
     read.set_nonblocking(true)?;

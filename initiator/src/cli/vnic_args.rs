@@ -8,51 +8,52 @@ use riser_fabric::vnic::{MAX_ETH_MTU, MAX_VESW_ID};
 
 use super::units;
 
-/// Smallest MTU that the interface may have here: IPv6 needs it.
+/// Minimum MTU of an interface, as required by IPv6.
 const MIN_MTU: i64 = 1280;
 
-/// Arguments of the verb.
+/// Arguments of `riser vnic`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct VnicArgs {
-    /// Local address of the software NIC
+    /// Use this local address for the software NIC
     #[arg(long, value_name = "IP")]
     pub addr: IpAddr,
-    /// Name of the interface; given again, that of a further one, at the manager's next switch
+    /// Set the name of the interface; repeat to add interfaces for the manager's next switches
     #[arg(long, value_name = "NAME", default_value = "vnic0")]
     pub name: Vec<String>,
-    /// Multicast group of the Ethernet; members with another one are not met [default: 239.255.86.78,
-    /// or ff15::564e for an IPv6 address]
+    /// Use this multicast group; members only find each other in the same group [default:
+    /// 239.255.86.78, or ff15::564e for an IPv6 address]
     #[arg(long, value_name = "IP")]
     pub group: Option<IpAddr>,
-    /// MAC address of the first interface [default: what the manager gives]
+    /// Set the MAC address of the first interface [default: assigned by the manager]
     #[arg(long, value_name = "MAC", value_parser = mac)]
     pub mac: Option<Mac>,
-    /// Take orders from the manager at this address only [default: from the first one that comes]
+    /// Only accept the manager at this address [default: the first one found]
     #[arg(long, value_name = "IP")]
     pub manager: Option<IpAddr>,
-    /// Be the manager of the Ethernet as well, of which there is one
+    /// Also act as the manager of the Ethernet; there must only be one
     #[arg(long)]
     pub manage: bool,
-    /// Number of the virtual switch, 1 to 4095; given again, that of a further one, which members have
-    /// their next interface at
+    /// Set the number of the virtual switch, 1 to 4095; repeat to add switches for further
+    /// interfaces of the members
     #[arg(long, value_name = "N", default_value = "1", requires = "manage",
           value_parser = clap::value_parser!(u16).range(1..=MAX_VESW_ID as i64))]
     pub switch: Vec<u16>,
-    /// MTU of all members' interfaces, in bytes: 1280 to 9216; given again, that of the next switch
+    /// Set the MTU of all members' interfaces in bytes, 1280 to 9216; repeat to set it for each
+    /// switch
     #[arg(long, value_name = "BYTES", default_value = "1500", requires = "manage",
           value_parser = clap::value_parser!(u16).range(MIN_MTU..=MAX_ETH_MTU as i64))]
     pub mtu: Vec<u16>,
-    /// Time between two searches for members, 100 ms to 5 s
+    /// Search for members at this interval, 100 ms to 5 s
     #[arg(long, value_name = "DURATION", default_value = "1s", requires = "manage",
           value_parser = units::duration)]
     pub interval: Duration,
-    /// Time of silence after which a member is forgotten; longer than the interval
+    /// Remove a member if it does not respond for this time; must be longer than the interval
     #[arg(long, value_name = "DURATION", default_value = "5s", requires = "manage",
           value_parser = units::duration)]
     pub dead_after: Duration,
 }
 
-/// Reads a MAC address of one host.
+/// Parses a unicast MAC address.
 fn mac(text: &str) -> Result<Mac, String> {
     let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
     let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());

@@ -1,4 +1,4 @@
-//! `riser bench wire`: what this machine or network carries in packets of RoCEv2.
+//! `riser bench wire`: measures the limits of this machine or network for RoCEv2 packets.
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
@@ -10,10 +10,10 @@ use super::output;
 use super::wire_args::WireArgs;
 use crate::bench::wire::{Responder, WireConfig, WireError, measure, measure_loopback};
 
-/// Carries out the measurement, or answers one.
+/// Runs the measurement, or responds to another host.
 ///
 /// # Errors
-/// Those of [`WireError`], with their exit status.
+/// Returns [`WireError`] with the corresponding exit status.
 pub(super) fn run(args: &WireArgs, global: &Global) -> Result<(), CliError> {
     if let Some(addr) = args.listen {
         let mut responder = Responder::open(addr).map_err(failed)?;

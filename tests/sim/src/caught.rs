@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_says_where_it_was() {
+    fn panic_reports_location() {
         let why = caught(|| panic!("{} wrong", "all")).unwrap_err();
         assert!(
             why.contains("caught.rs:") && why.ends_with("all wrong"),

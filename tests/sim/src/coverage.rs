@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_that_never_began_is_named() {
+    fn unstarted_fault_is_reported() {
         let ((), reached) = Coverage::of(|| {
             note("fault", "deaf", "begins");
             note("change", "mute", "begins");
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_taken_needs_a_reason_and_what_is_taken_has_none() {
+    fn only_unreached_transitions_need_reasons() {
         let all = table(TABLE);
         let taken = [row("a::B On Off"), row("c::D Up Up")].into();
         let broken = "# words\n\na::B On -> Broken: nothing breaks\n";

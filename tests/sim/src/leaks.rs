@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn data_that_all_share_are_not_for_those_that_cheat() {
+    fn shared_data_is_hidden_from_cheats() {
         let mut block = [0; BLOCK];
         Version::new(1, shared_port(1)).fill(3, &mut block);
         for has_private in [false, true] {
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_found_across_the_parts_of_a_stream() {
+    fn marks_are_found_across_stream_parts() {
         for len in 1..9 {
             let (guard, mut stream) = (Guard::new(true), Stream::default());
             for part in data()[19..33].chunks(len) {

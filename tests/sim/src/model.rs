@@ -664,7 +664,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_is_reported_once_before_the_next_success() {
+    fn cause_is_reported_once_before_success() {
         let model = registered();
         carry_out(&model, change(ONE, Action::Preempt, 1, 2));
         let begin = model.begin();
@@ -683,7 +683,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_reported_to_others_and_replaces_what_waits() {
+    fn reset_replaces_pending_conditions() {
         let model = registered();
         carry_out(&model, change(ONE, Action::Preempt, 1, 2));
         let reset = model.begin_reset(ONE);
@@ -697,7 +697,7 @@ mod tests {
     }
 
     #[test]
-    fn a_login_amid_a_change_or_a_reset_may_hear_of_it() {
+    fn login_during_reset_may_be_notified() {
         let model = registered();
         model.lose_power();
         for (port, own) in [(ONE, 1), (TWO, 2)] {
@@ -724,7 +724,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_was_silent_may_have_taken_the_report() {
+    fn lost_response_may_have_been_report() {
         let model = registered();
         let reset = model.begin_reset(ONE);
         model.end_reset(ONE, reset);
@@ -733,7 +733,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_only_a_reset_can_have_ended_proves_it() {
+    fn task_aborted_proves_only_possible_reset() {
         let model = registered();
         let write = model.begin();
         model.on_aborted(TWO, write).unwrap_err();
@@ -757,7 +757,7 @@ mod tests {
     }
 
     #[test]
-    fn accesses_have_a_state_that_explains_them() {
+    fn accesses_match_possible_states() {
         let model = registered();
         let before = model.begin();
         carry_out(&model, change(ONE, Action::Reserve, 1, 0));
@@ -772,7 +772,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_and_a_report_have_a_state_that_explains_them() {
+    fn status_and_report_match_possible_states() {
         let model = registered();
         let id = model.begin_change(change(TWO, Action::Reserve, 1, 0));
         model.end_change(id.unwrap(), Status::Good).unwrap_err();
@@ -790,7 +790,7 @@ mod tests {
     }
 
     #[test]
-    fn reservations_that_persist_are_there_after_a_power_loss() {
+    fn persistent_reservations_survive_power_loss() {
         let model = registered();
         model.lose_power();
         model
@@ -809,7 +809,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_under_way_may_be_reported_with_another() {
+    fn pending_resets_may_be_reported_together() {
         let model = Model::new(KNOWLEDGE);
         model.log_in(ONE);
         let read = model.begin();
@@ -824,7 +824,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_of_which_nobody_knows_the_end_make_states_possible() {
+    fn changes_without_response_add_states() {
         let model = Model::new(KNOWLEDGE);
         // Each state has the last executed change and the number of executed changes: 66 states, and
         // the initial one.

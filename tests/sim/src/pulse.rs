@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_is_caught_in_a_step_is_named() {
+    fn stuck_run_is_reported() {
         let (all, mut before) = ([own()], Vec::new());
         assert_eq!(hung(&all, &mut before), None);
         assert_eq!(hung(&all, &mut before), None, "none has begun");

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_makes_a_plan_fail_is_left() {
+    fn shrinking_keeps_only_failure_causes() {
         let first = run(&large()).unwrap_err();
         let found = shrink(first, Budget::default(), run).plan;
         assert_eq!((found.workers, found.commands), (2, 3));
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_ends_the_search() {
+    fn budget_limits_search() {
         let runs = std::cell::Cell::new(0);
         let counted = |plan: &Plan| {
             runs.set(runs.get() + 1);

@@ -153,7 +153,7 @@ mod tests {
     use crate::plan::{Fault, Protocol};
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn written_plans_are_parsed_again() {
         for seed in 1..500 {
             let plan = Plan::of(seed);
             let text = plan.to_string();
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_names_what_is_not_usual() {
+    fn file_omits_default_values() {
         let text = "initiators: [srp, iscsi]\ntimeout: 1s\ntroubles:\n\
                     - {from: 1.5ms, until: 2s, fault: stall-tcp}\n\
                     - {from: 0s, until: 1s, fault: {partition: 1}}\n";
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_has_only_the_troubles_that_are_wanted() {
+    fn plan_has_only_wanted_troubles() {
         let mut count = 0;
         for seed in 1..100 {
             let plan = Plan::drawn(seed, |fault| fault.kind() == "stall-tcp");

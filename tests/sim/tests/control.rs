@@ -34,7 +34,7 @@ fn during(seed: u64, length: u64, fault: Fault) -> Plan {
 }
 
 #[test]
-fn units_come_and_go_and_grow_on_a_quiet_day() {
+fn unit_changes_are_harmless_without_faults() {
     for (seed, change) in (1..).zip([
         AdminFault::AddLun,
         AdminFault::RemoveLun,
@@ -51,7 +51,7 @@ fn units_come_and_go_and_grow_on_a_quiet_day() {
 }
 
 #[test]
-fn a_change_that_is_refused_is_noticed_by_none() {
+fn rejected_change_is_not_noticed() {
     for (seed, refusal) in (1..).zip([
         Refusal::NoFile,
         Refusal::Shrinks,
@@ -68,7 +68,7 @@ fn a_change_that_is_refused_is_noticed_by_none() {
 }
 
 #[test]
-fn an_initiator_that_is_denied_has_no_session_until_it_is_admitted() {
+fn denied_initiator_has_no_session() {
     for (index, protocol) in ALL.into_iter().enumerate() {
         // Longer than the target waits for the logout.
         let plan = during(1, 8_000, Fault::Admin(AdminFault::Deny(index)));
@@ -80,7 +80,7 @@ fn an_initiator_that_is_denied_has_no_session_until_it_is_admitted() {
 }
 
 #[test]
-fn portals_and_the_target_may_go_and_return() {
+fn portals_and_target_may_be_removed() {
     let portals = ALL.map(|protocol| AdminFault::RemovePortal(0, protocol));
     let changes = portals.into_iter().chain([AdminFault::RemoveTarget]);
     for (seed, change) in (1..).zip(changes) {
@@ -92,7 +92,7 @@ fn portals_and_the_target_may_go_and_return() {
 
 /// Checks reservations: a restart must keep those that persist, an upgrade must keep all of them.
 #[test]
-fn a_restart_and_an_upgrade_lose_nothing() {
+fn restart_and_upgrade_lose_nothing() {
     let rival = RivalPlan {
         depth: 4,
         commands: 120,
@@ -115,7 +115,7 @@ fn a_restart_and_an_upgrade_lose_nothing() {
 
 /// Data that was acknowledged before the process has exited must survive a power loss.
 #[test]
-fn power_may_go_after_a_restart() {
+fn restart_survives_power_loss() {
     for seed in 1..=3 {
         let mut plan = during(seed, 4, Fault::Process(ProcessFault::Restart));
         plan.troubles[1] = Trouble {
@@ -128,7 +128,7 @@ fn power_may_go_after_a_restart() {
 }
 
 #[test]
-fn a_worker_may_fail_or_get_no_time() {
+fn worker_may_fail_or_stall() {
     for (seed, fault) in (1..).zip([
         ProcessFault::FailWorker(0),
         ProcessFault::FailWorker(1),
@@ -143,7 +143,7 @@ fn a_worker_may_fail_or_get_no_time() {
 
 /// A sequence in which each operation starts in the middle of the other.
 #[test]
-fn an_upgrade_may_meet_a_change() {
+fn upgrade_may_overlap_change() {
     let change = |fault| Fault::Admin(fault);
     let trouble = |from, until, fault| Trouble {
         from: Duration::from_micros(from),

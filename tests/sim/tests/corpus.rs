@@ -5,7 +5,7 @@ use std::path::Path;
 use riser_sim::{Plan, run};
 
 #[test]
-fn plans_that_found_something_pass() {
+fn corpus_plans_pass() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
     let files = std::fs::read_dir(folder).unwrap();
     let mut files: Vec<_> = files.map(|entry| entry.unwrap().path()).collect();

@@ -67,7 +67,7 @@ fn enumerate(protocol: Protocol, place: Place) -> usize {
 }
 
 #[test]
-fn each_call_and_completion_of_a_target_fails_once() {
+fn target_survives_any_failed_call() {
     for protocol in [Protocol::Srp, Protocol::Iser] {
         let runs = enumerate(protocol, Place::Path(0));
         println!("figure: {runs} failures at a target, over {protocol:?}");
@@ -75,7 +75,7 @@ fn each_call_and_completion_of_a_target_fails_once() {
 }
 
 #[test]
-fn each_call_and_completion_of_an_initiator_fails_once() {
+fn initiator_survives_any_failed_call() {
     for protocol in [Protocol::Srp, Protocol::Iser] {
         let runs = enumerate(protocol, Place::Initiator(0));
         println!("figure: {runs} failures at an initiator, over {protocol:?}");

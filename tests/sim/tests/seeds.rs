@@ -16,7 +16,7 @@ const COMPARED: [u64; 6] = [1, 2, 3, 7, 10, 12];
 const SEED: &str = "RISER_SIM_TRACE_OF";
 
 #[test]
-fn one_seed_gives_one_run() {
+fn same_seed_repeats_run() {
     let outcome = |seed| run(&Plan::of(seed)).unwrap();
     for seed in COMPARED {
         assert_eq!(outcome(seed), outcome(seed), "seed {seed}");
@@ -25,7 +25,7 @@ fn one_seed_gives_one_run() {
 }
 
 #[test]
-fn two_processes_send_the_same_bytes() {
+fn processes_send_same_bytes() {
     if let Ok(seed) = std::env::var(SEED) {
         let outcome = run(&Plan::of(seed.parse().unwrap())).unwrap();
         let text = format!("\n{outcome:?}\n");
@@ -36,7 +36,7 @@ fn two_processes_send_the_same_bytes() {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "two_processes_send_the_same_bytes",
+                "processes_send_same_bytes",
                 "--nocapture",
             ])
             .env(SEED, seed.to_string())
@@ -49,7 +49,7 @@ fn two_processes_send_the_same_bytes() {
 }
 
 #[test]
-fn the_first_seeds_pass() {
+fn first_seeds_pass() {
     for seed in 1..=8 {
         if let Err(failure) = run(&Plan::of(seed)) {
             panic!("{failure}");
@@ -77,7 +77,7 @@ fn restarts(seed: u64, fault: Fault) -> Plan {
 }
 
 #[test]
-fn initiators_go_on_after_a_target_that_has_died_or_lost_its_power() {
+fn initiators_recover_after_target_loss() {
     let unplug = Fault::Nic(Place::Path(0), NicFault::Unplug);
     for fault in [Fault::CrashTarget, Fault::PowerCut, unplug] {
         for seed in 1..=5 {
@@ -119,7 +119,7 @@ fn rivals_pass() {
 
 /// Connections are closed repeatedly. Their commands continue on other connections or are aborted.
 #[test]
-fn rivals_recover_what_their_connections_had() {
+fn rivals_recover_commands_of_lost_connections() {
     for (seed, recovery_level) in (1..).zip([0, 1, 2, 2, 2, 2]) {
         let rival = RivalPlan {
             connections: 4,
@@ -158,7 +158,7 @@ fn rivals_recover_what_their_connections_had() {
 
 /// A full window of commands is waiting for a disk with a small ring.
 #[test]
-fn a_disk_that_stalls_costs_no_connection() {
+fn stalled_disk_closes_no_connection() {
     for (seed, queue_depth) in (1..).zip([8, 128]) {
         let rival = RivalPlan {
             connections: 2,

@@ -33,7 +33,7 @@ fn busy(seed: u64) -> Plan {
 }
 
 #[test]
-fn honest_initiators_go_on_beside_peers_that_cheat() {
+fn cheating_peers_do_not_affect_initiators() {
     for seed in 1..=4 {
         let cheats = ALL.map(|protocol| CheatPlan {
             protocol,
@@ -50,7 +50,7 @@ fn honest_initiators_go_on_beside_peers_that_cheat() {
 }
 
 #[test]
-fn honest_initiators_go_on_beside_peers_that_want_their_data_or_hold_up_their_commands() {
+fn thieves_and_withholders_do_not_affect_initiators() {
     let aims = [
         Aim::Steal(0),
         Aim::StealBeside(1),
@@ -83,7 +83,7 @@ fn honest_initiators_go_on_beside_peers_that_want_their_data_or_hold_up_their_co
 }
 
 #[test]
-fn connections_survive_what_fails_at_a_device() {
+fn connections_survive_device_faults() {
     let faults = [
         NicFault::LateReceives(500),
         NicFault::BreakQp(0),
@@ -122,7 +122,7 @@ fn trouble(length: u64, fault: Fault) -> Trouble {
 }
 
 #[test]
-fn a_place_may_hear_nothing_or_not_be_heard() {
+fn place_may_be_deaf_or_mute() {
     let places = (0..3).map(Place::Initiator).chain([Place::Path(0)]);
     for (seed, place) in (1..).zip(places) {
         for fault in [Fault::Deaf(place), Fault::Mute(place)] {
@@ -137,7 +137,7 @@ fn a_place_may_hear_nothing_or_not_be_heard() {
 }
 
 #[test]
-fn an_initiator_of_any_protocol_may_be_cut_off() {
+fn any_initiator_may_be_disconnected() {
     for index in 0..3 {
         for length in [8, 3_000, 90_000] {
             pass(&Plan {
@@ -150,7 +150,7 @@ fn an_initiator_of_any_protocol_may_be_cut_off() {
 
 /// Data of old connections arrives when there are new connections, even from a previous process.
 #[test]
-fn networks_may_hold_what_is_sent_until_its_connection_is_over() {
+fn networks_may_delay_beyond_connection() {
     for seed in 1..=6 {
         let fault = Fault::Delay {
             share: 0.1,
@@ -169,7 +169,7 @@ fn networks_may_hold_what_is_sent_until_its_connection_is_over() {
 }
 
 #[test]
-fn an_initiator_may_end_in_good_order_and_start_again() {
+fn initiator_may_restart_normally() {
     for (seed, index) in (1..).zip([0, 1, 2]) {
         for length in [1, 500] {
             pass(&Plan {
@@ -182,7 +182,7 @@ fn an_initiator_may_end_in_good_order_and_start_again() {
 
 /// Longer than the command timeout, so a command that waits for this disk would fail.
 #[test]
-fn the_disk_of_one_initiator_may_stall_and_no_other_notices() {
+fn stalled_private_disk_affects_only_owner() {
     for index in 0..3 {
         let plan = Plan {
             private_units: true,
@@ -202,7 +202,7 @@ fn the_disk_of_one_initiator_may_stall_and_no_other_notices() {
 /// After a power loss, all persistent reservations that were acknowledged must exist, but none that
 /// were rejected.
 #[test]
-fn a_state_directory_may_take_nothing() {
+fn state_directory_may_fail() {
     let rival = RivalPlan {
         depth: 4,
         commands: 120,
@@ -226,7 +226,7 @@ fn a_state_directory_may_take_nothing() {
 }
 
 #[test]
-fn an_initiator_may_move_or_meet_another_of_its_names() {
+fn initiator_may_move_or_meet_twin() {
     for (seed, protocol) in (1..).zip(ALL) {
         for fault in [Fault::MoveInitiator(0), Fault::Twin(0)] {
             let trouble = Trouble {

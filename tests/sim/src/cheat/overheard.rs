@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_heard_with_the_number_of_their_session() {
+    fn names_include_session_tsih() {
         let (overheard, peer) = (Overheard::default(), IpAddr::from([10, 0, 0, 100]));
         let isid = [0x80, 1, 2, 3, 4, 5];
         let login = pdus::login(isid, "iqn.2026-01.org.example:a", "iqn.x", "");

@@ -1,4 +1,4 @@
-//! The daemon's program with its admin socket: what its own verbs, and plain HTTP, get to see.
+//! Tests the daemon's admin socket, using the verbs of the program and plain HTTP.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use riser_test_peers::tcp::Client;
 use riser_testkit::daemon::{Daemon, RISERD, ask};
 use riser_testkit::eventually;
 
-/// Longest wait for the next attempt at an unavailable part.
+/// Maximum delay before the next attempt for an unavailable part.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -67,7 +67,7 @@ fn unavailable_portal_is_served_later_if_allowed() {
     assert!(status.contains("192.0.2.10:3260"), "{status}");
     let history = daemon.json("history");
     assert_eq!(history[0]["how"], "create", "{history}");
-    // Later changes do not depend on it.
+    // Later changes must still be possible.
     assert!(
         daemon
             .ask(&["set", "/limits", "max_sessions=9"])
@@ -92,7 +92,7 @@ fn unavailable_metrics_address_is_served_later_if_allowed() {
     assert!(allowed.status.success(), "{allowed:?}");
     let problems = || daemon.json("status")["problems"].clone();
     assert_eq!(problems()[0]["kind"], "metrics", "{}", problems());
-    // Other changes do not depend on it.
+    // Other changes must still be possible.
     let set = daemon.ask(&["set", "/limits", "max_sessions=9"]);
     assert!(set.status.success(), "{set:?}");
     drop(taken);
@@ -133,7 +133,7 @@ fn rollback_serves_available_parts_if_allowed() {
     assert_eq!(daemon.json("status")["problems"][0]["name"], "c");
 }
 
-/// A host could write to one disk what was meant for the other one.
+/// Otherwise a host could write data to the wrong disk.
 #[test]
 fn disks_in_use_do_not_exchange_numbers() {
     let daemon = Daemon::start("exchange", "127.81.0.19");
@@ -156,7 +156,7 @@ fn disks_in_use_do_not_exchange_numbers() {
         "{difference}"
     );
     assert_eq!(daemon.json("targets")[0]["luns"]["0"]["size"], 1 << 20);
-    // In two steps, or without initiators.
+    // This is allowed in two steps, or without initiators.
     let delete = daemon.ask(&["delete", "/targets/demo/luns/0"]);
     assert!(delete.status.success(), "{delete:?}");
     drop(session);
@@ -230,7 +230,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     });
     assert_eq!(applied, expected);
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    // What is saved is the same.
+    // The saved file must be identical.
     let saved = daemon.dir.join("saved.yaml").display().to_string();
     assert!(daemon.ask(&["save", &saved]).status.success());
     assert_eq!(daemon.ask(&["diff", &saved]).status.code(), Some(0));
@@ -244,15 +244,15 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
         yaml.ends_with(&std::fs::read_to_string(&saved).unwrap()),
         "{yaml}"
     );
-    // A mistake is named, and is the asker's.
+    // A mistake is reported with its location, as an error of the caller.
     std::fs::write(&saved, "targets: [{}]").unwrap();
     assert_eq!(daemon.ask(&["apply", &saved]).status.code(), Some(2));
-    // Back, and back again.
+    // Roll back, and then undo the rollback.
     let back = daemon.ask(&["rollback"]);
     let said = String::from_utf8(back.stdout).unwrap();
     let (change, note) = said.split_once('\n').unwrap();
     assert_eq!(change, "- /targets/demo/luns/1: \"b\"");
-    // The file has it, and is what a restart serves.
+    // The file still has the change, which would be served after a restart.
     assert!(note.contains("riserd save FILE"), "{note}");
     assert_eq!(daemon.json("status")["unsaved"], true);
     let history = daemon.json("history");
@@ -269,7 +269,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     assert!(daemon.ask(&["rollback", "1"]).status.success());
     assert_eq!(daemon.ask(&["rollback", "9"]).status.code(), Some(1));
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    // A restart serves what was applied last with `--restore`, unless the file was edited.
+    // With `--restore`, a restart serves the last configuration, unless the file was edited.
     for _ in 0..2 {
         daemon.restart(&["--restore"]);
         assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
@@ -279,13 +279,14 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     daemon.restart(&["--restore"]);
     assert_eq!(daemon.json("targets")[0]["luns"]["3"]["size"], 1 << 20);
     assert_eq!(daemon.json("history").as_array().unwrap().len(), 5);
-    // An edit that the running daemon has read is no edit at the next start.
+    // If the running daemon has already read an edit, it's not treated as an edit at the next
+    // start.
     daemon.configure("127.81.0.6", "{ 4: a }");
     assert!(daemon.ask(&["reload"]).status.success());
     assert!(daemon.ask(&["rollback", "2"]).status.success());
     daemon.restart(&["--restore"]);
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    // Without `--restore` it serves the file.
+    // Without `--restore`, the file is served.
     daemon.restart(&[]);
     assert_eq!(daemon.json("targets")[0]["luns"]["4"]["size"], 1 << 20);
 }
@@ -324,7 +325,7 @@ fn secrets_are_read_from_where_they_are() {
 #[test]
 fn a_session_is_listed_with_what_its_login_agreed_on() {
     let daemon = Daemon::start("session", "127.81.0.2");
-    // The leading login request of a discovery session, up to operational negotiation.
+    // The first Login Request of a discovery session, up to operational negotiation.
     let keys = "InitiatorName=iqn.2026-01.com.example:me\0SessionType=Discovery\0\
                 MaxRecvDataSegmentLength=16384\0";
     let mut pdu = vec![0u8; 48];
@@ -368,7 +369,7 @@ fn plain_http_gets_json_and_clear_errors() {
             .http("DELETE /v1/sessions")
             .starts_with("HTTP/1.1 405 ")
     );
-    // A peer that stalls keeps no other peer waiting.
+    // A stalled client must not block other clients.
     let _stalled = UnixStream::connect(daemon.socket()).unwrap();
     assert!(daemon.http("GET /v1/status").starts_with("HTTP/1.1 200 "));
 }
@@ -402,9 +403,9 @@ fn a_configuration_is_replaced_only_if_it_is_the_one_that_was_read() {
     assert!(refused.starts_with("HTTP/1.1 412 "), "{refused}");
     assert_eq!(read(), (second, grown.clone()));
     assert!(put("*", &yaml).starts_with("HTTP/1.1 200 "));
-    // The same content has the same revision.
+    // The same contents have the same revision.
     assert_eq!(read(), (first.clone(), yaml.clone()));
-    // What the operating system says is passed on.
+    // Errors of the operating system are reported.
     let taken = std::net::TcpListener::bind("127.81.0.8:3291").unwrap();
     let refused = put(&first, &yaml.replace(":3290", ":3291"));
     drop(taken);
@@ -441,7 +442,7 @@ fn a_configuration_is_changed_by_patches() {
     let done = send("PATCH /v1/config", "application/json-patch+json", steps);
     assert!(done.starts_with("HTTP/1.1 200 "), "{done}");
     assert_eq!(daemon.json("targets")[0]["luns"]["7"]["size"], 4 << 20);
-    // A mistake has its place, and changes nothing.
+    // A mistake is reported with its location, and must not change anything.
     let wrong = r#"{ "limits": { "queue_depth": 0 } }"#;
     let refused = send("PATCH /v1/config", merge, wrong);
     assert!(refused.starts_with("HTTP/1.1 400 "), "{refused}");
@@ -495,7 +496,7 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
     let file = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&file).unwrap();
     let metrics = "metrics: { listen: 127.81.0.10:9909 }\n";
-    // A file is where its directory should be.
+    // There is a file in place of the directory.
     let blocked = daemon.dir.join("run");
     let socket = blocked.join("admin.sock");
     let named = |path: &Path| path.display().to_string();
@@ -539,7 +540,7 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
 fn names_are_those_that_are_kept_after_the_host_is_renamed() {
     let mut daemon = Daemon::start("kept-names", "127.81.0.9");
     daemon.kill();
-    // As if the host had been another one when it served for the first time.
+    // Simulates a different host at the first start.
     let path = daemon.dir.join("state/identities.json");
     let kept = std::fs::read_to_string(&path).unwrap();
     let mut kept: serde_json::Value = serde_json::from_str(&kept).unwrap();
@@ -562,7 +563,7 @@ fn names_are_those_that_are_kept_after_the_host_is_renamed() {
     let served = &ask(&["targets", "-o", "json"])[0];
     assert_eq!(served["portals"][0]["names"]["service_guid"], guid);
     assert_eq!(served["luns"]["0"]["serial"], "KEPT-1");
-    // Without the daemon as well.
+    // The same without the daemon.
     let checked = std::process::Command::new(&*RISERD)
         .args(["check", "-o", "json"])
         .arg(daemon.dir.join("riserd.yaml"))
@@ -595,14 +596,15 @@ fn a_reload_says_which_unsaved_changes_it_takes_back() {
         found[0].contains("WARN") && found[0].contains("/limits/max_sessions"),
         "{found:?}"
     );
-    // What the file itself changes is none.
+    // A change to the file itself is not reported.
     daemon.write(&text.replace('7', "8"));
     assert!(daemon.ask(&["reload"]).status.success());
     let log = std::fs::read_to_string(daemon.log()).unwrap();
     assert_eq!(warnings(&log).len(), 1, "{log}");
 }
 
-/// With `--restore`, as the package has it, changes outlive a restart, but not an edit of the file.
+/// With `--restore`, which is set in the package, changes are kept after a restart, unless the file
+/// was edited.
 #[test]
 fn changes_that_the_file_lacks_are_reported_once_and_kept() {
     let mut daemon = Daemon::start("lacks", "127.81.0.16");
@@ -628,13 +630,13 @@ fn changes_that_the_file_lacks_are_reported_once_and_kept() {
     assert!(status.contains("a restart keeps them"), "{status}");
     daemon.restart(&["--restore"]);
     assert_eq!(standing(&daemon), (false, true));
-    // The file is edited, and the daemon has not read it: a restart serves that.
+    // The file was edited, but not read by the daemon: it's served after a restart.
     daemon.configure("127.81.0.16", "{ 0: a, 1: b }");
     assert_eq!(standing(&daemon), (true, false));
     daemon.restart(&["--restore"]);
     assert_eq!(standing(&daemon), (false, false));
-    // A file that got the changes by `save` is not one that was edited, and changes after that are
-    // kept too.
+    // If the changes were written to the file by `save`, this is not treated as an edit, and later
+    // changes are kept.
     said(&daemon, 9);
     let file = daemon.dir.join("riserd.yaml").display().to_string();
     assert!(daemon.ask(&["save", &file]).status.success());

@@ -1,6 +1,7 @@
-//! A worker that has warmed up allocates nothing for reads and writes that succeed, over each
-//! protocol: neither the channel nor the backend nor the software NIC, with real sockets and a real
-//! ring. Other commands may allocate, and so may what comes out of order or has to wait.
+//! Checks that a worker doesn't allocate memory for successful reads and writes after warm-up, with
+//! any protocol. This includes the channel, the backend and the software NIC, with real sockets and
+//! a real ring. Other commands may allocate, and the same applies to data that is received out of
+//! order or has to wait.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -129,7 +130,7 @@ fn iscsi() {
     });
 }
 
-/// Gives what is asked for until the write is answered.
+/// Sends the requested data until the write is completed.
 fn finish_write(client: &mut tcp::Client, data: &[u8]) {
     loop {
         match client.receive().unwrap().0 {

@@ -1,5 +1,5 @@
-//! A running server gets and loses targets, portals and backends, over loopback addresses: SRP on
-//! our own NIC, iSCSI on TCP. What cannot be had leaves everything as it was.
+//! Adds and removes targets, portals and backends of a running server on loopback addresses, using
+//! SRP on our software NIC and iSCSI on TCP. If a resource is not available, nothing must change.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -22,7 +22,8 @@ fn addr(net: u8, host: u8) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(127, 78, net, host))
 }
 
-/// What the tests serve: a disk `d` at target `t`, which nothing concerns, and `more`.
+/// Creates the configuration for a test: a disk `d` for target `t`, which is not affected by any
+/// change, and additional objects.
 fn config(net: u8, backends: &str, targets: &str, rest: &str) -> Config {
     let text = format!(
         "backends:\n  d: {{ kind: ram, size: 16MiB }}\n{backends}\
@@ -34,7 +35,7 @@ fn config(net: u8, backends: &str, targets: &str, rest: &str) -> Config {
     Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
 }
 
-/// A second target with portals on these hosts of its network.
+/// Creates a second target with portals on these hosts of its network.
 fn second(net: u8, srp: &[u8], tcp: &[u8]) -> String {
     let portal = |protocol: &str, host: u8| {
         let listen = addr(net, host);
@@ -76,7 +77,7 @@ fn iscsi(to: IpAddr, target: &str, isid: u8) -> Result<Client, LoginError> {
     Ok(client)
 }
 
-/// TEST UNIT READY: status, and additional sense where there is some.
+/// Sends TEST UNIT READY. Returns the status, and ASC and ASCQ if there is sense data.
 fn ready(mini: &mut Mini<Roce>) -> (u8, Option<[u8; 2]>) {
     mini.send_cmd(7, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
     let answer = mini.answer(&mut real);
@@ -88,7 +89,7 @@ fn tcp_ready(client: &mut Client) -> u8 {
     client.command(&[0; 6], false, 0, &[]).0
 }
 
-/// The target asks for a logout, and cuts the connection in the end.
+/// Checks that the target requests a logout and then closes the connection.
 fn is_logged_out(client: &mut Client) {
     let (pdu, ..) = client.receive().expect("a message before the end");
     let FromTarget::AsyncMessage(message) = pdu else {
@@ -116,7 +117,8 @@ fn a_target_comes_with_its_device_and_goes_with_it() {
         goes.wait_closed(&mut real);
         is_logged_out(&mut goes_too);
         drop(goes);
-        // One round comes back while the device may still be open, the others after that.
+        // In one round, the device may still be open when it's added again. The other rounds wait
+        // until it's closed.
         if round > 0 {
             eventually("the device is closed", Duration::from_secs(30), || {
                 server.shared().device_slots.addresses() == [addr(net, 1)]
@@ -169,7 +171,7 @@ fn a_target_with_a_name_needs_no_iscsi_portal() {
     server.shutdown().unwrap();
 }
 
-/// A file of this test's own, gone when the value is.
+/// A file used in this test, which is removed on drop.
 struct Image(PathBuf);
 
 impl Image {
@@ -194,7 +196,7 @@ impl Drop for Image {
     }
 }
 
-/// A target `v` whose LUN is `f`, at `t`'s TCP address.
+/// Creates a target `v` with LUN `f` on the TCP address of `t`.
 fn third(net: u8) -> String {
     format!(
         "  - name: v\n    iqn: iqn.2026-01.org.example:v\n    \
@@ -209,7 +211,7 @@ fn what_cannot_be_had_leaves_no_trace() {
     let image = Image::new("trace");
     let mut server = Server::start(&config(net, "", "", "")).unwrap();
     let mut stays = srp(&server, "t", addr(net, 1), addr(net, 2)).unwrap();
-    // Everything can be had but the last socket.
+    // Everything is available except for the last socket.
     let taken = TcpListener::bind((addr(net, 9), 3260)).unwrap();
     let backend = image.backend("1MiB");
     let wanted = format!("{}{}", third(net), second(net, &[8], &[7, 9]));
@@ -225,7 +227,7 @@ fn what_cannot_be_had_leaves_no_trace() {
     );
     assert_eq!(server.config().targets.len(), 1);
     assert_eq!(ready(&mut stays), GOOD);
-    // Nothing of the failure is in the way of the next attempt.
+    // The failure must not affect the next attempt.
     drop(taken);
     server.change(wanted).unwrap();
     assert_eq!(image.len(), Some(1 << 20));
@@ -243,7 +245,7 @@ fn a_backend_grows_and_its_initiators_hear_of_it() {
     let v = third(net);
     let mut server = Server::start(&sized("1MiB", &v)).unwrap();
     let mut client = iscsi(addr(net, 1), "v", 1).unwrap();
-    // It would grow, but the rest cannot be had.
+    // The file would grow, but another resource is not available.
     let taken = TcpListener::bind((addr(net, 9), 3260)).unwrap();
     let both = format!("{v}{}", second(net, &[], &[9]));
     server.change(sized("2MiB", &both)).unwrap_err();
@@ -256,7 +258,7 @@ fn a_backend_grows_and_its_initiators_hear_of_it() {
     assert_eq!(tcp_ready(&mut client), 0);
     let (status, capacity) = client.command(&[0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0], false, 8, &[]);
     assert_eq!((status, &capacity[..4]), (0, &4095u32.to_be_bytes()[..]));
-    // What was grown stays grown.
+    // A file never shrinks.
     server.change(sized("1MiB", &both)).unwrap();
     assert_eq!(image.len(), Some(2 << 20));
     assert_eq!(tcp_ready(&mut client), 0);
@@ -281,7 +283,7 @@ fn limits_and_secrets_apply_to_new_logins() {
     let out = LoginStatus::OUT_OF_RESOURCES;
     assert_eq!(refused(iscsi(addr(net, 1), "t", 2)), out);
     assert_eq!(tcp_ready(&mut first), 0);
-    // A session without the credentials that are required now is logged out (`revoked_users`).
+    // A session without the credentials that are now required is logged out (see `revoked_users`).
     let mut closed = config(net, "", "", "");
     let chap = config(
         net,

@@ -1,5 +1,5 @@
-//! The audit log of a running daemon: every kind of event, once, over real connections of every
-//! protocol.
+//! Tests the audit log of a running daemon: each kind of event once, with real connections over all
+//! protocols.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -22,7 +22,7 @@ use serde_json::Value;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
-/// The target port that the portals' GUID makes.
+/// Returns the target port for the GUID of the portals.
 fn port() -> TargetPortId {
     let guid = 0x0200_c0ff_ee00_0001_u64.to_be_bytes();
     TargetPortId([guid, guid].concat().try_into().unwrap())
@@ -32,7 +32,7 @@ fn host(n: u8) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(127, 83, 0, n))
 }
 
-/// A daemon that serves a disk over all protocols at an address, and logs nothing but what it must.
+/// Starts a daemon that serves a disk over all protocols on one address, with minimal logging.
 fn daemon(name: &str, n: u8, access: &str) -> Daemon {
     let address = host(n);
     let text = format!(
@@ -47,10 +47,10 @@ fn daemon(name: &str, n: u8, access: &str) -> Daemon {
     Daemon::start_logging(name, &text)
 }
 
-/// The audit lines so far.
+/// Returns all audit lines so far.
 fn lines(daemon: &Daemon) -> Vec<Value> {
     let log = std::fs::read_to_string(daemon.log()).unwrap();
-    // The last one may be on its way.
+    // The last line may be incomplete.
     let lines = log
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -60,7 +60,7 @@ fn lines(daemon: &Daemon) -> Vec<Value> {
         .collect()
 }
 
-/// Waits until there are `count` lines of an event, and returns them.
+/// Waits until there are `count` lines for an event, and returns them.
 #[track_caller]
 fn wait_for(daemon: &Daemon, event: &str, count: usize) -> Vec<Value> {
     let what = format!("{count} of {event} in {}", daemon.log().display());
@@ -73,7 +73,7 @@ fn wait_for(daemon: &Daemon, event: &str, count: usize) -> Vec<Value> {
     found
 }
 
-/// What every line about an initiator says.
+/// Checks the fields that are required in any line about an initiator.
 fn check(line: &Value, protocol: &str, portal: &str, target: Option<&str>) {
     assert_eq!(line["protocol"], protocol, "{line}");
     assert_eq!(line["portal"], portal, "{line}");
@@ -104,7 +104,7 @@ fn iscsi_logins_their_ends_and_denials_are_reported_once() {
         (Some("closed"), Some(nexus))
     );
     assert_eq!(end["initiator"], initiator.as_str());
-    // A new login takes the old one's place.
+    // A new login replaces the old session.
     let _first = Client::login_at(to, IQN, 2, None).unwrap();
     let _second = Client::login_at(to, IQN, 2, None).unwrap();
     wait_for(&daemon, "login", 3);
@@ -149,7 +149,7 @@ fn disconnected_initiator_may_log_in_again() {
         asked["who"].as_str().unwrap().starts_with("uid "),
         "{asked}"
     );
-    // The client does not log out by itself, so its connection is terminated.
+    // The client doesn't log out, so its connection is closed.
     assert_eq!(wait_for(&daemon, "end", 1)[0]["reason"], "shutdown");
 
     let _again = Client::login_at(to, IQN, 1, None).unwrap();
@@ -182,7 +182,7 @@ fn blocked_initiator_stays_out() {
     let denied = &wait_for(&daemon, "denied", 1)[0];
     assert_eq!(denied["detail"], "blocked by an administrator");
     assert_eq!(wait_for(&daemon, "blocked", 1)[0]["initiator"], NAME);
-    // A configuration that is read again does not change it.
+    // Reloading the configuration doesn't change this.
     assert_eq!(ask(&["reload"]).0, Some(0));
     assert!(is_refused());
     let (_, status) = ask(&["status"]);
@@ -194,7 +194,7 @@ fn blocked_initiator_stays_out() {
     assert_eq!(wait_for(&daemon, "unblocked", 1)[0]["initiator"], NAME);
     assert_eq!(ask(&["unblock", NAME]).0, Some(1));
     drop(log_in().unwrap());
-    // Without a session, and for a time.
+    // The same without a session, and for a limited time.
     let (code, said) = ask(&["disconnect", NAME, "--block", "--for", "2s"]);
     assert_eq!(code, Some(0), "{said}");
     assert!(is_refused());
@@ -207,8 +207,8 @@ fn blocked_initiator_stays_out() {
     assert_eq!(ask(&["disconnect", NAME, "--for", "2s"]).0, Some(2));
 }
 
-/// Users of one rule can use each other's initiator names, and the log has both users; a rule for a
-/// name with a user of its own always refuses the others.
+/// Users with the same rule can use each other's initiator names, and the log contains both users.
+/// If a rule for a name has its own user, it always rejects other users.
 #[test]
 fn a_name_that_another_user_has_is_refused_with_both_identities() {
     const NAME: &str = "iqn.2026-01.org.example:client";
@@ -234,7 +234,7 @@ fn a_name_that_another_user_has_is_refused_with_both_identities() {
     let own = "chap: { users: [{ name: alice, secret: twelve-bytes-or-more }] }";
     let bound = format!("\n      - {{ iqn: {NAME}, {own} }}\n    chap: {{ users: [{users}] }}");
     let daemon = daemon("audit-bound", 7, &bound);
-    // No session has this name, and still other users cannot log in with it.
+    // There is no session with this name, but other users still cannot log in with it.
     for other in [bob, carol] {
         let refused = Client::login_at(to, IQN, 1, Some(other)).err();
         let status = LoginStatus::AUTHENTICATION_FAILURE;
@@ -295,7 +295,7 @@ fn srp_logins_their_ends_and_denials_are_reported_once() {
     let denied = &wait_for(&daemon, "denied", 1)[0];
     check(denied, "srp", &portal, Some("demo"));
     assert_eq!(denied["reason"], "authorization_failure");
-    // Who asks an address for its targets begins with this.
+    // Discovery on an address starts with this request.
     let mut gsi = Gsi::open(host(105));
     let (status, _) = gsi.ask(host(3), Method::Get, Attribute::IoUnitInfo);
     assert_eq!(status, Status::Success);
@@ -305,7 +305,7 @@ fn srp_logins_their_ends_and_denials_are_reported_once() {
         (&discovery["peer"], &discovery["found"]),
         (&"127.83.0.105".into(), &1.into())
     );
-    // Changes of the configuration: who, how, and which it is now.
+    // Configuration changes: the user, the method, and the new configuration.
     assert_eq!(wait_for(&daemon, "config_changed", 1)[0]["how"], "start");
     let set = ["set", "/limits", "max_sessions=9"];
     assert!(daemon.ask(&set).status.success());
@@ -335,7 +335,7 @@ fn srp_logins_their_ends_and_denials_are_reported_once() {
             .contains("takes a restart"),
         "{rejected}"
     );
-    // Another program.
+    // Upgrade to another program.
     let refused = daemon.ask(&["upgrade", "--binary", "/bin/true"]);
     assert!(!refused.status.success());
     let rejected = &wait_for(&daemon, "upgrade_rejected", 1)[0];
@@ -359,7 +359,7 @@ fn a_flood_of_denials_is_bounded_and_counted() {
     for _ in 0..ATTEMPTS {
         assert!(Client::login_at(to, "iqn.2026-01.com.example:none", 1, None).is_err());
     }
-    // A burst, and a line a second.
+    // A burst, and then one line per second.
     let reported = |lines: &[Value]| {
         let denied = lines
             .iter()
@@ -383,7 +383,7 @@ fn a_flood_of_denials_is_bounded_and_counted() {
         .iter()
         .filter(|line| line["event"] == "denied" || line["event"] == "suppressed");
     assert!(about.count() <= 10 + seconds + 1, "{all:?}");
-    // A login that succeeds has its line all the same.
+    // A successful login is still logged.
     let _client = Client::login_at(to, IQN, 1, None).unwrap();
     wait_for(&daemon, "login", 1);
 }
@@ -403,7 +403,7 @@ fn it_can_be_left_out() {
     assert_eq!(lines(&daemon), Vec::<Value>::new());
     let log = std::fs::read_to_string(daemon.log()).unwrap();
     assert!(log.contains("\"changed\""), "{log}");
-    // Nor does the status page have it, which every local user may read.
+    // The status page must not contain it either, because any local user can read it.
     assert!(
         !daemon
             .ask(&["set", "/limits", "max_sessions=0"])

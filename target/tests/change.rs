@@ -1,4 +1,4 @@
-//! A running server takes another configuration, over UDP on loopback addresses.
+//! Changes the configuration of a running server, over UDP on loopback addresses.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ fn addr(net: u8, host: u8) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(127, 79, net, host))
 }
 
-/// A file of this test's own, gone when the value is.
+/// A file used in this test, which is removed on drop.
 struct Image(PathBuf);
 
 impl Image {
@@ -39,7 +39,7 @@ impl Drop for Image {
     }
 }
 
-/// Two backends, of which some are LUNs.
+/// Creates a configuration with two backends and these LUNs.
 fn text(net: u8, image: &Image, luns: &str, rest: &str) -> Config {
     let text = format!(
         "backends:\n  d: {{ kind: ram, size: 16MiB }}\n  e: {{ kind: file, path: {} }}\n\
@@ -66,7 +66,7 @@ fn connect_on(dev: Roce, server: &Server, net: u8, host: u8) -> Mini<Roce> {
     mini
 }
 
-/// TEST UNIT READY: status, and additional sense where there is some.
+/// Sends TEST UNIT READY. Returns the status, and ASC and ASCQ if there is sense data.
 fn ready(mini: &mut Mini<Roce>, lun: u8) -> (u8, Option<[u8; 2]>) {
     mini.send_cmd(7, lun, &[0; 6], DataBuffer::None, DataBuffer::None);
     let answer = mini.answer(&mut real);
@@ -104,7 +104,7 @@ fn a_unit_comes_and_goes() {
     let list = mini.data.slice(0..24).unwrap().to_vec();
     assert_eq!(list[..4], [0, 0, 0, 16]);
     assert_eq!((list[9], list[17]), (0, 1));
-    // The same once more changes nothing and notifies no session.
+    // The same configuration again must not change anything, and must not notify any session.
     server.change(both).unwrap();
     assert_eq!(ready(&mut mini, 0), GOOD);
     server
@@ -154,7 +154,7 @@ fn a_unit_goes_when_its_last_command_has_ended() {
         (9, 0),
         "what was under way ends well"
     );
-    // The image is free for others then.
+    // The image is available for another process.
     let spec = &text(2, &image, "{ 0: e }", "access: open").backends[1].spec;
     let free = loop {
         match Store::open(spec) {
@@ -168,7 +168,7 @@ fn a_unit_goes_when_its_last_command_has_ended() {
     server.shutdown().unwrap();
 }
 
-/// What waits for limits does not keep a backend open whose unit is gone.
+/// If a command is waiting for a rate limit, it must not keep the backend of a removed unit open.
 #[test]
 fn a_unit_that_goes_has_no_limits_any_longer() {
     let image = Image::new("limits");
@@ -177,7 +177,7 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
     let mut server = Server::start(&parsed).unwrap();
     let mut mini = connect(&server, 17, 2);
     assert_eq!(ready(&mut mini, 1), POWER_ON);
-    // VERIFY (10) of more than four minutes' worth.
+    // VERIFY (10) that would take more than four minutes.
     let verify = cdb10(0x2f, 0, 2048);
     mini.send_cmd(8, 1, &verify, DataBuffer::None, DataBuffer::None);
     assert_eq!(mini.answer(&mut real).status, 0);
@@ -197,8 +197,7 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
     server.shutdown().unwrap();
 }
 
-/// Who an initiator is for its limits is not up to what it calls itself, unless its rule goes by
-/// that.
+/// Limits must not depend on the name used by an initiator, unless its rule is for this name.
 #[test]
 fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
     let image = Image::new("rules");
@@ -286,7 +285,7 @@ fn what_cannot_change_is_refused_whole() {
     server.shutdown().unwrap();
 }
 
-/// What an initiator sees, by rule: `first` is that of the host 127.79.NET.2.
+/// Creates a configuration with LUN mappings by rule. `first` is the mapping for host 127.79.NET.2.
 fn mapped(net: u8, image: &Image, first: &str, faults: Option<&Arc<Faults>>) -> Config {
     let rules = format!(
         "access: [{{ address: 127.79.{net}.2, luns: {first} }}, {{ address: 127.79.{net}.3, luns: [0] }}]"
@@ -296,7 +295,7 @@ fn mapped(net: u8, image: &Image, first: &str, faults: Option<&Arc<Faults>>) -> 
     config
 }
 
-/// A command that reads; its status and data.
+/// Sends a command that reads. Returns its status and data.
 fn read(mini: &mut Mini<Roce>, lun: u8, cdb: &[u8], len: u32) -> (u8, Vec<u8>) {
     let into = DataBuffer::Direct(mini.desc(0, len));
     mini.data.fill(0, len as usize, 0);
@@ -313,7 +312,7 @@ fn write(mini: &mut Mini<Roce>, lun: u8, byte: u8) -> u8 {
     mini.answer(&mut real).status
 }
 
-/// The numbers that REPORT LUNS returns.
+/// Returns the LUNs from REPORT LUNS.
 fn numbers(mini: &mut Mini<Roce>, lun: u8) -> Vec<u8> {
     let report = [0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0];
     let (status, list) = read(mini, lun, &report, 256);
@@ -323,10 +322,10 @@ fn numbers(mini: &mut Mini<Roce>, lun: u8) -> Vec<u8> {
 }
 
 const INQUIRY: [u8; 6] = [0x12, 0, 0, 0, 36, 0];
-/// Device Identification, which has the unit's names.
+/// CDB to read the Device Identification page, which contains the names of the unit.
 const NAMES: [u8; 6] = [0x12, 1, 0x83, 0, 64, 0];
 
-/// What TEST UNIT READY gets until it ends well.
+/// Sends TEST UNIT READY until it is successful. Returns all responses.
 fn until_ready(mini: &mut Mini<Roce>, lun: u8) -> Vec<(u8, Option<[u8; 2]>)> {
     let mut said = Vec::new();
     let until = Instant::now() + Duration::from_secs(10);
@@ -340,7 +339,7 @@ fn until_ready(mini: &mut Mini<Roce>, lun: u8) -> Vec<(u8, Option<[u8; 2]>)> {
     }
 }
 
-/// Every command for the number is refused.
+/// Checks that all commands for this LUN fail.
 fn assert_held_back(mini: &mut Mini<Roce>, lun: u8) {
     for _ in 0..4 {
         assert_eq!(ready(mini, lun), LUNS_CHANGED);
@@ -365,7 +364,7 @@ fn each_initiator_has_numbers_of_its_own() {
     assert_eq!((status, absent[0]), (0, 0x7f));
     assert_eq!(ready(&mut one, 3), NO_SUCH_UNIT);
 
-    // A registration is the unit's, by any number.
+    // A registration is for the unit and not for the LUN.
     let register = [0x5f, 0x06, 0, 0, 0, 0, 0, 0, 24, 0];
     let mut list = [0; 24];
     list[15] = 7;
@@ -374,7 +373,7 @@ fn each_initiator_has_numbers_of_its_own() {
     one.send_cmd(13, 5, &register, from, DataBuffer::None);
     assert_eq!(one.answer(&mut real).status, 0);
 
-    // The unit moves to another number; who sees the same as before does not notice.
+    // The unit moves to another LUN. Initiators with an unchanged mapping must not notice this.
     let second = mapped(5, &image, "{ 0: e, 6: d }", None);
     server.change(second).unwrap();
     assert_eq!(ready(&mut other, 0), GOOD);
@@ -391,8 +390,7 @@ fn each_initiator_has_numbers_of_its_own() {
     server.shutdown().unwrap();
 }
 
-/// A number comes to lead to another unit while the initiator has commands on their way, which it
-/// means for the one before.
+/// A LUN is mapped to another unit while commands for the previous unit are in flight.
 #[test]
 fn no_command_for_one_unit_reaches_another_by_its_number() {
     let image = Image::new("moved");
@@ -403,20 +401,21 @@ fn no_command_for_one_unit_reaches_another_by_its_number() {
         .change(mapped(6, &image, "{ 0: d, 4: e }", None))
         .unwrap();
     assert_held_back(&mut mini, 4);
-    // Standard data do not distinguish units, and the page's header names none.
+    // Standard INQUIRY data doesn't identify a unit, and neither does the header of the page.
     assert_eq!(read(&mut mini, 4, &INQUIRY, 36).0, 0);
     assert_eq!(read(&mut mini, 4, &[0x12, 1, 0x83, 0, 4, 0], 4).0, 0);
     assert_held_back(&mut mini, 4);
     assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
     assert_eq!(read(&mut mini, 4, &NAMES, 64).0, 0);
-    // From here on it knows; the unit has something to report as well.
+    // Now the initiator has identified the unit, which also reports its own unit attention.
     let said = until_ready(&mut mini, 4);
     assert!(said.contains(&POWER_ON), "{said:?}");
     assert_eq!(write(&mut mini, 4, 0x78), 0);
     server.shutdown().unwrap();
 }
 
-/// Commands that an initiator sends together with the INQUIRY may be meant for the unit before.
+/// Commands that an initiator sends together with the INQUIRY may be intended for the previous
+/// unit.
 #[test]
 fn commands_sent_before_the_answer_to_an_inquiry_do_not_profit_from_it() {
     let image = Image::new("together");
@@ -442,8 +441,8 @@ fn commands_sent_before_the_answer_to_an_inquiry_do_not_profit_from_it() {
     server.shutdown().unwrap();
 }
 
-/// A number that led nowhere for a while is taken for what it was, and one that leads back is what
-/// it was.
+/// If a LUN was temporarily removed, it must still be identified when it's mapped to another unit,
+/// but not if it's mapped to the same unit again.
 #[test]
 fn numbers_that_went_away_and_numbers_that_came_back() {
     let image = Image::new("again");
@@ -461,7 +460,7 @@ fn numbers_that_went_away_and_numbers_that_came_back() {
     assert_eq!(ready(&mut mini, 4), NO_SUCH_UNIT);
     change(&mut server, "{ 0: d, 4: e }");
     assert_held_back(&mut mini, 4);
-    // That of another number changes nothing.
+    // Identifying another LUN doesn't change this.
     change(&mut server, "{ 0: d, 4: e, 5: d }");
     assert_held_back(&mut mini, 4);
     assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
@@ -470,7 +469,7 @@ fn numbers_that_went_away_and_numbers_that_came_back() {
     server.shutdown().unwrap();
 }
 
-/// Writes of the first block take a while.
+/// Returns faults that delay writes to the first block.
 fn slow_writes() -> Arc<Faults> {
     Arc::new(Faults::new(vec![Fault {
         on: FaultOn::Write,
@@ -482,8 +481,8 @@ fn slow_writes() -> Arc<Faults> {
     }]))
 }
 
-/// By a number that has moved, the error handling of commands at the unit before ends no commands
-/// at the new one but the initiator's own.
+/// If a LUN has moved, aborting its commands on the previous unit must only abort commands of the
+/// same initiator on the new unit.
 #[test]
 fn functions_for_a_number_that_has_moved_leave_others_alone() {
     let image = Image::new("others");
@@ -524,8 +523,8 @@ fn functions_for_a_number_that_has_moved_leave_others_alone() {
     server.shutdown().unwrap();
 }
 
-/// An initiator that logs in again, while its session is there or when it has ended, goes on with
-/// its disks.
+/// An initiator that logs in again, with or without an existing session, continues to use its
+/// disks.
 #[test]
 fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     let image = Image::new("login");
@@ -538,7 +537,7 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     assert_held_back(&mut first, 4);
     let mut second = connect_on(first.dev, &server, 14, 2);
     assert_held_back(&mut second, 4);
-    // The next one ends before the change.
+    // The next session is closed before the change.
     server
         .change(mapped(14, &image, "{ 0: d, 4: d }", None))
         .unwrap();
@@ -558,8 +557,8 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     server.shutdown().unwrap();
 }
 
-/// A unit gets another number at its target while its number for an initiator stays: what that does
-/// is counted where it is looked for.
+/// A unit is moved to another number on its target, while the LUN for an initiator doesn't change.
+/// Commands must be counted for the current number.
 #[test]
 fn commands_are_counted_at_the_number_that_the_unit_has_now() {
     let image = Image::new("counted");
@@ -576,7 +575,7 @@ fn commands_are_counted_at_the_number_that_the_unit_has_now() {
     }
     let stats = Arc::clone(&server.shared().registry.catalog().targets[0].stats[1]);
     assert_eq!(stats.lun(), 3);
-    // The last answer has been sent, but may be counted in a moment.
+    // After the last response was sent, it can take some time until it's counted.
     let counted = || stats.total(Kind::Other).total.count();
     let until = Instant::now() + Duration::from_secs(10);
     while counted() < 3 {
@@ -586,8 +585,8 @@ fn commands_are_counted_at_the_number_that_the_unit_has_now() {
     server.shutdown().unwrap();
 }
 
-/// What was under way when a number came to lead elsewhere, or nowhere, ends by functions for that
-/// number.
+/// If a LUN is mapped to another unit or removed, commands in flight can still be aborted using
+/// this LUN.
 #[test]
 fn functions_for_a_number_find_what_is_under_way_at_the_unit_before() {
     let image = Image::new("functions");

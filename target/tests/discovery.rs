@@ -1,4 +1,4 @@
-//! Device-management MADs over UDP: an initiator finds targets of an address that it knows.
+//! Sends device management MADs over UDP: an initiator discovers the targets on a known address.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -79,7 +79,7 @@ fn an_address_is_enough_to_find_and_use_its_targets() {
     let set = gsi.ask(addr(1), Method::Other(2), Attribute::IoUnitInfo);
     assert_eq!(set.0, Status::UnsupportedMethod);
 
-    // What was found is enough to log in, on the same device.
+    // The result is sufficient to log in on the same device.
     let target = TargetPortId::from_parts(PortIdParts {
         extension: 0xabc,
         guid: profile.guid,

@@ -1,14 +1,14 @@
-//! Each operation of a worker's ring fails once, each completion of its RDMA device, each call of
-//! that device that takes memory, and each mapping of memory.
+//! Fails each operation on a worker's ring once, each completion of its RDMA device, each
+//! allocating call to this device, and each memory mapping.
 //!
-//! The same commands run again and again; each time another of these, by its number, ends with an
-//! error. The command concerned reports the sense data of that error, its connection ends, or its
-//! login is refused for lack of resources; the initiator repeats it. All others are answered
-//! normally, the data are those of a run without errors, and in the end nothing is left at the
-//! target: no session, no buffer, no object of the device.
+//! The same commands are repeated, and each time the operation with another number fails. The
+//! affected command must return the correct sense data, or its connection is closed, or its login
+//! is rejected because of missing resources; the initiator then retries it. All other commands must
+//! complete normally, all data must be the same as in a run without failures, and in the end the
+//! target must not have any remaining sessions, buffers or device objects.
 //!
-//! Heap allocations are not failed: Rust aborts when one fails, which is covered as a crash
-//! (`tests/tests/crash`).
+//! We don't test failures of heap allocations, because Rust aborts the process in this case, which
+//! is covered as a crash (`tests/tests/crash`).
 
 #![allow(clippy::print_stdout, reason = "prints figures")]
 
@@ -45,18 +45,19 @@ const MISCOMPARE: u8 = 0xe;
 const COMPARE_AND_WRITE: u8 = 0x89;
 const VERIFY: u8 = 0x2f;
 
-/// Attempts at a command. One fails, and one meets a unit attention after another login.
+/// Maximum number of attempts per command: one fails, and one may report a unit attention after
+/// another login.
 const ATTEMPTS: usize = 4;
 
-/// What fails in a run.
+/// The failure in a run.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     None,
-    /// The operation of the ring with this number, with one of its errors.
+    /// The ring operation with this number fails, with one of its errors.
     Operation(usize, usize),
-    /// What the device is asked for, or reports.
+    /// A call or a completion of the device fails.
     Device(Failing),
-    /// The mapping of memory with this number.
+    /// The memory mapping with this number fails.
     Mapping(usize),
 }
 
@@ -70,36 +71,36 @@ enum Protocol {
 struct Command {
     cdb: Vec<u8>,
     out: Vec<u8>,
-    /// Bytes that come in.
+    /// Number of bytes to read.
     len: u32,
 }
 
-/// A status, with data or sense data.
+/// Status, with data or sense data.
 type Answer = (u8, Vec<u8>);
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug, Default)]
 struct Report {
-    /// Data of each command.
+    /// Data returned by each command.
     data: Vec<Vec<u8>>,
-    /// Operation code, sense key and additional sense code of commands that have failed.
+    /// Operation code, sense key, ASC and ASCQ of failed commands.
     failures: Vec<(u8, [u8; 3])>,
-    /// Connections that have ended in the middle.
+    /// Number of connections that were closed unexpectedly.
     lost: usize,
     failed: Option<(Operation, i32)>,
     operations: usize,
     mappings: usize,
-    /// What the device was asked for, and what it reported.
+    /// Calls and completions of the device.
     record: Record,
-    /// What refused peers were told.
+    /// Error messages of rejected peers.
     told: Vec<String>,
-    /// Reasons for which logins were refused, as the worker counts them.
+    /// Reasons for rejected logins, as counted by the worker.
     refusals: Vec<(&'static str, u64)>,
-    /// Objects that its device has in the end.
+    /// Remaining objects of the device.
     objects: Option<NicUsage>,
 }
 
-/// Commands that take each kind of operation on a disk, in pieces and alone.
+/// Returns commands that use all kinds of disk operations, some of them in multiple pieces.
 fn commands() -> Vec<Command> {
     let command = |cdb: &[u8], out: Vec<u8>, len| Command {
         cdb: cdb.to_vec(),
@@ -137,7 +138,7 @@ fn commands() -> Vec<Command> {
     ]
 }
 
-/// Errors of an operation that a kernel may report.
+/// Returns the possible errors of an operation, as reported by a kernel.
 fn errors(op: Op) -> &'static [i32] {
     match op {
         Op::Accept => &[libc::EMFILE, libc::ECONNABORTED],
@@ -150,11 +151,12 @@ fn errors(op: Op) -> &'static [i32] {
     }
 }
 
-/// Sense data of a command with an operation that ended so (SPC-4 and SBC-3, by key and code).
+/// Returns the expected sense data after an operation has failed (SPC-4 and SBC-3): key, ASC and
+/// ASCQ.
 fn sense_of(opcode: u8, op: Op, errno: i32) -> [u8; 3] {
     match (errno, op) {
         (libc::EIO, Op::Read { .. }) => [3, 0x11, 0],
-        // It verifies the medium, so it writes what is in the cache; then it cannot read.
+        // VERIFY checks the medium, so it first writes the cached data, and then cannot read.
         (libc::EIO, Op::Sync(_)) if opcode == VERIFY => [3, 0x11, 0],
         (libc::EIO, _) => [3, 0x0c, 0],
         (libc::ENOSPC, _) => [7, 0x27, 7],
@@ -163,13 +165,13 @@ fn sense_of(opcode: u8, op: Op, errno: i32) -> [u8; 3] {
     }
 }
 
-/// An initiator that may lose its connection and make another one.
+/// An initiator that reconnects if it loses its connection.
 struct Initiator {
     simulation: Rc<RefCell<Simulation>>,
     protocol: Protocol,
     target: TargetPortId,
     connections: u8,
-    /// Reason that its refusal reported.
+    /// Reasons reported for rejected logins.
     told: Vec<String>,
     tcp: Option<Client<Wire>>,
     srp: Option<Mini<Endpoint>>,
@@ -191,8 +193,8 @@ impl Initiator {
         }
     }
 
-    /// Does something with the connection; `None` if it has ended, which peers report by a panic.
-    /// A panic of the worker is one of the test.
+    /// Runs a function with the connection. Returns `None` if the connection was closed, which
+    /// clients report with a panic. A panic of the worker is forwarded.
     fn attempt<T>(&mut self, run: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
         match catch_unwind(AssertUnwindSafe(|| run(self))) {
             Ok(Some(done)) => return Some(done),
@@ -271,7 +273,7 @@ impl Initiator {
                     (FromTarget::ScsiResponse(response), ..) if response.status == GOOD => {
                         return Some((GOOD, read));
                     }
-                    // Sense data come behind their length (RFC 7143 11.4.7.2).
+                    // Sense data is sent after its length (RFC 7143 11.4.7.2).
                     (FromTarget::ScsiResponse(response), _, data) => {
                         return Some((response.status, data[2..].to_vec()));
                     }
@@ -310,7 +312,7 @@ impl Initiator {
     }
 }
 
-/// Runs all commands, each until it succeeds, with one fault.
+/// Runs all commands with one fault, and retries each command until it's successful.
 fn run(protocol: Protocol, fault: Fault) -> Report {
     let simulation = Rc::new(RefCell::new(Simulation::new(1)));
     if let Fault::Operation(index, which) = fault {
@@ -339,14 +341,14 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
                 Some((GOOD, bytes)) => data = Some(bytes),
                 Some((CHECK_CONDITION, sense)) => match sense[2] & 0xf {
                     UNIT_ATTENTION => continue,
-                    // It was carried out, and the answer was lost.
+                    // The command was executed, but the response was lost.
                     MISCOMPARE if was_lost && command.cdb[0] == COMPARE_AND_WRITE => {
                         data = Some(Vec::new());
                     }
                     key => {
                         let sense = [key, sense[12], sense[13]];
                         report.failures.push((command.cdb[0], sense));
-                        // As an administrator does after a failed flush.
+                        // Clear a failed flush, same as an administrator.
                         let catalog = simulation.borrow().world.shared.registry.catalog();
                         for store in catalog.stores.iter().flatten() {
                             let was_kept = store.clear_flush_failure().is_some();
@@ -385,10 +387,10 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
     report
 }
 
-/// The sessions end, and what they had is back.
+/// Closes the sessions and checks that all resources were released.
 fn check_nothing_is_left(one: &mut Simulation, fault: Fault) -> Snapshot {
     let mut idle = one.world.client(99);
-    // A peer that has gone without a word is given up after seconds.
+    // A peer that has disappeared is only disconnected after a few seconds.
     one.pace = Duration::from_millis(1);
     for _ in 0..100_000 {
         one.step(&mut idle);
@@ -411,7 +413,7 @@ fn check_nothing_is_left(one: &mut Simulation, fault: Fault) -> Snapshot {
     snapshot
 }
 
-/// Fails one operation after the other; returns the number of runs.
+/// Fails all operations one by one. Returns the number of runs.
 fn enumerate(protocol: Protocol) -> usize {
     let whole = run(protocol, Fault::None);
     assert!(whole.failures.is_empty() && whole.lost == 0, "{whole:?}");
@@ -445,7 +447,7 @@ fn enumerate(protocol: Protocol) -> usize {
     runs
 }
 
-/// Statuses with which a completion may end in place of success (IBTA 11.6.2).
+/// Returns the possible error statuses of a completion (IBTA 11.6.2).
 fn statuses(opcode: WcOpcode) -> &'static [WcStatus] {
     match opcode {
         WcOpcode::Recv | WcOpcode::RecvWriteImm => &[
@@ -469,14 +471,15 @@ fn statuses(opcode: WcOpcode) -> &'static [WcStatus] {
     }
 }
 
-/// Checks a run in which the device failed, or a mapping; returns whether the initiator noticed.
+/// Checks a run with a failure of the device or a mapping. Returns whether the initiator noticed
+/// this.
 fn judge_device(protocol: Protocol, whole: &Report, report: &Report, fault: Fault) -> bool {
     let Record { calls, completions } = &whole.record;
     let accepted = calls.iter().position(|call| *call == "accept");
     let (what, is_login) = match fault {
         Fault::Device(Failing::Call(at)) => (calls[at].to_owned(), Some(at) <= accepted),
         Fault::Device(Failing::Completion(at, _)) => (format!("{:?}", completions[at]), false),
-        // Memory that is not had later is done without.
+        // If later mappings fail, the worker continues without the memory.
         _ => ("a mapping".to_owned(), report.lost > 0),
     };
     let what = format!("{fault:?}, {what} over {protocol:?}");
@@ -502,7 +505,7 @@ fn judge_device(protocol: Protocol, whole: &Report, report: &Report, fault: Faul
     report.lost == 1
 }
 
-/// Fails one completion, call and mapping after the other; returns the number of runs.
+/// Fails all completions, calls and mappings one by one. Returns the number of runs.
 fn enumerate_device(protocol: Protocol) -> usize {
     let whole = run(protocol, Fault::None);
     let Record { calls, completions } = &whole.record;
@@ -518,13 +521,14 @@ fn enumerate_device(protocol: Protocol) -> usize {
         noticed += usize::from(judge_device(protocol, &whole, &report, fault));
         runs += 1;
     }
-    // Only at the end of a session is there no one to notice.
+    // A failure can only be unnoticed at the end of a session.
     assert!(runs - noticed <= 11, "{noticed} of {runs} were noticed");
     runs
 }
 
-/// A worker that lacks memory at its start does not start, or serves a part and says which; with
-/// memory, another one starts in its place. Returns the number of runs.
+/// If a worker can't get memory when it's started, it must either fail or report the parts that it
+/// doesn't serve. When memory is available, a new worker must start on the same device. Returns the
+/// number of runs.
 fn enumerate_start() -> usize {
     let wire = || Fabric::new(FabricConfig::default());
     let fabric = wire();
@@ -545,7 +549,8 @@ fn enumerate_start() -> usize {
         match (started, failing) {
             (Ok((simulation, unserved)), Some(Failing::Call(at))) => {
                 drop(simulation);
-                // Beyond, there is only the discovery of SRP ports, which initiators can do without.
+                // Later calls are only for the discovery of SRP ports, which is optional for
+                // initiators.
                 let is_named = unserved
                     .iter()
                     .all(|why| why.contains("Cannot allocate memory"));
@@ -556,7 +561,7 @@ fn enumerate_start() -> usize {
                     "{failing:?}: {unserved:?}"
                 );
             }
-            // Its last mapping is for discovery.
+            // The last mapping is used for discovery.
             (Ok((_, unserved)), None) => {
                 assert_eq!((mappings_left + 1, unserved.len()), (mappings, 0));
             }
@@ -573,7 +578,7 @@ fn enumerate_start() -> usize {
     all.len()
 }
 
-/// One function, since it counts the descriptors and threads of the process.
+/// This has to be a single function, because it counts descriptors and threads of the process.
 #[test]
 fn each_operation_completion_call_and_mapping_fails_once() {
     let before = footprint();

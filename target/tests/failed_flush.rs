@@ -1,4 +1,4 @@
-//! A flush that failed, and what is remembered of it beyond the end of the server.
+//! Tests that a failed flush is remembered after the server has exited.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ fn start(dir: &Path, faults: Vec<Fault>) -> Server {
     Server::start_after(&config, &ServerState::default(), history.keepers()).unwrap()
 }
 
-/// The status of a WRITE and of a SYNCHRONIZE CACHE after it.
+/// Sends WRITE and SYNCHRONIZE CACHE. Returns their status.
 fn write_and_flush() -> (u8, u8) {
     let to: SocketAddr = format!("{HOST}:3290").parse().unwrap();
     let mut client = Client::login_at(to, IQN, 1, None).unwrap();
@@ -48,7 +48,7 @@ fn write_and_flush() -> (u8, u8) {
     (written, flushed.0)
 }
 
-/// The files that remember a failure.
+/// Returns the files with saved failures.
 fn files(dir: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(dir.join("state")).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path());
@@ -76,7 +76,7 @@ fn a_restart_does_not_clear_a_failed_flush() {
     let remembered = files(&dir);
     assert_eq!(remembered.len(), 1);
 
-    // The disk would flush by now.
+    // By now, a flush would be successful.
     let server = start(&dir, Vec::new());
     assert_eq!(write_and_flush(), (GOOD, CHECK_CONDITION));
     assert_eq!(server.clear_flush_failure(None), 1);
@@ -88,7 +88,7 @@ fn a_restart_does_not_clear_a_failed_flush() {
     assert_eq!(write_and_flush(), (GOOD, GOOD));
     assert!(server.shutdown().is_ok());
 
-    // What cannot be read may have been a failure.
+    // If the file can't be read, we must assume that there was a failure.
     std::fs::write(&remembered[0], "{").unwrap();
     let server = start(&dir, Vec::new());
     assert_eq!(write_and_flush(), (GOOD, CHECK_CONDITION));

@@ -1,4 +1,5 @@
-//! A file system that fails under served files: full, or read-only after an I/O error.
+//! Tests a failing file system that is used for served files: either full, or read-only after an
+//! I/O error.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ fn run(tool: &str, args: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// A mounted file system, unmounted with its value.
+/// A mounted file system, which is unmounted on drop.
 struct Mount(PathBuf);
 
 impl Mount {
@@ -43,7 +44,7 @@ impl Drop for Mount {
     }
 }
 
-/// A server of a sparse file in a file system, and of another disk; and its address.
+/// Starts a server with a sparse file on this file system, and another disk. Returns its address.
 fn start(dir: &Path) -> (Server, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap();
@@ -64,7 +65,7 @@ fn start(dir: &Path) -> (Server, SocketAddr) {
     (Server::start(&config).unwrap(), to)
 }
 
-/// Writes blocks of 64 KiB and flushes, until one of both fails; whether it did.
+/// Writes blocks of 64 KiB and flushes. Returns whether any of these has failed.
 fn write_fails(client: &mut Client, mib: u32) -> bool {
     let data = vec![7; 64 << 10];
     (0..mib * 16).any(|n| {
@@ -100,7 +101,7 @@ fn full_file_system_fails_and_recovers() {
     assert!(write_fails(&mut client, 8));
     let backend = Subject::Backend("a".to_owned());
     assert_eq!(causes(&mut server), [(backend, Some(Cause::NoSpace))]);
-    // The daemon stays ready.
+    // The daemon is still ready.
     assert_eq!(server.problems().unready().count(), 0);
     let at = mount.at();
     let grow = ["-o", "remount,size=128m", at.to_str().unwrap()];
@@ -110,7 +111,7 @@ fn full_file_system_fails_and_recovers() {
     server.shutdown().unwrap();
 }
 
-/// As ext4 does after an error, in spite of files that are open for writing.
+/// Simulates ext4 after an error, which is read-only even for files that are open for writing.
 #[test]
 fn read_only_file_system_is_reported() {
     let ext4 = |image: &str, at: &str| {
@@ -141,7 +142,7 @@ fn read_only_file_system_is_reported() {
         matches!(cause, Cause::ReadOnly | Cause::Medium | Cause::FlushFailed),
         "{cause:?}"
     );
-    // Other disks are served.
+    // Other disks are still served.
     let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     let mut other = Client::login_at(to, IQN, 2, None).unwrap();
     other.command(&[0; 6], false, 0, &[]);

@@ -1,4 +1,4 @@
-//! A disk that fails because its device is gone, and is there again as another one.
+//! Tests a disk that fails because its device was removed, and returns as another device.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -14,13 +14,13 @@ use riser_target::server::handover::ServerState;
 use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
-/// One address for each test.
+/// A separate address for each test.
 const HOSTS: [&str; 2] = ["127.97.2.1", "127.97.2.31"];
 
 const GOOD: u8 = 0;
 const CHECK_CONDITION: u8 = 2;
 
-/// The device of the disk is gone at the first read of its second block.
+/// Returns a fault that removes the device at the first read of its second block.
 fn gone() -> Fault {
     Fault {
         on: FaultOn::Read,
@@ -32,7 +32,7 @@ fn gone() -> Fault {
     }
 }
 
-/// A server of a disk with these faults.
+/// Starts a server for a disk with these faults.
 fn start(dir: &Path, host: &str, faults: Vec<Fault>) -> Server {
     let text = format!(
         "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
@@ -54,7 +54,7 @@ fn read(client: &mut Client, block: u8) -> (u8, Vec<u8>) {
     client.command(&[0x28, 0, 0, 0, 0, block, 0, 0, 1, 0], false, 512, &[])
 }
 
-/// The Device Identification VPD page.
+/// Reads the Device Identification VPD page.
 fn names(client: &mut Client) -> Vec<u8> {
     let (status, page) = client.command(&[0x12, 1, 0x83, 1, 0, 0], false, 256, &[]);
     assert_eq!(status, GOOD);
@@ -77,12 +77,12 @@ fn a_disk_whose_device_is_gone_is_opened_again() {
     assert_eq!(read(&mut client, 1).0, CHECK_CONDITION);
     assert!(server.look());
     assert_eq!(server.problems().iter().count(), 1);
-    // It is not there yet, or it is the same one, whose lock is held.
+    // Either it's not available, or it's the same device, which is still locked.
     let opened = open_all(server.wishes());
     server.retry(opened).unwrap();
     assert!(server.look());
 
-    // Another device is at its path now.
+    // Now there is another device with the same path.
     let mut image = vec![7; 512];
     image.resize(1 << 20, 0);
     std::fs::write(dir.join("new"), &image).unwrap();
@@ -90,7 +90,7 @@ fn a_disk_whose_device_is_gone_is_opened_again() {
     let opened = open_all(server.wishes());
     server.retry(opened).unwrap();
     assert!(!server.look() && server.problems().is_empty());
-    // The session hears of it and goes on.
+    // The session receives unit attentions and continues.
     let mut attentions = 0;
     let data = loop {
         match read(&mut client, 0) {
@@ -106,7 +106,7 @@ fn a_disk_whose_device_is_gone_is_opened_again() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// The daemon is restarted before the device is back, and finds it.
+/// The daemon is restarted before the device is available again.
 #[test]
 fn a_disk_whose_device_was_gone_may_have_lost_something_also_after_a_restart() {
     let host = HOSTS[1];

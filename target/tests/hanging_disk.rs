@@ -1,4 +1,4 @@
-//! Servers with a hanging disk next to healthy disks.
+//! Tests servers with a hanging disk and healthy disks.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.org.example:hanging";
 
-/// Longest time for which anything may take that does not wait for the disk.
+/// Timeout for everything that doesn't have to wait for the disk.
 const PATIENCE: Duration = Duration::from_secs(40);
 
 fn free_port() -> u16 {
@@ -20,7 +20,7 @@ fn free_port() -> u16 {
     listener.local_addr().unwrap().port()
 }
 
-/// LUN 0 hangs while the faults hold its WRITEs, LUN 1 is a RAM disk.
+/// LUN 0 hangs while its WRITEs are held by the faults, LUN 1 is a RAM disk.
 fn start(name: &str, port: u16) -> (Server, Arc<Faults>) {
     let image = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.img"));
     let text = format!(
@@ -65,7 +65,7 @@ fn drain_resumes_service_if_disk_hangs() {
     let since = Instant::now();
     faults.hold(FaultOn::Write, 0, 8 << 20);
     client.send_to(0, &WRITE, &[1; 512], 0);
-    // It begins to hang after the check.
+    // The disk starts to hang after the check.
     let error = server.drain().unwrap_err();
     assert!(
         matches!(&error, ServerError::Hanging { backend, .. } if backend.contains("drained")),
@@ -80,7 +80,7 @@ fn drain_resumes_service_if_disk_hangs() {
     client.send_to(1, &READ, &[], 512);
     let (_, _, data) = client.receive().unwrap();
     assert_eq!(data, vec![7; 512], "the RAM disk");
-    // The disk responds again.
+    // The disk is working again.
     faults.release();
     riser_testkit::eventually("no operation hangs", PATIENCE, || {
         server.check_block_operations().is_ok()
@@ -99,7 +99,7 @@ fn login_succeeds_while_disk_hangs() {
     clear_attentions(&mut client);
     faults.hold(FaultOn::Write, 0, 8 << 20);
     client.send_to(0, &WRITE, &[1; 512], 0);
-    // The disk has it.
+    // Wait until the write is in progress.
     riser_testkit::eventually("the write is at the disk", PATIENCE, || {
         server.unit_on("hung").unwrap().tasks() == 1
     });

@@ -1,4 +1,4 @@
-//! A dead mount under one disk of a daemon, next to healthy disks on the same worker.
+//! Tests an unavailable mount used for one disk of a daemon, with healthy disks on the same worker.
 
 use std::net::SocketAddr;
 use std::process::Command;
@@ -13,10 +13,10 @@ use riser_testkit::skip::skip;
 
 const IQN: &str = "iqn.2026-01.org.example:mounts";
 
-/// Longest time for steps that do not wait for the dead mount.
+/// Timeout for steps that don't have to wait for the unavailable mount.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// LUNs of the disk on the mount, and of two healthy disks.
+/// LUNs: the disk on this mount, and two healthy disks.
 const DEAD: u8 = 0;
 const FILE: u8 = 1;
 const RAM: u8 = 2;
@@ -35,7 +35,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// `None`, after a skip, where FUSE is missing.
+    /// Skips the test and returns `None` if FUSE is not available.
     fn start(name: &str, address: &str) -> Option<Self> {
         let dir = std::env::temp_dir().join(format!("riserd-mount-{}-{name}", std::process::id()));
         let mount = HungMount::new(&dir, 8 << 20)
@@ -64,7 +64,7 @@ impl Bench {
         })
     }
 
-    /// Logs in, and consumes the unit attentions of the new nexus.
+    /// Logs in and clears the unit attentions of the new nexus.
     fn log_in(&self, isid: u8) -> Client {
         let mut client = Client::login_at(self.to, IQN, isid, None).unwrap();
         client.socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -84,12 +84,12 @@ impl Bench {
 
 impl Drop for Bench {
     fn drop(&mut self) {
-        // The daemon cannot end before the mount does.
+        // The daemon can't exit before the mount was removed.
         self.mount.kill();
     }
 }
 
-/// Status of the next response, with sense key and codes.
+/// Returns the status of the next response, with sense key, ASC and ASCQ.
 fn response(client: &mut Client) -> (u8, Option<[u8; 3]>) {
     match client.receive().expect("a response") {
         (FromTarget::ScsiResponse(response), _, data) => {
@@ -108,7 +108,7 @@ fn status(client: &mut Client, lun: u8, cdb: &[u8], data: &[u8]) -> (u8, Option<
     response(client)
 }
 
-/// Completes many operations at both healthy disks.
+/// Completes many operations on both healthy disks.
 fn use_healthy_disks(client: &mut Client) {
     for n in 0..50 {
         for lun in [FILE, RAM] {
@@ -168,7 +168,7 @@ fn check_dead_mount(name: &str, address: &str, silence: Silence) {
     assert_eq!(bench.daemon.json("status")["upgrades"], 0);
     use_healthy_disks(&mut client);
 
-    // The end of the server's process.
+    // The process of the file server exits.
     bench.mount.kill();
     eventually("the replaced session is over", PATIENCE, || {
         status(&mut client, DEAD, &[0; 6], &[]).0 != BUSY
@@ -206,7 +206,7 @@ fn hung_mount_delays_no_other_disk() {
     check_dead_mount("hung-mount", "127.81.6.1", Silence::Data);
 }
 
-/// Even stat(2) waits, as on the mount of a network file system whose server is away.
+/// Even stat(2) blocks, like on a network file system if the server is unavailable.
 #[test]
 fn lost_file_server_delays_no_other_disk() {
     check_dead_mount("lost-server", "127.81.6.2", Silence::All);

@@ -1,4 +1,4 @@
-//! A worker and an initiator over the wire in memory, under a virtual clock.
+//! Tests a worker and an initiator over an in-memory wire with a virtual clock.
 
 mod world;
 
@@ -117,7 +117,7 @@ fn immediate_and_indirect_data_arrive() {
         world.pump(d);
     });
     assert_eq!(answer.status, 0);
-    // Eight blocks, each to a place of its own, the descriptors fetched from memory.
+    // Eight blocks with separate buffers, where the descriptors must be fetched from memory.
     let descs: Vec<_> = (0..8).map(|i| mini.desc((7 - i) * 10_000, 512)).collect();
     let mut table = Vec::new();
     for d in &descs {
@@ -218,7 +218,8 @@ fn a_second_login_replaces_or_joins_the_first() {
         .map_err(|(_, e)| e)
         .unwrap();
     assert_eq!(second.rsp.multi_channel, MultiChannelResult::Maintained);
-    // One nexus: its unit attention was read on the first channel.
+    // Both channels use the same nexus, so the unit attention was already reported on the first
+    // channel.
     let none = || DataBuffer::None;
     let answer = second.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
     assert_eq!(answer.status, 0);
@@ -239,7 +240,7 @@ fn a_second_login_replaces_or_joins_the_first() {
     assert_eq!(world.shared.registry.sessions(), 1);
 }
 
-/// A new login of the same ports, over another connection.
+/// Logs in again from the same port, using another connection.
 fn log_in_again(world: &mut World, client: u8) -> Result<Mini<Endpoint>, Refused> {
     let dev = world.client(client);
     let req = login_req(1, world.target());
@@ -271,7 +272,7 @@ fn a_write_of_a_replaced_session_does_not_come_late() {
     }
     assert_eq!(snapshot(&mut world).sessions[0].in_flight, 1);
     let delay_ends = Instant::now() + SLOW;
-    // The initiator has given the old connection up, and writes the same block again.
+    // The initiator has dropped the old connection and writes the same block again.
     let mut new = log_in_again(&mut world, 2).unwrap();
     assert_eq!(new.rsp.multi_channel, MultiChannelResult::Terminated);
     new.send_cmd(1, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
@@ -280,7 +281,8 @@ fn a_write_of_a_replaced_session_does_not_come_late() {
     assert_eq!(sense.additional, AdditionalSense::NEXUS_LOSS);
     new.data.fill(0, 512, 0xbb);
     assert_eq!(new.write(0, 1, 0, &mut |d| world.pump(d)).status, 0);
-    // Had the old write not ended before the new one began, it would reach the disk by then.
+    // If the old write had not completed before the new one was started, it would now be written to
+    // the disk.
     eventually("the end of the delay", Duration::from_secs(60), || {
         world.pump(&mut new.dev);
         Instant::now() > delay_ends
@@ -293,7 +295,7 @@ fn a_write_of_a_replaced_session_does_not_come_late() {
     assert_eq!(block, [0xbb], "the replaced session's write came last");
 }
 
-/// PERSISTENT RESERVE OUT with these keys: the status.
+/// Sends PERSISTENT RESERVE OUT with these keys. Returns the status.
 fn reserve_out(
     world: &mut World,
     mini: &mut Mini<Endpoint>,
@@ -310,7 +312,8 @@ fn reserve_out(
     mini.command(&cdb, data, DataBuffer::None, pump).status
 }
 
-/// Fencing ends the preempted initiator's disk operations, and does not wait for those of others.
+/// PREEMPT AND ABORT aborts disk operations of the preempted initiator, and must not wait for other
+/// operations.
 #[test]
 fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
@@ -346,7 +349,8 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     };
     assert_eq!(two.read(1, 1, 4096, &mut |d| world.pump(d)).status, 0);
     assert_eq!(two.data.slice(4096..4097).unwrap().to_vec(), [0]);
-    // TASK ABORTED answers the write; the next is the unit attention, and then the conflict.
+    // The write is completed with TASK ABORTED. Then there is a unit attention, followed by the
+    // conflict.
     let ended = one.answer(&mut |d| world.pump(d));
     assert_eq!((ended.tag, ended.status, ended.delta), (5, 0x40, 1));
     for _ in 0..50 {
@@ -363,7 +367,8 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     assert_eq!(one.write(0, 1, 0, &mut |d| world.pump(d)).status, 0x18);
 }
 
-/// A channel of a worker that is not there: it stands for one whose commands a device holds.
+/// Returns a channel of a worker that doesn't exist, to simulate a channel with commands at a
+/// device.
 fn held_channel(world: &World) -> SessionGuard {
     let req = login_req(1, world.target());
     let key = NexusKey {
@@ -407,7 +412,8 @@ fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
     assert_eq!(new.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
-/// A host with a hanging disk can log in again and reach its units. The hanging unit refuses commands.
+/// A host with a hanging disk can log in again and use its units. Only the hanging unit returns
+/// BUSY.
 #[test]
 fn srp_login_starts_beside_hanging_write() {
     const BUSY: u8 = 8;
@@ -430,7 +436,7 @@ fn srp_login_starts_beside_hanging_write() {
         let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
         assert_eq!(answer.status, BUSY, "the write may still be executed");
     }
-    // Another login is not held up either.
+    // Another login isn't delayed either.
     let mut new = log_in_again(&mut world, 3).unwrap();
     let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
     assert_eq!(answer.status, BUSY);
@@ -449,7 +455,7 @@ fn a_request_alone_ends_no_session() {
     let req = login_req(1, world.target());
     let mut private_data = vec![0; 56];
     req.emit_rdma(&mut private_data);
-    // The peer that asks does not see the answer: its address was forged.
+    // The sender of the request does not receive the response, because its address was forged.
     let mut dev = world.client(2);
     Mini::request(
         &mut dev,
@@ -471,7 +477,7 @@ fn a_request_alone_ends_no_session() {
     assert_eq!(victim.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
-/// Two targets with a RAM disk and a portal each.
+/// Two targets, each with a RAM disk and a portal.
 const TWO_TARGETS: &str = "\
 backends: { a: { kind: ram, size: 1MiB }, b: { kind: ram, size: 1MiB } }
 targets:
@@ -497,8 +503,8 @@ fn a_target_is_reached_by_its_own_portals_only() {
     assert_eq!(by(5556), Ok(()));
 }
 
-/// A disk is one unit, by whichever number: it has one name, and its reservations hold for all
-/// numbers.
+/// A disk with multiple LUNs is a single unit: it has one name, and its reservations are valid for
+/// all LUNs.
 #[test]
 fn a_reservation_holds_on_a_read_only_number_too() {
     let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
@@ -509,7 +515,7 @@ fn a_reservation_holds_on_a_read_only_number_too() {
     let parsed = Config::parse(text, "test.yaml").unwrap();
     let mut world = World::serving(FaultConfig::default(), &parsed);
     let mut holder = world.log_in(1);
-    // REGISTER AND IGNORE a key, then RESERVE with it: Exclusive Access.
+    // REGISTER AND IGNORE EXISTING KEY, then RESERVE with this key: Exclusive Access.
     for (action, kind, key_at) in [(0x06, 0, 8), (0x01, 0x03, 0)] {
         let mut list = [0_u8; 24];
         list[key_at..key_at + 8].copy_from_slice(&7_u64.to_be_bytes());
@@ -527,7 +533,7 @@ fn a_reservation_holds_on_a_read_only_number_too() {
         other.send_cmd(1, lun, &read, none(), DataBuffer::Direct(desc));
         assert_eq!(other.answer(&mut |d| world.pump(d)).status, 0x18, "{lun}");
     }
-    // The holder reads by either, and writes by one.
+    // The holder can use both LUNs to read, but only one to write.
     for (lun, opcode, status) in [(0, 0x28, 0), (1, 0x28, 0), (0, 0x2a, 0), (1, 0x2a, 2)] {
         let data = DataBuffer::Direct(holder.desc(0, 512));
         let (out, into) = if opcode == 0x2a {
@@ -541,7 +547,8 @@ fn a_reservation_holds_on_a_read_only_number_too() {
     }
 }
 
-/// Who may not write must not stop those who do: no reservations, and no end of their commands.
+/// An initiator with read-only access must not block other initiators from writing: it cannot
+/// reserve the unit or abort their commands.
 #[test]
 fn a_read_only_number_takes_no_unit_from_others() {
     let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
@@ -577,7 +584,8 @@ fn a_read_only_number_takes_no_unit_from_others() {
         assert_eq!(by(0, &cdb(reserve), 0), good, "the other number");
         assert_eq!(by(0, &cdb(release), 0), good);
     }
-    // Its own commands it may end; those of all, by the other number.
+    // It can abort its own commands with this LUN, but can only abort all commands with the other
+    // LUN.
     use TskMgmtFunction::{AbortTaskSet, ClearTaskSet, LogicalUnitReset};
     let mut manage = |lun, function| {
         reader.send_tmf_to(9, lun, function, 0);
@@ -590,7 +598,8 @@ fn a_read_only_number_takes_no_unit_from_others() {
     }
 }
 
-/// RESERVE ends with its session, also where a login of the same initiator ends that (SPC-2 5.5.1).
+/// RESERVE is released when its session is closed, including session reinstatement by the same
+/// initiator (SPC-2 5.5.1).
 #[test]
 fn a_new_login_gives_back_what_the_old_session_has_reserved() {
     for (reserve, cdb_len) in [(0x16, 6), (0x56, 10)] {
@@ -615,7 +624,7 @@ fn a_new_login_gives_back_what_the_old_session_has_reserved() {
     }
 }
 
-/// Keeps nothing; a save takes as long as the test holds the lock.
+/// A keeper without storage. Saving is blocked while the test holds the lock.
 #[derive(Debug, Default)]
 struct Held(Mutex<()>);
 
@@ -640,7 +649,8 @@ fn register(mini: &mut Mini<Endpoint>, tag: u64) {
     mini.send_cmd(tag, 0, &cdb, data, DataBuffer::None);
 }
 
-/// However many changes of reservations some hosts ask for, another's is made.
+/// Even if many changes of reservations are pending for some hosts, a change from another host must
+/// succeed.
 #[test]
 fn a_flood_of_registrations_leaves_room_for_others() {
     let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
@@ -653,7 +663,8 @@ fn a_flood_of_registrations_leaves_room_for_others() {
     for host in &mut hosts[..3] {
         for n in 0..EACH {
             register(host, n);
-            // The host's buffers for requests are few: each goes out before it is used again.
+            // The host only has a few request buffers, so each request must be sent before its
+            // buffer is used again.
             (0..8).for_each(|_| world.pump(&mut host.dev));
         }
         for _ in 0..200 {
@@ -681,7 +692,7 @@ fn a_state_directory_that_hangs_holds_up_neither_aborts_nor_logins() {
     let keeper = Arc::new(Held::default());
     let shared = build_shared(&config, Some(keeper.clone())).unwrap();
     let mut world = World::over(FaultConfig::default(), shared);
-    // Unlocked before the world goes, which waits for its helper thread.
+    // Must be unlocked before the world is dropped, because this waits for the helper thread.
     let hangs = keeper.0.lock().unwrap();
     let mut host = world.log_in(1);
     register(&mut host, 1);
@@ -693,7 +704,7 @@ fn a_state_directory_that_hangs_holds_up_neither_aborts_nor_logins() {
     register(&mut host, 3);
     let read = host.read(0, 1, 4096, &mut |d| world.pump(d));
     assert_eq!(read.status, 0);
-    // It gives up, and logs in again.
+    // It disconnects and logs in again.
     let (dev, req) = (world.client(2), login_req(1, world.target()));
     let at = SocketAddr::new(SERVER, 5555);
     let again = Mini::connect(dev, at, &req, &mut |d| world.pump(d));
@@ -745,8 +756,9 @@ fn a_bad_key_costs_one_connection() {
     assert_eq!(answer.status, 0);
 }
 
-/// The device could not even be asked for such a range. The one before it is good, and gets nothing
-/// either: a buffer goes back to the pool, so no request of its chain may be under way.
+/// It's not even possible to request such a range from the device. The previous descriptor is
+/// valid, but must not be used either: the buffer is returned to the pool, so no work request of
+/// this chain may be in flight.
 #[test]
 fn a_range_past_the_end_of_the_address_space_costs_one_connection_and_moves_nothing() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -852,8 +864,7 @@ fn a_login_on_the_service_id_has_the_long_form() {
     assert_eq!(mini.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
-/// CVE-2024-26744: any text that a peer or an administrator writes as a GUID is refused, not
-/// followed.
+/// CVE-2024-26744: any invalid GUID from a peer or an administrator must be rejected.
 #[test]
 fn cve_2024_26744_service_guids() {
     for guid in [
@@ -896,7 +907,8 @@ fn logins_that_are_none_are_refused() {
     use riser_transport::verbs::PortSpace;
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 5555);
-    // The CM pads private data with zeros: nothing at all reads as a login from port 0 to port 0.
+    // The CM pads private data with zeros, so empty data would be parsed as a login from port 0 to
+    // port 0.
     let absent = LoginRejReason::UnableToAssociateChannel;
     let no_login = LoginRejReason::UnableToEstablishChannel;
     for (private_data, reason) in [
@@ -913,7 +925,8 @@ fn logins_that_are_none_are_refused() {
     assert_eq!(world.shared.registry.sessions(), 0);
 }
 
-/// The audit log holds lines back, so an operator learns from the counter that hosts stay outside.
+/// Because the audit log is rate-limited, operators need a counter to notice that hosts cannot
+/// connect.
 #[test]
 fn a_connection_for_which_there_is_no_room_is_counted() {
     let text = config(SERVER, 1, "");
@@ -922,7 +935,7 @@ fn a_connection_for_which_there_is_no_room_is_counted() {
     socket.listen().unwrap();
     let portal = socket.fd().unwrap().try_clone_to_owned().unwrap();
     let portal = std::net::TcpListener::from(portal).local_addr().unwrap();
-    // Such a ring has slots for one connection.
+    // This ring only has space for one connection.
     let ring = RingConfig {
         capacity: 8,
         ..RingConfig::default()
@@ -942,8 +955,8 @@ fn a_connection_for_which_there_is_no_room_is_counted() {
     drop(initiators);
 }
 
-/// The last receive is in the last full batch then: the channel has released everything before the
-/// connection could be accepted.
+/// In this case the last receive request is in the last full batch: the channel has already
+/// released everything before the connection could be accepted.
 #[test]
 fn a_login_is_refused_while_its_device_dies() {
     let mut world = World::new(FaultConfig::default(), "limits: { queue_depth: 28 }\n");
@@ -966,8 +979,8 @@ fn a_login_is_refused_while_its_device_dies() {
     mini.disconnect(&mut |d| world.pump(d));
 }
 
-/// Asks for 16 KiB by a table of 32 descriptors, so the answer is a chain of as many requests and a
-/// message.
+/// Requests 16 KiB with a table of 32 descriptors, so the response is a chain of 32 work requests
+/// and a message.
 fn scattered_read(mini: &mut Mini<Endpoint>) {
     let descs: Vec<_> = (0..32).map(|i| mini.desc(i * 1000, 512)).collect();
     let mut table = Vec::new();
@@ -985,11 +998,11 @@ fn scattered_read(mini: &mut Mini<Endpoint>) {
     mini.send_cmd(7, 0, &cdb10(0x28, 0, 32), DataBuffer::None, buffer);
 }
 
-/// The requests before it read the buffer until the marker behind them has completed.
+/// The previous work requests use the buffer until the marker after them has completed.
 #[test]
 fn a_chain_that_is_taken_in_part_ends_its_channel() {
     let mut world = World::new(FaultConfig::default(), "");
-    // One request fetches the table; the 19th of the answer is in the second call.
+    // One request fetches the table. The 19th request of the response is in the second call.
     for after in [2, 19] {
         let mut mini = world.log_in(after as u8);
         world
@@ -1003,7 +1016,7 @@ fn a_chain_that_is_taken_in_part_ends_its_channel() {
     }
 }
 
-/// Nothing says when the requests that were taken are over if no marker can be posted.
+/// If no marker can be posted, we don't know when the accepted work requests have completed.
 #[test]
 fn a_buffer_stays_with_a_chain_whose_end_cannot_be_known() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -1023,7 +1036,7 @@ fn a_buffer_stays_with_a_chain_whose_end_cannot_be_known() {
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
 }
 
-/// The asking connection holds a context for the answer.
+/// The connection that sends the request uses a context for the response.
 #[test]
 fn a_claim_to_a_command_of_a_connection_without_recovery_is_answered() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -1067,7 +1080,7 @@ fn coming_and_going_leaves_nothing() {
         let mini = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
         let mut mini = mini.map_err(|(_, e)| e).unwrap();
         if round % 2 == 0 {
-            // Some leave in the middle of it.
+            // Some disconnect while commands are in flight.
             for tag in 0..5 {
                 let desc = mini.desc(0, 4096);
                 let into = DataBuffer::Direct(desc);
@@ -1099,8 +1112,8 @@ fn an_initiator_that_vanishes_leaves_nothing() {
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
 }
 
-/// As one that fails. Its disk writes may still be under way, so a new login must wait for them,
-/// until the daemon has ended.
+/// Simulates a worker failure. Disk writes of the worker may still be in flight, so a new login
+/// must wait until the daemon has exited.
 #[test]
 fn a_worker_that_fails_keeps_its_sessions_entered() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -1111,8 +1124,8 @@ fn a_worker_that_fails_keeps_its_sessions_entered() {
     drop(minis);
 }
 
-/// Twice, with transfers under way: sessions end, nothing stays behind, and the portals come back
-/// with the device.
+/// This is done twice with transfers in flight: sessions are closed, all resources are released,
+/// and the portals are available again with the device.
 #[test]
 fn a_device_that_is_unplugged_comes_back() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -1143,7 +1156,7 @@ fn a_device_that_is_unplugged_comes_back() {
         assert_eq!(snapshot.sessions, []);
         assert_eq!(snapshot.pool_free, snapshot.pool_size);
         assert_eq!(world.shared.registry.sessions(), 0);
-        // While it is away there is no answer; then it is found.
+        // Without the device there is no response. Later it is found.
         world.fabric.plug(SERVER);
         let mut idle = world.client(50);
         for _ in 0..2_000 {
@@ -1157,8 +1170,8 @@ fn a_device_that_is_unplugged_comes_back() {
     mini.disconnect(&mut |d| world.pump(d));
 }
 
-/// Another program has one of its ports then: the other one is served, and that one when it is
-/// free.
+/// One of its ports is now used by another program: the other port is served immediately, and this
+/// port when it's available.
 #[test]
 fn a_device_comes_back_without_a_port_that_is_taken() {
     let (first, second) = (SocketAddr::new(SERVER, 5555), SocketAddr::new(SERVER, 5556));
@@ -1208,7 +1221,7 @@ fn commands_are_counted_by_unit_session_and_kind() {
     assert_eq!(answer.status, 0);
     assert_eq!(count(&world, Kind::Write), (3, 3 * 4096));
     assert_eq!(count(&world, Kind::Read), (1, 512));
-    // Beyond the end: ILLEGAL REQUEST.
+    // After the end of the disk: ILLEGAL REQUEST.
     let answer = mini.read(0x7fff_ffff, 1, 0, &mut |d| world.pump(d));
     assert_eq!(answer.status, 2);
     mini.send_tmf(9, TskMgmtFunction::LogicalUnitReset, 0);

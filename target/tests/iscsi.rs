@@ -1,4 +1,5 @@
-//! A server with an iSCSI portal, and an initiator of our own login machine on a socket.
+//! Tests a server with an iSCSI portal, and an initiator that uses our login state machine on a
+//! socket.
 
 use std::collections::HashSet;
 use std::io::{ErrorKind, Read, Write};
@@ -65,7 +66,7 @@ fn text(port: u16) -> String {
     )
 }
 
-/// Several connections of a session, and connection recovery, are to be asked for.
+/// Multiple connections per session and connection recovery must be enabled.
 const RECOVERABLE: &str = "limits: { connections_per_session: 8, error_recovery_level: 2 }\n";
 
 #[test]
@@ -93,7 +94,7 @@ fn what_is_written_in_one_session_is_read_in_another() {
     server.shutdown().unwrap();
 }
 
-/// CVE-2024-45751: CHAP challenges that are the same after every start.
+/// CVE-2024-45751: CHAP challenges were the same after each start.
 #[test]
 fn cve_2024_45751_challenges_differ_in_every_run() {
     let mut seen = HashSet::new();
@@ -107,14 +108,14 @@ fn cve_2024_45751_challenges_differ_in_every_run() {
         }
         drop(server);
     }
-    // Nor is any byte of them a constant.
+    // No byte of the challenges may be constant.
     for at in 0..32 {
         let bytes: HashSet<_> = seen.iter().map(|c| &c[2 + 2 * at..4 + 2 * at]).collect();
         assert!(bytes.len() > 1, "byte {at} is always {bytes:?}");
     }
 }
 
-/// The challenges of two logins that begin at the same time.
+/// Returns the challenges of two simultaneous logins.
 fn challenges(port: u16) -> [String; 2] {
     let ask = |text: &str, flags: u8, socket: &mut TcpStream| {
         let mut bhs = [0; 48];
@@ -180,13 +181,14 @@ fn a_rule_has_secrets_in_the_place_of_the_targets() {
         }
     }
     Client::login(port, each, 1, Some("a-secret-of-her-own")).unwrap();
-    // Whom another rule is about is asked for what the target says: nothing.
+    // If there is another rule for the initiator, this uses the setting of the target, which has no
+    // authentication.
     Client::login(port, "iqn.2026-01.org.example:other", 1, None).unwrap();
     server.shutdown().unwrap();
 }
 
-/// The same initiator port at the same target takes its session over; another ISID is another
-/// session.
+/// A login with the same initiator port and target reinstates the session. Another ISID is a
+/// separate session.
 #[test]
 fn a_second_login_takes_the_session_over() {
     let (server, port) = start();
@@ -214,15 +216,15 @@ fn a_portal_sends_initiators_elsewhere() {
         let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
         let sent = Client::redirected(port, "iqn.2026-01.org.example:open");
         assert_eq!(sent, ("192.0.2.20:3262".to_owned(), permanent));
-        // The other target at this portal is here.
+        // The other target on this portal is not redirected.
         let chap = "iqn.2026-01.org.example:chap";
         Client::login(port, chap, 1, Some("twelve-bytes-or-more")).unwrap();
         server.shutdown().unwrap();
     }
 }
 
-/// Two connections make one session: commands are carried out in the order of their numbers,
-/// whichever connection brings them, and answered where they came from.
+/// Two connections form one session: commands are executed in order of their CmdSN, even on
+/// different connections, and completed on their own connection.
 #[test]
 fn two_connections_share_a_session() {
     let port = free_port();
@@ -232,7 +234,7 @@ fn two_connections_share_a_session() {
     let mut first = Client::login(port, open, 1, None).unwrap();
     assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let tsih = first.tsih.0;
-    // The kernel deals connections out among the workers; some of these share none.
+    // The kernel distributes connections among workers, so some of these use different workers.
     for round in 1..9_u8 {
         let mut second = Client::join(port, open, 1, (tsih, 1), None).unwrap();
         let full = Client::join(port, open, 1, (tsih, 2), None);
@@ -244,7 +246,7 @@ fn two_connections_share_a_session() {
         let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
         let next = first.cmd_sn;
         second.cmd_sn = next + 1;
-        // Of simple commands a unit may carry out the later one first.
+        // Two SIMPLE commands could be reordered.
         let ordered = TaskAttr::Ordered;
         second.send_with(ordered, &read, false, 512, &[]);
         second.send_with(ordered, &write, true, 512, &[round + 100; 512]);
@@ -256,7 +258,7 @@ fn two_connections_share_a_session() {
             first.command(&read, false, 512, &[]),
             (0, vec![round + 100; 512])
         );
-        // The same connection once more: the old one goes.
+        // Another login with the same CID closes the old connection.
         let again = Client::join(port, open, 1, (tsih, 1), None).unwrap();
         assert!(second.receive().is_none());
         let logout = LogoutRequest {
@@ -280,15 +282,15 @@ fn two_connections_share_a_session() {
         stranger.err(),
         Some(LoginError::Refused(LoginStatus::NO_SUCH_SESSION))
     ));
-    // A connection that is lost takes the session with it.
+    // The loss of a connection closes the session.
     let second = Client::join(port, open, 1, (tsih, 1), None).unwrap();
     drop(second);
     assert!(first.receive().is_none());
     server.shutdown().unwrap();
 }
 
-/// Where one address has to prove its identity and another one need not, the names of the former
-/// are no way for the latter to its session.
+/// If one address needs authentication and another doesn't, the second one must not access the
+/// session of the first one by using its name.
 #[test]
 fn connections_with_other_rights_neither_join_nor_replace_a_session() {
     let port = free_port();
@@ -322,8 +324,8 @@ fn connections_with_other_rights_neither_join_nor_replace_a_session() {
     server.shutdown().unwrap();
 }
 
-/// A user with a secret may claim any name for the initiator port. That does not end another user's
-/// session.
+/// A user with a secret can use any name for the initiator port, but this must not close the
+/// session of another user.
 #[test]
 fn who_has_proved_another_identity_takes_no_session_over() {
     let port = free_port();
@@ -351,7 +353,7 @@ fn who_has_proved_another_identity_takes_no_session_over() {
     let refused = Some(LoginError::Refused(LoginStatus::AUTHORIZATION_FAILURE));
     assert_eq!(as_bob().err(), refused);
     assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 0);
-    // The same identity takes its own session over, from any address.
+    // The same user can reinstate its own session from any address.
     let there = SocketAddr::from(([127, 0, 0, 2], 0));
     let to = SocketAddr::from(([127, 0, 0, 1], port));
     let secret = Some("twelve-bytes-or-more");
@@ -361,7 +363,7 @@ fn who_has_proved_another_identity_takes_no_session_over() {
     assert!(first.receive().is_none());
     assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 2, "nexus loss");
     assert_eq!(as_bob().err(), refused);
-    // An identity that is not accepted any longer holds nothing.
+    // If a user is not accepted any more, its sessions are not protected.
     server.change(config(&format!("{bob}, {carol}"))).unwrap();
     let mut third = as_bob().unwrap();
     assert_eq!(third.command(&[0; 6], false, 0, &[]).0, 2, "nexus loss");
@@ -373,7 +375,8 @@ fn who_has_proved_another_identity_takes_no_session_over() {
     server.shutdown().unwrap();
 }
 
-/// In a discovery session nothing has been proved: one of another address ends none.
+/// There is no authentication for discovery sessions, so they must not be closed by a login from
+/// another address.
 #[test]
 fn discovery_sessions_of_several_addresses_may_have_one_name() {
     let (server, port) = start();
@@ -394,7 +397,7 @@ fn discovery_sessions_of_several_addresses_may_have_one_name() {
     server.shutdown().unwrap();
 }
 
-/// Units that come and go reach a session that is logged in.
+/// Units are added and removed while a session is active.
 #[test]
 fn a_session_follows_the_configuration() {
     let (mut server, port) = start();
@@ -416,7 +419,7 @@ fn a_session_follows_the_configuration() {
         .unwrap();
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "luns changed");
     assert_eq!(client.command(&luns, false, 64, &[]).1.len(), 16);
-    // An initiator that may no longer log in is asked to log out.
+    // An initiator that is no longer allowed to log in is requested to log out.
     let closed = text(port).replacen("access: open", "access: []", 1);
     server
         .change(Config::parse(&closed, "test.yaml").unwrap())
@@ -429,8 +432,8 @@ fn a_session_follows_the_configuration() {
     server.shutdown().unwrap();
 }
 
-/// The rights at the end of a login count, which another configuration may have changed since its
-/// beginning.
+/// Access must be checked with the configuration at the end of a login, which may have changed
+/// since its start.
 #[test]
 fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_under() {
     let login = |socket: &mut TcpStream, flags: u8, exp_stat_sn: u8, text: &[u8]| -> [u8; 2] {
@@ -463,7 +466,7 @@ fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_und
         let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let timeout = Some(Duration::from_secs(20));
         socket.set_read_timeout(timeout).unwrap();
-        // Operational negotiation, which goes on, then the way to full-feature phase.
+        // Operational negotiation, first without and then with a transition to full feature phase.
         assert_eq!(login(&mut socket, 0x04, 0, names), [0, 0]);
         let other = text(port).replacen("access: open", access, 1);
         server
@@ -478,9 +481,9 @@ fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_und
     }
 }
 
-/// A number that has come to lead to another unit is not used before the initiator has asked which
-/// one it is, whether it goes on, logs in again, or has lost its session. A logout begins from
-/// nothing.
+/// If a LUN is mapped to another unit, it can't be used until the initiator has identified the
+/// unit. This is also required if the initiator logs in again or has lost its session, but not
+/// after a logout.
 #[test]
 fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     const NAMES: [u8; 6] = [0x12, 1, 0x83, 0, 64, 0];
@@ -516,7 +519,7 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     until_ready(&mut third);
     server.change(config("ram")).unwrap();
     assert_held_back(&mut third);
-    // The second one took it for the other unit.
+    // The second session has identified the other unit.
     server.change(config("more")).unwrap();
     until_ready(&mut third);
     let logout = LogoutRequest {
@@ -535,19 +538,19 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     server.shutdown().unwrap();
 }
 
-/// How many connections a server holds.
+/// Returns the number of connections that are open on the server.
 fn held(peers: &mut Vec<TcpStream>) -> usize {
     peers.retain_mut(|peer| {
         peer.set_nonblocking(true).unwrap();
         let mut byte = [0];
-        // The end of the connection reads as nothing, or as a reset.
+        // A closed connection returns either no data or an error.
         matches!(peer.read(&mut byte), Err(e) if e.kind() == ErrorKind::WouldBlock)
     });
     peers.len()
 }
 
-/// A peer that opens thousands of connections, and says nothing, or the start of a login, gets a
-/// bounded number; sessions that are there go on, and others can log in from elsewhere.
+/// A peer that opens thousands of connections without completing a login must only get a limited
+/// number. Existing sessions must continue, and other hosts must be able to log in.
 #[test]
 fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
     let port = free_port();
@@ -561,7 +564,7 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
     for number in 0..5000_u32 {
         let mut peer = TcpStream::connect(("127.0.0.1", port)).unwrap();
         if number.is_multiple_of(2) {
-            // It may have been closed already.
+            // It may already be closed.
             let _ = peer.write_all(&[0x43, 0x87, 0, 0, 0, 0, 1, 0]);
         }
         peers.push(peer);
@@ -570,11 +573,11 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
             held(&mut peers);
         }
     }
-    // Two workers, for each of them twice the sessions and 64, of which half may be strangers, and
-    // half of these from one address.
+    // Each of two workers allows twice the number of sessions plus 64 connections. Half of these
+    // may be from unknown hosts, and half of those from a single address.
     eventually("few of them are held", WAIT, || held(&mut peers) <= 2 * 20);
     assert_eq!(client.command(&read, false, 512, &[]).0, 0);
-    // The oldest of them are displaced by new ones, also from the same address.
+    // New connections replace the oldest ones, even from the same address.
     let mut same = Client::login(port, open, 3, None).unwrap();
     assert_eq!(same.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let elsewhere = SocketAddr::from(([127, 0, 0, 2], 0));
@@ -586,7 +589,7 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
     server.shutdown().unwrap();
 }
 
-/// A session that floods pings and reads no answer stops only itself.
+/// A session that floods pings without reading the responses must only block itself.
 #[test]
 fn a_flood_of_pings_stops_only_its_own_session() {
     let (server, port) = start();
@@ -633,7 +636,8 @@ fn a_flood_of_pings_stops_only_its_own_session() {
         progress += 1;
     }
     assert!(progress > 10, "{progress} commands");
-    // What was taken in is what sockets hold on both sides, and our queue: far from all there was.
+    // The sent data is limited to the socket buffers on both sides and our queue, which is much
+    // less than everything.
     assert!(
         sent.iter().all(|sent| *sent < 64 << 20),
         "{sent:?} bytes taken"
@@ -644,7 +648,7 @@ fn a_flood_of_pings_stops_only_its_own_session() {
     server.shutdown().unwrap();
 }
 
-/// A configuration whose backend `ram` holds back one write for a while.
+/// Creates a configuration where backend `ram` delays a single write.
 fn slow(text: &str, faults: &Arc<Faults>) -> Config {
     let mut config = Config::parse(text, "test.yaml").unwrap();
     let mut backends = config.backends.iter_mut();
@@ -653,10 +657,10 @@ fn slow(text: &str, faults: &Arc<Faults>) -> Config {
     config
 }
 
-/// The time that a slow write takes.
+/// Duration of a slow write.
 const SLOW: Duration = Duration::from_millis(700);
 
-/// Longest wait for anything that happens by itself.
+/// Timeout for events that don't depend on the test.
 const WAIT: Duration = Duration::from_secs(60);
 
 fn one_slow_write() -> Arc<Faults> {
@@ -670,7 +674,7 @@ fn one_slow_write() -> Arc<Faults> {
     }]))
 }
 
-/// Waits until the disk has taken the slow write.
+/// Waits until the slow write was started by the disk.
 fn has_begun(faults: &Faults) {
     eventually("the write has begun", WAIT, || faults.is_spent());
 }
@@ -678,8 +682,8 @@ fn has_begun(faults: &Faults) {
 const WRITE: [u8; 10] = [0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0];
 const READ: [u8; 10] = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
 
-/// What a session had under way cannot reach the medium after what the one writes that has taken
-/// its place.
+/// Commands of the previous session must not be written to the medium after commands of the session
+/// that reinstates it.
 #[test]
 fn a_session_that_is_taken_over_leaves_nothing_behind() {
     let port = free_port();
@@ -694,7 +698,8 @@ fn a_session_that_is_taken_over_leaves_nothing_behind() {
     let mut second = Client::login(port, open, 1, None).unwrap();
     assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     assert_eq!(second.command(&WRITE, true, 512, &[2; 512]).0, 0);
-    // Had the first write not ended before the second one began, it would reach the disk by then.
+    // If the first write had not completed before the second one was started, it would now be
+    // written to the disk.
     eventually("the end of the delay", WAIT, || Instant::now() > delay_ends);
     assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 0);
     assert_eq!(second.command(&READ, false, 512, &[]), (0, vec![2; 512]));
@@ -702,7 +707,8 @@ fn a_session_that_is_taken_over_leaves_nothing_behind() {
     server.shutdown().unwrap();
 }
 
-/// A server that is dropped while a disk works cuts its connections, and no worker fails over that.
+/// If a server is dropped while a disk is busy, it closes its connections, and no worker may fail
+/// because of this.
 #[test]
 fn a_server_that_is_dropped_ends_its_commands() {
     let port = free_port();
@@ -720,7 +726,7 @@ fn a_server_that_is_dropped_ends_its_commands() {
     assert!(failed.is_pending(), "a worker failed");
 }
 
-/// A unit that is taken away answers what it had begun, and nothing else.
+/// A removed unit completes commands that it has started, but no others.
 #[test]
 fn a_unit_that_is_taken_away_ends_its_commands() {
     let port = free_port();
@@ -738,8 +744,8 @@ fn a_unit_that_is_taken_away_ends_its_commands() {
     server.shutdown().unwrap();
 }
 
-/// A number that an access rule gives another unit: what was under way ends, also by a function for
-/// the number, and no command that was meant for the unit before reaches the other one.
+/// An access rule maps a LUN to another unit: commands in flight complete or can be aborted using
+/// this LUN, and no command for the previous unit may be executed by the other one.
 #[test]
 fn a_number_that_leads_elsewhere_takes_no_commands_along() {
     let port = free_port();
@@ -794,7 +800,7 @@ fn a_number_that_leads_elsewhere_takes_no_commands_along() {
     server.shutdown().unwrap();
 }
 
-/// The next PDU that is no asynchronous message.
+/// Returns the next PDU that is not an asynchronous message.
 fn next(client: &mut Client) -> FromTarget {
     loop {
         match client.receive().expect("a PDU").0 {
@@ -823,15 +829,15 @@ fn reassign(client: &mut Client, tag: u32) -> TmfStatus {
     }
 }
 
-/// Connection recovery: a connection is cut with reads and writes under way, which go on to their
-/// end on another one; first one that is there, which logs the lost one out, then one that takes
-/// its place.
+/// Connection recovery: a connection is closed while reads and writes are in flight. They continue
+/// on another connection: either an existing one, which logs out the lost connection, or a new one
+/// that reinstates it.
 #[test]
 fn commands_outlive_their_connection() {
     let port = free_port();
     let open = "iqn.2026-01.org.example:open";
     let cdb = |opcode: u8, lba: u8, blocks: u8| [opcode, 0, 0, 0, 0, lba, 0, 0, blocks, 0];
-    // The kernel deals connections out among the workers; some of these share none.
+    // The kernel distributes connections among workers, so some of these use different workers.
     for round in 1..7_u8 {
         let faults = one_slow_write();
         let text = format!("{}{RECOVERABLE}", text(port));
@@ -842,13 +848,13 @@ fn commands_outlive_their_connection() {
         let is_there = round.is_multiple_of(2);
         let second = is_there.then(|| Client::recoverable(port, open, 1, (tsih, 1)));
         let tag = first.cmd_sn;
-        // The disk takes its time with one write; a read is answered, but not acknowledged; another
-        // write waits for data that have been asked for.
+        // One write is delayed by the disk, a read is completed but not acknowledged, and another
+        // write is waiting for solicited data.
         first.send_command(&cdb(0x2a, 1, 1), true, 512, &[round; 512]);
         first.send_command(&cdb(0x28, 8, 8), false, 4096, &[]);
         first.send_command(&cdb(0x2a, 16, 4), true, 2048, &[]);
         has_begun(&faults);
-        // The data of the read with their header, and the header of the R2T.
+        // The Data-In PDU of the read, and the header of the R2T.
         let mut arrived = [0; 48 + 4096 + 48];
         let whole = arrived.len();
         eventually("the read's data and the R2T", WAIT, || {
@@ -903,7 +909,7 @@ fn commands_outlive_their_connection() {
         assert_eq!(read, (0, vec![round + 100; 2048]));
         let read = second.command(&cdb(0x28, 1, 1), false, 512, &[]);
         assert_eq!(read, (0, vec![round; 512]));
-        // The session ends for a new one, and with it all that is kept.
+        // A new session closes this one, and drops everything that was kept for recovery.
         let mut third = Client::recoverable(port, open, 1, (0, 0));
         assert!(second.receive().is_none());
         assert_eq!(third.command(&[0; 6], false, 0, &[]).0, 2, "power on");
@@ -913,7 +919,7 @@ fn commands_outlive_their_connection() {
     }
 }
 
-/// What hardly any initiator uses is not offered unless it is asked for.
+/// Features that are rarely used by initiators are not offered by default.
 #[test]
 fn sessions_have_one_connection_and_no_recovery_by_default() {
     let (server, port) = start();
@@ -935,7 +941,7 @@ fn sessions_have_one_connection_and_no_recovery_by_default() {
     server.shutdown().unwrap();
 }
 
-/// Who only looks for targets takes no session from a host, from wherever.
+/// Discovery sessions must not use the session limits of hosts, from any address.
 #[test]
 fn discovery_sessions_keep_no_host_out() {
     let port = free_port();
@@ -951,7 +957,7 @@ fn discovery_sessions_keep_no_host_out() {
     let mut client = Client::login(port, open, 9, None).unwrap();
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     assert_eq!(server.sessions(), 1);
-    // None of them has a second connection.
+    // They can't have a second connection.
     let second = Client::rediscovery(port, 0, finders[0].tsih.0);
     assert!(matches!(
         second.err(),
@@ -961,14 +967,14 @@ fn discovery_sessions_keep_no_host_out() {
     server.shutdown().unwrap();
 }
 
-/// A secret that comes from two places is one secret all the same.
+/// The same secret in two different places must also be rejected.
 #[test]
 fn one_secret_for_both_directions_is_refused_wherever_it_comes_from() {
     let port = free_port();
     let file = std::env::temp_dir().join(format!("riser-secret-{}", std::process::id()));
     std::fs::write(&file, "twelve-bytes-or-more\n").unwrap();
     let mutual = format!("mutual: {{ name: t, secret_file: {} }}", file.display());
-    // That of another target's user.
+    // A secret of another target's user.
     let text = text(port).replace(
         "secret: a-secret-of-her-own }]",
         &format!("secret: a-secret-of-her-own }}], {mutual}"),

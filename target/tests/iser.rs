@@ -1,5 +1,5 @@
-//! iSER end to end: a worker and a raw initiator over the wire in memory, then a whole server that
-//! serves one disk over iSER, iSCSI and SRP at once.
+//! End-to-end iSER tests: a worker and a raw initiator over an in-memory wire, and then a server
+//! that serves one disk over iSER, iSCSI and SRP at the same time.
 
 mod world;
 
@@ -62,7 +62,7 @@ impl World {
         client
     }
 
-    /// Lets time pass until the worker has no connection.
+    /// Advances the clock until the worker has no connections.
     fn drain(&mut self) -> Snapshot {
         let mut idle = self.client(99);
         for _ in 0..20_000 {
@@ -87,7 +87,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }
 
-/// Writes and reads back in several sizes, with as much of the data in each way as given.
+/// Writes and reads back data of several sizes, with all ways of sending the data.
 fn round_trips<P: Provider>(client: &mut Client<P>, unsolicited: bool, pump: Pump<'_, P>) {
     for (lba, blocks, immediate) in [
         (0, 1u16, 512),
@@ -106,7 +106,8 @@ fn round_trips<P: Provider>(client: &mut Client<P>, unsolicited: bool, pump: Pum
     }
 }
 
-/// Requests from forged addresses, whose senders do not see the answers, do not block others.
+/// Requests from forged addresses, where the sender does not receive the response, must not block
+/// other hosts.
 #[test]
 fn requests_that_are_never_confirmed_keep_no_initiator_from_logging_in() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -158,7 +159,7 @@ fn a_lossy_wire_changes_nothing() {
     world.is_empty();
 }
 
-/// An initiator whose device takes no invalidation, and that sends no data of its own accord.
+/// An initiator whose device doesn't support invalidation, and that doesn't send unsolicited data.
 #[test]
 fn the_plainest_initiator_is_served() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -239,7 +240,7 @@ fn strangers_and_unknown_targets_are_refused() {
     world.is_empty();
 }
 
-/// The same initiator port takes its session over; the old connection is cut.
+/// A login with the same initiator port reinstates the session and closes the old connection.
 #[test]
 fn a_second_login_takes_the_session_over() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -255,8 +256,8 @@ fn a_second_login_takes_the_session_over() {
     world.is_empty();
 }
 
-/// A peer that only connects gets few connections: the oldest gives way. Others are served
-/// meanwhile.
+/// A peer that only connects gets a few connections, and a new connection replaces the oldest one.
+/// Other hosts must still be served.
 #[test]
 fn connections_that_do_not_log_in_are_few() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -266,7 +267,8 @@ fn connections_that_do_not_log_in_are_few() {
         let (client, error) = Client::try_connect(dev, to, true, &mut |d| world.pump(d));
         dev = client.leave_open();
         if let Some(error) = error {
-            // The one after sixteen has taken the place of the first, whose end is heard now.
+            // The 17th connection has replaced the first one, and this is the first attempt that
+            // notices it.
             assert_eq!(n, 17);
             assert!(error.contains("Disconnected"), "{error}");
             break;
@@ -278,7 +280,7 @@ fn connections_that_do_not_log_in_are_few() {
     world.is_empty();
 }
 
-/// A peer that vanishes in the middle of its commands leaves nothing behind.
+/// If a peer disappears while commands are in flight, all resources must be released.
 #[test]
 fn a_peer_that_goes_without_a_word_leaves_nothing() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -287,13 +289,13 @@ fn a_peer_that_goes_without_a_word_leaves_nothing() {
     for tag in 0..8 {
         client.send_write(500 + tag, tag * 16, &data[..8192], 0, 0);
     }
-    // One that waits for data that never come.
+    // A command that waits for data which is never sent.
     client.send_write(600, 0, &data[..8192], 512, 4096);
     client.disconnect(&mut |d| world.pump(d));
     world.is_empty();
 }
 
-/// The data of a read are sent, and its answer is refused.
+/// The data of a read is sent, but the device rejects the response.
 #[test]
 fn a_chain_that_is_taken_in_part_ends_its_connection() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -318,8 +320,8 @@ fn a_chain_that_is_taken_in_part_ends_its_connection() {
     world.is_empty();
 }
 
-/// The answers of two reads are refused together, and the markers behind them as well, if there are
-/// any. Nothing is at the device then.
+/// The device rejects the responses of two reads, and also any markers after them. After this, the
+/// device is idle.
 #[test]
 fn chains_that_are_refused_together_end_their_connection() {
     let mut world = World::new(FaultConfig::default(), "");
@@ -333,7 +335,8 @@ fn chains_that_are_refused_together_end_their_connection() {
     world.is_empty();
 }
 
-/// One disk over three protocols at once: each reads what the others have written.
+/// Serves one disk over three protocols at the same time: each must read the data written by the
+/// others.
 #[test]
 fn one_target_serves_every_protocol_at_once() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 1, host));
@@ -380,8 +383,8 @@ fn one_target_serves_every_protocol_at_once() {
     server.shutdown().unwrap();
 }
 
-/// SRP's asynchronous event of a reset (SRP r16a, SRP_AER_REQ), over which protocol the reset came
-/// does not matter.
+/// A reset must be reported as an SRP asynchronous event (SRP r16a, SRP_AER_REQ), regardless of its
+/// protocol.
 #[test]
 fn a_reset_over_any_protocol_is_an_event_for_srp() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 2, host));

@@ -1,4 +1,4 @@
-//! Hanging initiators and disks, next to healthy ones on the same worker.
+//! Tests hanging initiators and disks, with healthy ones on the same worker.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -20,20 +20,20 @@ fn free_port() -> u16 {
     listener.local_addr().unwrap().port()
 }
 
-/// Sends the data that R2Ts request at a rate, in bytes a second, until `is_over`.
+/// Sends the data requested by R2Ts at this rate in bytes per second until `is_over` is set.
 fn trickle(hog: &mut Client, rate: u64, is_over: &AtomicBool) {
     let begin = Instant::now();
     hog.socket
         .set_read_timeout(Some(Duration::from_millis(10)))
         .unwrap();
-    // With the DataSN and the bytes that were sent.
+    // R2T with the DataSN and the number of bytes already sent.
     let mut requested: VecDeque<(R2t, u32, u32)> = VecDeque::new();
     let mut sent = 0;
     while !is_over.load(Ordering::Relaxed) {
         match hog.receive() {
             Some((FromTarget::R2t(r2t), ..)) => requested.push_back((r2t, 0, 0)),
             Some(_) => {}
-            // No PDU has arrived.
+            // No PDU was received.
             None => std::thread::sleep(Duration::from_millis(5)),
         }
         let allowed = begin.elapsed().as_millis() as u64 * rate / 1000;
@@ -58,8 +58,8 @@ fn trickle(hog: &mut Client, rate: u64, is_over: &AtomicBool) {
     }
 }
 
-/// An initiator with many WRITEs sends their data at each rate from silence to one that is accepted
-/// without a limit. The same over RDMA is in `trickle.rs`.
+/// An initiator with many WRITEs sends their data at different rates, from no data to a rate that
+/// is accepted without a limit. `trickle.rs` tests the same over RDMA.
 #[test]
 fn trickling_initiator_delays_no_other() {
     for (n, rate) in [0, 1, 100, 1 << 10, 16 << 10, 256 << 10, 1 << 20]
@@ -74,7 +74,7 @@ fn trickling_initiator_delays_no_other() {
     }
 }
 
-/// Returns the longest time that a WRITE to another unit takes.
+/// Returns the maximum latency of a WRITE to another unit.
 fn wait_beside_trickle(n: usize, rate: u64) -> Duration {
     let port = free_port();
     let image = |disk| {
@@ -117,7 +117,7 @@ fn wait_beside_trickle(n: usize, rate: u64) -> Duration {
             client.send_to(1, cdb, data, 0);
             client.receive().unwrap();
         };
-        // No memory is needed for these.
+        // These don't need any memory.
         send(&mut client, &[0; 6], &[]);
         send(&mut client, &[0; 6], &[]);
         let waited = (0..20).map(|_| {
@@ -134,7 +134,8 @@ fn wait_beside_trickle(n: usize, rate: u64) -> Duration {
     waited
 }
 
-/// Commands that wait for a disk that hangs keep their buffers, and leave memory for other disks.
+/// Commands that are waiting for a hanging disk keep their buffers, but must leave memory for other
+/// disks.
 #[test]
 fn hung_disk_delays_no_other_disk() {
     const HANGS: Duration = Duration::from_secs(25);

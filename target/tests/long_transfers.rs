@@ -1,4 +1,5 @@
-//! Commands of 32 MiB over every protocol, on a server whose pool holds two pieces of one.
+//! Tests 32 MiB commands over each protocol, with a pool that only has space for two pieces of a
+//! command.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::thread;
@@ -22,7 +23,7 @@ fn at(net: u8, host: u8) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(127, 79, net, host))
 }
 
-/// The default limits, but for the pool.
+/// Uses default limits except for the pool.
 fn start(net: u8, limits: &str) -> Server {
     let listen = at(net, 1);
     let text = format!(
@@ -61,7 +62,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
         .collect()
 }
 
-/// Answers an R2T.
+/// Sends the data for an R2T.
 fn give(client: &mut Client, r2t: R2t, data: &[u8]) {
     let whole = &data[r2t.offset as usize..(r2t.offset + r2t.len) as usize];
     let pieces = whole.chunks(256 << 10);
@@ -80,7 +81,7 @@ fn give(client: &mut Client, r2t: R2t, data: &[u8]) {
     }
 }
 
-/// A command that takes data: its status.
+/// Sends a command with Data-Out. Returns the status.
 fn send_out(client: &mut Client, cdb: &[u8], data: &[u8]) -> u8 {
     client.send_with(TaskAttr::Simple, cdb, true, data.len() as u32, &[]);
     loop {
@@ -113,7 +114,7 @@ fn the_longest_transfer_is_far_longer_than_what_is_kept_of_it() {
     assert_eq!(send_out(&mut client, &cdb16(0x8a, 0, 5, 65_536), &data), 0);
     let read = client.command(&cdb16(0x88, 0, 5, 65_536), false, LONGEST as u32, &[]);
     assert!(read == (0, data.clone()));
-    // VERIFY (16) and WRITE AND VERIFY (16), byte by byte.
+    // VERIFY (16) and WRITE AND VERIFY (16) with byte-by-byte comparison.
     assert_eq!(send_out(&mut client, &cdb16(0x8f, 2, 5, 65_536), &data), 0);
     let other = pattern(LONGEST, 2);
     assert_eq!(send_out(&mut client, &cdb16(0x8f, 2, 5, 65_536), &other), 2);
@@ -124,7 +125,7 @@ fn the_longest_transfer_is_far_longer_than_what_is_kept_of_it() {
     server.shutdown().unwrap();
 }
 
-/// Several commands at once, each longer than the whole pool: all of them come to their end.
+/// Multiple concurrent commands, each larger than the entire pool, must all complete.
 #[test]
 fn every_protocol_moves_long_data_at_once() {
     const BLOCKS: u16 = 65_535;
@@ -150,7 +151,7 @@ fn every_protocol_moves_long_data_at_once() {
     iser.login(Some(IQN), 9, &[], &mut real).unwrap();
     iser.settle(&mut real);
     let data = pattern(LEN, 3);
-    // Below the blocks of the others, as far as that goes.
+    // As much as possible before the blocks used by the other protocols.
     let short = &data[..24 << 20];
     assert_eq!(iser.write(0, short, 8192, 0, &mut real), 0);
     assert!(iser.read(0, 49_152, &mut real) == (0, short.to_vec()));
@@ -162,7 +163,7 @@ fn every_protocol_moves_long_data_at_once() {
     iser.logout(&mut real);
     iser.disconnect(&mut real);
 
-    // SRP, with a table that names the same memory again and again.
+    // SRP, with a table that uses the same memory repeatedly.
     let dev = Roce::open(&RoceConfig::new(at(2, 3))).unwrap();
     let catalog = server.shared().registry.catalog();
     let port = catalog.targets[0].portals[0].target_port();
@@ -195,7 +196,7 @@ fn every_protocol_moves_long_data_at_once() {
     assert_eq!(send_out(&mut tcp, &write, &other), 0);
     let answer = srp.command(&cdb, DataBuffer::None, table(&descs), &mut real);
     assert_eq!(answer.status, 0);
-    // What was read last is on top.
+    // The memory contains the last data that was read.
     let tail = LEN % piece;
     let got = srp.data.slice(0..piece).unwrap().to_vec();
     assert!(got[..tail] == other[LEN - tail..]);
@@ -206,8 +207,8 @@ fn every_protocol_moves_long_data_at_once() {
     server.shutdown().unwrap();
 }
 
-/// An initiator that stops in the middle of an ORWRITE, whose blocks are its own until then, loses
-/// its connection; one that aborts such a command goes on.
+/// An initiator that stops in the middle of an ORWRITE, which blocks other commands for its blocks,
+/// must be disconnected. An initiator that aborts such a command can continue.
 #[test]
 fn a_command_that_stops_in_the_middle_releases_what_it_has() {
     let server = start(3, ", data_out_timeout: 1");
@@ -216,7 +217,7 @@ fn a_command_that_stops_in_the_middle_releases_what_it_has() {
     let begin = |client: &mut Client| {
         let cdb = cdb16(0x8b, 0, 0, 8192);
         client.send_with(TaskAttr::Simple, &cdb, true, 4 << 20, &[]);
-        // All of the first piece, and nothing of the second one.
+        // Send the entire first piece, and nothing of the second one.
         loop {
             let (FromTarget::R2t(r2t), ..) = client.receive().unwrap() else {
                 panic!("an R2T");

@@ -1,4 +1,4 @@
-//! Portals whose addresses leave the host while they are served.
+//! Tests portals whose addresses are removed from the host while they are served.
 
 #![allow(unsafe_code, reason = "a network namespace of the test's thread")]
 
@@ -19,9 +19,9 @@ fn ip(words: &str) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Moves this thread, with the threads and processes that it starts, to a network namespace.
+/// Moves this thread, including any threads and processes started by it, to a network namespace.
 fn enter_namespace() -> bool {
-    // SAFETY: changes the network namespace of this thread, and no memory.
+    // SAFETY: this only changes the network namespace of this thread.
     let entered = unsafe { libc::unshare(libc::CLONE_NEWNET) } == 0;
     entered
         && ip("link set lo up")
@@ -52,7 +52,7 @@ strict: true
     Config::parse(text, "test.yaml").unwrap()
 }
 
-/// Subjects that are not served, with their reasons.
+/// Returns subjects that are not served, with the reasons.
 fn lost(server: &mut Server) -> Vec<(Subject, String)> {
     server.look();
     let problems = server.problems();
@@ -105,7 +105,7 @@ fn portal_is_reported_while_its_address_is_gone() {
         assert!(lost(&mut server)[0].1.contains("no interface of this host"));
         let error = server.check_successor().unwrap_err().to_string();
         assert!(error.contains("10.99.1.1:3260"), "{error}");
-        // A retry for something else changes nothing.
+        // A retry for another object doesn't change this.
         server
             .retry(riser_target::backend::OpenedStores::default())
             .unwrap();

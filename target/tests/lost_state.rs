@@ -1,4 +1,4 @@
-//! A state directory that is lost or cannot be written while the daemon serves.
+//! Tests a state directory that is lost or becomes read-only while the daemon is running.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -81,7 +81,7 @@ fn log_in(isid: u8) -> Client {
     client
 }
 
-/// Status, with sense key and codes.
+/// Executes a command. Returns the status, with sense key, ASC and ASCQ.
 fn execute(client: &mut Client, cdb: &[u8], data: &[u8]) -> (u8, Option<[u8; 3]>) {
     client.send_to(0, cdb, data, 0);
     let (FromTarget::ScsiResponse(response), _, data) = client.receive().unwrap() else {
@@ -92,7 +92,7 @@ fn execute(client: &mut Client, cdb: &[u8], data: &[u8]) -> (u8, Option<[u8; 3]>
     (response.status, sense)
 }
 
-/// Registers a key that outlives a loss of power.
+/// Registers a key that persists through power loss.
 fn register(client: &mut Client, key: u64) -> (u8, Option<[u8; 3]>) {
     let mut list = [0; 24];
     list[8..16].copy_from_slice(&key.to_be_bytes());
@@ -124,7 +124,7 @@ fn config(disk: &Path) -> String {
     )
 }
 
-/// What is acknowledged is kept; what cannot be kept is refused.
+/// Acknowledged reservations must be kept. If they can't be saved, the command must fail.
 #[test]
 fn damaged_state_directory_loses_no_reservation() {
     for (damage, reason) in [

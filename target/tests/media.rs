@@ -1,4 +1,4 @@
-//! Files that change while they are served, as an operator sees it.
+//! Tests files that change while they are served, using the interfaces for operators.
 
 use std::fs::{self, File};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use riser_testkit::daemon::Daemon;
 use riser_testkit::eventually;
 use serde_json::Value;
 
-/// Longest time until a change is noticed.
+/// Timeout for detecting a change.
 const NOTICED: Duration = Duration::from_secs(60);
 
 const MIB: u64 = 1 << 20;
@@ -33,7 +33,7 @@ fn start(name: &str, address: &str) -> Daemon {
     Daemon::start_logging(name, &text)
 }
 
-/// The problems of backends, as `state name cause`.
+/// Returns the problems of all backends as `state name cause`.
 fn problems(daemon: &Daemon) -> Vec<String> {
     let status = daemon.json("status");
     let problems = status["problems"].as_array().cloned().unwrap_or_default();
@@ -85,7 +85,7 @@ fn changed_files_are_reported_until_restored() {
         problems(&daemon) == expected
     });
 
-    // In text, at the readiness check, in metrics and in the log.
+    // In the text output, readiness check, metrics and log.
     let status = text(&daemon, &["status"]);
     for line in [
         "FAILING: backend deleted: ",
@@ -121,12 +121,13 @@ fn changed_files_are_reported_until_restored() {
         names.map(errors) == [1; 3]
     });
 
-    // The message has the command that saves the data. Only the daemon's user and root may run it.
+    // The message contains a command to save the data, which only root and the daemon's user can
+    // run.
     let (_, command) = status.split_once("run: cp ").unwrap();
     let source = command.split(' ').next().unwrap();
     assert_eq!(fs::copy(source, path("saved")).unwrap(), MIB);
 
-    // All is well again with the files in their places, and with a size that was accepted.
+    // The problems are resolved when the files are back in place and the new size was accepted.
     fs::rename(path("old"), path("replaced")).unwrap();
     short.set_len(MIB).unwrap();
     text(&daemon, &["rescan"]);
@@ -158,7 +159,7 @@ fn rescan_of_truncated_file_reports_lost_data() {
     for word in ["ERROR", "short", "1048576", "4096"] {
         assert!(line.contains(word), "{line}");
     }
-    // The next start extends it again, with a warning.
+    // The next start extends the file again, with a warning.
     let mut daemon = daemon;
     daemon.restart(&[]);
     let log = fs::read_to_string(daemon.log()).unwrap();
@@ -192,7 +193,7 @@ fn unserved_units_have_no_size() {
         .lines()
         .filter(|line| line.contains("NOT SERVED"))
         .count();
-    // The backend, its unit and the portal.
+    // The backend, its unit, and the portal.
     assert_eq!(marked, 3, "{tree}");
     for path in [
         "/backends/absent",
@@ -251,7 +252,7 @@ fn growth_beyond_file_system_warns() {
     );
 }
 
-/// A log that nobody reads, or that lies on a full file system.
+/// A log that is never read, or is on a full file system.
 #[test]
 fn daemon_serves_without_its_log() {
     use std::process::Stdio;
@@ -274,7 +275,7 @@ fn daemon_serves_without_its_log() {
         assert!(problems(&daemon).contains(&"FAILING deleted deleted".to_owned()));
         text(&daemon, &["reload"]);
         assert!(daemon.process.try_wait().unwrap().is_none());
-        // The next start finds a file, which it would not create again.
+        // The next start needs an existing file, because it would not be created again.
         File::create(daemon.dir.join("deleted"))
             .unwrap()
             .set_len(MIB)

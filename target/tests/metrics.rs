@@ -1,4 +1,4 @@
-//! What the daemon reports about itself: metrics, health, the status page, `riserd top`.
+//! Tests information reported by the daemon: metrics, health, the status page, and `riserd top`.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -12,12 +12,12 @@ use riser_testkit::eventually;
 
 const LISTEN: &str = "127.81.1.1:9909";
 
-/// What a TCP address answers; nothing where no process listens.
+/// Returns the response of a TCP address, or `None` if no process is listening.
 fn get(address: &str, path: &str) -> Option<String> {
     get_of(address, address, path)
 }
 
-/// Asks as a browser does that was sent here by a name.
+/// Sends a request like a browser that was directed here by a DNS name.
 fn get_of(host: &str, address: &str, path: &str) -> Option<String> {
     request("GET", host, address, path)
 }
@@ -84,7 +84,8 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
     ] {
         assert!(metrics.contains(line), "{line}{metrics}");
     }
-    // By default the daemon does not listen on TCP; a running daemon begins to, and ends.
+    // By default, the daemon doesn't listen on TCP. This can be enabled and disabled in a running
+    // daemon.
     assert_eq!(get(LISTEN, "/metrics"), None);
     let file = daemon.dir.join("riserd.yaml");
     let without = std::fs::read_to_string(&file).unwrap();
@@ -97,12 +98,12 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
         page.contains("content-security-policy: default-src 'none'"),
         "{page}"
     );
-    // A page of another site, whose name leads here, does not see it.
+    // A page from another site, with a name that resolves to this address, must be rejected.
     for path in ["/", "/metrics", "/v1/live", "/readyz"] {
         let refused = get_of("example.com:9909", LISTEN, path).unwrap();
         assert!(refused.starts_with("HTTP/1.1 421 "), "{refused}");
     }
-    // Who comes by TCP may look and do nothing else.
+    // TCP clients only have read access.
     for path in ["/v1/config", "/v1/status", "/v1/history", "/nothing"] {
         let answer = get(LISTEN, path).unwrap();
         assert!(answer.starts_with("HTTP/1.1 404 "), "{path}");
@@ -134,7 +135,7 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
     assert_eq!(get(LISTEN, "/healthz"), None);
 }
 
-/// The daemon samples by itself; an asker gets what is new to it.
+/// The daemon takes samples continuously, and a client gets all new samples.
 #[test]
 fn the_last_minutes_and_events_are_reported_once() {
     const LISTEN: &str = "127.81.1.5:9909";
@@ -218,8 +219,8 @@ fn top_shows_units_for_people_and_programs() {
     assert_eq!(rates["missing"], serde_json::Value::Null);
 }
 
-/// More clients than there are places, each of which sends a byte now and then, do not keep
-/// others from their answers: neither on TCP nor on the admin socket.
+/// If the maximum number of clients is exceeded by clients that rarely send a byte, they must not
+/// block other clients, neither on TCP nor on the admin socket.
 #[test]
 fn slow_clients_do_not_block_metrics() {
     const LISTEN: &str = "127.81.1.4:9909";

@@ -1,4 +1,4 @@
-//! LUNs that are removed and added again while their backends stay.
+//! Tests LUNs that are removed and added again while their backends are kept.
 
 use std::net::TcpListener;
 
@@ -25,7 +25,7 @@ fn config(port: u16, luns: &str) -> Config {
     Config::parse(&text, "test.yaml").unwrap()
 }
 
-/// PERSISTENT RESERVE OUT without APTPL.
+/// Sends PERSISTENT RESERVE OUT without APTPL.
 fn reserve_out(client: &mut Client, action: u8, kind: u8, own: u64, key: u64) -> u8 {
     let mut list = [0; 24];
     list[..8].copy_from_slice(&own.to_be_bytes());
@@ -61,7 +61,7 @@ fn reservation_survives_removal_of_lun() {
     assert_eq!(write(&mut log_in(3)), RESERVATION_CONFLICT);
     let generation = server.unit_on("disk").unwrap().lu.registrations();
     assert_eq!((generation.generation, generation.kind), (1, Some(5)));
-    // A server that takes over in the meantime keeps it as well.
+    // A server that takes over in the meantime must also keep it.
     server.change(without.clone()).unwrap();
     let state = server.export_state(Vec::new()).unwrap();
     let mut server = Server::start_after(&without, &state, Default::default()).unwrap();

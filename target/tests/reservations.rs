@@ -1,4 +1,4 @@
-//! Reservations that persist through power loss, over kills and restarts of the daemon.
+//! Tests reservations that persist through power loss when the daemon is killed or restarted.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const REGISTER: u8 = 6;
 
 const APTPL: u8 = 1;
 
-/// Logs in as an initiator port of its own; the unit attention of a new nexus is taken.
+/// Logs in with a separate initiator port and clears the unit attention of the new nexus.
 fn log_in(host: &str, isid: u8) -> Client {
     let to: SocketAddr = format!("{host}:3290").parse().unwrap();
     let mut client = Client::login_at(to, IQN, isid, None).unwrap();
@@ -72,27 +72,28 @@ fn a_fenced_initiator_stays_fenced_when_the_daemon_is_killed() {
     assert_eq!(change(&mut two, RESERVE, 5, (0xb, 0), 0), GOOD);
     assert_eq!(change(&mut two, PREEMPT, 5, (0xb, 0xa), 0), GOOD);
     daemon.restart(&[]);
-    // The first that it does.
+    // This is the first command.
     let mut one = log_in(host, 1);
     assert_eq!(write(&mut one), RESERVATION_CONFLICT);
     let mut two = log_in(host, 2);
     assert_eq!(keys(&mut two), [0xb]);
     assert_eq!(write(&mut two), GOOD);
-    // It was taken away and comes back.
+    // The LUN is removed and added again.
     daemon.configure(host, "{ 1: b }");
     assert!(daemon.ask(&["reload"]).status.success());
     daemon.configure(host, "{ 0: a }");
     assert!(daemon.ask(&["reload"]).status.success());
     let mut one = log_in(host, 1);
     assert_eq!(write(&mut one), RESERVATION_CONFLICT);
-    // Without persistence, it is free after the next start.
+    // Without APTPL, the reservation is released by the next start.
     let mut two = log_in(host, 2);
     assert_eq!(change(&mut two, REGISTER, 0, (0, 0xb), 0), GOOD);
     daemon.restart(&[]);
     assert_eq!(write(&mut log_in(host, 1)), GOOD);
 }
 
-/// After a kill every registration that was answered is there, and no others but those under way.
+/// After the daemon was killed, all acknowledged registrations must exist, and no others except for
+/// a pending one.
 #[test]
 fn a_kill_loses_no_registration_that_was_answered() {
     let host = "127.97.0.2";
@@ -112,7 +113,7 @@ fn a_kill_loses_no_registration_that_was_answered() {
                 rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
             }
         });
-        // A connection that breaks ends the loop by a panic of the client's.
+        // If the connection is closed, this causes a panic in the client, which ends the loop.
         let answered = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             loop {
                 send_change(&mut client, REGISTER, 0, (0, key + 1), APTPL);
@@ -135,8 +136,8 @@ fn a_kill_loses_no_registration_that_was_answered() {
     }
 }
 
-/// A damaged file means that it is not known who may write: the unit is not ready, and the others
-/// are served.
+/// If a file is damaged, we don't know which initiators may write: this unit is not ready, but all
+/// other units must be served.
 #[test]
 fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     let host = "127.97.0.3";
@@ -160,12 +161,12 @@ fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     assert_eq!(problems.len(), 1, "{problems:?}");
     let why = problems[0].to_string();
     assert!(why.contains("reservations-"), "{why}");
-    // It is served by itself once they can be read.
+    // The unit is served automatically when they can be read.
     std::fs::write(&file, intact).unwrap();
     eventually("it is tried again", Duration::from_secs(30), || {
         daemon.json("status").get("problems").is_none()
     });
-    // Sessions go on: an initiator does not ask again which disk it is.
+    // Sessions continue, and initiators don't need to identify the disk again.
     let mut attentions = 0;
     while write(&mut one) != GOOD {
         attentions += 1;
@@ -176,7 +177,7 @@ fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     assert_eq!(write(&mut one), GOOD);
     daemon.kill();
 
-    // With `strict`, all or nothing.
+    // With `strict`, the daemon doesn't start.
     std::fs::write(&file, "{").unwrap();
     let config = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&config).unwrap();
@@ -191,7 +192,7 @@ fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     assert!(said.contains("reservations-"), "{said}");
 }
 
-/// A disk that holds one write to each of these blocks for longer than a test takes.
+/// Returns faults that delay one write to each of these blocks for longer than a test.
 fn stuck_writes(blocks: &[u64]) -> Arc<Faults> {
     let stuck = |block: &u64| Fault {
         on: FaultOn::Write,
@@ -204,7 +205,8 @@ fn stuck_writes(blocks: &[u64]) -> Arc<Faults> {
     Arc::new(Faults::new(blocks.iter().map(stuck).collect()))
 }
 
-/// Fencing ends the preempted initiator's disk operations, and does not wait for those of others.
+/// PREEMPT AND ABORT aborts disk operations of the preempted initiator, and must not wait for other
+/// operations.
 #[test]
 fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     let host = "127.97.0.4";
@@ -228,7 +230,7 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     for (client, block) in [(&mut one, 1), (&mut three, 2)] {
         let cdb = [0x2a, 0, 0, 0, 0, block, 0, 0, 1, 0];
         client.send_command(&cdb, true, 512, &[1; 512]);
-        // What comes on the same connection behind it is answered first.
+        // Later commands on the same connection are completed first.
         assert_eq!(keys(client).len(), 3);
     }
     assert_eq!(change(&mut two, PREEMPT_AND_ABORT, 5, (0xb, 0xa), 0), GOOD);
@@ -238,7 +240,8 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     };
     assert_eq!(read(&mut two, 1), (GOOD, vec![0; 512]));
     assert_eq!(keys(&mut two), [0xb, 0xc]);
-    // TASK ABORTED answers the write; the next is the unit attention, and then the conflict.
+    // The write is completed with TASK ABORTED. Then there is a unit attention, followed by the
+    // conflict.
     assert_eq!(one.answer(), (0x40, Vec::new()));
     assert_eq!(one.command(&[0; 6], false, 0, &[]).0, CHECK_CONDITION);
     assert_eq!(write(&mut one), RESERVATION_CONFLICT);

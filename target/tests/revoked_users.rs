@@ -1,4 +1,4 @@
-//! Sessions whose initiators may not log in any more.
+//! Tests sessions of initiators that are no longer allowed to log in.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn free_port() -> u16 {
     listener.local_addr().unwrap().port()
 }
 
-/// A target with these CHAP users; with none it requires no authentication.
+/// Creates a target with these CHAP users, or without authentication if there are none.
 fn config(port: u16, users: &[&str]) -> Config {
     let chap = match users {
         [] => String::new(),
@@ -46,7 +46,7 @@ fn log_in(port: u16, isid: u8, credentials: Option<&str>) -> Client {
     session
 }
 
-/// The session is requested to log out, or its connection is closed.
+/// Checks that the session is requested to log out, or that its connection is closed.
 fn assert_logged_out(mut session: Client) {
     if let Some((pdu, ..)) = session.receive() {
         let FromTarget::AsyncMessage(message) = pdu else {
@@ -56,13 +56,14 @@ fn assert_logged_out(mut session: Client) {
     }
 }
 
-/// A WRITE succeeds.
+/// Checks that a WRITE is successful.
 fn assert_served(session: &mut Client) {
     let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     assert_eq!(session.command(&write, true, 512, &[7; 512]).0, 0);
 }
 
-/// Changes the configuration under a session of bob's, which ends if `ends`.
+/// Changes the configuration during a session of user bob. `ends` is set if this must close the
+/// session.
 fn change(before: &[&str], after: &[&str], proof: Option<&str>, ends: bool) {
     let port = free_port();
     let mut server = Server::start(&config(port, before)).unwrap();

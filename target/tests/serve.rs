@@ -1,4 +1,4 @@
-//! The whole server in this process, over UDP on loopback addresses.
+//! Tests the entire server in this process, over UDP on loopback addresses.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -81,7 +81,7 @@ fn sessions_spread_over_workers() {
     assert!((1..=2).contains(&used));
     let logins: u64 = server.snapshot().iter().map(|s| s.logins.total()).sum();
     assert_eq!(logins, 8);
-    // A reset from one session reaches the others, whichever worker they are at.
+    // A reset from one session is reported to all other sessions on any worker.
     minis[0].send_tmf(5, TskMgmtFunction::LogicalUnitReset, 0);
     assert_eq!(minis[0].answer(&mut real).code, Some(0));
     let none = || DataBuffer::None;
@@ -90,7 +90,7 @@ fn sessions_spread_over_workers() {
     drop(server);
 }
 
-/// Two sessions at different workers.
+/// Creates two sessions on different workers.
 fn pair(server: &Server, net: u8) -> (Mini<Roce>, Mini<Roce>) {
     let worker_of = |host: u8| {
         let initiator = InitiatorPortId([host; 16]);
@@ -142,8 +142,9 @@ fn a_reset_waits_for_tasks_at_another_worker() {
         assert!(Instant::now() < until);
         real(&mut b.dev);
     }
-    // A task is in its set before its command starts, and one that starts after the reset ends with
-    // its unit attention. The workers answer this when they have finished the round that began it.
+    // A task is added to its set before the command is started, and a command that starts after the
+    // reset reports its unit attention. Workers respond to this query after the iteration in which
+    // the command was started.
     drop(server.snapshot());
     a.send_tmf(5, TskMgmtFunction::LogicalUnitReset, 0);
     let both = |a: &mut Mini<Roce>, b: &mut Mini<Roce>| {
@@ -184,8 +185,8 @@ fn a_new_login_ends_channels_at_other_workers() {
         let dev = Roce::open(&RoceConfig::new(addr(7, host))).unwrap();
         let mini = Mini::connect(dev, dst, req, &mut real);
         let mut mini = mini.map_err(|(_, e)| e).unwrap();
-        // Once a command is answered the target knows the connection to be established; one that is
-        // not gets no T_LOGOUT.
+        // When a command was completed, the target knows that the connection is established.
+        // Otherwise there would be no T_LOGOUT.
         let none = || DataBuffer::None;
         mini.command(&[0; 6], none(), none(), &mut real);
         mini
@@ -246,16 +247,15 @@ fn half_open_login_takes_no_pool_memory() {
     drop((server, half_open));
 }
 
-/// A worker that is awake without a reason takes a step, or several, for each time that it is asked
-/// how often it has slept. One that sleeps wakes for the question alone, and now and then for a
-/// timer.
+/// A worker that doesn't sleep for no reason would run one or more iterations for each query of its
+/// sleep counter. A sleeping worker only wakes up for the query, and rarely for a timer.
 #[test]
 fn an_idle_server_sleeps() {
     const QUESTIONS: u64 = 20;
     let server = start(3, 1, "");
     let _mini = connect(&server, 3, 2);
-    // What the login left to do ends first. No bound of time is needed: each try is judged by
-    // itself.
+    // First, wait for remaining work after the login. We don't need a time limit, because each
+    // attempt is checked separately.
     eventually("a worker that sleeps", Duration::from_secs(60), || {
         let before = server.snapshot()[0].parks;
         let mut last = before;

@@ -1,5 +1,5 @@
-//! A worker in one thread under a virtual clock, on a ring, a disk, TCP sockets and threads in
-//! memory: one seed gives one trace.
+//! Tests a worker in a single thread with a virtual clock and in-memory ring, disk, TCP sockets and
+//! threads: a seed always results in the same trace.
 
 mod simulation;
 mod world;
@@ -15,7 +15,7 @@ use riser_transport::loopback::Endpoint;
 use simulation::{IQN, Simulation, Wire, footprint, pattern};
 use world::SERVER;
 
-/// Bytes that left the target: over TCP, and a number for those over RDMA, with their times.
+/// Data sent by the target: over TCP, and a hash for RDMA, with timestamps.
 #[derive(Debug, PartialEq)]
 struct Trace {
     tcp: Vec<u8>,
@@ -40,7 +40,7 @@ fn run(seed: u64) -> Trace {
         received: Rc::clone(&received),
     };
 
-    // Over TCP: written data are in the cache, until a flush.
+    // Over TCP: written data is in the cache until a flush.
     let mut tcp = Client::login_on(wire, IQN, 1).unwrap();
     assert_eq!(tcp.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let data = pattern(8192, 7);
@@ -51,14 +51,14 @@ fn run(seed: u64) -> Trace {
     assert!(there == data && !disk.dirty().is_empty());
     assert_eq!(tcp.command(&cdb10(0x35, 0, 0), false, 0, &[]).0, 0);
     assert!(disk.dirty().is_empty());
-    // A question that takes a thread: GET LBA STATUS.
+    // GET LBA STATUS, which requires a thread.
     let mut status = [0; 16];
     (status[0], status[1], status[13]) = (0x9e, 0x12, 24);
     let (code, extents) = tcp.command(&status, false, 24, &[]);
     assert_eq!((code, &extents[16..20]), (0, &[0, 0, 0, 8][..]));
     assert!(simulation.borrow().jobs > 0);
 
-    // Over RDMA: the same disk.
+    // Over RDMA, with the same disk.
     let step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
     let dev = simulation.borrow().world.client(1);
     let at = SocketAddr::new(SERVER, 5555);
@@ -75,7 +75,7 @@ fn run(seed: u64) -> Trace {
     assert!(code == 0 && read == other);
     rdma.disconnect(&mut |d| step(d));
 
-    // What was not flushed may be lost with the power; what was is not.
+    // After a power loss, flushed data must not be lost, but other data may be.
     drop(tcp);
     let simulation = simulation.borrow();
     let trace = Trace {

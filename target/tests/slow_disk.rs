@@ -1,4 +1,4 @@
-//! A disk that takes its time, with more commands under way than a worker may have in its ring.
+//! Tests a slow disk with more commands in flight than fit into the ring of a worker.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
@@ -13,11 +13,12 @@ use riser_target::server::Server;
 use riser_test_peers::tcp::Client;
 use riser_testkit::skip::skip;
 
-/// Sessions, and commands of each at once: more than block operations may be in a ring.
+/// Number of sessions, and of commands per session. The total is larger than the maximum number of
+/// block operations in a ring.
 const SESSIONS: u8 = 12;
 const COMMANDS: u8 = 127;
 
-/// What a test that waits for it is given at most; far more than it takes.
+/// Timeout for any operation, which is much longer than usual.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn run(name: &str, args: &[&str]) -> bool {
@@ -85,7 +86,8 @@ fn serve(at: &str, port: u16) -> Server {
     Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
 }
 
-/// A target on a file system that can be frozen, and its port; `None` where there can be none.
+/// Starts a target with a disk on a file system that can be frozen. Returns its port, or `None` if
+/// this is not supported here.
 fn start() -> Option<(Mount, Server, u16)> {
     let mount = Mount::new()
         .map_err(|why| skip("a disk that takes its time", why))
@@ -97,8 +99,9 @@ fn start() -> Option<(Mount, Server, u16)> {
     Some((mount, server, port))
 }
 
-/// Connections need slots of the ring as block operations do, and keep theirs however many of these
-/// wait: each answers a ping that comes behind its commands, and these are all carried out.
+/// Connections need ring entries, same as block operations. They must not lose their entries even
+/// if many block operations are waiting: each connection must respond to a ping after its commands,
+/// and all commands must be executed.
 #[test]
 fn a_disk_that_takes_its_time_costs_no_connection() {
     let Some((mount, server, port)) = start() else {
@@ -137,7 +140,7 @@ fn a_disk_that_takes_its_time_costs_no_connection() {
         .iter_mut()
         .filter_map(|c| (!is_alive(c)).then_some(()));
     let lost = lost.count();
-    // A latecomer finds a slot as well.
+    // A new connection also gets an entry.
     let late = login(SESSIONS);
     mount.thaw();
     assert_eq!(lost, 0, "of {SESSIONS} connections");
@@ -150,7 +153,7 @@ fn a_disk_that_takes_its_time_costs_no_connection() {
     server.shutdown().unwrap();
 }
 
-/// Sends a PERSISTENT RESERVE OUT.
+/// Sends PERSISTENT RESERVE OUT.
 fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
     let mut list = [0; 24];
     list[..8].copy_from_slice(&own.to_be_bytes());
@@ -159,8 +162,9 @@ fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
     client.send_command(&cdb, true, 24, &list);
 }
 
-/// What a disk has begun cannot be called back. So fencing is not done before it has ended: an
-/// answer before that would let the next owner write, and the fenced host's write come after.
+/// Operations that were started by a disk can't be cancelled. Therefore fencing must wait for them:
+/// if it completed earlier, the next owner could write, and then the write of the fenced host would
+/// overwrite the data.
 #[test]
 fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     let Some((mount, server, port)) = start() else {
@@ -181,7 +185,7 @@ fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     assert_eq!(other.answer().0, 0);
     assert!(run("fsfreeze", &["-f", &mount.at]));
     fenced.send_command(&[0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0], true, 512, &[7; 512]);
-    // What comes behind it on the connection is answered, so it has been taken in.
+    // A later command on the connection is completed, so this command was received.
     let keys = [0x5e, 0, 0, 0, 0, 0, 0, 1, 0, 0];
     assert_eq!(fenced.command(&keys, false, 256, &[]).0, 0);
     change(&mut other, 5, 5, (0xb, 0xa));
@@ -200,8 +204,8 @@ fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     server.shutdown().unwrap();
 }
 
-/// The end of a session is reported when nothing of it can reach the disk any more, and not before:
-/// the logout of a connection that is not there waits for nothing.
+/// The logout must not be completed until no command of the session can reach the disk. The logout
+/// of a connection that doesn't exist doesn't have to wait.
 #[test]
 fn the_end_of_a_session_waits_for_all_of_its_connections() {
     let Some((mount, server, port)) = start() else {
@@ -214,7 +218,7 @@ fn the_end_of_a_session_waits_for_all_of_its_connections() {
     second.cmd_sn = first.cmd_sn;
     assert!(run("fsfreeze", &["-f", &mount.at]));
     second.send_command(&[0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0], true, 512, &[7; 512]);
-    // What comes behind it on the connection is answered, so it has been taken in.
+    // A later command on the connection is completed, so this command was received.
     assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 0);
     let logout = |reason, cid, itt| LogoutRequest {
         immediate: true,
@@ -248,8 +252,8 @@ fn the_end_of_a_session_waits_for_all_of_its_connections() {
     server.shutdown().unwrap();
 }
 
-/// By default the kernel lends a ring four threads for each processor for operations that block. A
-/// file system that hangs must not have all of them: flushes of other disks need one.
+/// By default, the kernel uses four threads per CPU for blocking operations in a ring. A hanging
+/// file system must not use all of them, because flushes of other disks also need a thread.
 #[test]
 fn frozen_file_system_delays_no_other_flush() {
     let mount = match Mount::new() {
@@ -282,7 +286,7 @@ fn frozen_file_system_delays_no_other_flush() {
         assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
         client
     });
-    // To the other disk.
+    // Uses the other disk.
     let mut send = |cdb: &[u8], data: &[u8]| {
         let (sn, len) = (client.cmd_sn, data.len() as u32);
         let mut command = riser_test_peers::pdus::scsi_command(sn, sn, cdb, len > 0, len);

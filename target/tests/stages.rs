@@ -1,4 +1,4 @@
-//! The stage of a command that something delays is the one that is reported as long.
+//! Checks that the delay of a command is reported for the correct stage.
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -14,11 +14,12 @@ use riser_testkit::eventually_some;
 
 const IQN: &str = "iqn.2026-01.org.example:t";
 
-/// Longer than anything else takes on a busy machine.
+/// Longer than any other delay on a busy machine.
 const DELAY: Duration = Duration::from_secs(1);
 
-/// Less than a delay of the disk takes. A stage begins and ends by the clock of the worker's round,
-/// which is read before the disk's delay is over, so that it may last a little less than [`DELAY`].
+/// Less than the delay of the disk. The start and end of a stage are based on the clock of the
+/// worker's iteration, which is read before the delay of the disk is over, so it may be slightly
+/// shorter than [`DELAY`].
 const LONG: Duration = Duration::from_millis(900);
 
 struct Bench {
@@ -29,7 +30,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// A disk in memory, and an initiator whose commands are traced.
+    /// Creates a RAM disk, and an initiator whose commands are traced.
     fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to: SocketAddr = listener.local_addr().unwrap();
@@ -66,8 +67,8 @@ impl Bench {
         Arc::clone(&catalog.targets[0].stats[0])
     }
 
-    /// Reads blocks, whose data are taken from the connection after `rest`: how the command was
-    /// traced, and how long reads were in each stage.
+    /// Reads blocks. Waits for `rest` before it receives the data. Returns the trace of the
+    /// command, and the total time of reads in each stage.
     fn read(&mut self, blocks: u16, rest: Duration) -> (Record, [Duration; Stage::ALL.len()]) {
         let [high, low] = blocks.to_be_bytes();
         let len = u32::from(blocks) * 512;
@@ -76,7 +77,7 @@ impl Bench {
         std::thread::sleep(rest);
         let (status, data) = self.client.answer();
         assert_eq!((status, data.len()), (0, len as usize));
-        // The answer may be here before the worker knows that it was sent.
+        // The response may be received before the worker knows that it was sent.
         let record = eventually_some("a record", Duration::from_secs(60), || {
             self.tracer.take().pop()
         });
@@ -86,7 +87,7 @@ impl Bench {
     }
 }
 
-/// How long a command was in each stage, from its trace.
+/// Calculates the time spent in each stage from the trace of a command.
 fn spent(record: &Record) -> [Duration; Stage::ALL.len()] {
     let mut spent = [Duration::ZERO; Stage::ALL.len()];
     let begins = record.steps.iter();
@@ -126,7 +127,7 @@ fn a_slow_disk_is_distinguished_from_a_slow_initiator() {
     bench.server.shutdown().unwrap();
 
     let mut bench = Bench::new();
-    // More than sockets hold.
+    // More than the size of the socket buffers.
     let (record, stages) = bench.read(24 << 11, 2 * DELAY);
     assert!(record.took >= DELAY, "{record:?}");
     check(&stages, Stage::FabricOut, DELAY);

@@ -1,4 +1,4 @@
-//! A daemon whose state files are damaged.
+//! Tests a daemon with damaged state files.
 
 use std::fs;
 
@@ -37,18 +37,18 @@ fn damaged_history_and_ports_stop_no_disk() {
             [1; 2],
             "{log}"
         );
-        // The last change may be missing in the history, so the file is served.
+        // The history may not contain the last change, so the file is served.
         assert!(log.contains("so the configuration file is served"), "{log}");
         let targets = daemon.json("targets");
         assert_eq!(targets[0]["luns"]["0"]["size"], 1 << 20, "{targets}");
-        // The next start finds sound files.
+        // The next start uses valid files.
         daemon.kill();
         fs::write(daemon.log(), "").unwrap();
         daemon.run(&["--restore"]);
         let log = fs::read_to_string(daemon.log()).unwrap();
         assert!(!log.contains("ERROR"), "{log}");
     }
-    // Without any sound generation, the history starts anew.
+    // Without a valid generation, a new history is started.
     daemon.kill();
     for file in ["configurations.json", "configurations.json~"] {
         fs::write(daemon.dir.join("state").join(file), "{").unwrap();

@@ -1,4 +1,4 @@
-//! Initiators are warned when a thin backend fills up.
+//! Tests that initiators receive a warning when a thin-provisioned backend is almost full.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use riser_test_peers::tcp::Client;
 const IQN: &str = "iqn.2026-01.org.example:t";
 const MIB: u32 = 2048;
 
-/// A sparse file of 8 MiB with a threshold of half of that.
+/// An 8 MiB sparse file with a threshold of 50 %.
 struct Bench {
     server: Server,
     to: SocketAddr,
@@ -57,7 +57,7 @@ impl Drop for Bench {
     }
 }
 
-/// Writes `count` blocks of data.
+/// Writes `count` blocks.
 fn write(client: &mut Client, mut lba: u32, mut count: u32) {
     while count > 0 {
         let blocks = count.min(16) as u16;
@@ -70,7 +70,7 @@ fn write(client: &mut Client, mut lba: u32, mut count: u32) {
     }
 }
 
-/// Gives the blocks of the whole disk back.
+/// Unmaps all blocks of the disk.
 fn unmap(client: &mut Client) {
     let mut list = [0; 24];
     (list[1], list[3]) = (22, 16);
@@ -79,14 +79,14 @@ fn unmap(client: &mut Client) {
     assert_eq!(client.command(&cdb, true, 24, &list).0, 0);
 }
 
-/// How TEST UNIT READY is answered: the status, then sense key and codes where there are some.
+/// Sends TEST UNIT READY. Returns the status, and sense key, ASC and ASCQ if there is sense data.
 fn ready(client: &mut Client) -> (u8, Option<[u8; 3]>) {
     client.send_command(&[0; 6], false, 0, &[]);
     let (pdu, _, data) = client.receive().unwrap();
     let riser_scsi::iscsi::pdu::FromTarget::ScsiResponse(response) = pdu else {
         panic!("{pdu:?}");
     };
-    // The sense data follow their length.
+    // Sense data is sent after its length.
     let sense = data.get(2..16);
     (
         response.status,
@@ -119,8 +119,7 @@ fn each_initiator_is_warned_once_for_each_time_that_the_disk_fills_up() {
     drop((one, other));
 }
 
-/// The daemon measures a disk that is filling up before initiators log in to it again after a
-/// restart.
+/// After a restart, the daemon checks the usage of a disk before initiators log in again.
 #[test]
 fn an_initiator_that_logs_in_later_is_warned_too() {
     let bench = Bench::new();

@@ -1,4 +1,4 @@
-//! Single commands on their way through a running daemon, as `riserd trace` shows them.
+//! Tests the traces of single commands in a running daemon, as shown by `riserd trace`.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -10,7 +10,7 @@ use riser_testkit::daemon::{Daemon, RISERD};
 use riser_testkit::eventually;
 use serde_json::Value;
 
-/// Longest wait for a trace to begin or to end.
+/// Timeout for starting and stopping a trace.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
@@ -29,7 +29,7 @@ fn trace(daemon: &Daemon, args: &[&str]) -> Child {
         .unwrap()
 }
 
-/// Whether commands are traced at present.
+/// Returns whether a trace is currently running.
 fn is_busy(daemon: &Daemon) -> bool {
     let output = daemon.ask(&["trace", "--for", "10ms"]);
     String::from_utf8(output.stderr)
@@ -37,12 +37,12 @@ fn is_busy(daemon: &Daemon) -> bool {
         .contains("another client is tracing")
 }
 
-/// Starts a trace that is under way when it is returned.
+/// Starts a trace and waits until it's running.
 fn trace_under_way(daemon: &Daemon, args: &[&str]) -> Child {
     let mut child = trace(daemon, args);
     eventually("the trace is under way", PATIENCE, || {
         if child.try_wait().unwrap().is_some() {
-            // It met one of our own looks.
+            // It conflicted with one of our own checks.
             child = trace(daemon, args);
         }
         is_busy(daemon)
@@ -50,7 +50,7 @@ fn trace_under_way(daemon: &Daemon, args: &[&str]) -> Child {
     child
 }
 
-/// Reads blocks until the trace has what it wants.
+/// Reads blocks until the trace is complete.
 fn until_found(mut trace: Child, client: &mut Client, mut lba: impl FnMut() -> u32) -> String {
     let until = Instant::now() + PATIENCE;
     while trace.try_wait().unwrap().is_none() {
@@ -112,7 +112,7 @@ fn commands_are_reported_with_their_tags_and_stages() {
             .iter()
             .map(|step| step["at"].as_f64().unwrap())
             .collect();
-        // The clock is read at each stage: none of them takes no time at all.
+        // The clock is read at each stage, so every duration is larger than zero.
         let end = command["seconds"].as_f64().unwrap();
         let ends = at.iter().skip(1).chain([&end]);
         assert!(
@@ -121,7 +121,7 @@ fn commands_are_reported_with_their_tags_and_stages() {
         );
     }
 
-    // The one with a tag, in words.
+    // A command with this tag, in text format.
     let tag = (client.cmd_sn + 5).to_string();
     let args = ["--tag", &tag, "--count", "1", "--for", "60s"];
     let text = until_found(trace_under_way(&daemon, &args), &mut client, || 78);
@@ -134,7 +134,7 @@ fn commands_are_reported_with_their_tags_and_stages() {
         "{text}"
     );
 
-    // None was as slow as this, or of this initiator.
+    // There is no command that is this slow, or from this initiator.
     for args in [
         &["--slower-than", "60s"][..],
         &["--initiator", "iqn.2026-01.com.example:no"],

@@ -1,8 +1,8 @@
-//! Initiators that send the data of their WRITEs slowly over RDMA, next to a healthy initiator on
-//! the same worker.
+//! Tests initiators that slowly send the data of their WRITEs over RDMA, with a healthy initiator
+//! on the same worker.
 //!
-//! The target fetches the data by RDMA READ, so a slow initiator is a slow responder: its device
-//! sends at a rate. The same rates over TCP are in `isolation.rs`.
+//! The target uses RDMA READ to fetch the data, so a slow initiator is simulated by a slow
+//! responder: the send rate of its device is limited. `isolation.rs` tests the same rates over TCP.
 
 mod world;
 
@@ -23,29 +23,29 @@ use world::{SERVER, World};
 
 const IQN: &str = "iqn.2026-01.org.example:trickle";
 
-/// From silence to a rate that is accepted without a limit, in bytes a second.
+/// Rates in bytes per second, from no data to a rate that is accepted without a limit.
 const RATES: [u64; 7] = [0, 1, 100, 1 << 10, 16 << 10, 256 << 10, 1 << 20];
 
-/// Time for which the initiator is slow. Linux gives a command up after that.
+/// Duration of the slow phase. Linux aborts a command after this time.
 const DURATION: Duration = Duration::from_secs(30);
 
-/// Longest time that a command of the healthy initiator may take.
+/// Maximum latency for commands of the healthy initiator.
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// Commands of the slow initiator, of 1 MiB each: more than the pool has room for.
+/// Number of 1 MiB commands from the slow initiator, which is more than the pool size.
 const COMMANDS: u32 = 100;
 
-/// The device of a slow initiator, and the clock that limits its rate.
+/// Device of a slow initiator, and the clock for its rate limit.
 struct SlowLink {
     sent: Arc<AtomicU64>,
-    /// Bytes that were sent before the link became slow.
+    /// Number of bytes sent before the slow phase.
     before: u64,
     since: Instant,
     rate: u64,
 }
 
 impl SlowLink {
-    /// Bytes that the device of this address sends are counted.
+    /// Counts bytes sent by the device with this address.
     fn count(world: &World, addr: IpAddr) -> Arc<AtomicU64> {
         let sent = Arc::new(AtomicU64::new(0));
         let counter = Arc::clone(&sent);
@@ -57,7 +57,7 @@ impl SlowLink {
         sent
     }
 
-    /// Lets the device send if its rate allows it.
+    /// Drives the device if this is allowed by the rate limit.
     fn drive(&self, world: &World, device: &mut Endpoint) {
         let now = world.fabric.now();
         let elapsed = now.duration_since(self.since);
@@ -94,8 +94,8 @@ fn log_in_by_srp(world: &mut World, n: u8) -> Mini<Endpoint> {
     mini
 }
 
-/// Writes and reads blocks of the other disk; returns the number of commands, and the longest time
-/// that one took.
+/// Writes and reads blocks on the other disk. Returns the number of commands and the maximum
+/// latency.
 fn use_other_disk(
     world: &mut World,
     healthy: &mut Mini<Endpoint>,
@@ -117,10 +117,11 @@ fn use_other_disk(
             world.pump(device);
         });
         longest = longest.max(world.fabric.now() - since);
-        // Unit attentions of the other disk come first.
+        // The first commands report unit attentions of the other disk.
         assert!(answer.status == 0 || commands < 2, "{answer:?}");
         commands += 1;
-        // Not as fast as possible, which would take long under the virtual clock.
+        // Don't send commands as fast as possible, because this would take too long with the
+        // virtual clock.
         let next = world.fabric.now() + Duration::from_millis(200);
         while world.fabric.now() < next {
             drive(world);
@@ -153,7 +154,7 @@ fn trickling_srp_initiator_delays_no_other() {
                 DataBuffer::Direct(data),
                 DataBuffer::None,
             );
-            // The request leaves.
+            // Sends the request.
             slow.dev.progress(world.fabric.now());
         }
         let link = SlowLink {

@@ -1,4 +1,4 @@
-//! Other programs take over from a running daemon, or are refused.
+//! Tests programs that take over from a running daemon, or are rejected.
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, TcpStream};
@@ -19,7 +19,7 @@ const IQN: &str = "iqn.2026-01.com.example:demo";
 const GOOD: u8 = 0;
 const RESERVATION_CONFLICT: u8 = 0x18;
 
-/// Logs in as an initiator port of its own; the unit attention of a new nexus is taken.
+/// Logs in with a separate initiator port and clears the unit attention of the new nexus.
 fn log_in(host: &str, isid: u8) -> Client {
     let to: SocketAddr = format!("{host}:3290").parse().unwrap();
     let mut client = Client::login_at(to, IQN, isid, None).unwrap();
@@ -39,7 +39,7 @@ fn read(client: &mut Client, lba: u8) -> Vec<u8> {
     data
 }
 
-/// PERSISTENT RESERVE OUT.
+/// Sends PERSISTENT RESERVE OUT.
 fn reserve_out(client: &mut Client, action: u8, kind: u8, own: u64, key: u64) -> u8 {
     let mut list = [0; 24];
     list[..8].copy_from_slice(&own.to_be_bytes());
@@ -48,7 +48,7 @@ fn reserve_out(client: &mut Client, action: u8, kind: u8, own: u64, key: u64) ->
     client.command(&cdb, true, 24, &list).0
 }
 
-/// PERSISTENT RESERVE IN: READ KEYS, or READ RESERVATION.
+/// Sends PERSISTENT RESERVE IN: READ KEYS or READ RESERVATION.
 fn reserve_in(client: &mut Client, action: u8) -> Vec<u8> {
     let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
     let (status, data) = client.command(&cdb, false, 256, &[]);
@@ -62,14 +62,14 @@ fn upgraded(daemon: &Daemon, args: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// What is said of an upgrade that is refused, or fails.
+/// Returns the error message of an upgrade that is rejected or fails.
 fn refused(daemon: &Daemon, program: &Path) -> String {
     let output = daemon.ask(&["upgrade", "--binary", program.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// A shell script.
+/// Creates a shell script.
 fn script(dir: &Path, name: &str, text: &str) -> PathBuf {
     let path = dir.join(name);
     fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
@@ -96,10 +96,10 @@ fn reservations_ram_disks_and_waiting_connections_outlive_a_program() {
     let before = [0, 1].map(|action| reserve_in(&mut a, action));
     let history = daemon.json("history");
     drop((a, b));
-    // What is served stays, even if the file has changed.
+    // The served configuration is kept, even if the file has changed.
     fs::write(&file, "targets: [{}]").unwrap();
 
-    // A connection meanwhile is never refused.
+    // Connections must never be refused during this time.
     let stop = Arc::new(AtomicBool::new(false));
     let knocking = std::thread::spawn({
         let (stop, socket) = (Arc::clone(&stop), daemon.socket());
@@ -146,7 +146,7 @@ fn reservations_ram_disks_and_waiting_connections_outlive_a_program() {
         Some(1),
         "the file is bad"
     );
-    // The socket is ours still, and goes with the daemon.
+    // The daemon still owns the socket, and removes it at exit.
     Command::new("kill").arg(pid.to_string()).status().unwrap();
     assert!(daemon.process.wait().unwrap().success());
     assert!(!daemon.socket().exists());
@@ -199,7 +199,7 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
     assert_eq!(status["upgrades"], 0);
     assert!(status.get("upgrade_error").is_none());
 
-    // A disk that a start would not find, or would make again.
+    // A disk that would be missing, or created again, at a start.
     let disk = dir.join("disk.img");
     let file = dir.join("riserd.yaml");
     let text = fs::read_to_string(&file).unwrap();
@@ -271,7 +271,7 @@ fn a_hand_over_that_is_of_no_use_is_reported_and_the_start_is_an_ordinary_one() 
         ("{}", "$$:987", Some("names what is not open: 987")),
         ("{}", "$$:9,9", Some("names what is not open: 9,9")),
         ("{}", "$$:x", Some("names what is not open: x")),
-        // One of another process is none of ours.
+        // A value for another process is ignored.
         ("garbage", "1:9", None),
     ] {
         daemon.kill();
@@ -298,7 +298,7 @@ fn a_hand_over_that_is_of_no_use_is_reported_and_the_start_is_an_ordinary_one() 
             }
             None => assert!(!said.contains("starting afresh"), "{said}"),
         }
-        // And it can be upgraded.
+        // An upgrade is still possible.
         assert_eq!(upgraded(&daemon, &[])["upgrades"], 1);
     }
 }

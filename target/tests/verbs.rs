@@ -1,4 +1,5 @@
-//! A running daemon's objects by their paths: `ls`, `get`, `info`, `set`, `create` and `delete`.
+//! Tests access to objects of a running daemon by path: `ls`, `get`, `info`, `set`, `create` and
+//! `delete`.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -14,26 +15,26 @@ use serde_json::{Value, json};
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
-/// What a verb that succeeds says.
+/// Runs a verb, which must succeed. Returns the output.
 fn ok(daemon: &Daemon, args: &[&str]) -> String {
     let output = daemon.ask(args);
     assert!(output.status.success(), "{args:?}: {output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Likewise, as JSON.
+/// Same as [`ok`], but parses JSON.
 fn document(daemon: &Daemon, args: &[&str]) -> Value {
     serde_json::from_str(&ok(daemon, &[args, &["-o", "json"]].concat())).unwrap()
 }
 
-/// The exit code of a verb that fails, and why it does.
+/// Returns the exit code and error message of a verb that must have failed.
 fn fails(output: &Output) -> (i32, String) {
     assert!(!output.status.success(), "{output:?}");
     let said = String::from_utf8(output.stderr.clone()).unwrap();
     (output.status.code().unwrap(), said.trim_end().to_owned())
 }
 
-/// Makes a target with a disk of 1 MiB at an address, from nothing.
+/// Creates a target with a 1 MiB disk on this address.
 fn build(daemon: &Daemon, address: &str) {
     ok(
         daemon,
@@ -100,7 +101,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
     let info = document(&daemon, &["info"]);
     assert_eq!(info["live"]["pid"], daemon.process.id());
 
-    // What would change is shown, and nothing has.
+    // The change is shown, but not applied.
     let grow = ["set", "/backends/disk0", "size=2MiB"];
     let shown = ok(&daemon, &[&grow[..], &["--dry-run"]].concat());
     assert_eq!(shown, "~ /backends/disk0/size: \"1MiB\" -> \"2MiB\"\n");
@@ -119,7 +120,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
     assert_eq!(changes["changes"][0]["path"], "/targets/demo");
     ok(&daemon, &["delete", "/backends/disk0"]);
     assert_eq!(document(&daemon, &["get", "/targets"]), json!([]));
-    // Every one of them is a configuration that can be had again.
+    // Each configuration can be restored.
     ok(&daemon, &["rollback", "2"]);
     assert_eq!(
         ok(&daemon, &["get", "/targets/demo/iqn"]),
@@ -200,7 +201,7 @@ fn what_is_refused_is_named_and_changes_nothing() {
             2,
             "/targets: there is no `none` (there is demo)",
         ),
-        // What only the daemon knows.
+        // Errors that can only be detected by the daemon.
         (
             &["create", "/targets/demo/portals/iscsi:192.0.2.77"],
             1,
@@ -265,7 +266,7 @@ fn secrets_are_set_and_never_shown() {
         "{}",
         said[9]
     );
-    // It is what an initiator must know, with any other change.
+    // This applies to any change, because initiators must be notified.
     ok(
         &daemon,
         &["create", "/backends/disk1", "kind=ram", "size=1MiB"],
@@ -275,8 +276,8 @@ fn secrets_are_set_and_never_shown() {
     assert!(ok(&daemon, &["save"]).contains(secret));
 }
 
-/// Passes connections on to a daemon, one after the other, and calls `before` with the number of
-/// each.
+/// Forwards connections to a daemon sequentially, and calls `before` with the number of each
+/// connection.
 fn between(daemon: &Daemon, connections: usize, before: impl Fn(usize) + Send + 'static) {
     let listener = UnixListener::bind(daemon.dir.join("between.sock")).unwrap();
     let behind = daemon.socket();
@@ -312,7 +313,7 @@ fn a_user_who_comes_in_between_loses_nothing() {
     ok(&daemon, &["create", "/targets/demo/access", keys[0]]);
     ok(&daemon, &["create", "/targets/demo/access", keys[1]]);
     let socket = daemon.socket();
-    // Between the look at the configuration and the change of it, another client changes it.
+    // Another client changes the configuration after it was read, but before it's changed.
     between(&daemon, 6, move |n| {
         let name = format!("/backends/other{n}");
         if n == 1 || n == 5 {
@@ -331,7 +332,7 @@ fn a_user_who_comes_in_between_loses_nothing() {
         backends["mine"].is_object() && backends["other1"].is_object(),
         "{backends}"
     );
-    // The number of a rule may be another rule's by then.
+    // This may be the number of another rule by now.
     let (code, said) = fails(&ask(&front, &["delete", "/targets/demo/access/0"]));
     assert_eq!(code, 1);
     assert!(said.contains("has changed meanwhile"), "{said}");

@@ -1,5 +1,5 @@
-//! One worker of several that hangs: the service manager, which restarts a daemon that is silent
-//! for too long, hears nothing more of it.
+//! Tests a daemon where one of the workers hangs: it must stop notifying the service manager, so
+//! that it's restarted.
 
 #![allow(unsafe_code, reason = "a single thread is stopped by ptrace(2)")]
 
@@ -11,20 +11,20 @@ use std::time::Duration;
 
 use riser_testkit::daemon::Daemon;
 
-/// How long the manager would wait.
+/// Watchdog timeout of the service manager.
 const LIMIT: Duration = Duration::from_millis(400);
 
 fn check(result: libc::c_long) {
     assert_ne!(result, -1, "{}", io::Error::last_os_error());
 }
 
-/// A thread of a child, stopped alone until this is dropped.
+/// Stops a single thread of a child process. It continues on drop.
 struct Stopped(libc::pid_t);
 
 impl Stopped {
     fn new(thread: libc::pid_t) -> Self {
         let null = ptr::null_mut::<libc::c_void>();
-        // SAFETY: these calls read and write no memory of ours, but for the status.
+        // SAFETY: except for the status, these calls don't access any memory.
         unsafe {
             check(libc::ptrace(libc::PTRACE_SEIZE, thread, null, null));
             check(libc::ptrace(libc::PTRACE_INTERRUPT, thread, null, null));
@@ -39,12 +39,12 @@ impl Stopped {
 impl Drop for Stopped {
     fn drop(&mut self) {
         let null = ptr::null_mut::<libc::c_void>();
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, null, null) };
     }
 }
 
-/// The thread of this name.
+/// Returns the ID of the thread with this name.
 fn thread(process: u32, name: &str) -> libc::pid_t {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let is_it = |task: &std::path::Path| {
@@ -84,7 +84,7 @@ fn one_worker_that_hangs_silences_the_daemon_until_it_goes_on() {
     for name in ["riser-worker-0", "riser-worker-1"] {
         alive();
         let hung = Stopped::new(thread(daemon.process.id(), name));
-        // What was said until now, and what the daemon had on its way.
+        // Discard earlier notifications, and any that were in flight.
         while hears(LIMIT / 20).is_some() {}
         let _ = hears(LIMIT);
         assert_eq!(hears(3 * LIMIT), None, "{name} hangs");

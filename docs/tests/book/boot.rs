@@ -1,4 +1,4 @@
-//! The recipe for disks at boot, held against the unit that it relies on.
+//! Compares the recipe for disks at boot with the unit that it relies on.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ fn fstab_lines_are_ordered_after_their_unit() {
     let unit = root().join("deploy/systemd/attachments/riser@.service");
     let unit = fs::read_to_string(unit).expect("the unit");
     let has = |line: &str| unit.lines().any(|l| l == line);
-    // A unit that restarts while its target is away must not hold up the targets of the boot.
+    // A unit that restarts while its target is unavailable must not delay the boot targets.
     assert!(has("DefaultDependencies=no"));
     assert!(!has("Before=remote-fs-pre.target"));
     assert!(has("Before=shutdown.target"));

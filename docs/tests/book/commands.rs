@@ -1,11 +1,11 @@
-//! Commands of `riserd` and `riser` in documents, as their command lines take them.
+//! Parses the `riserd` and `riser` commands in documents with their command-line parsers.
 
 use clap::{Command, CommandFactory};
 use riser_docs::{Named, commands_of};
 
 use crate::all_right;
 
-/// Why a command line would be refused, if so.
+/// Returns the reason if a command line is invalid.
 fn refused(command: &Command, words: &[String]) -> Option<String> {
     let parsed = command.clone().try_get_matches_from(words);
     // `--help` and `--version` are errors of clap that print to standard output.
@@ -20,7 +20,7 @@ fn refused(command: &Command, words: &[String]) -> Option<String> {
     )
 }
 
-/// Names the verb or the option in running text that the program does not have.
+/// Returns the verb or the option in running text that the program does not have.
 fn unknown(command: &Command, words: &[String]) -> Option<String> {
     let mut command = command;
     let mut verbs = words[1..].iter().peekable();
@@ -49,13 +49,13 @@ fn unknown(command: &Command, words: &[String]) -> Option<String> {
 }
 
 fn check(program: &str, mut command: Command, at_least: usize) {
-    // Global options are then known to every verb.
+    // Propagates global options to all verbs.
     command.build();
     let named = commands_of(&[program]);
     let whole = named.iter().filter(|named| !named.is_prose).count();
     assert!(whole >= at_least, "only {whole} commands were found");
     let wrong = |named: &Named| {
-        // An ellipsis stands for what the reader knows.
+        // An ellipsis stands for omitted arguments.
         let is_partial = named.is_prose || named.words.iter().any(|word| word == "…");
         let why = match is_partial {
             true => unknown(&command, &named.words),

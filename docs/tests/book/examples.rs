@@ -1,4 +1,4 @@
-//! Examples: configurations, documents of the API, paths of the API, names of metrics.
+//! Checks examples: configurations, API documents, API paths, and metric names.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,7 @@ use walkdir::WalkDir;
 
 use crate::all_right;
 
-/// Examples of a language with their places.
+/// Returns all examples in this language, with their locations.
 fn examples(language: &str) -> Vec<(String, Block)> {
     let pages = documents();
     let of = |page: Page| {
@@ -41,7 +41,7 @@ fn json_is_well_formed() {
     all_right(&wrong.collect::<Vec<_>>());
 }
 
-/// The sources of the daemon, without tests of their own.
+/// Returns the daemon's source code without its unit tests.
 fn sources() -> String {
     let files = WalkDir::new(root().join("target/src")).into_iter();
     let files = files.map(|entry| entry.expect("sources can be read").into_path());
@@ -51,7 +51,7 @@ fn sources() -> String {
         .collect()
 }
 
-/// String literals that consist of these characters and begin so.
+/// Returns all string literals with this prefix that only consist of the given characters.
 fn literals(text: &str, start: &str, is_part: impl Fn(char) -> bool) -> BTreeSet<String> {
     let strings = text.split('"');
     let strings = strings.filter(|s| s.starts_with(start) && s.chars().all(&is_part));

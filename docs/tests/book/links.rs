@@ -1,4 +1,4 @@
-//! Links, anchors, and the table of contents.
+//! Checks links, anchors and the table of contents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -7,7 +7,7 @@ use riser_docs::{BOOK, Page, book, documents, root};
 
 use crate::all_right;
 
-/// Resolves `..` in a path below the repository's root.
+/// Resolves `..` in a path relative to the repository's root.
 fn normal(path: &Path) -> PathBuf {
     let mut normal = PathBuf::new();
     for part in path.components() {
@@ -45,7 +45,7 @@ fn links_lead_to_files_and_headings() {
             let leaves = page.path.starts_with(BOOK) && !path.starts_with(BOOK);
             let why = match anchor {
                 _ if !root().join(&path).exists() => "no such file",
-                // It would be missing where the book is read.
+                // This link would be broken in the published book.
                 _ if leaves => "is not in the book",
                 Some(anchor) if !has_anchor(anchor) => "no such heading",
                 _ => continue,
@@ -56,7 +56,7 @@ fn links_lead_to_files_and_headings() {
     all_right(&wrong);
 }
 
-/// Each alert leads to the section of the book that has its name.
+/// Each alert links to the section of the book with the same name.
 #[test]
 fn runbook_urls_lead_to_headings() {
     const PAGE: &str = "alerts.md";

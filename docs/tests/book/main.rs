@@ -1,4 +1,4 @@
-//! What the book and the other documents say, held against the programs and the repository.
+//! Compares the book and the other documents with the programs and the repository.
 
 #![allow(missing_docs, reason = "tests")]
 
@@ -9,7 +9,7 @@ mod links;
 mod reference;
 mod security;
 
-/// Fails with everything that is wrong, a line each.
+/// Fails with one line for each mistake.
 fn all_right(wrong: &[String]) {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }

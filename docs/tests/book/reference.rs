@@ -1,4 +1,4 @@
-//! The page with all keys of the configuration, which is made of its schema.
+//! Checks the page with all configuration keys, which is generated from the schema.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -7,7 +7,7 @@ use riser_docs::{BOOK, root};
 use riser_target::cli::reference::{Key, Object, objects};
 use riser_target::config::schema;
 
-/// The page, below the book's folder.
+/// Path of the page in the book's directory.
 const PAGE: &str = "reference.md";
 
 const HEAD: &str = "\
@@ -60,7 +60,7 @@ fn add_key(page: &mut String, key: &Key) {
     }
 }
 
-/// Text in which Markdown sees no tags.
+/// Escapes text for Markdown, so that it doesn't contain any tags.
 fn escaped(text: &str) -> String {
     text.replace('<', "\\<")
 }

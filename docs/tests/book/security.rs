@@ -1,9 +1,10 @@
-//! The table of `SECURITY.md`: what went wrong elsewhere, and what would fail here.
+//! Checks the table in `SECURITY.md`: vulnerabilities of other projects, and the tests that would
+//! fail here.
 
 use riser_docs::root;
 
-/// Identifiers in a list such as `CVE-2026-90413, 2026-90414` or `CVE-2026-18724 … 2026-18728`, as
-/// names of tests have them.
+/// Parses identifiers in a list such as `CVE-2026-90413, 2026-90414` or
+/// `CVE-2026-18724 … 2026-18728`. Returns them in the format used in test names.
 fn ids(cell: &str) -> Vec<String> {
     let words = cell.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
     let numbered = words.filter_map(|word| {
@@ -16,7 +17,7 @@ fn ids(cell: &str) -> Vec<String> {
     numbered.chain(scst).collect()
 }
 
-/// Rows of the table of regressions: the first and the last cell.
+/// Returns the rows of the regression table: the first and the last cell.
 fn rows(text: &str) -> Vec<(&str, &str)> {
     let table = text.split("| --- |").skip(1);
     let table = table.filter(|rest| rest.contains("`cve_")).last();
@@ -29,7 +30,7 @@ fn rows(text: &str) -> Vec<(&str, &str)> {
     ends.collect()
 }
 
-/// Names of functions in backticks, with the files before them.
+/// Returns function names in backticks, with the preceding file names.
 fn tests(cell: &str) -> Vec<(String, String)> {
     let (mut file, mut found) = (None, Vec::new());
     for span in cell.split('`').skip(1).step_by(2) {

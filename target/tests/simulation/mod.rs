@@ -1,4 +1,5 @@
-//! A worker on a ring, a disk, TCP sockets and threads in memory, which a seed drives.
+//! Simulates a worker with in-memory ring, disk, TCP sockets and threads. The seed determines the
+//! order of events.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -24,10 +25,10 @@ use crate::world::{SERVER, World};
 
 pub(crate) const IQN: &str = "iqn.2026-01.org.example:disk";
 
-/// Chooses the error of an operation.
+/// Selects the error of an operation.
 pub(crate) type ErrorOf = Box<dyn Fn(Op) -> i32>;
 
-/// The world, and the parts of it that a seed drives.
+/// The world and all parts controlled by a seed.
 pub(crate) struct Simulation {
     pub(crate) world: World,
     pub(crate) kernel: Kernel,
@@ -35,21 +36,22 @@ pub(crate) struct Simulation {
     pub(crate) listener: Listener,
     pub(crate) disk: Disk,
     random: u64,
-    /// Jobs that threads have done.
+    /// Number of completed thread jobs.
     pub(crate) jobs: usize,
-    /// Rounds after which the worker would have slept.
+    /// Number of iterations after which the worker would have slept.
     pub(crate) sleeps: usize,
-    /// Operations of the ring that have ended.
+    /// Number of completed ring operations.
     pub(crate) ended: usize,
-    /// The operation to fail, counted from the first to end, and its error number.
+    /// The number of the operation that should fail, in order of completion, and its error.
     pub(crate) fails: Option<(usize, ErrorOf)>,
-    /// The one that has failed, and its error number.
+    /// The failed operation, and its error.
     pub(crate) failed: Option<(Operation, i32)>,
-    /// Mappings of memory that the worker may make before one fails.
+    /// Number of memory mappings before one fails.
     pub(crate) mappings_left: usize,
-    /// Virtual time of a step.
+    /// Virtual time per step.
     pub(crate) pace: Duration,
-    /// The worker is in a round: a panic is its own, and no check of a test's.
+    /// Set while the worker is running: a panic is caused by the worker, and not by a check in a
+    /// test.
     pub(crate) is_working: bool,
 }
 
@@ -64,7 +66,7 @@ impl Simulation {
         simulation
     }
 
-    /// A worker on this wire, whose mapping of memory after these fails.
+    /// Creates a worker on this wire. The memory mapping after this number of mappings fails.
     pub(crate) fn on(
         fabric: Fabric,
         seed: u64,
@@ -114,7 +116,7 @@ impl Simulation {
     }
 
     fn draw(&mut self, below: usize) -> usize {
-        // As in `world`.
+        // Same as in `world`.
         self.random = self
             .random
             .wrapping_mul(6_364_136_223_846_793_005)
@@ -122,7 +124,7 @@ impl Simulation {
         (self.random >> 33) as usize % below
     }
 
-    /// One step of everything: a round of the worker, the end of one operation, and one job.
+    /// Runs one step: an iteration of the worker, one completion, and one job.
     pub(crate) fn step(&mut self, dev: &mut Endpoint) {
         let now = self.world.fabric.now();
         dev.progress(now);
@@ -130,7 +132,7 @@ impl Simulation {
         fail_after(Some(self.mappings_left));
         let worked = self.world.worker.step(now).unwrap();
         let next = self.world.worker.park(worked).unwrap();
-        // The one that has failed is the only one.
+        // Only a single mapping fails.
         self.mappings_left = fail_after(None).unwrap_or(usize::MAX);
         self.is_working = false;
         self.sleeps += usize::from(matches!(next, Next::Park(_)));
@@ -149,7 +151,7 @@ impl Simulation {
         self.world.fabric.advance_to(later);
     }
 
-    /// Ends an operation of the ring, as it was asked for or with the error that is its turn.
+    /// Completes a ring operation, either successfully or with an error if it's due.
     fn end(&mut self, operation: Operation) {
         let fails = self.fails.as_ref();
         let fails = fails.filter(|(index, _)| *index == self.ended);
@@ -162,7 +164,7 @@ impl Simulation {
     }
 }
 
-/// A connection of TCP whose other end is in the simulation, and what came over it.
+/// A TCP connection with its other end in the simulation, and the received data.
 pub(crate) struct Wire {
     pub(crate) simulation: Rc<RefCell<Simulation>>,
     pub(crate) peer: Peer,
@@ -171,7 +173,7 @@ pub(crate) struct Wire {
 }
 
 impl Wire {
-    /// Goes on until `done` gives something, for a second of virtual time at most.
+    /// Runs the simulation until `done` returns a value, for up to one second of virtual time.
     fn until<T>(&mut self, mut done: impl FnMut(&Peer) -> Option<T>) -> io::Result<T> {
         for _ in 0..100_000 {
             if let Some(result) = done(&self.peer) {
@@ -183,7 +185,7 @@ impl Wire {
     }
 }
 
-/// As the kernel closes a socket.
+/// Same as the kernel when a socket is closed.
 impl Drop for Wire {
     fn drop(&mut self) {
         self.peer.close();
@@ -217,7 +219,7 @@ pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }
 
-/// Descriptors and threads of this process.
+/// Returns the number of descriptors and threads of this process.
 pub(crate) fn footprint() -> (usize, usize) {
     let count = |path| std::fs::read_dir(path).unwrap().count();
     (count("/proc/self/fd"), count("/proc/self/task"))

@@ -1,4 +1,4 @@
-//! A worker at one end of a wire in memory, under a virtual clock.
+//! A worker on one end of an in-memory wire with a virtual clock.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -19,10 +19,10 @@ use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::verbs::Provider;
 
-/// Where the worker is.
+/// Address of the worker.
 pub(crate) const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 
-/// Surroundings whose random numbers come from a seed, so that each run is the same.
+/// Environment with random numbers from a seed, so that all runs are identical.
 struct SeededEnv {
     state: u64,
     host: Arc<dyn Host>,
@@ -31,7 +31,7 @@ struct SeededEnv {
 impl Env for SeededEnv {
     fn fill_random(&mut self, out: &mut [u8]) {
         for byte in out {
-            // The generator of Knuth's MMIX.
+            // Random number generator from Knuth's MMIX.
             self.state = self
                 .state
                 .wrapping_mul(6_364_136_223_846_793_005)
@@ -45,29 +45,29 @@ impl Env for SeededEnv {
     }
 }
 
-/// The world: a wire, and a worker at one end.
+/// A wire with a worker on one end.
 pub(crate) struct World {
     pub(crate) fabric: Fabric,
     pub(crate) worker: Worker,
     pub(crate) shared: Arc<Shared>,
     pub(crate) mail: MailSender<Mail>,
-    /// The mailbox of another worker, which does nothing.
+    /// Mailbox of another worker, which is not running.
     pub(crate) other: MailReceiver<Mail>,
     pub(crate) reports: Receiver<Report>,
 }
 
 impl World {
-    /// A wire with these faults, and a worker that serves a configuration at [`SERVER`].
+    /// Creates a wire with these faults, and a worker that serves a configuration on [`SERVER`].
     pub(crate) fn serving(faults: FaultConfig, config: &Config) -> Self {
         Self::over(faults, build_shared(config, None).unwrap())
     }
 
-    /// A wire with these faults, and a worker that serves what is given.
+    /// Creates a wire with these faults, and a worker that serves the given objects.
     pub(crate) fn over(faults: FaultConfig, shared: Shared) -> Self {
         Self::with(faults, shared, RingConfig::default(), Vec::new())
     }
 
-    /// Likewise, with a ring of its own size and sockets of TCP portals.
+    /// Same as [`Self::over`], but with a custom ring and TCP portals.
     pub(crate) fn with(
         faults: FaultConfig,
         shared: Shared,
@@ -82,7 +82,7 @@ impl World {
         Self::on(fabric, shared, ring, sockets, (1, Arc::new(SystemHost)))
     }
 
-    /// A worker on a ring of any kind, whose random numbers come from a seed.
+    /// Creates a worker on any kind of ring, with random numbers from a seed.
     pub(crate) fn on(
         fabric: Fabric,
         shared: Shared,
@@ -95,7 +95,7 @@ impl World {
         world
     }
 
-    /// Likewise, of a worker that may not start, or serve only a part.
+    /// Same as [`Self::on`], but the worker may fail to start, or only serve some of the portals.
     pub(crate) fn start(
         fabric: Fabric,
         shared: Shared,
@@ -132,13 +132,13 @@ impl World {
         Ok((world, unserved.collect()))
     }
 
-    /// An initiator's device.
+    /// Creates the device of an initiator.
     pub(crate) fn client(&self, n: u8) -> Endpoint {
         self.fabric
             .endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + n)))
     }
 
-    /// One step of everything.
+    /// Runs one step of all components.
     pub(crate) fn pump(&mut self, dev: &mut Endpoint) {
         let now = self.fabric.now();
         dev.progress(now);
@@ -148,7 +148,8 @@ impl World {
             .into_iter()
             .flatten()
             .min();
-        // What waits for a device that is not driven at the moment must not stop the clock.
+        // The clock must not stop because of pending events for a device that is currently not
+        // driven.
         let (least, most) = (
             now + Duration::from_micros(10),
             now + Duration::from_millis(1),

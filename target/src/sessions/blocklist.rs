@@ -1,6 +1,6 @@
-//! Initiators that an administrator keeps from logging in, independent of the configuration.
+//! Initiators blocked by an administrator, independent of the configuration.
 //!
-//! All catalogs share one list, so that a block is in force as soon as it is made, and remains when the
+//! All catalogs share a single list, so a block takes effect immediately, and is kept when the
 //! configuration changes.
 
 use std::fmt::{self, Debug, Display};
@@ -14,38 +14,38 @@ use riser_sync::{Mutex, MutexGuard};
 
 use crate::config::{Guid, InitiatorId};
 
-/// Detail of a login that was refused for this reason, in the audit log.
+/// Detail in the audit log for a login rejected because of a block.
 pub const BLOCKED: &str = "blocked by an administrator";
 
-/// Most initiators that may be blocked.
+/// Maximum number of blocked initiators.
 const MAX_BLOCKED: usize = 1024;
 
-/// Keeps the list beyond the end of the process.
+/// Stores the list so that it survives a restart.
 pub trait BlockKeeper: Debug + Send + Sync {
-    /// The list that is kept.
+    /// Loads the stored list.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// If it cannot be read.
     fn load(&self) -> io::Result<Vec<BlockedView>>;
 
-    /// Keeps another list.
+    /// Stores a new list.
     ///
     /// # Errors
-    /// It cannot be written; the previous list is kept.
+    /// If it cannot be written. The previous list is kept.
     fn save(&self, blocked: &[BlockedView]) -> io::Result<()>;
 }
 
-/// An initiator with all its ports.
+/// An initiator with all of its ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Initiator {
-    /// An iSCSI initiator, by its name.
+    /// An iSCSI initiator, identified by name.
     Iscsi(IscsiName),
-    /// An SRP initiator, by its GUID.
+    /// An SRP initiator, identified by GUID.
     Srp(Guid),
 }
 
 impl Initiator {
-    /// Parses a name: of an iSCSI initiator, with or without ISID, or of an SRP initiator port.
+    /// Parses the name of an iSCSI initiator, with or without an ISID, or of an SRP initiator port.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let name = text.split_once(',').map_or(text, |(name, _)| name);
@@ -73,7 +73,7 @@ fn guid_of(port: &[u8; 16]) -> Guid {
     Guid(u64::from_be_bytes(*guid))
 }
 
-/// The list of blocked initiators. See the module's documentation.
+/// The list of blocked initiators. See the module documentation.
 #[derive(Debug, Default)]
 pub struct Blocklist {
     keeper: Option<Arc<dyn BlockKeeper>>,
@@ -81,10 +81,10 @@ pub struct Blocklist {
 }
 
 impl Blocklist {
-    /// The list that a keeper has, or an empty one.
+    /// Loads the stored list, or creates an empty list without a keeper.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// If the list cannot be read.
     pub fn open(keeper: Option<Arc<dyn BlockKeeper>>) -> io::Result<Self> {
         let blocked = keeper.as_ref().map(|keeper| keeper.load()).transpose()?;
         Ok(Self {
@@ -97,7 +97,7 @@ impl Blocklist {
         self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether an initiator must not log in.
+    /// Returns whether an initiator is blocked.
     #[must_use]
     pub fn has(&self, initiator: &Initiator) -> bool {
         let blocked = self.lock();
@@ -110,19 +110,19 @@ impl Blocklist {
             .any(|b| b.initiator == name && is_in_force(b, now))
     }
 
-    /// As [`Blocklist::has`], by the identifier of an SRP initiator port.
+    /// Same as [`Blocklist::has`], for an SRP initiator port identifier.
     #[must_use]
     pub fn has_port(&self, port: &[u8; 16]) -> bool {
         self.has(&Initiator::Srp(guid_of(port)))
     }
 
-    /// As [`Blocklist::has`], by the name of an iSCSI initiator.
+    /// Same as [`Blocklist::has`], for an iSCSI initiator name.
     #[must_use]
     pub fn has_name(&self, name: &IscsiName) -> bool {
         self.has(&Initiator::Iscsi(name.clone()))
     }
 
-    /// The initiators that are blocked now.
+    /// Returns the currently blocked initiators.
     #[must_use]
     pub fn list(&self) -> Vec<BlockedView> {
         let now = seconds();
@@ -131,11 +131,11 @@ impl Blocklist {
         in_force.cloned().collect()
     }
 
-    /// Blocks initiators for a time, or without limit. It replaces an earlier block of the same
-    /// initiator.
+    /// Blocks initiators for some time, or indefinitely. This replaces any earlier block of the
+    /// same initiators.
     ///
     /// # Errors
-    /// The list is full, or cannot be kept; it has not changed.
+    /// If the list is full or cannot be stored. It is not changed in this case.
     pub fn block(
         &self,
         initiators: &[Initiator],
@@ -157,10 +157,10 @@ impl Blocklist {
         })
     }
 
-    /// Lets an initiator log in again; returns whether it was blocked.
+    /// Unblocks an initiator. Returns whether it was blocked.
     ///
     /// # Errors
-    /// The list cannot be kept; it has not changed.
+    /// If the list cannot be stored. It is not changed in this case.
     pub fn unblock(&self, initiator: &Initiator) -> io::Result<bool> {
         if !self.has(initiator) {
             return Ok(false);
@@ -192,7 +192,7 @@ fn is_in_force(blocked: &BlockedView, now: u64) -> bool {
     blocked.until.is_none_or(|until| now < until)
 }
 
-/// Seconds since 1970.
+/// Returns the current time in seconds since 1970.
 fn seconds() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |now| now.as_secs())
@@ -272,7 +272,7 @@ mod tests {
         let failed = list.block(std::slice::from_ref(&second), None, "root");
         assert_eq!(failed.unwrap_err().kind(), io::ErrorKind::StorageFull);
         assert!(!list.has(&second));
-        // As after a restart.
+        // Simulate a restart.
         let again = Blocklist::open(Some(keeper)).unwrap();
         assert!(again.has(&first) && !again.has(&second));
     }

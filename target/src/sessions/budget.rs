@@ -1,7 +1,6 @@
-//! Bounds on the number of sessions, in all and from one address.
+//! Limits for the number of sessions, in total and per address.
 //!
-//! A host with SLAAC chooses the lower half of its IPv6 addresses, so they count by their network of
-//! 64 bits.
+//! With SLAAC, a host can choose the lower half of its IPv6 addresses, so we count by /64 network.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -11,19 +10,19 @@ use riser_sync::{Mutex, MutexGuard};
 
 use crate::srp::LoginLimits;
 
-/// Bounds on sessions, and on what a login of SRP may ask for.
+/// Limits for sessions and SRP logins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionLimits {
-    /// I_T nexuses at once.
+    /// Maximum number of I_T nexuses.
     pub sessions: u32,
-    /// I_T nexuses at once from one address.
+    /// Maximum number of I_T nexuses per address.
     pub per_address: u32,
-    /// Limits of a login.
+    /// Limits for a login.
     pub login: LoginLimits,
 }
 
 impl SessionLimits {
-    /// Returns the bounds on sessions alone.
+    /// Returns only the limits for the number of sessions.
     #[must_use]
     pub fn bounds(&self) -> Bounds {
         Bounds {
@@ -33,7 +32,7 @@ impl SessionLimits {
     }
 }
 
-/// Returns the address by which the bounds count: that of the /64 network for IPv6.
+/// Returns the address used for counting. For IPv6, this is the /64 network.
 #[must_use]
 pub fn counted_address(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
@@ -42,16 +41,17 @@ pub fn counted_address(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Sessions that a budget admits.
+/// Limits for the number of sessions in a budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// I_T nexuses, or discovery sessions, at once.
+    /// Maximum number of I_T nexuses, or of discovery sessions.
     pub sessions: u32,
-    /// At once from one address.
+    /// Maximum number per address.
     pub per_address: u32,
 }
 
-/// Sessions at present, against bounds that may change with the configuration.
+/// Counts the current sessions. The limits are passed by the caller, because they can change with
+/// the configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Budget(Arc<Mutex<Counts>>);
 
@@ -61,23 +61,23 @@ struct Counts {
     addresses: HashMap<IpAddr, u32>,
 }
 
-/// A bound that leaves no room for another session, as the configuration names it.
+/// The limit that prevents another session, using its name in the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReachedBound {
-    /// The bound on all sessions.
+    /// The total number of sessions.
     #[error("limits.max_sessions ({0}) is reached")]
     Sessions(u32),
-    /// The bound on sessions from one address.
+    /// The number of sessions per address.
     #[error("limits.sessions_per_address ({bound}) is reached for {address}")]
     PerAddress {
-        /// The bound.
+        /// The limit.
         bound: u32,
-        /// Address by which it counts.
+        /// The address used for counting.
         address: IpAddr,
     },
 }
 
-/// One session of a budget, which has it back when this is dropped.
+/// A session in a budget, which is released on drop.
 #[derive(Debug)]
 pub struct Permit {
     budget: Budget,
@@ -89,15 +89,15 @@ impl Counts {
         let less = |is_less: bool| u32::from(is_less);
         let (address, replaced) = (counted_address(address), replaced.map(counted_address));
         let there = self.addresses.get(&address).copied().unwrap_or(0);
-        // The replaced session may have ended on another worker since it was looked up.
+        // The replaced session may have been closed by another worker after we looked it up.
         self.total.saturating_sub(less(replaced.is_some())) < bounds.sessions
             && there.saturating_sub(less(replaced == Some(address))) < bounds.per_address
     }
 }
 
 impl Budget {
-    /// Returns a permit for another session from an address, if there is room for it. A session
-    /// that replaces one from the address `replaced` needs no room beside that.
+    /// Returns a permit for another session from an address, if the limits allow it. If it replaces
+    /// a session from the address `replaced`, that session is not counted.
     #[must_use]
     pub fn acquire(
         &self,
@@ -116,13 +116,14 @@ impl Budget {
         Some(Permit { budget, address })
     }
 
-    /// Whether [`Budget::acquire`] would return a permit.
+    /// Returns whether [`Budget::acquire`] would return a permit.
     #[must_use]
     pub fn has_room(&self, bounds: Bounds, address: IpAddr, replaced: Option<IpAddr>) -> bool {
         self.lock().has_room(bounds, address, replaced)
     }
 
-    /// Returns the bound that leaves no room for a session from an address; `None` if there is room.
+    /// Returns the limit that prevents another session from an address, or `None` if it would be
+    /// allowed.
     #[must_use]
     pub fn reached(&self, bounds: Bounds, address: IpAddr) -> Option<ReachedBound> {
         let counts = self.lock();
@@ -135,19 +136,19 @@ impl Budget {
         (counts.total >= bounds.sessions).then_some(ReachedBound::Sessions(bounds.sessions))
     }
 
-    /// Returns the largest number of sessions from one address.
+    /// Returns the maximum number of sessions from a single address.
     #[must_use]
     pub fn most_per_address(&self) -> u32 {
         self.lock().addresses.values().copied().max().unwrap_or(0)
     }
 
-    /// Returns the number of sessions at present.
+    /// Returns the current number of sessions.
     #[must_use]
     pub fn sessions(&self) -> u32 {
         self.lock().total
     }
 
-    /// Every change of the counts is whole, so poison is ignored.
+    /// We can ignore poison, because a panic cannot leave the counts inconsistent.
     fn lock(&self) -> MutexGuard<'_, Counts> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,7 +1,8 @@
-//! Targets as workers see them: ports, units, and who may use them.
+//! Targets as seen by workers: ports, units, and access rules.
 //!
-//! All of it together is a [`Catalog`]. It never changes; a new configuration makes a new one,
-//! which keeps the numbers of units and backends that it has in common with the old one.
+//! These are all contained in a [`Catalog`], which never changes. When the configuration changes,
+//! we create a new catalog. It uses the same numbers for all units and backends that are also in
+//! the old catalog.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -22,48 +23,48 @@ use crate::fabric::{LunMap, Mapping, Unit, UnitIdx};
 use crate::qos::{Initiators, IoLimits, Limiter, LimiterKey};
 use crate::stats::{LunStats, TargetStats};
 
-/// Everything that is served, to whom, and with which limits.
+/// All targets, with access rules and limits.
 #[derive(Clone, Debug)]
 pub struct Catalog {
-    /// Bounds on sessions that log in from now on.
+    /// Session limits for new logins.
     pub limits: SessionLimits,
-    /// Commands of an iSCSI session at once, likewise.
+    /// Maximum number of commands in flight per new iSCSI session.
     pub commands: u16,
-    /// Time limit for data that an initiator was asked to send, likewise.
+    /// Data-Out timeout for new sessions.
     pub data_out_timeout: Duration,
-    /// Connections of an iSCSI session over TCP, likewise.
+    /// Maximum number of connections per new iSCSI session over TCP.
     pub connections: u32,
-    /// Error recovery level of an iSCSI session over TCP, likewise.
+    /// Error recovery level for new iSCSI sessions over TCP.
     pub recovery_level: u32,
-    /// Authentication of initiators before they discover targets.
+    /// Authentication required for discovery.
     pub discovery: Auth,
-    /// Targets, with their units and portals.
+    /// Targets with their units and portals.
     pub targets: Vec<TargetDef>,
-    /// The backend of each unit, by the unit's number: an index into `stores`.
+    /// The backend of each unit, by unit number. This is an index in `stores`.
     pub unit_stores: Vec<usize>,
-    /// The units, by their numbers. One that is no longer served stays as long as it has commands.
+    /// Units by number. A removed unit remains valid while it has commands.
     pub units: Vec<Weak<Unit>>,
-    /// The limits of the units, by their numbers.
+    /// Limits of the units, by unit number.
     pub unit_limits: Vec<IoLimits>,
-    /// Opened backends. Places of those that are no longer served stay empty.
+    /// Open backends. Entries of removed backends are not reused.
     pub stores: Vec<Option<Arc<Store>>>,
 }
 
 impl Catalog {
-    /// The target with a port.
+    /// Returns the target with this port.
     #[must_use]
     pub fn target_of(&self, port: &TargetPortId) -> Option<&TargetDef> {
         self.targets.iter().find(|t| t.has_port(port))
     }
 
-    /// The target with an iSCSI name.
+    /// Returns the target with this iSCSI name.
     #[must_use]
     pub fn target_named(&self, name: &IscsiName) -> Option<&TargetDef> {
         let named = |t: &&TargetDef| t.iscsi.as_ref().is_some_and(|i| i.name == *name);
         self.targets.iter().find(named)
     }
 
-    /// Whether a target port is served at an address, by one of the device's ways in.
+    /// Returns whether a target port is available at this address and entrance of a device.
     #[must_use]
     pub fn has_entrance(&self, port: &TargetPortId, addr: IpAddr, entrance: Entrance) -> bool {
         let mut portals = self.targets.iter().flat_map(|t| &t.portals);
@@ -76,11 +77,11 @@ impl Catalog {
         })
     }
 
-    /// Returns the entrances at which a device is to listen, and what each serves.
+    /// Returns all entrances that a device should listen on, with their protocols.
     #[must_use]
     pub fn entrances(&self, addr: IpAddr, has_services: bool) -> BTreeMap<Entrance, Serves> {
         let mut entrances = BTreeMap::new();
-        // Targets may share a portal: a login names the one it wants.
+        // Multiple targets can share a portal, because the login contains the target.
         let srp = self.targets.iter().flat_map(|t| &t.portals);
         for portal in srp.filter(|p| p.listen.ip() == addr) {
             entrances.insert(Entrance::Port(portal.listen.port()), Serves::Srp);
@@ -96,7 +97,7 @@ impl Catalog {
         entrances
     }
 
-    /// The portals behind an entrance of the device at an address.
+    /// Returns the portals for an entrance of the device with this address.
     #[must_use]
     pub fn portals_at(&self, addr: IpAddr, entrance: Entrance) -> BTreeSet<SocketAddr> {
         match entrance {
@@ -109,13 +110,13 @@ impl Catalog {
         }
     }
 
-    /// Returns the TCP portals of all targets; an address may be there more than once.
+    /// Returns the TCP portals of all targets. The same address may be returned more than once.
     pub fn tcp_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
         iscsi.flat_map(|iscsi| &iscsi.portals).copied()
     }
 
-    /// Returns the portals of all targets on RDMA devices.
+    /// Returns the RDMA portals of all targets.
     pub fn rdma_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let srp = self.targets.iter().flat_map(|t| &t.portals);
         let srp = srp.map(|portal| portal.listen);
@@ -124,7 +125,7 @@ impl Catalog {
         srp.chain(iser)
     }
 
-    /// Removes the portals that `is_meant` chooses, of every protocol.
+    /// Removes all portals for which `is_meant` returns true, for any protocol.
     pub fn remove_portals(&mut self, is_meant: impl Fn(Protocol, SocketAddr) -> bool) {
         for target in &mut self.targets {
             let portals = &mut target.portals;
@@ -136,7 +137,8 @@ impl Catalog {
         }
     }
 
-    /// Gives the units their limits. What waits at workers books once more when these follow.
+    /// Updates the limits of all units. Waiting commands are booked again when workers switch to
+    /// this catalog.
     pub fn set_limits(&self) {
         for (unit, limits) in self.units.iter().zip(&self.unit_limits) {
             if let Some(unit) = unit.upgrade() {
@@ -145,27 +147,27 @@ impl Catalog {
         }
     }
 
-    /// A unit, by its number.
+    /// Returns the unit with this number.
     #[must_use]
     pub fn unit(&self, index: UnitIdx) -> Option<Arc<Unit>> {
         self.units.get(index.0 as usize)?.upgrade()
     }
 
-    /// Returns the number of units that are served, or still have commands.
+    /// Returns the number of units that are either configured or still have commands.
     #[must_use]
     pub fn live_units(&self) -> usize {
         let live = self.units.iter().filter(|unit| unit.strong_count() > 0);
         live.count()
     }
 
-    /// The backend of a unit.
+    /// Returns the backend of a unit.
     #[must_use]
     pub fn store_of(&self, unit: &Unit) -> Option<&Arc<Store>> {
         let place = self.unit_stores.get(unit.index.0 as usize)?;
         self.stores.get(*place)?.as_ref()
     }
 
-    /// The units on a backend, each once for each of its numbers.
+    /// Returns the units for a backend. A unit is returned once per LUN.
     pub fn units_on(&self, store: usize) -> impl Iterator<Item = &Arc<Unit>> {
         self.targets
             .iter()
@@ -175,21 +177,21 @@ impl Catalog {
     }
 }
 
-/// A way into a device that one listener can have.
+/// An endpoint of a device that a listener can be bound to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Entrance {
-    /// A port of the RDMA CM.
+    /// An RDMA CM port.
     Port(u16),
-    /// A bare InfiniBand service id.
+    /// An InfiniBand service ID.
     Service(u64),
 }
 
-/// Protocol that is served at an entrance.
+/// The protocol used at an entrance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Serves {
-    /// Logins of SRP, each for the target that it names.
+    /// SRP logins, for any target.
     Srp,
-    /// Connections of iSER, on the portal at this address.
+    /// iSER connections, for the portal with this address.
     Iser(SocketAddr),
 }
 
@@ -200,16 +202,16 @@ pub struct PortalDef {
     pub listen: SocketAddr,
     /// First half of the target port identifier.
     pub id_ext: u64,
-    /// Second half of it: the GUID of the I/O controller.
+    /// Second half of the target port identifier: the I/O controller GUID.
     pub ioc_guid: u64,
-    /// The InfiniBand service id on which it listens besides.
+    /// InfiniBand service ID to listen on in addition to the port.
     pub service_id: u64,
     /// RELATIVE TARGET PORT IDENTIFIER.
     pub relative_id: u16,
 }
 
 impl PortalDef {
-    /// The target port identifier.
+    /// Returns the target port identifier.
     #[must_use]
     pub fn target_port(&self) -> TargetPortId {
         TargetPortId::from_parts(PortIdParts {
@@ -219,52 +221,53 @@ impl PortalDef {
     }
 }
 
-/// A target, as sessions and workers see it.
+/// A target as seen by sessions and workers.
 #[derive(Clone, Debug)]
 pub struct TargetDef {
-    /// Its configuration: name, units by number, access.
+    /// Configuration: name, units by LUN, and access rules.
     pub config: config::Target,
-    /// Portals of the configuration; those that cannot be listened on are among these only.
+    /// All configured portals, even if we could not listen on them.
     pub listens: Vec<(Protocol, SocketAddr)>,
-    /// Portals at which it listens for SRP.
+    /// SRP portals.
     pub portals: Vec<PortalDef>,
-    /// Its units, in ascending order of their numbers.
+    /// Units in ascending order by LUN.
     pub units: Vec<(u16, Arc<Unit>)>,
-    /// Statistics of each of the units, in the same order.
+    /// Statistics for each unit, in the same order.
     pub stats: Vec<Arc<LunStats>>,
-    /// Counters of logins, refusals and events of sessions.
+    /// Counters for logins, rejections and session events.
     pub counts: Arc<TargetStats>,
-    /// Limits of its initiators, by rule and initiator.
+    /// Limits per initiator, by rule and initiator.
     pub initiators: Arc<Initiators>,
-    /// Names and portals for iSCSI initiators, if it has any.
+    /// Name and portals for iSCSI initiators, if available.
     pub iscsi: Option<IscsiDef>,
-    /// Initiators that may not log in, whatever the configuration says.
+    /// Initiators that cannot log in, regardless of the configuration.
     pub blocklist: Arc<Blocklist>,
 }
 
 /// A target for iSCSI initiators.
 #[derive(Clone, Debug)]
 pub struct IscsiDef {
-    /// iSCSI name, by which initiators log in.
+    /// The iSCSI name used for login.
     pub name: IscsiName,
-    /// The tag of its one portal group, and the relative target port identifier.
+    /// Tag of the only portal group, also used as the relative target port identifier.
     pub group: u16,
-    /// Addresses and ports where it listens on TCP.
+    /// TCP addresses and ports.
     pub portals: Vec<SocketAddr>,
-    /// Addresses and RDMA CM ports where it listens for iSER.
+    /// Addresses and RDMA CM ports for iSER.
     pub iser: Vec<SocketAddr>,
-    /// Authentication of initiators whose rule has none of its own.
+    /// Authentication for rules without their own settings.
     pub auth: Auth,
-    /// Authentication of the others, by the numbers of their rules.
+    /// Authentication for rules with their own settings, by rule number.
     pub rule_auths: BTreeMap<usize, Auth>,
-    /// Portals at all addresses of the host: discovery shows each only to those who came by it.
+    /// Portals for all addresses of the host. Discovery only returns them to initiators using the
+    /// same address.
     pub unlisted: Vec<SocketAddr>,
-    /// Portals that send initiators elsewhere.
+    /// Portals that redirect initiators.
     pub redirects: Vec<(SocketAddr, config::Redirect)>,
 }
 
 impl IscsiDef {
-    /// The addresses of all portals, each once. Initiators choose the transport themselves.
+    /// Returns the addresses of all portals without duplicates. Initiators choose the transport.
     pub fn addresses(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let is_new = |portal: &&SocketAddr| !self.portals.contains(portal);
         self.portals
@@ -273,11 +276,12 @@ impl IscsiDef {
             .copied()
     }
 
-    /// Where an initiator that came by an address finds the target, that address first.
+    /// Returns the portals for an initiator that is connected to the given address, starting with
+    /// this address.
     ///
-    /// Loopback addresses are those of the initiator's own host, and only of use there. A portal at
-    /// all addresses has some that this initiator cannot reach, such as those of bridges for
-    /// containers or of networks of its own, and it would try each of them for a long time.
+    /// Loopback addresses are only useful to an initiator on the same host. Wildcard portals
+    /// include addresses that this initiator may not be able to reach, such as those of container
+    /// bridges or separate networks, and it would spend a long time trying them.
     pub fn shown_to(&self, by: SocketAddr) -> impl Iterator<Item = SocketAddr> + '_ {
         let is_useful = move |at: &SocketAddr| by.ip().is_loopback() || !at.ip().is_loopback();
         let is_listed = move |at: &SocketAddr| at.ip() == by.ip() || !self.unlisted.contains(at);
@@ -286,8 +290,8 @@ impl IscsiDef {
     }
 }
 
-/// Whether an initiator that has proved these credentials, or nothing, could log in where this
-/// authentication is required.
+/// Returns whether an initiator with these proven credentials, or without any, could log in with
+/// this authentication setting.
 #[must_use]
 pub fn is_proof(auth: &Auth, proved: Option<&Credentials>) -> bool {
     match (auth, proved) {
@@ -298,7 +302,7 @@ pub fn is_proof(auth: &Auth, proved: Option<&Credentials>) -> bool {
 }
 
 impl TargetDef {
-    /// The units that an initiator at an address may see; `None` if it may not log in.
+    /// Returns the units for an initiator at this address, or `None` if it cannot log in.
     #[must_use]
     pub fn luns_of(&self, initiator: &InitiatorPortId, address: IpAddr) -> Option<Arc<LunMap>> {
         if self.blocklist.has_port(&initiator.0) {
@@ -306,7 +310,7 @@ impl TargetDef {
         }
         let allowed = self.config.allowed_luns(&initiator.0, address)?;
         let rule = self.config.rule_of_port(&initiator.0, address);
-        // The identifier's extension is another one for each of an initiator's paths.
+        // The extension of the port identifier is different for each path of an initiator.
         let limiter = self.limiter(rule, address, || {
             let guid = initiator.0.last_chunk().expect("it has 16 bytes");
             config::Guid(u64::from_be_bytes(*guid)).to_string()
@@ -314,7 +318,7 @@ impl TargetDef {
         Some(self.map_of(&allowed, limiter))
     }
 
-    /// As [`TargetDef::luns_of`], for an iSCSI initiator.
+    /// Same as [`TargetDef::luns_of`], for an iSCSI initiator.
     #[must_use]
     pub fn luns_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<Arc<LunMap>> {
         if self.blocklist.has_name(initiator) {
@@ -326,8 +330,8 @@ impl TargetDef {
         Some(self.map_of(&allowed, limiter))
     }
 
-    /// The limits of an initiator whose rule has this number. One that the rule does not name is
-    /// known by its address: it could have any number of names.
+    /// Returns the limits of an initiator with this rule. If the rule does not contain initiator
+    /// names, we use the address instead, because a host can use any number of names.
     fn limiter(
         &self,
         rule: Option<usize>,
@@ -348,15 +352,15 @@ impl TargetDef {
         Some(self.initiators.limiter(key))
     }
 
-    /// The number of the access rule that decides about an iSCSI initiator at an address, if one
-    /// does.
+    /// Returns the number of the access rule that matches an iSCSI initiator at this address, if
+    /// any.
     #[must_use]
     pub fn rule_of(&self, initiator: &IscsiName, address: IpAddr) -> Option<usize> {
         self.config.rule_of(initiator, address)
     }
 
-    /// How an iSCSI initiator at an address proves who it is; `None` if the target is none of
-    /// iSCSI.
+    /// Returns the authentication required for an iSCSI initiator at this address, or `None` if
+    /// this is not an iSCSI target.
     #[must_use]
     pub fn auth_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<&Auth> {
         let iscsi = self.iscsi.as_ref()?;
@@ -365,8 +369,8 @@ impl TargetDef {
         Some(own.unwrap_or(&iscsi.auth))
     }
 
-    /// Whether an iSCSI initiator at an address could log in now with the credentials that it has
-    /// proved.
+    /// Returns whether an iSCSI initiator at this address could currently log in with its proven
+    /// credentials.
     #[must_use]
     pub fn is_accepted(
         &self,
@@ -378,8 +382,8 @@ impl TargetDef {
         auth.is_some_and(|auth| is_proof(auth, proved))
     }
 
-    /// Whether a session of an iSCSI initiator may continue: its credentials are accepted now, or no
-    /// credentials are required.
+    /// Returns whether a session of an iSCSI initiator can continue: either its credentials are
+    /// still accepted, or no credentials are required.
     #[must_use]
     pub fn keeps_session(
         &self,
@@ -410,7 +414,8 @@ impl TargetDef {
         Arc::new(luns.with_limiter(limiter))
     }
 
-    /// Whether one of its units refuses writes: the unit itself, or by this number.
+    /// Returns whether a unit rejects writes through this LUN, because either the unit or the LUN
+    /// is read-only.
     #[must_use]
     pub fn is_read_only(&self, number: u16) -> bool {
         let mut units = self.units.iter();
@@ -423,13 +428,13 @@ impl TargetDef {
                 .is_some_and(|lun| lun.read_only)
     }
 
-    /// Whether a target port is one of this target.
+    /// Returns whether a target port belongs to this target.
     #[must_use]
     pub fn has_port(&self, port: &TargetPortId) -> bool {
         self.portals.iter().any(|p| p.target_port() == *port)
     }
 
-    /// RELATIVE TARGET PORT IDENTIFIER of one of its ports.
+    /// Returns the RELATIVE TARGET PORT IDENTIFIER of a port.
     #[must_use]
     pub fn relative_port(&self, port: &TargetPortId) -> u16 {
         self.portals
@@ -468,7 +473,7 @@ mod tests {
             shown(&target, "127.0.0.1"),
             [at("127.0.0.1"), named[0], named[1]]
         );
-        // The same address by another protocol, at another port.
+        // The same address with a different protocol and port.
         let iser = SocketAddr::new(at("192.0.2.1").ip(), 3261);
         target.iser.push(iser);
         target.unlisted.push(iser);

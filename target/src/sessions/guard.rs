@@ -1,44 +1,47 @@
-//! A connection's part in its session, of any fabric: entered with a login, left once.
+//! Membership of a connection in its session, for any fabric. It starts with a login and ends
+//! exactly once.
 //!
-//! The tables of sessions return a guard for each connection that they have entered, which the
-//! connection holds from then on and gives to [`SessionGuard::leave`] when its commands have ended.
-//! With the last guard of a session go its entries at the units and its place in the budget.
+//! The session tables return a guard for each connection that they have added. The connection keeps
+//! it, and passes it to [`SessionGuard::leave`] when its commands have completed. The last guard of
+//! a session also releases its entries at the units and its permit.
 //!
-//! A guard that is only dropped leaves nothing: that is the end of a worker that failed, whose
-//! writes the kernel may still carry out. A new login of the same initiator then goes on waiting
-//! for the old connection, until the daemon has ended; it must not be served before those writes.
+//! If a guard is dropped instead, the connection does not leave. This happens if a worker fails,
+//! and the kernel may still be executing its writes. A new login of the same initiator will then
+//! wait for the old connection until the daemon exits, because it must not be served before these
+//! writes have completed.
 
 use std::fmt;
 use std::time::Instant;
 
 use crate::fabric::ConnRef;
 
-/// Circumstances in which a connection leaves its session.
+/// How a connection leaves its session.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Departure {
-    /// The connection was logged out. SRP has no logout of one channel, and does not ask.
+    /// Set if the connection was logged out. Not used by SRP, which cannot log out a single
+    /// channel.
     pub logged_out: bool,
-    /// Time at which the initiator may log in again and go on with its disks: it has not logged out
-    /// by itself.
+    /// Set to the current time if the initiator may log in again and continue to use its disks,
+    /// because it did not log out itself.
     pub again: Option<Instant>,
 }
 
-/// Consequences of the end of a connection.
+/// The result of closing a connection.
 #[derive(Debug, Default)]
 pub struct Left {
-    /// Channels that wait for no others any longer.
+    /// Channels that are no longer waiting.
     pub notify: Vec<ConnRef>,
-    /// Channels to terminate: their session ends with this one, or can never be established.
+    /// Channels to terminate, because their session is closed or can never be established.
     pub terminate: Vec<ConnRef>,
 }
 
 /// A session in the table of its protocol.
 pub(super) trait Session: Send {
-    /// A connection is gone, and nothing of it is left.
+    /// Called when a connection is closed and all of its resources are released.
     fn leave(&self, channel: ConnRef, departure: Departure) -> Left;
 }
 
-/// A connection's part in its session, which it keeps until it [leaves](Self::leave).
+/// Membership of a connection in its session, until it [leaves](Self::leave).
 #[must_use = "the connection keeps its place in the session until it leaves"]
 pub struct SessionGuard {
     session: Box<dyn Session>,
@@ -46,7 +49,7 @@ pub struct SessionGuard {
 }
 
 impl SessionGuard {
-    /// Guards the part of a channel that a table has just entered.
+    /// Creates a guard for a channel that was just added to a table.
     pub(super) fn new(session: impl Session + 'static, channel: ConnRef) -> Self {
         Self {
             session: Box::new(session),
@@ -54,8 +57,8 @@ impl SessionGuard {
         }
     }
 
-    /// Leaves the session. The caller notifies and terminates the channels that this concerns, on
-    /// any worker.
+    /// Leaves the session. The caller must notify and terminate the returned channels, which may
+    /// belong to other workers.
     #[must_use = "others wait for the end of this connection"]
     pub fn leave(self, departure: Departure) -> Left {
         self.session.leave(self.channel, departure)
@@ -63,7 +66,7 @@ impl SessionGuard {
 }
 
 impl fmt::Debug for SessionGuard {
-    /// Without the session, which refers to the table of all.
+    /// Omits the session, which contains a reference to the whole table.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut all = f.debug_struct("SessionGuard");
         all.field("channel", &self.channel).finish_non_exhaustive()

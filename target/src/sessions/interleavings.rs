@@ -1,4 +1,4 @@
-//! Logins of SRP at several workers, in many interleavings.
+//! SRP logins on multiple workers, in many interleavings.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use crate::fabric::ConnRef;
 
 const LOGINS: u16 = 3;
 
-/// A note in the mailbox of a channel's worker.
+/// A message to the worker of a channel.
 enum Note {
     Start,
     Terminate,
 }
 
-/// What all channels look at.
+/// State shared by all channels.
 struct Shared {
     registry: Registry,
-    /// Commands of a session are under way.
+    /// Set while a session has commands in flight.
     serves: AtomicBool,
     served: AtomicU32,
     channels: Vec<Sender<Note>>,
@@ -46,13 +46,13 @@ fn registry() -> Registry {
 impl Shared {
     fn notify(&self, channels: Vec<ConnRef>, note: fn() -> Note) {
         for channel in channels {
-            // A channel that has left waits for nothing.
+            // A channel that has left is not waiting.
             let _ = self.channels[usize::from(channel.worker)].send(note());
         }
     }
 
-    /// Logs in, carries out commands once it may, and leaves: by itself then, or because a newer
-    /// session has come before.
+    /// Logs in, executes commands once allowed, and leaves. If a newer session replaces this one
+    /// first, no commands are executed.
     fn log_in(&self, channel: ConnRef, mailbox: &Receiver<Note>) {
         let catalog = self.registry.catalog();
         let portal = &catalog.targets[0].portals[0];

@@ -1,9 +1,9 @@
-//! Sessions of iSCSI, over TCP and RDMA.
+//! iSCSI sessions, over TCP and RDMA.
 //!
-//! A session may have several connections, on any workers: they share its numbers ([`Window`]). It
-//! ends with the first of them that is lost; at error recovery level 2 with the last of them, those
-//! that are kept for what they had under way included. A session that is replaced stays here until
-//! its commands at the devices have ended, and the one that replaces it waits for that (RFC 7143
+//! A session can have multiple connections on any workers, which share its sequence numbers
+//! ([`Window`]). It is closed when any connection is lost, or at error recovery level 2, with the
+//! last connection, including lost connections whose commands are kept. A replaced session is kept
+//! here until its commands at devices have completed, and the new session waits for it (RFC 7143
 //! 6.3.5).
 
 use std::collections::HashMap;
@@ -28,32 +28,33 @@ use super::waits::Waits;
 use crate::fabric::{ConnRef, KnownUnits, LunMap};
 use crate::iscsi::{Ending, Window};
 
-/// Connections of a session that are lost, and kept for what they had under way.
+/// Maximum number of lost connections per session whose commands are kept.
 const MAX_KEPT: usize = 8;
 
-/// Discovery sessions at once. They are no I_T nexuses and have a budget of their own: a host that
-/// only lists targets, perhaps without authentication, keeps no other from its disks. At the bound
-/// a new session replaces the oldest one of the address with most of them.
+/// Limits for discovery sessions. They are not I_T nexuses and have a separate budget, so that a
+/// host which only lists targets, perhaps without authentication, cannot prevent other hosts from
+/// using their disks. If a limit is reached, a new session replaces the oldest session from the
+/// address with the most sessions.
 const DISCOVERIES: Bounds = Bounds {
     sessions: 64,
     per_address: 16,
 };
 
-/// The initiator port and the target of a session. An initiator may have several sessions to one
-/// target, with an ISID each.
+/// The initiator port and the target of a session. An initiator can have multiple sessions with a
+/// target, using different ISIDs.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct SessionKey {
     initiator: IscsiName,
     isid: Isid,
-    /// None of a discovery session.
+    /// `None` for a discovery session.
     target: Option<IscsiName>,
-    /// Where a discovery session comes from. As a rule nothing has been proved in one, so none
-    /// takes the place of another address's.
+    /// Source address of a discovery session. These sessions are usually not authenticated, so they
+    /// must not replace a session from another address.
     address: Option<IpAddr>,
 }
 
 impl SessionKey {
-    /// Returns the key of a session whose first connection comes from `address`.
+    /// Returns the key for a session whose first connection is from `address`.
     pub fn of(identity: &Identity, address: IpAddr) -> Self {
         let target = identity.target.as_ref().filter(|_| !identity.discovery);
         Self {
@@ -65,78 +66,79 @@ impl SessionKey {
     }
 }
 
-/// The session of a connection that has logged in, as its worker knows it.
+/// The session of a connection after its login, for the worker of the connection.
 #[derive(Debug)]
 pub struct Membership {
-    /// Name that the initiator has given in its login.
+    /// Initiator name from the login.
     pub initiator: IscsiName,
-    /// Initiator part of the session's identifier.
+    /// Initiator part of the session identifier.
     pub isid: Isid,
-    /// CHAP user that it has proved to be.
+    /// Authenticated CHAP user.
     pub user: Option<String>,
-    /// None in a discovery session.
+    /// `None` for a discovery session.
     pub target: Option<IscsiName>,
-    /// The handle of the session.
+    /// Session handle.
     pub tsih: Tsih,
-    /// Number of the nexus; 0 in a discovery session.
+    /// Nexus number, or 0 for a discovery session.
     pub nexus: NexusId,
-    /// The connection's part in the session, which it leaves with this.
+    /// Membership of the connection, which is passed to `leave` when it is closed.
     pub guard: SessionGuard,
 }
 
-/// A session that logs in.
+/// A session to be added.
 #[derive(Debug)]
 pub struct NewSession {
-    /// Number of the nexus with its permit; `None` of a discovery session.
+    /// Nexus number and permit. `None` for a discovery session.
     pub nexus: Option<(NexusId, Permit)>,
-    /// The units that it sees.
+    /// Visible units.
     pub luns: Arc<LunMap>,
-    /// Parameters and numbers of the session.
+    /// Session parameters and sequence numbers.
     pub session: Session,
 }
 
-/// A session, without its connections.
+/// A session without its connections.
 #[derive(Clone, Debug)]
 pub struct Session {
     /// The initiator port and the target.
     pub key: SessionKey,
-    /// The address of its first connection. Others have the same rights at theirs.
+    /// Address of the first connection. Other connections must have the same access from their
+    /// addresses.
     pub address: IpAddr,
-    /// The name and the secret by which the initiator has proved its identity, if it had to.
+    /// Name and secret used by the initiator for authentication, if required.
     pub credentials: Option<Credentials>,
-    /// Ports of the nexus; none of a discovery session, which has no units either.
+    /// Ports of the nexus. `None` for a discovery session, which does not have any units either.
     pub ports: Option<Nexus>,
-    /// Parameters that hold for all its connections.
+    /// Parameters of all connections.
     pub params: SessionParams,
-    /// Numbers that its connections share.
+    /// Sequence numbers shared by all connections.
     pub window: Arc<Window>,
 }
 
-/// A connection that has entered its session.
+/// A connection that was added to its session.
 #[derive(Debug)]
 pub struct SessionGrant {
-    /// The handle of the session.
+    /// Session handle.
     pub tsih: Tsih,
-    /// Number of the nexus; 0 of a discovery session.
+    /// Nexus number, or 0 for a discovery session.
     pub nexus: NexusId,
-    /// The units that it sees.
+    /// Visible units.
     pub luns: Arc<LunMap>,
-    /// Parameters and numbers of the session.
+    /// Session parameters and sequence numbers.
     pub session: Session,
-    /// Connections that this one replaces.
+    /// Connections replaced by this connection.
     pub replaced: Vec<ConnRef>,
-    /// It waits for these, or for others that were replaced before.
+    /// True if it has to wait for these connections, or for connections replaced earlier.
     pub waits: bool,
 }
 
-/// States of a connection in its session.
+/// State of a connection in its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ConnectionStanding {
-    /// All, as far as we know.
+    /// Up, as far as the target has detected.
     Up,
-    /// It is lost, and not logged out.
+    /// Lost, but not logged out.
     Lost,
-    /// It is logged out, and what it had under way is kept.
+    /// Logged out. Its commands are kept.
     Detached,
 }
 
@@ -159,16 +161,16 @@ impl Connection {
     }
 }
 
-/// A connection that is to become one of a session.
+/// A connection to be added to a session.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
-    /// Its number in the session.
+    /// Connection ID.
     pub cid: Cid,
-    /// Channel that carries it, on any worker.
+    /// Channel of the connection, on any worker.
     pub channel: ConnRef,
-    /// Address that the connection comes from.
+    /// Source address of the connection.
     pub address: IpAddr,
-    /// Commands that it can hold.
+    /// Maximum number of commands supported by the connection.
     pub commands: u16,
 }
 
@@ -177,9 +179,9 @@ struct Entry {
     session: Session,
     units: UnitEntries,
     connections: Vec<Connection>,
-    /// Number of the login, by which older sessions are known.
+    /// Login number, used to sort sessions by age.
     number: u64,
-    /// Released with the entry. `None` for a discovery session that another one replaces.
+    /// Released with the entry. `None` for a discovery session that was replaced.
     permit: Option<Permit>,
 }
 
@@ -195,7 +197,7 @@ impl Entry {
         self.connections.iter().map(|c| c.channel)
     }
 
-    /// Grants a connection of the session that replaces these.
+    /// Returns the grant for a connection that replaces these connections.
     fn grant(&self, tsih: Tsih, replaced: Vec<ConnRef>, waits: bool) -> SessionGrant {
         SessionGrant {
             tsih,
@@ -207,7 +209,7 @@ impl Entry {
         }
     }
 
-    /// Returns the oldest of the connections that are kept without being up, beyond the bound.
+    /// If too many connections are kept without being up, returns the oldest of them.
     fn surplus(&self) -> Vec<ConnRef> {
         let kept = self
             .connections
@@ -224,30 +226,30 @@ struct Table {
     current: HashMap<SessionKey, Tsih>,
     waits: Waits,
     discoveries: Budget,
-    /// Number of the last login of a session.
+    /// Number of the last login.
     logins: u64,
-    /// Sessions that have ended without a logout of the initiator's own.
+    /// Sessions that were closed without a logout by the initiator.
     recent: Recent<Owner>,
 }
 
-/// The owner of a session: its key, its address, and the name that was proved. A host that knows
-/// only the key must not hold up the owner.
+/// The owner of a session: key, address and authenticated name. A host that only knows the key must
+/// not be able to block the owner.
 type Owner = (SessionKey, IpAddr, Option<String>);
 
-/// Consequences of the loss of a connection whose commands are kept.
+/// The result of losing a connection whose commands are kept.
 #[derive(Debug, Default)]
 pub struct Lost {
-    /// The channel that reports the loss to the initiator.
+    /// The channel that will report the loss to the initiator.
     pub reporter: Option<ConnRef>,
-    /// Channels that are kept no longer.
+    /// Channels whose commands are no longer kept.
     pub terminate: Vec<ConnRef>,
 }
 
-/// Sessions of iSCSI at all workers. There are no more than permits of the budget.
+/// The iSCSI sessions of all workers. Their number is limited by the permits in the budget.
 #[derive(Clone, Debug, Default)]
 pub struct IscsiSessions(Arc<Mutex<Table>>);
 
-/// A session of iSCSI, for the guards of its connections.
+/// An iSCSI session, used by the guards of its connections.
 struct Handle {
     sessions: IscsiSessions,
     tsih: Tsih,
@@ -260,10 +262,10 @@ impl guard::Session for Handle {
 }
 
 impl IscsiSessions {
-    /// Checks that a connection that can hold `commands` commands may join a session.
+    /// Checks whether a connection that supports `commands` commands can join a session.
     ///
     /// # Errors
-    /// The status with which its login is refused.
+    /// Returns the status for rejecting the login.
     pub fn check_join(
         &self,
         key: &SessionKey,
@@ -274,15 +276,15 @@ impl IscsiSessions {
         self.lock().check_room(key, tsih, cid, commands)
     }
 
-    /// Returns the address of the session that another one with this key replaces.
+    /// Returns the address of the session that would be replaced by a session with this key.
     pub fn address_of(&self, key: &SessionKey) -> Option<IpAddr> {
         let table = self.lock();
         let entry = table.entries.get(table.current.get(key)?)?;
         Some(entry.session.address)
     }
 
-    /// Returns the units that the initiator of a session that logs in takes its LUNs for: from the
-    /// session that it replaces, or that has just ended.
+    /// Returns the units by LUN, as last seen by an initiator that is logging in: either from the
+    /// session that it replaces, or from a recently closed session.
     pub fn known_units(
         &self,
         key: &SessionKey,
@@ -299,13 +301,13 @@ impl IscsiSessions {
         table.recent.find(&owner, now)
     }
 
-    /// Enters a session, if `check` finds nothing against it and against its replacing the one that is
-    /// there (RFC 7143 6.3.5). The handle is `random`, or the next one that is free: a number that can be
-    /// guessed would help to join another initiator's session.
+    /// Adds a session, if allowed by `check`, which gets the session that would be replaced (RFC
+    /// 7143 6.3.5). The handle is `random`, or the next free handle after it. It must be difficult
+    /// to guess, because it can be used to join the session of another initiator.
     ///
     /// # Errors
-    /// The status with which the login is refused; nothing was entered, and the permit is given
-    /// back.
+    /// Returns the status for rejecting the login. In this case, the table is not changed, and the
+    /// permit is released.
     pub fn enter(
         &self,
         new: NewSession,
@@ -319,8 +321,9 @@ impl IscsiSessions {
             session,
         } = new;
         let mut table = self.lock();
-        // Under the lock, so that the session that was checked is the one that is replaced, and
-        // `change` logs the new one out if its initiator loses its rights after the check.
+        // Check this while holding the lock. This ensures that the replaced session is the one that
+        // was checked, and that `change` will log out the new session if the initiator loses access
+        // after the check.
         let there = table.current.get(&session.key);
         check(there.map(|tsih| &table.entries[tsih].session))?;
         let tsih = table
@@ -334,13 +337,13 @@ impl IscsiSessions {
                 (NexusId(0), permit, displaced)
             }
         };
-        // Nothing fails from here on.
+        // After this point, we cannot fail.
         let old = table.current.insert(session.key.clone(), tsih);
         let old = old.and_then(|tsih| table.entries.get(&tsih));
         let mut replaced: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
         replaced.extend(displaced);
-        // Sessions that were replaced before may still have commands at a device, while the one
-        // that waited for them has gone: its initiator has given up, and now logs in again.
+        // Earlier replaced sessions may still have commands at a device, although the session that
+        // was waiting for them has been closed because its initiator gave up. Now it logs in again.
         let sessions = table.entries.values();
         let sessions = sessions.filter(|entry| entry.session.key == session.key);
         let (predecessors, others): (Vec<_>, Vec<_>) = sessions
@@ -365,11 +368,11 @@ impl IscsiSessions {
         Ok((grant, self.guard(tsih, first.channel)))
     }
 
-    /// Enters a connection into its session if `check` finds nothing against it. It replaces the
-    /// one with its number (RFC 7143 6.3.4).
+    /// Adds a connection to its session, if allowed by `check`. It replaces a connection with the
+    /// same CID (RFC 7143 6.3.4).
     ///
     /// # Errors
-    /// The status with which its login is refused; nothing was entered.
+    /// Returns the status for rejecting the login. In this case, the table is not changed.
     pub fn join(
         &self,
         key: &SessionKey,
@@ -380,8 +383,8 @@ impl IscsiSessions {
         let mut table = self.lock();
         let entry = table.entry_of(key, tsih)?;
         check(&entry.session, entry.units.luns())?;
-        // As in `check_join`, since when others may have joined: a login takes several round
-        // trips.
+        // Repeat the checks of `check_join`, because other connections may have joined since. A
+        // login requires several round trips.
         table.check_room(key, tsih, new.cid, new.commands)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
         let same = |c: &&Connection| c.cid == new.cid && c.standing != ConnectionStanding::Detached;
@@ -395,13 +398,14 @@ impl IscsiSessions {
         Ok((grant, self.guard(tsih, new.channel)))
     }
 
-    /// Returns the other connections of a session, which are to end; `channel` waits for them.
+    /// Returns the other connections of a session, which must be closed. `channel` will wait for
+    /// them.
     pub fn end_others(&self, tsih: Tsih, channel: ConnRef) -> Vec<ConnRef> {
         self.wait_for_others(tsih, channel, Ending::Terminate, |_| true)
     }
 
-    /// Returns the other connections of a session with a number, which are to end in this way;
-    /// `channel` waits for that.
+    /// Returns the other connections of a session with this CID, which must be closed in the given
+    /// way. `channel` will wait for them.
     pub fn end_other(
         &self,
         tsih: Tsih,
@@ -432,18 +436,18 @@ impl IscsiSessions {
         found
     }
 
-    /// A connection no longer waits for replaced sessions. Units refuse commands of its session
-    /// as long as they have commands of those.
+    /// A connection no longer waits for replaced sessions. While these still have commands, units
+    /// will reject commands of its session.
     pub fn stop_waiting(&self, channel: ConnRef) {
         self.lock().waits.forgo(&[channel]);
     }
 
-    /// Whether a connection waits for others.
+    /// Returns whether a connection is waiting for other connections.
     pub fn is_waiting(&self, channel: ConnRef) -> bool {
         self.lock().waits.is_waiting(channel)
     }
 
-    /// A connection is lost, and what it had under way is kept.
+    /// Called when a connection is lost and its commands are kept.
     pub fn lose(&self, tsih: Tsih, channel: ConnRef) -> Lost {
         let mut table = self.lock();
         let Some(entry) = table.entries.get_mut(&tsih) else {
@@ -460,8 +464,9 @@ impl IscsiSessions {
         }
     }
 
-    /// Others of its session may have what a connection had under way. A session that replaces
-    /// this one waits on: what the connection has at a device would overtake that one's writes.
+    /// Called when the commands of a connection can be reassigned to other connections of its
+    /// session. A session that replaces this one still has to wait, because its writes must not be
+    /// overwritten by commands that are already at a device.
     pub fn detached(&self, tsih: Tsih, channel: ConnRef) -> Left {
         let mut table = self.lock();
         let Some(entry) = table.entries.get_mut(&tsih) else {
@@ -473,12 +478,14 @@ impl IscsiSessions {
         Left { notify, terminate }
     }
 
-    /// A connection is gone, and nothing of it is left; with the last one its session ends.
+    /// Called when a connection is closed and all of its resources are released. The last
+    /// connection also closes the session.
     fn leave(&self, tsih: Tsih, channel: ConnRef, departure: Departure) -> Left {
         let Departure { logged_out, again } = departure;
         let mut table = self.lock();
-        // Before the wait ends below. A connection that another one has replaced or logged out
-        // takes its session with it as little as one that has logged out by itself.
+        // Check this before the wait is removed below. If a connection was replaced or logged out
+        // by another connection, the session is not closed, the same as if it had logged out
+        // itself.
         let was_expected = table.waits.is_awaited(channel);
         let mut left = Left {
             notify: table.waits.end(channel),
@@ -490,15 +497,16 @@ impl IscsiSessions {
         entry.connections.retain(|c| c.channel != channel);
         if !entry.connections.is_empty() {
             let survives = entry.session.params.error_recovery_level > 1;
-            // Below level 2 nothing makes up for the commands of a lost connection, so the session
-            // ends.
+            // Below level 2, there is no way to recover the commands of a lost connection, so the
+            // session is closed.
             if !logged_out && !was_expected && !survives {
                 left.terminate.extend(entry.channels());
             }
             return left;
         }
         let entry = table.entries.remove(&tsih).expect("just found");
-        // A session that was replaced is not the current one: the new one knows the units then.
+        // If the session was replaced, it is not the current session. The new session will then be
+        // used for the units.
         if table.current.get(&entry.session.key) == Some(&tsih) {
             table.current.remove(&entry.session.key);
             if !entry.session.is_discovery() {
@@ -520,15 +528,15 @@ impl IscsiSessions {
         left
     }
 
-    /// Returns the units that a session sees at present.
+    /// Returns the current units of a session.
     pub fn luns(&self, tsih: Tsih) -> Option<Arc<LunMap>> {
         let table = self.lock();
         let entry = table.entries.get(&tsih)?;
         Some(Arc::clone(entry.units.luns()))
     }
 
-    /// Another catalog is served: sessions whose units are others now are notified. Returns the
-    /// connections to log out, those of initiators that may not log in any longer.
+    /// Switches to a new catalog, and notifies sessions whose units have changed. Returns the
+    /// connections to log out, because the initiator can no longer log in.
     pub fn change(&self, catalog: &Catalog) -> Vec<ConnRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
@@ -542,11 +550,11 @@ impl IscsiSessions {
             let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
             let rule_at = |address| target.and_then(|t| t.rule_of(&key.initiator, address));
             let proved = entry.session.credentials.as_ref();
-            // The credentials may have been revoked, or the secret changed.
+            // The credentials may have been revoked, or the secret may have changed.
             let is_proved =
                 target.is_some_and(|t| t.keeps_session(&key.initiator, address, proved));
-            // As at its login, a connection needs the rights that hold at the address of the first
-            // one.
+            // A connection must have the same access from its address as the first connection, same
+            // as for its login.
             let may_stay = |c: &&Connection| {
                 is_proved && luns.is_some() && rule_at(c.address) == rule_at(address)
             };
@@ -557,7 +565,7 @@ impl IscsiSessions {
         ended
     }
 
-    /// All workers have followed the last [`IscsiSessions::change`].
+    /// Called when all workers have switched to the catalog of the last [`IscsiSessions::change`].
     pub fn settle(&self) {
         let mut table = self.lock();
         let entries = table.entries.values_mut();
@@ -569,14 +577,14 @@ impl IscsiSessions {
         SessionGuard::new(Handle { sessions, tsih }, channel)
     }
 
-    /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
+    /// We can ignore poison, because a panic elsewhere cannot leave the table inconsistent.
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Session {
-    /// The name under which the initiator has proved its identity.
+    /// Returns the authenticated name of the initiator.
     #[must_use]
     pub fn chap_name(&self) -> Option<&str> {
         self.credentials.as_ref().map(|proved| proved.name.as_str())
@@ -588,7 +596,7 @@ impl Session {
 }
 
 impl Table {
-    /// A connection waits for the end of others.
+    /// Waits for other connections to be closed.
     fn wait_for_end(&mut self, others: &[ConnRef], who: ConnRef, ending: Ending) {
         match ending {
             Ending::Terminate => self.waits.wait_for(others, who),
@@ -616,7 +624,7 @@ impl Table {
         let is_from_there = |session: &Unconfirmed<Tsih>| {
             counted_address(session.address) == counted_address(address)
         };
-        // An address with too many sessions replaces one of them.
+        // If there are too many sessions from this address, replace one of them.
         let there = all.iter().filter(|session| is_from_there(session)).count();
         if there >= DISCOVERIES.per_address as usize {
             all.retain(is_from_there);
@@ -634,7 +642,7 @@ impl Table {
         entry.ok_or(LoginStatus::NO_SUCH_SESSION)
     }
 
-    /// Whether a session has room for a connection that can hold `commands` commands.
+    /// Checks whether a connection that supports `commands` commands can be added to a session.
     fn check_room(
         &self,
         key: &SessionKey,
@@ -644,19 +652,20 @@ impl Table {
     ) -> Result<(), LoginStatus> {
         let entry = self.entry_of(key, tsih)?;
         if entry.session.params.rdma_extensions {
-            // It has one connection, of another transport.
+            // It has a single connection, which uses a different transport.
             return Err(LoginStatus::TOO_MANY_CONNECTIONS);
         }
-        // The initiator may send the whole window of the session on any of its connections. It was
-        // fixed by an earlier configuration, perhaps for more commands than this one can hold.
+        // The initiator can use the whole window of the session on any of its connections. The
+        // window may be from an earlier configuration, with more commands than this connection
+        // supports.
         if entry.session.window.commands() > commands {
             return Err(LoginStatus::OUT_OF_RESOURCES);
         }
         let is_other = |c: &&Connection| c.cid != cid && c.standing == ConnectionStanding::Up;
         let others = entry.connections.iter().filter(is_other).count();
         let params = &entry.session.params;
-        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143
-        // 6.3.4).
+        // At level 2, a second connection is always allowed, so that it can log out the first one
+        // (RFC 7143 6.3.4).
         let least = if params.error_recovery_level > 1 {
             2
         } else {
@@ -733,7 +742,7 @@ mod tests {
         table.entries.is_empty() && table.current.is_empty()
     }
 
-    /// Whichever way a connection ends, nothing of its session is left.
+    /// All state of a session should be removed, regardless of how its connection is closed.
     #[test]
     fn a_connection_leaves_nothing_behind() {
         type Way = fn(&IscsiSessions, Tsih, SessionGuard);
@@ -798,7 +807,7 @@ mod tests {
         counted(&Budget::default(), isid)
     }
 
-    /// A session with a permit of a budget.
+    /// Returns a session with a permit of this budget.
     fn counted(budget: &Budget, isid: u8) -> NewSession {
         let bounds = Bounds {
             sessions: 100,
@@ -835,7 +844,8 @@ mod tests {
         assert!(old.is_empty());
         let (_, two, old) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
         assert_eq!(old, [channel(1)]);
-        // A third one comes while the second still waits, whose client gives up.
+        // A third session logs in while the second is still waiting, and the second client gives
+        // up.
         let (third, _three, old) = entered(sessions.enter(session(1), &new(0, 3), 7, fits));
         assert_eq!(old, [channel(2)]);
         let left = lose(two);
@@ -854,7 +864,7 @@ mod tests {
         let sessions = IscsiSessions::default();
         let (_, first, _) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
         let (_, second, _) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
-        // A device still has commands of the first when the second has waited for too long.
+        // The second session has timed out, but the first still has commands at a device.
         let _ = lose(second);
         let (other, _other) = sessions.enter(session(2), &new(0, 3), 7, fits).unwrap();
         assert!(!other.waits, "of another initiator port");
@@ -862,7 +872,7 @@ mod tests {
         assert!(third.waits);
         assert!(third.replaced.is_empty(), "they are ending already");
         assert_eq!(lose(first).notify, [channel(4)]);
-        // The one that has waited is the session of the port.
+        // The third session is still waiting, but it is the current session of the port.
         let (fourth, _fourth) = sessions.enter(session(1), &new(0, 5), 7, fits).unwrap();
         assert_eq!(fourth.replaced, [channel(4)]);
     }
@@ -880,12 +890,12 @@ mod tests {
         assert_eq!(budget.sessions(), 1, "its permit is given back");
         let key = bare(1).key;
         assert_eq!(sessions.check_join(&key, first, Cid(1), 4), Ok(()));
-        // Another port may log in.
+        // Another port can log in.
         drop(sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap());
     }
 
-    /// Hosts without a login cannot keep other hosts from discovery: the oldest session of the address
-    /// with most of them ends.
+    /// Hosts without a login must not prevent other hosts from discovery: the oldest session from
+    /// the address with the most sessions is closed.
     #[test]
     fn oldest_discovery_session_gives_way() {
         let sessions = IscsiSessions::default();
@@ -921,7 +931,7 @@ mod tests {
         }
         let (guard, replaced) = enter(99);
         assert_eq!(replaced, [channel(2)], "the oldest of all");
-        // A replaced session ends no other one.
+        // A replaced session does not close any other session.
         let left = lose(held.remove(0));
         assert!(left.notify.is_empty() && left.terminate.is_empty());
         let left = log_out(guard);
@@ -954,7 +964,7 @@ mod tests {
         let left = lose(two);
         assert_eq!(left.notify, [channel(4)]);
         assert!(left.terminate.is_empty(), "its place was taken");
-        // The session does not survive the loss of a connection.
+        // The loss of a connection closes the session.
         let left = lose(one);
         assert_eq!(left.terminate, [channel(4)]);
         assert_eq!(budget.sessions(), 1);
@@ -997,7 +1007,7 @@ mod tests {
         assert_eq!(budget.sessions(), 0);
     }
 
-    /// What it has at a device must not overtake what follows the answer.
+    /// Its commands at a device must not overtake commands sent after the response.
     #[test]
     fn a_logout_of_the_session_waits_on_for_a_connection_that_is_detached_meanwhile() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
@@ -1014,8 +1024,9 @@ mod tests {
         let _ = log_out(two);
     }
 
-    /// A connection may become free for others of its session before it hears that a newer login has
-    /// taken that session's place. What it has at a device must not overtake the new session.
+    /// The commands of a connection may be released for reassignment before it is notified that its
+    /// session was replaced by a newer login. Its commands at a device must not overtake the new
+    /// session.
     #[test]
     fn a_newer_session_waits_on_for_a_connection_that_is_detached_meanwhile() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
@@ -1030,7 +1041,7 @@ mod tests {
         assert_eq!(lose(old).notify, [channel(2)]);
     }
 
-    /// A session at error recovery level 2, of one connection at most.
+    /// Returns a session at error recovery level 2, with at most one connection.
     fn recoverable(budget: &Budget) -> NewSession {
         let mut new = counted(budget, 1);
         new.session.params.error_recovery_level = 2;
@@ -1043,7 +1054,8 @@ mod tests {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
         let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
-        // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
+        // A second connection is always allowed, to log out the first one (RFC 7143 6.3.4), but not
+        // a third.
         let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
         let third = sessions.check_join(&key, tsih, Cid(2), 4);
         assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));

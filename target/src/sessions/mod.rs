@@ -1,21 +1,21 @@
-//! Sessions and what is served to them: shared by all workers, and touched at login, logout and
-//! changes of the configuration only.
+//! Sessions and the catalog, which are shared by all workers. They are only accessed for login,
+//! logout and configuration changes.
 //!
-//! A session holds a [`Permit`](budget::Permit) of the budget and its entries at the units
-//! (`units::UnitEntries`), and each of its connections a [`SessionGuard`](guard::SessionGuard). All
-//! of them undo themselves when they are dropped. So a login that fails half-way leaves nothing
-//! behind, and a session that ends is simply removed from its table.
+//! A session holds a [`Permit`](budget::Permit) from the budget and entries at its units
+//! (`units::UnitEntries`), and each connection holds a [`SessionGuard`](guard::SessionGuard). All
+//! of these are released on drop. Therefore, a failed login leaves no state behind, and to close a
+//! session, we only need to remove it from its table.
 //!
 //! # Modules
-//! - [`catalog`]: what is served, to whom.
-//! - [`nexus`]: SRP's sessions, and the numbers of all I_T nexuses.
-//! - [`iscsi`]: sessions of iSCSI, over TCP and RDMA.
-//! - [`blocklist`]: initiators that an administrator keeps out.
-//! - [`guard`]: a connection's part in its session, over every fabric.
-//! - [`budget`]: how many sessions there may be. `units`: where a nexus is entered at its units.
-//! - `waits`: channels that wait until others have ended.
-//! - [`unconfirmed`]: which connection gives way to a newer one before it has proved anything.
-//! - `recent`: units that the initiators of sessions which have just ended take their LUNs for.
+//! - [`catalog`]: targets and access rules.
+//! - [`nexus`]: SRP sessions, and the numbers of all I_T nexuses.
+//! - [`iscsi`]: iSCSI sessions, over TCP and RDMA.
+//! - [`blocklist`]: initiators blocked by an administrator.
+//! - [`guard`]: membership of a connection in its session, for any fabric.
+//! - [`budget`]: limits for the number of sessions. `units`: entries of a nexus at its units.
+//! - `waits`: channels waiting for other channels to close.
+//! - [`unconfirmed`]: selects a connection to drop for a newer one, while neither is verified.
+//! - `recent`: units by LUN, as last seen by the initiators of recently closed sessions.
 
 pub mod blocklist;
 pub mod budget;

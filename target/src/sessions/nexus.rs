@@ -1,16 +1,16 @@
-//! Sessions of SRP: which channels an I_T nexus has, on which workers.
+//! SRP sessions: the channels of each I_T nexus, and their workers.
 //!
-//! # A login that replaces a session
+//! # Replacing a session
 //! ```text
-//! Requested ──established──→ Current ──a newer login established──→ Replaced ──last channel gone─→
-//!     └──── place given to another, or no place is left ───→ Displaced ──last channel gone─→
+//! Requested ──established──→ Current ──newer login established──→ Replaced ──last channel closed─→
+//!     └──── dropped for a newer request, or session limit ──→ Displaced ──last channel closed─→
 //! ```
-//! A connection request comes in one datagram, whose source address may be forged. So it ends
-//! nothing: the session that it asks for is beside the one that is there until its own connection
-//! is established, which only the owner of the address can do. Then the channels of older sessions
-//! are terminated, and the new session's commands wait until these channels and their disk
-//! operations have ended. It is a new I_T nexus, which receives I_T NEXUS LOSS; RESERVE ends with
-//! the old one.
+//! A connection request is a single datagram, and its source address may be forged. Therefore, it
+//! does not affect any existing session: the new session exists in addition to the current session
+//! until its connection is established, which is only possible for the owner of the address. Then
+//! the channels of older sessions are terminated, and the commands of the new session wait until
+//! these channels are closed and their disk operations have completed. It is a new I_T nexus, which
+//! receives I_T NEXUS LOSS. A RESERVE of the old nexus is released.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -31,58 +31,59 @@ use super::waits::Waits;
 use crate::fabric::{ConnRef, LunMap};
 use crate::srp::{Admission, LoginOutcome, LoginRefused, LoginView, plan_login};
 
-/// Replaced sessions of one pair of ports at most, while their commands are still at a device.
+/// Maximum number of replaced sessions per pair of ports, while their commands are still at a
+/// device.
 const MAX_REPLACED: usize = 4;
 
-/// Channels at once whose connections are not established yet.
+/// Maximum number of channels whose connections are not established yet.
 const MAX_UNCONFIRMED: usize = 256;
 
 /// The ports of an I_T nexus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NexusKey {
-    /// Initiator port identifier, of 16 bytes.
+    /// Initiator port identifier (16 bytes).
     pub initiator: InitiatorPortId,
-    /// Target port identifier, of 16 bytes.
+    /// Target port identifier (16 bytes).
     pub target: TargetPortId,
 }
 
-/// States of a session.
+/// State of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// The connection of its first channel is not established yet.
     Requested,
-    /// It is the session of its I_T nexus.
+    /// The current session of its I_T nexus.
     Current,
-    /// A newer one has replaced it. Its channels are being torn down.
+    /// Replaced by a newer session. The channels are being torn down.
     Replaced,
-    /// It was never established and will not be. Its channels are being torn down.
+    /// Dropped before it was established. The channels are being torn down.
     Displaced,
 }
 
-/// A session, and its channels with the addresses that they come from.
+/// A session, and its channels with their source addresses.
 #[derive(Debug)]
 struct Entry {
     stage: Stage,
-    /// The channel that asked for the session.
+    /// The channel that has requested the session.
     leader: ConnRef,
     address: IpAddr,
     channels: Vec<(ConnRef, IpAddr)>,
     units: UnitEntries,
-    /// Of a session that is or was established.
+    /// Set when the session was established.
     permit: Option<Permit>,
 }
 
 #[derive(Debug)]
 struct Table {
-    /// Sessions of each pair of ports, in the order of their requests.
+    /// Sessions for each pair of ports, oldest request first.
     nexuses: HashMap<NexusKey, Vec<Entry>>,
     waits: Waits,
     /// Sessions of all protocols.
     budget: Budget,
-    /// Channels whose connections are not established, the oldest first.
+    /// Channels whose connections are not established, oldest first.
     unconfirmed: Vec<Unconfirmed<(NexusKey, ConnRef)>>,
-    /// Sessions that have ended, by their addresses: a host that knows a port's identifier must not
-    /// hold up its owner.
+    /// Closed sessions by address, so that a host which only knows the port identifier cannot block
+    /// the owner.
     recent: Recent<(NexusKey, IpAddr)>,
     next_id: u64,
     stopping: bool,
@@ -94,13 +95,13 @@ impl Table {
         self.unconfirmed.iter().any(|u| u.what.1 == channel)
     }
 
-    /// These channels are established, or are ending.
+    /// Called when these channels were established, or are being closed.
     fn forget_unconfirmed(&mut self, channels: &[ConnRef]) {
         self.unconfirmed.retain(|u| !channels.contains(&u.what.1));
     }
 
-    /// A channel that is not established gives its place away, and the session with it that only
-    /// this channel can establish. Returns the channels to terminate.
+    /// Drops a channel that is not established, and also its session if no other channel can
+    /// establish it. Returns the channels to terminate.
     fn displace(&mut self, key: NexusKey, channel: ConnRef) -> Vec<ConnRef> {
         let entries = self.nexuses.get_mut(&key).into_iter().flatten();
         let mut led = entries.filter(|e| e.leader == channel && e.stage == Stage::Requested);
@@ -115,14 +116,14 @@ impl Table {
         ending
     }
 
-    /// The sessions of a pair of ports, in the order of their requests.
+    /// Returns the sessions for a pair of ports, oldest request first.
     fn entries(&self, key: &NexusKey) -> &[Entry] {
         self.nexuses.get(key).map_or(&[], Vec::as_slice)
     }
 
-    /// The session that a login concerns. One that ends others concerns the session that is
-    /// current. One that adds a channel may be for a session whose first channel is not established
-    /// yet.
+    /// Returns the existing session affected by a login. If the login replaces other sessions, this
+    /// is the current session. If it adds a channel, this can also be a session whose first channel
+    /// is not established yet.
     fn met(&self, asked: &Request) -> Option<usize> {
         let known = self.entries(&asked.key);
         if asked.joins {
@@ -132,7 +133,8 @@ impl Table {
         }
     }
 
-    /// What the initiator of a login may see; of a session that the login has met, nothing else.
+    /// Returns the units for the initiator of a login. If there is an existing session, they must
+    /// be the same.
     fn admission(
         &mut self,
         asked: &Request,
@@ -141,7 +143,7 @@ impl Table {
         now: Instant,
     ) -> Admission {
         let (key, address) = (&asked.key, asked.address);
-        // By the portals of other targets a target does not exist: they may lead to other networks.
+        // A target is not available on portals of other targets, which may be on other networks.
         let is_served = self
             .catalog
             .has_entrance(&key.target, ends.local, ends.entrance);
@@ -150,8 +152,8 @@ impl Table {
         };
         let known = self.nexuses.get(key).map_or(&[][..], Vec::as_slice);
         match target.luns_of(&key.initiator, address) {
-            // Port identifiers are no secret: an address that sees other units does not get at this
-            // session by its identifiers.
+            // Port identifiers are not secret: if an address has access to different units, knowing
+            // the identifiers of a session is not enough to use it.
             Some(mut luns) if met.is_none_or(|at| known[at].units.luns().is_same(&luns)) => {
                 let latest = known.iter().rev().find(|e| e.has_been_current());
                 let latest = latest.map(|entry| entry.units.luns().known_units());
@@ -165,7 +167,8 @@ impl Table {
         }
     }
 
-    /// Of a session whose channels are all taken, one that is not established gives way.
+    /// If a session has the maximum number of channels, returns a channel to drop which is not
+    /// established.
     fn crowded(&self, key: &NexusKey, at: usize) -> Option<ConnRef> {
         let entry = &self.entries(key)[at];
         let most = self.catalog.limits.login.max_channels as usize;
@@ -176,8 +179,8 @@ impl Table {
         members.find(|own| self.is_unconfirmed(*own))
     }
 
-    /// The state of the table as far as a login depends on it; `gives_way` if a channel of the
-    /// session that it joins makes room for it.
+    /// Returns the state of the table as required for a login. `gives_way` is set if a channel of
+    /// the same session will be dropped for it.
     fn view(&self, asked: &Request, met: Option<usize>, gives_way: bool) -> LoginView {
         let known = self.entries(&asked.key);
         let has_room = || {
@@ -195,7 +198,7 @@ impl Table {
         }
     }
 
-    /// Makes room for a login that is granted. Returns the channels to terminate.
+    /// Makes room for an accepted login. Returns the channels to terminate.
     fn make_room(
         &mut self,
         key: NexusKey,
@@ -217,25 +220,26 @@ impl Table {
         Vec::new()
     }
 
-    /// Enters another channel into a session.
+    /// Adds a channel to a session.
     fn join(&mut self, asked: &Request, at: usize) -> &Entry {
         let entries = self.nexuses.get_mut(&asked.key).expect("just found");
         let requested = entries.iter().filter(|e| e.stage == Stage::Requested);
         let requested: Vec<_> = requested.map(|e| e.leader).collect();
         let entry = &mut entries[at];
         if entry.stage == Stage::Current {
-            // The session may still wait for the one that it replaces: no channel of it may start a
-            // command before that.
+            // If the session is still waiting for a replaced session, none of its channels can
+            // start a command.
             self.waits.wait_like(entry.leader, asked.channel);
-            // Nor before it is known that the channel is not of a session that was requested since:
-            // that would wait for this one's commands. A forged request is given up soon.
+            // Also wait for newer requests: the channel may belong to one of these sessions, which
+            // would have to wait for commands of this session first. A forged request times out
+            // soon.
             self.waits.wait_for(&requested, asked.channel);
         }
         entry.channels.push((asked.channel, asked.address));
         entry
     }
 
-    /// Enters a session that sees these units.
+    /// Adds a session with these units.
     fn enter(&mut self, asked: &Request, luns: Arc<LunMap>) -> NexusId {
         let id = self.next_id();
         let is_loss = self.entries(&asked.key).iter().any(Entry::has_been_current);
@@ -259,13 +263,13 @@ impl Table {
     }
 }
 
-/// All sessions of SRP at a server, the catalog that is served, and the budget of all sessions.
+/// All SRP sessions of a server, the current catalog, and the budget for all sessions.
 #[derive(Clone, Debug)]
 pub struct Registry {
     table: Arc<Mutex<Table>>,
 }
 
-/// A session of one nexus, for the guards of its channels.
+/// A session of a nexus, used by the guards of its channels.
 struct NexusSession {
     registry: Registry,
     key: NexusKey,
@@ -277,51 +281,51 @@ impl Session for NexusSession {
     }
 }
 
-/// A login that is being decided on.
+/// A login request.
 #[derive(Clone, Copy, Debug)]
 struct Request {
     key: NexusKey,
     address: IpAddr,
     channel: ConnRef,
-    /// It adds its channel to a session, and ends no other.
+    /// True if it adds a channel to a session, without replacing other channels.
     joins: bool,
 }
 
-/// Both ends of the connection that a login comes by.
+/// Both ends of the connection used for a login.
 #[derive(Clone, Copy, Debug)]
 pub struct Endpoints {
     /// Address of the initiator, which may be forged until the connection is established.
     pub peer: SocketAddr,
-    /// The address of the device that it has reached.
+    /// Local address of the device.
     pub local: IpAddr,
-    /// Listener of the device that it came by.
+    /// The entrance that the request was received on.
     pub entrance: Entrance,
 }
 
-/// A login that was accepted, and its nexus.
+/// An accepted login with its nexus.
 #[derive(Debug)]
 pub struct SessionGrant {
-    /// Number of the nexus.
+    /// Nexus number.
     pub nexus: NexusId,
     /// Parameters of the channel, the login response, and the units.
     pub outcome: LoginOutcome,
-    /// Channels to terminate: they were not established, and give way to this one.
+    /// Channels to terminate. They were not established, and are dropped for this login.
     pub displaced: Vec<ConnRef>,
 }
 
-/// Consequences of the establishment of a channel.
+/// The result of establishing a channel.
 #[derive(Debug, Default)]
 pub struct Established {
-    /// Whether the channel may take commands now; otherwise it is notified when it may.
+    /// True if the channel can start commands now. Otherwise, it will be notified.
     pub may_start: bool,
-    /// Other channels of the session that may, too.
+    /// Other channels of the session that can also start now.
     pub start: Vec<ConnRef>,
-    /// Channels to terminate: of older sessions, or of this one where it got no permit.
+    /// Channels to terminate: channels of older sessions, or of this session if there is no permit.
     pub terminate: Vec<ConnRef>,
 }
 
 impl Registry {
-    /// Makes a registry without sessions.
+    /// Creates a registry without sessions.
     #[must_use]
     pub fn new(catalog: Catalog) -> Self {
         catalog.set_limits();
@@ -339,13 +343,13 @@ impl Registry {
         }
     }
 
-    /// Returns what is served at present.
+    /// Returns the current catalog.
     #[must_use]
     pub fn catalog(&self) -> Arc<Catalog> {
         Arc::clone(&self.lock().catalog)
     }
 
-    /// Returns what a nexus sees at present; `None` without such a nexus.
+    /// Returns the current units of a nexus, or `None` if it does not exist.
     #[must_use]
     pub fn luns(&self, key: &NexusKey, nexus: NexusId) -> Option<Arc<LunMap>> {
         let table = self.lock();
@@ -354,9 +358,9 @@ impl Registry {
         Some(Arc::clone(entry.units.luns()))
     }
 
-    /// Serves something else from now on: nexuses whose units are others now are notified. Returns
-    /// the channels to log out: those of initiators that may not log in any longer, and those whose
-    /// address may no longer see what their session sees.
+    /// Switches to a new catalog, and notifies nexuses whose units have changed. Returns the
+    /// channels to log out: either the initiator can no longer log in, or the units for the address
+    /// of the channel no longer match those of its session.
     pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ConnRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
@@ -382,14 +386,14 @@ impl Registry {
         ended
     }
 
-    /// All workers have followed the last [`Registry::change`].
+    /// Called when all workers have switched to the catalog of the last [`Registry::change`].
     pub fn settle(&self) {
         let mut table = self.lock();
         let entries = table.nexuses.values_mut().flatten();
         entries.for_each(|entry| entry.units.settle());
     }
 
-    /// Refuses every login from now on.
+    /// Rejects all further logins.
     pub fn stop(&self) {
         self.lock().stopping = true;
     }
@@ -399,13 +403,13 @@ impl Registry {
         self.lock().stopping = false;
     }
 
-    /// Sessions at present that are or were established.
+    /// Returns the current number of sessions, not including those that were never established.
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.lock().budget.sessions() as usize
     }
 
-    /// Returns the bound that keeps another session from an address out, for the log.
+    /// Returns the limit that prevents another session from an address, for the log.
     #[must_use]
     pub fn reached_bound(&self, address: IpAddr) -> Option<ReachedBound> {
         let table = self.lock();
@@ -419,17 +423,17 @@ impl Registry {
         self.lock().budget.most_per_address()
     }
 
-    /// Channels at present whose connections are not established.
+    /// Returns the current number of channels that are not established.
     #[must_use]
     pub fn unconfirmed(&self) -> usize {
         self.lock().unconfirmed.len()
     }
 
-    /// Decides on a login and enters its channel. Channels that are established are not concerned
-    /// before [`Registry::establish`]; others may have to give their places to this one.
+    /// Decides whether to accept a login, and adds its channel. Established channels are not
+    /// affected until [`Registry::establish`], but other channels may be dropped.
     ///
     /// # Errors
-    /// Why it is refused; nothing was entered.
+    /// Returns the reason for the rejection. In this case, the table is not changed.
     pub fn login(
         &self,
         req: &LoginReq,
@@ -442,7 +446,7 @@ impl Registry {
                 initiator: req.initiator_port,
                 target: req.target_port,
             },
-            // An IPv4 address in the form of IPv6 is the same host, for bounds and for rules.
+            // An IPv4-mapped IPv6 address is the same host, both for limits and for access rules.
             address: ends.peer.ip().to_canonical(),
             channel,
             joins: req.multi_channel == MultiChannelAction::Multi,
@@ -455,7 +459,7 @@ impl Registry {
         let view = table.view(&asked, met, crowded.is_some());
         let planned = plan_login(req, &table.catalog.limits.login, &admission, view);
         let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
-        // From here on the login is granted, and the table changes.
+        // The login is accepted, so the table can be changed now.
         let displaced = table.make_room(asked.key, joined, crowded);
         table.unconfirmed.push(Unconfirmed {
             address: asked.address,
@@ -481,8 +485,9 @@ impl Registry {
         Ok((grant, SessionGuard::new(session, channel)))
     }
 
-    /// A channel's connection is established: if the channel has asked for a session, that is the
-    /// session of its nexus from now on, unless others have taken the last place meanwhile.
+    /// Called when the connection of a channel is established. If the channel has requested a
+    /// session, this becomes the current session of its nexus, unless the session limit was reached
+    /// in the meantime.
     pub fn establish(&self, key: NexusKey, channel: ConnRef) -> Established {
         let mut table = self.lock();
         let limits = table.catalog.limits;
@@ -496,18 +501,18 @@ impl Registry {
         let entries = nexuses.get_mut(&key).map_or(&mut [][..], Vec::as_mut_slice);
         let mut done = Established::default();
         let Some(at) = entries.iter().position(|e| e.has(channel)) else {
-            // Its session is over, or has given its place to another channel.
+            // The session was closed, or the channel was dropped for another one.
             done.terminate = vec![channel];
             return done;
         };
         let (older, rest) = entries.split_at_mut(at);
         let entry = &mut rest[0];
-        // A request that is older than the present session has been displaced.
+        // A request older than the current session was already displaced.
         if entry.stage == Stage::Requested && entry.leader == channel {
             let replaced = older.iter().find(|e| e.stage == Stage::Current);
             let replaced = replaced.map(|e| e.address);
-            // Not with the request, which may be forged: the places of sessions are for hosts that
-            // have proved their address.
+            // We don't do this for the request, which may be forged: only hosts with a verified
+            // address should use up the session limit.
             entry.permit = budget.acquire(limits.bounds(), entry.address, replaced);
             if entry.permit.is_none() {
                 entry.stage = Stage::Displaced;
@@ -516,10 +521,10 @@ impl Registry {
                 return done;
             }
             entry.stage = Stage::Current;
-            // Requests that are older go with the sessions: their initiator has come by this one.
+            // This includes older requests, because the initiator has used this session instead.
             done.terminate = older.iter().flat_map(Entry::refs).collect();
             older.iter_mut().for_each(Entry::give_way);
-            // They may have waited for this one, and for requests that are newer.
+            // They may have been waiting for this session, and for newer requests.
             waits.forgo(&done.terminate);
             for own in entry.refs() {
                 waits.wait_for(&done.terminate, own);
@@ -534,9 +539,10 @@ impl Registry {
         done
     }
 
-    /// Starts a channel although channels that it waits for still have commands at a device, if all of
-    /// these belong to sessions that its session has replaced: units with such commands refuse
-    /// commands of this channel. Returns false if it has to wait for other channels.
+    /// Starts a channel although other channels that it is waiting for still have commands at a
+    /// device, provided that they all belong to sessions replaced by this one. Units with such
+    /// commands will reject commands of this channel. Returns false if it has to wait for any other
+    /// channel.
     pub fn start_early(&self, key: NexusKey, channel: ConnRef) -> bool {
         let mut table = self.lock();
         let is_replaced = |on: ConnRef| {
@@ -552,9 +558,9 @@ impl Registry {
         may_start
     }
 
-    /// Numbers an I_T nexus of another protocol, within the same bounds; `None` where they are
-    /// reached, or the server is stopping. `replaced` is the address of the session that it
-    /// replaces.
+    /// Allocates an I_T nexus for another protocol, within the same limits. Returns `None` if a
+    /// limit is reached, or if the server is stopping. `replaced` is the address of the session to
+    /// be replaced.
     pub fn open_nexus(
         &self,
         address: IpAddr,
@@ -569,8 +575,9 @@ impl Registry {
         Some((table.next_id(), permit))
     }
 
-    /// A channel is gone; with the last one its session ends. At `again` the initiator may log in
-    /// again and go on with its disks: it has not logged out by itself.
+    /// Called when a channel is closed. The last channel also closes the session. `again` is set if
+    /// the initiator may log in again and continue to use its disks, because it did not log out
+    /// itself.
     fn leave(&self, key: NexusKey, channel: ConnRef, again: Option<Instant>) -> Left {
         let mut table = self.lock();
         table.forget_unconfirmed(&[channel]);
@@ -589,8 +596,8 @@ impl Registry {
         if let Some(at) = entries.iter().position(|e| e.has(channel)) {
             let entry = &mut entries[at];
             entry.channels.retain(|(c, _)| *c != channel);
-            // A request for another channel may be forged: it keeps no session that has ended, nor
-            // its place and its reservations.
+            // A request for another channel may be forged, so it must not keep a session, its
+            // permit and its reservations.
             let is_unconfirmed = |own| unconfirmed.iter().any(|u| u.what.1 == own);
             let is_over = entry.channels.is_empty()
                 || entry.has_been_current() && entry.refs().all(is_unconfirmed);
@@ -612,8 +619,8 @@ impl Registry {
                         entry.stage = Stage::Displaced;
                         left.terminate = entry.refs().collect();
                     }
-                    // Channels that join later wait for what the leader waits for, so there has to
-                    // be one.
+                    // There must always be a leader, because channels that join later will wait for
+                    // the same channels.
                     _ => entry.leader = entry.channels[0].0,
                 }
             }
@@ -621,23 +628,25 @@ impl Registry {
         if entries.is_empty() {
             nexuses.remove(&key);
         }
-        // Last, so that the channels that start now find the units without the old nexus.
+        // Do this last, so that the channels which start now will not find the old nexus at the
+        // units.
         left.notify = waits.end(channel);
         left
     }
 
-    /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
+    /// We can ignore poison, because a panic elsewhere cannot leave the table inconsistent.
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The session that another channel from an address joins: the current one, or else the newest that
-/// was requested from there, or of all.
+/// Returns the session to be joined by a channel from an address: the current session, or else the
+/// newest request from this address, or else the newest request.
 ///
-/// A request beside a current session may be forged, and would take the channel along when it is
-/// given up. It may be the initiator's own as well, whose message that establishes it is late: then
-/// the channel ends with the current session, and starts nothing before ([`Table::join`]).
+/// If there is a current session, a newer request may be forged, and a channel that has joined it
+/// would be closed with it. It may also be from the same initiator, if the message that establishes
+/// it is delayed. In this case, the channel is closed with the current session, and does not start
+/// any commands before that ([`Table::join`]).
 fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     let rank = |(at, entry): (usize, &Entry)| match entry.stage {
         Stage::Current => Some((true, true, at)),
@@ -648,7 +657,7 @@ fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     best.map(|(.., at)| at)
 }
 
-/// Whether too many replaced sessions are still there, because devices hold their commands.
+/// Returns whether there are too many replaced sessions with commands at a device.
 fn is_held_up(entries: &[Entry]) -> bool {
     let replaced = entries.iter().filter(|e| e.stage == Stage::Replaced);
     replaced.count() >= MAX_REPLACED
@@ -663,13 +672,13 @@ impl Entry {
         self.channels.iter().map(|(channel, _)| *channel)
     }
 
-    /// Whether it was established, which makes it count as a session until its last channel is
-    /// gone.
+    /// Returns whether this was ever established. If so, it counts as a session until its last
+    /// channel is closed.
     fn has_been_current(&self) -> bool {
         self.permit.is_some()
     }
 
-    /// A newer session is established.
+    /// Called when a newer session is established.
     fn give_way(&mut self) {
         self.stage = match self.stage {
             Stage::Requested | Stage::Displaced => Stage::Displaced,
@@ -787,7 +796,7 @@ mod tests {
         }
     }
 
-    /// Whichever way a channel ends, nothing of its session is left.
+    /// All state of a session should be removed, regardless of how its channel is closed.
     #[test]
     fn a_channel_leaves_nothing_behind() {
         type Way = fn(&Host<'_>);
@@ -862,7 +871,7 @@ mod tests {
         let done = host.establish(3);
         assert_eq!(done.terminate, [channel(1), channel(2)]);
         assert!(!done.may_start);
-        // Another channel of the new session waits as well.
+        // Another channel of the new session also has to wait.
         host.request(A, multi, 4).unwrap();
         assert!(!host.establish(4).may_start);
         assert!(host.leave(1).notify.is_empty());
@@ -884,7 +893,7 @@ mod tests {
         let done = host.establish(2);
         assert!(done.may_start);
         assert_eq!(done.start, [channel(3)]);
-        // Without its first channel a session would never be established.
+        // Without its first channel, a session could never be established.
         let host = Host::new(&registry, 2);
         host.single(4).unwrap();
         host.request(A, MultiChannelAction::Multi, 5).unwrap();
@@ -930,7 +939,7 @@ mod tests {
         assert!(host.leave(3).terminate.is_empty());
     }
 
-    /// Its worker may hear of the end of what it waited for before it hears of its own.
+    /// Its worker may be notified that the wait is over before the channel is terminated.
     #[test]
     fn a_channel_without_its_session_is_not_started() {
         let registry = open();
@@ -956,8 +965,8 @@ mod tests {
         assert_eq!(host.leave(4).notify, [channel(2)]);
     }
 
-    /// The old session may still have writes at a device, which a channel of the new one must not
-    /// overtake.
+    /// The old session may still have writes at a device, which must not be overtaken by a channel
+    /// of the new session.
     #[test]
     fn a_channel_of_a_login_that_is_established_late_starts_nothing() {
         let registry = open();
@@ -1001,7 +1010,7 @@ mod tests {
         assert!(registry.start_early(host.key, channel(2)));
         let left = host.leave(1);
         assert!(left.notify.is_empty(), "it does not wait any more");
-        // A channel that waits for a requested session may belong to that one.
+        // A channel that is waiting for a requested session may belong to it.
         host.single(3).unwrap();
         host.request(A, MultiChannelAction::Multi, 4).unwrap();
         host.establish(4);
@@ -1019,7 +1028,7 @@ mod tests {
         assert_eq!(host.single(4).err(), full, "they count as sessions");
         host.leave(2);
         host.leave(3);
-        // A device holds the commands of the first one, however long.
+        // A device keeps the commands of the first session for a long time.
         host.now += Duration::from_secs(1000);
         host.log_in(4);
         host.leave(4);
@@ -1048,7 +1057,7 @@ mod tests {
     fn sessions_that_are_never_established_give_their_places_to_others() {
         let registry = open();
         let host = Host::new(&registry, 1);
-        // Each in another host's name, from another address.
+        // Each of them uses the name and address of a different host.
         let address = |n: u64| IpAddr::from([10, 1, (n >> 8) as u8, n as u8]);
         let forgers: Vec<_> = (100..200).map(|n| Host::new(&registry, n)).collect();
         let forger = |n: u64| &forgers[(n % 100) as usize];
@@ -1062,8 +1071,8 @@ mod tests {
         let most = MAX_UNCONFIRMED as u64;
         assert!((0..most).all(|_| forge().is_empty()));
         assert_eq!(forge(), [channel(1001)], "the oldest");
-        // An honest host gets a place, and the forgers have to fill all others before they can take
-        // it.
+        // A genuine host is accepted, and its request is only dropped when all others were replaced
+        // by forged requests.
         host.single(1).unwrap();
         for _ in 1..most {
             assert_ne!(forge(), [channel(1)]);
@@ -1073,7 +1082,7 @@ mod tests {
             assert_ne!(forge(), [channel(1)], "an established one stays");
         }
         assert_eq!(registry.sessions(), 1);
-        // What ends leaves nothing behind.
+        // All state should be removed on close.
         for n in 1..=forged {
             forger(n).leave(1000 + n);
         }
@@ -1152,7 +1161,7 @@ mod tests {
         let full = Some(LoginRejReason::InsufficientResources);
         assert_eq!(two.single(2).err(), full);
         assert!(registry.open_nexus(B, None).is_none());
-        // An initiator with a session may replace it.
+        // An initiator can replace its own session.
         one.log_in(3);
         one.leave(1);
         assert!(registry.open_nexus(B, Some(B)).is_some());

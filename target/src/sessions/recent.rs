@@ -1,26 +1,26 @@
-//! Units that the initiators of sessions which have just ended take their LUNs for.
+//! Units by LUN, as last seen by the initiators of recently closed sessions.
 //!
-//! An initiator that loses its session without a logout logs in again and goes on with its disks:
-//! if a LUN has come to lead to another unit meanwhile, the initiator must not write there before
-//! it has asked which one it is. One that starts from nothing, such as firmware that boots from a
-//! disk, may never ask; so this is forgotten soon.
+//! If an initiator loses its session without a logout, it logs in again and continues to use its
+//! disks. If a LUN refers to a different unit by then, the initiator must not write to it before it
+//! has identified the new unit. An initiator without previous state, such as firmware that boots
+//! from a disk, may never do this, so entries expire after a short time.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::fabric::KnownUnits;
 
-/// Time until a session is forgotten. Linux keeps the commands of an iSCSI session for as long
-/// before it fails them.
+/// Time until an entry expires. Linux keeps the commands of an iSCSI session for the same time
+/// before they fail.
 const LASTS: Duration = Duration::from_secs(120);
 
-/// Sessions that are remembered, at most.
+/// Maximum number of sessions.
 const MAX_SESSIONS: usize = 256;
 
-/// LUNs of all of them, at most.
+/// Maximum number of LUNs of all sessions.
 const MAX_NUMBERS: usize = 4096;
 
-/// Sessions that have ended, the oldest first.
+/// Closed sessions, oldest first.
 #[derive(Debug)]
 pub(super) struct Recent<K>(VecDeque<(K, Instant, KnownUnits)>);
 
@@ -31,24 +31,25 @@ impl<K> Default for Recent<K> {
 }
 
 impl<K: PartialEq> Recent<K> {
-    /// A session has ended.
+    /// Adds a closed session.
     pub(super) fn keep(&mut self, key: K, units: KnownUnits, now: Instant) {
         self.0.retain(|(known, _, _)| *known != key);
         self.0.push_back((key, now, units));
         let mut numbers: usize = self.0.iter().map(|(_, _, units)| units.len()).sum();
-        // Bounded twice, since a session may have any number of LUNs.
+        // We need both limits, because a session can have any number of LUNs.
         while self.0.len() > MAX_SESSIONS || numbers > MAX_NUMBERS {
             let (_, _, units) = self.0.pop_front().expect("it has some");
             numbers -= units.len();
         }
     }
 
-    /// The initiator has logged out: it begins from nothing.
+    /// Removes a session because the initiator has logged out, so it will start without previous
+    /// state.
     pub(super) fn forget(&mut self, key: &K) {
         self.0.retain(|(known, _, _)| known != key);
     }
 
-    /// Returns the units that the initiator of a session which logs in takes its LUNs for.
+    /// Returns the units by LUN, as last seen by an initiator that is logging in.
     pub(super) fn find(&mut self, key: &K, now: Instant) -> Option<KnownUnits> {
         let is_late = |since: Instant| now.saturating_duration_since(since) > LASTS;
         self.0.retain(|(_, since, _)| !is_late(*since));

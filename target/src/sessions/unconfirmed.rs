@@ -1,33 +1,33 @@
-//! The choice of a connection that gives way to a newer one, among those whose peers have proved
-//! nothing yet.
+//! Selects a connection to drop for a newer one, while the peers of both are not verified.
 //!
-//! A connection request may bear a forged address. So what is kept for requests is bounded, and a
-//! newer one always gets a place: the oldest request from the address with most of them gives way.
+//! The source address of a connection request can be forged. Therefore, the number of pending
+//! requests is bounded, but a new request is always accepted: we drop the oldest request from the
+//! address with the most requests.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 
 use super::budget::counted_address;
 
-/// A connection that is not established.
+/// A connection that is not established yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unconfirmed<T> {
-    /// Address that its request seems to come from.
+    /// Source address of the request, which may be forged.
     pub address: IpAddr,
-    /// Name of the connection in its table.
+    /// Identifies the connection in its table.
     pub what: T,
 }
 
-/// Of these, in the order of their requests, the one that gives way: the oldest of the address that
-/// has most of them.
+/// Returns the connection to drop: the oldest from the address with the most connections. `all`
+/// must be sorted by age.
 pub fn displaceable<T: Copy>(all: &[Unconfirmed<T>]) -> Option<T> {
     let mut counts: HashMap<IpAddr, usize> = HashMap::new();
     for one in all {
         *counts.entry(counted_address(one.address)).or_default() += 1;
     }
-    // A sender of forged requests from one address displaces its own. One that forges many
-    // addresses has to send as many requests as there are places before it displaces another
-    // host's.
+    // If forged requests use a single address, they will replace each other. With many addresses,
+    // an attacker has to send as many requests as there are entries before the request of another
+    // host is dropped.
     let most = counts.values().max()?;
     let victim = all
         .iter()

@@ -1,4 +1,4 @@
-//! The I_T nexus of a session at the logical units that it sees.
+//! Entries of a session's I_T nexus at its logical units.
 
 use std::sync::{Arc, Weak};
 
@@ -7,24 +7,23 @@ use riser_scsi::nexus::{Nexus, NexusId};
 
 use crate::fabric::{LunMap, Unit};
 
-/// Entries of a nexus at its units, which are removed when this is dropped.
+/// Entries of a nexus at its units, which are removed on drop.
 #[derive(Debug)]
 pub(super) struct UnitEntries {
     nexus: NexusId,
     luns: Arc<LunMap>,
-    /// Nexuses that this one has replaced.
+    /// Nexuses replaced by this nexus.
     predecessors: Vec<NexusId>,
-    /// Units that the nexus no longer sees, and where it is entered still, for the commands that it
-    /// has there.
+    /// Units that are no longer visible to the nexus. It keeps its entry there for the commands in
+    /// flight.
     former: Vec<Weak<Unit>>,
 }
 
 impl UnitEntries {
-    /// Enters a nexus at the units that it sees. Without ports there is no nexus to enter, and
-    /// there are no units.
+    /// Adds a nexus to its units. Without ports, there is neither a nexus nor any units.
     ///
-    /// `is_loss` if a session of the same ports was there before: the units establish I_T NEXUS
-    /// LOSS OCCURRED then (SAM-5 6.4).
+    /// `is_loss` is set if there was a session with the same ports before. The units then establish
+    /// I_T NEXUS LOSS OCCURRED (SAM-5 6.4).
     pub(super) fn enter(
         nexus: NexusId,
         ports: Option<&Nexus>,
@@ -49,8 +48,8 @@ impl UnitEntries {
         }
     }
 
-    /// The nexus replaces older ones of the same ports, whose tasks may still be at a device. Units with
-    /// such tasks refuse tasks of this nexus.
+    /// Marks this nexus as the successor of older nexuses with the same ports, whose tasks may
+    /// still be at a device. Units with such tasks reject tasks of this nexus.
     pub(super) fn succeed(&mut self, predecessors: impl IntoIterator<Item = NexusId>) {
         self.predecessors.extend(predecessors);
         for (_, unit) in self.luns.iter() {
@@ -60,34 +59,33 @@ impl UnitEntries {
         }
     }
 
-    /// Number of the nexus.
+    /// Returns the nexus number.
     pub(super) fn nexus(&self) -> NexusId {
         self.nexus
     }
 
-    /// The units that it sees.
+    /// Returns the units of this nexus.
     pub(super) fn luns(&self) -> &Arc<LunMap> {
         &self.luns
     }
 
-    /// Gives the nexus other units, which report that the LUNs have changed if they have
-    /// (SPC-5: REPORTED LUNS DATA HAS CHANGED). `luns` was made for this nexus and has no other
-    /// owner.
+    /// Changes the units of the nexus. If they are different, the units report it (SPC-5: REPORTED
+    /// LUNS DATA HAS CHANGED). `luns` must have been created for this nexus, and not be shared.
     pub(super) fn change(&mut self, mut luns: Arc<LunMap>, ports: &Nexus) {
         Arc::get_mut(&mut luns)
             .expect("made for this nexus")
             .follow(&self.luns);
         if self.luns.is_same(&luns) {
-            // Commands that keep the map keep their accounts, so it is not exchanged for an equal
-            // one.
+            // Commands with the current map use its statistics, so don't replace it with an equal
+            // map.
             if !self.luns.is_accounted_alike(&luns) {
                 self.luns = luns;
             }
             return;
         }
-        // A unit that both maps have keeps its entry, and what it knows of the nexus. So do the
-        // others for the moment: to a unit that does not know their nexus, commands under way are
-        // a stranger's, who conflicts with every reservation. `settle` follows.
+        // Units in both maps keep their entries and their state for this nexus. For now, removed
+        // units keep their entries too: if a nexus is not registered, its commands in flight would
+        // conflict with any reservation. They are removed by `settle`.
         let old = std::mem::replace(&mut self.luns, luns);
         self.former
             .extend(old.iter().map(|(_, unit)| Arc::downgrade(unit)));
@@ -104,8 +102,9 @@ impl UnitEntries {
         }
     }
 
-    /// All workers use the present map, so no command comes by earlier ones any more: the nexus
-    /// leaves the units that it does not see, each with its last command there.
+    /// Called when all workers use the current map, so there are no new commands for older maps.
+    /// The nexus leaves all units that are no longer visible, as soon as its last command there has
+    /// completed.
     pub(super) fn settle(&mut self) {
         let former = std::mem::take(&mut self.former);
         for unit in former.iter().filter_map(Weak::upgrade) {
@@ -119,7 +118,7 @@ impl Drop for UnitEntries {
         for (_, unit) in self.luns.iter() {
             unit.end_nexus(self.nexus);
         }
-        // A session that was logged out may be over before all workers have followed.
+        // A session that was logged out may be closed before all workers have switched.
         self.settle();
     }
 }

@@ -1,44 +1,44 @@
-//! Channels that wait until others have ended, and their commands with them.
+//! Channels waiting for other channels and their commands.
 //!
-//! A login that replaces a session must not start a command while one of the old session can still
-//! reach the disk: the old one would overwrite what the new one has written. So its channels wait
-//! for those that they replace, in either protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143
-//! 6.3.5).
+//! A login that replaces a session must not start any command while a command of the old session
+//! could still reach the disk, because the old command could then overwrite the new data.
+//! Therefore, its channels wait for the channels that they replace, with either protocol (SRP r16a,
+//! MULTI-CHANNEL ACTION; RFC 7143 6.3.5).
 
 use crate::fabric::ConnRef;
 
-/// `who` waits until `on` is gone.
+/// `who` waits until `on` is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wait {
     on: ConnRef,
     who: ConnRef,
-    /// Or until others of its session may have its commands.
+    /// If set, only wait until its commands can be reassigned to other connections of its session.
     until_free: bool,
 }
 
-/// The channels that wait for others. Bounded by the number of channels: a pair for each.
+/// The waiting channels, at most one entry for each pair of channels.
 #[derive(Debug, Default)]
 pub(super) struct Waits(Vec<Wait>);
 
 impl Waits {
-    /// A channel waits until these are gone, for each of them once, however often that is asked
-    /// for.
+    /// Waits until these channels are closed. Each is only added once, even if this is called
+    /// again.
     pub(super) fn wait_for(&mut self, others: &[ConnRef], who: ConnRef) {
         self.enter(others, who, false);
     }
 
-    /// A channel waits until others may have the commands of these.
+    /// Waits until the commands of these channels can be reassigned.
     pub(super) fn wait_until_free(&mut self, others: &[ConnRef], who: ConnRef) {
         self.enter(others, who, true);
     }
 
     fn enter(&mut self, others: &[ConnRef], who: ConnRef, until_free: bool) {
-        // Two that wait for each other, as after crossing logouts, would else have the one that is
-        // left wait for itself.
+        // If two channels wait for each other, for example after crossed logouts, the remaining
+        // channel would otherwise wait for itself.
         for on in others.iter().copied().filter(|on| *on != who) {
             let mut known = self.0.iter_mut();
             match known.find(|wait| (wait.on, wait.who) == (on, who)) {
-                // Gone is more than free.
+                // If the channel is closed, its commands can also be reassigned.
                 Some(wait) => wait.until_free &= until_free,
                 None => self.0.push(Wait {
                     on,
@@ -49,31 +49,31 @@ impl Waits {
         }
     }
 
-    /// A channel waits for the same channels as another one.
+    /// Waits for the same channels as another channel.
     pub(super) fn wait_like(&mut self, other: ConnRef, who: ConnRef) {
         let same: Vec<_> = self.of(other).collect();
         self.wait_for(&same, who);
     }
 
-    /// Whether a channel waits for another one.
+    /// Returns whether a channel is waiting.
     pub(super) fn is_waiting(&self, who: ConnRef) -> bool {
         self.of(who).next().is_some()
     }
 
-    /// Whether a channel waits for this one.
+    /// Returns whether another channel is waiting for this one.
     pub(super) fn is_awaited(&self, on: ConnRef) -> bool {
         self.0.iter().any(|wait| wait.on == on)
     }
 
-    /// These channels are ending and start nothing more: they wait for none, and none inherits that
-    /// of them.
+    /// Stops waiting. These channels are being closed and will not start any more commands.
+    /// Channels waiting for them do not inherit their waits.
     pub(super) fn forgo(&mut self, who: &[ConnRef]) {
         self.0.retain(|wait| !who.contains(&wait.who));
     }
 
-    /// A channel is gone. Returns those that have nothing left to wait for.
+    /// Called when a channel is closed. Returns the channels that no longer have to wait.
     ///
-    /// A channel that waited for it also waits for what it waited for itself, since that is older.
+    /// A channel that was waiting for it inherits its waits, because these are for older channels.
     pub(super) fn end(&mut self, gone: ConnRef) -> Vec<ConnRef> {
         let still: Vec<_> = self.0.extract_if(.., |wait| wait.who == gone).collect();
         let heirs: Vec<_> = self.0.extract_if(.., |wait| wait.on == gone).collect();
@@ -87,8 +87,8 @@ impl Waits {
         heirs.filter(|who| !self.is_waiting(*who)).collect()
     }
 
-    /// Others may have the commands of a channel that still is there. Returns those that have nothing
-    /// left to wait for.
+    /// Called when the commands of a channel can be reassigned, while it is still open. Returns the
+    /// channels that no longer have to wait.
     pub(super) fn free(&mut self, on: ConnRef) -> Vec<ConnRef> {
         let is_over = |wait: &Wait| wait.on == on && wait.until_free;
         let over: Vec<_> = self.0.extract_if(.., |wait| is_over(wait)).collect();
@@ -96,7 +96,7 @@ impl Waits {
         over.filter(|who| !self.is_waiting(*who)).collect()
     }
 
-    /// The channels that a channel waits for.
+    /// Returns the channels that a channel is waiting for.
     pub(super) fn of(&self, who: ConnRef) -> impl Iterator<Item = ConnRef> + '_ {
         let own = self.0.iter().filter(move |wait| wait.who == who);
         own.map(|wait| wait.on)
@@ -107,7 +107,7 @@ impl Waits {
 mod tests {
     use super::*;
 
-    /// An initiator may ask for the end of a connection again and again.
+    /// An initiator may request to close a connection repeatedly.
     #[test]
     fn a_channel_waits_for_another_one_once() {
         let [first, second, third] = [1, 2, 3].map(|serial| ConnRef { worker: 0, serial });
@@ -129,14 +129,14 @@ mod tests {
         let mut waits = Waits::default();
         waits.wait_until_free(&[lost], second);
         waits.wait_until_free(&[lost, second], third);
-        // A new session, until the end.
+        // A new session has to wait until it is closed.
         waits.wait_for(&[lost, second], login);
         assert_eq!(waits.end(second), []);
         assert_eq!(waits.free(lost), [third]);
         assert_eq!(waits.end(lost), [login]);
     }
 
-    /// Connections of one session end each other, and a login replaces both.
+    /// Two connections of a session close each other, and both are replaced by a login.
     #[test]
     fn channels_that_wait_for_each_other_leave_no_wait() {
         let [first, second, login] = [1, 2, 3].map(|serial| ConnRef { worker: 0, serial });

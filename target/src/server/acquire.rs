@@ -1,4 +1,4 @@
-//! Acquires what a catalog takes of the network: devices and listening sockets, for every worker.
+//! Acquires the network resources for a catalog: devices and listening sockets, for each worker.
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
@@ -28,35 +28,35 @@ use crate::worker::Opened;
 use crate::worker::TcpListener;
 use crate::worker::device_slots::{DeviceKind, DeviceSlot, DeviceSlots};
 
-/// Time limit for workers to close a device that none of them needs.
+/// Timeout for workers to close a device that is no longer used.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// Source of devices and listening sockets in a simulation, in the place of the host.
+/// Opens devices and listening sockets for a simulation, instead of those of the host.
 pub trait SimulatedNetwork: Debug + Send + Sync {
-    /// Opens the device at an address for the worker of this index, of `workers`.
+    /// Opens the device with this address for a worker. `worker` is its index out of `workers`.
     ///
     /// # Errors
-    /// There is none, or it is in use.
+    /// If the device does not exist, or if it is in use.
     fn open(&self, addr: IpAddr, worker: usize, workers: usize) -> io::Result<Endpoint>;
 
-    /// Listens at a TCP portal, for one more worker.
+    /// Listens on a TCP portal, once per worker.
     ///
     /// # Errors
-    /// It is in use.
+    /// If the address is in use.
     fn listen(&self, portal: SocketAddr) -> io::Result<TcpListener>;
 }
 
-/// The devices and sockets of one worker.
+/// Devices and sockets of a single worker.
 #[derive(Debug, Default)]
 pub struct Part {
-    /// Devices, by the number of their slot.
+    /// Devices by slot number.
     pub devices: Vec<(usize, Opened)>,
     /// Sockets of TCP portals.
     pub sockets: Vec<TcpListener>,
 }
 
-/// The devices and sockets that were acquired. Unless it is kept, the slots of devices are given
-/// back when it is dropped, which must not be before workers have closed theirs.
+/// Acquired devices and sockets. The device slots are released on drop, unless `keep` was called.
+/// Any worker using these must have closed its devices before that.
 #[derive(Debug)]
 pub(super) struct Acquired {
     slots: Arc<DeviceSlots>,
@@ -66,62 +66,64 @@ pub(super) struct Acquired {
 }
 
 impl Acquired {
-    /// The workers' parts, by number.
+    /// Returns the devices and sockets of each worker.
     pub(super) fn take_parts(&mut self) -> Vec<Part> {
         std::mem::take(&mut self.parts)
     }
 
-    /// It is in use from now on; the parts that no worker has taken.
+    /// Keeps all resources, which are now in use. Returns the parts that were not passed to
+    /// workers.
     pub(super) fn keep(&mut self) -> Vec<Part> {
         self.taken.clear();
         self.take_parts()
     }
 
-    /// It is not needed, and workers have none of it.
+    /// Releases all resources, which must not be used by any worker.
     pub(super) fn give_all_back(&mut self) {
-        // Sockets are closed before their slots are free.
+        // Close the sockets before releasing their slots.
         self.parts.clear();
         for slot in self.taken.drain(..) {
             self.slots.give_back(slot);
         }
     }
 
-    /// What is done without, and why.
+    /// Returns the resources that could not be acquired, with the error.
     pub(super) fn missing(&self) -> &[(Subject, ServerError)] {
         &self.missing
     }
 
-    /// Whether portals at an address are done without.
+    /// Returns whether portals at this address are missing.
     fn lacks(&self, addr: IpAddr) -> bool {
         let mut missing = self.missing.iter();
         missing.any(|(subject, _)| matches!(subject, Subject::RdmaPortal(at) if at.ip() == addr))
     }
 
-    /// Takes the error about an address in use if no portal of the catalog can be listened on.
+    /// If no portal of the catalog could be opened, returns an error for an address in use.
     pub(super) fn take_in_use_of_all(&mut self, catalog: &Catalog) -> Option<ServerError> {
         let is_missing = |subject: &Subject| self.missing.iter().any(|(other, _)| other == subject);
         let mut rdma = catalog.rdma_portals().map(Subject::RdmaPortal);
         let mut tcp = catalog.tcp_portals().map(Subject::TcpPortal);
-        // A daemon that could serve nothing since another one has all its addresses would run on
-        // as a second one, and its service manager would take it for healthy.
+        // If another daemon uses all of the addresses, we should exit instead of running a second
+        // daemon without any portals, which would look healthy to the service manager.
         let serves_nothing = rdma.all(|s| is_missing(&s)) && tcp.all(|s| is_missing(&s));
         let mut errors = self.missing.iter();
         let place = errors.position(|(_, error)| serves_nothing && error.is_in_use())?;
         Some(self.missing.swap_remove(place).1)
     }
 
-    /// Takes a slot for the device at an address; returns the number of a new one.
+    /// Allocates a slot for the device with this address. Returns the slot number if the device
+    /// must be opened.
     fn slot(
         &mut self,
         addr: IpAddr,
         kind: DeviceKind,
         patience: Duration,
     ) -> Result<Option<usize>, ServerError> {
-        // The device of an earlier configuration may still be open at a worker, and one address
-        // cannot have two.
+        // A worker may not have closed the device of an earlier configuration yet, and we cannot
+        // open the address twice.
         let taken = self.slots.take(addr, kind, patience);
         let slot = taken.ok_or(ServerError::Closing(addr))?;
-        // Noted before anything is opened there, so that each way out gives it back.
+        // Add this before opening the device, so that it will be released on any error.
         self.taken.push(slot);
         Ok(match slot {
             DeviceSlot::New(slot) => Some(slot),
@@ -129,13 +131,14 @@ impl Acquired {
         })
     }
 
-    /// Takes back what was taken last, and what was opened there.
+    /// Releases the slot that was allocated last, and its devices.
     fn give_back(&mut self, addr: IpAddr) {
         let taken = self.taken.pop().expect("just taken");
         if let DeviceSlot::New(slot) = taken {
             tracing::debug!(%addr, slot, "its device is given back");
             for part in &mut self.parts {
-                // Closes those of the workers before the one that failed, and frees the address.
+                // If we failed for a later worker, this closes the devices of the previous workers,
+                // so that the address can be used again.
                 part.devices.retain(|(other, _)| *other != slot);
             }
         }
@@ -155,25 +158,26 @@ impl Drop for Acquired {
     }
 }
 
-/// The catalog to acquire for, and what is there already.
+/// The catalog to acquire resources for, and the existing resources.
 pub(super) struct Wanted<'a> {
     pub(super) config: &'a Config,
     pub(super) catalog: &'a Catalog,
-    /// Sockets that were left to us.
+    /// Sockets inherited from the previous process.
     pub(super) server_state: &'a ServerState,
-    /// The catalog before, whose sockets are open.
+    /// The previous catalog, whose sockets are already open.
     pub(super) old: Option<&'a Catalog>,
     pub(super) workers: usize,
-    /// The network, if it is not the host's.
+    /// The simulated network, if any.
     pub(super) simulated: Option<&'a dyn SimulatedNetwork>,
-    /// True if something may be done without that cannot be had for this reason.
+    /// Returns true if a resource is not required and can be skipped after this error.
     pub(super) tolerates: &'a dyn Fn(&Subject, &ServerError) -> bool,
 }
 
-/// Opens what a catalog takes and the one before it did not; sockets that were left to us are open.
+/// Opens the resources that are used by a catalog, but not by the previous one. Inherited sockets
+/// are already open.
 ///
 /// # Errors
-/// [`ServerError`]; nothing is open then.
+/// Returns a [`ServerError`]. No resources are open in this case.
 pub(super) fn acquire(
     wanted: &Wanted<'_>,
     slots: &Arc<DeviceSlots>,
@@ -184,18 +188,20 @@ pub(super) fn acquire(
         parts: (0..wanted.workers).map(|_| Part::default()).collect(),
         missing: Vec::new(),
     };
-    // On an error, dropping `acquired` closes all of it. Addresses of a predecessor that are still in
-    // use are tried again and again: sockets come first, since they cost the least.
+    // On an error, all resources are closed when `acquired` is dropped. If addresses are still in
+    // use by another process, this is called repeatedly, so start with sockets, which cost the
+    // least.
     let bound = bind_all(wanted, &mut acquired)?;
     check_streams(wanted, &mut acquired)?;
     devices(wanted, &mut acquired)?;
-    // All is there before any listens: a start that fails at the last has let no initiator in.
+    // Only listen when everything else is open, so that no initiator can connect if the start
+    // fails.
     listen(wanted, &mut acquired, bound)?;
     Ok(acquired)
 }
 
-/// Checks that no other program has the TCP ports of new iWARP portals. The workers, which share them,
-/// bind them by themselves, and would share them with it.
+/// Checks that the TCP ports of new iWARP portals are not used by another program. Workers share
+/// these ports when they bind them, and would also share them with that program.
 fn check_streams(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerError> {
     let provider = wanted.config.transport.provider;
     if wanted.simulated.is_some() || provider != Provider::Iwarp {
@@ -206,7 +212,7 @@ fn check_streams(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), Ser
     let new: BTreeSet<_> = wanted.catalog.rdma_portals().collect();
     for &portal in new.difference(&old) {
         let checked = check_free(portal, Transport::Tcp);
-        // Of an address that is not this host's, its device says more.
+        // If the address does not belong to this host, the device reports a better error.
         let in_use = checked
             .err()
             .filter(|e| e.kind() == io::ErrorKind::AddrInUse);
@@ -227,8 +233,8 @@ fn check_streams(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), Ser
     Ok(())
 }
 
-/// One device for each address that a portal has: on every worker, but an RDMA device of the host,
-/// which is the first worker's alone. At the start those come after the software NICs.
+/// Opens a device for each portal address, on every worker. The RDMA devices of the host are only
+/// opened by the first worker. At startup, they are opened after the software NICs.
 fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerError> {
     let mut addresses: Vec<IpAddr> = Vec::new();
     for portal in wanted.catalog.rdma_portals() {
@@ -236,8 +242,8 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             addresses.push(portal.ip());
         }
     }
-    // Read once, and only if a portal's provider depends on it: a host may have many devices and
-    // ports.
+    // Only read this if needed by a provider, and only once, because a host may have many devices
+    // and ports.
     let gids = LazyCell::new(GidTables::read);
     let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
         _ if wanted.simulated.is_some() => false,
@@ -246,9 +252,9 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
         Provider::Auto => gids.has(*addr),
     };
     let (on_host, ours): (Vec<IpAddr>, Vec<IpAddr>) = addresses.into_iter().partition(on_host);
-    // A worker numbers the devices that it starts with by their order. The first worker alone has
-    // those of the host: were they in between, the same slot would be another device at the
-    // others.
+    // A worker numbers its initial devices by order, and only the first worker opens the devices of
+    // the host. If they were not last, the other workers would use different slots for the same
+    // device.
     let (portal, shared) = (DeviceKind::Portal, DeviceKind::Shared);
     let is_shared = wanted.simulated.is_none()
         && wanted.config.transport.shm
@@ -258,17 +264,18 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     let addresses = ours.into_iter().map(|addr| (addr, portal, false));
     let addresses = addresses.chain(all);
     let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, portal, true)));
-    // In a simulation, workers get no turn while this waits.
+    // In a simulation, workers cannot run while we wait.
     let patience = wanted.simulated.map_or(CLOSING, |_| Duration::ZERO);
     for (addr, kind, is_on_host) in addresses {
-        // Initiators that were let in would find no portal. An RDMA device of the host is only opened
-        // below; where it fails, `riser --provider auto` finds no portal here and leaves.
+        // Without the portal, initiators could connect but not log in. RDMA devices of the host are
+        // opened later. If that fails, `riser --provider auto` does not find a portal here and
+        // disconnects.
         if kind == DeviceKind::Shared && acquired.lacks(addr) {
             continue;
         }
         let slot = match acquired.slot(addr, kind, patience) {
             Ok(Some(slot)) => slot,
-            // It is open for another portal, or was with the catalog before.
+            // Already open, either for another portal or from the previous catalog.
             Ok(None) => continue,
             Err(error) => {
                 do_without(wanted, acquired, (addr, kind), error)?;
@@ -288,8 +295,8 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     Ok(())
 }
 
-/// Notes the portals for which there is no device, or the memory that is not shared beside them; or
-/// fails.
+/// Adds portals without a device, or shared memory that could not be opened, to the missing
+/// resources. Fails if they are required.
 fn do_without(
     wanted: &Wanted<'_>,
     acquired: &mut Acquired,
@@ -302,7 +309,7 @@ fn do_without(
             let portals: BTreeSet<_> = portals.filter(|portal| portal.ip() == addr).collect();
             portals.into_iter().map(Subject::RdmaPortal).collect()
         }
-        // Its portals are served by their own device.
+        // Its portals still have their own device.
         DeviceKind::Shared => vec![Subject::SharedMemory(addr)],
     };
     if !subjects
@@ -320,7 +327,8 @@ fn do_without(
     Ok(())
 }
 
-/// In the workers' order: the sockets of one port are numbered as they are bound.
+/// Opens a device for each worker, in order: sockets that share a port are numbered when they are
+/// bound.
 fn open_ours(
     wanted: &Wanted<'_>,
     addr: IpAddr,
@@ -341,8 +349,8 @@ fn open_ours(
     }
     let socket = SocketAddr::new(addr, ROCE_PORT);
     if wanted.simulated.is_none() {
-        // The sockets below share the port with each other, and would share it with another
-        // program, too.
+        // The sockets below share the port with each other, and would also share it with another
+        // program.
         check_free(socket, Transport::Udp).map_err(|source| {
             let holder = holder_of(&source, socket, Transport::Udp);
             failed(source, holder)
@@ -358,7 +366,7 @@ fn open_ours(
         let device = device.map_err(|source| failed(source, HeldBy::default()))?;
         part.devices.push((slot, device));
     }
-    // The slot is free again only after all of these have closed the device.
+    // The slot is in use until all of these have closed the device.
     acquired.slots.fill(slot, workers as u16);
     Ok(())
 }
@@ -367,8 +375,8 @@ fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io:
     let device = Roce::open(&RoceConfig {
         mtu: config.transport.mtu.and_then(mtu),
         on_link: config.transport.on_link,
-        // Numbers of queue pairs carry the worker's index, by which packets find the socket of
-        // their worker.
+        // The worker index is part of a queue pair number, which is used to deliver packets to the
+        // socket of the right worker.
         worker_index: index as u32,
         worker_bits: workers.ilog2() as u8,
         faults: RoceFaults {
@@ -380,7 +388,8 @@ fn open_roce(config: &Config, addr: IpAddr, index: usize, workers: usize) -> io:
     Ok(Opened::Roce(Box::new(device)))
 }
 
-/// A device for each worker. Their listeners share ports, among which the kernel divides connections.
+/// Opens a device for each worker. Their listeners share ports, and the kernel distributes
+/// connections between them.
 fn open_iwarp(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> io::Result<()> {
     let workers = acquired.parts.len();
     for part in &mut acquired.parts {
@@ -394,7 +403,8 @@ fn open_iwarp(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> io::Result<
     Ok(())
 }
 
-/// A device for each worker. They have one listener, and each the links that it accepts.
+/// Opens a device for each worker. They share a listener, but each has the links that it has
+/// accepted.
 fn open_shm(
     addr: IpAddr,
     kind: DeviceKind,
@@ -417,7 +427,7 @@ fn open_shm(
 
 fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
     let device = RdmaCoreDevice::open(addr)?;
-    // Whether it can be listened on there is another question, which is asked again every few
+    // This does not mean that we can listen on it. That is checked later, and retried every few
     // seconds.
     tracing::debug!(%addr, device = %device.device_attr().name, "opened an RDMA device");
     let device = Opened::RdmaCore(Box::new(device));
@@ -426,7 +436,7 @@ fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<()
     Ok(())
 }
 
-/// A socket per worker for each new TCP portal, none of which listens yet.
+/// Binds a socket per worker for each new TCP portal, without listening yet.
 fn bind_all(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<Vec<SocketAddr>, ServerError> {
     let mut done: Vec<_> = wanted
         .old
@@ -445,7 +455,7 @@ fn bind_all(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<Vec<SocketAd
     Ok(bound)
 }
 
-/// Lets the sockets of portals listen.
+/// Starts to listen on the sockets of portals.
 fn listen(
     wanted: &Wanted<'_>,
     acquired: &mut Acquired,
@@ -470,8 +480,9 @@ fn listen(
     Ok(())
 }
 
-/// Checks that no other program has an address. Workers share theirs (`SO_REUSEPORT`), and so
-/// would two daemons, each of which got some of the connections.
+/// Checks that an address is not used by another program. Workers share their sockets
+/// (`SO_REUSEPORT`), and two daemons would also share them, so that each gets some of the
+/// connections.
 pub(super) fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
     let kind = match transport {
         Transport::Tcp => socket2::Type::STREAM,
@@ -479,7 +490,7 @@ pub(super) fn check_free(address: SocketAddr, transport: Transport) -> io::Resul
     };
     let socket = Socket::new(Domain::for_address(address), kind, None)?;
     if transport == Transport::Tcp {
-        // Connections that are over do not matter.
+        // Ignore closed connections.
         socket.set_reuse_address(true)?;
     }
     if address.is_ipv6() {
@@ -488,7 +499,7 @@ pub(super) fn check_free(address: SocketAddr, transport: Transport) -> io::Resul
     socket.bind(&address.into())
 }
 
-/// The program that has an address, where that is why it cannot be bound.
+/// If an address is in use, returns the program that uses it.
 pub(super) fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> HeldBy {
     let is_in_use = error.kind() == io::ErrorKind::AddrInUse;
     HeldBy(
@@ -522,7 +533,7 @@ fn bind(
     Ok(())
 }
 
-/// Notes a TCP portal that cannot be listened on, or fails.
+/// Adds a TCP portal to the missing resources. Fails if it is required.
 fn go_without(
     wanted: &Wanted<'_>,
     acquired: &mut Acquired,
@@ -561,7 +572,7 @@ mod tests {
     use crate::backend::OpenedStores;
     use crate::server::{Keepers, build, first_catalog};
 
-    /// Acquires for a configuration of a target whose portal is at an address.
+    /// Acquires the resources for a configuration with a target and a portal.
     fn acquire_for(
         portal: &str,
         transport: &str,

@@ -1,20 +1,20 @@
-//! The addresses of the host, and the portals that a wildcard comes to.
+//! The addresses of the host, and the portals for a wildcard.
 //!
-//! A portal at `0.0.0.0`, `[::]` or an interface is one portal at each address, with a socket or
-//! device of its own: what is served elsewhere does not change when an address comes or goes.
-//! Addresses are listed when a configuration is applied, and every few seconds.
+//! A portal for `0.0.0.0`, `[::]` or an interface is expanded to a portal for each address, with a
+//! separate socket or device. Therefore, other addresses are not affected when an address is added
+//! or removed. The addresses are listed when a configuration is applied, and every few seconds.
 //!
-//! Discovery of iSCSI names portals at literal addresses and at those of interfaces to everyone. Of
-//! `0.0.0.0` and `[::]` it names only the address by which the initiator came, since it may not
-//! reach the others.
+//! iSCSI discovery returns portals for literal addresses and interfaces to all initiators. For
+//! `0.0.0.0` and `[::]`, it only returns the address used by the initiator, which may not be able
+//! to reach the other addresses.
 //!
-//! One that is gone is served for [`GRACE`], since it may come back at once, as when its lease is
-//! renewed. Link-local addresses of IPv6 are left out: initiators cannot use them without knowing
-//! their own interface.
+//! A removed address is kept for [`GRACE`], because it may only be removed for a moment, for
+//! example if a lease is renewed. IPv6 link-local addresses are ignored: initiators cannot use them
+//! without knowing the name of their own interface.
 //!
 //! # Overlaps
-//! Of the portals of a target that include an address and port, the most specific one is there: an
-//! address before an interface, and that before all addresses of the host.
+//! If multiple portals of a target include the same address and port, we use the most specific
+//! portal: first a literal address, then an interface, then all addresses of the host.
 
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -26,88 +26,88 @@ use riser_transport::rdma_core::GidTables;
 
 use crate::config::{Config, Listen, Portal, Protocol, Provider, Target, Wildcard};
 
-/// Time for which an address that is gone is still served.
+/// Time for which a removed address is kept.
 pub(super) const GRACE: Duration = Duration::from_secs(15);
 
-/// Addresses that one wildcard stands for at most.
+/// Maximum number of addresses per wildcard.
 const MAX_ADDRESSES: usize = 64;
 
-/// The host's addresses, by the names of their interfaces, and when they were last there.
+/// The addresses of the host by interface, and when they were last seen.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Addresses(BTreeMap<(String, IpAddr), Instant>);
 
 impl Addresses {
-    /// Looks which there are, if a configuration wants to know.
+    /// Lists the current addresses, if needed by the configuration.
     pub(super) fn look(&mut self, config: &Config) {
         let mut portals = config.targets.iter().flat_map(|target| &target.portals);
-        // No wildcard: most configurations never need the list, which takes several system calls.
+        // Most configurations do not contain wildcards, so avoid the system calls.
         if portals.all(|portal| portal.listen.at().is_some()) {
             return;
         }
         match netif::interfaces() {
             Ok(interfaces) => self.observe(interfaces, Instant::now()),
-            // Those known so far stay: an error of a moment must not end sessions at all
-            // wildcards.
+            // Keep the known addresses, because a temporary error must not close the sessions of
+            // all wildcards.
             Err(error) => tracing::warn!(%error, "the addresses of this host cannot be listed"),
         }
     }
 
-    /// These are there now.
+    /// Updates the list with the current addresses.
     pub(super) fn observe(&mut self, interfaces: Vec<Interface>, now: Instant) {
         for interface in interfaces {
-            // By interface as well: an address that moves to another interface is one of a
-            // wildcard for that.
+            // The key contains the interface, because an address that moves to another interface
+            // belongs to a different wildcard.
             self.0.insert((interface.name, interface.address), now);
         }
         self.0.retain(|_, seen| now.duration_since(*seen) < GRACE);
     }
 
-    /// Those that a wildcard stands for.
+    /// Returns the addresses included in a wildcard.
     fn of(&self, wildcard: &Wildcard) -> impl Iterator<Item = IpAddr> {
         let all = self.0.keys();
         let all = all.filter(|(interface, address)| wildcard.covers(interface, *address));
         let mut addresses: Vec<_> = all.map(|(_, address)| *address).collect();
         addresses.sort_unstable();
-        // Two interfaces may have the same address, such as one of a link that is set up twice.
+        // Two interfaces may have the same address, for example if a link is configured twice.
         addresses.dedup();
         addresses.into_iter()
     }
 }
 
-/// A portal at one address.
+/// A portal for a single address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PortalAt {
-    /// Its number in the target's configuration.
+    /// Index in the configuration of the target.
     pub(crate) portal: usize,
-    /// The protocol of the configured portal.
+    /// Protocol of the configured portal.
     pub(crate) protocol: Protocol,
-    /// Its address and port.
+    /// Address and port.
     pub(crate) at: SocketAddr,
-    /// True if it comes from a wildcard.
+    /// True if it was expanded from a wildcard.
     pub(crate) is_wild: bool,
-    /// True if it comes from one that stands for all addresses of the host.
+    /// True if it was expanded from a wildcard for all addresses of the host.
     pub(crate) is_any: bool,
 }
 
-/// The portals of a configuration, each at one address.
+/// The portals of a configuration, expanded to single addresses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Expansion {
-    /// Portals by target, in the order of the file.
+    /// Portals by target, in file order.
     pub(crate) targets: Vec<Vec<PortalAt>>,
-    /// Wildcards that are not served everywhere, by protocol, and why.
+    /// Wildcards that are not fully available, by protocol, with the reason.
     pub(crate) lacking: Vec<(Protocol, Listen, String)>,
 }
 
 impl Expansion {
-    /// The expansion with the addresses that the host has now.
+    /// Expands a configuration for the current addresses of the host.
     pub(crate) fn now(config: &Config) -> Self {
         let mut addresses = Addresses::default();
         addresses.look(config);
         Self::of(config, &addresses, &Self::default())
     }
 
-    /// The expansion for a host with these addresses. Those of `before` stay if there are too
-    /// many.
+    /// Expands a configuration for these addresses. If there are too many, addresses from `before`
+    /// are kept.
     pub(super) fn of(config: &Config, addresses: &Addresses, before: &Self) -> Self {
         let gids = LazyCell::new(GidTables::read);
         let has_device = |ip: IpAddr| match config.transport.provider {
@@ -117,7 +117,7 @@ impl Expansion {
         Self::new(&config.targets, addresses, &has_device, before)
     }
 
-    /// Likewise; `has_device` says of an address whether RDMA portals may be there.
+    /// Same as [`Self::of`]. `has_device` returns whether an address can be used for RDMA portals.
     fn new(
         targets: &[Target],
         addresses: &Addresses,
@@ -125,8 +125,8 @@ impl Expansion {
         before: &Self,
     ) -> Self {
         let mut expansion = Self::default();
-        // Of all targets, before any wildcard is looked at: an address in the file is meant, that
-        // of a wildcard happens to be there, wherever in the file it stands.
+        // Collect these for all targets first. An address in the file is intentional, so it has
+        // priority over any wildcard that includes it, regardless of the order in the file.
         let literal: Vec<_> = targets
             .iter()
             .flat_map(|target| &target.portals)
@@ -134,7 +134,7 @@ impl Expansion {
             .collect();
         for target in targets {
             let mut found: Vec<PortalAt> = Vec::new();
-            // The most specific portal of an address comes first and keeps it.
+            // The most specific portal for an address is added first.
             for rank in [is_literal, is_interface, is_any] {
                 let portals = target.portals.iter().enumerate();
                 for (number, portal) in portals.filter(|(_, portal)| rank(&portal.listen)) {
@@ -155,8 +155,8 @@ impl Expansion {
                     let all =
                         expansion.addresses_of(portal, &wildcard, addresses, has_device, before);
                     for at in all {
-                        // An interface and an address, or two interfaces, may meet at a port of the
-                        // RDMA CM, which one protocol has.
+                        // A wildcard may include an RDMA CM port that is already used by another
+                        // protocol.
                         let is_rival = |(other, there): (Protocol, SocketAddr)| {
                             other != protocol
                                 && other.is_rdma()
@@ -170,8 +170,7 @@ impl Expansion {
                             expansion.lack(protocol, listen, why);
                             continue;
                         }
-                        // A more specific portal of this target is there already, and its settings
-                        // hold.
+                        // This target already has a more specific portal, so use its settings.
                         let mut known = found.iter();
                         if !known.any(|p| p.protocol == protocol && p.at == at) {
                             found.push(PortalAt {
@@ -185,16 +184,16 @@ impl Expansion {
                     }
                 }
             }
-            // The order of the file, since initiators meet portals in the order in which discovery
-            // names them.
+            // Restore file order, because this is the order in which discovery returns the portals.
             found.sort_by_key(|portal| (portal.portal, portal.at));
             expansion.targets.push(found);
         }
         expansion
     }
 
-    /// The addresses of a portal with a wildcard, those of `before` first: a new one ends no
-    /// sessions at another. Notes it if there are none, or too many.
+    /// Returns the addresses for a portal with a wildcard. Addresses from `before` are first, so
+    /// that a new address does not close the sessions of another address. If there are no addresses
+    /// or too many, this is added to `lacking`.
     fn addresses_of(
         &mut self,
         portal: &Portal,
@@ -205,8 +204,8 @@ impl Expansion {
     ) -> impl Iterator<Item = SocketAddr> + use<> {
         let (protocol, listen) = (portal.protocol, portal.listen);
         let may_be = |ip: &IpAddr| !protocol.is_rdma() || has_device(*ip);
-        // Counted before devices are asked for, so that a message can say which of the two is
-        // missing.
+        // Count the addresses before checking for devices, so that the message can report which of
+        // them is missing.
         let there = addresses.of(wildcard).count();
         let ips = addresses.of(wildcard).filter(may_be);
         let mut all: Vec<_> = ips.map(|ip| SocketAddr::new(ip, listen.port())).collect();
@@ -230,14 +229,15 @@ impl Expansion {
         all.any(|portal| portal.protocol == protocol && portal.at == at)
     }
 
-    /// Returns true if an address comes from wildcards only, for RDMA portals or others.
+    /// Returns true if an address is only included via wildcards, either for RDMA or for other
+    /// portals.
     pub(super) fn is_wild(&self, at: SocketAddr, is_rdma: bool) -> bool {
         let all = self.targets.iter().flatten();
         let mut all = all.filter(|p| p.at == at && p.protocol.is_rdma() == is_rdma);
         all.all(|portal| portal.is_wild)
     }
 
-    /// Logs what has come and gone since another one.
+    /// Logs portals that were added or removed since the previous expansion.
     pub(super) fn log_since(&self, before: &Self) {
         let wild = |expansion: &Self| {
             let all = expansion.targets.iter().flatten();
@@ -245,7 +245,7 @@ impl Expansion {
                 .filter(|portal| portal.is_wild)
                 .map(|portal| (portal.at, portal.protocol))
                 .collect();
-            // Several targets may share a portal, which is one line in the log.
+            // If a portal is shared by multiple targets, only log it once.
             all.sort_by_key(|(at, protocol)| (*at, protocol.to_string()));
             all.dedup();
             all
@@ -272,15 +272,15 @@ fn is_any(listen: &Listen) -> bool {
     !is_literal(listen) && !is_interface(listen)
 }
 
-/// The addresses of a target that come from `0.0.0.0` or `[::]` only.
+/// Returns the addresses of a target that are only included via `0.0.0.0` or `[::]`.
 pub(super) fn of_any_only(listens: &[PortalAt]) -> impl Iterator<Item = SocketAddr> + '_ {
     let is_named = |at: SocketAddr| listens.iter().any(|p| p.at == at && !p.is_any);
     let all = listens.iter().filter(move |portal| !is_named(portal.at));
     all.map(|portal| portal.at)
 }
 
-/// The reason why a wildcard is not served in full: it stands for `there` addresses, of which its
-/// protocol can use `found`.
+/// Returns the reason if a wildcard is not fully available. It includes `there` addresses, and
+/// `found` of them can be used by its protocol.
 fn lack(wildcard: &Wildcard, there: usize, found: usize) -> Option<String> {
     match (found, wildcard) {
         (0, _) if there > 0 => Some(match there {
@@ -342,7 +342,7 @@ mod tests {
         )
     }
 
-    /// Portals of a target, with their numbers in the configuration.
+    /// Returns the portals of a target, with their index in the configuration.
     fn at(expansion: &Expansion, target: usize) -> Vec<String> {
         let all = expansion.targets[target].iter();
         all.map(|p| format!("{} {} {}", p.portal, p.protocol, p.at))

@@ -1,7 +1,8 @@
-//! An address that two processes serve: one over the network, and one by shared memory.
+//! Detects an address that is served by two processes: over the network and via shared memory.
 //!
-//! Neither keeps the other from its address, and an address names no process. So `riser --provider
-//! auto` on this host reaches the one that shares memory, and other hosts the one on the network.
+//! Nothing prevents this, because the address does not identify a process. `riser --provider auto`
+//! on this host would use the process that shares memory, but other hosts would use the process on
+//! the network.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -16,7 +17,7 @@ use crate::config::{Provider, Transport};
 use crate::holder;
 
 impl Server {
-    /// Warns of other processes at the addresses of our RDMA portals.
+    /// Logs a warning for other processes that serve the addresses of our RDMA portals.
     pub fn warn_of_other_servers(&self) {
         if self.network.is_some() {
             return;
@@ -34,12 +35,12 @@ impl Server {
     }
 }
 
-/// What is to be known about another process at an address that we serve.
+/// Returns a warning if another process serves an address of this server.
 fn other_server(transport: &Transport, addr: IpAddr) -> Option<String> {
     if transport.provider == Provider::Shm {
         let at = SocketAddr::new(addr, ROCE_PORT);
         let error = check_free(at, holder::Transport::Udp).err()?;
-        // Any other error says nothing about a process.
+        // Other errors do not mean that there is another process.
         let is_in_use = error.kind() == io::ErrorKind::AddrInUse;
         let holder = is_in_use.then(|| holder_of(&error, at, holder::Transport::Udp))?;
         return Some(format!(
@@ -47,12 +48,13 @@ fn other_server(transport: &Transport, addr: IpAddr) -> Option<String> {
              auto` on this host reaches this daemon in its place"
         ));
     }
-    // Otherwise the name is ours, or reported as not served.
+    // Otherwise, we have the name, or it is already reported as a problem.
     let process = (!transport.shm).then(|| shm::listening_process(addr))??;
     Some(squatter(process.uid, &process.to_string(), addr))
 }
 
-/// The warning of a process that has the name for shared memory at an address. `riser` checks its user.
+/// Returns the warning for a process that owns the shared memory name for an address. `riser`
+/// checks the user of that process.
 fn squatter(uid: Option<u32>, process: &str, addr: IpAddr) -> String {
     let own = rustix::process::geteuid().as_raw();
     let has_name = format!("{process} has the name for shared memory at {addr}");
@@ -70,8 +72,8 @@ fn squatter(uid: Option<u32>, process: &str, addr: IpAddr) -> String {
     }
 }
 
-/// The warning where memory is shared although other processes can send descriptors, which the kernel
-/// might refuse.
+/// Returns a warning if we share memory, but other processes can send descriptors that the kernel
+/// cannot reject.
 fn descriptors(transport: &Transport, are_refused: bool) -> Option<&'static str> {
     let shares = transport.shm || transport.provider == Provider::Shm;
     (shares && !are_refused).then_some(
@@ -111,10 +113,10 @@ mod tests {
             assert!(warning.contains(&other.to_string()), "{warning}");
             assert_eq!(other_server(&transport, none), None, "{text}");
         }
-        // The process is of our user.
+        // The process has the same user ID.
         let warning = other_server(&transport("{ provider: roce }"), shared).unwrap();
         assert!(warning.contains("in the place of"), "{warning}");
-        // The name is its own.
+        // It owns the name itself.
         assert_eq!(other_server(&transport("{ shm: true }"), shared), None);
     }
 

@@ -1,4 +1,4 @@
-//! From a configuration to what workers share.
+//! Converts a configuration to the state shared by workers.
 
 #[cfg(test)]
 mod losses;
@@ -37,10 +37,10 @@ use crate::srp::LoginLimits;
 use crate::stats::{LunStats, TargetStats};
 use crate::worker::portals::Unserved;
 
-/// Tasks of one unit at most, of all initiators together.
+/// Maximum number of tasks per unit, for all initiators.
 const MAX_TASKS: u32 = 1 << 16;
 
-/// The number of workers.
+/// Returns the number of workers.
 pub(super) fn workers(config: &Config) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     if let Some(note) = config.workers.note(cores) {
@@ -49,13 +49,13 @@ pub(super) fn workers(config: &Config) -> usize {
     config.workers.number(cores)
 }
 
-/// The CPU of a worker, if it is to be pinned.
+/// Returns the CPU to pin a worker to, if configured.
 pub(super) fn cpu(config: &Config, worker: usize) -> Option<usize> {
     let cpus = &config.workers.cpus;
     (!cpus.is_empty()).then(|| cpus[worker % cpus.len()])
 }
 
-/// The registry's limits, from those of the configuration.
+/// Returns the session limits from the configuration.
 pub(super) fn session_limits(config: &Config) -> SessionLimits {
     let limits = &config.limits;
     SessionLimits {
@@ -70,16 +70,17 @@ pub(super) fn session_limits(config: &Config) -> SessionLimits {
     }
 }
 
-/// The part of a target that iSCSI initiators meet.
+/// Returns the iSCSI part of a target.
 fn iscsi(
     target: &config::Target,
     listens: &[PortalAt],
     ids: &PortIds,
     secrets: &mut Secrets,
 ) -> Result<Option<IscsiDef>, ServerError> {
-    // All portals lead to the same sessions, over any transport: they are one portal group, and so
-    // one port for initiators. Relative port identifiers are unique among all portals of the
-    // target. A target may have a name and no such portal, but still the number of one.
+    // All portals belong to the same sessions, on any transport. So they are a single portal group,
+    // which is a single port for initiators. Relative port identifiers are unique across all
+    // portals of a target. A target may have a name and a port number without having any iSCSI
+    // portal.
     let has_portal = target.portals.iter().any(|p| p.protocol.is_iscsi());
     let group = ids.get(&Port::Iscsi).filter(|_| has_portal);
     let (Some(name), Some(&group)) = (&target.iqn, group) else {
@@ -104,84 +105,85 @@ fn iscsi(
     }))
 }
 
-/// Time for which a unit is becoming ready while the lock of its file is held: the kernel may still
-/// be ending the I/O of a daemon that was killed.
+/// Time for which a unit is reported as becoming ready while its file is locked: if a daemon was
+/// killed, the kernel may still be completing its I/O.
 const LOCK_WAIT: Duration = Duration::from_secs(30);
 
 /// A backend that could not be opened.
 #[derive(Clone, Debug)]
 struct Absent {
-    /// What was tried the last time.
+    /// The configuration used for the last attempt.
     spec: Spec,
-    /// Its lock is the only obstacle, and is waited for.
+    /// Set if we are only waiting for a lock.
     awaited: Option<Awaited>,
 }
 
-/// A file whose lock is waited for.
+/// A file that is locked by another process.
 #[derive(Clone, Copy, Debug)]
 struct Awaited {
     since: Instant,
-    /// The file; none of a device.
+    /// The file, or `None` for a device.
     file: Option<FileId>,
 }
 
-/// Makes catalogs, one after another; what they have in common is made once and keeps its number.
+/// Creates catalogs. Objects that are also used by the previous catalog are kept, with the same
+/// numbers.
 ///
-/// Backends are known by their names. A backend is one unit, whichever targets and numbers lead to
-/// it: its reservations hold for all of them. Whether a number is read-only is in the map that has
-/// it.
+/// Backends are identified by name. Each backend is a single unit, even if it is used by multiple
+/// targets or LUNs, so they all share its reservations. Whether a LUN is read-only is part of the
+/// LUN map.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Builder {
     stores: BTreeMap<String, usize>,
     units: BTreeMap<String, Arc<Unit>>,
     opened: Vec<Option<Arc<Store>>>,
     unit_stores: Vec<usize>,
-    /// Units by their numbers, gone ones too.
+    /// Units by number, including removed units.
     numbered: Vec<Weak<Unit>>,
     ports: AllPortIds,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
     blocklist: Arc<Blocklist>,
-    /// Limiters of initiators, by the names of targets.
+    /// Limiters for initiators, by target name.
     initiators: BTreeMap<String, Arc<Initiators>>,
-    /// Of units, by their numbers.
+    /// Limits by unit number.
     unit_limits: Vec<IoLimits>,
-    /// Keep what is to last.
+    /// Store state that must survive a restart.
     keepers: Keepers,
-    /// Contents of RAM disks that were not opened yet.
+    /// Contents of RAM disks that are not open yet.
     rams: BTreeMap<String, Arc<Ram>>,
     /// Backends that could not be opened.
     absent: BTreeMap<String, Absent>,
-    /// Those of them that were tried for the present catalog.
+    /// Backends for which we tried to open the file for the current catalog.
     tried: BTreeSet<String>,
     problems: Problems,
     addresses: Addresses,
-    /// Addresses of the catalog's portals.
+    /// Portal addresses of the current catalog.
     expansion: Expansion,
-    /// Its portals with a wildcard.
+    /// Portals with a wildcard in the current catalog.
     wildcards: BTreeSet<(Protocol, Listen)>,
-    /// True if the catalog before did not have all of these.
+    /// True if the previous catalog did not contain all of these wildcards.
     has_new_wildcards: bool,
     identities: Identities,
-    /// States of units without a LUN, by the names of their backends, until these have one again.
+    /// State of removed units by backend name, to be restored if the backend has a LUN again.
     removed: BTreeMap<String, UnitState>,
-    /// Error with which the names that are kept cannot be read.
+    /// The error, if the stored names could not be read.
     unread: Option<String>,
-    /// SRP portals that have no names for that reason.
+    /// SRP portals without names because of this error.
     unnamed_portals: Vec<Unserved>,
     secrets: Secrets,
-    /// True if what cannot be had is a problem, and no failure.
+    /// True if missing resources should be reported as problems instead of errors.
     is_lenient: bool,
 }
 
-/// A backend cannot be opened, or would not be.
+/// Converts an error when opening a backend, or when checking if it could be opened.
 fn closed(name: &str) -> impl FnOnce(OpenError) -> ServerError {
     let name = name.to_owned();
     move |source| ServerError::Backend { name, source }
 }
 
 impl Builder {
-    /// One that has made nothing yet, and goes on where another one has ended.
+    /// Creates an empty builder that continues the numbering of the previous server.
     ///
     /// # Errors
     /// [`ServerError::Ports`], [`ServerError::Blocklist`].
@@ -189,8 +191,8 @@ impl Builder {
         let saved = keepers.ports.as_ref().map(|keeper| keeper.load());
         let saved = saved.transpose().map_err(ServerError::Ports)?;
         let mut ports = ports::read(saved.unwrap_or_default());
-        // Those handed over count more than the saved ones: they are the ports that initiators
-        // have just used.
+        // Ports from the handover override stored ports, because they are already in use by
+        // initiators.
         ports.extend(server_state.ports.clone());
         let blocklist = Blocklist::open(keepers.blocklist.clone());
         let blocklist = blocklist.map_err(ServerError::Blocklist)?;
@@ -205,20 +207,20 @@ impl Builder {
         Ok(builder)
     }
 
-    /// From now on, a configuration that is applied already is tried again, or the other way round:
-    /// the secrets are those that are known, and what cannot be had is a problem.
+    /// Sets whether an existing configuration is being retried. If so, known secrets are used
+    /// again, and missing resources are reported as problems.
     pub(super) fn set_retrying(&mut self, is_retrying: bool) {
         self.secrets.set_kept(is_retrying);
         self.set_lenient(is_retrying);
     }
 
-    /// From now on, what cannot be had is a problem and no failure, or the other way round.
+    /// Sets whether missing resources should be reported as problems instead of errors.
     pub(super) fn set_lenient(&mut self, is_lenient: bool) {
         self.is_lenient = is_lenient;
     }
 
-    /// Returns true if something that cannot be had is a problem and no failure: at a start that
-    /// may be without it, or where it was one before.
+    /// Returns true if a missing resource should be reported as a problem instead of an error: if
+    /// it is not required at startup, or if it was missing before.
     pub(super) fn tolerates(&self, subject: &Subject) -> bool {
         self.is_lenient
             || subject.is_optional()
@@ -226,39 +228,39 @@ impl Builder {
             || self.is_of_known_wildcard(subject)
     }
 
-    /// Returns the initiators that may not log in.
+    /// Returns the list of blocked initiators.
     pub(super) fn blocklist(&self) -> &Blocklist {
         &self.blocklist
     }
 
-    /// Returns what is not served, and why.
+    /// Returns the current problems.
     pub(super) fn problems(&self) -> &Problems {
         &self.problems
     }
 
-    /// Sets or clears the reason why metrics cannot be where they should.
+    /// Sets or clears the problem for the metrics address.
     pub(super) fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
         let problem = problem.map(|(addr, error)| (Subject::Metrics(addr), error));
         self.set_problem(|subject| matches!(subject, Subject::Metrics(_)), problem);
     }
 
-    /// Sets or clears the reason why the admin API cannot be where it should.
+    /// Sets or clears the problem for the admin socket.
     pub(super) fn set_admin_problem(&mut self, problem: Option<(&Path, &ServerError)>) {
         let problem = problem.map(|(path, error)| (Subject::Admin(path.to_owned()), error));
         self.set_problem(|subject| matches!(subject, Subject::Admin(_)), problem);
     }
 
-    /// Takes over what the control plane could not have before.
+    /// Copies the control plane problems of the previous server.
     pub(super) fn keep_control_problems(&mut self, before: &Problems) {
         for (subject, problem) in before.iter() {
-            // All others are found by the new server itself.
+            // All other problems are detected again by the new server.
             if matches!(subject, Subject::Metrics(_) | Subject::Admin(_)) {
                 self.problems.add(subject.clone(), &problem.why);
             }
         }
     }
 
-    /// The problem of a kind of which there is one at most.
+    /// Sets or clears a problem, for types that can only have a single problem.
     fn set_problem(
         &mut self,
         is_of_kind: impl Fn(&Subject) -> bool,
@@ -274,12 +276,13 @@ impl Builder {
         self.problems.log_since(&before);
     }
 
-    /// Replaces what is not served, and why.
+    /// Replaces all problems.
     pub(super) fn set_problems(&mut self, problems: Problems) {
         self.problems = problems;
     }
 
-    /// Returns true if a backend could not be opened, and its lock is waited for.
+    /// Returns true if a backend could not be opened because it is locked, and we are waiting for
+    /// the lock.
     pub(super) fn is_awaited(&self, name: &str) -> bool {
         let absent = self.absent.get(name);
         absent.is_some_and(|absent| absent.awaited.is_some())
@@ -290,8 +293,8 @@ impl Builder {
         self.absent.contains_key(name)
     }
 
-    /// Once this is the server's builder: units whose locks are no longer waited for report that manual
-    /// intervention is required.
+    /// Called when this has become the builder of the server. Units whose lock we no longer wait
+    /// for will report that manual intervention is required.
     pub(super) fn settle_absent(&self) {
         let given_up = self.absent.iter().filter(|(_, one)| one.awaited.is_none());
         for (name, _) in given_up {
@@ -301,7 +304,7 @@ impl Builder {
         }
     }
 
-    /// Returns true if a backend was opened and its device is gone.
+    /// Returns true if the device of an open backend was removed.
     fn is_gone(&self, name: &str) -> bool {
         let store = self
             .place_of(name)
@@ -310,13 +313,13 @@ impl Builder {
         failing.is_some_and(|failing| failing.is_gone())
     }
 
-    /// Returns true if a device that was opened is gone.
+    /// Returns true if any open device was removed.
     pub(super) fn has_gone(&self) -> bool {
         self.stores.keys().any(|name| self.is_gone(name))
     }
 
-    /// Saves the numbers of ports, for as long as it is open whether these become those that are
-    /// served, or `old` stay.
+    /// Stores the port numbers, including those in `old`, because it is still open which of these
+    /// will be used.
     ///
     /// # Errors
     /// [`ServerError::Ports`].
@@ -331,7 +334,8 @@ impl Builder {
             return Ok(());
         }
         match keeper.save(&ports) {
-            // The file has numbers of removed ports, too: no reason not to serve.
+            // The stored file also contains the numbers of removed ports, which is not a reason to
+            // fail.
             Err(error) if ports::has_all(&ports::read(kept), &all) => {
                 tracing::warn!(%error, "cannot save port numbers to the state directory; numbers of removed ports stay reserved");
                 Ok(())
@@ -340,13 +344,13 @@ impl Builder {
         }
     }
 
-    /// Takes back what opening and growing backends has changed on disk for a catalog that is not
-    /// served in the place of this builder's.
+    /// Reverts changes on disk, after backends were created or extended for a catalog that will not
+    /// be used.
     pub(super) fn undo<'a>(&self, stores: impl Iterator<Item = &'a Arc<Store>>) {
         let changed: Vec<_> = stores
             .filter(|store| store.changed_file().is_some())
             .collect();
-        // First: a file that is known to have been there is not created again.
+        // Do this first, because a file recorded as existing will not be created again.
         if !changed.is_empty()
             && let Err(error) = self.write_identities()
         {
@@ -355,7 +359,8 @@ impl Builder {
         undo_all(changed.into_iter());
     }
 
-    /// The first catalog was made: gives its units what is left to them.
+    /// Called after the first catalog was created. Restores the state of its units from the
+    /// previous process.
     pub(super) fn settle(&mut self, server_state: &ServerState) {
         for (backend, state) in &server_state.units {
             match self.units.get(backend) {
@@ -363,13 +368,13 @@ impl Builder {
                 None => _ = self.removed.insert(backend.clone(), state.clone()),
             }
         }
-        // Those without names are opened later.
+        // Backends without names are opened later.
         self.rams.retain(|name, _| self.absent.contains_key(name));
     }
 
-    /// Takes over the states of the units that another builder has. A unit that is made once more for
-    /// its backend is another object, and so is one whose LUN was removed and is added again:
-    /// registrations and modes belong to the backend as long as the configuration has it.
+    /// Copies unit states from another builder. If a unit is created again for a backend, or if its
+    /// LUN was removed and added again, it is a new object. But registrations and mode pages belong
+    /// to the backend while it is in the configuration.
     pub(super) fn keep_unit_states(&mut self, before: &Self, config: &Config) {
         self.removed = before.removed.clone();
         for (name, unit) in &before.units {
@@ -390,37 +395,37 @@ impl Builder {
         }
     }
 
-    /// The states that the next server imports, once this one has shut down.
+    /// Returns states to be imported by the next server, after this server has shut down.
     pub(super) fn removed_states(&self) -> &BTreeMap<String, UnitState> {
         &self.removed
     }
 
-    /// The numbers of ports, by target.
+    /// Returns port numbers by target.
     pub(super) fn ports(&self) -> &AllPortIds {
         &self.ports
     }
 
-    /// The units that are served.
+    /// Returns the current units.
     pub(super) fn units(&self) -> &BTreeMap<String, Arc<Unit>> {
         &self.units
     }
 
-    /// The backends that are open, by name.
+    /// Returns the open backends by name.
     pub(super) fn open(&self) -> impl Iterator<Item = (&String, &Arc<Store>)> {
         let stores = self.stores.iter();
         stores.filter_map(|(name, place)| Some((name, self.opened[*place].as_ref()?)))
     }
 
-    /// Contents of the RAM disks that are open.
+    /// Returns the contents of open RAM disks.
     pub(super) fn open_rams(&self) -> BTreeMap<String, Arc<Ram>> {
         self.open()
             .filter_map(|(name, store)| Some((name.clone(), store.ram()?)))
             .collect()
     }
 
-    /// Checks that everything could be opened once more.
+    /// Checks that everything could be opened again by a new process.
     pub(super) fn check_successor(&self, config: &Config) -> Result<(), ServerError> {
-        // It reads them again.
+        // The new process reads the secrets again.
         let mut secrets = Secrets::default();
         secrets.auth(config.discovery_chap.as_ref())?;
         for target in &config.targets {
@@ -444,8 +449,8 @@ impl Builder {
             .open()
             .filter_map(|(name, store)| Some((name, store, store.look_reopen(spec_of(name)?))))
             .collect();
-        // All are waited for: a thread that still asks would stand for a file system that does not
-        // answer.
+        // Wait for all of them, so that no thread is left. It would look like a file system that
+        // does not respond.
         let answers = looks.into_iter();
         let answers: Vec<_> = answers
             .map(|(name, store, look)| store.reopens(look, until).map_err(closed(name)))
@@ -453,7 +458,7 @@ impl Builder {
         answers.into_iter().collect()
     }
 
-    /// The files and devices that a catalog takes and that are not open.
+    /// Returns the files and devices that are used by a catalog but not open.
     pub(super) fn wishes(&self, config: &Config) -> Vec<Wish> {
         let luns = config
             .targets
@@ -474,15 +479,16 @@ impl Builder {
         Some(Wish {
             backend: backend.name.clone(),
             spec: backend.spec.clone(),
-            // At the start, a daemon that is ending is waited for; a retry comes again anyway.
+            // At startup, wait for a daemon that is still exiting. Otherwise, there will be another
+            // retry anyway.
             is_patient: !self.stores.contains_key(&backend.name),
             is_known: self.unread.is_some() || self.identities.knows(backend),
         })
     }
 
-    /// Makes units and targets of backends that are open, or were opened for it. Backends that the
-    /// configuration does not serve are left out, and close when the last of their requests has
-    /// ended.
+    /// Creates a catalog with the units and targets of backends that are open. Backends that are
+    /// not used by the configuration are omitted. They are closed when their last request has
+    /// completed.
     pub(super) fn catalog(
         &mut self,
         config: &Config,
@@ -490,8 +496,8 @@ impl Builder {
     ) -> Result<Catalog, ServerError> {
         let host = self.identities.host(config);
         self.tried.clear();
-        // A unit that is no longer served has no limits: what waits there ends soon, and its
-        // backend closes.
+        // A removed unit does not have limits, so that its waiting commands complete and the
+        // backend can be closed.
         self.unit_limits.clear();
         let mut targets = Vec::new();
         self.expand(config)?;
@@ -545,7 +551,7 @@ impl Builder {
         })
     }
 
-    /// The numbers of a target's ports.
+    /// Returns the port numbers of a target.
     fn port_ids(&mut self, target: &Target) -> PortIds {
         let known = self.ports.entry(target.name.clone()).or_default();
         ports::number(known, target);
@@ -562,7 +568,8 @@ impl Builder {
             same.any(|t| t.config.luns.contains_key(&lun))
         };
         self.stats.retain(|(name, lun), _| has(name, *lun));
-        // By identity, and not by name: a unit that was made again under the same name is another.
+        // Compare the object instead of the name, because a unit that was created again has the
+        // same name.
         let served = |unit: &Arc<Unit>| {
             let mut all = targets.iter().flat_map(|t| &t.units);
             all.any(|(_, u)| Arc::ptr_eq(u, unit))
@@ -586,7 +593,7 @@ impl Builder {
         }
     }
 
-    /// The backends that the other one does not have.
+    /// Returns the backends that the other builder does not have.
     pub(super) fn stores_beyond<'a>(
         &'a self,
         other: &'a Self,
@@ -598,7 +605,7 @@ impl Builder {
         })
     }
 
-    /// The place of an open backend.
+    /// Returns the index of an open backend.
     pub(super) fn place_of(&self, name: &str) -> Option<usize> {
         self.stores.get(name).copied()
     }
@@ -617,12 +624,12 @@ impl Builder {
             && ((unit.lu.has_medium() && !is_back) || !self.tried.insert(backend.name.clone()))
         {
             if self.is_gone(&backend.name) {
-                // The process may be killed before the device is back.
+                // Record this now, because the process may be killed before the device returns.
                 self.identities.set_missing(&backend.name, true);
             }
             return Ok(Arc::clone(unit));
         }
-        // What is not there yet comes later.
+        // Not available yet, so it's added later.
         if let Some(unit) = &before
             && self.is_lenient
             && backend.spec.source.path().is_some()
@@ -641,8 +648,8 @@ impl Builder {
         {
             return Ok(Arc::clone(unit));
         }
-        // Its device was gone and is back; or another file has come in place of the one that was
-        // waited for, which may be a device, of which no file is known.
+        // Either the device was removed and is back, or the file is different from the locked file.
+        // It may also be a device, for which there is no file ID.
         let was_gone = before.as_ref().is_some_and(|unit| unit.lu.has_medium());
         let found = self.opened[place].as_ref().and_then(|store| store.file());
         let awaited = awaited.filter(|_| !is_absent).and_then(|one| one.file);
@@ -668,7 +675,8 @@ impl Builder {
                 Err(source) => {
                     self.leave_out(backend, place, source)?;
                     if let Some(before) = before {
-                        // It stays where it was; a new place, which is the last, is not used.
+                        // It keeps its old index. A new index, which is always the last, is not
+                        // used.
                         let old = self.unit_stores[before.index.0 as usize];
                         if place != old {
                             self.opened.truncate(place);
@@ -686,8 +694,8 @@ impl Builder {
         } else if is_absent {
             lu = lu.without_medium();
         } else {
-            // Not before: one whose reservations still cannot be read stays a problem, and no
-            // failure.
+            // Don't do this earlier: if its reservations still cannot be read, the backend remains
+            // a problem instead of an error.
             let subject = Subject::Backend(backend.name.clone());
             self.problems.remove(&subject);
         }
@@ -698,8 +706,8 @@ impl Builder {
         Ok(self.enter_unit(config, backend, place, lu))
     }
 
-    /// Configuration of a backend's unit, with the names that are kept or, where those cannot be
-    /// read, none.
+    /// Returns the configuration of a backend's unit, using stored names. If these could not be
+    /// read, it does not have a name.
     fn unit_config(
         &mut self,
         config: &Config,
@@ -715,8 +723,8 @@ impl Builder {
         if has_names {
             let found = self.found(&backend.name, store);
             self.identities.keep(config, backend, found, identity);
-            // Before the generation, which counts the returns. A file whose lock is held is there,
-            // and one without names was not tried.
+            // Do this before reading the generation, which counts these changes. A locked file
+            // exists, and a backend without names was not tried.
             let is_missing = self.is_absent(&backend.name) && !self.is_awaited(&backend.name);
             self.identities.set_missing(&backend.name, is_missing);
         } else {
@@ -731,7 +739,7 @@ impl Builder {
         unit_config
     }
 
-    /// What a backend was found to be.
+    /// Returns what was found for a backend.
     fn found(&self, name: &str, store: &Store) -> Found {
         match self.is_absent(name) {
             true => Found::Nothing,
@@ -739,8 +747,7 @@ impl Builder {
         }
     }
 
-    /// Enters a unit under the next number, in the place of one that its backend may have had
-    /// before.
+    /// Adds a unit with the next number, replacing any earlier unit of the backend.
     fn enter_unit(
         &mut self,
         config: &Config,
@@ -758,7 +765,7 @@ impl Builder {
         unit
     }
 
-    /// A unit has the limits of its backend, once the catalog is served.
+    /// Sets the limits of a unit from its backend, which apply when the catalog is used.
     fn limit(&mut self, unit: &Unit, backend: &Backend) {
         let at = unit.index.0 as usize;
         self.unit_limits
@@ -766,7 +773,7 @@ impl Builder {
         self.unit_limits[at] = backend.limits;
     }
 
-    /// Counters of a target's unit, which go on where they were.
+    /// Returns the statistics for a LUN, which are kept across catalogs.
     fn stats(&mut self, target: &str, lun: u16) -> Arc<LunStats> {
         let key = (target.to_owned(), lun);
         let new = || Arc::new(LunStats::new(target, lun, Some(Instant::now)));
@@ -789,8 +796,8 @@ impl Builder {
         if let Some(error) = self.unnamed_unit(backend) {
             return self.store_absent(backend, error);
         }
-        // Taken away, since a content that two stores shared would be two disks with the same
-        // bytes.
+        // Remove the contents from the map: if they were shared by two backends, the two disks
+        // would have the same data.
         let ram = self.rams.remove(name).unwrap_or_default();
         let result = match opened.take(name, &backend.spec) {
             Some(result) => result,
@@ -821,11 +828,11 @@ impl Builder {
         Ok(self.put(name, store))
     }
 
-    /// A backend that cannot be opened, in a place of its own.
+    /// Adds a backend that could not be opened.
     fn store_absent(&mut self, backend: &Backend, error: OpenError) -> Result<usize, ServerError> {
         let name = &backend.name;
         let subject = Subject::Backend(name.clone());
-        // One that is to be found elsewhere from now on has to be there.
+        // If its configuration has changed, the backend must exist.
         let is_other = self
             .absent
             .get(name)
@@ -834,7 +841,7 @@ impl Builder {
             return Err(closed(name)(error));
         }
         self.problems.add(subject, &error);
-        // Units and catalogs know the place by its number, so one that is still missing keeps it.
+        // Units and catalogs refer to this index, so keep it while the backend is missing.
         let now = Instant::now();
         let locked = match error {
             OpenError::Locked { file, .. } => Some(Awaited { since: now, file }),
@@ -847,7 +854,7 @@ impl Builder {
                     absent.awaited = None;
                     self.identities.set_missing(name, true);
                 } else if !self.identities.is_missing(name) {
-                    // It was left out for another reason until now.
+                    // So far, it was missing for a different reason.
                     absent.awaited = absent.awaited.or(locked);
                 }
             }
@@ -861,7 +868,8 @@ impl Builder {
         Ok(self.put(name, Store::absent(&backend.spec)))
     }
 
-    /// Serves a backend as one that cannot be opened, since it is not known who may use it.
+    /// Treats a backend as missing because its reservations could not be read, so we don't know
+    /// which initiators can use it.
     fn leave_out(
         &mut self,
         backend: &Backend,

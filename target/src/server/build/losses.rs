@@ -1,4 +1,5 @@
-//! Which disks may have lost what was not flushed, and how initiators are notified of that.
+//! Detects disks that may have lost data in the write cache, and how this is reported to
+//! initiators.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
 use crate::server::{Keepers, Server};
 
-/// Reservations that may be unreadable.
+/// Reservations that cannot be read while the flag is set.
 #[derive(Debug, Default)]
 struct Unreadable(AtomicBool);
 
@@ -37,7 +38,7 @@ impl ReservationKeeper for Unreadable {
     }
 }
 
-/// A state directory that may be full.
+/// A state directory that is full while the flag is set.
 #[derive(Debug)]
 struct Full {
     inner: Arc<dyn IdentityKeeper>,
@@ -61,7 +62,7 @@ fn disk(dir: &Path, more: &str) -> Config {
     disk_of(dir, more, "")
 }
 
-/// A disk, and a target with more than it needs.
+/// Returns a configuration with a disk, and a target with additional keys.
 fn disk_of(dir: &Path, more: &str, target: &str) -> Config {
     static PORTAL: AtomicU16 = AtomicU16::new(4290);
     let port = PORTAL.fetch_add(1, Ordering::Relaxed);
@@ -90,7 +91,7 @@ fn start(config: &Config, keepers: &Keepers) -> Server {
     Server::start_after(config, &ServerState::default(), keepers.clone()).unwrap()
 }
 
-/// Starts a server and ends it; returns the generation of the disk's cache that it has served.
+/// Starts a server and shuts it down. Returns the cache generation of the disk.
 fn serve(config: &Config, keepers: &Keepers) -> Option<[u8; 16]> {
     let server = start(config, keepers);
     let generation = generation(&server);
@@ -106,7 +107,7 @@ fn back(dir: &Dir) {
     fs::rename(dir.0.join("away"), dir.0.join("a")).unwrap();
 }
 
-/// The disk can be opened now, and initiators are notified of a loss.
+/// Checks that the disk can be opened now, and that a loss is reported to initiators.
 fn assert_loss(mut server: Server, before: Option<[u8; 16]>) {
     retry(&mut server).unwrap();
     assert_eq!(problems(&server), []);
@@ -118,25 +119,25 @@ fn assert_loss(mut server: Server, before: Option<[u8; 16]>) {
     );
 }
 
-/// Each of what may be lost: whether it is noticed, for a disk with these names.
+/// Returns for each type of loss whether it is detected, for a disk with these names.
 fn losses(dir: &Dir, names: &str, keepers: &Keepers) -> [bool; 3] {
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
     fs::write(dir.0.join("other"), vec![0; 1 << 20]).unwrap();
     let config = disk(&dir.0, names);
     let first = serve(&config, keepers);
-    // Missing at a start, and back while it runs.
+    // The disk is missing at startup, and returns later.
     away(dir);
     let mut server = start(&config, keepers);
     back(dir);
     retry(&mut server).unwrap();
     let second = generation(&server);
     server.shutdown().unwrap();
-    // Missing at one start, and back at the next.
+    // The disk is missing at startup, and returns before the next startup.
     away(dir);
     start(&config, keepers).shutdown().unwrap();
     back(dir);
     let third = serve(&config, keepers);
-    // Another one.
+    // It is replaced by a different disk.
     fs::rename(dir.0.join("other"), dir.0.join("a")).unwrap();
     let fourth = serve(&config, keepers);
     [second != first, third != second, fourth != third]
@@ -164,7 +165,7 @@ fn losses_are_noticed_whatever_a_disk_is_called() {
     }
 }
 
-/// Kept names cannot be read at first; then they can, while the disk is still missing.
+/// The stored names cannot be read at first. When they can, the disk is still missing.
 #[test]
 fn a_disk_that_was_missing_while_names_could_not_be_read() {
     let dir = Dir::new("unread-names");
@@ -183,7 +184,7 @@ fn a_disk_that_was_missing_while_names_could_not_be_read() {
     assert_loss(server, first);
 }
 
-/// It comes back before they can be read, and the daemon is restarted after that.
+/// The disk returns before the names can be read, and then the daemon is restarted.
 #[test]
 fn a_disk_that_came_back_while_names_could_not_be_read() {
     let dir = Dir::new("unread-back");
@@ -207,7 +208,7 @@ fn a_disk_that_came_back_while_names_could_not_be_read() {
     assert_ne!(first, last);
 }
 
-/// At a start that fails: for the disk itself, or for something else.
+/// The start fails because of the disk, or for a different reason.
 #[test]
 fn a_disk_that_was_missing_at_a_start_that_failed() {
     for is_strict in [true, false] {
@@ -236,7 +237,7 @@ fn a_disk_that_was_missing_at_a_start_that_failed() {
     }
 }
 
-/// It is reported until there is room, and written down then.
+/// The problem is reported until there is room to store the loss.
 #[test]
 fn a_loss_that_cannot_be_written_down_is_a_problem() {
     let dir = Dir::new("full-state");
@@ -268,7 +269,7 @@ fn a_loss_that_cannot_be_written_down_is_a_problem() {
     assert_eq!(problems(&server), []);
     server.shutdown().unwrap();
     assert_eq!(serve(&config, &keepers), second);
-    // A start that must have all does without it no more than without anything else.
+    // In strict mode, this is an error like any other missing resource.
     away(&dir);
     start(&config, &keepers).shutdown().unwrap();
     back(&dir);
@@ -279,7 +280,7 @@ fn a_loss_that_cannot_be_written_down_is_a_problem() {
     assert!(error.to_string().contains("was missing"), "{error}");
 }
 
-/// Another program has its lock meanwhile, for long.
+/// Another program locks the file for a long time.
 #[test]
 fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
     let dir = Dir::new("left-out-locked");
@@ -303,7 +304,7 @@ fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
     assert_loss(server, first);
 }
 
-/// Its reservations cannot be read at first; meanwhile it is missing.
+/// At first, the reservations cannot be read, then the disk is missing.
 #[test]
 fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
     let dir = Dir::new("unread-reservations");
@@ -332,7 +333,7 @@ fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
     assert_loss(server, first);
 }
 
-/// Its file system may not be mounted.
+/// The file system may not be mounted.
 #[test]
 fn a_missing_disk_with_a_given_naa_is_not_created() {
     for naa in ["3123456789abcdef", "6001405abcdef0123456789abcdef012"] {
@@ -348,8 +349,8 @@ fn a_missing_disk_with_a_given_naa_is_not_created() {
     }
 }
 
-/// Whether the cache of a disk counts as kept when its file was locked at a start, after something
-/// has happened to it meanwhile.
+/// Returns whether the cache of a disk is still valid if its file was locked at startup, and
+/// `meanwhile` was called before it was opened.
 fn keeps_cache(
     name: &str,
     meanwhile: impl FnOnce(&mut Server, &Config, Box<dyn FnOnce()>),
@@ -378,7 +379,7 @@ fn is_awaited(server: &Server) -> bool {
     server.unit_on("a").unwrap().lu.awaits_medium()
 }
 
-/// The kernel may hold the lock of a daemon that was killed for longer than a start waits.
+/// If a daemon was killed, the kernel may keep its lock for longer than we wait at startup.
 #[test]
 fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
     assert!(keeps_cache("locked", |server, _, release| {
@@ -386,7 +387,8 @@ fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
         assert!(is_awaited(server));
         release();
     }));
-    // One that is held for long is another program's, which may do with the disk as it likes.
+    // If the lock is held for a long time, it belongs to another program, which may change the
+    // disk.
     assert!(!keeps_cache("locked-long", |server, _, release| {
         let absent = server.builder.absent.get_mut("a").unwrap();
         absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
@@ -394,7 +396,7 @@ fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
         assert!(!is_awaited(server));
         release();
     }));
-    // Unless it is released before it is tried once more.
+    // Unless it is released before the next retry.
     assert!(keeps_cache("locked-longer", |server, _, release| {
         let absent = server.builder.absent.get_mut("a").unwrap();
         absent.awaited.as_mut().unwrap().since -= LOCK_WAIT * 2;
@@ -428,7 +430,8 @@ fn a_disk_that_is_not_the_one_whose_lock_was_held_may_have_lost_something() {
     }));
 }
 
-/// What a change has found that was not made is not reported to initiators, nor after a restart.
+/// If a change was rejected, problems detected by it must not be reported to initiators, not even
+/// after a restart.
 #[test]
 fn a_change_that_is_refused_leaves_a_disk_awaited() {
     let dir = Dir::new("refused");
@@ -453,7 +456,7 @@ fn a_change_that_is_refused_leaves_a_disk_awaited() {
     assert_eq!(serve(&config, &keepers), before);
 }
 
-/// A start that must have all fails for it, and nothing has happened to the disk.
+/// In strict mode, the start fails, but the disk is not affected.
 #[test]
 fn a_mistake_in_the_configuration_is_no_loss() {
     let dir = Dir::new("mistake");

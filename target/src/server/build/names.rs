@@ -1,9 +1,10 @@
-//! The names of units, also where those that are kept cannot be read.
+//! Unit names, and how to handle stored names that cannot be read.
 //!
-//! Other names in their place would make other disks of units. So no names are derived then: units
-//! and SRP portals whose names the configuration gives are served, and the others when the file can
-//! be read. It is not written before. That the file is gone is no reason to derive names either, as
-//! long as the daemon runs: one that is restored may be moved away first.
+//! With different names, initiators would see different disks. Therefore, we don't derive any names
+//! in this case. Units and SRP portals with configured names are available. All others are added
+//! when the file can be read, and it is not written before that. If the file is missing, we don't
+//! derive names either while the daemon is running, because it may have been moved before it is
+//! restored.
 
 use std::path::PathBuf;
 
@@ -16,12 +17,12 @@ use crate::server::problems::Subject;
 use crate::worker::portals::Unserved;
 
 impl Builder {
-    /// Reads the names that are kept.
+    /// Reads the stored names.
     pub(super) fn read_identities(&mut self) {
         if let Some(keeper) = &self.keepers.identities {
             match keeper.load() {
-                // Of an installation that was served before, the file was moved away: its disks
-                // get the names that are derived again, not random ones.
+                // If ports are known, this installation has been used before, and the file was
+                // removed. Derive the same names again instead of using random names.
                 Ok(kept) if kept == Identities::default() && self.ports.is_empty() => {
                     let random = u128::from_ne_bytes(random_generation()) as u64;
                     self.identities = Identities::of_new_host(random);
@@ -32,7 +33,7 @@ impl Builder {
         }
     }
 
-    /// Reads them again, where that was not possible.
+    /// Tries to read the stored names again, after an error.
     pub(super) fn read_identities_again(&mut self, config: &Config) {
         let (Some(keeper), Some(_)) = (&self.keepers.identities, &self.unread) else {
             return;
@@ -51,7 +52,7 @@ impl Builder {
         }
     }
 
-    /// The names that units were served with meanwhile are kept, too.
+    /// Also stores the names of units that were added in the meantime.
     fn keep_given(&mut self, config: &Config) {
         for backend in &config.backends {
             let unit = self.units.get(&backend.name);
@@ -65,29 +66,29 @@ impl Builder {
         }
     }
 
-    /// Error with which no names can be derived, if so.
+    /// Returns an error if names cannot be derived.
     fn unnamed(&self) -> Option<OpenError> {
         let why = self.unread.clone()?;
         Some(OpenError::Unnamed { why })
     }
 
-    /// Error with which the unit of a backend has no names, if so.
+    /// Returns an error if the unit of a backend does not have names.
     pub(super) fn unnamed_unit(&self, backend: &Backend) -> Option<OpenError> {
         let names = &backend.names;
         let are_given = names.serial.is_some() && names.naa.is_some();
         self.unnamed().filter(|_| !are_given)
     }
 
-    /// Returns true if a portal has no names.
+    /// Returns true if a portal does not have names.
     pub(super) fn is_unnamed_portal(&self, config: &Config, portal: &Portal) -> bool {
         let is_derived = config.identity.is_none() && portal.set_ioc_guid.is_none();
         self.unread.is_some() && portal.protocol == Protocol::Srp && is_derived
     }
 
-    /// Notes what is not served for want of names, or fails.
+    /// Reports portals without names as problems.
     ///
     /// # Errors
-    /// [`ServerError::Unnamed`].
+    /// [`ServerError::Unnamed`] if they are required.
     pub(super) fn go_without_names(&mut self, config: &Config) -> Result<(), ServerError> {
         let mut unnamed = std::mem::take(&mut self.unnamed_portals);
         unnamed.clear();
@@ -115,16 +116,16 @@ impl Builder {
         Ok(())
     }
 
-    /// The SRP portals that have no names.
+    /// Returns the SRP portals without names.
     pub(in crate::server) fn unnamed_portals(&self) -> &[Unserved] {
         &self.unnamed_portals
     }
 
-    /// Identifies what is in the volatile cache of a backend.
+    /// Returns the generation of the volatile cache of a backend.
     pub(super) fn cache_generation(&self, backend: &Backend, store: &Store) -> [u8; 16] {
         match self.unread {
-            // How often the disk was missing is not known, and then neither is what became of its
-            // cache.
+            // We don't know how often the disk was missing, so we don't know the state of its cache
+            // either.
             Some(_) if store.ram().is_none() => random_generation(),
             _ => {
                 let generation = store.cache_generation();
@@ -133,10 +134,10 @@ impl Builder {
         }
     }
 
-    /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never
-    /// are. What is kept is left as it is where it cannot be read, which is a problem; and an
-    /// error, if there are other names than in `known`. Losses that cannot be saved are a problem as
-    /// well, and an error only at a start that tolerates none.
+    /// Stores the names of units before they are used. See [`Builder::undo`] if they are not used
+    /// in the end. If the stored names cannot be read, they are not changed, and we report a
+    /// problem, or an error if there are names that are not in `known`. If losses cannot be stored,
+    /// we report a problem too, or an error if this is required at startup.
     ///
     /// # Errors
     /// [`ServerError::Identities`], [`ServerError::Losses`], [`ServerError::Unnamed`].
@@ -162,15 +163,14 @@ impl Builder {
         Ok(())
     }
 
-    /// Records disks that are missing, for a start that has failed: the next one may find them
-    /// again.
+    /// Records missing disks after a failed start, because they may be back at the next start.
     pub(in crate::server) fn write_missing(&self, missing: &[(String, PathBuf)]) {
         let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
             return;
         };
         let written = keeper.load().and_then(|saved| {
             let mut identities = saved.clone();
-            // At another path it was never written to.
+            // We have never written to a disk with a different path.
             let known = missing.iter().filter(|(name, at)| saved.is_at(name, at));
             known.for_each(|(name, _)| identities.set_missing(name, true));
             match identities == saved {
@@ -183,16 +183,16 @@ impl Builder {
         }
     }
 
-    /// Keeps which disks are missing as it was written down, for a start that is taken back.
+    /// Keeps the stored state of missing disks when a start is reverted.
     pub(in crate::server) fn keep_missing(&mut self) {
         let keeper = self.keepers.identities.as_ref();
-        // Where it cannot be read, nothing can be written either.
+        // If it cannot be read, we cannot write it either.
         if let Some(Ok(saved)) = keeper.map(|keeper| keeper.load()) {
             self.identities.add_missing(&saved);
         }
     }
 
-    /// Writes them down, unless those that are kept cannot be read.
+    /// Stores the names, unless the stored names could not be read.
     pub(super) fn write_identities(&self) -> Result<(), ServerError> {
         let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
             return Ok(());
@@ -208,7 +208,7 @@ impl Builder {
         match keeper.save(identities) {
             Err(error) if !saved.has_names_of(identities) => Err(ServerError::Identities(error)),
             Err(error) if !saved.has_losses_of(identities) => Err(ServerError::Losses(error)),
-            // Only the files are others: no reason not to serve.
+            // Only the file IDs have changed, which is not a reason to fail.
             Err(error) => {
                 tracing::warn!(%error, "it is not kept which files have which names");
                 Ok(())
@@ -217,7 +217,7 @@ impl Builder {
         }
     }
 
-    /// Checks that the program after this one would find the names that are kept, and the losses.
+    /// Checks that the next process can read the stored names and losses.
     ///
     /// # Errors
     /// [`ServerError::Identities`], [`ServerError::Losses`], [`ServerError::Unnamed`].
@@ -245,7 +245,7 @@ mod tests {
     use crate::server::problems::Subject;
     use crate::server::{Keepers, Server, ServerError};
 
-    /// Two disks without names in the configuration, and one with them.
+    /// Returns a configuration with two unnamed disks and a named disk.
     fn config(dir: &Path, at: &str, rest: &str) -> Config {
         let text = format!(
             "backends:\n\
@@ -312,7 +312,7 @@ mod tests {
         let before = ["a", "b", "c"].map(|name| identity(&server, name));
         server.shutdown().unwrap();
         let kept = fs::read_to_string(&file).unwrap();
-        // As if the host had been another one when they were made.
+        // As if the names were derived on a different host.
         let mut other: serde_json::Value = serde_json::from_str(&kept).unwrap();
         other["host"] = "before".into();
         let kept = other.to_string();
@@ -322,7 +322,7 @@ mod tests {
         for said in ["identities.json: ", "from a backup", "new disks"] {
             assert!(error.contains(said), "{error}");
         }
-        // A missing file is not created either.
+        // A missing disk file is not created either.
         fs::remove_file(dir.join("a")).unwrap();
         let mut server = start(&config, &state).unwrap();
         assert_eq!(is_served(&server), [false, false, true]);
@@ -345,7 +345,7 @@ mod tests {
             assert_eq!(problems(&server), missing);
             assert_eq!(fs::read_to_string(&file).unwrap(), damaged);
         }
-        // It is to be restored, and was moved away for that.
+        // The file was moved before it is restored.
         fs::remove_file(&file).unwrap();
         retry(&mut server);
         assert_eq!(is_served(&server), [false, false, true]);

@@ -1,4 +1,4 @@
-//! Places of portals: at the addresses that the host has, and that can be listened on.
+//! Portal addresses: those which exist on the host, and on which we can listen.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -10,8 +10,8 @@ use crate::server::addresses::Expansion;
 use crate::server::problems::Subject;
 
 impl Builder {
-    /// Returns true if something is a portal of a wildcard that was served before, whose addresses
-    /// come and go.
+    /// Returns true if this is a portal of a wildcard that was used before, whose addresses may
+    /// change.
     pub(super) fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
         match subject {
             Subject::Backend(_)
@@ -25,19 +25,18 @@ impl Builder {
         }
     }
 
-    /// Looks which addresses the host has now, and for the names of units that could not be read.
+    /// Lists the current addresses of the host, and retries to read unit names.
     pub(in crate::server) fn look(&mut self, config: &Config) {
         self.addresses.look(config);
         self.read_identities_again(config);
     }
 
-    /// Returns true if the portals of the configuration that is served are to be at other
-    /// addresses now.
+    /// Returns true if the portal addresses of the current configuration have changed.
     pub(in crate::server) fn is_elsewhere(&self, config: &Config) -> bool {
         Expansion::of(config, &self.addresses, &self.expansion) != self.expansion
     }
 
-    /// Finds where the portals of a configuration are.
+    /// Expands the portals of a configuration.
     pub(super) fn expand(&mut self, config: &Config) -> Result<(), ServerError> {
         let expansion = Expansion::of(config, &self.addresses, &self.expansion);
         for (protocol, listen, why) in &expansion.lacking {
@@ -66,7 +65,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Returns the addresses of portals that name an address or an interface.
+    /// Returns the addresses of portals with a literal address or an interface.
     pub(in crate::server) fn named_portals(&self, config: &Config) -> Vec<(Subject, IpAddr)> {
         let targets = config.targets.iter().zip(&self.expansion.targets);
         let portals = targets.flat_map(|(target, listens)| {
@@ -84,7 +83,7 @@ impl Builder {
         named.collect()
     }
 
-    /// Logs which addresses of wildcards have come and gone since another one.
+    /// Logs wildcard addresses that were added or removed since the previous builder.
     pub(in crate::server) fn log_addresses_since(&self, before: &Self) {
         self.expansion.log_since(&before.expansion);
     }
@@ -106,7 +105,7 @@ pub(super) mod tests {
     use crate::server::reload::ChangeError;
     use crate::server::{Keepers, Server};
 
-    /// A directory, gone with its value.
+    /// A directory that is removed on drop.
     pub(in super::super) struct Dir(pub(in super::super) PathBuf);
 
     impl Dir {
@@ -125,7 +124,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A target with a disk in a file that is missing.
+    /// Returns a configuration of a target with a missing disk file.
     fn config(dir: &Path, rest: &str, portals: &str) -> Config {
         let text = format!(
             "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB }} }}\n\
@@ -154,9 +153,9 @@ pub(super) mod tests {
             .collect()
     }
 
-    /// Portals of which the first cannot be listened on where the second one is: its service is
-    /// that of the other one's port (RDMA IP CM Service, InfiniBand Architecture Release 1.3 annex
-    /// A11.2).
+    /// Returns two portals. If the second is open, we can't listen on the first, because its
+    /// service ID is the same as for the port of the second (RDMA IP CM Service, InfiniBand
+    /// Architecture Release 1.3 annex A11.2).
     fn rivals(listen: &str) -> String {
         format!(
             "{{ protocol: srp, listen: \"{listen}:5555\", service_guid: \"0x0000000001060cbd\" }}, \
@@ -173,7 +172,7 @@ pub(super) mod tests {
         );
         let mut server = Server::start(&config(&dir.0, "", &portals)).unwrap();
         assert_eq!(problems(&server).len(), 3, "{:?}", server.problems());
-        // The interface and the disk are there now.
+        // Now the interface and the disk exist.
         let address: IpAddr = [127, 97, 8, 2].into();
         let name = "eth99".to_owned();
         let interface = Interface {
@@ -194,7 +193,7 @@ pub(super) mod tests {
         let served = server.addresses();
         assert!(served.contains(&(address, 3261).into()), "{served:?}");
         assert!(!served.contains(&(address, 5555).into()), "{served:?}");
-        // It stays what it was.
+        // The problem remains.
         assert!(server.look());
         retry(&mut server).unwrap();
         assert_eq!(server.problems().of(&unserved), Some(problem));
@@ -212,13 +211,13 @@ pub(super) mod tests {
         assert_eq!(server.addresses(), ["127.97.8.3:3261".parse().unwrap()]);
         retry(&mut server).unwrap();
         assert_eq!(problems(&server), [unserved]);
-        // The other one goes.
+        // The other portal is removed.
         let alone = portals.split(", {").next().unwrap().to_owned();
         server.change(config(&dir.0, "", &alone)).unwrap();
         retry(&mut server).unwrap();
         assert_eq!(problems(&server), []);
         assert_eq!(server.addresses(), ["127.97.8.3:5555".parse().unwrap()]);
-        // A change is made whole or not at all.
+        // A change is atomic.
         let error = server.change(config(&dir.0, "", &portals)).unwrap_err();
         assert!(error.to_string().contains("cannot listen on"), "{error}");
         server.shutdown().unwrap();
@@ -227,7 +226,7 @@ pub(super) mod tests {
         assert!(error.to_string().contains("cannot listen on"), "{error}");
     }
 
-    /// Starts as after the wait for a predecessor.
+    /// Starts a server after the wait for the previous process has timed out.
     fn start_after_the_wait(config: &Config) -> Result<Server, ServerError> {
         let state = ServerState::default();
         Server::start_patiently(config, &state, Keepers::default(), Duration::from_nanos(1))
@@ -246,7 +245,7 @@ pub(super) mod tests {
         let listener = TcpListener::bind(tcp).unwrap();
         let nic = UdpSocket::bind(("127.97.8.22", ROCE_PORT)).unwrap();
         let all = config(&dir.0, "", &portals);
-        // It may be a predecessor's.
+        // The address may belong to the previous process.
         let error = Server::start(&all).unwrap_err();
         assert!(error.is_in_use(), "{error}");
         let strict = config(&dir.0, "strict: true\n", &portals);
@@ -262,7 +261,7 @@ pub(super) mod tests {
         retry(&mut server).unwrap();
         assert_eq!(problems(&server), []);
         assert_eq!(server.addresses().len(), 3);
-        // Where nothing else is served, another daemon has it all.
+        // If no other portal is available, another daemon is using all of them.
         let error = start_after_the_wait(&config(&dir.0, "", &taken)).unwrap_err();
         assert!(error.is_in_use(), "{error}");
         server.shutdown().unwrap();
@@ -277,7 +276,7 @@ pub(super) mod tests {
         let taken = ShmListener::bind(addr).unwrap();
         let shared = "transport: { shm: true }\n";
         let all = config(&dir.0, shared, &portals);
-        // It may be a predecessor's.
+        // The name may belong to the previous process.
         let error = Server::start(&all).unwrap_err();
         assert!(error.is_in_use(), "{error}");
         let strict = config(&dir.0, &format!("strict: true\n{shared}"), &portals);
@@ -362,7 +361,7 @@ pub(super) mod tests {
         let config = config(&dir.0, &user, portals);
         let mut server = Server::start(&config).unwrap();
         let before = server.shared().registry.catalog().discovery.clone();
-        // It is being written.
+        // The file is being written.
         std::fs::write(&secret, "another secret").unwrap();
         retry(&mut server).unwrap();
         assert_eq!(server.shared().registry.catalog().discovery, before);
@@ -370,7 +369,7 @@ pub(super) mod tests {
         std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
         retry(&mut server).unwrap();
         assert_eq!(problems(&server), []);
-        // Who applies it wants it read.
+        // If the configuration is applied again, the secret must be read.
         let error = server.change(config).unwrap_err();
         assert!(error.to_string().contains("the secret of u"), "{error}");
         server.shutdown().unwrap();

@@ -1,4 +1,4 @@
-//! Authentication of initiators, with secrets that are read here.
+//! Initiator authentication. This also reads the secrets.
 
 use std::collections::BTreeMap;
 
@@ -9,21 +9,20 @@ use crate::config::{self, Chap};
 use crate::server::ServerError;
 use crate::sessions::catalog::TargetDef;
 
-/// Secrets that were read.
+/// Secrets that have been read.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Secrets {
-    /// By where they were read from.
+    /// All secrets, by source.
     known: Vec<(Chap, Auth)>,
-    /// Those that the present catalog takes.
+    /// Secrets used by the current catalog.
     used: Vec<(Chap, Auth)>,
-    /// True if secrets that are known are not read again.
+    /// If set, known secrets are not read again.
     are_kept: bool,
 }
 
 impl Secrets {
-    /// From now on, what is known is not read again, or the other way round. A file that cannot be
-    /// read any more, or that is being written, is no matter as long as the configuration is not
-    /// applied again.
+    /// Sets whether known secrets are kept without reading them again. Therefore, a file that was
+    /// removed or is being written is not a problem until the configuration is applied again.
     pub(super) fn set_kept(&mut self, are_kept: bool) {
         self.are_kept = are_kept;
     }
@@ -37,8 +36,8 @@ impl Secrets {
             return Ok(Auth::None);
         };
         let is_this = |(other, _): &&(Chap, Auth)| other == chap;
-        // Where the configuration is applied again, files are read again: that is how secrets are
-        // changed.
+        // If the configuration is applied again, we read the files again. This is how secrets can
+        // be changed.
         let mut known = self.known.iter().filter(|_| self.are_kept);
         let auth = match known.find(is_this) {
             Some((_, auth)) => auth.clone(),
@@ -48,7 +47,7 @@ impl Secrets {
         Ok(auth)
     }
 
-    /// Authentication that access rules ask for in the place of the target's.
+    /// Returns the authentication for access rules with their own settings.
     ///
     /// # Errors
     /// [`ServerError::Secret`].
@@ -65,9 +64,9 @@ impl Secrets {
             .collect()
     }
 
-    /// The catalog has all that it takes; the others are forgotten.
+    /// Called when the catalog is complete. All other secrets are dropped.
     pub(super) fn settle(&mut self) {
-        // Secrets that no target uses any longer leave memory with this.
+        // This also removes the secrets of deleted targets from memory.
         self.known = std::mem::take(&mut self.used);
     }
 }
@@ -90,10 +89,9 @@ pub(super) fn auth(chap: Option<&Chap>) -> Result<Auth, ServerError> {
     })
 }
 
-/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143
-/// 9.2.1): otherwise an initiator could have the target compute the response to a challenge that it
-/// got elsewhere. The secrets are compared here because they have only now been read from their
-/// sources.
+/// Checks that no initiator uses the same secret as the target (RFC 7143 9.2.1). Otherwise, an
+/// initiator could let the target compute the response to a challenge from elsewhere. We can only
+/// compare the secrets here, after reading them from their sources.
 pub(super) fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {
     let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
     let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));
@@ -101,7 +99,7 @@ pub(super) fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(
     auths.iter().try_for_each(|auth| check_own(auth, &auths))
 }
 
-/// Checks the target's own secret of one configuration of CHAP against what all of them accept.
+/// Checks the target's secret in a CHAP configuration against the accepted secrets in all of them.
 ///
 /// # Errors
 /// [`ServerError::SameSecret`].

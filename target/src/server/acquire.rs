@@ -28,7 +28,7 @@ use crate::worker::Opened;
 use crate::worker::TcpListener;
 use crate::worker::device_slots::{DeviceKind, DeviceSlot, DeviceSlots};
 
-/// Timeout for workers to close a device that is no longer used.
+/// Timeout for workers to close an unused device.
 const CLOSING: Duration = Duration::from_secs(5);
 
 /// Opens devices and listening sockets for a simulation, instead of those of the host.

@@ -739,7 +739,7 @@ impl Builder {
         unit_config
     }
 
-    /// Returns what was found for a backend.
+    /// Returns the kind of file found for a backend.
     fn found(&self, name: &str, store: &Store) -> Found {
         match self.is_absent(name) {
             true => Found::Nothing,

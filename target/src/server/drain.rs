@@ -1,15 +1,16 @@
-//! Drain of a server before a hand-over, which can be undone.
+//! Drains a server before a handover. This can be undone.
 //!
 //! ```text
-//! logins refused, listeners paused → commands in flight finish, sessions log out
+//! logins rejected, listeners paused → commands in flight complete, sessions log out
 //!   → all workers drained → flush of every backend → ready for the shutdown
 //!   any failure or timeout: listeners resumed, logins accepted
 //! ```
 //!
-//! A shutdown has to wait for block operations, because their buffers belong to the process. On a
-//! disk that hangs it would wait for minutes, without service, and then fail. So an upgrade checks
-//! for such operations first ([`Server::check_block_operations`]), and an operation that hangs later
-//! costs the sessions, which log in again, but neither the service nor the content of RAM disks.
+//! A shutdown has to wait for block operations, because their buffers belong to the process. If a
+//! disk hangs, it would wait for minutes without service, and then fail. Therefore, an upgrade
+//! checks for such operations first ([`Server::check_block_operations`]). If an operation hangs
+//! later, sessions are lost and have to log in again, but the server continues, and the contents of
+//! RAM disks are kept.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -21,33 +22,33 @@ use super::{LAST_IO, PATIENCE, Server, ServerError};
 use crate::worker::Report;
 use crate::worker::mail::Mail;
 
-/// Time that block operations have after the sessions' patience.
+/// Additional time for block operations after the sessions' patience.
 const DRAINING: Duration = Duration::from_secs(10);
 
 /// A drain in progress.
 #[derive(Debug)]
 pub struct Drain {
     phase: Phase,
-    /// Time limit of the phase.
+    /// Deadline for the phase.
     until: Instant,
 }
 
 #[derive(Debug)]
 enum Phase {
-    /// Sessions complete their commands and log out; these workers have no session left.
+    /// Sessions complete their commands and log out. These workers do not have any sessions left.
     Sessions(BTreeSet<u16>),
-    /// A worker flushes all backends, in the flush with this number.
+    /// A worker flushes all backends. This is the flush number.
     Flushing(u64),
-    /// The time limit has passed; a block operation may be the reason.
+    /// The deadline has passed, possibly because of a block operation.
     Diagnosing(BlockCheck),
-    /// Workers resume, because of this error.
+    /// Workers resume because of this error.
     Resuming(ServerError, Vec<Receiver<()>>),
-    /// It is complete, or undone because of an error.
+    /// The drain is complete, or was undone because of an error.
     Over(Result<(), ServerError>),
 }
 
 impl Drain {
-    /// Time at which its phase ends without a report.
+    /// Returns the time at which the phase ends without a report.
     #[must_use]
     pub fn deadline(&self) -> Instant {
         self.until
@@ -55,10 +56,10 @@ impl Drain {
 }
 
 impl Server {
-    /// Logs out all sessions and flushes every backend, so that a shutdown has nothing to wait for.
+    /// Logs out all sessions and flushes every backend, so that a shutdown does not have to wait.
     ///
     /// # Errors
-    /// [`ServerError`]. The server serves again then.
+    /// Returns a [`ServerError`]. The server has resumed in this case.
     pub fn drain(&mut self) -> Result<(), ServerError> {
         let mut drain = self.begin_drain(Instant::now());
         loop {
@@ -69,10 +70,10 @@ impl Server {
         }
     }
 
-    /// Begins a drain, for callers that poll it.
+    /// Starts a drain. The caller has to poll it.
     pub fn begin_drain(&mut self, now: Instant) -> Drain {
         self.poll_reports();
-        // First, so that no session can begin that is not logged out below.
+        // Do this first, so that no new session can start and miss the logout below.
         self.shared.registry.stop();
         let until = now + PATIENCE;
         for sender in &self.senders {
@@ -84,7 +85,7 @@ impl Server {
         }
     }
 
-    /// Handles the reports of workers; returns the result of a drain that is over.
+    /// Handles the reports of workers. Returns the result when the drain is over.
     pub fn poll_drain(
         &mut self,
         drain: &mut Drain,
@@ -108,7 +109,7 @@ impl Server {
     fn handle_drain_report(&mut self, drain: &mut Drain, report: Report, now: Instant) {
         self.note(&report);
         match (&mut drain.phase, report) {
-            // A report that a worker sends before it resumes must not count for a later drain.
+            // If a worker sends a report before it resumes, it must not count for a later drain.
             (Phase::Resuming(..) | Phase::Over(_), _) => {}
             (_, Report::Ended(index, message)) => {
                 self.undo_drain(drain, super::ended(index, message), now);
@@ -123,7 +124,7 @@ impl Server {
         }
     }
 
-    /// Enters the next phase if the current one has nothing more to wait for.
+    /// Enters the next phase if the current phase has completed.
     fn advance_drain(&mut self, drain: &mut Drain, now: Instant) {
         match &mut drain.phase {
             Phase::Sessions(drained) if drained.len() == self.senders.len() => {
@@ -164,7 +165,7 @@ impl Server {
         }
     }
 
-    /// Serves again.
+    /// Resumes the server.
     fn undo_drain(&mut self, drain: &mut Drain, error: ServerError, now: Instant) {
         self.shared.registry.resume();
         let replies = self.senders.iter().map(|sender| {

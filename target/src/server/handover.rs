@@ -1,20 +1,20 @@
-//! Handover state of a server: what the next one imports, in this process or in the program that
-//! takes its place.
+//! Handover state of a server, which is imported by the next server in this process, or in the
+//! program that replaces it.
 //!
-//! A start from the same configuration finds files and devices again, but not
-//! - the numbers of ports, which initiators know and registrations refer to, and which give the
+//! A start with the same configuration opens the same files and devices, but without
+//! - port numbers, which are known to initiators and used in registrations. They also determine the
 //!   order in which portals were added;
-//! - registrations, persistent reservations and modes of logical units;
-//! - what is in RAM disks;
-//! - the sockets that listen for iSCSI: while they stay open, connections wait that would be
+//! - registrations, persistent reservations and mode pages of logical units;
+//! - the contents of RAM disks;
+//! - listening sockets for iSCSI. While these are open, new connections are queued instead of being
 //!   refused.
 //!
-//! Sessions are not part of it. They end, as in every shutdown, and initiators log in again.
+//! Sessions are not included. They are closed like in any shutdown, and initiators log in again.
 //!
-//! # How it travels
-//! [`ServerState::export`] makes of it a document ([`StateDocument`]) and open files, one for each
-//! RAM disk; [`ServerState::import`] the other way round. The files are emptied and filled chunk by
-//! chunk, so that a RAM disk is never in memory twice.
+//! # Transfer
+//! [`ServerState::export`] converts the state to a document ([`StateDocument`]) and open files, one
+//! for each RAM disk. [`ServerState::import`] does the opposite. Files are written and read in
+//! chunks which are then released, so that the contents of a RAM disk are never in memory twice.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -38,21 +38,21 @@ use crate::fabric::Unit;
 use crate::worker::TcpListener;
 use crate::worker::mail::Mail;
 
-/// Time limit for workers to give duplicates of their sockets.
+/// Timeout for workers to duplicate their sockets.
 const SOCKETS: Duration = Duration::from_secs(5);
 
-/// Handover state of a server: see the module's header.
+/// Handover state of a server: see the module documentation.
 #[derive(Debug, Default)]
 pub struct ServerState {
     pub(super) ports: AllPortIds,
-    /// By the name of the backend, and whether the unit is read-only.
+    /// Unit states by backend name.
     pub(super) units: BTreeMap<String, UnitState>,
-    /// By the name of the backend.
+    /// RAM disks by backend name.
     pub(super) rams: BTreeMap<String, Arc<Ram>>,
     sockets: Vec<TcpListener>,
 }
 
-/// The part of the state that is written down.
+/// The serialized part of the state.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct StateDocument {
     ports: Vec<WrittenPort>,
@@ -63,8 +63,8 @@ pub struct StateDocument {
 #[derive(Debug, Serialize, Deserialize)]
 struct UnitDocument {
     backend: String,
-    /// Never set. Programs before had a unit of its own for read-only numbers, written after the
-    /// other one, which counts.
+    /// Never set. Older versions used a separate unit for read-only LUNs, which was written after
+    /// the main unit.
     read_only: bool,
     state: UnitState,
 }
@@ -72,26 +72,26 @@ struct UnitDocument {
 #[derive(Debug, Serialize, Deserialize)]
 struct RamDocument {
     backend: String,
-    /// The descriptor of the file with its content, as the next program has it.
+    /// File descriptor for the contents, as seen by the next program.
     content: RawFd,
-    /// Of the content; programs before this one did not write it down.
+    /// Generation of the contents. Not written by older versions.
     #[serde(default)]
     generation: Option<[u8; 16]>,
 }
 
-/// RAM disks in files, by the names of their backends.
+/// Files with the contents of RAM disks, by backend name.
 #[derive(Debug, Default)]
 pub struct RamFiles(BTreeMap<String, File>);
 
 impl RamFiles {
-    /// Open files, each with the content of one RAM disk.
+    /// Returns the open files, each with the contents of a RAM disk.
     pub fn files(&self) -> impl Iterator<Item = &File> {
         self.0.values()
     }
 }
 
 impl StateDocument {
-    /// Returns true if a descriptor is that of a RAM disk.
+    /// Returns true if this file descriptor belongs to a RAM disk.
     #[must_use]
     pub fn has_file(&self, fd: RawFd) -> bool {
         self.rams.iter().any(|ram| ram.content == fd)
@@ -99,32 +99,33 @@ impl StateDocument {
 }
 
 impl ServerState {
-    /// Adds listening sockets of iSCSI, which this value keeps open.
+    /// Adds listening sockets for iSCSI, which are kept open by this value.
     pub fn add_sockets(&mut self, sockets: Vec<TcpListener>) {
         self.sockets.extend(sockets);
     }
 
-    /// Listening sockets of iSCSI, in the workers' order for each address.
+    /// Returns the listening sockets for iSCSI. For each address, these are in worker order.
     #[must_use]
     pub fn sockets(&self) -> &[TcpListener] {
         &self.sockets
     }
 
-    /// Duplicates the `n`th of the sockets at an address. Those that are not duplicated close with
-    /// this value.
+    /// Duplicates the socket with index `n` for this address. All sockets that were not duplicated
+    /// are closed on drop.
     ///
     /// # Errors
-    /// Those of `fcntl(2)`.
+    /// Errors from `fcntl(2)`.
     pub fn socket(&self, at: SocketAddr, n: usize) -> io::Result<Option<TcpListener>> {
         let mut there = self.sockets.iter().filter(|s| s.address() == at);
         there.nth(n).map(TcpListener::try_clone).transpose()
     }
 
-    /// Writes the state down, and moves the content of RAM disks to `files`, whose descriptors the
-    /// document names.
+    /// Serializes the state, and moves the contents of RAM disks to `files`. The document contains
+    /// their file descriptors.
     ///
     /// # Errors
-    /// There is no room. [`ServerState::restore`] undoes it, then as well as after a success.
+    /// If there is no memory left. [`ServerState::restore`] can be used to undo this, both on
+    /// success and on error.
     pub fn export(&self, files: &mut RamFiles) -> io::Result<StateDocument> {
         let mut document = StateDocument {
             ports: ports::write(&self.ports),
@@ -144,18 +145,18 @@ impl ServerState {
                 content: file.as_raw_fd(),
                 generation: Some(ram.generation()),
             });
-            // In `files` before anything is moved: on an error, what was moved is found there and
-            // taken back.
+            // Add this to `files` first, so that after an error, we can restore the data that was
+            // already moved.
             let file = files.0.entry(backend.clone()).or_insert(file);
             ram.give_away(file)?;
         }
         Ok(document)
     }
 
-    /// Takes back what [`ServerState::export`] has moved.
+    /// Moves back the data that was moved by [`ServerState::export`].
     ///
     /// # Errors
-    /// What reading says.
+    /// If a file cannot be read.
     pub fn restore(&self, files: RamFiles) -> io::Result<()> {
         for (backend, file) in files.0 {
             if let Some(ram) = self.rams.get(&backend) {
@@ -165,11 +166,11 @@ impl ServerState {
         Ok(())
     }
 
-    /// Reads a state that was written down, with the files that `file_of` gives for descriptors. It
-    /// has no sockets.
+    /// Deserializes a state, using `file_of` to get the files for descriptors. It does not contain
+    /// any sockets.
     ///
     /// # Errors
-    /// A file is missing, or is none of ours.
+    /// If a file is missing or invalid.
     pub fn import(
         document: StateDocument,
         mut file_of: impl FnMut(RawFd) -> Option<File>,
@@ -180,7 +181,7 @@ impl ServerState {
         };
         for unit in document.units {
             let units = &mut state.units;
-            // The first one counts: see `UnitDocument::read_only`.
+            // Use the first entry: see `UnitDocument::read_only`.
             units.entry(unit.backend).or_insert(unit.state);
         }
         for RamDocument {
@@ -189,8 +190,8 @@ impl ServerState {
             generation,
         } in document.rams
         {
-            // Served empty, a RAM disk would give an initiator zeroes for what it has written; so
-            // there is no state at all then, rather than a part of it.
+            // If a RAM disk was empty, initiators would read zeros instead of their data.
+            // Therefore, we fail instead of importing a part of the state.
             let file = file_of(content).ok_or(io::ErrorKind::NotFound)?;
             let ram = generation.map_or_else(Ram::default, Ram::of_generation);
             let ram = Arc::new(ram);
@@ -201,19 +202,19 @@ impl ServerState {
     }
 }
 
-/// What a server that shuts down leaves: its states are those after the last command, and the
-/// content of RAM disks outlives it.
+/// Objects that remain after a server has shut down: unit states, which are final after the last
+/// command, and the contents of RAM disks.
 #[derive(Debug)]
 pub struct Handover {
     ports: AllPortIds,
     units: BTreeMap<String, Arc<Unit>>,
-    /// States of units without a LUN.
+    /// States of removed units.
     removed: BTreeMap<String, UnitState>,
     rams: BTreeMap<String, Arc<Ram>>,
 }
 
 impl Handover {
-    /// The state for the next server, once this one has shut down.
+    /// Returns the state for the next server, after this server has shut down.
     #[must_use]
     pub fn after_shutdown(self, sockets: Vec<TcpListener>) -> ServerState {
         let served = self.units.iter();
@@ -228,18 +229,18 @@ impl Handover {
 }
 
 impl Server {
-    /// Shuts down as [`Server::shutdown`] does, and returns the state for the next server, with
-    /// these sockets.
+    /// Shuts down the server like [`Server::shutdown`], and returns the state for the next server,
+    /// including these sockets.
     ///
     /// # Errors
-    /// [`ServerError`]. Nothing runs any more then, as after a shutdown that fails.
+    /// Returns a [`ServerError`]. The server is stopped anyway, as for a failed shutdown.
     pub fn export_state(self, sockets: Vec<TcpListener>) -> Result<ServerState, ServerError> {
         let handover = self.hand_over();
         self.shutdown()?;
         Ok(handover.after_shutdown(sockets))
     }
 
-    /// What is to be handed over, to be held across the shutdown, which drops everything else.
+    /// Returns objects to be kept during the shutdown, which drops everything else.
     #[must_use]
     pub fn hand_over(&self) -> Handover {
         Handover {
@@ -250,13 +251,15 @@ impl Server {
         }
     }
 
-    /// Duplicates the sockets that listen for iSCSI. While the duplicates are open, connections
-    /// that are not accepted wait.
+    /// Duplicates the listening sockets for iSCSI. While the duplicates are open, new connections
+    /// are queued.
     ///
     /// # Errors
-    /// [`ServerError`]: a worker does not answer, or there are too many descriptors.
+    /// Returns a [`ServerError`] if a worker does not reply, or if there are too many file
+    /// descriptors.
     pub fn duplicate_sockets(&self) -> Result<Vec<TcpListener>, ServerError> {
-        // One time limit for all workers: nothing else is answered meanwhile.
+        // Use a single deadline for all workers, because we can't handle anything else while
+        // waiting.
         let until = Instant::now() + SOCKETS;
         let mut sockets = Vec::new();
         for answer in self.ask_for_sockets() {
@@ -268,8 +271,8 @@ impl Server {
         Ok(sockets)
     }
 
-    /// Asks each worker for duplicates of its sockets, in the workers' order; for callers that wait
-    /// by themselves. A worker that is gone hangs up.
+    /// Requests duplicates of sockets from each worker, in worker order. The caller has to wait for
+    /// the replies. If a worker has exited, its channel is closed.
     #[must_use]
     pub fn ask_for_sockets(&self) -> Vec<Receiver<io::Result<Vec<TcpListener>>>> {
         let ask = |sender: &MailSender<Mail>| {
@@ -280,14 +283,14 @@ impl Server {
         self.senders.iter().map(ask).collect()
     }
 
-    /// Checks that another server can serve the same, before a shutdown that could not be undone.
-    /// Secrets are read, and files looked for.
+    /// Checks that the next server can start with the same configuration, before a shutdown that
+    /// cannot be undone. This reads the secrets and looks up files.
     ///
     /// # Errors
-    /// [`ServerError`]: why not.
+    /// Returns the [`ServerError`] that the next server would encounter.
     pub fn check_successor(&self) -> Result<(), ServerError> {
-        // The administrator may have forbidden rings since the start, or this process may have
-        // given up the capability that they need by now. Those of a simulation need none.
+        // Rings may have been disabled by the administrator since the start, or this process may no
+        // longer have the required capability. A simulation does not use any rings.
         if self.network.is_none() {
             let small = RingConfig {
                 capacity: 1,
@@ -295,9 +298,10 @@ impl Server {
             };
             drop(Ring::new(small)?);
         }
-        // execve(2) waits for the thread that closes them, and nothing would be served meanwhile.
+        // execve(2) would wait for the thread that closes these, and the server would not respond
+        // until then.
         shm::check_closed(Duration::ZERO).map_err(ServerError::Unclosed)?;
-        // The next program could not open a device at an address that the host does not have.
+        // The next program cannot open a device for an address that is not available on this host.
         let mut lost = self.observation.problems().not_served();
         if let (true, Some((subject, problem))) = (self.config.strict, lost.next()) {
             let (kind, name) = (subject.kind(), subject.name());

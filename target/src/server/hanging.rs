@@ -10,36 +10,37 @@ use super::{Server, ServerError};
 use crate::backend::{Cause, Failing, Store};
 use crate::worker::mail::{Mail, OldestRequest};
 
-/// Age from which a block operation may hold up a shutdown for too long.
+/// Age from which a block operation may delay a shutdown for too long.
 const HANGING: Duration = Duration::from_secs(3);
 
-/// Age from which a block operation is reported: before initiators give up the command, which Linux
-/// does after 30 s, but not for every flush of a full cache, which takes seconds on a slow disk.
+/// Age from which a block operation is reported. This is before the initiator's command timeout,
+/// which is 30 s on Linux, but long enough to avoid a report for each flush of a full cache, which
+/// can take seconds on a slow disk.
 const REPORTED: Duration = Duration::from_secs(20);
 
-/// Time limit for a worker's reply.
+/// Timeout for a reply from a worker.
 pub(super) const REPLY: Duration = Duration::from_secs(5);
 
-/// Interval at which a caller that waits polls.
+/// Polling interval for callers that wait.
 pub(super) const POLL: Duration = Duration::from_millis(1);
 
 type Requests = Vec<OldestRequest>;
 
-/// Watch for block operations that hang. It never waits for a worker: replies are collected at later
-/// looks.
+/// Detects hanging block operations. This never waits for a worker: replies are collected on the
+/// next call.
 #[derive(Debug, Default)]
 pub(super) struct HangWatch {
-    /// Replies that have not arrived.
+    /// Pending replies.
     replies: Vec<Receiver<Requests>>,
-    /// Replies that have.
+    /// Received replies.
     received: Requests,
-    /// Times of submission of the operations that hang, by backend.
+    /// Start times of the hanging operations, by backend.
     hanging: BTreeMap<String, Instant>,
 }
 
 impl HangWatch {
-    /// Updates the backends that hang once all workers have replied, and then requests the oldest
-    /// operations of each worker again, by `ask`.
+    /// Updates the hanging backends once all workers have replied, and then requests the oldest
+    /// operations from each worker again.
     pub(super) fn look<'a>(
         &mut self,
         open: impl Iterator<Item = (&'a String, &'a Arc<Store>)>,
@@ -71,13 +72,13 @@ impl HangWatch {
         self.replies = ask();
     }
 
-    /// Returns the fault of a backend that hangs.
+    /// Returns the fault if a backend hangs.
     pub(super) fn fault(&self, backend: &str, store: &Store) -> Option<Failing> {
         let since = self.hanging.get(backend)?;
         let now = SystemTime::now();
         Some(Failing {
             since: now.checked_sub(since.elapsed()).unwrap_or(now),
-            // Without its age, so that it is logged once.
+            // Don't include the age, so that this is only logged once.
             why: format!(
                 "{}: the file system or device does not respond; commands wait until it does",
                 store.label()
@@ -87,17 +88,17 @@ impl HangWatch {
     }
 }
 
-/// A check for block operations that would hold up a shutdown.
+/// A check for block operations that would delay a shutdown.
 #[derive(Debug)]
 pub struct BlockCheck {
-    /// Replies of workers that are still expected.
+    /// Pending replies of workers.
     replies: Vec<Receiver<Requests>>,
     oldest: Option<OldestRequest>,
     until: Instant,
 }
 
 impl BlockCheck {
-    /// Returns the result once all workers have replied: see [`Server::check_block_operations`].
+    /// Returns the result when all workers have replied: see [`Server::check_block_operations`].
     pub fn poll(&mut self, now: Instant) -> Option<Result<(), ServerError>> {
         while let Some(reply) = self.replies.last() {
             let requests = match reply.try_recv() {
@@ -120,7 +121,7 @@ impl BlockCheck {
         Some(hanging.map_or(Ok(()), Err))
     }
 
-    /// Time limit for the replies.
+    /// Returns the deadline for replies.
     #[must_use]
     pub fn deadline(&self) -> Instant {
         self.until
@@ -128,12 +129,12 @@ impl BlockCheck {
 }
 
 impl Server {
-    /// Checks that no block operation would hold up a shutdown: none hangs, and none belongs to a
-    /// backend that was removed.
+    /// Checks that no block operation would delay a shutdown, because it hangs or because its
+    /// backend was removed.
     ///
     /// # Errors
-    /// [`ServerError::Hanging`] with the oldest of these operations; [`ServerError::Timeout`] if a
-    /// worker does not reply.
+    /// [`ServerError::Hanging`] with the oldest of these operations, or [`ServerError::Timeout`] if
+    /// a worker does not reply.
     pub fn check_block_operations(&self) -> Result<(), ServerError> {
         let mut check = self.begin_block_check(Instant::now());
         loop {
@@ -144,7 +145,7 @@ impl Server {
         }
     }
 
-    /// Begins this check, for callers that poll it.
+    /// Starts the same check. The caller has to poll it.
     #[must_use]
     pub fn begin_block_check(&self, now: Instant) -> BlockCheck {
         BlockCheck {

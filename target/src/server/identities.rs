@@ -1,11 +1,11 @@
-//! Names that logical units keep: serial numbers and world-wide names that the configuration does
-//! not give are derived when a backend is served for the first time, and saved.
+//! Persistent names of logical units: if a serial number or world-wide name is not configured, it
+//! is derived when the backend is first used, and stored.
 //!
-//! So an image may be moved, its host be renamed or its disk be put into another one, and
-//! initiators still find the same unit. A backend is known by its name. One that has another name
-//! now is known by its file, as long as no other backend has that. A backend whose file is another
-//! one than before keeps its names, and the log says so: it may be a copy, and the unit that it was
-//! copied from must not be served as the same.
+//! Initiators will find the same unit even if an image is moved, its host is renamed, or its disk
+//! is moved to another host. Backends are identified by name. If the name has changed, we use the
+//! file ID, unless another backend has the same file. If the file ID has changed, the names are
+//! kept, but we log a warning: the file may be a copy, and the original must not be served with the
+//! same names.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -19,38 +19,38 @@ use serde::{Deserialize, Serialize};
 use crate::backend::FileId;
 use crate::config::{Backend, Config, HostId, Source};
 
-/// Keeps names beyond the end of the process.
+/// Stores names so that they survive a restart.
 pub trait IdentityKeeper: Debug + Send + Sync {
-    /// Loads what was saved; nothing at the first start.
+    /// Loads the stored names. Returns the default value on the first start.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// If they cannot be read.
     fn load(&self) -> io::Result<Identities>;
 
-    /// Replaces what is saved, durably.
+    /// Stores names persistently, replacing the old names.
     ///
     /// # Errors
-    /// What is saved is the old or the new.
+    /// If they cannot be written. Either the old or the new names are stored in this case.
     fn save(&self, identities: &Identities) -> io::Result<()>;
 }
 
-/// Names of units, which stay over restarts and moves.
+/// Persistent names of units, which are not affected by restarts or moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identities {
-    /// Text that names are derived from on this host, unless the configuration says.
+    /// Text used to derive names on this host, unless it is configured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     host: Option<String>,
     /// Random number for the first start, which becomes part of `host`.
     #[serde(skip)]
     random: Option<u64>,
-    /// By the names of backends.
+    /// Names by backend name.
     backends: BTreeMap<String, Names>,
 }
 
-/// What a backend was found to be.
+/// The kind of file found for a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// It is not open.
+    /// Not open.
     Nothing,
     /// A file.
     File(FileId),
@@ -62,26 +62,26 @@ pub(super) enum Found {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Names {
     serial: String,
-    /// 60 bits that are assigned locally (SPC-4 7.8.6.6.4).
-    /// None where the configuration has given one of another form from the first time on.
+    /// 60 bits that are assigned locally (SPC-4 7.8.6.6.4). `None` if the configuration has always
+    /// used a different format.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     naa: Option<u64>,
-    /// The file that was served last; none of a device, or of memory.
+    /// ID of the last file. `None` for a device or memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
-    /// Absolute path at which its file or device was last: a relative one is another file in another
-    /// working directory.
+    /// Last absolute path of the file or device. A relative path would be a different file in
+    /// another working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     path: Option<PathBuf>,
-    /// Number of times that it was missing and came back, or was another file.
+    /// Number of times that it was missing and returned, or that the file has changed.
     #[serde(default)]
     returns: u64,
-    /// It was missing when it was last looked for, perhaps by another process.
+    /// Set if it was missing on the last check, possibly by another process.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     is_missing: bool,
 }
 
-/// Text that the names of a new installation are derived from.
+/// Returns the text used to derive names in a new installation.
 fn first_host(machine: &HostId, random: Option<u64>) -> String {
     match random {
         Some(random) => format!("{}-{random:016x}", machine.text()),
@@ -90,8 +90,8 @@ fn first_host(machine: &HostId, random: Option<u64>) -> String {
 }
 
 impl Identities {
-    /// Names of a new installation, which keeps them. Containers and golden images have no machine
-    /// id, and often one host name, so their names are derived from a random number as well.
+    /// Creates the state for a new installation. Containers and golden images don't have a machine
+    /// ID and often share a host name, so their names also depend on a random number.
     pub(super) fn of_new_host(random: u64) -> Self {
         Self {
             random: Some(random),
@@ -99,14 +99,14 @@ impl Identities {
         }
     }
 
-    /// Text that names are derived from: what the configuration says, else what it was at the
-    /// first start.
+    /// Returns the text used to derive names, either from the configuration or from the first
+    /// start.
     pub fn host(&mut self, config: &Config) -> HostId {
         match &config.identity {
             Some(_) => HostId::of(config),
             None => {
-                // Kept from the first start on: a host whose own names change must not give its
-                // disks others.
+                // Keep this from the first start: if the host is renamed, its disks must keep their
+                // names.
                 let random = self.random;
                 let host = self.host.get_or_insert_with(|| {
                     let random = random.filter(|_| !HostId::has_machine_id());
@@ -117,26 +117,26 @@ impl Identities {
         }
     }
 
-    /// The names that the unit of a backend gets when it is served.
+    /// Returns the names that the unit of a backend will use.
     pub fn identity(&mut self, config: &Config, backend: &Backend) -> Identity {
         let mut identity = backend.identity(&self.host(config));
         self.keep(config, backend, Found::Nothing, &mut identity);
         identity
     }
 
-    /// Returns true if the same losses of disks are recorded in others.
+    /// Returns true if both contain the same losses.
     pub(super) fn has_losses_of(&self, other: &Self) -> bool {
         self.agrees_with(other, |names| (names.returns, names.is_missing))
     }
 
-    /// Adds the backends that others know to be missing.
+    /// Marks backends as missing if they are missing in `others`.
     pub(super) fn add_missing(&mut self, others: &Self) {
         for (name, names) in &mut self.backends {
             names.is_missing |= others.is_missing(name);
         }
     }
 
-    /// Adds the losses that others have recorded, beginning with none.
+    /// Adds losses from `others`, which started without any.
     pub(super) fn add_losses(&mut self, others: &Self) {
         for (name, names) in &mut self.backends {
             names.returns += others.backends.get(name).map_or(0, |other| other.returns);
@@ -144,13 +144,13 @@ impl Identities {
         self.add_missing(others);
     }
 
-    /// Returns true if initiators see the same names with others.
+    /// Returns true if both contain the same names as seen by initiators.
     pub(super) fn has_names_of(&self, other: &Self) -> bool {
         self.host == other.host
             && self.agrees_with(other, |names| (names.serial.as_str(), names.naa))
     }
 
-    /// Returns true if others have the same backends, and the same of each of them.
+    /// Returns true if both have the same backends with equal values of `part`.
     fn agrees_with<'a, T: PartialEq>(
         &'a self,
         other: &'a Self,
@@ -163,7 +163,8 @@ impl Identities {
         parts(self).eq(parts(other))
     }
 
-    /// Records whether a backend is missing; one that was and is not any longer has returned.
+    /// Records whether a backend is missing. If it was missing before and no longer is, this counts
+    /// as a return.
     pub(super) fn set_missing(&mut self, backend: &str, is_missing: bool) {
         if let Some(names) = self.backends.get_mut(backend) {
             let was_missing = std::mem::replace(&mut names.is_missing, is_missing);
@@ -171,34 +172,34 @@ impl Identities {
         }
     }
 
-    /// Returns true if a backend was missing when it was last looked for.
+    /// Returns true if a backend was missing on the last check.
     pub(super) fn is_missing(&self, backend: &str) -> bool {
         let names = self.backends.get(backend);
         names.is_some_and(|names| names.is_missing)
     }
 
-    /// A name of the contents of a backend's volatile cache, of what names those of all files of
-    /// the host: what was not written to a disk before it was missing may be lost, and so may what
-    /// was written to another file.
+    /// Returns the generation of a backend's volatile cache, based on the generation for all files
+    /// of the host. If the disk was missing or the file has changed, data that was not flushed may
+    /// be lost.
     pub(super) fn cache_generation(&self, backend: &str, of_host: [u8; 16]) -> [u8; 16] {
         let returns = self.backends.get(backend).map_or(0, |names| names.returns);
         (u128::from_be_bytes(of_host) ^ u128::from(returns)).to_be_bytes()
     }
 
-    /// Returns true if a backend was at this path when it was last found.
+    /// Returns true if this is the last path of a backend.
     pub(super) fn is_at(&self, backend: &str, path: &Path) -> bool {
         let names = self.backends.get(backend);
         names.is_some_and(|names| names.place() == Some(absolute(path)))
     }
 
-    /// Returns true if a backend had a file at its path before.
+    /// Returns true if there was a file at the current path of a backend before.
     pub fn knows(&self, backend: &Backend) -> bool {
         let known = self.backends.get(&backend.name);
         known.is_some_and(|names| names.file.is_some() && names.place() == path_of(backend))
     }
 
-    /// Gives a unit the names that it has had, as far as the configuration does not give them, and
-    /// keeps those that it has now.
+    /// Sets the names of a unit to its stored names unless they are configured, and stores the
+    /// resulting names.
     pub(super) fn keep(
         &mut self,
         config: &Config,
@@ -208,8 +209,8 @@ impl Identities {
     ) {
         let before = self.take(config, backend, found);
         let is_other = before.as_ref().is_some_and(|b| b.is_other(backend, found));
-        // What the configuration gives to another backend now is that one's: initiators would take
-        // two disks for two paths to one.
+        // If the configuration assigns a name to another backend, don't use it here. Initiators
+        // would treat the two disks as two paths to the same disk.
         let is_given = |is_it: &dyn Fn(&Backend) -> bool| {
             let mut others = config.backends.iter().filter(|b| b.name != backend.name);
             let is_given = others.any(is_it);
@@ -232,7 +233,7 @@ impl Identities {
         let naa = naa
             .map(Naa::LocallyAssigned)
             .filter(|naa| derives_naa && !is_given(&|other| other.names.naa.as_ref() == Some(naa)));
-        // Only new names have to avoid those in use: the names that initiators know are kept.
+        // Only new names must not be in use. Names that are known to initiators are kept.
         if (derives_serial && serial.is_none()) || (derives_naa && naa.is_none()) {
             self.derive_unused(config, backend, identity);
         }
@@ -254,7 +255,8 @@ impl Identities {
         }
         let naa = match (identity.naa, &before) {
             (Naa::LocallyAssigned(naa), _) => Some(naa),
-            // The configuration gives it one of another form; without that, it has its own again.
+            // A different format is configured. If this is removed, the previous name is used
+            // again.
             (_, Some(before)) => before.naa,
             (_, None) => None,
         };
@@ -266,7 +268,7 @@ impl Identities {
             (Found::Nothing, Some(before)) => (before.file, before.path),
             (Found::File(file), _) => (Some(file), path),
             (Found::Other, _) => (None, path),
-            // It was never found there.
+            // It was never found.
             (Found::Nothing, None) => (None, None),
         };
         let serial = identity.serial.clone();
@@ -281,8 +283,8 @@ impl Identities {
         self.backends.insert(backend.name.clone(), names);
     }
 
-    /// Derives other names while a backend has these: one that was renamed keeps those of its old
-    /// name.
+    /// Derives different names while these are used by another backend. For example, a renamed
+    /// backend keeps the names derived from its old name.
     fn derive_unused(&mut self, config: &Config, backend: &Backend, identity: &mut Identity) {
         let host = self.host(config);
         let is_used = |identity: &Identity| {
@@ -300,7 +302,7 @@ impl Identities {
             let mut others = given
                 .chain(kept)
                 .filter(|(name, ..)| **name != backend.name);
-            // Of those that the configuration gives to this one, no others are derived.
+            // Configured names are not derived, so they can't be changed.
             others.any(|(_, serial, naa)| {
                 (serial && backend.names.serial.is_none()) || (naa && backend.names.naa.is_none())
             })
@@ -314,8 +316,8 @@ impl Identities {
         }
     }
 
-    /// Takes what is known of a backend; or what is known of its file under a name that no backend
-    /// has any longer.
+    /// Returns the entry for a backend, or the entry for its file if the name of that backend no
+    /// longer exists.
     fn take(&mut self, config: &Config, backend: &Backend, found: Found) -> Option<Names> {
         if let Some(names) = self.backends.get(&backend.name) {
             return Some(names.clone());
@@ -333,15 +335,15 @@ impl Identities {
             before = name,
             "a backend has another name"
         );
-        // Moved and not copied: the old name may come back with another file, which is another
-        // disk.
+        // Move the entry instead of copying it: if the old name is used again with a different
+        // file, it is a different disk.
         self.backends.remove(&name)
     }
 }
 
 impl Names {
-    /// Returns true if a backend was found to be another file than before, a device in place of a
-    /// file, or the other way round. Of devices only the path is known.
+    /// Returns true if the file is different, or if it was replaced by a device or vice versa. For
+    /// devices, we can only compare the path.
     fn is_other(&self, backend: &Backend, found: Found) -> bool {
         let is_device = matches!(backend.spec.source, Source::Device { .. });
         match (self.file, found) {
@@ -355,19 +357,19 @@ impl Names {
         }
     }
 
-    /// Absolute path at which its file or device was last. A relative one is of an earlier version, and
-    /// still means the same one.
+    /// Returns the last absolute path of the file or device. Older versions have stored relative
+    /// paths, which are still valid.
     fn place(&self) -> Option<PathBuf> {
         self.path.as_deref().map(absolute)
     }
 }
 
-/// Absolute path of a backend's file or device.
+/// Returns the absolute path of a backend's file or device.
 fn path_of(backend: &Backend) -> Option<PathBuf> {
     backend.spec.source.path().map(absolute)
 }
 
-/// The path itself where the working directory is unknown.
+/// Returns the absolute path, or `path` if the working directory is unknown.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
@@ -392,7 +394,7 @@ mod tests {
         })
     }
 
-    /// The names of the first backend.
+    /// Returns the names of the first backend.
     fn keep(all: &mut Identities, config: &Config, found: Found) -> Identity {
         let backend = &config.backends[0];
         let mut identity = backend.identity(&all.host(config));
@@ -434,7 +436,7 @@ mod tests {
         );
         let renamed = config(&[("e", "")]);
         assert_eq!(keep(&mut all, &renamed, file(2)), first, "another name");
-        // The old name is free, and means another unit.
+        // The old name can be used for a new unit.
         assert_ne!(
             keep(&mut all, &config(&[("d", ""), ("e", "")]), file(3)),
             first
@@ -453,12 +455,12 @@ mod tests {
         keep(&mut all, &relative, file(1));
         assert!(all.knows(backend));
         assert!(all.is_at("d", Path::new("disk.img")));
-        // As a daemon that was started elsewhere has left it.
+        // Path stored by a daemon started in a different directory.
         all.backends.get_mut("d").unwrap().path = Some("/elsewhere/disk.img".into());
         assert!(!all.knows(backend));
         assert!(!all.is_at("d", Path::new("./disk.img")));
         assert!(all.is_at("d", Path::new("/elsewhere/disk.img")));
-        // And as an earlier version has left it.
+        // Path stored by an older version.
         all.backends.get_mut("d").unwrap().path = Some("disk.img".into());
         assert!(all.knows(backend));
         assert!(all.is_at("d", Path::new("./disk.img")));
@@ -475,14 +477,14 @@ mod tests {
         let after = keep(&mut all, &config(&[("d", ""), ("e", &mine)]), file(1));
         assert_ne!(after.serial, first.serial);
         assert_ne!(after.naa, first.naa);
-        // Nor those of a new one.
+        // The same for a new backend.
         let mut all = Identities::default();
         let new = keep(&mut all, &config(&[("d", ""), ("e", &mine)]), file(1));
         assert_ne!(new.serial, first.serial);
         assert_ne!(new.naa, first.naa);
     }
 
-    /// Clones of a host without a machine id derive different names.
+    /// Clones of a host without a machine ID derive different names.
     #[test]
     fn random_part_distinguishes_new_hosts() {
         let host = HostId::new("localhost");
@@ -528,7 +530,7 @@ mod tests {
         let own = keep(&mut all, &config(&[("d", ""), ("e", "")]), file(2));
         assert_ne!(own.naa, first.naa, "two disks have one name");
         assert_eq!(own.serial, given.serial);
-        // From then on it stays.
+        // This name is kept.
         assert_eq!(keep(&mut all, &config(&[("d", "")]), file(2)), own);
     }
 
@@ -551,7 +553,7 @@ mod tests {
         assert_eq!((given.serial.as_str(), given.naa), ("MINE", first.naa));
         let kept: Identities = serde_json::from_str(&serde_json::to_string(&all).unwrap()).unwrap();
         assert_eq!(kept, all);
-        // It stays, since initiators know it by that now.
+        // It is kept, because initiators know the unit by this name now.
         assert_eq!(
             keep(&mut all, &config(&[("d", "")]), file(1)).serial,
             "MINE"
@@ -595,14 +597,14 @@ mod tests {
         }
         let after = all.cache_generation("d", [7; 16]);
         assert_ne!(after, before);
-        // Another process finds it again.
+        // It is found by another process.
         all.set_missing("d", true);
         let text = serde_json::to_string(&all).unwrap();
         let mut all: Identities = serde_json::from_str(&text).unwrap();
         all.set_missing("d", false);
         let third = all.cache_generation("d", [7; 16]);
         assert!(![before, after].contains(&third));
-        // And so is that of another file in its place.
+        // The same if the file was replaced.
         keep(&mut all, &config(&[("d", "")]), file(2));
         let fourth = all.cache_generation("d", [7; 16]);
         assert!(![before, after, third].contains(&fourth));

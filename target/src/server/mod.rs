@@ -1,27 +1,27 @@
-//! The server: from a [`Config`] to running workers, and back to nothing.
+//! The server: runs the workers for a [`Config`], from start to shutdown.
 //!
-//! [`Server`] is a value, for programs and tests that have one in their process as well as for the
-//! daemon, whose [control plane](crate::control) has one.
+//! [`Server`] is a value that can be used by any program or test in its own process, and by the
+//! [control plane](crate::control) of the daemon.
 //!
 //! # Start
-//! Backends are opened and locked, logical units and targets made, devices opened (for each address
-//! one per worker, in the workers' order, since packets are steered by it), workers started. A step
-//! that fails undoes the rest; but files that were created or extended stay once workers may have
-//! written to them.
+//! Backends are opened and locked, logical units and targets are created, devices are opened (one
+//! per worker for each address, in worker order, which is required for packet steering), and
+//! workers are started. If any step fails, all previous steps are undone, except that files which
+//! were created or extended are kept once workers could have written to them.
 //!
 //! # Shutdown
 //! ```text
-//! logins refused → commands under way finish (at most PATIENCE) → T_LOGOUT, DREQ
-//!   → all workers quiet → flush of every backend → workers end
+//! logins rejected → commands in flight complete (at most PATIENCE) → T_LOGOUT, DREQ
+//!   → all workers quiet → flush of every backend → workers exit
 //! ```
 //!
 //! # Changes
-//! [`Server::change`] applies another configuration: see [`reload`]. The start is a change from
-//! nothing, and acquires what it takes with the same code.
+//! [`Server::change`] applies a new configuration: see [`reload`]. A start uses the same code,
+//! because it is like a change from an empty configuration.
 //!
-//! # Successors
-//! [`Server::export_state`] shuts down and gives what a restart would lose, and
-//! [`Server::start_after`] starts with it: see [`handover`].
+//! # Handover
+//! [`Server::export_state`] shuts down the server, and returns state that would be lost on a
+//! restart. This can be passed to [`Server::start_after`]: see [`handover`].
 
 mod acquire;
 pub(crate) mod addresses;
@@ -82,35 +82,35 @@ pub use acquire::{Part, SimulatedNetwork};
 
 pub use crate::worker::PATIENCE;
 
-/// Time that the last block operations, and the flush, get after that.
+/// Additional time for the last block operations, and for the flush.
 const LAST_IO: Duration = Duration::from_secs(60);
 
-/// Time that threads get to exit after a shutdown that failed.
+/// Time for threads to exit after a failed shutdown.
 const LAST_EXIT: Duration = Duration::from_secs(5);
 
-/// An error at the start, in a change or at the end of a server.
+/// An error when starting, changing or stopping a server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
     /// A backend cannot be opened.
     #[error("backend {name}: {source}")]
     Backend {
-        /// Name of the backend.
+        /// Backend name.
         name: String,
-        /// Error of opening it.
+        /// Error when opening it.
         source: OpenError,
     },
-    /// A logical unit cannot be made of its backend.
+    /// A logical unit cannot be created.
     #[error("backend {name}: {source}")]
     Unit {
-        /// Name of the backend.
+        /// Backend name.
         name: String,
-        /// Error in the settings of its unit.
+        /// The invalid setting.
         source: riser_scsi::config::ConfigError,
     },
-    /// It is not known who may use a logical unit.
+    /// Reservations cannot be read, so we don't know which initiators can use the unit.
     #[error("backend {name}: its reservations: {source}")]
     Reservations {
-        /// Name of the backend.
+        /// Backend name.
         name: String,
         /// Error of the operating system.
         source: io::Error,
@@ -118,9 +118,9 @@ pub enum ServerError {
     /// A CHAP secret cannot be read.
     #[error("the secret of {name}: {source}")]
     Secret {
-        /// User name, the value of CHAP_N.
+        /// User name (CHAP_N).
         name: String,
-        /// Error of reading the secret.
+        /// Error when reading the secret.
         source: io::Error,
     },
     /// A CHAP secret is used in both directions.
@@ -129,9 +129,9 @@ pub enum ServerError {
          have one secret: give one of them another"
     )]
     SameSecret {
-        /// CHAP name of the target's own secret.
+        /// CHAP name of the target.
         own: String,
-        /// CHAP name of the initiator's.
+        /// CHAP name of the initiator.
         user: String,
     },
     /// A device cannot be opened.
@@ -139,146 +139,146 @@ pub enum ServerError {
     Device {
         /// Address of the device.
         addr: IpAddr,
-        /// The process that has it.
+        /// The process that uses this address.
         holder: HeldBy,
         /// Error of the operating system.
         source: io::Error,
     },
-    /// Memory cannot be shared with processes of this host.
+    /// Memory cannot be shared with other processes on this host.
     #[error("cannot share memory at {addr}: {source}")]
     SharedMemory {
-        /// Address at which it would be.
+        /// The address.
         addr: IpAddr,
-        /// Error of the operating system, which names the process that has the address's name.
+        /// Error of the operating system, with the process that uses the name for this address.
         source: io::Error,
     },
     /// An RDMA device of the host cannot be opened.
     #[error(transparent)]
     RdmaCore(#[from] riser_transport::rdma_core::OpenError),
-    /// A device at an address that was served before does not close.
+    /// A device from a previous configuration has not been closed.
     #[error("the device at {0} is still being closed; try again")]
     Closing(IpAddr),
-    /// A portal over TCP cannot be listened on.
+    /// Cannot listen on a TCP portal.
     #[error("cannot listen on {portal}: {source}{holder}")]
     Listen {
         /// Address and port of the portal.
         portal: SocketAddr,
-        /// The process that has it.
+        /// The process that uses this address.
         holder: HeldBy,
         /// Error of the operating system.
         source: io::Error,
     },
-    /// A portal with a wildcard is not served everywhere.
+    /// A portal with a wildcard is not fully available.
     #[error("cannot listen on {listen}: {why}")]
     Wildcard {
-        /// Address as the configuration has it.
+        /// Address in the configuration.
         listen: Listen,
-        /// Reason why it cannot be served there, for people.
+        /// Human-readable reason.
         why: String,
     },
-    /// A listening socket cannot be handed on.
+    /// A listening socket cannot be handed over.
     #[error("cannot duplicate a listening socket: {0}")]
     Duplicate(#[source] io::Error),
-    /// A worker of the next program could have no ring.
+    /// A worker of the next program could not create a ring.
     #[error(transparent)]
     Ring(#[from] RingError),
-    /// The next program could not begin before what other users have sent is closed.
+    /// The next program cannot start until file descriptors sent by other users are closed.
     #[error("no program can take over yet: {0}")]
     Unclosed(#[source] io::Error),
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
-    /// A thread or a socket of the control plane cannot be had.
+    /// A thread or a socket of the control plane cannot be created.
     #[error("cannot start the control plane: {0}")]
     ControlPlane(#[source] io::Error),
-    /// A worker has ended by itself.
+    /// A worker has exited.
     #[error("worker {index}: {message}")]
     Worker {
-        /// Number of the worker.
+        /// Worker index.
         index: u16,
-        /// Its error, for people.
+        /// Human-readable error.
         message: String,
     },
     /// Written data could not be made durable.
     #[error("the last flush failed: {0}")]
     Flush(String),
-    /// Block operations hold up a hand-over or a shutdown.
+    /// Block operations are delaying a handover or a shutdown.
     #[error(
         "block operations of backend {backend} have been in flight for {seconds} s: the disk does not respond"
     )]
     Hanging {
-        /// Label of the backend.
+        /// Backend label.
         backend: String,
-        /// Age of the oldest operation.
+        /// Age of the oldest operation, in seconds.
         seconds: u64,
     },
-    /// Something took longer than it may.
+    /// A step did not complete in time.
     #[error("{0} did not end in time")]
     Timeout(&'static str),
-    /// Metrics cannot be where the configuration wants them.
+    /// Cannot listen on the configured address for metrics.
     #[error("cannot listen for metrics at {addr}: {source}")]
     Metrics {
-        /// Address of the server for metrics.
+        /// Metrics address.
         addr: SocketAddr,
         /// Error of the operating system.
         source: io::Error,
     },
-    /// The admin API cannot be where the configuration wants it.
+    /// Cannot listen on the configured admin socket.
     #[error("cannot listen at {}: {source}", path.display())]
     Admin {
-        /// Path of the socket.
+        /// Socket path.
         path: PathBuf,
         /// Error of the operating system.
         source: io::Error,
     },
-    /// The socket that the service manager has handed over for the admin API is none.
+    /// The admin socket passed by the service manager is invalid.
     #[error("the service manager's socket for the admin API: {0}")]
     Inherited(#[source] io::Error),
-    /// Applied configurations cannot be kept or read.
+    /// Applied configurations cannot be stored or read.
     #[error("the state directory: {0}")]
     State(#[source] io::Error),
-    /// The path of this program is not known.
+    /// The path of this program cannot be determined.
     #[error("cannot find this program: {0}")]
     Program(#[source] io::Error),
-    /// Another program could not take over, and neither can this one.
+    /// The handover to another program failed, and the state cannot be restored.
     #[error("what was to be handed over cannot be taken back: {0}")]
     TakeBack(#[source] io::Error),
-    /// The numbers of ports cannot be kept, or read.
+    /// Port numbers cannot be stored or read.
     #[error("the numbers of target ports: {0}")]
     Ports(#[source] io::Error),
     /// The list of blocked initiators cannot be read.
     #[error("the list of blocked initiators: {0}")]
     Blocklist(#[source] io::Error),
-    /// The names of logical units cannot be kept, or read.
+    /// Unit names cannot be stored or read.
     #[error("the names of logical units: {0}")]
     Identities(#[source] io::Error),
-    /// That a disk was missing, or is another one, cannot be kept.
+    /// Missing or replaced disks cannot be recorded.
     #[error(
         "it cannot be saved that a disk was missing or is another one, so initiators may not be \
          notified after the next start of what it has lost: {0}"
     )]
     Losses(#[source] io::Error),
-    /// The names of logical units that are kept cannot be read.
+    /// Stored unit names cannot be read.
     #[error("{0}")]
     Unnamed(String),
-    /// The program after this one would not start: `strict` is set.
+    /// The next program would not start, because `strict` is set.
     #[error("`strict` is set, and this is not served: {0}")]
     Strict(String),
-    /// An RDMA portal cannot be listened on.
+    /// Cannot listen on an RDMA portal.
     #[error("{0}")]
     Portal(String),
-    /// One reason for several things.
+    /// An error shared by several subjects.
     #[error("{0}")]
     Shared(Arc<Self>),
-    /// Signals cannot be waited for.
+    /// Cannot wait for signals.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
 }
 
 impl ServerError {
-    /// Returns true if something is in use that may be free in a moment: a file's lock, or an
-    /// address. A daemon that was killed has both until the kernel has finished its I/O, which is
-    /// after its process is gone.
+    /// Returns true if a lock or an address is in use, but may be available soon. If a daemon was
+    /// killed, the kernel only releases these when its I/O has completed, which is after the
+    /// process has exited.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         match self {
@@ -293,18 +293,18 @@ impl ServerError {
     }
 }
 
-/// Interval of attempts to have what is in use.
+/// Retry interval for resources in use.
 const IN_USE_RETRY: Duration = Duration::from_millis(20);
 
-/// Attempts for which all else waits for the name for shared memory, which a process that was killed
-/// has for a moment. Any local user can take it for longer, and the server tries it again every few
+/// Number of attempts before we start without the shared memory name. A killed process only keeps
+/// it for a moment, but any local user can keep it for longer. The server will then retry every few
 /// seconds.
 const OPTIONAL_ATTEMPTS: u32 = 10;
 
-/// Repeats an attempt that fails because something is in use, for `patience` at most.
+/// Retries an operation that fails because a resource is in use, for at most `patience`.
 ///
 /// # Errors
-/// Those of the last attempt.
+/// Returns the error from the last attempt.
 pub(crate) fn while_in_use<T>(
     patience: Duration,
     mut attempt: impl FnMut() -> Result<T, ServerError>,
@@ -325,51 +325,50 @@ pub(crate) fn while_in_use<T>(
     }
 }
 
-/// Keepers of things beyond the end of the process, each of them if there is one.
+/// Interfaces to store state that must survive a restart. All of them are optional.
 #[derive(Clone, Debug, Default)]
 pub struct Keepers {
-    /// Reservations that persist through power loss.
+    /// Stores persistent reservations.
     pub reservations: Option<Arc<dyn ReservationKeeper>>,
-    /// The numbers of ports.
+    /// Stores port numbers.
     pub ports: Option<Arc<dyn PortKeeper>>,
-    /// Keeper of failures of flushes.
+    /// Stores flush failures.
     pub flushes: Option<Arc<dyn FlushKeeper>>,
-    /// The names of logical units.
+    /// Stores unit names.
     pub identities: Option<Arc<dyn IdentityKeeper>>,
-    /// Keeper of the list of blocked initiators.
+    /// Stores the list of blocked initiators.
     pub blocklist: Option<Arc<dyn BlockKeeper>>,
 }
 
-/// A server with its workers; dropping it cuts all connections.
+/// A server with its workers. On drop, all connections are closed immediately.
 #[derive(Debug)]
 pub struct Server {
     config: Config,
-    /// Entries of each worker's ring, as the number of sessions at the start wanted it.
+    /// Ring size of each worker, based on the maximum number of sessions at startup.
     ring: u32,
     builder: build::Builder,
     observation: Observation,
     shared: Arc<Shared>,
-    /// The network, if it is not the host's.
+    /// The simulated network, if any.
     network: Option<Arc<dyn SimulatedNetwork>>,
     senders: Vec<MailSender<Mail>>,
     threads: Vec<Option<JoinHandle<()>>>,
     reports: Receiver<Report>,
-    /// Workers that have ended by themselves.
+    /// Number of workers that have exited.
     gone: usize,
-    /// Number of flushes that the server has requested.
+    /// Number of flushes requested by the server.
     flushes: u64,
-    /// Error of the first of them.
+    /// Error of the first worker that has exited.
     failed: Option<ServerError>,
     /// Notified when a worker fails.
     failure: Arc<Notify>,
 }
 
-/// Opens backends and makes units and targets, without devices and workers: for programs that bring
-/// their own, such as simulations. Reservations persist through power loss as far as `keeper` keeps
-/// them.
+/// Opens backends and creates units and targets, without devices and workers. For programs with
+/// their own workers, such as simulations. Persistent reservations are stored by `keeper`.
 ///
 /// # Errors
-/// [`ServerError`].
+/// Returns a [`ServerError`].
 pub fn build_shared(
     config: &Config,
     keeper: Option<Arc<dyn ReservationKeeper>>,
@@ -381,11 +380,11 @@ pub fn build_shared(
     build_shared_on(config, keepers, OpenedStores::default())
 }
 
-/// As [`build_shared`], with backends that are open already, such as those on disks in memory
-/// ([`Store::on_disk`]). All others are opened.
+/// Same as [`build_shared`], but some backends are already open, for example on simulated disks
+/// ([`Store::on_disk`]). All other backends are opened.
 ///
 /// # Errors
-/// [`ServerError`].
+/// Returns a [`ServerError`].
 pub fn build_shared_on(
     config: &Config,
     keepers: Keepers,
@@ -398,17 +397,16 @@ pub fn build_shared_on(
     Ok(shared(catalog, Arc::default()))
 }
 
-/// Files that a start has created or extended. Unless they are kept, that is undone when this is
-/// dropped.
+/// Files that were created or extended on startup. This is undone on drop, unless they are kept.
 #[derive(Debug)]
 struct FirstFiles {
-    /// The builder as it was before the files were opened.
+    /// The builder before the files were opened.
     before: build::Builder,
     stores: Vec<Arc<Store>>,
 }
 
 impl FirstFiles {
-    /// They may be written to from now on.
+    /// Keeps the files, because they can be written to now.
     fn keep(mut self) {
         self.stores.drain(..).for_each(|store| store.keep());
     }
@@ -416,7 +414,7 @@ impl FirstFiles {
 
 impl Drop for FirstFiles {
     fn drop(&mut self) {
-        // As after a start that goes on.
+        // The files were kept, or no files were opened.
         if self.stores.is_empty() {
             return;
         }
@@ -425,7 +423,7 @@ impl Drop for FirstFiles {
     }
 }
 
-/// Opens backends, and makes units and targets of them.
+/// Opens backends, and creates units and targets.
 fn first_catalog(
     builder: &mut build::Builder,
     config: &Config,
@@ -440,11 +438,12 @@ fn first_catalog(
     let missing = opened.missing();
     let built = builder.catalog(config, &mut opened);
     let stores = builder.stores_beyond(&before).cloned().collect();
-    // Before any error is returned: dropping it takes back what was done to files for a start that
+    // Create this before returning any error, so that changes to files are undone if the start
     // fails.
     let files = FirstFiles { before, stores };
     let saved = built.and_then(|catalog| {
-        // Before initiators can meet the numbers: a crash must not give another port the same one.
+        // Store the numbers before they are visible to initiators. This ensures that after a crash,
+        // they are not assigned to other ports.
         builder.save_ports(builder.ports())?;
         builder.save_identities(None)?;
         Ok(catalog)
@@ -462,10 +461,10 @@ fn shared(catalog: Catalog, device_slots: Arc<DeviceSlots>) -> Shared {
     }
 }
 
-/// Mailboxes of all workers, which each of them gets once all exist.
+/// Mailboxes of all workers, which are sent to each worker when all of them exist.
 type Setup = Vec<MailSender<Mail>>;
 
-/// Sends each worker a question, with where to answer it.
+/// Sends a request to each worker, with a channel for the reply.
 fn ask<T>(senders: &[MailSender<Mail>], mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
     let ask = |sender: &MailSender<Mail>| {
         let (tx, rx) = channel();
@@ -476,19 +475,19 @@ fn ask<T>(senders: &[MailSender<Mail>], mail: impl Fn(Sender<T>) -> Mail) -> Vec
 }
 
 impl Server {
-    /// Starts everything that a configuration describes, and returns when it listens.
+    /// Starts a server, and returns when it is listening.
     ///
     /// # Errors
-    /// [`ServerError`]; nothing runs then.
+    /// Returns a [`ServerError`]. The server is stopped in this case.
     pub fn start(config: &Config) -> Result<Self, ServerError> {
         Self::start_after(config, &ServerState::default(), Keepers::default())
     }
 
-    /// As [`Server::start`], in the place of a server that has left something, and with what is
-    /// kept beyond the end of the process.
+    /// Same as [`Server::start`], but with state from a previous server, and with storage for state
+    /// that must survive a restart.
     ///
     /// # Errors
-    /// [`ServerError`]; nothing runs then, and it may be tried again.
+    /// Returns a [`ServerError`]. The server is stopped in this case, and the start can be retried.
     pub fn start_after(
         config: &Config,
         server_state: &ServerState,
@@ -497,13 +496,14 @@ impl Server {
         Self::start_patiently(config, server_state, keepers, Duration::ZERO)
     }
 
-    /// As [`Server::start_after`], and waits for addresses that are in use, such as those of a
-    /// daemon which is ending. Backends stay open meanwhile: opening one may change its file, or
-    /// take long. What is in use for longer than `patience` is a problem, and the rest is served,
-    /// unless nothing would be left: then another daemon serves this configuration.
+    /// Same as [`Server::start_after`], but waits for addresses in use, which may belong to a
+    /// daemon that is still exiting. Backends are kept open, because opening them may change files
+    /// or take a long time. If an address is still in use after `patience`, it is reported as a
+    /// problem and the server starts without it. If all addresses are in use, another daemon is
+    /// serving this configuration, and this is an error.
     ///
     /// # Errors
-    /// As [`Server::start_after`].
+    /// Same as [`Server::start_after`].
     pub fn start_patiently(
         config: &Config,
         server_state: &ServerState,
@@ -515,7 +515,7 @@ impl Server {
         let (mut catalog, files) =
             first_catalog(&mut builder, config, server_state, OpenedStores::default())?;
         let device_slots = Arc::new(DeviceSlots::default());
-        // What is in use may be that of a daemon which is ending, and is waited for.
+        // The resource may be used by a daemon that is still exiting, so we wait for it.
         let is_waited_for = Cell::new(true);
         let attempts = Cell::new(0);
         let tolerates = |subject: &Subject, error: &ServerError| {
@@ -537,7 +537,8 @@ impl Server {
             acquire::acquire(&wanted, &device_slots)
         };
         let mut acquired = match while_in_use(patience, attempt) {
-            // An address that is in use for longer is not a predecessor's. The rest is served.
+            // If the address is still in use, it does not belong to the previous process. Start
+            // without it.
             Err(error) if error.is_in_use() && !patience.is_zero() => {
                 is_waited_for.set(false);
                 let mut acquired = acquire::acquire(&wanted, &device_slots)?;
@@ -548,21 +549,21 @@ impl Server {
             }
             end => end?,
         };
-        // Only the start may do without: a change later is refused for what it cannot have.
+        // Only a start can skip missing resources. A later change will be rejected.
         builder.set_lenient(false);
         let mut problems = builder.problems().clone();
         problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);
         problems.log_since(&Problems::default());
         builder.set_problems(problems);
-        // Discovery must not name portals at which no worker listens.
+        // Discovery must not return portals without a listening worker.
         catalog.remove_portals(builder.problems().portals());
         let shared = Arc::new(shared(catalog, device_slots));
         let parts = acquired.keep();
-        // Initiators may write to them as soon as workers run.
+        // As soon as workers are running, initiators can write to the files.
         files.keep();
         let (mut server, reports_tx) = Self::without_workers(config, builder, shared);
         let started = server.start_workers(config, parts, &reports_tx);
-        // Or a wait for reports would not end once all workers have.
+        // Otherwise, waiting for reports would continue after all workers have exited.
         drop(reports_tx);
         let started = started.and_then(|unserved| server.do_without(unserved));
         if let Err(error) = started {
@@ -597,11 +598,11 @@ impl Server {
         (server, sender)
     }
 
-    /// A server of a simulation, with backends that are open. The caller makes its workers, of the
-    /// parts that this returns, and drives them; and names them by [`Server::attach`].
+    /// Creates the server for a simulation, with open backends. The caller must create and run its
+    /// workers using the returned parts, and pass them to [`Server::attach`].
     ///
     /// # Errors
-    /// [`ServerError`].
+    /// Returns a [`ServerError`].
     pub fn simulated(
         config: &Config,
         server_state: &ServerState,
@@ -629,12 +630,12 @@ impl Server {
         Ok((server, parts, reports))
     }
 
-    /// Names the workers of a simulation, in their order.
+    /// Sets the workers of a simulation, in order.
     pub fn attach(&mut self, workers: Vec<MailSender<Mail>>) {
         self.senders = workers;
     }
 
-    /// Goes on without portals that workers cannot listen on, or fails.
+    /// Removes portals that workers cannot listen on, or fails in strict mode.
     fn do_without(&mut self, unserved: Vec<Unserved>) -> Result<(), ServerError> {
         if unserved.is_empty() {
             return Ok(());
@@ -686,9 +687,9 @@ impl Server {
                 .spawn(move || parts.run(&mail_tx, &setup_rx))
                 .map_err(ServerError::Thread)?;
             self.threads.push(Some(thread));
-            // A thread that cannot make its ring reports so and hangs up.
-            // One after another: a worker's mailbox exists only once its ring does, which its
-            // thread makes.
+            // If a thread cannot create its ring, it sends a report and closes the channel. We have
+            // to start threads one by one: the mailbox of a worker can only be created by its
+            // thread, after the ring.
             match mail_rx.recv() {
                 Ok(sender) => self.senders.push(sender),
                 Err(_) => return Err(self.wait_failure()),
@@ -696,11 +697,11 @@ impl Server {
             setups.push(setup_tx);
         }
         for setup in setups {
-            // As above: its report says so.
+            // Same as above, the error is in its report.
             let _ = setup.send(self.senders.clone());
         }
         let mut unserved = Vec::new();
-        // All have to start, since each has its share of the connections.
+        // All workers must start, because each of them handles some of the connections.
         for _ in 0..self.threads.len() {
             match self.reports.recv() {
                 Ok(Report::Started(_, without)) => unserved.extend(without),
@@ -711,7 +712,7 @@ impl Server {
         Ok(unserved)
     }
 
-    /// The report of a worker that has just ended.
+    /// Returns the report of a worker that has just exited.
     fn wait_failure(&self) -> ServerError {
         loop {
             match self.reports.recv_timeout(LAST_IO) {
@@ -722,8 +723,8 @@ impl Server {
         }
     }
 
-    /// Ends the workers, and waits for their threads, if need be only until a time: the kernel lets no
-    /// thread exit while block operations of its ring are in flight.
+    /// Stops the workers, and waits for their threads, optionally with a deadline: a thread cannot
+    /// exit while block operations in its ring are in flight.
     fn abandon(&mut self, until: Option<Instant>) {
         for sender in &self.senders {
             let _ = sender.send_blocking(Mail::Exit);
@@ -736,7 +737,7 @@ impl Server {
         }
     }
 
-    /// Addresses at which it listens: the RDMA CM ports and the TCP ports of all portals.
+    /// Returns the addresses and ports of all portals, for the RDMA CM and TCP.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let catalog = self.shared.registry.catalog();
@@ -746,26 +747,26 @@ impl Server {
         catalog.rdma_portals().chain(iscsi).collect()
     }
 
-    /// Sets or clears the reason why metrics cannot be where the configuration wants them; it is
-    /// named with what is not served.
+    /// Sets or clears the problem for the metrics address, which is then included in the problems
+    /// of the server.
     pub fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
         self.builder.set_metrics_problem(problem);
     }
 
-    /// Sets or clears the reason why the admin API cannot be where the configuration wants it; it
-    /// is named with what is not served.
+    /// Sets or clears the problem for the admin socket, which is then included in the problems of
+    /// the server.
     pub fn set_admin_problem(&mut self, problem: Option<(&Path, &ServerError)>) {
         self.builder.set_admin_problem(problem);
     }
 
-    /// Takes over what the control plane could not have before, in another server of this process.
+    /// Copies the control plane problems of another server in this process.
     pub fn keep_control_problems(&mut self, before: &Problems) {
         self.builder.keep_control_problems(before);
     }
 
-    /// Looks which addresses the host has now, and for names of units that could not be read.
-    /// Whether it is time for [`Server::retry`]: something could not be served, a device is gone,
-    /// or portals with a wildcard are to be at other addresses.
+    /// Lists the current addresses of the host, and tries to read unit names again if necessary.
+    /// Returns whether to call [`Server::retry`]: if there are problems, if a device was removed,
+    /// or if the addresses of wildcard portals have changed.
     pub fn look(&mut self) -> bool {
         self.observe();
         let builder = &mut self.builder;
@@ -775,7 +776,7 @@ impl Server {
             || builder.has_gone()
     }
 
-    /// Looks for faults that have appeared since the last look.
+    /// Detects new faults.
     fn observe(&mut self) {
         let has_network = self.network.is_none();
         let senders = &self.senders;
@@ -785,7 +786,7 @@ impl Server {
             });
     }
 
-    /// Backends and portals that should be served and are not, and backends that need an operator.
+    /// Returns missing backends and portals, and backends that require action by an administrator.
     #[must_use]
     pub fn problems(&self) -> Problems {
         let mut all = self.builder.problems().clone();
@@ -799,47 +800,49 @@ impl Server {
         all
     }
 
-    /// Everything for which an open backend needs an operator, the most serious first.
+    /// Returns all reasons why an open backend requires action, the most serious first.
     #[must_use]
     pub fn causes(&self, backend: &str, store: &Store) -> Vec<Failing> {
         let wanted = wanted_size(&self.config, backend);
         let mut causes = store.problems(wanted, Instant::now(), SystemTime::now());
-        // A device that is gone comes first, because it is opened again.
+        // If the device was removed, this comes first, because it will be opened again.
         let first = causes.iter().take_while(|cause| cause.is_gone()).count();
         let hanging = self.observation.hanging(backend, store);
         causes.splice(first..first, hanging);
         causes
     }
 
-    /// The units that are served, by the names of their backends.
+    /// Returns the current units by backend name.
     pub fn units(&self) -> impl Iterator<Item = (&str, &Arc<Unit>)> {
         let units = self.builder.units().iter();
         units.map(|(name, unit)| (name.as_str(), unit))
     }
 
-    /// The backends that are open, by name.
+    /// Returns the open backends by name.
     pub fn backends(&self) -> impl Iterator<Item = (&str, &Arc<Store>)> {
         self.builder
             .open()
             .map(|(name, store)| (name.as_str(), store))
     }
 
-    /// The unit on a backend that is served.
+    /// Returns the unit for a backend.
     #[must_use]
     pub fn unit_on(&self, backend: &str) -> Option<&Arc<Unit>> {
         self.builder.units().get(backend)
     }
 
-    /// Measures the room of all backends and inspects their media, from any thread, and notifies
-    /// initiators of thresholds. A file system that does not respond delays this once, for some
-    /// seconds. `false` when the server is gone.
+    /// Returns a function that measures the space and checks the media of all backends, and
+    /// notifies initiators if a threshold is reached. It can be called from any thread, and returns
+    /// `false` if the server has been stopped. A file system that does not respond delays this only
+    /// once, for a few seconds.
     pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
         let shared = Arc::downgrade(&self.shared);
         move || {
             let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
                 return false;
             };
-            // One that hangs must keep open nothing but itself.
+            // Don't keep a reference to the catalog: if a backend hangs, only this backend should
+            // remain open.
             let stores = catalog.stores.iter().enumerate();
             let stores =
                 stores.filter_map(|(place, store)| Some((place, Arc::downgrade(store.as_ref()?))));
@@ -866,7 +869,7 @@ impl Server {
         }
     }
 
-    /// The present capacity of a backend that is served, in bytes.
+    /// Returns the current capacity of a backend in bytes.
     #[must_use]
     pub fn capacity_of(&self, backend: &str) -> Option<u64> {
         let place = self.builder.place_of(backend)?;
@@ -874,32 +877,32 @@ impl Server {
         Some(catalog.stores.get(place)?.as_ref()?.capacity())
     }
 
-    /// Sessions and what they are served.
+    /// Returns the sessions and the current catalog.
     #[must_use]
     pub fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
 
-    /// Notified when a worker fails: time to shut down.
+    /// Returns an object that is notified when a worker fails. The server should then be shut down.
     #[must_use]
     pub fn failure(&self) -> Arc<Notify> {
         Arc::clone(&self.failure)
     }
 
-    /// Workers that there should be.
+    /// Returns the configured number of workers.
     #[must_use]
     pub fn workers(&self) -> usize {
         self.senders.len()
     }
 
-    /// I_T nexuses at present.
+    /// Returns the current number of I_T nexuses.
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.shared.registry.sessions()
     }
 
-    /// Counters of each worker, and its sessions. Workers that do not answer within a second are
-    /// left out.
+    /// Returns the counters and sessions of each worker. Workers that don't reply within a second
+    /// are omitted.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Snapshot> {
         let until = Instant::now() + Duration::from_secs(1);
@@ -912,8 +915,9 @@ impl Server {
             .collect()
     }
 
-    /// Asks every worker to answer when it gets round to it, from any thread. A worker whose
-    /// mailbox is full is not asked, and its receiver has no sender.
+    /// Returns a function that requests a reply from each worker. It can be called from any thread.
+    /// If the mailbox of a worker is full, the request is dropped, and the receiver is
+    /// disconnected.
     pub fn pinger(&self) -> impl Fn() -> Vec<Receiver<()>> + Send + use<> {
         let senders = self.senders.clone();
         move || ask(&senders, Mail::Ping)
@@ -923,11 +927,12 @@ impl Server {
         ask(&self.senders, mail)
     }
 
-    /// Measures all backends again and inspects their media; initiators are notified of units whose
-    /// capacity changed.
+    /// Measures all backends again and checks their media. Initiators are notified if the capacity
+    /// of a unit has changed.
     ///
     /// # Errors
-    /// The first backend that cannot be measured; the others are measured all the same.
+    /// Returns the error for the first backend that could not be measured. All other backends are
+    /// still measured.
     pub fn rescan(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         let catalog = self.shared.registry.catalog();
@@ -937,7 +942,7 @@ impl Server {
             .open()
             .filter_map(|(name, store)| Some((name, self.builder.place_of(name)?, store)))
             .collect();
-        // All looks begin before the first is waited for: media that hang share one deadline.
+        // Start all operations before waiting, so that hanging media share a deadline.
         let measured: Vec<_> = stores
             .iter()
             .map(|(.., store)| store.look_measure())
@@ -972,14 +977,14 @@ impl Server {
         result
     }
 
-    /// Returns the initiators that may not log in.
+    /// Returns the list of blocked initiators.
     #[must_use]
     pub fn blocklist(&self) -> &Blocklist {
         self.builder.blocklist()
     }
 
-    /// Lets flushes succeed again on the backends of units with this serial number, or of all,
-    /// after an administrator has dealt with what was lost. How many backends that were.
+    /// Clears recorded flush failures for units with this serial number, or for all units, after an
+    /// administrator has handled the lost data. Returns the number of backends.
     #[must_use]
     pub fn clear_flush_failure(&self, serial: Option<&str>) -> usize {
         let catalog = self.shared.registry.catalog();
@@ -993,7 +998,7 @@ impl Server {
             .count()
     }
 
-    /// Gives a backend's units their new size; whether all of them took it.
+    /// Updates the capacity of a backend's units. Returns whether all of them have accepted it.
     fn on_resized(&self, catalog: &Catalog, store: usize, bytes: u64) -> bool {
         let mut is_taken = true;
         let mut told = Vec::new();
@@ -1013,7 +1018,7 @@ impl Server {
                     unit: unit.index,
                     attention: Attention::CapacityChanged,
                 };
-                // A worker with a full mailbox has other worries; its initiators still meet the
+                // If the mailbox is full, the worker is overloaded. Its initiators will still get a
                 // unit attention.
                 let _ = sender.send(mail);
             }
@@ -1021,7 +1026,7 @@ impl Server {
         is_taken
     }
 
-    /// Remembers workers that have ended by themselves.
+    /// Records workers that have exited.
     fn note(&mut self, report: &Report) {
         if let Report::Ended(index, message) = report {
             self.gone += 1;
@@ -1029,7 +1034,7 @@ impl Server {
         }
     }
 
-    /// Takes the reports that have come meanwhile.
+    /// Handles pending reports.
     fn poll_reports(&mut self) {
         while let Ok(report) = self.reports.try_recv() {
             self.note(&report);
@@ -1038,13 +1043,13 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// A server that is merely dropped ends without ceremony: connections are cut.
+    /// If a server is just dropped, all connections are closed without a logout.
     fn drop(&mut self) {
         self.abandon(None);
     }
 }
 
-/// Waits for the end of a thread until then; returns whether it has ended.
+/// Waits until a thread has exited, with a deadline. Returns whether it has.
 fn ends_in_time(thread: &JoinHandle<()>, until: Instant) -> bool {
     while !thread.is_finished() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(10));
@@ -1059,12 +1064,12 @@ fn ended(index: u16, message: Option<String>) -> ServerError {
     }
 }
 
-/// Parts that a worker's thread begins with.
+/// Parameters for the thread of a worker.
 struct ThreadParts {
     index: u16,
     cpu: Option<usize>,
     pool: usize,
-    /// Entries of its ring, which must have room for all sessions.
+    /// Ring size, which must be large enough for all sessions.
     ring: u32,
     shared: Arc<Shared>,
     part: acquire::Part,
@@ -1086,7 +1091,7 @@ impl ThreadParts {
         let failed = message.is_some();
         let _ = reports.send(Report::Ended(index, message));
         if failed {
-            // Woken up after its report is sent, so that the control plane finds the reason.
+            // Do this after sending the report, so that the control plane finds the reason.
             failure.notify_one();
         }
     }
@@ -1107,7 +1112,7 @@ impl ThreadParts {
         let Ok(senders) = setup.recv() else {
             return Ok(());
         };
-        // The first devices have the first slots.
+        // Initial devices use the first slots.
         let devices = self.part.devices.into_iter();
         let (mut worker, unserved) = Worker::new(WorkerConfig {
             index: self.index,
@@ -1128,9 +1133,9 @@ impl ThreadParts {
     }
 }
 
-/// Ties the calling thread to a processor.
+/// Pins the calling thread to a CPU.
 fn pin(cpu: usize) -> io::Result<()> {
-    // `CpuSet::set` panics beyond its size.
+    // `CpuSet::set` would panic if this is too large.
     if cpu >= CpuSet::MAX_CPU {
         return Err(io::ErrorKind::InvalidInput.into());
     }
@@ -1139,7 +1144,7 @@ fn pin(cpu: usize) -> io::Result<()> {
     Ok(sched_setaffinity(None, &set)?)
 }
 
-/// Logs another size of a backend. Data behind the new end are lost.
+/// Logs the new size of a backend. If it is smaller, the data after the new end is lost.
 fn log_resized(backend: &str, Resized { from, to }: Resized) {
     if to < from {
         tracing::error!(backend, from, to, "backend has become smaller");
@@ -1148,8 +1153,8 @@ fn log_resized(backend: &str, Resized { from, to }: Resized) {
     }
 }
 
-/// Reports the use of a backend's space to its units, and logs when it reaches their threshold or
-/// recedes.
+/// Reports the used space of a backend to its units. Logs when the threshold is reached, and when
+/// it no longer is.
 fn note_space(catalog: &Catalog, place: usize, store: &Store, space: Space) {
     let (used, all) = space.of(store.capacity());
     for unit in catalog.units_on(place) {

@@ -1,10 +1,10 @@
-//! Faults that appear while the server runs: media of backends that need an operator, and addresses
-//! of portals that leave the host.
+//! Detects faults while the server is running: media that require action by an administrator, and
+//! portal addresses that are removed from the host.
 //!
-//! A portal keeps its device or socket while its address is missing: both work again as soon as the
-//! address returns. Until then the portal is reported as if it could not be listened on at the start.
-//! Wildcard portals follow the addresses of the host: see [`addresses`](super::addresses). Of these,
-//! only the link of a portal that names an interface is watched.
+//! A portal keeps its device or socket while its address is missing. Both work again as soon as the
+//! address returns. Until then, the portal is reported as if we could not listen on it at startup.
+//! Wildcard portals follow the addresses of the host: see [`addresses`](super::addresses). For
+//! these, we only monitor the link if the portal is for an interface.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -20,28 +20,28 @@ use crate::backend::{Failing, Source, Store};
 use crate::config::Config;
 use crate::worker::mail::OldestRequest;
 
-/// Faults at the last look, and what finds them.
+/// Current faults, and the state required to detect them.
 #[derive(Debug, Default)]
 pub(super) struct Observation {
-    /// Watches of the addresses of portals; `None` for an address that cannot be watched.
+    /// Monitored portal addresses. `None` if an address cannot be monitored.
     watches: BTreeMap<IpAddr, Option<AddressWatch>>,
     hangs: HangWatch,
     problems: Problems,
 }
 
 impl Observation {
-    /// Returns the faults at the last look.
+    /// Returns the faults detected by the last update.
     pub(super) fn problems(&self) -> &Problems {
         &self.problems
     }
 
-    /// Returns the fault of a backend that hangs.
+    /// Returns the fault if a backend hangs.
     pub(super) fn hanging(&self, backend: &str, store: &Store) -> Option<Failing> {
         self.hangs.fault(backend, store)
     }
 
-    /// Updates the faults of the backends and portals of a configuration, and logs changes. `ask`
-    /// requests the oldest block operations of each worker.
+    /// Updates the faults of backends and portals, and logs changes. `ask` requests the oldest
+    /// block operations from each worker.
     pub(super) fn update(
         &mut self,
         config: &Config,
@@ -61,14 +61,14 @@ impl Observation {
         if has_network {
             self.add_lost_portals(&builder.named_portals(config), &mut found);
         }
-        // The builder has reported these with the error of opening them.
+        // For these, the builder has already reported the error when opening them.
         found.retain(|subject| !builder.problems().has(subject));
         found.keep_dates(&self.problems);
         found.log_since(&self.problems);
         self.problems = found;
     }
 
-    /// Adds the portals whose addresses cannot be reached.
+    /// Adds portals whose addresses are not reachable.
     fn add_lost_portals(&mut self, portals: &[(Subject, IpAddr)], found: &mut Problems) {
         let is_used = |addr: &IpAddr| portals.iter().any(|(_, at)| at == addr);
         self.watches.retain(|addr, _| is_used(addr));
@@ -85,15 +85,15 @@ impl Observation {
     }
 }
 
-/// Returns the faults of the medium of an open backend.
+/// Returns the faults for the medium of an open backend.
 fn medium_faults(config: &Config, name: &str, store: &Store) -> impl Iterator<Item = Failing> {
     let (now, date) = (Instant::now(), SystemTime::now());
     let all = store.problems(wanted_size(config, name), now, date);
-    // Failed operations are logged where they fail.
+    // Failed operations are already logged when they fail.
     all.into_iter().filter(|fault| fault.cause.is_of_medium())
 }
 
-/// Returns the size that a configuration gives the file of a backend, in bytes.
+/// Returns the configured file size of a backend, in bytes.
 pub(super) fn wanted_size(config: &Config, name: &str) -> Option<u64> {
     let mut backends = config.backends.iter();
     match backends.find(|backend| backend.name == name)?.spec.source {
@@ -111,7 +111,7 @@ fn open(addr: IpAddr) -> Option<AddressWatch> {
         .ok()
 }
 
-/// Returns the reason why initiators cannot reach a portal.
+/// Returns the reason why initiators cannot reach a portal, if any.
 const fn loss(subject: &Subject, state: AddressState) -> Option<&'static str> {
     match (state, subject) {
         (AddressState::Down, _) => Some("the link of its interface is down"),

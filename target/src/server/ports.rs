@@ -1,10 +1,11 @@
-//! RELATIVE TARGET PORT IDENTIFIERs, which are portal group tags for iSCSI: the numbers of a
-//! target's ports.
+//! RELATIVE TARGET PORT IDENTIFIERs, which are also the portal group tags for iSCSI: the numbers of
+//! a target's ports.
 //!
-//! Initiators identify ports by them, so a port keeps its number while it is configured:
-//! independent of its place in the file, and over restarts, for which a [`PortKeeper`] saves the
-//! numbers. That of the iSCSI portal group is a part of the port's name (RFC 7143 4.4.2), to which
-//! persistent reservations are tied: it stays for the day on which the target is configured again.
+//! Initiators use these to identify ports, so a port keeps its number while it is configured. The
+//! number does not depend on the position in the file, and is stored by a [`PortKeeper`] so that it
+//! survives a restart. The number of the iSCSI portal group is part of the port name (RFC 7143
+//! 4.4.2), which is used by persistent reservations, so we keep it in case a removed target is
+//! added again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -18,21 +19,21 @@ use crate::config::{Listen, Portal, Target};
 /// A port of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Port {
-    /// A portal of SRP.
+    /// An SRP portal.
     Srp(SocketAddr),
-    /// A portal of SRP with a wildcard: one port at all of its addresses.
+    /// An SRP portal with a wildcard, which is the same port for all of its addresses.
     SrpWildcard(Listen),
-    /// All portals of iSCSI and iSER, whose portal group has the port's number.
+    /// All iSCSI and iSER portals. The number is used for their portal group.
     Iscsi,
 }
 
-/// The numbers of a target's ports.
+/// Port numbers of a target.
 pub type PortIds = BTreeMap<Port, u16>;
 
-/// The numbers of ports, by the names of targets.
+/// Port numbers by target name.
 pub type AllPortIds = BTreeMap<String, PortIds>;
 
-/// A port and its number, written down.
+/// A serialized port with its number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrittenPort {
     target: String,
@@ -40,22 +41,22 @@ pub struct WrittenPort {
     id: u16,
 }
 
-/// Keeps the numbers of ports over restarts.
+/// Stores port numbers so that they survive a restart.
 pub trait PortKeeper: Debug + Send + Sync {
-    /// The numbers that were saved last.
+    /// Loads the stored numbers.
     ///
     /// # Errors
-    /// They cannot be read, or are damaged.
+    /// If they cannot be read or are invalid.
     fn load(&self) -> io::Result<Vec<WrittenPort>>;
 
-    /// Saves numbers in the place of those before, durably.
+    /// Stores numbers persistently, replacing the old numbers.
     ///
     /// # Errors
-    /// They cannot be saved; the earlier ones are still saved.
+    /// If they cannot be written. The old numbers are kept in this case.
     fn save(&self, ports: &[WrittenPort]) -> io::Result<()>;
 }
 
-/// Returns numbers in the form in which they are saved.
+/// Converts numbers to their stored format.
 #[must_use]
 pub fn write(all: &AllPortIds) -> Vec<WrittenPort> {
     let written = |(target, ids): (&String, &PortIds)| {
@@ -70,7 +71,7 @@ pub fn write(all: &AllPortIds) -> Vec<WrittenPort> {
     all.iter().flat_map(written).collect()
 }
 
-/// The numbers that were written down.
+/// Converts numbers from their stored format.
 #[must_use]
 pub fn read(written: Vec<WrittenPort>) -> AllPortIds {
     let mut all = AllPortIds::new();
@@ -80,8 +81,9 @@ pub fn read(written: Vec<WrittenPort>) -> AllPortIds {
     all
 }
 
-/// The numbers to save while a change is made: whether it was made or not, a restart finds the
-/// numbers that it needs. Two ports may have one number there, of which no configuration has both.
+/// Returns the numbers to store while a change is in progress. After a restart, they are valid
+/// whether or not the change was applied. Two ports may have the same number, but only if they are
+/// never configured at the same time.
 pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
     let mut all = old.clone();
     for (target, ids) in new {
@@ -90,7 +92,7 @@ pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
     all
 }
 
-/// Whether all of these numbers are kept, perhaps with others.
+/// Returns whether all of these numbers are stored.
 pub(super) fn has_all(kept: &AllPortIds, all: &AllPortIds) -> bool {
     let is_kept = |(target, ids): (&String, &PortIds)| {
         let kept = kept.get(target);
@@ -100,15 +102,15 @@ pub(super) fn has_all(kept: &AllPortIds, all: &AllPortIds) -> bool {
     all.iter().all(is_kept)
 }
 
-/// Targets that are not configured, of which a number is kept at most: what is saved is bounded.
+/// Maximum number of removed targets with stored numbers, to bound the size of the stored data.
 const MOST_GONE: usize = 4096;
 
-/// Gives every port of a target a number: the one that it had, else its place in the file where
-/// that is free. Those that are not configured any longer lose theirs, but for iSCSI's.
+/// Assigns a number to each port of a target: its previous number, or else its position in the file
+/// if that number is free. Removed ports lose their numbers, except for iSCSI.
 pub(super) fn number(known: &mut PortIds, target: &Target) {
     let ports = || target.portals.iter().map(port_of);
     let mut taken = BTreeSet::new();
-    // First those in names, should two ports have the number of one.
+    // If two ports have the same number, the number in a port name has priority.
     taken.extend(
         known
             .iter()
@@ -129,7 +131,7 @@ pub(super) fn number(known: &mut PortIds, target: &Target) {
     }
 }
 
-/// Forgets targets that are not configured any longer, but for the numbers that are in names.
+/// Drops removed targets, except for numbers in port names.
 pub(super) fn forget_others(known: &mut AllPortIds, is_configured: impl Fn(&str) -> bool) {
     known.retain(|name, ids| {
         let is_there = is_configured(name);
@@ -141,12 +143,12 @@ pub(super) fn forget_others(known: &mut AllPortIds, is_configured: impl Fn(&str)
     known.retain(|name, _| gone.binary_search(name).is_err());
 }
 
-/// Whether the number of a port is a part of its name.
+/// Returns whether the number of a port is part of its name.
 fn is_in_names(port: &Port) -> bool {
     *port == Port::Iscsi
 }
 
-/// The port that a portal belongs to.
+/// Returns the port of a portal.
 pub(super) fn port_of(portal: &Portal) -> Port {
     if portal.protocol.is_iscsi() {
         return Port::Iscsi;
@@ -177,7 +179,7 @@ mod tests {
         config.targets[0].clone()
     }
 
-    /// The numbers that these portals get, in this order, after others.
+    /// Returns the numbers for these portals in order, using known numbers.
     fn numbers(known: &PortIds, portals: &[u8]) -> (PortIds, Vec<u16>) {
         let (mut known, target) = (known.clone(), target(portals));
         number(&mut known, &target);
@@ -240,13 +242,13 @@ mod tests {
         let saved = read(write(&during(&with(old), &with(new))));
         assert_eq!(numbers(&saved["t"], &[3, 2]).1, [2, 1]);
         assert_eq!(numbers(&saved["t"], &[3, 4]).1, [2, 1]);
-        // Both come back: one of them has the number.
+        // If both are added again, only one of them gets its number.
         let (_, mut both) = numbers(&saved["t"], &[2, 3, 4]);
         both.sort_unstable();
         assert_eq!(both, [1, 2, 3]);
     }
 
-    /// Keeps numbers in memory, as long as it has room.
+    /// Stores numbers in memory, unless it is full.
     #[derive(Debug, Default)]
     struct Kept {
         ports: std::sync::Mutex<Vec<WrittenPort>>,
@@ -267,8 +269,7 @@ mod tests {
         }
     }
 
-    /// The numbers of a target's SRP ports, by their hosts, in a process that begins with what is
-    /// kept.
+    /// Starts a builder with the stored numbers, and returns the numbers of SRP ports by host.
     fn start(keeper: &std::sync::Arc<Kept>, portals: &str) -> Vec<(u8, u16)> {
         try_to_start(keeper, portals).unwrap()
     }

@@ -1,17 +1,18 @@
-//! Problems of what should be served and is not: backends that cannot be opened, portals whose
-//! address cannot be listened on, and what the control plane cannot have.
+//! Configured resources that are not available: backends that cannot be opened, portals we cannot
+//! listen on, and resources for the control plane.
 //!
-//! # Degraded, not dead
-//! At the start, a backend or portal that cannot be had is a problem, and the rest is served,
-//! unless the configuration says `strict: true`. Logical units of such a backend answer NOT READY,
-//! MANUAL INTERVENTION REQUIRED; such a portal is not advertised.
-//! [`Server::retry`](super::Server::retry) tries again, and each change of the configuration does.
-//! Addresses and files that are in use are waited for first, since a daemon that is ending has
-//! them for a while. Where no portal at all can be listened on since another program has them, the
-//! start fails: that is a second daemon. Shared memory beside portals is optional: a problem like the
-//! others, but the daemon is ready without it, and `strict: true` does not insist on it.
+//! # Degraded operation
+//! If a backend or a portal is not available at startup, this is reported as a problem, and
+//! everything else is started, unless the configuration contains `strict: true`. Units of missing
+//! backends report NOT READY, MANUAL INTERVENTION REQUIRED. Missing portals are not advertised.
+//! [`Server::retry`](super::Server::retry) tries again, and so does any configuration change. If an
+//! address or file is in use, we wait first, because it may belong to a daemon that is still
+//! exiting. If none of the portals are available because another program uses them, the start
+//! fails, because that would be a second daemon. Shared memory for portals is optional: if it is
+//! missing, this is a problem like any other, but the daemon is ready without it, and it is not
+//! required by `strict: true`.
 //!
-//! A change is made whole or not at all: only problems that there were before may remain.
+//! A change is atomic: it is only applied if all problems existed before.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,32 +25,32 @@ use crate::backend::{Cause, Failing};
 use crate::config::{Listen, Protocol};
 use crate::worker::portals::Unserved;
 
-/// Target of the lines about problems in the log.
+/// Log target for messages about problems.
 pub const TARGET: &str = "riserd::problems";
 
-/// Something that is not served.
+/// A resource that may be missing.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
-    /// A backend, by its name.
+    /// A backend, by name.
     Backend(String),
-    /// A portal on an RDMA device.
+    /// An RDMA portal.
     RdmaPortal(SocketAddr),
-    /// A portal on TCP.
+    /// A TCP portal.
     TcpPortal(SocketAddr),
-    /// Memory shared with initiators on this host, beside the RDMA portals of an address.
+    /// Memory shared with initiators on this host, in addition to the RDMA portals of an address.
     SharedMemory(IpAddr),
-    /// A portal with a wildcard, of a protocol.
+    /// A portal with a wildcard, and its protocol.
     Wildcard(Listen, Protocol),
-    /// The address of metrics and the status page.
+    /// The address for metrics and the status page.
     Metrics(SocketAddr),
-    /// The socket of the admin API.
+    /// The admin socket.
     Admin(PathBuf),
-    /// The names of logical units in the state directory.
+    /// Unit names in the state directory.
     Identities,
 }
 
 impl Subject {
-    /// A portal at an address.
+    /// Returns the subject for a portal.
     #[must_use]
     pub const fn portal(protocol: Protocol, at: SocketAddr) -> Self {
         match protocol {
@@ -58,14 +59,14 @@ impl Subject {
         }
     }
 
-    /// Returns true for what is offered beside the portals. A daemon is ready without it, and
-    /// starts without it even if it is to be strict: any local user can keep it from being had.
+    /// Returns true if the daemon is ready without this, and can start without it even in strict
+    /// mode, because any local user could prevent it.
     #[must_use]
     pub const fn is_optional(&self) -> bool {
         matches!(self, Self::SharedMemory(_))
     }
 
-    /// `backend`, `portal`, `shared memory`, `metrics`, `admin` or `state`.
+    /// Returns `backend`, `portal`, `shared memory`, `metrics`, `admin` or `state`.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -78,7 +79,7 @@ impl Subject {
         }
     }
 
-    /// The backend's name, the address, the path, or the name of the file.
+    /// Returns the backend name, address, path or file name.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -94,14 +95,15 @@ impl Subject {
     }
 }
 
-/// A reason why something is not served, and its time.
+/// Why a resource is missing, and since when.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// Reason for it, for people.
+    /// Human-readable reason.
     pub why: String,
-    /// Time since which it is not served.
+    /// When the problem was detected.
     pub since: SystemTime,
-    /// Cause for which a backend that is open needs an operator, such as a file system that is full.
+    /// If an open backend requires action by an administrator, the reason, such as a full file
+    /// system.
     pub cause: Option<Cause>,
 }
 
@@ -112,7 +114,7 @@ impl Problem {
         self.cause.is_some_and(Cause::is_served)
     }
 
-    /// State of its subject, as text for people.
+    /// Returns a human-readable state.
     #[must_use]
     pub fn state(&self) -> &'static str {
         self.cause.map_or("NOT SERVED", Cause::state)
@@ -124,13 +126,13 @@ impl Problem {
 pub struct Problems(BTreeMap<Subject, Problem>);
 
 impl Problems {
-    /// Returns true if there are none.
+    /// Returns true if there are no problems.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns true if there is one that may end by trying again: a wildcard waits for other
+    /// Returns true if any problem could be solved by a retry. Wildcards have to wait for other
     /// addresses.
     #[must_use]
     pub fn can_be_tried(&self) -> bool {
@@ -143,27 +145,27 @@ impl Problems {
         self.0.iter()
     }
 
-    /// Those because of which something is not served at all: without backends that fail some
-    /// commands.
+    /// Returns the problems where a resource is not available, omitting backends that only fail
+    /// some commands.
     pub fn not_served(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
         self.iter().filter(|(_, problem)| !problem.is_failing())
     }
 
-    /// Those because of which the daemon is not ready: see [`Cause::is_ready`].
+    /// Returns the problems that prevent the daemon from being ready: see [`Cause::is_ready`].
     pub fn unready(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
         let is_ready = |problem: &Problem| problem.cause.is_some_and(Cause::is_ready);
         self.iter()
             .filter(move |(subject, problem)| !subject.is_optional() && !is_ready(problem))
     }
 
-    /// Returns true if something is not served.
+    /// Returns true if there is a problem for this subject.
     #[must_use]
     pub fn has(&self, subject: &Subject) -> bool {
         self.0.contains_key(subject)
     }
 
-    /// Returns true if a portal of a protocol (`srp`, `iser` or `iscsi`) at an address is not
-    /// listened on.
+    /// Returns true if a portal with this protocol (`srp`, `iser` or `iscsi`) and address is
+    /// missing.
     #[must_use]
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {
@@ -178,18 +180,18 @@ impl Problems {
         })
     }
 
-    /// Returns a predicate that holds for the portals that are not listened on.
+    /// Returns a predicate for missing portals.
     pub(super) fn portals(&self) -> impl Fn(Protocol, SocketAddr) -> bool + '_ {
         |protocol, at| self.has(&Subject::portal(protocol, at))
     }
 
-    /// The reason why something is not served, if it is not.
+    /// Returns the problem for a subject, if any.
     #[must_use]
     pub fn of(&self, subject: &Subject) -> Option<&Problem> {
         self.0.get(subject)
     }
 
-    /// Something cannot be had, or still cannot.
+    /// Adds or updates a problem.
     pub(super) fn add(&mut self, subject: Subject, why: &dyn fmt::Display) {
         let new = || Problem {
             why: String::new(),
@@ -199,7 +201,7 @@ impl Problems {
         self.0.entry(subject).or_insert_with(new).why = why.to_string();
     }
 
-    /// A backend is open and needs an operator. The first cause that is added counts.
+    /// Adds an open backend that requires action. If there is already a problem, it is not changed.
     pub(super) fn add_failing(&mut self, subject: Subject, failing: Failing) {
         let Failing { since, why, cause } = failing;
         self.0.entry(subject).or_insert(Problem {
@@ -217,7 +219,7 @@ impl Problems {
         }
     }
 
-    /// Takes the dates of problems that persist from the previous set.
+    /// Copies the dates of problems that also exist in the previous set.
     pub(super) fn keep_dates(&mut self, before: &Self) {
         for (subject, problem) in &mut self.0 {
             let same = before.0.get(subject);
@@ -227,8 +229,8 @@ impl Problems {
         }
     }
 
-    /// The portals that could not be listened on, in the place of those before: for want of a
-    /// device or socket, or at workers; likewise shared memory beside them.
+    /// Replaces the problems for portals and their shared memory, both from missing devices or
+    /// sockets, and from workers that could not listen.
     pub(super) fn set_missing_portals(
         &mut self,
         missing: &[(Subject, ServerError)],
@@ -256,17 +258,18 @@ impl Problems {
         }
     }
 
-    /// Removes the problem of something that is served.
+    /// Removes the problem for a subject.
     pub(super) fn remove(&mut self, subject: &Subject) {
         self.0.remove(subject);
     }
 
-    /// Keeps those that are wanted: what is not configured any longer is no problem.
+    /// Removes problems unless `is_wanted` returns true, for example if a resource is no longer
+    /// configured.
     pub(super) fn retain(&mut self, is_wanted: impl Fn(&Subject) -> bool) {
         self.0.retain(|subject, _| is_wanted(subject));
     }
 
-    /// Logs what has changed since `before`, a line for each.
+    /// Logs changes since `before`, in separate messages.
     pub(super) fn log_since(&self, before: &Self) {
         for (subject, problem) in &self.0 {
             let (kind, name, why) = (subject.kind(), subject.name(), &problem.why);

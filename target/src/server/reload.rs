@@ -1,29 +1,30 @@
-//! Another configuration for a running server.
+//! Configuration changes at runtime.
 //!
-//! Everything may change but what workers, devices that stay and the daemon itself were made with:
-//! identity, workers, transport, form of the log, admin socket, state, the buffer pool, the longest transfer,
-//! and more sessions than the workers' rings have room for. A configuration that changes one of
-//! these is refused whole and says which, as is one that makes another disk of a backend under the
-//! feet of those who use it; a backend may grow.
+//! All settings can be changed, except for those that are fixed for workers, existing devices and
+//! the daemon itself: identity, workers, transport, log format, admin socket, state, buffer pool,
+//! maximum transfer size, and more sessions than the rings of workers have room for. If any of
+//! these has changed, the configuration is rejected, and the error names the key. The same applies
+//! if a backend in use would become a different disk, but it can be extended.
 //!
-//! # In one step
+//! # Atomic changes
 //! ```text
 //! prepare: check → files opened, locked, extended; secrets read → devices opened, sockets bound
-//!   → every worker listens where it must, unseen
-//!   any failure: all of it is released, and nothing has changed
-//! commit: the catalog is exchanged, sessions are notified → workers take over what they hold
+//!   → every worker listens on its portals, invisible to initiators
+//!   any failure: all resources are released, and nothing has changed
+//! commit: the catalog is replaced, sessions are notified → workers use the new resources
 //!   cannot fail
 //! ```
 //!
-//! # What sessions see
-//! Those that it does not concern: nothing. Initiators whose units are others than before get the
-//! unit attention REPORTED LUNS DATA HAS CHANGED, those of a unit that has grown CAPACITY DATA HAS
-//! CHANGED. A unit that was taken away takes no new commands; those under way end as if nothing had
-//! happened, and its backend closes after the last one. Initiators whose target or portal is gone,
-//! or that may not log in any more, are logged out in the way of their protocol, for which they get
-//! [`PATIENCE`]. The bounds of `limits` hold for sessions that log in from now on; the number of
-//! commands that a unit takes from all of them together stays what it was when the unit was made.
-//! The limits of a backend or an access rule hold at once, also for commands that wait.
+//! # Effect on sessions
+//! Sessions are not affected unless the change is about them. If the units of an initiator have
+//! changed, it gets the unit attention REPORTED LUNS DATA HAS CHANGED. If a unit was extended, its
+//! initiators get CAPACITY DATA HAS CHANGED. A removed unit rejects new commands, but commands in
+//! flight complete normally, and the backend is closed after the last command. If its target or
+//! portal was removed, or if it is no longer allowed to log in, an initiator is logged out as
+//! defined by the protocol, and has [`PATIENCE`] to comply. New values of `limits` apply to new
+//! sessions. The maximum number of commands of a unit, for all initiators, is fixed when the unit
+//! is created. Rate limits of a backend or an access rule apply immediately, even to waiting
+//! commands.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,45 +43,44 @@ use crate::worker::mail::Mail;
 use crate::worker::portals::{Stage, Unserved};
 use crate::worker::ring_capacity;
 
-/// A configuration was not applied: the one before is still served.
+/// A configuration was rejected. The old configuration is still in use.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangeError {
-    /// Something changed that cannot while the server runs.
+    /// A setting cannot be changed at runtime.
     #[error("{0} changed, which takes a restart; nothing was applied")]
     NeedsRestart(String),
-    /// A backend that is a LUN became another one.
+    /// A backend in use would become a different disk.
     #[error(
         "backend {0} changed while it is a LUN: take its LUNs away first, and add them again; \
          nothing was applied"
     )]
     InUse(String),
-    /// The threshold of a backend changed while it is a LUN.
+    /// The threshold of a backend in use cannot be changed.
     #[error(
         "/backends/{0}/threshold changed while the backend is a LUN: initiators have read the threshold \
          from its pages, and are not notified of another one; take its LUNs away first, and add them again; \
          nothing was applied"
     )]
     Threshold(String),
-    /// Something that it needs cannot be had.
+    /// A resource is not available.
     #[error("{0}; nothing was applied")]
     Server(#[from] ServerError),
-    /// A worker cannot serve it.
+    /// A worker has rejected the change.
     #[error("worker {worker}: {message}; nothing was applied")]
     Worker {
-        /// The worker's number, from 0.
+        /// Worker index.
         worker: usize,
-        /// The worker's error, for people.
+        /// Human-readable error.
         message: String,
     },
 }
 
-/// Checks that one configuration can follow another while the server runs, whose workers' rings
-/// have `ring` entries. A backend that is absent, since it could not be opened, may become another
-/// one.
+/// Checks whether the configuration can be changed at runtime. `ring` is the ring size of the
+/// workers. If a backend could not be opened, it may become a different disk.
 ///
 /// # Errors
-/// [`ChangeError::NeedsRestart`], [`ChangeError::InUse`] or [`ChangeError::Threshold`] names the
-/// first thing that cannot change.
+/// [`ChangeError::NeedsRestart`], [`ChangeError::InUse`] or [`ChangeError::Threshold`], with the
+/// first setting that cannot be changed.
 pub fn check(
     old: &Config,
     new: &Config,
@@ -89,16 +89,16 @@ pub fn check(
 ) -> Result<(), ChangeError> {
     let (was, is) = (&old.limits, &new.limits);
     let parts = [
-        // Names that the file does not give derive from it, and initiators know disks and ports by
-        // these.
+        // Names that are not configured are derived from this, and used by initiators to identify
+        // disks and ports.
         ("/identity", old.identity == new.identity),
         ("/workers", old.workers == new.workers),
         ("/limits/buffer_pool_mib", was.buffer_pool == is.buffer_pool),
         ("/limits/max_transfer", was.max_transfer == is.max_transfer),
         (
             "/limits/max_sessions",
-            // A worker's ring is made once, and each session needs its entries: more sessions than
-            // it has room for would fail in the middle of their commands.
+            // The ring of a worker cannot be resized. Each session needs some of its entries, so
+            // with too many sessions, commands would fail.
             ring_capacity(is.max_sessions) <= ring,
         ),
         ("/transport", old.transport == new.transport),
@@ -107,8 +107,8 @@ pub fn check(
         ("/admin", old.admin == new.admin),
         ("/state", old.state == new.state),
     ];
-    // Refused whole rather than applied in part: else the file and what runs would differ until a
-    // restart, and no message would name the difference.
+    // Reject the configuration instead of applying a part of it. Otherwise, the file would not
+    // match the running configuration until the next restart, without any error message.
     let mut changed = parts.iter().filter(|(_, same)| !same);
     if let Some((name, _)) = changed.next() {
         return Err(ChangeError::NeedsRestart((*name).to_owned()));
@@ -120,14 +120,15 @@ pub fn check(
     for (old_backend, new_backend) in backends_of_both(old, new) {
         let name = &old_backend.name;
         let is_other = size_aside(old_backend) != size_aside(new_backend);
-        // Initiators have mounted it: other bytes under the same LUN would destroy their file
-        // systems. One that could not be opened has shown them no bytes yet.
+        // Initiators may have mounted this. If the same LUN had different contents, their file
+        // systems would be destroyed. A backend that could not be opened has not been read yet.
         if is_other && !is_absent(name) && served(old, name) && served(new, name) {
             let with_old_threshold = Backend {
                 threshold: old_backend.threshold,
                 ..new_backend.clone()
             };
-            // A unit says its threshold in a VPD page and a mode page, and is made with both.
+            // The threshold is reported in a VPD page and a mode page, which are fixed when the
+            // unit is created.
             let is_threshold = size_aside(old_backend) == size_aside(&with_old_threshold);
             return Err(match is_threshold {
                 true => ChangeError::Threshold(name.clone()),
@@ -149,8 +150,8 @@ fn backends_of_both<'a>(
     old.backends.iter().filter_map(pair)
 }
 
-/// A backend without what may change while it is in use: its size, whether its file may be
-/// created or extended, and its limits.
+/// Returns a backend without the settings that can be changed while it is in use: size, whether to
+/// create or extend its file, and limits.
 fn size_aside(backend: &Backend) -> Backend {
     let mut backend = backend.clone();
     match &mut backend.spec.source {
@@ -162,20 +163,20 @@ fn size_aside(backend: &Backend) -> Backend {
     backend
 }
 
-/// A change under way: see [`Server::begin_change`].
+/// A change in progress: see [`Server::begin_change`].
 pub struct Change {
     config: Config,
     builder: build::Builder,
     /// The catalog with all portals.
     whole: Catalog,
-    /// What workers are to serve.
+    /// The catalog for workers.
     catalog: Arc<Catalog>,
     acquired: Acquired,
     rollout: RolloutDriver,
     grown: Vec<Grown>,
-    /// What will not be served, until the builder has it.
+    /// Problems after this change, until they are passed to the builder.
     problems: Option<Problems>,
-    /// Portals that workers could not listen on, and that are done without.
+    /// Portals that workers could not listen on, and which are not required.
     unserved: Vec<Unserved>,
 }
 
@@ -188,88 +189,89 @@ impl std::fmt::Debug for Change {
 }
 
 impl Change {
-    /// The time at which workers are no longer waited for.
+    /// Returns the time at which we stop waiting for workers.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.rollout.deadline()
     }
 }
 
-/// The progress of a [`Change`].
+/// The state of a [`Change`].
 #[derive(Debug)]
 pub enum ChangeStep {
-    /// It waits for workers.
+    /// Waiting for workers.
     Waiting,
-    /// It has everything it takes, and nothing of it can be seen: to be committed or withdrawn.
+    /// All resources were acquired, but are not visible yet. The change must be committed or
+    /// withdrawn.
     Staged,
-    /// It is served.
+    /// The change was applied.
     Applied,
-    /// Nothing is left of it; why, unless it was withdrawn.
+    /// All resources were released. Contains the reason, unless the change was withdrawn.
     Undone(Option<ChangeError>),
 }
 
-/// A backend with room for more.
+/// A backend that was extended.
 pub(super) struct Grown {
     place: usize,
     store: Arc<Store>,
-    /// Its capacity from the commit on, in bytes.
+    /// Capacity after the commit, in bytes.
     to: u64,
 }
 
 impl Server {
-    /// Applies another configuration: see the module's header.
+    /// Applies a new configuration: see the module documentation.
     ///
     /// # Errors
-    /// [`ChangeError`]; everything is as it was then.
+    /// Returns a [`ChangeError`]. The server is not changed in this case.
     pub fn change(&mut self, config: Config) -> Result<(), ChangeError> {
         self.change_if(config, || Ok(()))
     }
 
-    /// The files and devices that could not be opened, to be opened again with [`open_all`]:
-    /// elsewhere, since that may take its time.
+    /// Returns the files and devices that could not be opened. The caller should open them again
+    /// with [`open_all`], on another thread because this can take a long time.
     #[must_use]
     pub fn wishes(&self) -> Vec<Wish> {
         self.builder.wishes(&self.config)
     }
 
-    /// The files and devices that another configuration takes, and that are not open.
+    /// Returns the files and devices that are required for a configuration and not open.
     #[must_use]
     pub fn wishes_for(&self, config: &Config) -> Vec<Wish> {
         self.builder.wishes(config)
     }
 
-    /// The files and devices that a start takes.
+    /// Returns the files and devices that are required to start with a configuration.
     #[must_use]
     pub fn first_wishes(config: &Config) -> Vec<Wish> {
         build::Builder::default().wishes(config)
     }
 
-    /// Tries again to serve what could not be served, with what came of opening it; see
-    /// [`problems`](super::problems). What still cannot stays a problem.
+    /// Retries to use missing resources, including backends that were opened by the caller: see
+    /// [`problems`](super::problems). If a resource is still missing, the problem remains.
     ///
     /// # Errors
-    /// [`ChangeError`]; everything is as it was then.
+    /// Returns a [`ChangeError`]. The server is not changed in this case.
     pub fn retry(&mut self, opened: OpenedStores) -> Result<(), ChangeError> {
         let mut builder = self.builder.clone();
         builder.set_retrying(true);
         self.change_with(self.config.clone(), builder, opened, || Ok(()))
     }
 
-    /// Checks that another configuration can follow the present one.
+    /// Checks whether a configuration can replace the current one.
     ///
     /// # Errors
-    /// As [`check`].
+    /// Same as [`check`].
     pub fn check(&self, config: &Config) -> Result<(), ChangeError> {
         check(&self.config, config, self.ring, &|name| {
             self.builder.is_absent(name)
         })
     }
 
-    /// As [`Server::change`], but asks `agree` once everything is there that the change takes, and
-    /// before anything of it can be seen.
+    /// Same as [`Server::change`], but calls `agree` when all resources for the change were
+    /// acquired, before any of it is visible.
     ///
     /// # Errors
-    /// Those of [`Server::change`] and of `agree`; everything is as it was then.
+    /// Errors from [`Server::change`] and `agree`. The server is not changed in this case.
     pub fn change_if<E: From<ChangeError>>(
         &mut self,
         config: Config,
@@ -280,11 +282,11 @@ impl Server {
         self.change_with(config, self.builder.clone(), opened, agree)
     }
 
-    /// As [`Server::change_if`], but backends and portals that are not available are problems, as at
-    /// a start, and are tried again.
+    /// Same as [`Server::change_if`], but missing backends and portals are reported as problems and
+    /// retried, as for a start.
     ///
     /// # Errors
-    /// As [`Server::change_if`].
+    /// Same as [`Server::change_if`].
     pub fn change_without_unavailable<E: From<ChangeError>>(
         &mut self,
         config: Config,
@@ -304,7 +306,7 @@ impl Server {
         mut opened: OpenedStores,
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        // All that can fail, or take long, comes before the commit.
+        // Do everything that can fail or take a long time before the commit.
         let mut change = self.prepare(config, builder, &mut opened, Instant::now())?;
         let (mut agree, mut refused) = (Some(agree), None);
         loop {
@@ -318,8 +320,7 @@ impl Server {
                         Ok(()) => self.commit_change(&mut change, Instant::now()),
                         Err(error) => {
                             refused = Some(error);
-                            // Numbers that were saved stay: they are a superset of those in use,
-                            // which does no harm.
+                            // We can keep the stored numbers, which include all numbers in use.
                             self.withdraw_change(&mut change, Instant::now());
                         }
                     }
@@ -333,11 +334,11 @@ impl Server {
         }
     }
 
-    /// Begins to serve another configuration, with backends that were opened for it; for callers
-    /// that go on meanwhile, and give the change its turns by [`Server::poll_change`].
+    /// Starts a change with backends that were opened for it. The caller can continue, but has to
+    /// call [`Server::poll_change`].
     ///
     /// # Errors
-    /// [`ChangeError`]; everything is as it was then.
+    /// Returns a [`ChangeError`]. The server is not changed in this case.
     pub fn begin_change(
         &self,
         config: Config,
@@ -348,11 +349,11 @@ impl Server {
         self.prepare(config, self.builder.clone(), &mut opened, now)
     }
 
-    /// Goes on with a change. It is over when it was applied or undone. Nothing else may change
-    /// what is served meanwhile.
+    /// Advances a change. It is complete when it was applied or undone. The configuration must not
+    /// be changed in any other way until then.
     ///
     /// # Panics
-    /// If it was over before.
+    /// If it was already complete.
     pub fn poll_change(&mut self, change: &mut Change, now: Instant) -> ChangeStep {
         match change.rollout.poll(now) {
             RolloutState::Staging | RolloutState::Applying | RolloutState::Undoing => {
@@ -374,8 +375,8 @@ impl Server {
                 Ok(true) => ChangeStep::Waiting,
                 end => {
                     change.acquired.give_all_back();
-                    // A file that was created or extended for a change that did not come would be
-                    // left as litter, and keep room that others need.
+                    // If a file was created or extended for this change, it would otherwise waste
+                    // space.
                     self.undo_backends(&change.builder, &change.grown);
                     ChangeStep::Undone(end.err())
                 }
@@ -383,24 +384,25 @@ impl Server {
         }
     }
 
-    /// Saves the numbers and names that a change has given, before it is committed.
+    /// Stores the numbers and names assigned by a change before it is committed.
     ///
     /// # Errors
-    /// [`ChangeError`]; the change is to be withdrawn then.
+    /// Returns a [`ChangeError`]. The change must then be withdrawn.
     pub fn save_numbers(&self, change: &mut Change) -> Result<(), ChangeError> {
-        // Before the configuration is written down: a restart with either finds its numbers.
+        // Do this before storing the configuration, so that after a restart, the numbers are valid
+        // for either of them.
         change.builder.save_ports(self.builder.ports())?;
         change.builder.save_identities(Some(&self.builder))?;
         Ok(())
     }
 
-    /// The configuration that is served.
+    /// Returns the current configuration.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Acquires all that a configuration takes here, and has workers begin to acquire theirs.
+    /// Acquires the resources for a configuration, and lets workers start to do the same.
     fn prepare(
         &self,
         config: Config,
@@ -408,8 +410,8 @@ impl Server {
         opened: &mut OpenedStores,
         now: Instant,
     ) -> Result<Change, ChangeError> {
-        // The host's addresses may be others than at the last change, and wildcards stand for
-        // those of now.
+        // The addresses of the host may have changed since the last change, and wildcards include
+        // the current addresses.
         builder.look(&config);
         let mut grown = Vec::new();
         let built = builder
@@ -433,16 +435,16 @@ impl Server {
                 unserved: Vec::new(),
             }),
             Err(error) => {
-                // As in `poll_change`.
+                // Same as in `poll_change`.
                 self.undo_backends(&builder, &grown);
                 Err(error)
             }
         }
     }
 
-    /// Acquires what a catalog takes of the network, and has every worker begin to. Portals that
-    /// cannot be had are left out of it where the builder tolerates that: others are not to wait
-    /// for them.
+    /// Acquires network resources for a catalog, and lets all workers start to do the same. If a
+    /// portal is not available and the builder tolerates this, it is removed from the catalog, so
+    /// that other portals don't have to wait for it.
     fn acquire(
         &self,
         config: &Config,
@@ -454,8 +456,8 @@ impl Server {
         let old = self.shared.registry.catalog();
         let mut catalog = whole.clone();
         catalog.remove_portals(|protocol, at| {
-            // Only listeners of the RDMA CM can fail at a worker: TCP sockets are bound here
-            // before.
+            // Workers can only fail to listen via the RDMA CM, because TCP sockets are already
+            // bound here.
             protocol != Protocol::Iscsi && unserved.iter().any(|other| other.portal == at)
         });
         let wanted = acquire::Wanted {
@@ -472,7 +474,7 @@ impl Server {
         let unserved = [unserved, builder.unnamed_portals()];
         problems.set_missing_portals(acquired.missing(), &unserved);
         catalog.remove_portals(problems.portals());
-        // Without what is missing, so that discovery names only portals that are listened on.
+        // Discovery must only return portals that we are listening on.
         let catalog = Arc::new(catalog);
         let parts = acquired.take_parts().into_iter().map(|part| Stage {
             catalog: Arc::clone(&catalog),
@@ -488,8 +490,8 @@ impl Server {
         })
     }
 
-    /// Tries once more without portals that workers have refused; there is no third time. `false`
-    /// if they have refused none.
+    /// Tries a second and last time without the portals rejected by workers. Returns `false` if
+    /// there are no such portals.
     fn stage_again(&self, change: &mut Change, now: Instant) -> Result<bool, ChangeError> {
         let refused = match change.rollout.refusal() {
             None => return Ok(false),
@@ -508,7 +510,7 @@ impl Server {
         }
         change.unserved = refused.into_iter().map(|(_, other)| other).collect();
         let (config, builder) = (&change.config, &change.builder);
-        // All workers have released their parts, so these slots are free.
+        // All workers have released their resources, so these slots are free.
         change.acquired.give_all_back();
         let again = self.acquire(config, builder, &change.whole, &change.unserved, now)?;
         (change.catalog, change.acquired) = (again.catalog, again.acquired);
@@ -516,7 +518,7 @@ impl Server {
         Ok(true)
     }
 
-    /// Makes room in backends that are to be larger.
+    /// Extends backends whose size has increased.
     fn grow(
         &self,
         config: &Config,
@@ -524,10 +526,10 @@ impl Server {
         grown: &mut Vec<Grown>,
     ) -> Result<(), ServerError> {
         let catalog = self.shared.registry.catalog();
-        // One time limit for all backends: the control plane is busy for as long as this takes.
+        // Use a single deadline for all backends, because this blocks the control plane.
         let until = look::growth_until();
         for (old, new) in backends_of_both(&self.config, config) {
-            // One that is no longer served, or was not, is opened afresh.
+            // A backend that was added or removed is opened anyway.
             let places = (
                 self.builder.place_of(&old.name),
                 builder.place_of(&new.name),
@@ -535,7 +537,8 @@ impl Server {
             let (Some(place), Some(same)) = places else {
                 continue;
             };
-            // A change measures only what it says other things of; anything else is for a rescan.
+            // Only measure a backend if its configuration has changed. In all other cases, a rescan
+            // is required.
             if place != same || !may_resize(&old.spec, &new.spec) {
                 continue;
             }
@@ -557,14 +560,14 @@ impl Server {
         Ok(())
     }
 
-    /// Takes back what opening backends has done to files.
+    /// Undoes changes to the files of backends.
     fn undo_backends(&self, builder: &build::Builder, grown: &[Grown]) {
         let new = builder.stores_beyond(&self.builder);
         let grown = grown.iter().map(|grown| &grown.store);
         self.builder.undo(new.chain(grown));
     }
 
-    /// Releases all that was acquired for a change that is staged.
+    /// Releases all resources for a change.
     ///
     /// # Panics
     /// Unless it is staged.
@@ -572,48 +575,46 @@ impl Server {
         change.rollout.withdraw(now);
     }
 
-    /// Serves what a change has prepared. Workers follow; from here on nothing can fail.
+    /// Applies a change, which can no longer fail. Workers will follow.
     ///
     /// # Panics
     /// Unless it is staged.
     pub fn commit_change(&mut self, change: &mut Change, now: Instant) {
         let builder = &mut change.builder;
         builder
-            // From here on the files are what initiators use, and nothing may cut or remove them
-            // again.
+            // Initiators will now use these files, so they must not be truncated or removed again.
             .stores_beyond(&self.builder)
             .chain(change.grown.iter().map(|g| &g.store))
             .for_each(|store| store.keep());
-        // Only from here on: a change that was withdrawn must leave no lines about problems that
-        // never were.
+        // Do this here, because if the change had been withdrawn, these problems would not exist.
         builder.problems().log_since(self.builder.problems());
         builder.log_addresses_since(&self.builder);
-        // What initiators have done to units without a medium while all this was acquired.
+        // Include changes made by initiators to units without a medium in the meantime.
         builder.keep_unit_states(&self.builder, &change.config);
         self.builder = builder.clone();
         self.builder.settle_absent();
         self.config = change.config.clone();
-        // Workers have taken their parts when they staged them; only the slots are to be kept
-        // here.
+        // Workers already have their parts, so only keep the slots.
         change.acquired.keep();
         self.exchange(&change.catalog, &change.grown, &mut change.rollout, now);
     }
 
-    /// Workers have applied a change, or take too long over it.
+    /// Called when all workers have applied a change, or have timed out.
     fn finish_change(&self, change: &Change) {
-        // Otherwise a worker may lead commands by the map before, to units that do not know their
-        // nexuses any more. A later change settles, or the end of a session.
+        // If we did this too early, a worker might use the old map to send commands to units
+        // without an entry for the nexus. It will be done by a later change, or when the session is
+        // closed.
         if !change.rollout.is_late() {
             self.settle();
         }
         self.want_devices(&change.catalog);
-        // Saving too many numbers does no harm.
+        // It is harmless to store additional numbers.
         if let Err(error) = self.builder.save_ports(self.builder.ports()) {
             tracing::warn!(%error, "port numbers that are no longer used stay saved");
         }
     }
 
-    /// Serves another catalog, for which workers have acquired what it takes.
+    /// Switches to a new catalog, for which workers have acquired their resources.
     pub(super) fn exchange(
         &self,
         catalog: &Arc<Catalog>,
@@ -621,12 +622,13 @@ impl Server {
         rollout: &mut RolloutDriver,
         now: Instant,
     ) {
-        // The catalog first: a login that comes now already meets it, so no session can slip in
-        // between for a target that is gone.
+        // Replace the catalog first. New logins will then use it, so that no session can be added
+        // for a removed target.
         let ended = self.shared.registry.change(Arc::clone(catalog));
         let of_iscsi = self.shared.iscsi.change(catalog);
         for grown in grown {
-            // Before initiators hear of it: they read the new end of the disk at once.
+            // Do this before initiators are notified, because they immediately read the new end of
+            // the disk.
             grown.store.set_capacity(grown.to);
             self.on_resized(catalog, grown.place, grown.to);
         }
@@ -637,13 +639,14 @@ impl Server {
     /// Logs out the sessions of blocked initiators.
     pub fn log_out_blocked(&self) {
         let catalog = self.shared.registry.catalog();
-        // Without settling: workers lead commands to their units until the sessions end.
+        // Don't settle here: workers use the existing map until the sessions are closed.
         let ended = self.shared.registry.change(Arc::clone(&catalog));
         let of_iscsi = self.shared.iscsi.change(&catalog);
         self.log_out(ended.into_iter().chain(of_iscsi));
     }
 
-    /// Requests initiators to log out, and terminates the connections that remain after a time.
+    /// Requests a logout from these initiators, and terminates any remaining connections after some
+    /// time.
     pub fn log_out(&self, channels: impl IntoIterator<Item = ConnRef>) {
         self.log_out_until(channels, Instant::now() + PATIENCE);
     }
@@ -656,21 +659,21 @@ impl Server {
         }
     }
 
-    /// Lets sessions leave the units that they no longer see: after workers have followed, since
-    /// they lead commands there until then.
+    /// Removes sessions from units that they can no longer use. Must be called when all workers
+    /// have switched, because they use the old map until then.
     pub(super) fn settle(&self) {
         self.shared.registry.settle();
         self.shared.iscsi.settle();
     }
 
-    /// Lets devices without portals be closed: after workers have left their listeners.
+    /// Closes devices without portals. Must be called when workers no longer listen on them.
     pub(super) fn want_devices(&self, catalog: &Catalog) {
         let wanted = |addr, _| catalog.rdma_portals().any(|portal| portal.ip() == addr);
         self.shared.device_slots.want(wanted);
     }
 }
 
-/// The parts of a change that come of the network.
+/// Network resources for a change.
 struct Attempt {
     catalog: Arc<Catalog>,
     acquired: Acquired,
@@ -678,15 +681,14 @@ struct Attempt {
     problems: Problems,
 }
 
-/// Returns true if a change may do without something. What was missing before may stay so: the
-/// administrator knows of it, and the change does not make it worse. A new portal that cannot be had
-/// is a mistake in the change.
+/// Returns true if a change can be applied without this resource. If it was missing before, the
+/// administrator knows about it, and the change does not make it worse. If a new portal is not
+/// available, this is an error in the change.
 fn is_tolerated(builder: &build::Builder, subject: &Subject) -> bool {
     builder.problems().has(subject) || builder.tolerates(subject)
 }
 
-/// Returns true if a backend's size is to be looked at: where the file's words about it are others
-/// now.
+/// Returns true if we need to check the size of a backend, because its configuration has changed.
 fn may_resize(old: &Spec, new: &Spec) -> bool {
     old.source != new.source
 }

@@ -1,20 +1,20 @@
-//! [`Rollout`]: a change of what is served, at all workers, and [`RolloutDriver`], which brings it
-//! there.
+//! [`Rollout`]: a change that is applied by all workers, and [`RolloutDriver`], which communicates with them.
 //!
 //! ```text
-//!   Staging ─ all have acquired ─▶ Staged ─ commit ─▶ Applying ─ all have, or late ─▶ Applied
+//!   Staging ─ all have acquired ─▶ Staged ─ commit ─▶ Applying ─ all done, or late ─▶ Applied
 //!      │ refused, failed or late      │ withdraw
 //!      └──────────▶ Undoing ◀─────────┘
 //!                      └── all have released it, or late ──▶ Undone
 //! ```
 //!
-//! The machine sends nothing and has no clock. It gives the orders for workers, takes their
-//! answers, and is polled with the time. Until *Staged*, a worker that fails or is late undoes the
-//! change everywhere. From the commit on nothing can fail: a worker that does not confirm in time
-//! applies the change later.
+//! The state machine does not do any I/O and has no clock. It returns orders for workers, handles
+//! their replies, and is polled with the current time. Until *Staged*, a worker that fails or times
+//! out undoes the whole change. After the commit, the change cannot fail: a worker that does not
+//! confirm in time will apply the change later.
 //!
-//! A mailbox keeps its order. So a worker that answers [`Order::Confirm`] has carried out the
-//! orders before it, and one that acquires its part too late finds the order to release it next.
+//! Messages in a mailbox are ordered. Therefore, a worker that replies to [`Order::Confirm`] has
+//! executed all previous orders. If it acquires its resources too late, the next message will be
+//! the order to release them.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
@@ -26,26 +26,26 @@ use riser_state::{State, become_state};
 use crate::worker::mail::Mail;
 use crate::worker::portals::{Stage, StageError, Unserved};
 
-/// Time limit for the workers to acquire their parts of a change, all together.
+/// Timeout for all workers to acquire the resources for a change.
 const STAGING: Duration = Duration::from_secs(10);
 
-/// Time limit for them to say that they have applied, or undone, it.
+/// Timeout for all workers to confirm that they have applied or undone a change.
 const CONFIRMING: Duration = Duration::from_secs(1);
 
-/// State of a change at the workers.
+/// State of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RolloutState {
-    /// Workers acquire their parts, unseen.
+    /// Workers are acquiring their resources, which are not visible.
     Staging,
-    /// All of them have; nothing of it can be seen.
+    /// All resources were acquired, but are not visible.
     Staged,
-    /// Workers take over what they hold.
+    /// Workers are applying the change.
     Applying,
-    /// It is served.
+    /// The change was applied.
     Applied,
-    /// Workers release what they have acquired.
+    /// Workers are releasing their resources.
     Undoing,
-    /// Nothing is left of it.
+    /// All resources were released.
     Undone,
 }
 
@@ -64,46 +64,46 @@ impl State for RolloutState {
 /// Message to a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Acquire your part, and answer.
+    /// Acquire resources, and reply.
     Stage,
-    /// Serve it.
+    /// Apply the change.
     Change,
-    /// Release your part.
+    /// Release resources.
     Unstage,
-    /// Answer when you have done what came before.
+    /// Reply when all previous orders have been executed.
     Confirm,
 }
 
-/// Reason for which a change was undone before it was staged everywhere.
+/// The reason why a change was undone before it was staged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Workers cannot listen on these portals; each with the number of its worker.
+    /// Workers cannot listen on these portals. Each includes the worker index.
     Portals(Vec<(usize, Unserved)>),
-    /// A worker has failed in another way, or does not answer.
+    /// A worker has failed in a different way, or does not reply.
     Worker {
-        /// Its number, from 0.
+        /// Worker index, starting at 0.
         worker: usize,
-        /// Its error, for people.
+        /// Human-readable error.
         message: String,
     },
 }
 
-/// A change of what is served, as a value: see the module's header.
+/// The state machine for a change: see the module documentation.
 #[derive(Debug)]
 pub struct Rollout {
     state: RolloutState,
-    /// Workers whose answer is awaited, by number.
+    /// Set for each worker that has to reply.
     awaited: Vec<bool>,
     orders: VecDeque<(usize, Order)>,
     until: Option<Instant>,
     unserved: Vec<(usize, Unserved)>,
     failed: Option<(usize, String)>,
-    /// Not all workers have applied it in time.
+    /// Set if some workers have not applied the change in time.
     is_late: bool,
 }
 
 impl Rollout {
-    /// A change whose parts this many workers are to acquire from `now` on.
+    /// Creates a change with resources to be acquired by each worker.
     #[must_use]
     pub fn stage(workers: usize, now: Instant) -> Self {
         let mut rollout = Self::new(RolloutState::Staging, workers);
@@ -113,7 +113,7 @@ impl Rollout {
         rollout
     }
 
-    /// A change for which workers need nothing that they do not have.
+    /// Creates a change without new resources for workers.
     #[must_use]
     pub fn staged(workers: usize) -> Self {
         Self::new(RolloutState::Staged, workers)
@@ -131,37 +131,38 @@ impl Rollout {
         }
     }
 
-    /// State at present.
+    /// Returns the current state.
     #[must_use]
     pub fn state(&self) -> RolloutState {
         self.state
     }
 
-    /// Whether some worker may serve what was before, although it is applied.
+    /// Returns whether some workers may still be using the old state, although the change was
+    /// applied.
     #[must_use]
     pub fn is_late(&self) -> bool {
         self.is_late
     }
 
-    /// Whether it waits for workers.
+    /// Returns whether this is waiting for workers.
     #[must_use]
     pub fn is_waiting(&self) -> bool {
         use RolloutState::{Applying, Staging, Undoing};
         matches!(self.state, Staging | Applying | Undoing)
     }
 
-    /// The time at which workers are no longer waited for.
+    /// Returns the time at which we stop waiting for workers.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.until.filter(|_| self.is_waiting())
     }
 
-    /// The next order, and the number of its worker.
+    /// Returns the next order, and the worker index.
     pub fn poll_order(&mut self) -> Option<(usize, Order)> {
         self.orders.pop_front()
     }
 
-    /// Reason for which it was undone, if workers have refused it.
+    /// Returns the reason if the change was rejected by workers.
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         if let Some((worker, message)) = self.failed.clone() {
@@ -171,7 +172,7 @@ impl Rollout {
         (!portals.is_empty()).then_some(Refusal::Portals(portals))
     }
 
-    /// A worker has answered [`Order::Stage`]. A late answer changes nothing.
+    /// Called when a worker replies to [`Order::Stage`]. A late reply is ignored.
     pub fn handle_staged(&mut self, worker: usize, answer: Result<(), StageError>, now: Instant) {
         if self.state != RolloutState::Staging || !self.awaited[worker] {
             return;
@@ -179,7 +180,8 @@ impl Rollout {
         self.awaited[worker] = false;
         match answer {
             Ok(()) => {}
-            // The others are heard first: all portals that cannot be had are named together.
+            // Wait for the remaining workers, so that we can report all missing portals in a single
+            // error.
             Err(StageError::Portals(portals)) => {
                 let portals = portals.into_iter().map(|portal| (worker, portal));
                 self.unserved.extend(portals);
@@ -189,7 +191,7 @@ impl Rollout {
         self.advance(now);
     }
 
-    /// A worker has answered [`Order::Confirm`].
+    /// Called when a worker replies to [`Order::Confirm`].
     pub fn handle_confirmed(&mut self, worker: usize, now: Instant) {
         if self.state != RolloutState::Staging {
             self.awaited[worker] = false;
@@ -197,7 +199,7 @@ impl Rollout {
         }
     }
 
-    /// A worker is gone. It holds nothing, and has nothing to serve.
+    /// Called when a worker has exited. It has no resources.
     pub fn handle_gone(&mut self, worker: usize, now: Instant) {
         match self.state {
             RolloutState::Staging => self.fail(worker, "it does not answer".into(), now),
@@ -205,7 +207,7 @@ impl Rollout {
         }
     }
 
-    /// Gives up waiting at the deadline.
+    /// Stops waiting after the deadline.
     pub fn handle_time(&mut self, now: Instant) {
         if self.deadline().is_none_or(|until| until > now) {
             return;
@@ -219,7 +221,7 @@ impl Rollout {
         self.advance(now);
     }
 
-    /// The change is visible from now on, and workers take it over.
+    /// Makes the change visible, and lets workers apply it.
     ///
     /// # Panics
     /// Unless it is staged.
@@ -229,13 +231,14 @@ impl Rollout {
         self.confirm(now);
     }
 
-    /// The change is not to be.
+    /// Cancels the change.
     ///
     /// # Panics
     /// Unless it is staged.
     pub fn withdraw(&mut self, now: Instant) {
         become_state(&mut self.state, RolloutState::Undoing);
-        // What was not sent yet need not be taken back, but the order to do so does no harm.
+        // This is also sent to workers that did not get their order to acquire resources yet, which
+        // is harmless.
         self.order_all(Order::Unstage);
         self.confirm(now);
     }
@@ -245,7 +248,7 @@ impl Rollout {
         self.withdraw(now);
     }
 
-    /// Goes on when no answer is awaited any more.
+    /// Continues when all replies were received.
     fn advance(&mut self, now: Instant) {
         if self.awaited.contains(&true) {
             return;
@@ -286,26 +289,26 @@ impl Rollout {
     }
 }
 
-/// Brings a [`Rollout`] to workers by their mailboxes.
+/// Sends the orders of a [`Rollout`] to workers.
 #[derive(Debug)]
 pub struct RolloutDriver {
     rollout: Rollout,
     senders: Vec<MailSender<Mail>>,
-    /// Parts that were not sent yet, by worker.
+    /// Resources that were not sent yet, by worker.
     parts: Vec<Option<Box<Stage>>>,
     answers: Vec<Option<Answer>>,
-    /// An order that a full mailbox has refused.
+    /// An order that could not be sent because the mailbox was full.
     refused: Option<(usize, Order)>,
 }
 
-/// An answer that is awaited.
+/// A pending reply.
 #[derive(Debug)]
 enum Answer {
     Staged(Receiver<Result<(), StageError>>),
     Confirmed(Receiver<()>),
 }
 
-/// An answer that has come.
+/// A received reply.
 enum Answered {
     Staged(Result<(), StageError>),
     Confirmed,
@@ -328,7 +331,7 @@ impl Answer {
 }
 
 impl RolloutDriver {
-    /// Has workers acquire their parts, one for each of them.
+    /// Lets each worker acquire its resources.
     #[must_use]
     pub fn stage(senders: Vec<MailSender<Mail>>, parts: Vec<Stage>, now: Instant) -> Self {
         let rollout = Rollout::stage(senders.len(), now);
@@ -336,7 +339,7 @@ impl RolloutDriver {
         Self::new(rollout, senders, parts.collect())
     }
 
-    /// For a change of which workers have what they need.
+    /// Creates a driver for a change without new resources for workers.
     #[must_use]
     pub fn staged(senders: Vec<MailSender<Mail>>) -> Self {
         Self::new(Rollout::staged(senders.len()), senders, Vec::new())
@@ -356,41 +359,41 @@ impl RolloutDriver {
         }
     }
 
-    /// As [`Rollout::is_late`].
+    /// Same as [`Rollout::is_late`].
     #[must_use]
     pub fn is_late(&self) -> bool {
         self.rollout.is_late()
     }
 
-    /// As [`Rollout::refusal`].
+    /// Same as [`Rollout::refusal`].
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         self.rollout.refusal()
     }
 
-    /// As [`Rollout::deadline`].
+    /// Same as [`Rollout::deadline`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.rollout.deadline()
     }
 
-    /// As [`Rollout::commit`].
+    /// Same as [`Rollout::commit`].
     pub fn commit(&mut self, now: Instant) {
         self.rollout.commit(now);
     }
 
-    /// As [`Rollout::withdraw`].
+    /// Same as [`Rollout::withdraw`].
     pub fn withdraw(&mut self, now: Instant) {
         self.rollout.withdraw(now);
     }
 
-    /// Sends what is to be sent and takes the answers that have come; never waits.
+    /// Sends pending orders and handles pending replies, without waiting.
     pub fn poll(&mut self, now: Instant) -> RolloutState {
         self.advance(now, MailSender::send);
         self.rollout.state()
     }
 
-    /// Goes on until workers are not waited for any longer, by the clock; for threads that may
+    /// Waits until all workers have replied or timed out. Must only be used by threads that can
     /// block.
     pub fn wait(&mut self) -> RolloutState {
         loop {
@@ -399,7 +402,8 @@ impl RolloutDriver {
             let Some(until) = self.rollout.deadline() else {
                 return self.rollout.state();
             };
-            // The first one that has not answered; the others are looked at in between.
+            // Wait for the first worker that has not replied. The remaining replies are checked
+            // after that.
             let mut answers = self.answers.iter().enumerate();
             let first = answers.find_map(|(worker, answer)| Some((worker, answer.as_ref()?)));
             let (worker, answer) = first.expect("what is waited for was asked for");
@@ -412,7 +416,8 @@ impl RolloutDriver {
         }
     }
 
-    /// Sends orders by `send`, takes answers, and polls the machine with the time.
+    /// Sends orders using `send`, handles replies, and polls the state machine with the current
+    /// time.
     fn advance(
         &mut self,
         now: Instant,
@@ -432,14 +437,14 @@ impl RolloutDriver {
             }
             let before = self.rollout.state();
             self.rollout.handle_time(now);
-            // An answer, or the time, may have brought further orders.
+            // There may be more orders after a reply or a timeout.
             if !is_new && self.rollout.state() == before {
                 return;
             }
         }
     }
 
-    /// Takes a worker's answer; none of one that is gone.
+    /// Handles a worker's reply, or `None` if it has exited.
     fn handle(&mut self, worker: usize, answered: Option<Answered>, now: Instant) {
         self.answers[worker] = None;
         match answered {
@@ -475,7 +480,7 @@ impl RolloutDriver {
                         self.answers[worker] = answer;
                     }
                 }
-                // In their order: the next one waits behind it.
+                // Orders must not be reordered, so the next order has to wait too.
                 Err(SendError::Full(mail)) => {
                     if let Mail::Stage(part, _) = mail {
                         self.parts[worker] = Some(part);
@@ -553,13 +558,13 @@ mod tests {
         assert_eq!(orders(&mut rollout), [(0, Order::Stage), (1, Order::Stage)]);
         assert_eq!(rollout.deadline(), Some(start + STAGING));
         rollout.handle_staged(1, Ok(()), start + MS);
-        // An answer twice is one.
+        // A duplicate reply is ignored.
         rollout.handle_staged(1, Ok(()), start + MS);
         assert_eq!(rollout.state(), RolloutState::Staging);
         rollout.handle_staged(0, Ok(()), start + 2 * MS);
         assert_eq!(rollout.state(), RolloutState::Staged);
         assert_eq!((rollout.deadline(), orders(&mut rollout)), (None, vec![]));
-        // However long it stays there.
+        // There is no timeout in this state.
         let commit = start + 10 * STAGING;
         rollout.handle_time(commit);
         rollout.commit(commit);
@@ -567,7 +572,7 @@ mod tests {
         let expected = [(0, change), (1, change), (0, confirm), (1, confirm)];
         assert_eq!(orders(&mut rollout), expected);
         rollout.handle_confirmed(0, commit + MS);
-        // One that does not say so is left to it, and one that is gone has nothing to serve.
+        // A worker that has not confirmed will apply the change later.
         rollout.handle_time(commit + CONFIRMING - MS);
         assert_eq!(rollout.state(), RolloutState::Applying);
         rollout.handle_time(commit + CONFIRMING);
@@ -585,7 +590,7 @@ mod tests {
         assert_eq!(rollout.state(), RolloutState::Undoing);
         let expected = [Order::Unstage, Order::Confirm].map(|order| [0, 1, 2].map(|w| (w, order)));
         assert_eq!(orders(&mut rollout), expected.concat());
-        // It has acquired its part meanwhile, and releases it by the order behind.
+        // It has acquired its resources in the meantime, and will release them with the next order.
         rollout.handle_staged(1, Ok(()), start + 2 * MS);
         for worker in 0..2 {
             rollout.handle_confirmed(worker, start + 2 * MS);
@@ -688,7 +693,7 @@ mod tests {
         driver.commit(start);
         driver.poll(start);
         assert!(matches!(two.poll_message(), Some(Mail::Changed)));
-        // It ends with the question in its mailbox.
+        // It exits with the request in its mailbox.
         drop(two);
         assert_eq!(driver.wait(), RolloutState::Applied);
     }

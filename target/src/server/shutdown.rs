@@ -1,4 +1,4 @@
-//! [`Shutdown`]: the end of a server, in steps. See the [server's](super) header.
+//! [`Shutdown`]: stops a server step by step. See the documentation of the [server](super).
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::TryRecvError;
@@ -8,26 +8,27 @@ use super::{LAST_EXIT, LAST_IO, PATIENCE, Server, ServerError};
 use crate::worker::Report;
 use crate::worker::mail::Mail;
 
-/// A shutdown under way.
+/// A shutdown in progress.
 #[derive(Debug)]
 pub struct Shutdown {
     phase: Phase,
-    /// Time limit of the phase.
+    /// Deadline for the phase.
     until: Instant,
 }
 
 #[derive(Debug)]
 enum Phase {
-    /// Sessions finish and log out; these workers have none any more, and run.
+    /// Sessions complete their commands and log out. These workers do not have any sessions left,
+    /// and are running.
     Stopping(BTreeSet<u16>),
-    /// A worker makes durable what was written, in the flush with this number.
+    /// A worker flushes all backends. This is the flush number.
     Flushing(u64),
-    /// Nothing is waited for.
+    /// Complete.
     Over(Result<(), ServerError>),
 }
 
 impl Shutdown {
-    /// The time at which nothing is waited for any longer.
+    /// Returns the time at which we stop waiting.
     #[must_use]
     pub fn deadline(&self) -> Instant {
         self.until
@@ -35,15 +36,15 @@ impl Shutdown {
 }
 
 impl Server {
-    /// Shuts down: see the module's header. Returns when nothing runs any more.
+    /// Shuts down the server: see the module documentation. Returns when it is stopped.
     ///
     /// # Errors
-    /// [`ServerError`] for a worker that failed and for data that could not be made durable.
+    /// Returns a [`ServerError`] if a worker has failed, or if data could not be flushed.
     pub fn shutdown(mut self) -> Result<(), ServerError> {
         let mut shutdown = self.begin_shutdown(Instant::now());
         while !self.poll_shutdown(&mut shutdown, Instant::now()) {
             let left = shutdown.until.saturating_duration_since(Instant::now());
-            // Without a report, the next poll finds the reason.
+            // Without a report, the next poll detects the reason.
             if let Ok(report) = self.reports.recv_timeout(left) {
                 self.handle_report(&mut shutdown, &report);
             }
@@ -51,10 +52,10 @@ impl Server {
         self.finish_shutdown(shutdown)
     }
 
-    /// Begins a shutdown; for callers that give it its turns by [`Server::poll_shutdown`].
+    /// Starts a shutdown. The caller has to call [`Server::poll_shutdown`].
     pub fn begin_shutdown(&mut self, now: Instant) -> Shutdown {
         self.poll_reports();
-        // First, so that no session can begin that is not logged out below.
+        // Do this first, so that no new session can start and miss the logout below.
         self.shared.registry.stop();
         let until = now + PATIENCE;
         for sender in &self.senders {
@@ -66,7 +67,7 @@ impl Server {
         }
     }
 
-    /// Takes the reports that have come; returns whether nothing is waited for any longer.
+    /// Handles pending reports. Returns whether the shutdown is complete.
     pub fn poll_shutdown(&mut self, shutdown: &mut Shutdown, now: Instant) -> bool {
         loop {
             self.advance(shutdown, now);
@@ -94,7 +95,7 @@ impl Server {
         let is_last = self.gone == self.senders.len();
         match (&mut shutdown.phase, report) {
             (Phase::Stopping(quiet), Report::Quiet(worker)) => _ = quiet.insert(*worker),
-            // It counts among those that are gone.
+            // It is counted as exited.
             (Phase::Stopping(quiet), Report::Ended(worker, _)) => _ = quiet.remove(worker),
             (Phase::Flushing(number), Report::Flushed(of, result)) if of == number => {
                 let result = result.clone().map_err(ServerError::Flush);
@@ -107,8 +108,8 @@ impl Server {
         }
     }
 
-    /// Has a worker flush, once all are quiet or gone: the flush would not cover a write that is
-    /// still under way.
+    /// Requests a flush when all workers are quiet or have exited. A flush would not include a
+    /// write that is still in flight.
     fn advance(&mut self, shutdown: &mut Shutdown, now: Instant) {
         let Phase::Stopping(quiet) = &shutdown.phase else {
             return;
@@ -127,19 +128,19 @@ impl Server {
         };
     }
 
-    /// Returns the number of the next flush, which its report carries.
+    /// Returns the number of the next flush, which is returned in its report.
     pub(super) fn next_flush(&mut self) -> u64 {
         self.flushes += 1;
         self.flushes
     }
 
-    /// Ends the workers. A server whose workers the caller drives has sent them the order to exit.
+    /// Stops the workers. If they are run by the caller, this only tells them to exit.
     ///
     /// # Errors
-    /// As [`Server::shutdown`].
+    /// Same as [`Server::shutdown`].
     ///
     /// # Panics
-    /// If the shutdown still waits for something.
+    /// If the shutdown is not complete.
     pub fn finish_shutdown(mut self, shutdown: Shutdown) -> Result<(), ServerError> {
         let Phase::Over(result) = shutdown.phase else {
             panic!("a shutdown is polled to its end");
@@ -147,8 +148,8 @@ impl Server {
         let until = result.is_err().then(|| Instant::now() + LAST_EXIT);
         self.abandon(until);
         let catalog = self.shared.registry.catalog();
-        // The thread that saves a failure would end with the process, and the next start would
-        // trust the disk.
+        // If the process exits before a flush failure is stored, the next start would trust the
+        // disk.
         let stores = catalog.stores.iter().flatten();
         stores.for_each(|store| store.wait_flush_failure_saved());
         self.failed.take().map_or(result, Err)

@@ -1,4 +1,4 @@
-//! Files that are created or extended for what is not served after all.
+//! Tests for files that are created or extended for a configuration that is not used in the end.
 
 use std::net::TcpListener;
 use std::os::unix::fs::MetadataExt;
@@ -16,10 +16,10 @@ use super::{Keepers, Server, ServerError};
 use crate::backend::{HANGING_UNDO, Wish, open_all};
 use crate::config::Config;
 
-/// Longest wait for a file system that answers again.
+/// Timeout for a file system to respond again.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Keeps names in memory.
+/// Stores names in memory.
 #[derive(Debug, Default)]
 struct Names(Mutex<Identities>);
 
@@ -34,7 +34,7 @@ impl IdentityKeeper for Names {
     }
 }
 
-/// A directory of a test's own.
+/// A temporary directory for a test.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -57,7 +57,7 @@ impl Drop for Dir {
     }
 }
 
-/// A target with units on files that are created if need be, each of 2 MiB.
+/// Returns a configuration with files of 2 MiB, which are created if necessary.
 fn config(dir: &Path, listen: &str, files: &[&str], more: &str) -> Config {
     let dir = dir.display();
     let backends = files.iter().map(|name| {
@@ -94,22 +94,21 @@ fn start_patiently(
     Server::start_patiently(config, &ServerState::default(), keepers, patience)
 }
 
-/// A start that fails leaves files as they were, and is no reason for the next one not to create
-/// them.
+/// A failed start does not change any files, and the next start can still create them.
 #[test]
 fn a_start_that_fails_leaves_no_files() {
     const LISTEN: &str = "127.97.9.1:3290";
     let (dir, names) = (Dir::new("start"), Arc::new(Names::default()));
     let old = std::fs::File::create(dir.0.join("old")).unwrap();
     old.set_len(1 << 20).unwrap();
-    // Another program has the portal.
+    // Another program uses the portal.
     let taken = TcpListener::bind(LISTEN).unwrap();
     let wanted = config(&dir.0, LISTEN, &["old", "new"], "");
     let error = start(&wanted, &names).unwrap_err();
     assert!(error.is_in_use(), "{error}");
     assert_eq!((dir.len("old"), dir.len("new")), (Some(1 << 20), None));
     drop(taken);
-    // A mistake that shows when all backends are open.
+    // This error is only detected when all backends are open.
     let chap = "discovery_chap: { users: [{ name: me, secret_file: /nowhere/secret }] }\n";
     let error = start(&config(&dir.0, LISTEN, &["old", "new"], chap), &names).unwrap_err();
     assert!(matches!(error, ServerError::Secret { .. }), "{error}");
@@ -124,7 +123,7 @@ fn a_start_that_fails_leaves_no_files() {
     assert_eq!(dir.len("new"), Some(2 << 20));
 }
 
-/// Each time that it opens them it may create them, extend them, and take that back.
+/// If files were opened again, they could be created, extended and removed each time.
 #[test]
 fn a_start_that_waits_for_an_address_opens_its_files_once() {
     const LISTEN: &str = "127.97.9.4:3290";
@@ -135,7 +134,7 @@ fn a_start_that_waits_for_an_address_opens_its_files_once() {
     let (server, first) = std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             let open = || std::fs::File::open(&path).ok();
-            // Held open, so that no other file gets its number.
+            // Keep this open, so that its inode number is not reused.
             let first = eventually_some("the file is there", Duration::from_secs(20), open);
             drop(taken);
             first
@@ -148,7 +147,7 @@ fn a_start_that_waits_for_an_address_opens_its_files_once() {
     server.shutdown().unwrap();
 }
 
-/// As a start.
+/// The same for a change.
 #[test]
 fn a_change_that_is_not_made_is_no_reason_not_to_create_a_file_later() {
     const LISTEN: &str = "127.97.9.2:3290";
@@ -167,7 +166,8 @@ fn a_change_that_is_not_made_is_no_reason_not_to_create_a_file_later() {
     server.shutdown().unwrap();
 }
 
-/// A file system that does not answer holds up one thread, and not those that control the server.
+/// If a file system does not respond, this blocks a single thread, but not the threads that control
+/// the server.
 #[test]
 fn what_cannot_be_taken_back_now_is_taken_back_later() {
     const LISTEN: &str = "127.97.9.3:3290";
@@ -189,7 +189,7 @@ fn what_cannot_be_taken_back_now_is_taken_back_later() {
     });
     assert_eq!(dir.len("new"), Some(2 << 20));
 
-    // Nor what was opened and is not served.
+    // The same for a file that was opened but is not used.
     let (release, hangs) = channel();
     *HANGING_UNDO.lock().unwrap() = Some((dir.0.join("third"), hangs));
     let third = config(&dir.0, LISTEN, &["third"], "");

@@ -1,4 +1,4 @@
-//! Control of a server with a disk whose file system does not answer.
+//! Tests for controlling a server with a hanging file system.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -349,8 +349,8 @@ fn a_missing_disk_with_a_given_naa_is_not_created() {
     }
 }
 
-/// Returns whether the cache of a disk is still valid if its file was locked at startup, and
-/// `meanwhile` was called before it was opened.
+/// Returns whether the cache of a disk is still valid if its file was locked at startup.
+/// `meanwhile` is called before the file is opened.
 fn keeps_cache(
     name: &str,
     meanwhile: impl FnOnce(&mut Server, &Config, Box<dyn FnOnce()>),

@@ -1,4 +1,4 @@
-//! Portal addresses: those which exist on the host, and on which we can listen.
+//! Portal addresses: addresses of the host on which we can listen.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

@@ -129,7 +129,7 @@ impl Worker {
 }
 
 #[test]
-fn interleaved_workers_complete_each_task_once() {
+fn interleavings_complete_each_task_once() {
     explore(|| {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let shared = Arc::new(Shared {

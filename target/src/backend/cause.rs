@@ -1,6 +1,6 @@
-//! Causes for which an open backend needs an operator.
+//! Reasons why an open backend requires an operator.
 
-/// Cause for which an open backend needs an operator. Texts, metrics, the admin API and the status
+/// Reason why an open backend requires an operator. Messages, metrics, the admin API and the status
 /// page all use [`Cause::label`] and [`Cause::state`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Cause {
@@ -14,15 +14,15 @@ pub enum Cause {
     NotReady,
     /// Operations fail for another reason.
     Internal,
-    /// Operations do not complete: the file system or device does not respond.
+    /// Operations don't complete, because the file system or device isn't responding.
     Hanging,
-    /// A flush failed: acknowledged writes may be lost, and flushes fail until it is cleared.
+    /// A flush failed. Acknowledged writes may be lost, and flushes fail until this is cleared.
     FlushFailed,
-    /// The served file was deleted; its data are lost when it is closed.
+    /// The served file was deleted. Its data will be lost when it's closed.
     Deleted,
-    /// The path leads to another file, which the next start would serve.
+    /// The path refers to a different file, which would be served after a restart.
     Replaced,
-    /// The served file was moved away from its path; the next start would not find it.
+    /// The served file was renamed, and would not be found after a restart.
     Moved,
     /// The file or device is smaller than it should be.
     Truncated,
@@ -44,7 +44,7 @@ impl Cause {
         Self::Truncated,
     ];
 
-    /// Name in metrics and in the admin API.
+    /// Returns the name in metrics and in the admin API.
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -62,7 +62,7 @@ impl Cause {
         }
     }
 
-    /// State of the backend, as text for people.
+    /// Returns the state of the backend, as text for users.
     #[must_use]
     pub const fn state(self) -> &'static str {
         match self {
@@ -73,13 +73,13 @@ impl Cause {
         }
     }
 
-    /// Returns true if the backend still executes some commands.
+    /// Returns true if the backend can still execute some commands.
     #[must_use]
     pub const fn is_served(self) -> bool {
         !matches!(self, Self::NotReady)
     }
 
-    /// Returns true for faults that an inspection of the medium finds.
+    /// Returns true for faults detected by inspecting the medium.
     #[must_use]
     pub const fn is_of_medium(self) -> bool {
         matches!(
@@ -88,8 +88,9 @@ impl Cause {
         )
     }
 
-    /// Returns true if the daemon stays ready. It does not while no command completes, nor if the next
-    /// start would serve other data, or none: then every acknowledged write is at risk.
+    /// Returns true if the daemon is still ready. It isn't ready if no commands can complete. This
+    /// also applies if different data or no data would be served after a restart, because all
+    /// acknowledged writes are at risk.
     #[must_use]
     pub const fn is_ready(self) -> bool {
         match self {

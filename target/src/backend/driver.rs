@@ -1,4 +1,4 @@
-//! [`Driver`]: a worker's engine for block operations.
+//! [`Driver`]: executes block operations for a worker.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,99 +26,100 @@ use super::turns::Turn;
 use crate::log::RateLimit;
 use crate::warn_limited;
 
-/// The driver has as many requests as it takes, or as many of this store; nothing was accepted.
+/// The driver has reached its maximum number of requests in total or for this store. The request
+/// was not accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the backend driver has as many requests as it takes")]
 pub struct DriverFull;
 
-/// A request that has ended, for the worker to answer its command.
+/// A completed request, so that the worker can respond to its command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Done {
-    /// The caller's name for it.
+    /// Identifier provided by the caller.
     pub user: u64,
-    /// Result, in the logical unit's terms.
+    /// Result for the logical unit.
     pub result: StepResult,
 }
 
 struct Attached {
     store: Arc<Store>,
     handle: Option<Handle>,
-    /// A descriptor for flushes alone: see [`super::flush`].
+    /// A separate descriptor for flushes. See [`super::flush`].
     sync: Option<Handle>,
-    /// Failures of flushes that were cleared before that was opened.
+    /// Number of cleared flush failures when that descriptor was opened.
     clears: u64,
-    /// The descriptor for flushes is that of writes: the system had no other one.
+    /// Flushes use the descriptor for writes, because no other descriptor was available.
     is_sync_shared: bool,
-    /// How often that descriptor was replaced.
+    /// Number of times that descriptor was replaced.
     renewals: u32,
-    /// Requests that the flush under way serves, the first of which names it.
+    /// Requests waiting for the current flush. The first one determines its token.
     flushing: Vec<usize>,
-    /// Requests that the next flush serves.
+    /// Requests waiting for the next flush.
     to_flush: Vec<usize>,
     lacks: Lacks,
     requests: usize,
-    /// Its own bounce buffer: one that hangs may have all that are shared.
+    /// A separate bounce buffer, because a hanging store may be using all shared ones.
     bounce: OwnBounce,
-    /// Lines about its failures.
+    /// Rate limit for logging failures.
     complaints: RateLimit,
-    /// A helper thread for its blocking calls, once it was needed. Those of one that hangs do not
-    /// return.
+    /// Helper thread for blocking calls, if it was required before. These calls may never return if
+    /// the store is hanging.
     helper: Option<Offload<io::Result<(bool, u64)>>>,
 }
 
-/// A store's own bounce buffer.
+/// Separate bounce buffer of a store.
 enum OwnBounce {
-    /// It was not needed yet.
+    /// Not allocated yet.
     None,
     Idle(MemSlice),
     InUse,
 }
 
-/// A worker's engine: takes block operations, works them through the ring, and gives results.
+/// Executes block operations for a worker using the ring, and returns the results.
 ///
-/// Every accepted request gives exactly one [`Done`]. Calls, in the worker's loop:
-/// [`begin_round`](Driver::begin_round) with the time, [`submit`](Driver::submit) for new requests,
-/// [`handle_completion`](Driver::handle_completion) for every completion whose token has the
-/// driver's tag, then [`poll_done`](Driver::poll_done) until it gives nothing.
+/// Every accepted request results in exactly one [`Done`]. In its loop, the worker must call
+/// [`begin_round`](Driver::begin_round) with the current time, [`submit`](Driver::submit) for new
+/// requests, [`handle_completion`](Driver::handle_completion) for every completion with the
+/// driver's tag, and then [`poll_done`](Driver::poll_done) until it returns `None`.
 pub struct Driver {
     config: DriverConfig,
     stores: Slab<Attached>,
     requests: Slab<BlockCommand>,
-    /// At most `depth`, as all the following.
+    /// Limited to `depth`, like all fields below.
     done: VecDeque<Done>,
     stalled: VecDeque<usize>,
     delayed: Vec<usize>,
-    /// A flush found no room in the ring.
+    /// The ring was full when submitting a flush.
     flush_stalled: bool,
-    /// Those that are shared.
+    /// Shared bounce buffers.
     idle_bounces: Vec<MemSlice>,
     zeroes: MemSlice,
-    /// Stores with a helper.
+    /// Stores with a helper thread.
     helped: Vec<usize>,
-    /// Empty lists with their memory, two per request that ended; at most twice `depth`.
+    /// Empty lists with their capacity, two for each completed request, at most twice `depth`.
     spare: Vec<Vec<MemSlice>>,
-    /// Time of the worker's round.
+    /// Start time of the worker's current round.
     now: Instant,
-    /// Bytes that may still be moved in calls of this round.
+    /// Remaining number of bytes to transfer synchronously in this round.
     at_once: u64,
 }
 
 impl OwnBounce {
-    /// An idle bounce buffer: one of those that are shared, or this one.
+    /// Allocates a bounce buffer: either a shared one, or this one.
     fn take_or(&mut self, shared: &mut Vec<MemSlice>, bytes: usize) -> Option<Bounce> {
         if let Some(memory) = shared.pop() {
             let is_shared = true;
             return Some(Bounce { memory, is_shared });
         }
-        // Only where all shared ones are taken: this one bounds what a store needs to go on at
-        // all, however long the requests of another store keep theirs.
+        // Use this only if all shared buffers are in use. It ensures that a store can always
+        // continue, regardless of how long requests of other stores use the shared buffers.
         let memory = match std::mem::replace(self, Self::InUse) {
             Self::Idle(memory) => Some(memory),
             Self::InUse => return None,
             Self::None => Memory::new(bytes).ok().map(|memory| memory.whole()),
         };
         if memory.is_none() {
-            // Perhaps later.
+            // Try again later.
             *self = Self::None;
         }
         let is_shared = false;
@@ -135,8 +136,8 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-/// Opens a descriptor for flushes; returns whether it is that of writes. Without `/proc`, or where
-/// the process may open no more, there is one for all.
+/// Opens a descriptor for flushes. Returns true if it's the same as for writes, because `/proc`
+/// isn't available or the process has reached its limit.
 fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
     match medium {
         Medium::File { file, .. } => match sys::reopen(file) {
@@ -147,53 +148,54 @@ fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
     }
 }
 
-/// Time between two lines about failures of one backend. A command of several operations, such as a
-/// write to a full file system, would otherwise have a line for each.
+/// Minimum time between log messages about failures of a backend. A command with several
+/// operations, such as a write to a full file system, would cause a message for each operation
+/// otherwise.
 const COMPLAINT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Notes that an operation of a store has succeeded; returns true if the store had failed.
+/// Called for a successful operation of a store. Returns true if this clears a failure.
 fn note_success(store: &Store, now: Instant, op: &BlockOp) -> bool {
     store.note_success(now, matches!(op, BlockOp::Write { .. }))
 }
 
-/// Zeroes kept at hand for media that cannot zero by themselves.
+/// Size of a buffer with zeroes, for media that don't support zeroing.
 const ZEROES: usize = 64 << 10;
 
-/// Interval at which requests are tried again that a fault on purpose holds.
+/// Interval to retry requests held by an injected fault.
 const HELD: Duration = Duration::from_millis(2);
 
-/// Bytes of a round that are read or written in the calls that begin this, on files in memory.
-/// The worker serves no other client in that time.
+/// Maximum number of bytes to read or write synchronously in a round, on files in memory. The
+/// worker can't serve other clients during this time.
 const AT_ONCE: u64 = 1 << 20;
 
-/// Length of the longest such read or write, in bytes.
+/// Maximum length of a synchronous read or write in bytes.
 const LONGEST_AT_ONCE: u64 = 128 << 10;
 
-/// Bytes that one ring operation fills with zeroes.
+/// Returns the maximum number of bytes to fill with zeroes in a single ring operation.
 fn fill_piece(config: &DriverConfig) -> u64 {
     (ZEROES * config.pieces.min(16)).min(MAX_OPERATION) as u64
 }
 
-/// Bytes of memory that one request zeroes or frees before others are served.
+/// Maximum number of bytes of a RAM disk to zero or free in a single step, before serving other
+/// requests.
 const RAM_PIECE: u64 = 4 << 20;
 
 impl Driver {
-    /// Makes a driver for the worker that owns the ring.
+    /// Creates a driver for the worker that owns the ring.
     ///
     /// # Errors
-    /// Where bounce memory cannot be mapped.
+    /// Fails if bounce memory can't be mapped.
     ///
     /// # Panics
-    /// If a size in the configuration is zero or not a multiple as stated.
+    /// Panics if a configured size is zero or not a multiple as specified.
     pub fn new(ring: &mut Ring, now: Instant, mut config: DriverConfig) -> io::Result<Self> {
-        // A longer list would be refused by the ring, which a request here takes for a ring that
-        // has failed.
+        // The ring would reject a longer list, which is handled like a failure of the ring below.
         config.pieces = config.pieces.min(ring.max_slices());
         assert!(config.depth > 0 && config.pieces > 0 && config.bounces > 0);
         assert!(config.bounce > 0 && config.bounce.is_multiple_of(4096));
         let bounce_memory = Memory::new(config.bounce * config.bounces)?;
         let zeroes = Memory::new(ZEROES)?;
-        // Without registration the same operations are only slower.
+        // Operations are only slower if this isn't registered.
         let _ = ring.register_memory(&bounce_memory);
         let _ = ring.register_memory(&zeroes);
         Ok(Self {
@@ -215,13 +217,13 @@ impl Driver {
         })
     }
 
-    /// Takes the time of the worker's round, which counts for all calls until the next one.
+    /// Sets the start time of the worker's round, to be used until the next call.
     pub fn begin_round(&mut self, now: Instant) {
         self.now = now;
         self.at_once = AT_ONCE;
     }
 
-    /// Attaches a store, registering its file with the ring where there is room.
+    /// Attaches a store, and registers its file with the ring if possible.
     pub fn attach(&mut self, ring: &mut Ring, store: Arc<Store>) -> StoreId {
         let handle = match &store.medium {
             Medium::File { file, .. } => {
@@ -229,9 +231,9 @@ impl Driver {
             }
             Medium::Ram(_) | Medium::Null | Medium::Absent => None,
         };
-        // Before the descriptor: a failure that is cleared in between only makes the next flush
-        // open another one. The other way round, the number would be that of a newer descriptor
-        // than this one is, which may still have an old error to report.
+        // Read this before opening the descriptor. If a failure is cleared in between, the next
+        // flush opens a descriptor unnecessarily. In reverse order, the number would be newer than
+        // the descriptor, which may still report an old error.
         let clears = store.flush_clears();
         let (sync, is_sync_shared) = open_sync(&store.medium);
         let lacks = match store.medium {
@@ -258,60 +260,62 @@ impl Driver {
         }))
     }
 
-    /// Detaches a store that has no requests; false where it still has some.
+    /// Detaches a store without requests. Returns false if it still has requests.
     ///
     /// # Panics
-    /// If the store is not attached.
+    /// Panics if the store isn't attached.
     pub fn detach(&mut self, id: StoreId) -> bool {
         let idle = self.stores[id.0].requests == 0;
         if idle {
             self.stores.remove(id.0);
-            // Its number is free from here on: results would be looked for at no store, or at
-            // another one.
+            // Its number can be reused after this, so results would be polled from a missing store,
+            // or from another one.
             self.helped.retain(|store| *store != id.0);
         }
         idle
     }
 
-    /// The attached store.
+    /// Returns an attached store.
     ///
     /// # Panics
-    /// If the store is not attached.
+    /// Panics if the store isn't attached.
     #[must_use]
     pub fn store(&self, id: StoreId) -> &Arc<Store> {
         &self.stores[id.0].store
     }
 
-    /// Requests accepted whose results have not been taken.
+    /// Returns the number of accepted requests with results that weren't returned yet.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.requests.len() + self.done.len()
     }
 
-    /// Returns the store of each request in flight, and the time of its submission or its last progress.
+    /// Returns the store of each request in flight, and the time of its submission or last
+    /// progress.
     pub fn progress(&self) -> impl Iterator<Item = (StoreId, Instant)> + '_ {
         self.requests.iter().map(|(_, r)| (r.store, r.since))
     }
 
-    /// Returns true if a completion's token is one of this driver's.
+    /// Returns true if this driver created the token of a completion.
     #[must_use]
     pub fn owns(&self, token: Token) -> bool {
         (token.0 >> 56) as u8 == self.config.tag
     }
 
-    /// Accepts a block operation. `data` is the command's whole buffer, of which the operation says
-    /// what part it moves; it is kept alive until the result. `user` comes back in [`Done`].
+    /// Submits a block operation. `data` is the whole buffer of the command, which is kept alive
+    /// until the operation completes. The operation determines the part to be transferred. `user`
+    /// is returned in [`Done`].
     ///
-    /// Memory and null backends finish at once, and files in memory as a rule; the result still
-    /// comes from [`poll_done`](Driver::poll_done).
+    /// Requests complete immediately on memory and null backends, and usually on files in memory.
+    /// In this case the result is also returned by [`poll_done`](Driver::poll_done).
     ///
     /// # Errors
-    /// [`DriverFull`] at the bound on requests, or on those of the store; the caller keeps the
-    /// operation.
+    /// Returns [`DriverFull`] if the number of requests in total or for this store is at its limit.
+    /// The operation is not submitted.
     ///
     /// # Panics
-    /// If the store is not attached, the range is not in whole blocks, or the buffer is shorter
-    /// than the operation: the logical unit checks all this.
+    /// Panics if the store isn't attached, if the range doesn't consist of whole blocks, or if the
+    /// buffer is too short for the operation. The logical unit must ensure all this.
     pub fn submit(
         &mut self,
         ring: &mut Ring,
@@ -325,7 +329,7 @@ impl Driver {
         }
         let block = u64::from(self.stores[store.0].store.geometry().block_size);
         let (offset, len) = plan::range(&op);
-        // A block is a power of two: see `Store::open`.
+        // The block size is a power of two, see `Store::open`.
         assert!(
             (offset | len) & (block - 1) == 0,
             "{op:?} is not in whole blocks"
@@ -340,7 +344,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Makes a request of an operation, with the turn that it may have already, and begins it.
+    /// Creates and starts a request for an operation, with its turn if it already has one.
     fn accept(
         &mut self,
         ring: &mut Ring,
@@ -350,16 +354,16 @@ impl Driver {
         (user, turn): (u64, Option<Turn>),
     ) {
         let offset = plan::range(&op).0;
-        // From here on the request is accepted, and each way out goes through `finish`, which
-        // counts it back.
+        // The request is accepted. From this point, every exit must use `finish`, which updates the
+        // count.
         let attached = &mut self.stores[store.0];
         attached.requests += 1;
-        // Taken before anything else can end the request, so that faults with a number of times
-        // strike the same requests in each run.
+        // Do this before the request can complete in any other way, so that faults with a limited
+        // count affect the same requests in each run.
         let strike = attached.store.faults.as_ref().and_then(|f| f.strike(&op));
         let mut kept = self.spare.pop().unwrap_or_default();
-        // The slices keep the memory mapped: the command may be aborted, and its connection
-        // closed, while the kernel still reads or writes here.
+        // These slices keep the memory mapped, because the command may be aborted and its
+        // connection closed while the kernel is still accessing the memory.
         kept.extend_from_slice(data);
         let index = self.requests.insert(BlockCommand {
             user,
@@ -378,9 +382,9 @@ impl Driver {
             turn,
             window: self.spare.pop().unwrap_or_default(),
         });
-        // A flush that has failed is not tried again: the kernel reports a lost page once, and the
-        // next `fsync` would succeed without the data. Faults on purpose come later, so they do not
-        // hide it.
+        // Don't retry after a failed flush. The kernel reports a lost page only once, so the next
+        // `fsync` would succeed without the data. This is checked before injected faults, so that
+        // they can't hide it.
         let failure = match op {
             BlockOp::Flush { .. } => self.stores[store.0].store.flush_failure(),
             _ => None,
@@ -404,12 +408,13 @@ impl Driver {
         }
     }
 
-    /// Reads or writes in this call, without making a request, where that is all there is to do: a
-    /// file in memory, and no other request for the same bytes.
+    /// Reads or writes synchronously without creating a request, if possible: for a file in memory,
+    /// if there are no other requests for the same bytes.
     ///
     /// # Errors
-    /// It has not moved all of the data, and a request is to be made that begins from the start.
-    /// That request then has the turn for these bytes, if this call took it.
+    /// Fails if not all of the data was transferred. In this case, a request must be created, which
+    /// starts from the beginning. It inherits the turn for these bytes, if this function entered
+    /// one.
     fn move_at_once(
         &mut self,
         store: StoreId,
@@ -429,15 +434,15 @@ impl Driver {
             return Err(None);
         };
         let is_write = matches!(op, BlockOp::Write { .. });
-        // What is to be durable has further steps, or errors that say more.
+        // Durable operations require additional steps, or their errors require special handling.
         match op {
             BlockOp::Read { fua: false, .. } => {}
             BlockOp::Write { .. } if !plan::is_durable(op, store.geometry().write_cache) => {}
             _ => return Err(None),
         }
         let (at, len) = plan::range(op);
-        // A write would wait for long changes that are under way, and the worker with it. Faults on
-        // purpose strike requests.
+        // A write would block the worker if there are active long changes. Injected faults only
+        // affect requests.
         let is_held_up = is_write && store.changing.load(Ordering::Relaxed) > 0;
         if len > LONGEST_AT_ONCE.min(self.at_once) || is_held_up || store.faults.is_some() {
             return Err(None);
@@ -450,7 +455,7 @@ impl Driver {
             false => sys::read_now(file, mapped.as_ref(), at, list),
         };
         if moved != Some(Ok(len as usize)) {
-            // The request does it once more in the same turn, and deals with what is wrong.
+            // The request will do this again in the same turn, and handles any errors.
             return Err(Some(turn.into_turn()));
         }
         drop(turn);
@@ -461,21 +466,21 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns true if a store may have one more request. All stores share half of the depth as
-    /// they come; of the other half each has a part for itself, so one that hangs leaves room for
-    /// the others.
+    /// Returns true if a store may have another request. Half of the depth is shared by all stores
+    /// on a first-come basis. Each store has its own share of the other half, so a hanging store
+    /// can't block other stores.
     fn has_room(&self, store: StoreId) -> bool {
         let (depth, stores) = (self.config.depth, self.stores.len());
         let in_flight = self.in_flight();
-        // The last bound counts only this store's requests, and the parts of all stores together
-        // are at most the half that is not shared.
+        // The last condition only uses the number of requests for this store. The total for all
+        // stores is at most the half that isn't shared.
         let own = (depth / (2 * stores)).max(1);
         in_flight < depth
             && (stores == 1 || in_flight < depth / 2 || self.stores[store.0].requests < own)
     }
 
-    /// Asks that every request of this name end soon. Each still gives its [`Done`]: what waits
-    /// ends as aborted, what the disk already does ends as it may.
+    /// Cancels all requests with this identifier. Each still results in a [`Done`]: waiting
+    /// requests are aborted, and requests that the disk is executing complete with any result.
     pub fn cancel(&mut self, ring: &mut Ring, user: u64) {
         let named: Vec<usize> = self
             .requests
@@ -484,18 +489,19 @@ impl Driver {
             .collect();
         for index in named {
             let request = &mut self.requests[index];
-            // Kept for those that go on: their next stage, or the rest of a short transfer, is not
-            // begun.
+            // Set this for requests that continue, to prevent their next stage or the remainder of
+            // a short transfer.
             request.cancelled = true;
             match request.state {
-                // A ring that takes no cancellation lets the operation run to its end.
+                // If the ring doesn't support cancellation, the operation continues until it
+                // completes.
                 State::Ring => drop(ring.cancel(self.token(index))),
-                // A thread in a system call cannot be called back, and a fault holds aborted
-                // requests as a disk that hangs would.
+                // A thread can't be canceled during a system call, and a fault holds aborted
+                // requests in the same way as a hanging disk.
                 State::Helper | State::Held => {}
-                // The kernel does not report again what the flush is to find.
+                // The kernel doesn't report an error again if this flush is going to detect it.
                 State::Flush if request.failed.is_some() => {}
-                // A flush under way serves others too.
+                // Other requests are also waiting for this flush.
                 State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
                 State::Flush | State::Stalled | State::Delayed { .. } | State::Turn => {
                     let store = self.requests[index].store.0;
@@ -508,14 +514,15 @@ impl Driver {
         }
     }
 
-    /// Takes a completion of one of the driver's ring operations.
+    /// Handles a completion of a ring operation of this driver.
     ///
     /// # Panics
-    /// If the token is not of this driver: the worker routes by [`owns`](Driver::owns).
+    /// Panics if the token isn't from this driver. The worker must use [`owns`](Driver::owns) to
+    /// check this.
     pub fn handle_completion(&mut self, ring: &mut Ring, completion: &Completion) {
         assert!(self.owns(completion.token), "a completion of another's");
-        // The slab's number names the request without a generation: it is free only after
-        // `finish`, and that is after the one ring operation that the request has at a time.
+        // The slab index identifies the request without a generation, because it isn't reused until
+        // `finish`. At this time the request's only ring operation has completed.
         let index = (completion.token.0 & !(0xff << 56)) as usize;
         let result = match u32::try_from(completion.result) {
             Ok(n) => Ok(n as usize),
@@ -524,15 +531,15 @@ impl Driver {
         self.on_result(ring, index, result);
     }
 
-    /// The next finished request. Also moves on what waited for room, for the helper thread, or
-    /// for a delay to pass, so call it after every park.
+    /// Returns the next completed request. Also resumes requests that were waiting for space, for
+    /// the helper thread or for a delay, so this must be called after every park.
     pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done> {
         self.move_on(ring);
         self.done.pop_front()
     }
 
-    /// Returns the time at which [`poll_done`](Driver::poll_done) is due even though nothing
-    /// completed.
+    /// Returns the time when [`poll_done`](Driver::poll_done) must be called even if there are no
+    /// completions.
     #[must_use]
     pub fn poll_deadline(&self) -> Option<Instant> {
         self.delayed
@@ -540,7 +547,7 @@ impl Driver {
             .filter_map(|&i| match self.requests[i].state {
                 State::Delayed { until, .. } => Some(until),
                 State::Held => Some(self.now + HELD),
-                // Its worker is woken.
+                // The waker of its worker is used.
                 State::Turn => None,
                 State::Ring | State::Helper | State::Flush | State::Stalled => None,
             })
@@ -551,11 +558,11 @@ impl Driver {
         Token((u64::from(self.config.tag) << 56) | index as u64)
     }
 
-    /// Goes on with requests that waited for something else than the ring.
+    /// Resumes requests that were waiting for anything except the ring.
     ///
-    /// Results of helpers come first, since they end requests; what is delayed comes before what is
-    /// stalled, which it may join. Flushes are last: one call covers every request of its store
-    /// that has come this far.
+    /// Results of helpers are processed first, because they complete requests. Delayed requests are
+    /// next, because they may become stalled. Flushes are last, because a single call includes all
+    /// requests of the store at this point.
     fn move_on(&mut self, ring: &mut Ring) {
         for at in 0..self.helped.len() {
             let store = self.helped[at];
@@ -569,9 +576,8 @@ impl Driver {
         }
         if !self.delayed.is_empty() {
             let now = self.now;
-            // Taken as a whole: `begin` may delay a request again, which would otherwise be looked
-            // at in this very round, and a long operation in memory would never let others be
-            // served.
+            // Take the whole list, because `begin` may delay a request again. It would be processed
+            // again in this round, so a long operation in memory would block all other requests.
             for index in std::mem::take(&mut self.delayed) {
                 let state = self.requests[index].state;
                 match state {
@@ -585,7 +591,7 @@ impl Driver {
                 }
             }
         }
-        // As often as there are requests now: one that finds no room is put aside again.
+        // Process each request once. It's added again if there's no space.
         for _ in 0..self.stalled.len() {
             if let Some(index) = self.stalled.pop_front() {
                 self.issue(ring, index);
@@ -603,7 +609,7 @@ impl Driver {
     fn begin(&mut self, ring: &mut Ring, index: usize) {
         let request = &self.requests[index];
         let store = &self.stores[request.store.0].store;
-        // A file's operations end with a completion; all others are done below, in this call.
+        // Operations on a file complete asynchronously. All others are executed below.
         if let Medium::File { .. } = store.medium {
             self.follow_renewals(index);
             return self.issue(ring, index);
@@ -617,12 +623,12 @@ impl Driver {
                     BlockOp::Read { .. } => ram.read(offset, self.cut_all(index)),
                     BlockOp::Write { .. } => ram.write(offset, self.cut_all(index)),
                     BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => {
-                        // One UNMAP or WRITE SAME may name the whole disk, and the worker serves
-                        // all its sessions with this thread.
+                        // A single UNMAP or WRITE SAME may include the whole disk, and this thread
+                        // serves all sessions of the worker.
                         let piece = (len - done).min(RAM_PIECE);
                         match op {
-                            // Without UNMAP the initiator wants the space to stay allocated, so
-                            // chunks are kept and filled.
+                            // Without UNMAP, the initiator requires the blocks to remain allocated,
+                            // so keep the chunks and fill them with zeroes.
                             BlockOp::WriteZeroes { unmap: false, .. } => {
                                 ram.zero(offset + done, piece);
                             }
@@ -645,12 +651,12 @@ impl Driver {
                 }
             }
             Medium::Absent => match op {
-                // Nothing has been written.
+                // There are no previous writes.
                 BlockOp::Flush { .. } => StepResult::Done,
                 _ => StepResult::Failed(BackendError::NotReady),
             },
             Medium::Null => match op {
-                // Old bytes of the buffer may be another initiator's.
+                // The buffer may contain data of another initiator.
                 BlockOp::Read { .. } => {
                     for piece in self.cut_all(index) {
                         piece.fill(0, piece.len(), 0);
@@ -675,8 +681,8 @@ impl Driver {
         self.finish(index, result);
     }
 
-    /// Returns whether no older request of the same bytes is in the way, of one that reads or changes
-    /// the medium.
+    /// Returns whether a request that reads or changes the medium doesn't have to wait for older
+    /// requests for the same bytes.
     fn takes_turn(&mut self, ring: &Ring, index: usize) -> bool {
         let request = &mut self.requests[index];
         let store = &self.stores[request.store.0].store;
@@ -696,8 +702,8 @@ impl Driver {
         request.turn.get_or_insert_with(join).has_come()
     }
 
-    /// Ends the turn of a piece that is filled with zeroes. Reads of the others are older than the next
-    /// one.
+    /// Releases the turn of a piece after it was filled with zeroes. Reads by other requests will
+    /// precede the next piece.
     fn leave_filled_piece(&mut self, index: usize) {
         let request = &mut self.requests[index];
         if request.stage == Stage::Fill && request.done.is_multiple_of(fill_piece(&self.config)) {
@@ -705,7 +711,7 @@ impl Driver {
         }
     }
 
-    /// Puts a long operation in memory aside after a piece of it, for other commands to be served.
+    /// Delays a long operation in memory after each piece, in order to serve other commands.
     fn yield_to_others(&mut self, index: usize, done: u64) {
         let request = &mut self.requests[index];
         request.done = done;
@@ -723,14 +729,15 @@ impl Driver {
         faults.as_ref().is_some_and(|f| f.holds(&request.op))
     }
 
-    /// Whether a request was made that has ended: each leaves lists for the next one.
+    /// Returns whether a request was created and completed, because this keeps its lists for the
+    /// next request.
     #[cfg(test)]
     pub(super) fn has_ended_requests(&self) -> bool {
         !self.spare.is_empty()
     }
 
-    /// As if requests of a store that hangs had all shared bounce buffers, and its own, and its
-    /// helper.
+    /// Simulates a hanging store with requests that use all shared bounce buffers, the store's own
+    /// buffer, and its helper.
     #[cfg(test)]
     pub(super) fn hang(&mut self, ring: &Ring, id: StoreId) -> std::sync::mpsc::Sender<()> {
         self.idle_bounces.clear();
@@ -757,7 +764,7 @@ impl Driver {
         self.fail(index, error, &"a fault on purpose");
     }
 
-    /// The part of the buffer that a read or write moves.
+    /// Returns the part of the buffer to be read or written.
     fn cut_all(&mut self, index: usize) -> &[MemSlice] {
         let request = &mut self.requests[index];
         let (start, len) = buffer_range(&request.op);
@@ -771,7 +778,7 @@ impl Driver {
         &request.window
     }
 
-    /// Puts the next ring operation of a request into the ring, or the request aside.
+    /// Submits the next ring operation of a request, or delays the request.
     fn issue(&mut self, ring: &mut Ring, index: usize) {
         self.leave_unsupported_stage(index);
         let moves = matches!(
@@ -800,9 +807,9 @@ impl Driver {
         let handle = attached.handle.as_ref().expect("files have handles");
         let (offset, len) = plan::range(&request.op);
         let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
-        // A range inside one of the device's blocks has nothing to punch or zero, and an operation
-        // of length zero is an error to fallocate(2). Nor is a hole requested that the medium is
-        // known to refuse: a discard leaves its blocks as they are then.
+        // If the range is within a device block, there is nothing to punch or zero, and
+        // fallocate(2) fails for a length of zero. If the medium is known not to support holes, a
+        // discard leaves the blocks unchanged.
         let is_refused = request.stage == Stage::Punch && attached.lacks.punch;
         if (left == 0 && moves) || is_refused {
             return self.after_stage(ring, index);
@@ -812,11 +819,11 @@ impl Driver {
             false => Durability::Cached,
         };
         let queued = match request.stage {
-            // Not put into the ring by itself: one flush serves all requests of the store that
-            // wait for one.
+            // Don't submit this separately, because a single flush serves all waiting requests of
+            // the store.
             Stage::SyncLast => {
                 let store = request.store;
-                // A flush copies nothing, and may take its time.
+                // A flush doesn't access any data, and may take a long time.
                 request.turn = None;
                 request.state = State::Flush;
                 self.stores[store.0].to_flush.push(index);
@@ -825,9 +832,9 @@ impl Driver {
             Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
             Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
             Stage::Fill | Stage::Edges => {
-                // The same zeroes stand several times in one list, so that a long range takes
-                // fewer operations. Not durable each: the flush behind the stage makes all of them
-                // so at once.
+                // The list contains the same zeroes several times, to reduce the number of
+                // operations for a long range. Durability isn't required for each one, because the
+                // flush after this stage includes all of them.
                 let most = fill_piece(&self.config);
                 let left = match request.stage {
                     Stage::Fill => plan::fill_piece(&request.op, request.done, most).end - at,
@@ -840,8 +847,8 @@ impl Driver {
                 let faults = attached.store.faults.as_ref();
                 let config = (self.config, faults.map_or(usize::MAX, |f| f.most()));
                 let (shared, own) = (&mut self.idle_bounces, &mut attached.bounce);
-                // Only asked for where the memory is not aligned for direct I/O: most requests
-                // need none.
+                // Most requests don't require a bounce buffer. It's only allocated if the memory
+                // isn't suitable for direct I/O.
                 let idle = || own.take_or(shared, self.config.bounce);
                 let Some(memory) = cut_transfer(request, *align, config, idle) else {
                     request.state = State::Stalled;
@@ -851,9 +858,9 @@ impl Driver {
                 let list = memory
                     .as_ref()
                     .map_or(&request.window[..], std::slice::from_ref);
-                // A copy that takes no longer than its way through the ring, where the kernel
-                // has a thread of its own do a write. A write would wait for long changes
-                // that are under way, and the worker with it.
+                // Copy the data synchronously if this takes no longer than using the ring, because
+                // the kernel uses a separate thread for writes. However, a write would block the
+                // worker if there are active long changes.
                 let is_read = matches!(request.op, BlockOp::Read { .. });
                 let waits = || !is_read && attached.store.changing.load(Ordering::Relaxed) > 0;
                 if *in_memory && len <= LONGEST_AT_ONCE.min(self.at_once) && !waits() {
@@ -872,7 +879,7 @@ impl Driver {
                     _ => ring.submit_write(handle, at, list, durable, token),
                 }
             }
-            // A block device does not say which of its blocks are in use, so all of them count as
+            // A block device doesn't report which blocks are in use, so all of them are considered
             // mapped.
             Stage::Extent if *device => {
                 let result = StepResult::Status {
@@ -883,7 +890,7 @@ impl Driver {
             }
             Stage::Extent => {
                 let file = file.clone();
-                // io_uring has no lseek(2), and the call may wait for the file system.
+                // io_uring doesn't support lseek(2), and the call may block on the file system.
                 return self.ask_helper(ring, index, file, offset, len);
             }
         };
@@ -897,18 +904,19 @@ impl Driver {
                 }
             }
             Err(SubmitError::Full) => {
-                // Others of the store can go on with it, while this request waits for a place in
-                // the ring.
+                // Release the buffer for other requests of the store, because this request is
+                // waiting for space in the ring.
                 self.free_bounce(index);
                 self.requests[index].state = State::Stalled;
                 self.stalled.push_back(index);
             }
-            // Lists and lengths keep the ring's bounds, so this is a ring that has failed.
+            // Lists and lengths are within the limits of the ring, so the ring itself has failed.
             Err(_) => self.finish(index, StepResult::Failed(BackendError::Internal)),
         }
     }
 
-    /// The medium may have refused an operation of another request since this one was accepted.
+    /// Handles an operation that was refused by the medium for another request, after this request
+    /// was accepted.
     fn leave_unsupported_stage(&mut self, index: usize) {
         let request = &mut self.requests[index];
         if !matches!(request.stage, Stage::Punch | Stage::Zero) {
@@ -928,7 +936,7 @@ impl Driver {
         if std::mem::take(&mut request.is_changing) {
             attached.store.changing.fetch_sub(1, Ordering::Relaxed);
         }
-        // No read of these bytes takes place before the request has ended.
+        // These bytes can't be read until the request completes.
         if let Medium::File {
             unit,
             mapped: Some(mapped),
@@ -946,14 +954,14 @@ impl Driver {
                     Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
                     Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
                 };
-                // It goes on at a whole block, which no other write divides then, and direct I/O at
-                // one of the device's. What was moved beyond it is moved once more, with the same
-                // bytes.
+                // Continue at a whole block, so that other writes can't interleave within it.
+                // Direct I/O continues at a device block. Additional bytes will be transferred
+                // again without changes.
                 let block = attached.store.geometry().block_size as usize;
                 let unit = if moved < block { align } else { block };
                 let moved = moved - moved % unit;
                 if moved == 0 {
-                    // The end of a file that became shorter.
+                    // End of a file that was truncated.
                     let error = BackendError::Medium { offset: Some(at) };
                     return self.fail(index, error, &"the file is shorter");
                 }
@@ -973,8 +981,8 @@ impl Driver {
             }
             (Stage::Punch | Stage::Zero, Ok(_)) => self.after_stage(ring, index),
             (Stage::Punch, Err(libc::EOPNOTSUPP)) => {
-                // For this attachment: asking again with each command would cost a system call
-                // that is known to fail.
+                // Remember this while the store is attached, to avoid repeating a system call that
+                // is known to fail for each command.
                 attached.lacks.punch = true;
                 self.issue(ring, index);
             }
@@ -984,14 +992,15 @@ impl Driver {
             }
             (Stage::Transfer, Err(errno)) if is_suspect => {
                 if attached.is_sync_shared || attached.renewals != request.renewals {
-                    // No flush would report it once more.
+                    // A flush would not report this error again.
                     attached.store.on_flush_failed(errno, self.now);
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
                 self.free_bounce(index);
                 self.issue(ring, index);
             }
-            // Also a ring operation that was cancelled, as ECANCELED: it is aborted, not failed.
+            // This includes a canceled ring operation (ECANCELED), which was aborted and didn't
+            // fail.
             (_, Err(errno)) => {
                 let error = io::Error::from_raw_os_error(errno);
                 self.fail(index, from_errno(errno, at), &error);
@@ -1000,10 +1009,10 @@ impl Driver {
         }
     }
 
-    /// Whether the error of an operation may be that of data which others have written: a durable
-    /// write ends with a sync of its descriptor. The kernel takes it for reported then, also to
-    /// the process that opens the file after this one. A flush by the descriptor for flushes reports
-    /// it once more, and it is remembered.
+    /// Returns whether the error of an operation may be due to data written by other requests,
+    /// because a durable write syncs its descriptor. The kernel then considers the error as
+    /// reported, even if another process opens the file later. A flush using the descriptor for
+    /// flushes will report it again, so it's remembered.
     fn may_report_a_loss(&self, index: usize, errno: i32) -> bool {
         let request = &self.requests[index];
         let store = &self.stores[request.store.0].store;
@@ -1012,10 +1021,10 @@ impl Driver {
             && store.flush_failure().is_none()
     }
 
-    /// Opens another descriptor for flushes once a failure was cleared: the old one may still carry
-    /// the error of that time, which the administrator has dealt with already. And while it is that
-    /// of writes. Durable writes under way may have reported a loss of which the new one knows
-    /// nothing, so their errors count as such.
+    /// Opens another descriptor for flushes after a failure was cleared, because the old descriptor
+    /// may still report an error already handled by the administrator. Also retries this if it's
+    /// the same as the descriptor for writes. Active durable writes may have received an error that
+    /// the new descriptor doesn't report, so their errors are treated as lost data.
     fn renew_sync(&mut self, store: StoreId) {
         let attached = &mut self.stores[store.0];
         let clears = attached.store.flush_clears();
@@ -1031,7 +1040,7 @@ impl Driver {
         }
     }
 
-    /// Before a request's first operation in the ring, which may be long after it was submitted.
+    /// Called before the first ring operation of a request, which may be long after its submission.
     fn follow_renewals(&mut self, index: usize) {
         let request = &self.requests[index];
         let store = request.store;
@@ -1042,15 +1051,15 @@ impl Driver {
         self.requests[index].renewals = self.stores[store.0].renewals;
     }
 
-    /// Starts a flush for all that wait for one, unless one is under way.
+    /// Starts a flush for all waiting requests, unless a flush is in progress.
     fn flush(&mut self, ring: &mut Ring, store: StoreId) {
         let Some(&first) = self.stores[store.0].to_flush.first() else {
             return;
         };
         let token = self.token(first);
         let attached = &mut self.stores[store.0];
-        // Those that came after its start must not be answered by it: the kernel may have passed
-        // their pages already.
+        // Requests added after its start must not use the current flush, because the kernel may
+        // have skipped their pages already.
         if !attached.flushing.is_empty() {
             return;
         }
@@ -1060,7 +1069,7 @@ impl Driver {
         match ring.submit_sync(sync, SyncKind::Data, token) {
             Ok(()) => std::mem::swap(&mut attached.flushing, &mut attached.to_flush),
             Err(SubmitError::Full) => self.flush_stalled = true,
-            // As for any other operation: a ring that has failed.
+            // As for all other operations, the ring has failed.
             Err(_) => {
                 for index in std::mem::take(&mut attached.to_flush) {
                     self.finish(index, StepResult::Failed(BackendError::Internal));
@@ -1069,12 +1078,12 @@ impl Driver {
         }
     }
 
-    /// A flush is done; its success counts only where none has failed.
+    /// Called when a flush has completed. A success is only used if no flush has failed.
     fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
         let attached = &mut self.stores[store.0];
         let mut served = std::mem::take(&mut attached.flushing);
-        // The failure is stored before any request is answered, so that no flush of another worker
-        // that ends meanwhile is taken for a success.
+        // Store the failure before completing any requests, so that a concurrent flush by another
+        // worker isn't considered successful.
         if let Some(errno) = errno {
             let why = std::io::Error::from_raw_os_error(errno);
             attached
@@ -1082,8 +1091,8 @@ impl Driver {
                 .count_error(self.now, from_errno(errno, 0), &why);
             attached.store.on_flush_failed(errno, self.now);
         }
-        // Asked for even after a success: another worker's descriptor may have reported what this
-        // one's did not.
+        // Check this even after a success, because the error may have been reported to the
+        // descriptor of another worker.
         let failure = attached.store.flush_failure();
         for index in served.drain(..) {
             let request = &self.requests[index];
@@ -1101,15 +1110,15 @@ impl Driver {
             }
         }
         let attached = &mut self.stores[store.0];
-        // The list keeps its memory for the next flush. `after_stage` may have begun one, whose
-        // list must stay.
+        // Reuse the memory of this list. However, `after_stage` may have started another flush with
+        // a new list, which must be kept.
         if attached.flushing.is_empty() {
             attached.flushing = served;
         }
         self.flush(ring, store);
     }
 
-    /// Moves a request whose stage is wholly done to the next, or to its end.
+    /// Continues with the next stage of a request, or completes it.
     fn after_stage(&mut self, ring: &mut Ring, index: usize) {
         let request = &mut self.requests[index];
         let volatile = self.stores[request.store.0].store.geometry().write_cache;
@@ -1131,8 +1140,8 @@ impl Driver {
         let attached = &mut self.stores[store];
         let helper = &mut attached.helper;
         if helper.is_none() {
-            // One for each store, with room for all requests: a file system that hangs holds up
-            // its own thread alone.
+            // Use a separate helper for each store, with a queue for all requests, so that a
+            // hanging file system only blocks its own thread.
             let threads = attached.store.host().threads();
             *helper = Offload::new(self.config.depth, ring.waker(), threads).ok();
             self.helped.extend(helper.is_some().then_some(store));
@@ -1144,7 +1153,7 @@ impl Driver {
         if asked {
             self.requests[index].state = State::Helper;
         } else {
-            // No helper can be had: a backend may always report that it does not know.
+            // No helper is available. A backend may always report this range as mapped.
             self.on_extent(index, Ok((true, len)));
         }
     }
@@ -1159,7 +1168,7 @@ impl Driver {
                 allocation: Allocation::Mapped,
                 len: extent.next_multiple_of(block).min(len),
             },
-            // A block of which a part is data is mapped.
+            // A block is mapped if any part of it contains data.
             Ok((false, extent)) if extent < block => StepResult::Status {
                 allocation: Allocation::Mapped,
                 len: block.min(len),
@@ -1168,7 +1177,7 @@ impl Driver {
                 allocation: Allocation::Deallocated,
                 len: extent - extent % block,
             },
-            // Some file systems do not know.
+            // Not supported by some file systems.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 StepResult::Status {
                     allocation: Allocation::Mapped,
@@ -1180,13 +1189,13 @@ impl Driver {
         self.finish(index, answer);
     }
 
-    /// Copies what a bounced read brought to where it belongs, and frees the bounce buffer.
+    /// Copies data from the bounce buffer for a read, and releases the bounce buffer.
     fn settle_bounce(&mut self, index: usize, moved: usize) {
         let request = &mut self.requests[index];
         if let (Some(bounce), BlockOp::Read { .. }) = (&request.bounce, request.op) {
             let mut left = moved;
-            // A short read fills only the beginning of the window; the rest of the buffer keeps
-            // what it has until the next operation brings it.
+            // A short read only fills the beginning of the window. The remaining part of the buffer
+            // is unchanged until the next operation.
             let mut pieces = Vec::new();
             for piece in &request.window {
                 let take = piece.len().min(left);
@@ -1207,7 +1216,7 @@ impl Driver {
         }
     }
 
-    /// Ends a request that the medium has failed, and says so.
+    /// Completes a request that has failed on the medium, and logs the failure.
     fn fail(&mut self, index: usize, error: BackendError, why: &dyn std::fmt::Display) {
         let request = &self.requests[index];
         let attached = &mut self.stores[request.store.0];
@@ -1220,8 +1229,8 @@ impl Driver {
         self.finish(index, StepResult::Failed(error));
     }
 
-    /// Logs that a store works again, at most once in ten seconds, with the number of its failures
-    /// that were not logged.
+    /// Logs that a store works again, at most once every ten seconds, with the number of failures
+    /// that weren't logged.
     fn report_recovery(&mut self, id: StoreId) {
         let attached = &mut self.stores[id.0];
         let suppressed = attached.complaints.take_suppressed();
@@ -1240,8 +1249,8 @@ impl Driver {
             }
         }
         for mut list in [request.data, request.window] {
-            // Drops the references to the command's memory here, not when the list is used again,
-            // or a session's buffers would outlive the session.
+            // Drop the references to the command's memory now instead of when the list is reused,
+            // because the buffers of a session would outlive it.
             list.clear();
             self.spare.push(list);
         }

@@ -1,15 +1,15 @@
-//! Maps errors of the host to those that a logical unit reports.
+//! Maps errors of the host to errors reported by a logical unit.
 
 use riser_scsi::step::BackendError;
 
-/// Translates an error number of an operation whose first unfinished byte is at `offset`.
+/// Maps the error number of an operation. Its first incomplete byte is at `offset`.
 ///
-/// What may pass (`EAGAIN`, no memory, a cancellation) may be retried by the initiator; what says
-/// that the data is bad names the place; what says that the device is gone is not ready.
+/// Temporary errors (`EAGAIN`, out of memory, cancellation) may be retried by the initiator. Errors
+/// for damaged data include the offset. Errors for a missing device are reported as not ready.
 pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
     match errno {
-        // Lost or damaged data. EUCLEAN and EBADMSG are what XFS and ext4 say of metadata that
-        // fail their checks.
+        // Lost or damaged data. XFS and ext4 return EUCLEAN or EBADMSG if metadata verification
+        // fails.
         libc::EIO
         | libc::EILSEQ
         | libc::ENODATA
@@ -18,14 +18,14 @@ pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
         | libc::EUCLEAN => BackendError::Medium {
             offset: Some(offset),
         },
-        // The initiator can end these by freeing blocks, so they are not reported as errors of the
-        // medium.
+        // The initiator can resolve this by freeing blocks, so these aren't reported as medium
+        // errors.
         libc::ENOSPC | libc::EDQUOT | libc::EFBIG => BackendError::NoSpace,
-        // The file was opened for what the unit allows, so a refusal now means that its file
-        // system was remounted read-only, as ext4 may do after an error.
+        // The file was opened with the access required by the unit, so this means that its file
+        // system was remounted read-only, for example by ext4 after an error.
         libc::EROFS | libc::EPERM | libc::EACCES | libc::EBADF => BackendError::ReadOnly,
-        // A device that was pulled, or a network file system, or one in user space, that has lost
-        // its server: the data may come back.
+        // A device was removed, or a network or user-space file system has lost its server. The
+        // data may become available again.
         libc::ENODEV
         | libc::ENXIO
         | libc::ENOMEDIUM
@@ -38,8 +38,8 @@ pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
         libc::ECANCELED | libc::EINTR | libc::EAGAIN | libc::ENOMEM | libc::EBUSY => {
             BackendError::Aborted
         }
-        // EINVAL or EFAULT, for instance, would be our own mistakes, and must not be blamed on the
-        // medium.
+        // For example, EINVAL or EFAULT would be a bug in this program and must not be reported as
+        // a medium error.
         _ => BackendError::Internal,
     }
 }

@@ -1,4 +1,4 @@
-//! Names of files that outlive a rename.
+//! File identifiers that don't depend on the path.
 
 use std::fs::File;
 use std::io;
@@ -7,21 +7,21 @@ use std::time::UNIX_EPOCH;
 
 use serde::{Deserialize, Serialize};
 
-/// A file, independent of its path.
+/// Identifies a file, independently of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileId {
-    /// Device number of its file system.
+    /// Device number of the file system.
     pub device: u64,
-    /// Inode number in its file system.
+    /// Inode number in the file system.
     pub inode: u64,
-    /// Time of its creation, in nanoseconds since 1970, where the file system knows: inode numbers
-    /// of files that are gone are given to new ones.
+    /// Creation time in nanoseconds since 1970, if available from the file system. Required because
+    /// inode numbers of deleted files are reused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub born: Option<u64>,
 }
 
 impl FileId {
-    /// Names an open file.
+    /// Returns the identifier of an open file.
     pub(super) fn of(file: &File) -> io::Result<Self> {
         let file = file.metadata()?;
         let born = file.created().ok();
@@ -33,7 +33,7 @@ impl FileId {
         })
     }
 
-    /// Returns true if it is the same file. Numbers of devices change when the host starts again.
+    /// Returns true if this is the same file. Device numbers can change when the host reboots.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let device = |file: &Self| file.born.is_none().then_some(file.device);

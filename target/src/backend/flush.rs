@@ -1,21 +1,21 @@
-//! Failed flushes of a backend, and what they mean for the next ones.
+//! Failed flushes of a backend, and their effect on subsequent flushes.
 //!
-//! Linux reports a failed write-back once to each open file description and then takes the pages
-//! for clean, so the next `fdatasync` succeeds although the data are lost. Three things keep such a
-//! success from an initiator:
+//! Linux reports a write-back error once per open file description and then considers the pages
+//! clean, so the next `fdatasync` succeeds even though the data was lost. We ensure in three ways
+//! that an initiator never receives such a success:
 //!
-//! - a failure is remembered in the [`Store`](super::Store): every flush fails from then on, on
-//!   every worker, until an administrator clears it. A write with FUA is checked by itself and goes
-//!   on. Its error may be the only report of what others have lost, so one that fails is followed
-//!   by a flush;
-//! - each worker flushes through a descriptor of its own, so that none takes another's error. After
-//!   a failure was cleared it opens a new one, for which the kernel does not report the old error
-//!   again;
-//! - a worker has one flush of a backend under way at a time, which serves everyone that waits for
-//!   one, so that two flushes do not race for one error.
+//! - The [`Store`](super::Store) remembers a failure: all subsequent flushes on all workers fail,
+//!   until an administrator clears it. A write with FUA is checked individually and isn't affected.
+//!   However, its error may be the only report of data lost by other writes, so a flush is executed
+//!   after a failed FUA write.
+//! - Each worker uses a separate descriptor for flushes, so that it doesn't receive errors intended
+//!   for other workers. After a failure was cleared, it opens a new descriptor. The kernel doesn't
+//!   report the old error for this one again.
+//! - A worker executes one flush at a time for a backend, on behalf of all commands waiting for a
+//!   flush, so that two flushes can't compete for an error.
 //!
-//! Nor does a restart end it: a [`FlushKeeper`] keeps the failure, by a thread of its own, since a
-//! worker does not wait for the file system that it is kept in.
+//! A failure also survives a restart, because it's saved by a [`FlushKeeper`]. This uses a separate
+//! thread, so that workers don't have to wait for the file system where it's saved.
 
 use std::fmt::Debug;
 use std::io;
@@ -25,43 +25,43 @@ use std::time::SystemTime;
 use riser_reactor::{Spawned, Threads};
 use riser_scsi::config::Identity;
 
-/// Acknowledged writes of a backend did not reach its medium.
+/// Acknowledged writes of a backend did not reach the medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlushFailure {
-    /// The error number of the first flush that failed.
+    /// Error number of the first failed flush.
     pub errno: i32,
-    /// Time at which that flush failed.
+    /// Time of the first failed flush.
     pub at: SystemTime,
 }
 
-/// Keeps failures of flushes beyond the end of the process, by logical unit.
+/// Persistent storage for flush failures, by logical unit.
 pub trait FlushKeeper: Debug + Send + Sync {
-    /// The failure of a unit's backend that was not cleared.
+    /// Returns the failure of a unit's backend that wasn't cleared.
     ///
     /// # Errors
-    /// It cannot be read, so there may be one.
+    /// Fails if the saved state can't be read, so there may be a failure.
     fn load(&self, unit: &Identity) -> io::Result<Option<FlushFailure>>;
 
-    /// Replaces what is kept, durably.
+    /// Replaces the saved failure durably.
     ///
     /// # Errors
-    /// What is kept may be the old failure or the new one.
+    /// If this fails, the saved state may be the old or the new one.
     fn save(&self, unit: &Identity, failure: Option<&FlushFailure>) -> io::Result<()>;
 }
 
-/// The failure of a backend, if there is one.
+/// Flush failure of a backend, if any.
 #[derive(Debug, Default)]
 pub(super) struct FlushState {
     inner: Arc<Inner>,
-    /// Thread that saves the failure, until it is waited for.
+    /// Thread that saves the failure, until it's joined.
     saver: Mutex<Option<Box<dyn Spawned>>>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     state: Mutex<State>,
-    /// The keeper of failures, once there is one. Locked while it is saved, so that what is saved
-    /// last is what is so.
+    /// Persistent storage, if available. This is locked while saving, to ensure that the last saved
+    /// state is the current one.
     kept: Mutex<Option<Kept>>,
 }
 
@@ -69,7 +69,7 @@ struct Inner {
 struct Kept {
     keeper: Arc<dyn FlushKeeper>,
     unit: Identity,
-    /// The last save has succeeded.
+    /// The last attempt to save was successful.
     is_saved: bool,
 }
 
@@ -79,7 +79,7 @@ struct State {
     clears: u64,
 }
 
-/// The values in these are set as a whole, so poison is ignored.
+/// Values are replaced as a whole, so ignore poisoning.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -90,9 +90,10 @@ impl Inner {
         let Some(kept) = &mut *kept else {
             return;
         };
-        // Read with `kept` locked: of two saves, the later one writes the later state.
+        // Read this while `kept` is locked, so that the last of several saves uses the current
+        // state.
         let failure = lock(&self.state).failure;
-        // Also if the keeper panics.
+        // This also applies if the keeper panics.
         kept.is_saved = false;
         match kept.keeper.save(&kept.unit, failure.as_ref()) {
             Ok(()) => kept.is_saved = true,
@@ -114,8 +115,8 @@ impl FlushState {
         lock(&self.inner.state).clears
     }
 
-    /// Takes the failure that is kept for a unit, and keeps those that come. What cannot be read is
-    /// taken for a failure, of `date`.
+    /// Loads a saved failure for a unit, and saves future failures. If the saved state can't be
+    /// read, this is treated as a failure at `date`.
     pub(super) fn keep(
         &self,
         keeper: Arc<dyn FlushKeeper>,
@@ -130,7 +131,7 @@ impl FlushState {
                 at: date,
             })
         });
-        // In the order of `Inner::save`.
+        // Lock in the same order as `Inner::save`.
         let mut kept = lock(&self.inner.kept);
         let mut state = lock(&self.inner.state);
         state.failure = state.failure.or(loaded);
@@ -142,16 +143,16 @@ impl FlushState {
         loaded
     }
 
-    /// Remembers the first failure; whether this is it.
+    /// Stores the first failure. Returns true if this is the first one.
     pub(super) fn fail(&self, errno: i32, at: SystemTime, threads: &dyn Threads) -> bool {
         let mut state = lock(&self.inner.state);
-        // The first failure stays: those after it are its consequences.
+        // Keep the first failure, because subsequent failures are a consequence.
         if state.failure.is_some() {
             return false;
         }
         state.failure = Some(FlushFailure { errno, at });
         drop(state);
-        // The thread may outlive the store, so it shares what it needs.
+        // The thread may outlive the store, so it owns a reference to its state.
         let inner = Arc::clone(&self.inner);
         match threads.spawn("flush-failure", Box::new(move || inner.save())) {
             Ok(saver) => *lock(&self.saver) = Some(saver),
@@ -163,11 +164,11 @@ impl FlushState {
         true
     }
 
-    /// Returns when what was found is saved. What could not be saved then, as where the file system
-    /// was full, is tried once more.
+    /// Waits until the failure is saved. If this failed before, for example because the file system
+    /// was full, this tries again.
     pub(super) fn wait_saved(&self) {
         if let Some(saver) = lock(&self.saver).take() {
-            // After a panic, nothing is saved.
+            // If it panicked, the failure wasn't saved.
             saver.join();
         }
         let is_saved = lock(&self.inner.kept)
@@ -181,12 +182,12 @@ impl FlushState {
     pub(super) fn clear(&self) -> Option<FlushFailure> {
         let mut state = lock(&self.inner.state);
         let cleared = state.failure.take()?;
-        // By this number workers know that they need other descriptors, which do not report the
+        // This counter notifies workers that they must open new descriptors, which don't report the
         // old error.
         state.clears += 1;
         drop(state);
-        // Saved before the answer to the administrator: a restart must not bring back what he has
-        // cleared.
+        // Save this before responding to the administrator, so that a restart doesn't restore a
+        // failure that was cleared.
         self.inner.save();
         Some(cleared)
     }

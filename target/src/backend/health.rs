@@ -1,4 +1,4 @@
-//! Failures of a backend, and the room that it has.
+//! Failures of a backend, and its available space.
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use riser_scsi::step::BackendError;
 
 use super::cause::Cause;
 
-/// Causes of failed operations, which are counted in this order.
+/// Failure causes, in the order of their counters.
 const KINDS: [Cause; 5] = [
     Cause::Medium,
     Cause::NoSpace,
@@ -18,7 +18,7 @@ const KINDS: [Cause; 5] = [
     Cause::Internal,
 ];
 
-/// The cause of a failed operation; `None` for failures that the initiator caused itself.
+/// Returns the cause of a failed operation, or `None` for failures caused by the initiator.
 fn cause_of(error: BackendError) -> Option<Cause> {
     match error {
         BackendError::Medium { .. } => Some(Cause::Medium),
@@ -26,22 +26,22 @@ fn cause_of(error: BackendError) -> Option<Cause> {
         BackendError::ReadOnly => Some(Cause::ReadOnly),
         BackendError::NotReady => Some(Cause::NotReady),
         BackendError::Internal => Some(Cause::Internal),
-        // An initiator that aborts its commands, or a connection that is lost, must not make a
-        // backend look broken.
+        // A backend must not appear to fail if an initiator aborts commands or a connection is
+        // lost.
         BackendError::Aborted | BackendError::Transfer(_) => None,
     }
 }
 
-/// Operations that a medium failed, by kind, and whether it still fails them.
+/// Counts failed operations of a medium by cause, and detects whether it's still failing.
 #[derive(Debug)]
 pub(super) struct Errors {
     counts: [AtomicU64; KINDS.len()],
-    /// Zero of the milliseconds in `clears`: the first failure.
+    /// Base for the milliseconds in `clears`: the time of the first failure.
     start: OnceLock<Instant>,
-    /// The [`Clears`] of the failure at present: read for each operation that succeeds, without
-    /// the lock.
+    /// [`Clears`] for the current failure, which is read without locking after each successful
+    /// operation.
     clears: AtomicU64,
-    /// True once an operation that could have failed has succeeded since the last failure.
+    /// True if an operation that could have failed was successful after the last failure.
     worked: AtomicBool,
     failing: Mutex<Option<Failure>>,
 }
@@ -58,54 +58,56 @@ impl Default for Errors {
     }
 }
 
-/// The time from which a success ends a failure, in one word: twice the milliseconds since the
-/// start, and one more if only a write does.
+/// Time when a success clears a failure, in a single word: milliseconds since the start in the
+/// upper 63 bits. The lowest bit is set if only a write can clear it.
 #[derive(Clone, Copy)]
 struct Clears(u64);
 
 impl Clears {
-    /// There is nothing to end.
+    /// There is no failure.
     const NEVER: u64 = 0;
 
     fn new(cause: Cause, since_start: Duration) -> Self {
         let at = since_start + time_of(cause);
-        // Reads succeed on a full or read-only file system as well, so they prove nothing.
+        // Reads can succeed on a full or read-only file system, so they don't indicate that it
+        // works again.
         let takes_write = matches!(cause, Cause::NoSpace | Cause::ReadOnly);
-        // One word, so that every successful operation asks with one load. It is never `NEVER`,
-        // since `at` is at least the quiet time after the start.
+        // A single word, so that each successful operation only has to load this value. It's never
+        // `NEVER`, because `at` is at least the quiet time.
         Self((at.as_millis() as u64) << 1 | u64::from(takes_write))
     }
 
-    /// Returns true if a success of this kind can end the failure, now or later.
+    /// Returns true if a successful operation of this kind can clear the failure, now or later.
     fn counts(self, is_write: bool) -> bool {
         self.0 != Self::NEVER && (is_write || self.0 & 1 == 0)
     }
 
-    /// Returns true if a success ends the failure now; the clock is only read if it matters.
+    /// Returns true if a successful operation clears the failure now. Only computes the time if
+    /// required.
     fn is_due(self, is_write: bool, since_start: impl FnOnce() -> Duration) -> bool {
         self.counts(is_write) && since_start().as_millis() as u64 >= self.0 >> 1
     }
 }
 
-/// A backend that is open and fails operations, or whose medium is at fault.
+/// An open backend with failing operations or a faulty medium.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failing {
-    /// Date of the first failure of this series.
+    /// Time of the first failure in this series.
     pub since: SystemTime,
-    /// The last failure, for people.
+    /// Text for the last failure.
     pub why: String,
     /// Cause of the last failure.
     pub cause: Cause,
 }
 
 impl Failing {
-    /// Returns true if the device is gone: it may be there again as another one.
+    /// Returns true if the device was removed. It may be available again as another device.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.cause == Cause::NotReady
     }
 
-    /// A failure of this moment.
+    /// Creates a failure at the current time.
     #[cfg(test)]
     pub(crate) fn of(error: BackendError) -> Self {
         Self {
@@ -116,26 +118,26 @@ impl Failing {
     }
 }
 
-/// A failure as workers note it: they have no date.
+/// A failure as recorded by workers, without a date.
 #[derive(Debug)]
 struct Failure {
     since: Instant,
-    /// The date of that, from the first report on: it stays, though the date is set in between.
+    /// Date for `since`, set by the first report. It doesn't change if the clock is adjusted later.
     date: Option<SystemTime>,
     why: String,
     cause: Cause,
     last: Instant,
 }
 
-/// Time for which a medium error counts: other blocks may work meanwhile.
+/// Duration of a medium error, because other blocks may be readable in the meantime.
 const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 
-/// Time after the last failure in which a success does not count yet. A file system that is full
-/// still takes what overwrites allocated blocks, and such a success between two failures ends
-/// nothing.
+/// Time after the last failure during which a successful operation doesn't clear it. If a file
+/// system is full, writes to allocated blocks still succeed, and such a success between two
+/// failures must not clear them.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// Returns the time for which a failure of a kind counts at least.
+/// Returns the minimum duration of a failure with this cause.
 const fn time_of(cause: Cause) -> Duration {
     match cause {
         Cause::Medium => MEDIUM_ERROR,
@@ -144,7 +146,7 @@ const fn time_of(cause: Cause) -> Duration {
 }
 
 impl Errors {
-    /// An operation failed; whether that is a failure of the medium.
+    /// Counts a failed operation. Returns true if the medium has failed.
     pub(super) fn count(&self, now: Instant, error: BackendError, why: &dyn Display) -> bool {
         let Some(cause) = cause_of(error) else {
             return false;
@@ -152,8 +154,8 @@ impl Errors {
         self.counts[cause as usize].fetch_add(1, Ordering::Relaxed);
         let mut failing = self.lock();
         self.start.get_or_init(|| now);
-        // A series of failures keeps its beginning, and the date that was first reported for it.
-        // After one that has ended with time, a new series begins.
+        // Keep the start of a series of failures, and the date that was first reported for it. If
+        // the previous failure has expired, start a new series.
         let before = failing.as_ref().filter(|failing| self.lasts(failing, now));
         let (since, date) = before.map_or((now, None), |failing| (failing.since, failing.date));
         *failing = Some(Failure {
@@ -168,22 +170,22 @@ impl Errors {
         true
     }
 
-    /// An operation succeeded; whether the backend works again by that, which is so once in
-    /// [`QUIET`] at most.
+    /// Called for a successful operation. Returns true if this clears the failure, at most once per
+    /// [`QUIET`].
     pub(super) fn clear(&self, now: Instant, is_write: bool) -> bool {
         let is_due = |clears: Clears| clears.is_due(is_write, || self.since_start(now));
         let clears = Clears(self.clears.load(Ordering::Relaxed));
         if !is_due(clears) {
             if clears.counts(is_write) {
-                // Perhaps the last one for long, if the backend is not used.
+                // If the backend isn't used, this may be the last operation for a long time.
                 self.worked.store(true, Ordering::Relaxed);
             }
             return false;
         }
         let mut failing = self.lock();
         let works = |failing: &Failure| is_due(self.clears_of(failing));
-        // Asked once more under the lock: another worker may have noted a newer failure since the
-        // load above.
+        // Check again while locked, because another worker may have recorded a newer failure after
+        // the load above.
         let works = failing.take_if(|failing| works(failing)).is_some();
         self.store_clears(failing.as_ref());
         works
@@ -193,7 +195,7 @@ impl Errors {
         Clears::new(failing.cause, self.since_start(failing.last))
     }
 
-    /// Time between the first failure and `at`.
+    /// Returns the time between the first failure and `at`.
     fn since_start(&self, at: Instant) -> Duration {
         let start = self.start.get().copied().unwrap_or(at);
         at.saturating_duration_since(start)
@@ -204,14 +206,14 @@ impl Errors {
         self.clears.store(clears, Ordering::Relaxed);
     }
 
-    /// Returns the failure at present, whose date is `date`.
+    /// Returns the current failure. `date` is the current date.
     pub(super) fn failing(&self, now: Instant, date: SystemTime) -> Option<Failing> {
         let mut failing = self.lock();
         let failure = failing
             .as_mut()
             .filter(|failing| self.lasts(failing, now))?;
-        // Workers have no date. The first report makes one from the time that has passed, and
-        // keeps it: a clock that is set later must not move the beginning of the failure.
+        // Workers don't have a date. The first report computes it from the elapsed time. It doesn't
+        // change afterwards, even if the clock is adjusted.
         let since = *failure.date.get_or_insert_with(|| {
             let ago = now.saturating_duration_since(failure.since);
             date.checked_sub(ago).unwrap_or(date)
@@ -223,40 +225,41 @@ impl Errors {
         })
     }
 
-    /// Returns true if a failure still counts without another operation: for ever, unless it ends
-    /// with time.
+    /// Returns true if a failure is still active without another operation. Failures that don't
+    /// expire are active until they are cleared.
     fn lasts(&self, failing: &Failure, now: Instant) -> bool {
-        // A bad block need not be touched again, so its error ends with time. A file system that
-        // is full or gone stays so until it was seen to work.
+        // A bad block might not be accessed again, so this error expires. A file system that is
+        // full or unavailable is assumed to remain so until an operation succeeds.
         let ends = failing.cause == Cause::Medium || self.worked.load(Ordering::Relaxed);
         !ends || now.saturating_duration_since(failing.last) < time_of(failing.cause)
     }
 
-    /// Counts by kind, including kinds that have not occurred.
+    /// Returns the counts by cause, including zero counts.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let counts = self.counts.iter();
         let counts = counts.map(|count| count.load(Ordering::Relaxed));
         KINDS.map(Cause::label).into_iter().zip(counts)
     }
 
-    /// Every change is whole, so poison is ignored.
+    /// Updates can't be partial, so ignore poisoning.
     fn lock(&self) -> MutexGuard<'_, Option<Failure>> {
         self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The room of a backend in a file.
+/// Space of a backend in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
-    /// Bytes that the file has been allocated; a sparse file has fewer than its size.
+    /// Number of bytes allocated to the file. This is less than its size for a sparse file.
     pub allocated: u64,
-    /// Bytes that its file system still has for this user.
+    /// Number of bytes available to this user on the file system.
     pub free: u64,
 }
 
 impl Space {
-    /// Bytes in use, and bytes in all that a file of `size` can have: as many as it is long, or
-    /// what it has been allocated and what its file system has left, if that is less.
+    /// Returns the number of used bytes, and the total number of bytes available to a file of
+    /// `size`. The latter is limited to the allocated bytes plus the available bytes on the file
+    /// system.
     #[must_use]
     pub fn of(self, size: u64) -> (u64, u64) {
         let all = size.min(self.allocated.saturating_add(self.free));
@@ -264,11 +267,11 @@ impl Space {
     }
 }
 
-/// The last measurement, shared between the thread that measures and those that report.
+/// Last measurement, written by one thread and read by others.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     allocated: AtomicU64,
-    /// One more than the bytes; 0 if nothing was measured.
+    /// Number of bytes plus one, or 0 before the first measurement.
     free: AtomicU64,
 }
 
@@ -279,15 +282,15 @@ impl Measured {
         Some(Space { allocated, free })
     }
 
-    /// Forgets the last measurement.
+    /// Discards the last measurement.
     pub(super) fn forget(&self) {
         self.free.store(0, Ordering::Release);
     }
 
-    /// Takes a measurement.
+    /// Stores a measurement.
     pub(super) fn set(&self, Space { allocated, free }: Space) {
-        // `free` last, and with release order: a reader that sees it sees the number that belongs
-        // to it, or a newer one.
+        // Store `free` last with release order. When a reader loads it, `allocated` has the
+        // corresponding value or a newer one.
         self.allocated.store(allocated, Ordering::Relaxed);
         self.free.store(free.saturating_add(1), Ordering::Release);
     }
@@ -353,7 +356,7 @@ mod tests {
         let count = |error, why: &str, secs| assert!(errors.count(at(secs), error, &why));
         assert!(!clear(true, 0) && failing(0).is_none());
         count(BackendError::NoSpace, "first", 1);
-        // What overwrites blocks that it has succeeds, and what needs new ones fails.
+        // Overwriting allocated blocks succeeds, but allocating new blocks fails.
         for secs in 2..20 {
             count(BackendError::NoSpace, "it is full", secs);
             assert!(!clear(true, secs), "it is still full");

@@ -1,4 +1,4 @@
-//! Advice where a file cannot be opened, and notes on a backend that can be.
+//! Advice if a file can't be opened, and notes about an open backend.
 
 use std::io;
 use std::path::Path;
@@ -7,7 +7,7 @@ use riser_config::{Source, Spec};
 
 use crate::units::bytes;
 
-/// Returns advice about an error of opening a file, if there is any.
+/// Returns advice for an error when opening a file, if available.
 pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String> {
     let directory = path.parent().filter(|p| !p.as_os_str().is_empty());
     let is_readable = || !spec.read_only && std::fs::File::open(path).is_ok();
@@ -24,8 +24,8 @@ pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String
         (io::ErrorKind::PermissionDenied, _) if is_readable() => {
             Some("it can be read: `read_only: true` serves it so".to_owned())
         }
-        // The service's sandbox mounts all but its `ReadWritePaths=` read-only, so a path outside
-        // fails like a disk that is mounted so.
+        // The sandbox of the service mounts everything read-only except for its `ReadWritePaths=`.
+        // Therefore other paths fail with the same error as a read-only file system.
         (io::ErrorKind::ReadOnlyFilesystem, Some(directory)) => {
             let or = if is_readable() {
                 ", or `read_only: true` serves it as it is"
@@ -42,7 +42,7 @@ pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String
     }
 }
 
-/// Returns notes for the administrator about a backend of `size` bytes that is served.
+/// Returns notes for the administrator about a served backend with `size` bytes.
 pub(super) fn notes(spec: &Spec, size: u64) -> Vec<String> {
     let mut notes = Vec::new();
     let tail = size % u64::from(spec.block_size);
@@ -64,7 +64,7 @@ pub(super) fn notes(spec: &Spec, size: u64) -> Vec<String> {
     notes
 }
 
-/// The host's memory and swap space, in bytes.
+/// Returns the total memory and swap space of the host in bytes.
 fn memory() -> Option<u64> {
     let info = rustix::system::sysinfo();
     let units = info.totalram.checked_add(info.totalswap)?;

@@ -1,5 +1,5 @@
-//! Checks of the medium of an open backend: whether its path still leads to the open file or device,
-//! and whether that is as large as it is served.
+//! Inspects the medium of an open backend: whether its path still refers to the open file or
+//! device, and whether it's large enough for the served capacity.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -16,15 +16,15 @@ use super::medium_faults::too_small;
 use super::store::{Store, is_same};
 
 impl Store {
-    /// Inspects the medium. Blocks for as long as its file system does.
+    /// Inspects the medium. Blocks if the file system is not responding.
     ///
     /// # Errors
-    /// I/O errors. The results of the previous inspection remain.
+    /// Returns I/O errors. In this case, the results of the previous inspection are kept.
     pub(super) fn inspect(&self) -> io::Result<()> {
         let Medium::File { file, device, .. } = &self.medium else {
             return Ok(());
         };
-        // A disk in memory has no path.
+        // A disk in memory doesn't have a path.
         let (Some(fd), Some(path)) = (file.fd(), self.path()) else {
             return Ok(());
         };
@@ -46,21 +46,20 @@ impl Store {
         Ok(())
     }
 
-    /// As [`Store::inspect`], after an administrator had the backend measured and the new size is
-    /// served.
+    /// Same as [`Store::inspect`], after a rescan by an administrator and serving the new size.
     pub(super) fn inspect_after_rescan(&self) -> io::Result<()> {
         self.medium_faults.accept_size();
         self.inspect()
     }
 
-    /// Returns the faults that the last inspection found, the most serious first.
+    /// Returns the faults found by the last inspection, starting with the most serious one.
     #[must_use]
     pub fn medium_faults(&self) -> Vec<Failing> {
         self.medium_faults.faults()
     }
 }
 
-/// Returns the fault of a path that should lead to an open file or device.
+/// Returns the fault of a path that should refer to an open file or device.
 fn path_fault(open: &Stat, at_path: Option<&Stat>, is_device: bool) -> Option<Cause> {
     match at_path {
         Some(found) if is_same(open, found, is_device) => None,
@@ -70,8 +69,8 @@ fn path_fault(open: &Stat, at_path: Option<&Stat>, is_device: bool) -> Option<Ca
     }
 }
 
-/// Describes a fault of the path, with the command that saves the data. Root can open the file by
-/// its descriptor in `/proc` as long as this process has it open.
+/// Describes a fault of the path, including a command to save the data. Root can access the file
+/// using its descriptor in `/proc` while it's open in this process.
 fn describe(cause: Cause, path: &Path, fd: BorrowedFd<'_>) -> String {
     let path = path.display();
     let copy = format!(
@@ -104,7 +103,7 @@ mod tests {
     use super::*;
     use crate::backend::{Direct, Source, Spec};
 
-    /// An open file with its path; the directory is removed with it.
+    /// An open file with its path. The directory is removed on drop.
     struct Disk {
         dir: PathBuf,
         store: Arc<Store>,
@@ -175,7 +174,7 @@ mod tests {
         assert_eq!(disk.causes(), [Cause::Replaced]);
         fs::rename(&away, disk.path()).unwrap();
         assert_eq!(disk.causes(), []);
-        // Another link of the file is not its path.
+        // Another hard link to the file isn't at its path.
         fs::hard_link(disk.path(), &away).unwrap();
         fs::remove_file(disk.path()).unwrap();
         assert_eq!(disk.causes(), [Cause::Moved]);
@@ -194,7 +193,7 @@ mod tests {
         assert_eq!(disk.causes(), [Cause::Truncated]);
         let why = disk.store.medium_faults().remove(0).why;
         assert!(why.contains("has 4096 bytes instead of 1048576"), "{why}");
-        // A write to the last block has made it long again.
+        // A write to the last block has extended it again.
         resize(1 << 20);
         assert_eq!(disk.causes(), [Cause::Truncated]);
         disk.store.inspect_after_rescan().unwrap();

@@ -1,8 +1,8 @@
-//! Questions to open backends, without waiting for ever for a file system that does not answer.
+//! Queries open backends with a timeout, because a file system might not respond.
 //!
-//! Each question has a thread of its own, and is given up after a time. A backend has one thread at
-//! most that waits for the control plane, one that measures its room, and one that takes back
-//! changes; as long as one waits, further questions of its kind fail at once.
+//! Each query uses a separate thread. A backend has at most one thread each to wait for the control
+//! plane, to measure its space, and to revert changes. While a thread is waiting, other queries of
+//! the same kind fail immediately.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,19 +20,19 @@ use super::store::{Resized, Store};
 use super::sys;
 use super::waiting::{Mark, Marked, Purpose};
 
-/// Time limit for an answer of a file system about an open file.
+/// Timeout for querying a file system about an open file.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Time that the files of a configuration may take to grow, all together: that ends with writing
-/// back what initiators have written to them.
+/// Timeout for growing the files of a configuration, for all of them together, because this flushes
+/// the data written by initiators.
 const GROWTH: Duration = Duration::from_secs(20);
 
 const _: () = assert!(PATIENCE.as_secs() < GROWTH.as_secs());
 
-/// Longest time that questions about the files of a configuration take, all together.
+/// Maximum time for all queries about the files of a configuration.
 pub(crate) const LONGEST: Duration = GROWTH.saturating_add(PATIENCE);
 
-/// Has both kinds of questions wait until the sender is gone.
+/// Blocks both kinds of queries until the sender is dropped.
 #[cfg(test)]
 pub(crate) fn hang(store: &Arc<Store>) -> std::sync::mpsc::Sender<()> {
     let (release, hangs) = channel::<()>();
@@ -47,19 +47,19 @@ pub(crate) fn hang(store: &Arc<Store>) -> std::sync::mpsc::Sender<()> {
     release
 }
 
-/// A question that is being answered.
+/// A pending query.
 #[derive(Debug)]
 pub(crate) struct Look<T> {
     result: Receiver<T>,
     is_late: Arc<Mutex<bool>>,
 }
 
-/// Returns the time at which answers that are asked for now are given up.
+/// Returns the deadline for queries started now.
 pub(crate) fn until() -> Instant {
     Instant::now() + PATIENCE
 }
 
-/// Returns the time at which files that grow from now on are given up.
+/// Returns the deadline for growing files, starting now.
 pub(crate) fn growth_until() -> Instant {
     Instant::now() + GROWTH
 }
@@ -69,7 +69,7 @@ fn silent() -> io::Error {
 }
 
 impl<T: Send + 'static> Look<T> {
-    /// `work` asks; `undo` takes back what it has done, if the answer is not awaited any longer.
+    /// Starts a query that calls `work`. After a timeout, `undo` reverts its changes.
     fn start(
         store: &Arc<Store>,
         purpose: Purpose,
@@ -85,7 +85,7 @@ impl<T: Send + 'static> Look<T> {
         }
         let (sender, result) = channel();
         let is_late = Arc::new(Mutex::new(false));
-        // A disk in memory answers at once, and no thread could be waited for.
+        // A disk in memory responds immediately, and simulations don't wait for threads.
         if store.is_simulated() {
             let _ = sender.send(work(store));
             store.waiting.of(purpose).store(false, Ordering::Release);
@@ -99,7 +99,7 @@ impl<T: Send + 'static> Look<T> {
                 if *is_late {
                     undo(&store);
                 }
-                // Before the answer: who has that may ask again.
+                // Do this before sending the result, because its receiver may start another query.
                 store.waiting.of(purpose).store(false, Ordering::Release);
                 let _ = sender.send(answer);
             }
@@ -113,10 +113,10 @@ impl<T: Send + 'static> Look<T> {
         }
     }
 
-    /// The answer, unless it takes longer.
+    /// Returns the result.
     ///
     /// # Errors
-    /// Of kind `TimedOut`.
+    /// Returns an error with kind `TimedOut` if there is no result until this time.
     pub(crate) fn finish(self, until: Instant) -> io::Result<T> {
         let left = until.saturating_duration_since(Instant::now());
         match self.result.recv_timeout(left) {
@@ -124,7 +124,7 @@ impl<T: Send + 'static> Look<T> {
             Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("asking panicked")),
             Err(RecvTimeoutError::Timeout) => {
                 let mut is_late = self.is_late.lock().unwrap_or_else(PoisonError::into_inner);
-                // It may have come in this very moment.
+                // Check again, because the result may just have arrived.
                 self.result.try_recv().map_err(|_| {
                     *is_late = true;
                     silent()
@@ -143,11 +143,12 @@ impl Store {
         }
     }
 
-    /// Measures its room, and inspects its medium. A previous measurement that cannot be repeated is
-    /// forgotten; faults of the medium remain then.
+    /// Measures the space and inspects the medium. If the space can't be measured, the previous
+    /// measurement is discarded. In this case, faults of the medium don't change.
     ///
     /// # Errors
-    /// Those of the file system; of kind `TimedOut` if it does not answer.
+    /// Returns file system errors, or an error with kind `TimedOut` if the file system isn't
+    /// responding.
     pub fn examine(self: &Arc<Self>) -> io::Result<()> {
         if !matches!(self.medium, Medium::File { .. }) {
             return Ok(());
@@ -165,13 +166,13 @@ impl Store {
         answer.inspect_err(|_| self.space.forget()).flatten()
     }
 
-    /// Returns the time since which its file system does not answer [`Store::examine`].
+    /// Returns the time since when its file system hasn't responded to [`Store::examine`].
     #[must_use]
     pub fn silent_since(&self) -> Option<Instant> {
         *self.silent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Measures the room of a file, or forgets it.
+    /// Measures the space of a file, or discards the last measurement if this fails.
     pub(super) fn measure_space(&self) -> io::Result<()> {
         match &self.medium {
             Medium::File {
@@ -185,24 +186,24 @@ impl Store {
         }
     }
 
-    /// As [`Store::inspect_after_rescan`], on a separate thread.
+    /// Same as [`Store::inspect_after_rescan`], on a separate thread.
     pub(crate) fn look_inspect(self: &Arc<Self>) -> io::Result<Look<io::Result<()>>> {
         Look::start(self, Purpose::Control, Self::inspect_after_rescan, |_| ())
     }
 
-    /// As [`Store::measure`], on a thread of its own.
+    /// Same as [`Store::measure`], on a separate thread.
     pub(crate) fn look_measure(self: &Arc<Self>) -> io::Result<Look<io::Result<Option<Resized>>>> {
         Look::start(self, Purpose::Control, Self::measure, |_| ())
     }
 
-    /// As [`Store::check_reopen`], on a thread of its own.
+    /// Same as [`Store::check_reopen`], on a separate thread.
     pub(crate) fn look_reopen(
         self: &Arc<Self>,
         spec: &Spec,
     ) -> io::Result<Look<Result<(), OpenError>>> {
         let spec = spec.clone();
         let check = move |store: &Self| {
-            // execve(2) waits for all threads to end.
+            // execve(2) waits for all threads to exit.
             let until = until();
             while store.waiting.of(Purpose::Room).load(Ordering::Acquire) {
                 if Instant::now() >= until {
@@ -215,10 +216,10 @@ impl Store {
         Look::start(self, Purpose::Control, check, |_| ())
     }
 
-    /// As [`Store::grow`]; what that does later than `until` is undone.
+    /// Same as [`Store::grow`], with a timeout. Changes made after `until` are reverted.
     ///
     /// # Errors
-    /// Those of [`Store::grow`]; [`OpenError::Io`] of kind `TimedOut`.
+    /// Same as [`Store::grow`], or [`OpenError::Io`] with kind `TimedOut`.
     pub fn grow_in_time(
         self: &Arc<Self>,
         spec: &Spec,
@@ -234,7 +235,8 @@ impl Store {
             .map_err(|error| self.unanswered(error))?
     }
 
-    /// As [`Store::undo`], if there is something to be undone. Its path is not opened again before.
+    /// Same as [`Store::undo`], if there are any changes. The path can't be opened again until this
+    /// is done.
     pub(super) fn look_undo(self: &Arc<Self>) -> Option<io::Result<Look<()>>> {
         let marked = Mark::set(&self.changed_file()?).map(Marked);
         let undo = move |store: &Self| {
@@ -244,7 +246,7 @@ impl Store {
         Some(Look::start(self, Purpose::Undo, undo, |_| ()))
     }
 
-    /// The answer of [`Store::look_reopen`].
+    /// Returns the result of [`Store::look_reopen`].
     pub(crate) fn reopens(
         &self,
         look: io::Result<Look<Result<(), OpenError>>>,
@@ -262,7 +264,7 @@ mod tests {
     use super::*;
     use crate::backend::{Direct, Source};
 
-    /// Longest wait for a thread that nothing holds up any longer.
+    /// Maximum time for a thread to exit after it was released.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     fn spec(path: PathBuf, size: u64) -> Spec {
@@ -300,7 +302,7 @@ mod tests {
         let soon = || Instant::now() + Duration::from_millis(20);
         let error = look.finish(soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        // Another thread would hang as well.
+        // Another thread would also be blocked.
         assert!(store.look_measure().is_err() && store.look_reopen(&larger).is_err());
         let error = store.grow_in_time(&larger, growth_until()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");

@@ -1,5 +1,4 @@
-//! Changes on disk by opening or growing a backend, to be taken back where nothing was served from
-//! it.
+//! Changes made on disk when opening or growing a backend, to be reverted if it isn't served.
 
 use std::fs::File;
 use std::io;
@@ -12,16 +11,16 @@ use riser_reactor::Handle;
 
 use super::sys;
 
-/// Change on disk by opening or growing a backend.
+/// A change made on disk when opening or growing a backend.
 #[derive(Debug)]
 pub(super) struct Made {
     pub(super) path: PathBuf,
     pub(super) file: Handle,
-    /// Its length before; `None` if it was not there.
+    /// Previous length, or `None` if the file was created.
     pub(super) before: Option<u64>,
 }
 
-/// Lets taking back changes of a file wait until the sender is gone.
+/// Blocks reverting the changes of a file until the sender is dropped.
 #[cfg(test)]
 pub(crate) static HANGING_UNDO: Mutex<Option<(PathBuf, std::sync::mpsc::Receiver<()>)>> =
     Mutex::new(None);
@@ -47,7 +46,7 @@ impl Made {
         }
     }
 
-    /// Removes the file that was created, and no other that has got its name.
+    /// Removes a file that was created, but not a different file that has the same name now.
     fn remove(&self) -> io::Result<()> {
         let Some(fd) = self.file.fd() else {
             return Ok(());

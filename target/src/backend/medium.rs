@@ -1,4 +1,4 @@
-//! Opens files and devices, and locks and measures them.
+//! Opens, locks and measures files and devices.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
@@ -21,64 +21,65 @@ use super::sys::{self, Align, Lock};
 use crate::holder;
 use crate::patience;
 
-/// Attempts to open a file that was removed while its lock was waited for.
+/// Maximum number of attempts to open a file that is removed while waiting for its lock.
 const ATTEMPTS: usize = 3;
 
-/// Geometry of a backend, as its logical unit needs it.
+/// Geometry of a backend, as required by its logical unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Size in bytes, a multiple of `block_size`.
     pub capacity: u64,
     /// Logical block size in bytes.
     pub block_size: u32,
-    /// Bytes that the medium writes at once; at least `block_size`.
+    /// Physical block size in bytes, at least `block_size`.
     pub physical_block: u32,
-    /// The unit in which space can be given back, in bytes; `None` where it cannot.
+    /// Granularity of UNMAP in bytes, or `None` if it's not supported.
     pub unmap_granularity: Option<u32>,
-    /// Writes fail, and the file is opened for reading.
+    /// Writes fail, and the file is opened read-only.
     pub read_only: bool,
     /// Completed writes may be volatile until a flush.
     pub write_cache: bool,
-    /// The medium turns, so its accesses have seek times.
+    /// The medium is rotational, so accesses have seek times.
     pub rotational: bool,
-    /// The page cache is bypassed.
+    /// Bypass the page cache.
     pub direct: bool,
 }
 
-/// Access to the bytes.
+/// Data access.
 #[derive(Debug)]
 pub(super) enum Medium {
     /// A file or device.
     File {
         file: Handle,
-        /// Alignment, where I/O is direct.
+        /// Alignment, if direct I/O is used.
         align: Option<Align>,
         device: bool,
-        /// Least that it zeroes and frees, in bytes.
+        /// Minimum size for zeroing and discarding, in bytes.
         unit: u64,
-        /// A device frees and zeroes ranges by itself. Otherwise the kernel would write the zeroes of
-        /// a range of gigabytes in one call, which cannot be cancelled. A file is asked.
+        /// The device can discard and zero ranges. Otherwise the kernel would write zeroes to the
+        /// whole range in a single call, which may take long and can't be cancelled. For a file, we
+        /// try it.
         can_zero: bool,
-        /// Its file system keeps it in memory.
+        /// The file system is stored in memory.
         in_memory: bool,
-        /// By which it is read where that needs no system call.
+        /// Mapping to read the file without system calls.
         mapped: Option<MappedFile>,
     },
     /// Memory of this process.
     Ram(Arc<Ram>),
-    /// Nowhere: reads give zeroes, and writes are lost.
+    /// Null device: reads return zeroes and writes are ignored.
     Null,
-    /// Not now: see [`Store::absent`].
+    /// Not available. See [`Store::absent`].
     Absent,
 }
 
-/// The geometry of a medium that is not a file; nothing is volatile where nothing survives anyway,
-/// but the initiator sees the cache it was configured with.
+/// Returns the geometry of a medium that isn't a file. Such a medium doesn't survive a restart, so
+/// a volatile cache doesn't matter, but the initiator sees the configured cache.
 pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
     Geometry {
         capacity,
         block_size: spec.block_size,
-        // Memory has no larger block that a small write would have to read first.
+        // With memory, a small write never requires reading a larger block.
         physical_block: spec.block_size,
         unmap_granularity: None,
         read_only: spec.read_only,
@@ -90,7 +91,7 @@ pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
 
 pub(super) type Opened = Result<(Medium, Geometry), OpenError>;
 
-/// Tries until a store is free: see [`patience`](crate::patience).
+/// Retries until a store is available. See [`patience`](crate::patience).
 fn until_free<T>(
     path: &Path,
     file: Option<&File>,
@@ -110,15 +111,15 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
         Lock::Exclusive
     };
     until_free(path, Some(file), || {
-        // Readers share the lock, and with one of them there is no writer: data would change under
-        // an initiator.
+        // Several readers can share the lock. They exclude writers, because otherwise data would
+        // change while an initiator is using it.
         let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
         Ok(is_ours.then_some(()))
     })
 }
 
-/// Locks a file that may just have been created: if another process has the lock first, it serves
-/// the file, which is not to be removed then.
+/// Locks a file that may have just been created. If another process has locked it before, that
+/// process is serving the file and we must not remove it.
 fn lock_made(
     file: &File,
     spec: &Spec,
@@ -132,12 +133,12 @@ fn lock_made(
     })
 }
 
-/// Another handle of an open file.
+/// Returns another handle of an open file.
 fn handle(file: &File) -> io::Result<Handle> {
     Ok(OwnedFd::from(file.try_clone()?).into())
 }
 
-/// Refuses a path at which the daemon would wait for itself.
+/// Rejects a path if accessing it would make the daemon wait for itself.
 pub(super) fn check_mount(source: &Source) -> Result<(), OpenError> {
     let (Source::File { path, .. } | Source::Device { path }) = source else {
         return Ok(());
@@ -151,7 +152,7 @@ pub(super) fn check_mount(source: &Source) -> Result<(), OpenError> {
     }
 }
 
-/// Opens, or creates, a file, and locks it; what that changes on disk is noted in `made`.
+/// Opens or creates a file, and locks it. Changes on disk are recorded in `made`.
 pub(super) fn open_file(
     spec: &Spec,
     path: &Path,
@@ -159,19 +160,18 @@ pub(super) fn open_file(
     create: bool,
     made: &mut Option<Made>,
 ) -> Result<File, OpenError> {
-    // A file that goes away time and again, while its lock is waited for, is not waited for
-    // without end.
+    // If the file is removed while waiting for its lock, don't repeat this forever.
     for _ in 0..ATTEMPTS {
         let file = open_or_create(spec, path, create, made)?;
         lock_made(&file, spec, path, made)?;
-        // Only now: the one that had the lock may have cut the file back to the length that it had,
-        // or removed it.
+        // Do this after locking the file, because the previous owner of the lock may have restored
+        // its old length or removed it.
         let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
         if is_removed(path, &metadata) {
             *made = None;
             continue;
         }
-        // Without `create` a shorter file is probably the wrong one.
+        // Without `create`, a file that is too short is probably the wrong file.
         let may_extend = create && !spec.read_only;
         return to_size(file, metadata.len(), path, size, may_extend, made);
     }
@@ -180,13 +180,13 @@ pub(super) fn open_file(
     })
 }
 
-/// Returns true if an open file is no longer at its path, nor at another one.
+/// Returns true if an open file was removed from its path and has no other links.
 fn is_removed(path: &Path, open: &Metadata) -> bool {
     let is_there = |there: Metadata| (there.dev(), there.ino()) == (open.dev(), open.ino());
     open.nlink() == 0 && !std::fs::metadata(path).is_ok_and(is_there)
 }
 
-/// Opens a file as it is, or creates it.
+/// Opens an existing file, or creates it.
 fn open_or_create(
     spec: &Spec,
     path: &Path,
@@ -198,12 +198,12 @@ fn open_or_create(
     options
         .read(true)
         .write(writable)
-        // A FIFO by mistake must not hang the daemon.
+        // Prevents the daemon from blocking on a FIFO, if this is configured by mistake.
         .custom_flags(libc::O_NONBLOCK);
     let mut opened = options.open(path);
     let is_missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
     if create && writable && opened.as_ref().is_err_and(is_missing) {
-        // What initiators keep there is not for every user of this host.
+        // Data of initiators must not be readable by all users of this host.
         opened = options.create_new(true).mode(0o600).open(path);
         if let Ok(file) = &opened {
             *made = Some(Made {
@@ -238,7 +238,8 @@ fn open_or_create(
     Ok(file)
 }
 
-/// Extends a file of `actual` bytes to its size, if it is shorter and may be.
+/// Extends a file of `actual` bytes to its configured size, if it's shorter and `may_extend` is
+/// set.
 fn to_size(
     file: File,
     actual: u64,
@@ -259,7 +260,7 @@ fn to_size(
                 });
             }
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
-            // A new file's name is durable only with its directory.
+            // The name of a new file isn't durable until its directory was synced.
             File::open(parent.unwrap_or(Path::new(".")))
                 .and_then(|dir| dir.sync_all())
                 .map_err(io_error(path, "sync its directory"))?;
@@ -271,7 +272,8 @@ fn to_size(
             wanted,
         }),
         Some(wanted) if wanted < actual => {
-            // It was extended, here or by hand, and initiators may have written there.
+            // It was extended before, by us or by the user, so initiators may have written to this
+            // area.
             let path = path.display();
             tracing::warn!(%path, actual, wanted, "a file is larger than its `size`: all of it is served");
             Ok(file)
@@ -284,7 +286,7 @@ pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
     let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
     let align = direct(spec, path, &file)?;
     let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
-    // Past the end, where punching cannot hurt any data.
+    // Beyond the end of the file, where punching a hole doesn't affect any data.
     let beyond = metadata.len().next_multiple_of(u64::from(granularity));
     let punch = !spec.read_only && sys::can_punch(file.as_fd(), beyond, granularity.into());
     let geometry = Geometry {
@@ -297,7 +299,7 @@ pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
 }
 
 pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
-    // O_EXCL on a block device: not while it is mounted or part of something else.
+    // O_EXCL on a block device: fails if it's mounted or in use as part of another device.
     let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
     let mut options = OpenOptions::new();
     options
@@ -316,16 +318,16 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
             expected: "block device (kind: file serves regular files)",
         });
     }
-    // `O_EXCL` keeps mounts and other exclusive opens out, but no opener without the flag.
+    // `O_EXCL` excludes mounts and other exclusive users, but not users that open the device
+    // without this flag.
     lock(&file, spec, path)?;
     let size = sys::device_size(file.as_fd()).map_err(io_error(path, "measure it"))?;
-    // A device that does not answer this is served all the same: the number is only a hint for
-    // initiators.
+    // Continue if this isn't supported, because it's only a hint for initiators.
     let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
     let queue = Queue::of(metadata.rdev());
     let align = direct(spec, path, &file)?;
-    // The kernel gives 0 for devices that cannot. A hole needs both: a discard after which the blocks
-    // are zero.
+    // The kernel returns 0 if a device doesn't support this. Punching a hole requires both: a
+    // discard, after which the blocks read as zeroes.
     let can_zero = queue.number("write_zeroes_max_bytes") > 0;
     let unmap = !spec.read_only && can_zero && queue.number("discard_max_bytes") > 0;
     let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
@@ -340,8 +342,8 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
     Ok((medium(file, align, Some(logical), can_zero), geometry))
 }
 
-/// A disk in memory in the place of the specification's file or device. Direct I/O on it goes by
-/// sectors.
+/// Creates the medium for a disk in memory that replaces the file or device in the specification.
+/// Direct I/O uses sectors.
 pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Opened {
     let is_direct = spec.direct != Direct::Off;
     let file = match is_direct {
@@ -364,8 +366,8 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
                 wanted,
             });
         }
-        // Noted before it grows, as with a real file: what fails later gives back the length that
-        // the disk had.
+        // Record this before extending the disk, as for a real file. If a later step fails, the
+        // previous length is restored.
         *made = Some(Made {
             path: path.clone(),
             file: file.clone(),
@@ -391,17 +393,18 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         device,
         unit: if device { SECTOR } else { 1 },
         can_zero: true,
-        // A simulation decides when its operations end.
+        // Operations must complete asynchronously, as determined by the simulation.
         in_memory: false,
         mapped: None,
     };
     Ok((medium, geometry))
 }
 
-/// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
+/// Creates the medium. `logical_block` is the block size of a device in bytes. Ranges of a file
+/// don't have to be aligned.
 fn medium(file: File, align: Option<Align>, logical_block: Option<u32>, can_zero: bool) -> Medium {
     let device = logical_block.is_some();
-    // The special file of a device may lie on a file system in memory.
+    // The special file of a device may be stored on a file system in memory.
     let in_memory = !device && sys::is_in_memory(file.as_fd());
     Medium::File {
         in_memory,
@@ -414,7 +417,7 @@ fn medium(file: File, align: Option<Align>, logical_block: Option<u32>, can_zero
     }
 }
 
-/// Turns direct I/O on where it is wanted and works; `None` means the page cache.
+/// Enables direct I/O if configured and supported. Returns `None` to use the page cache.
 fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenError> {
     if spec.direct == Direct::Off {
         return Ok(None);
@@ -422,7 +425,7 @@ fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenEr
     match try_direct(spec.block_size, file) {
         Ok(align) => Ok(Some(align)),
         Err(reason) => {
-            // It goes on without in any case; a failure here means it was never on.
+            // Continue without direct I/O. If this fails, it wasn't enabled.
             let _ = sys::set_direct(file.as_fd(), false);
             match spec.direct {
                 Direct::On => Err(OpenError::Direct {
@@ -441,15 +444,15 @@ fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
     let align = sys::direct_alignment(fd)
         .map_err(|e| e.to_string())?
         .ok_or("the file system says that this file has none")?;
-    // Otherwise each write of one block would be a read, a change and a write, which two workers
-    // could interleave.
+    // Otherwise a write of a single block would be a read-modify-write, and two workers could
+    // overwrite each other's data.
     if !block_size.is_multiple_of(align.offset) {
         return Err(format!(
             "it needs blocks of {} bytes, and the unit has blocks of {block_size}",
             align.offset
         ));
     }
-    // Some file systems accept the flag and then fail each request.
+    // Some file systems accept the flag, but then all requests fail.
     let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
     let block = block.whole().slice(0..align.offset as usize);
     sys::probe_read(fd, &block.expect("as long as the mapping at least"))
@@ -457,21 +460,21 @@ fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
     Ok(align)
 }
 
-/// A block device's queue attributes.
+/// Queue attributes of a block device.
 struct Queue(Option<PathBuf>);
 
 impl Queue {
     fn of(rdev: u64) -> Self {
         let (major, minor) = (libc::major(rdev), libc::minor(rdev));
         let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-        // A partition shows its disk's queue one directory up.
+        // For a partition, the queue of its disk is in the parent directory.
         let found = [device.join("queue"), device.join("../queue")]
             .into_iter()
             .find(|p| p.is_dir());
         Self(found)
     }
 
-    /// The attribute's value; 0 where there is none.
+    /// Returns the value of an attribute, or 0 if it doesn't exist.
     fn number(&self, name: &str) -> u64 {
         self.0
             .as_ref()
@@ -513,15 +516,14 @@ mod tests {
         }
     }
 
-    /// Descriptors of this process that lead to a path.
+    /// Returns the number of descriptors of this process for a path.
     fn descriptors_of(path: &Path) -> usize {
         let all = std::fs::read_dir("/proc/self/fd").unwrap();
         let leads = all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
         leads.filter(|lead| lead == path).count()
     }
 
-    /// What is opened while another one has its lock, which then takes back what it has done to the
-    /// file.
+    /// Opens a store while another store has its lock and then reverts its changes to the file.
     fn after_undo(name: &str, before: Option<u64>) -> (PathBuf, Arc<Store>) {
         let path = path(name);
         if let Some(len) = before {
@@ -531,7 +533,7 @@ mod tests {
         let first = Store::open(&spec).unwrap();
         let before = descriptors_of(&path);
         let second = thread::spawn(move || Store::open(&spec));
-        // It has found the file as it is, and cannot have its lock.
+        // It has opened the unmodified file, and is waiting for the lock.
         eventually(
             "the second one opens the file",
             Duration::from_secs(60),

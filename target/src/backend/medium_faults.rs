@@ -1,4 +1,4 @@
-//! Faults of a medium that its inspections have found.
+//! Faults of a medium detected by inspections.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -7,19 +7,19 @@ use std::time::SystemTime;
 use super::cause::Cause;
 use super::health::Failing;
 
-/// Results of the last inspection: one fault of the path and one of the size at most.
+/// Results of the last inspection: at most one fault each for the path and for the size.
 #[derive(Debug, Default)]
 pub(super) struct MediumFaults(Mutex<Vec<Failing>>);
 
 impl MediumFaults {
-    /// Returns the faults, the most serious first.
+    /// Returns the faults, starting with the most serious one.
     pub(super) fn faults(&self) -> Vec<Failing> {
         self.lock().clone()
     }
 
-    /// Replaces the faults. A fault that persists keeps its date, and one of the size persists until
-    /// [`MediumFaults::accept_size`]: a write behind the end makes the file long again, and the data
-    /// in between stay lost.
+    /// Replaces the faults. A persistent fault keeps its date. A size fault persists until
+    /// [`MediumFaults::accept_size`], because a write past the end extends the file again, but the
+    /// data in between is still lost.
     pub(super) fn set(&self, faults: Vec<(Cause, String)>, now: SystemTime) {
         let mut known = self.lock();
         let date = |cause| {
@@ -39,18 +39,18 @@ impl MediumFaults {
         *known = dated;
     }
 
-    /// Clears the fault of the size, after an administrator had the backend measured.
+    /// Clears the size fault, after a rescan by an administrator.
     pub(super) fn accept_size(&self) {
         self.lock().retain(|fault| fault.cause != Cause::Truncated);
     }
 
-    /// The list is replaced as a whole, so poison is ignored.
+    /// The list is replaced as a whole, so ignore poisoning.
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Failing>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Describes a file or device that is smaller than it should be.
+/// Describes a file or device that is too small.
 pub(super) fn too_small(path: &Path, found: u64, wanted: u64) -> String {
     let path = path.display();
     format!(

@@ -1,58 +1,61 @@
-//! Backends: the bytes of logical units.
+//! Backends: storage for logical units.
 //!
-//! A logical unit asks for block operations ([`riser_scsi::step::BlockOp`]); this module carries
-//! them out on a file, a block device, memory, or nothing at all, through the worker's own
+//! A logical unit requests block operations ([`riser_scsi::step::BlockOp`]). This module executes
+//! them on a file, a block device, memory, or a null device, using the worker's
 //! [`Ring`](riser_reactor::Ring).
 //!
 //! # Modules
-//! - `store`: [`Store`], one opened backend, shared by all workers: size, lock, alignment.
-//! - `driver`: [`Driver`], a worker's engine: requests in, ring operations out, results back.
-//! - `request`: a request under way, and its windows on the command's memory.
-//! - `plan`: what the ring does for a request, step by step; pure.
-//! - `flush`: what a failed flush means.
-//! - `turns`: keeps reads and changes of the same blocks apart.
-//! - `ram`: the sparse memory of a RAM disk.
-//! - `file_id`: names of files that outlive a rename.
-//! - `health`: counts failures, and measures room. `inspection`: checks the medium of an open
-//!   backend. `cause`: causes for which a backend needs an operator.
-//! - `hints`: what may help where a file cannot be opened, and notes about one that can.
-//! - `medium`: opens, locks and measures files and devices. `made`: takes back what that has
-//!   changed on disk.
-//! - `look`: asks for their size and room on file systems that may not answer.
-//! - `open_error`: [`OpenError`], why a backend is not opened.
-//! - `opening`: opens backends on file systems that may not answer. `waiting`: threads that wait
-//!   for one.
-//! - `errno`: what a host error means to a logical unit.
-//! - `unit`: what a logical unit is made of on an opened backend.
-//! - `sys`: the system calls the standard library lacks.
+//! - `store`: [`Store`], an open backend shared by all workers: size, lock, alignment.
+//! - `driver`: [`Driver`], executes requests for a worker: receives requests, submits ring
+//!   operations, and returns results.
+//! - `request`: an active request, and its windows on the command's memory.
+//! - `plan`: ring operations for a request, step by step, without I/O.
+//! - `flush`: handling of failed flushes.
+//! - `turns`: prevents concurrent reads and changes of the same blocks.
+//! - `ram`: sparse memory of a RAM disk.
+//! - `file_id`: file identifiers that don't depend on the path.
+//! - `health`: counts failures and measures available space. `inspection`: checks the medium of an
+//!   open backend. `cause`: reasons why a backend requires an operator.
+//! - `hints`: advice if a file can't be opened, and notes about an open backend.
+//! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
+//!   disk when doing so.
+//! - `look`: queries size and space on file systems that may not respond.
+//! - `open_error`: [`OpenError`], reasons why a backend can't be opened.
+//! - `opening`: opens backends on file systems that may not respond. `waiting`: threads waiting for
+//!   a file system.
+//! - `errno`: maps host errors to errors of a logical unit.
+//! - `unit`: configuration of a logical unit for an open backend.
+//! - `sys`: system calls not available in the standard library.
 //!
-//! # Promises
+//! # Guarantees
 //! - **Durability.** With `write_cache: off`, every write, zeroing and discard is on stable storage
-//!   before it completes. With `write_cache: on`, only those with FUA and those before a completed
-//!   flush are. A FUA read makes the cached data of the unit durable first. After a flush that
-//!   failed every flush fails, until an administrator clears it: what was acknowledged before may
-//!   be lost.
-//! - **All or an error.** A short read or write is resumed until the range is done. The end of a
-//!   file that shrank under us is a medium error, never made-up data.
-//! - **Whole blocks.** A read never returns parts of two writes within one block.
-//! - **Exclusive.** A file or device that is served for writing is locked against every other
-//!   `riserd`, and every second backend of this one.
-//! - **Bounds.** Requests in flight, their scatter lists and the bounce memory are bounded when the
-//!   driver is made.
+//!   before it completes. With `write_cache: on`, this only applies to operations with FUA and to
+//!   operations that completed before a successful flush. A FUA read flushes the unit's cached data
+//!   first. After a failed flush, all flushes fail until an administrator clears this, because data
+//!   acknowledged before may be lost.
+//! - **No partial results.** A short read or write is resumed until the range is complete. If a
+//!   file was truncated by another program, reading past its end is a medium error, and we never
+//!   make up data.
+//! - **Whole blocks.** A read never returns a block with parts of two writes.
+//! - **Exclusive access.** A file or device that is served for writing is locked against all other
+//!   `riserd` processes, and against other backends of this process.
+//! - **Limits.** The number of requests in flight, their scatter lists and the bounce memory are
+//!   limited when a driver is created.
 //!
 //! # Direct I/O and small blocks
-//! `O_DIRECT` moves whole device blocks. A unit with 512-byte blocks on a file system that wants
-//! 4096 would need a read, a change and a write for a small write, which two workers could
-//! interleave and so lose one another's data. Such a unit is therefore served through the page
-//! cache: `direct: auto` falls back, `direct: on` is refused with the reason. Memory that is not
-//! aligned well enough is no such problem and goes through a bounce buffer.
+//! `O_DIRECT` transfers whole device blocks. If a unit has 512-byte blocks but the file system
+//! requires 4096, a small write would be a read-modify-write. This isn't atomic, so two workers
+//! could overwrite each other's data. Therefore such a unit uses the page cache: `direct: auto`
+//! falls back, and `direct: on` is rejected with the reason. Insufficiently aligned memory isn't a
+//! problem, because we can use a bounce buffer.
 //!
 //! # Discard
-//! Always by punching holes, on block devices too: that is the discard after which the kernel
-//! promises zeroes, which the logical unit has promised the initiator. The device's bare
-//! `BLKDISCARD` promises nothing. A medium without holes keeps the blocks of an UNMAP as they are, and
-//! a unit on a device without them does not offer UNMAP. A device with larger logical blocks than the unit frees whole
-//! ones of its own and leaves the rest as it was; where zeroes are asked for, the rest is written.
+//! We always discard by punching holes, even on block devices, because the kernel guarantees zeroes
+//! afterwards, as we do to the initiator. `BLKDISCARD` doesn't guarantee this. If the medium
+//! doesn't support holes, UNMAP doesn't change any blocks, and a unit on a device without holes
+//! doesn't support UNMAP. If the logical blocks of a device are larger than the unit's blocks, only
+//! whole device blocks are discarded and the remaining blocks are unchanged. If zeroes are
+//! required, they are written to the remaining blocks.
 
 mod cause;
 mod driver;

@@ -1,4 +1,4 @@
-//! Reasons for which backends are not opened.
+//! Reasons why a backend can't be opened.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::file_id::FileId;
 use crate::holder::Holder;
 
-/// Reason for which a backend could not be opened.
+/// Reason why a backend can't be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// A system call failed.
@@ -14,38 +14,38 @@ pub enum OpenError {
     Io {
         /// Path of the backend.
         path: PathBuf,
-        /// Action that failed, as "open it".
+        /// Operation that failed, such as "open it".
         action: &'static str,
-        /// Error of the system.
+        /// System error.
         source: io::Error,
     },
-    /// A file cannot be opened, and it is known what may help.
+    /// A file can't be opened, and advice is available.
     #[error("{}: cannot {action}: {source}; {hint}", path.display())]
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Action that failed, as "open it".
+        /// Operation that failed, such as "open it".
         action: &'static str,
-        /// Error of the system.
+        /// System error.
         source: io::Error,
-        /// Advice on permissions or on where such a file can be.
+        /// Advice on permissions or on suitable locations for this file.
         hint: String,
     },
-    /// The path leads to something else than what is open.
+    /// The path doesn't refer to the open file.
     #[error("{}: is not what is served any more; another file has taken its place", path.display())]
     Moved {
         /// Path of the backend.
         path: PathBuf,
     },
-    /// The path is something else.
+    /// The path refers to a different kind of file.
     #[error("{}: is not a {expected}", path.display())]
     Kind {
         /// Path of the backend.
         path: PathBuf,
-        /// Kind of file that it should be.
+        /// Expected kind of file.
         expected: &'static str,
     },
-    /// Another process, or another backend of this one, has it.
+    /// In use by another process, or by another backend of this process.
     #[error(
         "{}: is in use: {} holds its lock",
         path.display(),
@@ -54,12 +54,12 @@ pub enum OpenError {
     Locked {
         /// Path of the backend.
         path: PathBuf,
-        /// The process that has it open, if that can be seen.
+        /// The process that has opened the file, if this is known.
         holder: Option<Holder>,
         /// The file, if it is one.
         file: Option<FileId>,
     },
-    /// A file that was there before is missing.
+    /// A file that existed before is missing.
     #[error(
         "{}: is missing, and it was there before: is its file system mounted? It is not created again; for an \
          empty disk, create an empty file there",
@@ -69,16 +69,16 @@ pub enum OpenError {
         /// Path of the file.
         path: PathBuf,
     },
-    /// Its unit would have no names: those that are kept cannot be read.
+    /// The names of its unit are not available, because the file with names can't be read.
     #[error(
         "the names of logical units cannot be read: {why}; restore the file from a backup, or move it away and \
          restart riserd: then there are new names, and initiators see new disks"
     )]
     Unnamed {
-        /// Fault of the file, with its path.
+        /// Error with the path of the file.
         why: String,
     },
-    /// The file is smaller than it should be, and nothing says to extend it.
+    /// The file is too small, and it's not configured to be extended.
     #[error(
         "{}: is {actual} bytes, fewer than {wanted}; `create: true` extends a file",
         path.display()
@@ -88,26 +88,26 @@ pub enum OpenError {
         path: PathBuf,
         /// Size on disk in bytes.
         actual: u64,
-        /// Size asked for in bytes.
+        /// Requested size in bytes.
         wanted: u64,
     },
-    /// The path leads to a file system that asks this daemon.
+    /// The path is on a file system that depends on this daemon.
     #[error("{}", riser_config::mounts::why(path, mount))]
     AsksUs {
         /// Path of the backend.
         path: PathBuf,
-        /// Mount point of that file system.
+        /// Mount point of this file system.
         mount: PathBuf,
     },
-    /// A backend that is served would become smaller.
+    /// A served backend would become smaller.
     #[error("it has {from} bytes and nothing shrinks one to {to}")]
     Shrinks {
-        /// Capacity before, in bytes.
+        /// Current capacity in bytes.
         from: u64,
-        /// Capacity asked for in bytes.
+        /// Requested capacity in bytes.
         to: u64,
     },
-    /// There is not one whole block.
+    /// The backend is smaller than a single block.
     #[error("a backend of {size} bytes holds no block of {block_size} bytes")]
     Empty {
         /// Size of the file or device, in bytes.
@@ -115,7 +115,7 @@ pub enum OpenError {
         /// Block size in bytes.
         block_size: u32,
     },
-    /// A failed flush was not cleared: acknowledged writes may be lost, and the flush at shutdown
+    /// A failed flush was not cleared. Acknowledged writes may be lost, and the flush at shutdown
     /// would fail.
     #[error(
         "a flush failed ({0}): deal with what was lost, and clear it (riserd clear-flush-failure)"
@@ -124,18 +124,18 @@ pub enum OpenError {
     /// The block size is not supported.
     #[error("a block size of {0} bytes; 512 and 4096 are supported")]
     BlockSize(u32),
-    /// `direct: on` cannot be had.
+    /// `direct: on` isn't supported for this file or device.
     #[error("{}: cannot be served with direct I/O: {reason}", path.display())]
     Direct {
         /// Path of the backend.
         path: PathBuf,
-        /// Reason why it is refused, for people.
+        /// Text with the reason.
         reason: String,
     },
 }
 
 impl OpenError {
-    /// Returns true if there was nothing at the path, or nothing that answers.
+    /// Returns true if the path doesn't exist or doesn't respond.
     pub(super) fn is_missing(&self) -> bool {
         match self {
             Self::Gone { .. } => true,

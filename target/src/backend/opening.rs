@@ -1,5 +1,5 @@
-//! Opening backends without waiting for ever: a file system that does not answer, such as a network
-//! share whose server is gone, must not stop what opens one.
+//! Opens backends with a timeout, because a file system that isn't responding, such as a network
+//! share with an unavailable server, must not block the caller.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,46 +17,45 @@ use super::store::Store;
 use super::waiting::Mark;
 use crate::patience;
 
-/// For how long the results of fast file systems are gathered.
+/// Time to collect the results for fast file systems.
 const MOMENT: Duration = Duration::from_millis(100);
 
-/// Time limit of opening; more than the time for which a lock is waited for.
+/// Timeout for opening a backend. This is longer than the time to wait for a lock.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-/// A file or device that is to be opened.
+/// A file or device to open.
 #[derive(Clone, Debug)]
 pub struct Wish {
     /// Name of the backend in the configuration.
     pub backend: String,
     /// Specification of the backend.
     pub spec: Spec,
-    /// A lock that another process has is waited for.
+    /// Wait for a lock of another process.
     pub is_patient: bool,
-    /// There was a file before, so that a missing one is not created: its file system may not be
-    /// mounted.
+    /// The file existed before, so it isn't created if it's missing, because its file system may
+    /// not be mounted.
     pub is_known: bool,
 }
 
-/// Stores that were opened, by the names of backends. One that is not taken is closed, as if it had
-/// not been opened.
+/// Open stores by backend name. If a store isn't taken, it's closed and all changes are reverted.
 #[derive(Debug, Default)]
 pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
 
 impl OpenedStores {
-    /// Returns true if a backend has been opened.
+    /// Returns true if this backend is open.
     #[must_use]
     pub fn has(&self, backend: &str, spec: &Spec) -> bool {
         let opened = self.0.get(backend);
         opened.is_some_and(|(asked, result)| asked == spec && result.is_ok())
     }
 
-    /// Returns true if opening a backend has ended, with an error or without.
+    /// Returns true if there is a result or an error for this backend.
     pub(crate) fn has_result(&self, backend: &str, spec: &Spec) -> bool {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
-    /// Names and paths of the backends that are missing; one that is there and cannot be served is
-    /// not.
+    /// Returns the names and paths of missing backends. This excludes existing backends that can't
+    /// be served.
     pub(crate) fn missing(&self) -> Vec<(String, PathBuf)> {
         let all = self.0.iter();
         let missing = all.filter(|(_, (_, result))| {
@@ -68,18 +67,18 @@ impl OpenedStores {
             .collect()
     }
 
-    /// Adds what has come of opening a backend, such as one of a simulation ([`Store::on_disk`]).
+    /// Adds the result of opening a backend, for example of a simulation ([`Store::on_disk`]).
     pub fn insert(&mut self, backend: &str, spec: &Spec, result: Result<Arc<Store>, OpenError>) {
         let opened = (spec.clone(), result);
         self.0.insert(backend.to_owned(), opened);
     }
 
-    /// Adds the results of others.
+    /// Adds all results of `others`.
     pub(crate) fn extend(&mut self, mut others: Self) {
         self.0.append(&mut others.0);
     }
 
-    /// Takes the result of opening a backend, unless it was asked for otherwise.
+    /// Removes the result of opening a backend, if its specification is the same.
     pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
         let (asked, _) = self.0.get(backend)?;
         if asked != spec {
@@ -96,8 +95,8 @@ impl Drop for OpenedStores {
     }
 }
 
-/// Takes back what opening and growing backends has changed on disk, and waits for that some
-/// seconds at most.
+/// Reverts the changes made on disk when opening or growing backends. Waits up to several seconds
+/// for this.
 pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
     let until = look::until();
     let looks: Vec<_> = stores.filter_map(Store::look_undo).collect();
@@ -108,12 +107,13 @@ pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
     }
 }
 
-/// Opens all of them at the same time, as [`Store::open`] does, for eight seconds at most. What is
-/// opened later is closed again, and as long as that has not happened, further attempts at the same
-/// path fail at once.
+/// Opens all backends concurrently with [`Store::open`], for up to eight seconds. If opening a
+/// backend takes longer, it's closed again afterwards, and until then any other attempt for the
+/// same path fails immediately.
 ///
 /// # Errors
-/// For each, those of [`Store::open`]; [`OpenError::Io`] of kind `TimedOut`; [`OpenError::Gone`].
+/// For each backend, returns the errors of [`Store::open`], [`OpenError::Io`] with kind `TimedOut`,
+/// or [`OpenError::Gone`].
 pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
     let mut round = Round::start(wishes);
     let mut all = OpenedStores::default();
@@ -123,19 +123,20 @@ pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
     all
 }
 
-/// As [`open_all`], but nothing waits for a file system that does not answer: `take` is called with
-/// what was opened after a moment, which may be nothing, and then whenever there is more.
+/// Same as [`open_all`], but doesn't wait for a file system that isn't responding. `take` is called
+/// with the results available after a short time, which may be empty, and again for any later
+/// results.
 pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
     Round::start(wishes).give_each(take);
 }
 
-/// Backends that are being opened.
+/// Backends being opened.
 struct Round {
-    /// Openings under way, by path, with their time limits.
+    /// Pending operations by path, with their deadlines.
     openings: BTreeMap<PathBuf, (Wish, Opening, Instant)>,
-    /// Wishes for whose paths there is an opening already.
+    /// Requests waiting for another pending operation with the same path.
     doubled: Vec<Wish>,
-    /// Wishes that could not be tried.
+    /// Requests that couldn't be started.
     failed: Vec<(Wish, OpenError)>,
     wake: Sender<()>,
     woken: Receiver<()>,
@@ -155,15 +156,15 @@ impl Round {
         round
     }
 
-    /// Starts what no other opening of the same path stands against. The first one has the lock, or
-    /// the same error.
+    /// Starts all requests without another pending operation for the same path. Afterwards the
+    /// first one has the lock, or both fail with the same error.
     fn start_more(&mut self) {
         for wish in std::mem::take(&mut self.doubled) {
             let Some(path) = wish.spec.source.path().map(Path::to_owned) else {
                 continue;
             };
-            // Two at once would fight for the lock, and each might fail since the other one has
-            // it.
+            // If both are started, they compete for the lock, and each might fail because of the
+            // other one.
             if self.openings.contains_key(&path) {
                 self.doubled.push(wish);
                 continue;
@@ -174,8 +175,8 @@ impl Round {
             };
             match Opening::start(&path, self.wake.clone(), open) {
                 Ok(opening) => {
-                    // From its own start: one that waited for another opening of its path has not
-                    // been tried yet.
+                    // Each request has a separate deadline, because it may have waited for another
+                    // operation with the same path.
                     let until = Instant::now() + PATIENCE;
                     self.openings.insert(path, (wish, opening, until));
                 }
@@ -200,7 +201,8 @@ impl Round {
         self.openings.is_empty() && self.failed.is_empty()
     }
 
-    /// Takes the results that there are after a time, and returns earlier if no others are to come.
+    /// Collects the results available until `time` has elapsed. Returns early if nothing is
+    /// pending.
     fn gather(&mut self, time: Duration, all: &mut OpenedStores) {
         let end = Instant::now() + time;
         loop {
@@ -210,9 +212,9 @@ impl Round {
                 return;
             }
             let late = self.openings.values().map(|(.., until)| *until);
-            // Also woken when one of them is late, which no thread reports.
+            // Also wake up for timeouts, which aren't reported by a thread.
             let next = late.fold(end, Instant::min);
-            // Every opening that ends wakes this.
+            // Woken when any operation completes.
             let _ = self.woken.recv_timeout(next.saturating_duration_since(now));
         }
     }
@@ -229,7 +231,7 @@ impl Round {
                 all.0.insert(wish.backend, (wish.spec, result));
             }
         }
-        // Paths are free again, and wishes that waited for them have their turn.
+        // These paths are available now, so start the requests waiting for them.
         self.start_more();
         for (wish, error) in self.failed.drain(..) {
             all.0.insert(wish.backend, (wish.spec, Err(error)));
@@ -237,10 +239,11 @@ impl Round {
     }
 }
 
-/// Opens one of them, or memory, in the same way. A missing file that `is_known` is not created.
+/// Opens a single backend in the same way, including RAM disks and null devices. A missing file
+/// with `is_known` isn't created.
 ///
 /// # Errors
-/// As [`open_all`].
+/// Same as [`open_all`].
 pub fn open_in_time(spec: &Spec, is_known: bool) -> Result<Arc<Store>, OpenError> {
     let wish = Wish {
         backend: String::new(),
@@ -261,29 +264,29 @@ impl Wish {
             return Err(OpenError::Gone { path: path.clone() });
         }
         match self.is_patient {
-            // Only at a start or a change, when a daemon before may still have the lock. Retries
-            // come again by themselves.
+            // Only when starting or changing the configuration, because a previous daemon may still
+            // have the lock. Otherwise this will be retried anyway.
             true => Store::open(&self.spec),
             false => patience::at_once(|| Store::open(&self.spec)),
         }
     }
 }
 
-/// A thread that opens something.
+/// A thread that opens a backend.
 struct Opening {
     mark: Mark,
     result: Receiver<Result<Arc<Store>, OpenError>>,
-    /// The result, once it has been looked at.
+    /// The result, if it was already received.
     arrived: Option<Result<Arc<Store>, OpenError>>,
     is_late: Arc<Mutex<bool>>,
 }
 
-/// Wakes at the end of a thread.
+/// Sends a message when a thread exits.
 struct Waker(Sender<()>);
 
 impl Drop for Waker {
     fn drop(&mut self) {
-        // It may have been given up.
+        // The receiver may have timed out.
         let _ = self.0.send(());
     }
 }
@@ -306,14 +309,14 @@ fn late(path: &Path) -> OpenError {
 }
 
 impl Opening {
-    /// `wake` is sent something at the end.
+    /// Starts a thread, which sends a message to `wake` when it exits.
     fn start(
         path: &Path,
         wake: Sender<()>,
         open: impl FnOnce() -> Result<Arc<Store>, OpenError> + Send + 'static,
     ) -> Result<Self, OpenError> {
-        // One thread for each path: a file system that hangs must not collect one more with each
-        // attempt.
+        // Use a single thread per path. Otherwise each attempt would add another thread if the file
+        // system isn't responding.
         let Some(mark) = Mark::set(path) else {
             return Err(late(path));
         };
@@ -323,12 +326,12 @@ impl Opening {
             let (mark, is_late) = (mark.clone(), Arc::clone(&is_late));
             move || {
                 let _waker = Waker(wake);
-                // Without the lock, which `finish` takes while this hangs.
+                // Don't lock `is_late` yet, because `finish` locks it while this may be blocked.
                 let result = open();
                 let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
                 match (*is_late, result) {
                     (false, result) => drop(sender.send(result)),
-                    // As if it had not been opened.
+                    // Revert all changes, as if it wasn't opened.
                     (true, Ok(store)) => store.undo(),
                     (true, Err(_)) => {}
                 }
@@ -364,13 +367,13 @@ impl Opening {
         let left = until.saturating_duration_since(Instant::now());
         match self.result.recv_timeout(left) {
             Ok(result) => {
-                // The thread is about to do so.
+                // The thread will do this as well.
                 self.mark.clear();
                 result
             }
             Err(RecvTimeoutError::Timeout) => {
                 let mut is_late = self.is_late.lock().unwrap_or_else(PoisonError::into_inner);
-                // It may have come in this very moment.
+                // Check again, because the result may just have arrived.
                 self.result.try_recv().unwrap_or_else(|_| {
                     *is_late = true;
                     Err(late(path))
@@ -422,7 +425,7 @@ mod tests {
         let opening = Opening::start(&path, channel().0, open).unwrap();
         let error = opening.finish(&path, soon()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
-        // Another thread for the same path would hang as well.
+        // Another thread for the same path would also be blocked.
         let error = Opening::start(&path, channel().0, || panic!("a second thread"));
         let error = error.err().unwrap();
         assert!(error.to_string().contains("does not answer"), "{error}");
@@ -430,7 +433,8 @@ mod tests {
         eventually("the late one ends", Duration::from_secs(60), || {
             !is_waiting(&path)
         });
-        // What the late one has created is gone, its lock as well, and it can be opened.
+        // The file created by the late thread was removed and its lock was released, so it can be
+        // opened.
         let wish = |backend: &str, is_known| Wish {
             backend: backend.into(),
             spec: spec.clone(),
@@ -443,7 +447,7 @@ mod tests {
         let error = all.take("b", &spec).unwrap().unwrap_err();
         assert!(matches!(error, OpenError::Locked { .. }), "{error}");
         drop(store);
-        // What is not taken is undone, and what was there before is not created.
+        // A store that isn't taken is reverted, and a file that existed before isn't created.
         std::fs::remove_file(&path).unwrap();
         drop(open_all(vec![wish("a", false)]));
         assert!(!path.exists());
@@ -496,7 +500,7 @@ mod tests {
                 name.clone()
             });
             taken.extend(names.collect::<Vec<_>>());
-            // Only now.
+            // Release the slow operation after this.
             if taken == ["fast"] {
                 release.take();
             }

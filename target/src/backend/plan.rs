@@ -1,4 +1,4 @@
-//! The steps of a request in the ring. Pure: no I/O, no clock.
+//! Ring operations for a request, step by step, without I/O or a clock.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use riser_scsi::step::BlockOp;
 
 use super::sys::Align;
 
-/// The worker keeps such operations to itself.
+/// These operations are handled by the worker.
 const NOT_OF_THE_MEDIUM: &str = "a change of reservations is no operation on the medium";
 
-/// The bytes of the medium an operation is about: offset and length.
+/// Returns the offset and length of an operation's range on the medium.
 pub(super) fn range(op: &BlockOp) -> (u64, u64) {
     match *op {
         BlockOp::Read { offset, len, .. } | BlockOp::Write { offset, len, .. } => {
@@ -24,7 +24,7 @@ pub(super) fn range(op: &BlockOp) -> (u64, u64) {
     }
 }
 
-/// Returns the name of an operation in the log.
+/// Returns the name of an operation for the log.
 pub(super) fn name(op: &BlockOp) -> &'static str {
     match op {
         BlockOp::Read { .. } => "read",
@@ -37,8 +37,8 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
     }
 }
 
-/// Stage of a request. Reads and writes move the data window by window; everything else is one
-/// call, perhaps with another before or after it.
+/// Stage of a request. Reads and writes transfer the data window by window. All other operations
+/// are a single call, with optional calls before or after it.
 ///
 /// ```text
 /// Read   ─→ Transfer ─(fua, cache)→ SyncLast ─→ done
@@ -49,31 +49,32 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 ///               └─ else Zero …    └──────────────┴─(not whole units)→ Edges ─┘
 /// Status ─→ Extent → done
 /// ```
-/// A device frees and zeroes whole logical blocks of its own, which may be larger than the unit's:
-/// of a range that is no multiple of them, `Punch` and `Zero` take the whole ones inside. What is
-/// left at the edges is written if it must be zero, and stays as it is if it was only to be freed.
+/// A device discards and zeroes its own logical blocks, which may be larger than the unit's blocks.
+/// `Punch` and `Zero` only apply to whole device blocks within the range. Zeroes are written to the
+/// edges for an operation that requires zeroes, but a discard leaves the edges unchanged.
 ///
-/// A discard writes nothing: where no hole can be punched, the blocks stay mapped (SBC-3 5.28), since
-/// an UNMAP of a few bytes would otherwise write gigabytes that no limit of the unit has counted.
+/// A discard doesn't write. If holes aren't supported, the blocks remain mapped (SBC-3 5.28).
+/// Otherwise an UNMAP with a few bytes of parameters could write gigabytes, which are not covered
+/// by the limits of the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Moves data between buffer and medium.
+    /// Transfers data between the buffer and the medium.
     Transfer,
-    /// Frees the range by a punched hole.
+    /// Discards the range by punching a hole.
     Punch,
-    /// Zeroes the range with the space kept.
+    /// Zeroes the range without deallocating it.
     Zero,
-    /// Writes zeroes, where the medium knows no better way.
+    /// Writes zeroes, if the medium doesn't support a better way.
     Fill,
-    /// Writes zeroes before and behind the medium's whole units.
+    /// Writes zeroes before and after the whole units of the medium.
     Edges,
-    /// Makes what was done durable.
+    /// Makes all changes durable.
     SyncLast,
-    /// Asks for the state of an extent.
+    /// Queries the state of an extent.
     Extent,
 }
 
-/// Operations that the medium does not support.
+/// Operations not supported by the medium.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Lacks {
     pub(super) punch: bool,
@@ -86,8 +87,7 @@ pub(super) fn first_stage(op: &BlockOp, lacks: Lacks) -> Stage {
         BlockOp::Read { .. } | BlockOp::Write { .. } => Stage::Transfer,
         BlockOp::Flush { .. } => Stage::SyncLast,
         BlockOp::Discard { .. } => Stage::Punch,
-        // UNMAP is permission to free blocks, and frees the space that a thin file would otherwise
-        // keep.
+        // UNMAP permits deallocating blocks, so the file doesn't use more space than necessary.
         BlockOp::WriteZeroes { unmap: true, .. } if !lacks.punch => Stage::Punch,
         BlockOp::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
         BlockOp::WriteZeroes { .. } => Stage::Fill,
@@ -96,8 +96,8 @@ pub(super) fn first_stage(op: &BlockOp, lacks: Lacks) -> Stage {
     }
 }
 
-/// The next bytes of a stage, after `done` of them: where they begin, and how many follow in one
-/// piece. `unit` is what the medium frees and zeroes at least, in bytes.
+/// Returns the start and length of the next piece of a stage, after `done` bytes. `unit` is the
+/// minimum size for discarding and zeroing on the medium, in bytes.
 pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u64) {
     let (start, len) = range(op);
     let end = start + len;
@@ -113,36 +113,35 @@ pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u
     }
 }
 
-/// The piece of a range to fill with zeroes that the next byte is in. Pieces of `most` bytes take
-/// turns with reads, which must not wait for a range of gigabytes.
+/// Returns the piece of a range that contains the next byte to fill with zeroes. Reads can be
+/// executed between pieces of `most` bytes, so that they don't have to wait for long ranges.
 pub(super) fn fill_piece(op: &BlockOp, done: u64, most: u64) -> Range<u64> {
     let (start, len) = range(op);
     let begin = start + done - done % most;
     begin..(begin + most).min(start + len)
 }
 
-/// The part of a range that is whole units; empty at its end where there is none.
+/// Returns the part of a range that consists of whole units, or an empty range at its end.
 fn whole_units(start: u64, end: u64, unit: u64) -> (u64, u64) {
     let (first, last) = (start.next_multiple_of(unit), end - end % unit);
     if first < last {
         (first, last)
     } else {
-        // At the end, so that all of the range lies before it and is written as an edge.
+        // Use the end, so that the whole range precedes it and is written as an edge.
         (end, end)
     }
 }
 
-/// Returns the stage after one that is wholly done; `None` where the request is. `volatile` says that
-/// completed writes may still be in a cache.
+/// Returns the stage after a completed one, or `None` if the request is complete. `volatile` is set
+/// if completed writes may still be in a cache.
 pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<Stage> {
     match stage {
-        // FUA of a read asks for the data on the medium (SBC-3 5.10), so what was read goes there.
+        // For a read with FUA, the data must be on the medium (SBC-3 5.10), so flush it.
         Stage::Transfer if volatile && matches!(op, BlockOp::Read { fua: true, .. }) => {
             Some(Stage::SyncLast)
         }
         Stage::Transfer | Stage::SyncLast | Stage::Extent => None,
-        // A discard may leave the edges as they are; what was to be zero must be zero to the last
-        // byte.
+        // A discard can leave the edges unchanged, but zeroing must include every byte.
         Stage::Punch | Stage::Zero if matches!(op, BlockOp::WriteZeroes { .. }) => {
             Some(Stage::Edges)
         }
@@ -153,41 +152,43 @@ pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<S
     }
 }
 
-/// Returns true if the writes of an operation must be durable when they complete.
+/// Returns true if the writes of an operation must be durable on completion.
 pub(super) fn is_durable(op: &BlockOp, volatile: bool) -> bool {
     !volatile || matches!(op, BlockOp::Write { fua: true, .. })
 }
 
-/// Whether an operation is a write that is on stable storage when it is done, so that its descriptor
-/// may report lost write-backs.
+/// Returns true for a write that is on stable storage on completion. Its descriptor may report lost
+/// write-backs.
 pub(super) fn is_durable_write(op: &BlockOp, volatile: bool) -> bool {
     matches!(op, BlockOp::Write { .. }) && is_durable(op, volatile)
 }
 
-/// Bounds of one ring operation.
+/// Limits for a ring operation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
-    /// Number of pieces at most.
+    /// Maximum number of pieces.
     pub(super) pieces: usize,
-    /// Bytes at most; a multiple of 4096.
+    /// Maximum number of bytes, a multiple of 4096.
     pub(super) bytes: usize,
 }
 
-/// A part of a request's buffer that one ring operation moves.
+/// Part of a request's buffer, transferred by a single ring operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Window {
-    /// Length of the part in bytes.
+    /// Length in bytes.
     pub(super) len: usize,
-    /// Direct I/O can use the memory as it lies.
+    /// The memory is suitable for direct I/O.
     pub(super) aligned: bool,
 }
 
-/// Cuts the next window, from `start` bytes into the buffer and at most `len` long, into `out`.
+/// Sets `out` to the next window, which starts at offset `start` of the buffer and is limited to
+/// `len` bytes.
 ///
-/// With an alignment, the window's length is a multiple of the device's block as long as `len` is.
+/// With an alignment, the window length is a multiple of the device's block size if `len` is.
 ///
 /// # Panics
-/// If the buffer ends before `start + len`: the logical unit promised otherwise.
+/// Panics if the buffer is shorter than `start + len`, contrary to the guarantee of the logical
+/// unit.
 pub(super) fn cut_window(
     buffer: &[MemSlice],
     start: usize,
@@ -201,8 +202,8 @@ pub(super) fn cut_window(
     let mut skip = start;
     let mut got = 0;
     let mut aligned = true;
-    // Pieces so small that the bound on their number comes before one whole block are copied
-    // through a bounce buffer, so then the bound does not matter.
+    // If the limit on pieces is reached before a whole block, the pieces are copied to a bounce
+    // buffer. In this case the limit doesn't apply.
     let least = align.map_or(1, |a| a.offset as usize);
     for piece in buffer {
         if got == want || (out.len() >= bounds.pieces && got >= least) {
@@ -229,7 +230,8 @@ pub(super) fn cut_window(
         "a buffer shorter than its operation"
     );
     if let Some(a) = align {
-        // Too many small pieces: the tail that is no whole block waits for the next window.
+        // If there are too many small pieces, leave the incomplete block at the end for the next
+        // window.
         let whole = got - got % a.offset as usize;
         assert!(whole > 0, "an operation that is not in whole blocks");
         trim(out, got - whole);
@@ -238,7 +240,7 @@ pub(super) fn cut_window(
     Window { len: got, aligned }
 }
 
-/// Takes `excess` bytes off the end.
+/// Removes `excess` bytes from the end.
 fn trim(list: &mut Vec<MemSlice>, mut excess: usize) {
     while excess > 0 {
         let last = list.pop().expect("less excess than bytes");
@@ -251,7 +253,7 @@ fn trim(list: &mut Vec<MemSlice>, mut excess: usize) {
     }
 }
 
-/// Copies between a window's pieces and bounce memory.
+/// Copies data between the pieces of a window and a bounce buffer.
 pub(super) fn copy_pieces(pieces: &[MemSlice], bounce: &MemSlice, into_bounce: bool) {
     let mut at = 0;
     for p in pieces {
@@ -349,7 +351,7 @@ mod tests {
             unmap: false,
             fua: false,
         };
-        // Each piece of both stages, in order.
+        // All pieces of both stages, in order.
         let pieces = |op, unit| {
             let mut pieces = Vec::new();
             for stage in [Stage::Zero, Stage::Edges] {

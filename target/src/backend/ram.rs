@@ -1,4 +1,4 @@
-//! The sparse memory of a RAM disk.
+//! Sparse memory of a RAM disk.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -10,32 +10,33 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use riser_memory::MemSlice;
 use riser_scsi::step::Allocation;
 
-/// Bytes of a chunk: the unit in which memory comes and goes.
+/// Chunk size in bytes, for allocating and freeing memory.
 pub(super) const CHUNK: u64 = 64 << 10;
 
-/// Locks, so that workers seldom meet. Chunk `n` is under lock `n % SHARDS`.
+/// Number of locks, to avoid contention between workers. Chunk `n` is protected by lock
+/// `n % SHARDS`.
 const SHARDS: u64 = 64;
 
 type Shard = HashMap<u64, Box<[u8]>>;
 
-/// Bytes of a chunk in a file: its number, little-endian, and its content.
+/// Size of a chunk in a file: its number (little-endian) and its content.
 const RECORD: u64 = 8 + CHUNK;
 
-/// Chunks by number; an absent one reads as zeroes. Bounded by the disk's size, since the caller
-/// never reaches beyond it.
+/// Chunks by number. A missing chunk reads as zeroes. The number of chunks is limited by the disk
+/// size, because callers never exceed it.
 #[derive(Debug)]
 pub struct Ram {
     shards: Box<[RwLock<Shard>]>,
     generation: [u8; 16],
 }
 
-/// A part of a range that lies in one chunk.
+/// The part of a range within a single chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Part {
     chunk: u64,
     start: usize,
     len: usize,
-    /// Bytes of the range before this part.
+    /// Number of bytes of the range before this part.
     done: u64,
 }
 
@@ -63,10 +64,10 @@ impl Default for Ram {
     }
 }
 
-/// Sixteen bytes that no other call gives.
+/// Returns a unique name of sixteen bytes.
 pub(crate) fn random_generation() -> [u8; 16] {
-    // Keys of `RandomState` are random for each process and others for each value, which is enough
-    // for a name.
+    // The keys of `RandomState` are random for each process and different for each value, which is
+    // sufficient for a name.
     let half = || RandomState::new().build_hasher().finish().to_be_bytes();
     let mut generation = [0; 16];
     generation[..8].copy_from_slice(&half());
@@ -75,7 +76,8 @@ pub(crate) fn random_generation() -> [u8; 16] {
 }
 
 impl Ram {
-    /// An empty one that is to have the content of another, and so its generation.
+    /// Creates an empty RAM disk with the generation of another one, in order to take over its
+    /// content.
     #[must_use]
     pub fn of_generation(generation: [u8; 16]) -> Self {
         Self {
@@ -84,14 +86,15 @@ impl Ram {
         }
     }
 
-    /// Names this content: no other RAM disk has it, not even one of the same name after a restart.
+    /// Identifies the content. It's unique, so a RAM disk with the same name has a different
+    /// generation after a restart.
     #[must_use]
     pub fn generation(&self) -> [u8; 16] {
         self.generation
     }
 
     fn read_shard(&self, chunk: u64) -> RwLockReadGuard<'_, Shard> {
-        // Bytes stay bytes after a panic elsewhere.
+        // A panic in another thread can't make the data inconsistent.
         self.shards[(chunk % SHARDS) as usize]
             .read()
             .unwrap_or_else(PoisonError::into_inner)
@@ -103,7 +106,7 @@ impl Ram {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fills the pieces, in order, from `offset` on.
+    /// Reads data at `offset` into these pieces, in order.
     pub(super) fn read(&self, offset: u64, into: &[MemSlice]) {
         let mut at = offset;
         for piece in into {
@@ -113,7 +116,7 @@ impl Ram {
                         part.done as usize,
                         &bytes[part.start..part.start + part.len],
                     ),
-                    // The buffer has bytes of earlier commands, perhaps of another initiator.
+                    // The buffer contains data of previous commands, possibly of another initiator.
                     None => piece.fill(part.done as usize, part.len, 0),
                 }
             }
@@ -121,7 +124,7 @@ impl Ram {
         }
     }
 
-    /// Stores the pieces, in order, from `offset` on.
+    /// Writes the data of these pieces, in order, at `offset`.
     pub(super) fn write(&self, offset: u64, from: &[MemSlice]) {
         let mut at = offset;
         for piece in from {
@@ -139,11 +142,11 @@ impl Ram {
         }
     }
 
-    /// Zeroes a range and frees the chunks that lie in it whole.
+    /// Zeroes a range, and frees all chunks that are completely within this range.
     pub(super) fn discard(&self, offset: u64, len: u64) {
         for part in parts(offset, len) {
             let mut shard = self.write_shard(part.chunk);
-            // A part of a chunk frees nothing, but must read as zeroes as well.
+            // If this is only a part of a chunk, it isn't freed but must read as zeroes as well.
             if part.len as u64 == CHUNK {
                 shard.remove(&part.chunk);
             } else if let Some(bytes) = shard.get_mut(&part.chunk) {
@@ -163,7 +166,7 @@ impl Ram {
         }
     }
 
-    /// The state at `offset` and how far it reaches, up to `len`.
+    /// Returns the state at `offset` and its extent, up to `len`.
     pub(super) fn status(&self, offset: u64, len: u64) -> (Allocation, u64) {
         let state = |p: Part| self.read_shard(p.chunk).contains_key(&p.chunk);
         let mut first = None;
@@ -183,15 +186,16 @@ impl Ram {
         (allocation, extent)
     }
 
-    /// Moves everything to an empty file, chunk by chunk, so that no more than one is in both.
+    /// Moves all data to an empty file. This is done in chunks, so that at most one chunk is stored
+    /// in both at any time.
     ///
     /// # Errors
-    /// The file has no room; everything is in one of the two, and [`Ram::take_back`] brings it
-    /// together.
+    /// Fails if the file can't be extended. In this case, each chunk is stored either here or in
+    /// the file. Use [`Ram::take_back`] to restore all data.
     pub fn give_away(&self, file: &File) -> io::Result<()> {
         let mut end = 0;
         for shard in &self.shards {
-            // The server has been shut down: no worker waits for this lock.
+            // The server was shut down, so there are no workers waiting for this lock.
             let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
             let mut chunks = std::mem::take(&mut *shard).into_iter();
             while let Some((number, bytes)) = chunks.next() {
@@ -201,7 +205,7 @@ impl Ram {
                 if let Err(error) = put {
                     shard.insert(number, bytes);
                     shard.extend(chunks);
-                    // What there is of it is no whole record.
+                    // Remove the incomplete record.
                     file.set_len(end)?;
                     return Err(error);
                 }
@@ -211,14 +215,15 @@ impl Ram {
         Ok(())
     }
 
-    /// Takes everything out of a file again, chunk by chunk.
+    /// Moves all data of a file back, in chunks.
     ///
     /// # Errors
-    /// `InvalidData` if it is no such file; what reading says.
+    /// Returns `InvalidData` if the file is malformed, or a read error.
     pub fn take_back(&self, file: &File) -> io::Result<()> {
-        // From the end, so that the file shrinks with each chunk and memory never holds both.
+        // Start at the end, so that the file shrinks with each chunk, and the data is never
+        // duplicated in memory.
         let mut end = file.metadata()?.len();
-        // A content cut short would be a disk with holes in it.
+        // Truncated data would result in a disk with missing data.
         if !end.is_multiple_of(RECORD) {
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -235,7 +240,7 @@ impl Ram {
         Ok(())
     }
 
-    /// Chunks that hold memory.
+    /// Returns the number of allocated chunks.
     #[cfg(test)]
     pub(super) fn chunks(&self) -> usize {
         (0..SHARDS).map(|s| self.read_shard(s).len()).sum()

@@ -1,4 +1,4 @@
-//! A block command under way, and the memory that its next ring operation moves.
+//! An active block command, and the memory for its next ring operation.
 
 use std::time::Instant;
 
@@ -9,22 +9,22 @@ use super::plan::{self, Bounds, Stage};
 use super::sys::Align;
 use super::turns::Turn;
 
-/// Bytes of one ring operation at most.
+/// Maximum number of bytes in a ring operation.
 pub(super) const MAX_OPERATION: usize = 1 << 30;
 
-/// Sizes of a driver, fixed when it is made.
+/// Sizes of a driver, fixed when it's created.
 #[derive(Debug, Clone, Copy)]
 pub struct DriverConfig {
-    /// The top byte of every ring token of this driver, by which the worker knows its completions.
+    /// Top byte of all ring tokens of this driver, used by the worker to identify its completions.
     pub tag: u8,
-    /// Requests in flight at most.
+    /// Maximum number of requests in flight.
     pub depth: usize,
-    /// Pieces of one ring operation at most; the ring's own bound holds as well.
+    /// Maximum number of pieces in a ring operation. The limit of the ring applies as well.
     pub pieces: usize,
-    /// Bytes of one bounce buffer; a multiple of 4096.
+    /// Size of a bounce buffer in bytes, a multiple of 4096.
     pub bounce: usize,
-    /// Number of bounce buffers that all stores share. A store that finds none idle has one of its
-    /// own; requests that find that in use as well wait.
+    /// Number of bounce buffers shared by all stores. If none of these is available, a store uses
+    /// its own buffer. If that buffer is in use as well, the request waits.
     pub bounces: usize,
 }
 
@@ -46,61 +46,63 @@ pub struct StoreId(pub(super) usize);
 
 #[cfg(test)]
 impl StoreId {
-    /// Names a store of no driver.
+    /// Creates an identifier without a driver.
     pub(crate) fn test(index: usize) -> Self {
         Self(index)
     }
 }
 
-/// A block command under way. It has at most one operation in the ring at a time.
+/// An active block command. It has at most one operation in the ring at a time.
 pub(super) struct BlockCommand {
     pub(super) user: u64,
     pub(super) store: StoreId,
-    /// Time of its submission, or its last progress.
+    /// Time of submission or of the last progress.
     pub(super) since: Instant,
     pub(super) op: BlockOp,
     pub(super) data: Vec<MemSlice>,
     pub(super) stage: Stage,
-    /// Bytes of the range that are finished within the stage.
+    /// Number of bytes completed in the current stage.
     pub(super) done: u64,
     pub(super) state: State,
     pub(super) cancelled: bool,
-    /// Its write failed with this number, and a flush says whether others have lost data.
+    /// Error number of a failed write. A flush is in progress to check whether data of other writes
+    /// was lost.
     pub(super) failed: Option<i32>,
-    /// How often the descriptor for flushes had been replaced when it began.
+    /// Number of times that the descriptor for flushes had been replaced at the start of this
+    /// command.
     pub(super) renewals: u32,
-    /// The bounce buffer in use, and the part of the command's memory in whose place it is.
+    /// Bounce buffer in use, which replaces a part of the command's memory.
     pub(super) bounce: Option<Bounce>,
-    /// It counts among the store's long changes in a ring.
+    /// It's counted as one of the long changes of the store in a ring.
     pub(super) is_changing: bool,
-    /// Its place among the requests for the same bytes, where it needs one.
+    /// Position among requests for the same bytes, if required.
     pub(super) turn: Option<Turn>,
     pub(super) window: Vec<MemSlice>,
 }
 
-/// State of a block command, by what it waits for.
+/// State of a block command, which determines what it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// For its operation in the ring.
+    /// Waiting for its operation in the ring.
     Ring,
-    /// For the helper thread.
+    /// Waiting for the helper thread.
     Helper,
-    /// For a flush that serves it.
+    /// Waiting for a flush on its behalf.
     Flush,
-    /// For room in the ring, or a bounce buffer: in `stalled`.
+    /// Waiting for space in the ring or for a bounce buffer: in `stalled`.
     Stalled,
-    /// For the time of a fault on purpose to come: in `delayed`.
+    /// Waiting for the delay of an injected fault: in `delayed`.
     Delayed {
         until: Instant,
         error: Option<BackendError>,
     },
-    /// For a fault on purpose to let it go: in `delayed`.
+    /// Waiting until an injected fault resumes it: in `delayed`.
     Held,
-    /// For older requests of the same bytes: in `delayed`.
+    /// Waiting for older requests for the same bytes: in `delayed`.
     Turn,
 }
 
-/// The part of the command's buffer that an operation moves: start and length.
+/// Returns the part of the command's buffer used by an operation: start and length.
 pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     match *op {
         BlockOp::Read {
@@ -113,9 +115,9 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     }
 }
 
-/// The part of a command's buffer that an operation moves, where that needs no list of its own: all
-/// of the buffer, or what lies in its first piece, which is put into `part`. `None` where it needs
-/// one, or direct I/O cannot use the memory as it lies.
+/// Returns the part of a command's buffer used by an operation, if this doesn't require creating a
+/// list: either the whole buffer, or a part of its first piece, which is stored in `part`. Returns
+/// `None` if a list is required, or if direct I/O isn't possible with this memory.
 pub(super) fn uncut<'a>(
     op: &BlockOp,
     data: &'a [MemSlice],
@@ -139,25 +141,24 @@ pub(super) fn uncut<'a>(
     list.iter().all(fits).then_some(list)
 }
 
-/// Aligned memory in the place of a command's.
+/// Aligned memory that replaces a command's memory.
 #[derive(Debug)]
 pub(super) struct Bounce {
     pub(super) memory: MemSlice,
-    /// It is one of those that all stores share.
+    /// It's one of the buffers shared by all stores.
     pub(super) is_shared: bool,
 }
 
 impl Bounce {
-    /// Its first `len` bytes.
+    /// Returns the first `len` bytes.
     pub(super) fn first(&self, len: usize) -> MemSlice {
         let first = self.memory.slice(0..len);
         first.expect("a window no longer than a bounce buffer")
     }
 }
 
-/// Cuts the next window of a read or write, of `most` bytes at most. `None` where it needs a bounce
-/// buffer and none is idle; otherwise the bounce memory to use, or nothing where the request's own
-/// memory will do.
+/// Sets the next window of a read or write, up to `most` bytes. Returns `None` if it requires a
+/// bounce buffer and none is available. Otherwise returns the bounce memory to use, if required.
 #[allow(
     clippy::option_option,
     reason = "waiting and not needing are different answers"
@@ -180,19 +181,19 @@ pub(super) fn cut_transfer(
         return Some(None);
     }
     let bounce = idle()?;
-    // Cut once more: the window must fit into the bounce buffer.
+    // Set the window again, because it must fit in the bounce buffer.
     bounds.bytes = config.bounce.min(most);
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
     let slice = bounce.first(window.len);
     request.bounce = Some(bounce);
-    // Data of a read are copied when they have come.
+    // For a read, the data is copied on completion.
     if let BlockOp::Write { .. } = request.op {
         plan::copy_pieces(out, &slice, true);
     }
     Some(Some(slice))
 }
 
-/// A list that names the same zeroes again and again.
+/// Creates a list that repeats the same zeroes.
 pub(super) fn fill_window(zeroes: &MemSlice, mut len: u64, out: &mut Vec<MemSlice>) {
     out.clear();
     while len > 0 {

@@ -1,4 +1,4 @@
-//! [`Store`]: one opened backend, shared by all workers.
+//! [`Store`]: an open backend, shared by all workers.
 
 use std::fmt;
 use std::fs::File;
@@ -32,17 +32,17 @@ use super::turns::Turns;
 use super::waiting::{Waiting, is_waiting};
 use crate::host::{Host, SystemHost};
 
-/// A backend changed its size.
+/// Change of a backend's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resized {
-    /// Capacity before, in bytes.
+    /// Previous capacity in bytes.
     pub from: u64,
-    /// Capacity now, in bytes.
+    /// New capacity in bytes.
     pub to: u64,
 }
 
-/// One opened backend. Shared by all workers; each reaches it through its own
-/// [`Driver`](super::Driver). Closing the last reference unlocks it.
+/// An open backend, shared by all workers. Each worker accesses it via its own
+/// [`Driver`](super::Driver). It's unlocked when the last reference is dropped.
 #[derive(Debug)]
 pub struct Store {
     pub(super) medium: Medium,
@@ -50,27 +50,27 @@ pub struct Store {
     pub(super) faults: Option<Arc<Faults>>,
     flush: FlushState,
     geometry: Geometry,
-    /// Description of the source, for people.
     /// Name in the configuration, for the log.
     name: String,
+    /// Description of the source for users.
     label: String,
     /// Path of the file or device.
     path: Option<PathBuf>,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
-    /// Requests that read or change a file through the page cache.
+    /// Requests that read or change a file using the page cache.
     pub(super) turns: Arc<Turns>,
-    /// Long changes of a file in memory that are in a ring. The kernel makes one after the other, and
-    /// gives back gigabytes in one.
+    /// Number of long changes to a file in memory that are in a ring. The kernel executes them
+    /// sequentially, and deallocates gigabytes in a single call.
     pub(super) changing: AtomicUsize,
     errors: Errors,
     pub(super) medium_faults: MediumFaults,
     pub(super) space: Measured,
-    /// Threads that wait for its file system.
+    /// Threads waiting for its file system.
     pub(super) waiting: Waiting,
-    /// Time of the first question to its file system that was not answered, until one is.
+    /// Time of the first query to its file system without a response, until there is a response.
     pub(super) silent: Mutex<Option<Instant>>,
-    /// Its file when it was opened, if it is one.
+    /// File identifier from when it was opened, if it's a file.
     file: Option<FileId>,
     notes: Vec<String>,
 }
@@ -79,28 +79,28 @@ impl Store {
     /// Opens, locks and measures a backend.
     ///
     /// # Errors
-    /// As named in [`OpenError`]; every message says which backend.
+    /// Returns [`OpenError`]. Every message identifies the backend.
     pub fn open(spec: &Spec) -> Result<Arc<Self>, OpenError> {
         Self::open_with(spec, Arc::default())
     }
 
-    /// As [`Store::open`], with what a RAM disk has in it.
+    /// Same as [`Store::open`], with the content of a RAM disk.
     ///
     /// # Errors
-    /// Those of [`Store::open`].
+    /// Same as [`Store::open`].
     pub fn open_with(spec: &Spec, ram: Arc<Ram>) -> Result<Arc<Self>, OpenError> {
         let open = |made: &mut _| Self::open_medium(spec, ram, made);
         Self::open_by(spec, Arc::new(SystemHost), open)
     }
 
-    /// A backend on a disk in memory, for simulations; its threads and dates are those of `host`.
-    /// The disk stands for the specification's file or device.
+    /// Creates a backend on a disk in memory, for simulations. Its threads and dates are provided
+    /// by `host`. The disk replaces the file or device of the specification.
     ///
     /// # Errors
-    /// Those of [`Store::open`].
+    /// Same as [`Store::open`].
     ///
     /// # Panics
-    /// If the specification is that of no file or device.
+    /// Panics if the specification isn't for a file or device.
     pub fn on_disk(spec: &Spec, disk: &Disk, host: Arc<dyn Host>) -> Result<Arc<Self>, OpenError> {
         Self::open_by(spec, host, |made| {
             let (medium, geometry) = simulated(spec, disk, made)?;
@@ -128,7 +128,7 @@ impl Store {
             tracing::warn!(backend = store.name, "{note}");
         }
         let file = store.file_id();
-        // Known from the start on, before it is examined regularly.
+        // Provide this from the start, before the first periodic measurement.
         if let Err(error) = store.measure_space() {
             tracing::debug!(backend = store.name, %error, "cannot measure the room of a file system");
         }
@@ -139,9 +139,9 @@ impl Store {
         }))
     }
 
-    /// Stands for a backend that cannot be opened: what reads or writes it finds that it is not
-    /// ready. Its geometry is that of the specification, and its capacity one block where that
-    /// names none.
+    /// Creates a placeholder for a backend that can't be opened. All reads and writes fail because
+    /// it isn't ready. The geometry is based on the specification. If this doesn't include the
+    /// capacity, it's a single block.
     #[must_use]
     pub fn absent(spec: &Spec) -> Arc<Self> {
         let capacity = match &spec.source {
@@ -189,13 +189,14 @@ impl Store {
         }
     }
 
-    /// Opens a medium and measures it; what is changed for that is noted in `made`.
+    /// Opens and measures a medium. Changes made for this are recorded in `made`.
     fn open_medium(
         spec: &Spec,
         ram: Arc<Ram>,
         made: &mut Option<Made>,
     ) -> Result<(Medium, Geometry, Vec<String>), OpenError> {
-        // Before anything is opened: on an export of ours, the open itself would wait for us.
+        // Do this before opening anything, because opening a path on an export of this daemon would
+        // block waiting for us.
         check_mount(&spec.source)?;
         let (medium, geometry) = match &spec.source {
             Source::File { path, size, create } => {
@@ -221,24 +222,25 @@ impl Store {
         whole_blocks(spec, medium, geometry)
     }
 
-    /// Where its threads and dates come from.
+    /// Returns the provider of threads and dates.
     pub(super) fn host(&self) -> &dyn Host {
         &*self.host
     }
 
-    /// Whether it is on a disk in memory, which never hangs.
+    /// Returns whether this is a disk in memory, which never hangs.
     pub(super) fn is_simulated(&self) -> bool {
         matches!(&self.medium, Medium::File { file, .. } if file.fd().is_none())
     }
 
-    /// Returns notes for the administrator, from when it was opened.
+    /// Returns notes for the administrator, created when the backend was opened.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Whether no reader can get a block of which a part is old and the rest new. No disk divides its
-    /// own blocks; but the page cache does, and file systems may use it for direct I/O as well.
+    /// Returns whether reads never return a block with a mix of old and new data. Disks don't split
+    /// their own blocks, but the page cache does, and file systems may use it for direct I/O as
+    /// well.
     pub(super) fn keeps_blocks_whole(&self) -> bool {
         let least = match self.medium {
             Medium::File {
@@ -252,7 +254,7 @@ impl Store {
         u64::from(self.geometry.block_size) <= least
     }
 
-    /// Returns its geometry; the capacity is the present one.
+    /// Returns the geometry with the current capacity.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         Geometry {
@@ -261,9 +263,9 @@ impl Store {
         }
     }
 
-    /// Identifies the cache that holds data before a flush: the content of a RAM disk, which is
-    /// lost with it, or the kernel's page cache and the devices below, which survive this process
-    /// but not a reboot.
+    /// Identifies the cache that holds data before a flush. This is the content of a RAM disk,
+    /// which is lost together with it. Otherwise, it's the page cache of the kernel and the devices
+    /// below, which survive this process but not a reboot.
     #[must_use]
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
@@ -272,7 +274,7 @@ impl Store {
         }
     }
 
-    /// Returns its content, if it is a RAM disk.
+    /// Returns the content if it's a RAM disk.
     #[must_use]
     pub fn ram(&self) -> Option<Arc<Ram>> {
         match &self.medium {
@@ -281,12 +283,12 @@ impl Store {
         }
     }
 
-    /// Checks that it would be opened again as it is: a file that was moved or replaced under us,
-    /// or that is shorter than the configuration says, would not. Nor would one with a failure of a
-    /// flush that was not cleared: the shutdown before the next program starts would fail.
+    /// Checks that the backend could be opened again. This fails if a file was renamed, replaced or
+    /// truncated, or is shorter than configured. It also fails if a flush failure wasn't cleared,
+    /// because the shutdown before starting the next program would fail.
     ///
     /// # Errors
-    /// [`OpenError`]: why not.
+    /// Returns [`OpenError`] with the reason.
     pub fn check_reopen(&self, spec: &Spec) -> Result<(), OpenError> {
         if let Some(failure) = self.flush_failure() {
             let error = io::Error::from_raw_os_error(failure.errno);
@@ -296,7 +298,7 @@ impl Store {
             (&self.medium, &spec.source)
             && is_waiting(path)
         {
-            // execve(2) waits for all threads to end, and nothing would be served meanwhile.
+            // execve(2) waits for all threads to exit, and nothing would be served in the meantime.
             let why = "a thread waits for its file system, which does not answer";
             let error = io::Error::new(io::ErrorKind::TimedOut, why);
             return Err(io_error(path, "release it")(error));
@@ -308,7 +310,7 @@ impl Store {
         else {
             return Ok(());
         };
-        // A disk in memory has no name under which there could be another one.
+        // A disk in memory doesn't have a path, so it can't be replaced.
         let Some(fd) = file.fd() else {
             return Ok(());
         };
@@ -333,26 +335,28 @@ impl Store {
         }
     }
 
-    /// Present capacity in bytes, as last measured.
+    /// Returns the current capacity in bytes, as last measured.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.capacity.load(Ordering::Acquire)
     }
 
-    /// Makes room for the size that a backend is to have, and gives the capacity that it would have
-    /// then; [`Store::set_capacity`] makes it so. `None` where that is the present one. A file that
-    /// is larger already stays so.
+    /// Grows the medium to the configured size of the backend. Returns the new capacity, to be
+    /// applied by [`Store::set_capacity`], or `None` if it's unchanged. A file that is larger than
+    /// configured isn't changed.
     ///
     /// # Errors
-    /// [`OpenError`]: it would shrink, or its file is smaller and may not be extended.
+    /// Returns [`OpenError`] if it would shrink, or if its file is too small and must not be
+    /// extended.
     pub fn grow(&self, spec: &Spec) -> Result<Option<u64>, OpenError> {
         let from = self.capacity();
         let to = match (&self.medium, &spec.source) {
             (Medium::File { file, device, .. }, Source::File { path, size, create }) => {
                 let error = |action| io_error(path, action);
                 let actual = sys::file_size(file).map_err(error("examine it"))?;
-                // A file that is longer than the configuration says is served as it is: a disk is
-                // never cut. An extension is noted, to be undone if the change fails elsewhere.
+                // A file that is longer than configured is served as it is, because we never shrink
+                // a disk. An extension is recorded, so that it can be reverted if the change fails
+                // later.
                 match *size {
                     Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
                         sys::extend(file, wanted).map_err(error("extend it"))?;
@@ -379,7 +383,7 @@ impl Store {
         Ok((to > from).then_some(to))
     }
 
-    /// The capacity is another one from now on, in bytes.
+    /// Sets the capacity in bytes.
     pub fn set_capacity(&self, bytes: u64) {
         self.capacity.store(bytes, Ordering::Release);
     }
@@ -393,13 +397,13 @@ impl Store {
         });
     }
 
-    /// Returns true if it stands for one that cannot be opened: see [`Store::absent`].
+    /// Returns true for a placeholder of a backend that can't be opened. See [`Store::absent`].
     #[must_use]
     pub fn is_absent(&self) -> bool {
         matches!(self.medium, Medium::Absent)
     }
 
-    /// Its file when it was opened, if it is one.
+    /// Returns the file identifier from when it was opened, if it's a file.
     #[must_use]
     pub const fn file(&self) -> Option<FileId> {
         self.file
@@ -418,22 +422,23 @@ impl Store {
         FileId::of(&file).ok()
     }
 
-    /// The path of a file or device.
+    /// Returns the path of a file or device.
     pub(super) fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// The backend's name in the configuration.
+    /// Returns the name of the backend in the configuration.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// The path of a file or device, or `RAM` or `nothing`.
+    /// Returns the path of a file or device, or `RAM` or `nothing`.
     pub(crate) fn label(&self) -> &str {
         &self.label
     }
 
-    /// An operation failed; whether that is a failure of the medium, which is counted.
+    /// Called for a failed operation. Returns true if this is a failure of the medium, which is
+    /// counted.
     pub(super) fn count_error(
         &self,
         now: Instant,
@@ -443,13 +448,13 @@ impl Store {
         self.errors.count(now, error, why)
     }
 
-    /// An operation succeeded; whether the medium works again by that.
+    /// Called for a successful operation. Returns true if this clears a failure.
     pub(super) fn note_success(&self, now: Instant, is_write: bool) -> bool {
         self.errors.clear(now, is_write)
     }
 
-    /// Returns everything for which the backend needs an operator at `now`, whose date is `date`, the
-    /// most serious first. `wanted` is the size in the configuration.
+    /// Returns all reasons why the backend requires an operator at `now`, starting with the most
+    /// serious one. `date` is the corresponding date, and `wanted` is the configured size.
     #[must_use]
     pub fn problems(&self, wanted: Option<u64>, now: Instant, date: SystemTime) -> Vec<Failing> {
         let failing = self.failing(now, date);
@@ -470,8 +475,8 @@ impl Store {
         all
     }
 
-    /// Returns the fault of a file that has been served smaller than the configuration says since
-    /// a rescan.
+    /// Returns the fault of a file with a smaller size than configured, which is served since a
+    /// rescan.
     fn smaller_than(&self, wanted: Option<u64>, date: SystemTime) -> Option<Failing> {
         let (wanted, served) = (wanted?, self.capacity());
         let is_smaller = served < wanted - wanted % u64::from(self.geometry.block_size);
@@ -483,38 +488,40 @@ impl Store {
         })
     }
 
-    /// Returns the error with which operations fail at `now`, whose date is `date`, if they do.
+    /// Returns the current failure of operations at `now`, if any. `date` is the corresponding
+    /// date.
     #[must_use]
     pub fn failing(&self, now: Instant, date: SystemTime) -> Option<Failing> {
         self.errors.failing(now, date)
     }
 
-    /// Returns the number of operations that the medium failed, by kind: `medium`, `no_space`,
-    /// `read_only`, `not_ready`, `internal`. Each kind has an entry.
+    /// Returns the number of failed operations of the medium, by kind: `medium`, `no_space`,
+    /// `read_only`, `not_ready`, `internal`. Each kind is included.
     pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.errors.counts()
     }
 
-    /// The room that it had when it was measured last; `None` if it is no file, or was not measured
-    /// yet.
+    /// Returns the last measurement of available space. `None` if it's not a file, or was not
+    /// measured yet.
     #[must_use]
     pub fn space(&self) -> Option<Space> {
         self.space.get()
     }
 
-    /// The flush that failed, unless it has been cleared since: acknowledged writes may be lost.
+    /// Returns the flush failure that wasn't cleared, if any. Acknowledged writes may be lost.
     #[must_use]
     pub fn flush_failure(&self) -> Option<FlushFailure> {
         self.flush.failure()
     }
 
-    /// Lets flushes succeed again, after an administrator has dealt with what was lost.
+    /// Clears the flush failure, so that flushes can succeed again. Called after an administrator
+    /// has handled the loss of data.
     pub fn clear_flush_failure(&self) -> Option<FlushFailure> {
         self.flush.clear()
     }
 
-    /// Takes the failure of a flush that is kept for a unit, and keeps those that come. What cannot
-    /// be read is taken for a failure of `now`.
+    /// Loads a saved flush failure for a unit, and saves future failures. If the saved state can't
+    /// be read, this is treated as a failure at `now`.
     pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity, now: Instant) {
         if let Some(failure) = self.flush.keep(keeper, unit, self.host.date(now)) {
             let error = io::Error::from_raw_os_error(failure.errno);
@@ -527,17 +534,17 @@ impl Store {
         }
     }
 
-    /// Returns when a failure of a flush is saved where failures are kept.
+    /// Waits until a flush failure is saved persistently.
     pub fn wait_flush_failure_saved(&self) {
         self.flush.wait_saved();
     }
 
-    /// Returns the number of failures of flushes that were cleared.
+    /// Returns the number of flush failures that were cleared.
     pub(super) fn flush_clears(&self) -> u64 {
         self.flush.clears()
     }
 
-    /// A flush failed: all do from now on.
+    /// Called when a flush has failed, so that all subsequent flushes fail.
     pub(super) fn on_flush_failed(&self, errno: i32, now: Instant) {
         let host = &self.host;
         if self.flush.fail(errno, host.date(now), host.threads()) {
@@ -551,43 +558,45 @@ impl Store {
         }
     }
 
-    /// Keeps what opening or growing has changed on disk.
+    /// Keeps the changes made on disk when opening or growing the backend.
     pub fn keep(&self) {
         *self.made() = None;
     }
 
-    /// The length that its file had before opening or growing extended it, in bytes.
+    /// Returns the previous length of its file in bytes, if it was extended when opening or growing
+    /// it.
     #[must_use]
     pub fn extended_from(&self) -> Option<u64> {
         self.made().as_ref().and_then(|made| made.before)
     }
 
-    /// The file that opening or growing has changed, if that may not stay.
+    /// Returns the file that was changed when opening or growing it, if these changes may still be
+    /// reverted.
     #[must_use]
     pub fn changed_file(&self) -> Option<PathBuf> {
         self.made().as_ref().map(|made| made.path.clone())
     }
 
-    /// Takes back what opening or growing has changed on disk, before anything was served from it:
-    /// removes a file that was created, and cuts one that was extended.
+    /// Reverts the changes made on disk when opening or growing it, before it was served: removes a
+    /// file that was created, and truncates a file that was extended.
     pub fn undo(&self) {
-        // Nothing may wait for the file system with it.
+        // Don't hold the lock while waiting for the file system.
         let made = self.made().take();
         if let Some(made) = made {
             made.undo();
         }
     }
 
-    /// It is set or taken as a whole, so poison is ignored.
+    /// The value is replaced as a whole, so ignore poisoning.
     fn made(&self) -> std::sync::MutexGuard<'_, Option<Made>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Measures the backend again, for an administrator's rescan or a timer, and says what changed;
-    /// [`Store::set_capacity`] makes it so.
+    /// Measures the backend again, for a rescan by an administrator or periodically. Returns the
+    /// change, to be applied by [`Store::set_capacity`].
     ///
     /// # Errors
-    /// Where the file or device cannot be measured any more.
+    /// Fails if the file or device can't be measured.
     pub fn measure(&self) -> io::Result<Option<Resized>> {
         let Medium::File { file, device, .. } = &self.medium else {
             return Ok(None);
@@ -596,7 +605,7 @@ impl Store {
         Ok((from != to).then_some(Resized { from, to }))
     }
 
-    /// Measures its file or device, in whole blocks.
+    /// Measures the file or device, rounded down to whole blocks.
     pub(super) fn size(&self, file: &Handle, is_device: bool) -> io::Result<u64> {
         let size = match file.fd() {
             Some(fd) if is_device => sys::device_size(fd)?,
@@ -606,8 +615,8 @@ impl Store {
     }
 }
 
-/// A medium with its capacity in whole blocks: what files and devices report need not be a multiple
-/// of the block size that the configuration chooses.
+/// Rounds the capacity down to whole blocks, because the size of files and devices doesn't have to
+/// be a multiple of the configured block size.
 fn whole_blocks(
     spec: &Spec,
     medium: Medium,

@@ -1,4 +1,4 @@
-//! System calls on the files and block devices behind units.
+//! System calls for the files and block devices of backends.
 
 use std::fs::File;
 use std::io;
@@ -15,9 +15,9 @@ use rustix::io::Errno;
 
 use super::health::Space;
 
-/// An open file: where the calls of this module go that are made while it is served.
+/// Target for the calls in this module that are made while an open file is served.
 enum OpenFile<'a> {
-    /// The host, by descriptor.
+    /// A file descriptor of the host.
     Fd(BorrowedFd<'a>),
     /// A disk in memory.
     Memory(&'a Disk),
@@ -31,17 +31,17 @@ fn open_file(file: &Handle) -> OpenFile<'_> {
     }
 }
 
-/// Size of an open file in bytes.
+/// Returns the size of an open file in bytes.
 pub(super) fn file_size(file: &Handle) -> io::Result<u64> {
     match open_file(file) {
-        // Closing a copy of the descriptor would have some file systems write everything back
-        // first.
+        // Don't use a copy of the descriptor, because closing it would flush all data on some file
+        // systems.
         OpenFile::Fd(fd) => Ok(u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)),
         OpenFile::Memory(disk) => Ok(disk.len()),
     }
 }
 
-/// Gives an open file another size.
+/// Changes the size of an open file.
 pub(super) fn set_file_size(file: &Handle, len: u64) -> io::Result<()> {
     match open_file(file) {
         OpenFile::Fd(fd) => Ok(rustix::fs::ftruncate(fd, len)?),
@@ -52,7 +52,7 @@ pub(super) fn set_file_size(file: &Handle, len: u64) -> io::Result<()> {
     }
 }
 
-/// Extends an open file, durably: after a crash it must not be shorter than the disk that
+/// Extends an open file durably. After a crash, it must not be shorter than the disk that
 /// initiators have seen.
 pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
     set_file_size(file, len)?;
@@ -62,7 +62,8 @@ pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
     }
 }
 
-/// Room of an open file and its file system. Blocks as long as that does.
+/// Returns the space used by an open file and available on its file system. Blocks if the file
+/// system is not responding.
 pub(super) fn space(file: &Handle) -> io::Result<Space> {
     let fd = match open_file(file) {
         OpenFile::Fd(fd) => fd,
@@ -74,7 +75,7 @@ pub(super) fn space(file: &Handle) -> io::Result<Space> {
     };
     let stat = rustix::fs::fstat(fd)?;
     let system = rustix::fs::fstatvfs(fd)?;
-    // `st_blocks` counts units of 512 bytes for every block size of the file system.
+    // `st_blocks` uses units of 512 bytes, regardless of the block size of the file system.
     let allocated = u64::try_from(stat.st_blocks)
         .unwrap_or(0)
         .saturating_mul(512);
@@ -82,17 +83,18 @@ pub(super) fn space(file: &Handle) -> io::Result<Space> {
     Ok(Space { allocated, free })
 }
 
-/// Other processes that may have the file open.
+/// Kind of lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lock {
-    /// No other process may have it locked: the unit can be written.
+    /// Excludes all other locks, so that the unit can be written.
     Exclusive,
-    /// Others that only read.
+    /// Excludes writers, but permits other readers.
     Shared,
 }
 
-/// Locks the whole file for this open file description; false where another holds it. Unlike
-/// a POSIX lock, it is not lost when another descriptor of the same file is closed (fcntl(2)).
+/// Locks the whole file for this open file description. Returns false if it's locked by another
+/// one. Unlike a POSIX lock, it isn't released when another descriptor of the same file is closed
+/// (fcntl(2)).
 pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
     let kind = match lock {
         Lock::Exclusive => libc::F_WRLCK,
@@ -108,46 +110,47 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
     };
     match fcntl(fd, FcntlArg::F_OFD_SETLK(&range)) {
         Ok(_) => Ok(true),
-        // POSIX lets a system answer with either.
+        // POSIX permits both errors.
         Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => Ok(false),
         Err(e) => Err(e.into()),
     }
 }
 
-/// Opens the same file again: another open file description, with the same access.
+/// Opens the same file again with the same access mode, as a separate open file description.
 pub(super) fn reopen(file: &Handle) -> io::Result<Handle> {
     let fd = match open_file(file) {
         OpenFile::Fd(fd) => fd,
         OpenFile::Memory(disk) => return Ok(disk.reopen()?.into()),
     };
     let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
-    // Not by the file's own path, which may lead to another file by now. dup(2) would share the
-    // open file description, and with it the error that only one reader of it sees.
+    // Don't use the path of the file, which may refer to another file now. dup(2) would share the
+    // open file description. In this case, an error that is only reported once would be shared as
+    // well.
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let fd = rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
     Ok(fd.into())
 }
 
-/// Turns `O_DIRECT` on or off for the open file description.
+/// Enables or disables `O_DIRECT` for the open file description.
 pub(super) fn set_direct(fd: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     let mut flags = rustix::fs::fcntl_getfl(fd)?;
     flags.set(OFlags::DIRECT, on);
     Ok(rustix::fs::fcntl_setfl(fd, flags)?)
 }
 
-/// Alignment of addresses, and of offsets and lengths, for direct I/O, in bytes.
+/// Alignment of memory addresses, and of offsets and lengths, for direct I/O in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Align {
     pub(super) memory: u32,
     pub(super) offset: u32,
 }
 
-/// The alignment the kernel states: `None` where the file has no direct I/O, and a cautious page
-/// for both where the kernel or file system does not say.
+/// Returns the alignment reported by the kernel. Returns `None` if direct I/O isn't supported for
+/// this file, and a page size for both if the kernel or file system doesn't report it.
 pub(super) fn direct_alignment(fd: BorrowedFd<'_>) -> io::Result<Option<Align>> {
     let st = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
-    // Before Linux 6.1, and for file systems that do not fill it in. The first read then shows
-    // whether a page is enough.
+    // This applies to Linux versions before 6.1, and to file systems that don't report it. The
+    // first read will show whether a page is sufficient.
     if st.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
         return Ok(Some(Align {
             memory: 4096,
@@ -160,35 +163,34 @@ pub(super) fn direct_alignment(fd: BorrowedFd<'_>) -> io::Result<Option<Align>> 
     }))
 }
 
-/// Size of a block device in bytes.
+/// Returns the size of a block device in bytes.
 ///
-/// Moves the description's file position, which nothing of ours uses.
+/// Changes the file position of the open file description, which we don't use.
 pub(super) fn device_size(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(rustix::fs::seek(fd, SeekFrom::End(0))?)
 }
 
-/// Size of a block device's logical block in bytes.
+/// Returns the logical block size of a block device in bytes.
 pub(super) fn device_logical_block(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(rustix::fs::ioctl_blksszget(fd)?)
 }
 
-/// Size of a block device's physical block in bytes.
+/// Returns the physical block size of a block device in bytes.
 pub(super) fn device_physical_block(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(rustix::fs::ioctl_blkpbszget(fd)?)
 }
 
-/// Returns true if the file system can punch holes, tried on `len` bytes at `beyond`, which must
-/// lie past the end of the file.
+/// Returns true if the file system supports punching holes. This tries to punch `len` bytes at
+/// `beyond`, which must be past the end of the file.
 pub(super) fn can_punch(fd: BorrowedFd<'_>, beyond: u64, len: u64) -> bool {
-    // Beyond the end there is nothing to lose, and the size is kept, so a file is not changed by
-    // being tried.
+    // There is no data past the end, and the size is preserved, so the file is unchanged.
     let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(fd, mode, beyond, len).is_ok()
 }
 
-/// Looks for data at `offset`, and how far that state reaches, up to `len` bytes.
+/// Returns whether there is data at `offset`, and the length of this extent, up to `len` bytes.
 ///
-/// Moves the description's file position, which nothing of ours uses.
+/// Changes the file position of the open file description, which we don't use.
 pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, u64)> {
     let fd = match open_file(file) {
         OpenFile::Fd(fd) => fd,
@@ -197,36 +199,37 @@ pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, 
     let seek = |to| rustix::fs::seek(fd, to);
     let end = offset.saturating_add(len);
     match seek(SeekFrom::Data(offset)) {
-        // SEEK_DATA gives the next data: where that is later than `offset`, a hole is here.
+        // SEEK_DATA returns the next data. If it's after `offset`, there is a hole at `offset`.
         Ok(data) if data > offset => Ok((false, data.min(end) - offset)),
         Ok(_) => Ok((true, seek(SeekFrom::Hole(offset))?.min(end) - offset)),
-        // No data from here to the end of the file.
+        // There is no data from here to the end of the file.
         Err(Errno::NXIO) => Ok((false, len)),
         Err(e) => Err(e.into()),
     }
 }
 
-/// Pieces of a list that is read or written at once.
+/// Maximum number of pieces to read or write in a single call.
 const PIECES: usize = 32;
 
-/// Whether reads and writes of an open file are copies in memory, and wait for no medium, at least
-/// as long as nothing of it was swapped out.
+/// Returns whether reads and writes of an open file are copies in memory, which don't wait for a
+/// medium unless data was swapped out.
 pub(super) fn is_in_memory(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fstatfs(fd)
         .is_ok_and(|system| [libc::TMPFS_MAGIC, RAMFS_MAGIC].contains(&system.f_type))
 }
 
-/// `RAMFS_MAGIC` of `linux/magic.h`.
+/// `RAMFS_MAGIC` in `linux/magic.h`.
 const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
 
-/// Maps a file in memory for reading; `None` where that cannot be done, and system calls read it.
+/// Maps a file in memory for reading. Returns `None` if this isn't possible and system calls must
+/// be used.
 pub(super) fn map(file: &File) -> Option<MappedFile> {
     let len = file.metadata().ok()?.len();
     MappedFile::new(file.as_fd(), len).ok()
 }
 
-/// Reads into the pieces, in order, in this call; returns the number of bytes, or the error number.
-/// `None` for a list that is too long.
+/// Reads data into the pieces, in order, synchronously. Returns the number of bytes, or the error
+/// number. Returns `None` if there are too many pieces.
 pub(super) fn read_now(
     file: &Handle,
     mapped: Option<&MappedFile>,
@@ -244,7 +247,7 @@ pub(super) fn read_now(
     Some(until_done(|| sys::read_pieces_at(fd, &mut pieces, offset)))
 }
 
-/// As [`read_now`], for a write.
+/// Same as [`read_now`], but writes data.
 pub(super) fn write_now(
     file: &Handle,
     offset: u64,
@@ -258,7 +261,7 @@ pub(super) fn write_now(
     }))
 }
 
-/// Repeats a call that a signal interrupted.
+/// Repeats a call that was interrupted by a signal.
 fn until_done(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, i32> {
     loop {
         match call() {
@@ -268,7 +271,7 @@ fn until_done(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, i32>
     }
 }
 
-/// Reads one block to see whether direct I/O really works.
+/// Reads a block to check whether direct I/O works.
 pub(super) fn probe_read(fd: BorrowedFd<'_>, block: &MemSlice) -> io::Result<()> {
     sys::read_at(fd, block, 0).map(drop)
 }

@@ -1,4 +1,4 @@
-//! Backends of every kind against a plain array of bytes.
+//! Compares all kinds of backends with a byte array.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -21,7 +21,7 @@ use super::medium::Medium;
 use super::*;
 use crate::host::SimulatedHost;
 
-/// A directory that is gone with the test.
+/// A directory that is removed after the test.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -42,7 +42,7 @@ impl Drop for Dir {
     }
 }
 
-/// Memory-backed and disk-backed places for files, as far as the host has them.
+/// Returns directories for files in memory and on disk, if available on this host.
 fn places() -> Vec<PathBuf> {
     let disk = std::env::current_exe().unwrap();
     let disk = disk.parent().unwrap().to_owned();
@@ -161,7 +161,7 @@ fn write(offset: u64, len: u32) -> BlockOp {
     }
 }
 
-/// One step of a random sequence, in blocks.
+/// A step of a random sequence, in blocks.
 #[derive(Debug, Clone)]
 enum Action {
     Read { fua: bool },
@@ -177,7 +177,7 @@ struct Step {
     action: Action,
     block: u64,
     blocks: u64,
-    /// Where the memory's pieces are cut, and how far they lie from a page's start.
+    /// Lengths of the memory pieces, and the offset of the first piece in its page.
     cuts: Vec<usize>,
     shift: usize,
     buffer_offset: u32,
@@ -214,7 +214,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..30)
 }
 
-/// A buffer of `len` bytes in the pieces that the step asks for, with gaps between them.
+/// Returns a buffer of `len` bytes split into the pieces of this step, with gaps between them.
 fn scatter(step: &Step, len: usize) -> Vec<MemSlice> {
     let memory = Memory::new(step.shift + 2 * len + 8 * 4096).unwrap();
     let (mut at, mut left) = (step.shift, len);
@@ -240,13 +240,13 @@ fn spread(list: &[MemSlice], bytes: &[u8]) {
     }
 }
 
-/// Runs a sequence against a backend and against an array.
+/// Executes a sequence with a backend and with an array.
 fn compare(store: &Arc<Store>, steps: &[Step]) {
     let g = store.geometry();
     let block = u64::from(g.block_size);
     let mut model = vec![0u8; g.capacity as usize];
     let mut rig = Rig::new(store.clone());
-    // What an earlier sequence left.
+    // Clear data from a previous sequence.
     let whole = BlockOp::WriteZeroes {
         offset: 0,
         len: g.capacity,
@@ -303,7 +303,7 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                     rig.run(BlockOp::Discard { offset, len }, &[]),
                     StepResult::Done
                 );
-                // A medium without holes keeps the data.
+                // Without holes, the medium keeps the data.
                 if g.unmap_granularity.is_some() {
                     model[range].fill(0);
                 }
@@ -387,7 +387,7 @@ fn many_requests_at_once_each_reach_their_place() {
             ..spec(file(dir.file("lun"), 4 << 20))
         })
         .unwrap();
-        // A ring far smaller than the depth, so that requests wait for room in it.
+        // The ring is much smaller than the depth, so requests must wait for space in it.
         let ring = RingConfig {
             capacity: 4,
             ..RingConfig::default()
@@ -400,7 +400,7 @@ fn many_requests_at_once_each_reach_their_place() {
         };
         let mut rig = Rig::with(store, ring, config);
         let m = Memory::new((4 << 20) + 4096).unwrap();
-        // Every second buffer is badly aligned, so that some wait for the bounce buffer.
+        // Every other buffer is misaligned, so some of them wait for the bounce buffer.
         let slot = |i: usize| {
             m.slice(i * 8192 + (i % 2) * 7..i * 8192 + (i % 2) * 7 + 4096)
                 .unwrap()
@@ -434,7 +434,7 @@ fn many_requests_at_once_each_reach_their_place() {
     }
 }
 
-/// What all backends of a worker share, one that hangs must not have for itself.
+/// A hanging backend must not use all resources shared by the backends of a worker.
 #[test]
 fn a_backend_that_hangs_takes_no_buffer_and_no_helper_from_others() {
     for place in places() {
@@ -445,7 +445,7 @@ fn a_backend_that_hangs_takes_no_buffer_and_no_helper_from_others() {
         rig.id = rig.driver.attach(&mut rig.ring, open("other"));
         let release = rig.driver.hang(&rig.ring, hung);
         let m = Memory::new(1 << 16).unwrap();
-        // Badly aligned, so that direct I/O needs a bounce buffer; several at once wait for it.
+        // Misaligned, so direct I/O requires a bounce buffer. Several requests wait for it.
         let slots = [7, 8199, 16391, 24583].map(|at| m.slice(at..at + 4096).unwrap());
         for (n, slot) in (0u64..).zip(&slots) {
             slot.fill(0, 4096, n as u8 + 1);
@@ -513,7 +513,7 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     };
     assert_eq!(in_ring(write(4096, 128 << 10), 1), 0);
     assert_eq!(in_ring(read(4096, 128 << 10), 2), 0);
-    // What is in the middle of the buffer, too.
+    // This also applies to a part of the buffer.
     let middle = BlockOp::Write {
         offset: 0,
         len: 4096,
@@ -521,11 +521,11 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
         fua: false,
     };
     assert_eq!(in_ring(middle, 2), 0);
-    // The worker serves others meanwhile.
+    // The worker serves other requests in the meantime.
     assert_eq!(in_ring(write(0, 256 << 10), 3), 1);
     let flush = BlockOp::Flush { offset: 0, len: 0 };
     assert_eq!(in_ring(flush, 4), 1);
-    // A long discard holds up writes of the same file, and nothing else.
+    // A long discard only delays writes to the same file.
     let discard = BlockOp::Discard {
         offset: 512 << 10,
         len: 256 << 10,
@@ -539,7 +539,7 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     rig.submit(write(0, 4096), &whole, 8);
     assert_eq!(rig.ring.in_flight(), 0);
     rig.wait(1);
-    // So does a long write, but none of the short ones that had to wait for it.
+    // A long write does the same, but short writes that had to wait for it do not.
     rig.submit(write(0, 256 << 10), &whole, 9);
     for user in [10, 11] {
         rig.submit(write(0, 4096), &whole, user);
@@ -557,7 +557,7 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     rig.submit(write(512 << 10, 4096), &whole, 12);
     assert_eq!(rig.ring.in_flight(), in_ring);
     rig.wait(4);
-    // A round that has copied enough leaves the rest to the ring.
+    // After copying enough data in this round, remaining requests use the ring.
     rig.driver.begin_round(Instant::now());
     let (ring, id) = (&mut rig.ring, rig.id);
     for user in 0..9 {
@@ -568,7 +568,7 @@ fn a_file_in_memory_is_read_and_written_in_the_call() {
     rig.wait(9);
 }
 
-/// A store on a file in memory, if the host has a place for one.
+/// Returns a store on a file in memory, if available on this host.
 fn store_in_shared_memory(name: &str) -> Option<(Dir, Arc<Store>)> {
     let place = Path::new("/dev/shm");
     if !place.is_dir() {
@@ -602,7 +602,7 @@ fn what_a_file_in_memory_moves_at_once_makes_no_request() {
         rig.driver.poll_done(&mut rig.ring).is_none(),
         "each ends once"
     );
-    // What is to be durable has more to it.
+    // A durable write requires additional steps.
     let durable = BlockOp::Write {
         offset: 0,
         len: 4096,
@@ -613,8 +613,8 @@ fn what_a_file_in_memory_moves_at_once_makes_no_request() {
     assert!(rig.driver.has_ended_requests());
 }
 
-/// Another worker changes or reads the same bytes: what comes meanwhile waits for its end, and what
-/// comes for other bytes does not.
+/// Another worker is changing or reading the same bytes. Concurrent requests wait for this, but
+/// requests for other bytes do not.
 #[test]
 fn what_a_file_in_memory_moves_at_once_takes_its_turn() {
     let Some((_dir, store)) = store_in_shared_memory("turns") else {
@@ -630,7 +630,7 @@ fn what_a_file_in_memory_moves_at_once_takes_its_turn() {
         assert_eq!(rig.run(read(8192, 4096), &[m.whole()]), StepResult::Done);
         drop(turn);
         assert_eq!(rig.wait(1)[0].user, 1);
-        // And it has left its place.
+        // It has left the queue as well.
         assert!(store.turns.enter(4096..8192, !other).is_some());
         assert!(store.turns.enter(4096..8192, other).is_some());
     }
@@ -648,13 +648,13 @@ fn what_cannot_be_moved_at_once_ends_as_any_other_request() {
     let beyond = StepResult::Failed(BackendError::Medium { offset: Some(4096) });
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), beyond);
     assert!(rig.driver.has_ended_requests());
-    // Nothing is left in the way of others.
+    // No requests are blocked.
     assert!(store.turns.enter(0..8192, true).is_some());
     assert_eq!(rig.run(write(0, 8192), &[m.whole()]), StepResult::Done);
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), StepResult::Done);
 }
 
-/// What was read from its pages before ends in an error, not in a signal.
+/// Reading pages that were accessed before returns an error, instead of raising a signal.
 #[test]
 fn a_file_in_memory_that_is_made_shorter_fails_its_reads() {
     let Some((dir, store)) = store_in_shared_memory("truncated") else {
@@ -667,13 +667,13 @@ fn a_file_in_memory_that_is_made_shorter_fails_its_reads() {
     assert_eq!(rig.run(read(0, 8192), &whole), StepResult::Done);
     let path = dir.file("lun");
     let file = File::options().write(true).open(&path).unwrap();
-    // First its last page is still there, and not all of it is the file's.
+    // The last page still exists at first, but only a part of it belongs to the file.
     for len in [5000, 4096] {
         file.set_len(len).unwrap();
         let beyond = StepResult::Failed(BackendError::Medium { offset: Some(len) });
         assert_eq!(rig.run(read(0, 8192), &whole), beyond);
     }
-    // It goes on with what there is, and with what comes back.
+    // Reads succeed again for existing data and after extending the file.
     file.set_len(1 << 20).unwrap();
     m.fill(0, 8192, 7);
     assert_eq!(rig.run(write(4096, 4096), &whole), StepResult::Done);
@@ -710,7 +710,7 @@ fn reads_of_holes_take_no_memory() {
     assert_eq!(blocks(), 0);
 }
 
-/// A file on a ramfs, which has no fallocate(2) at all; unmounted with the test.
+/// A file on a ramfs, which doesn't support fallocate(2). It's unmounted after the test.
 struct WithoutHoles(PathBuf);
 
 impl WithoutHoles {
@@ -736,7 +736,7 @@ impl Drop for WithoutHoles {
     }
 }
 
-/// An UNMAP of 24 bytes could otherwise write gigabytes, which no limit has counted.
+/// Otherwise, an UNMAP of 24 bytes could write gigabytes that aren't covered by a limit.
 #[test]
 fn discard_without_holes_writes_nothing() {
     let Some(mount) = WithoutHoles::mount("discard") else {
@@ -767,7 +767,7 @@ fn discard_without_holes_writes_nothing() {
         offset: 0,
         len: 1 << 20,
     };
-    // The first one is refused by the file system, and the second one is known to be.
+    // The file system refuses the first one, and this is known for the second one.
     for _ in 0..2 {
         assert_eq!(rig.run(discard, &[]), StepResult::Done);
         assert_eq!(read_back(&mut rig), [7; 4096]);
@@ -782,7 +782,7 @@ fn discard_without_holes_writes_nothing() {
     assert_eq!(read_back(&mut rig), [0; 4096]);
 }
 
-/// WRITE SAME must not report zeroes that nobody has written.
+/// WRITE SAME must not report zeroes that were never written.
 #[test]
 fn refused_hole_is_filled_by_waiting_requests() {
     let Some(mount) = WithoutHoles::mount("waiting") else {
@@ -812,7 +812,7 @@ fn refused_hole_is_filled_by_waiting_requests() {
     assert!(memory.whole().to_vec() == [0; 4096]);
 }
 
-/// One host could otherwise keep others from reading gigabytes for as long as they are written.
+/// Otherwise, a host could prevent other hosts from reading gigabytes until these are written.
 #[test]
 fn long_fill_delays_no_read() {
     const SIZE: u64 = 64 << 20;
@@ -837,7 +837,7 @@ fn long_fill_delays_no_read() {
     }
 }
 
-/// A disk that is filled for minutes responds all the time.
+/// A disk keeps responding even if filling it takes minutes.
 #[test]
 fn long_fill_is_not_reported_as_hanging() {
     const SIZE: u64 = 8 << 20;
@@ -891,7 +891,7 @@ fn a_read_beside_a_discard_under_way_leaves_its_hole_one() {
         len: 4 << 10,
     };
     rig.submit(discard, &[], 1);
-    // The kernel gets the discard with the next call, after this.
+    // The kernel receives the discard with the next call, after this.
     assert_eq!(rig.run(read(0, 4 << 10), &half), StepResult::Done);
     assert_eq!(rig.wait(1)[0].result, StepResult::Done);
     assert_eq!(rig.run(read(4 << 10, 4 << 10), &half), StepResult::Done);
@@ -963,7 +963,8 @@ fn a_file_is_served_once() {
     assert!(matches!(Store::open(&s), Err(OpenError::Locked { .. })));
 }
 
-/// As after a kill: the kernel closes the files of a ring some time after the process is gone.
+/// As after a kill, because the kernel closes the files of a ring some time after the process has
+/// exited.
 fn a_store_is_waited_for(s: &Spec) {
     let first = Store::open(s).unwrap();
     let holder = std::thread::spawn(move || {
@@ -1007,7 +1008,7 @@ fn what_would_not_be_found_again_is_told() {
     let (small, large) = (with(4096, true), with(8192, true));
     let store = Store::open(&small).unwrap();
     store.check_reopen(&small).unwrap();
-    // It would be extended by a start, and never cut.
+    // A restart would extend it, but never truncate it.
     store.check_reopen(&large).unwrap();
     // The flush at shutdown would fail.
     store.on_flush_failed(libc::EIO, Instant::now());
@@ -1026,7 +1027,7 @@ fn what_would_not_be_found_again_is_told() {
         .open(&path)
         .and_then(|file| file.set_len(8192))
         .unwrap();
-    // One that was extended by hand is served as it is.
+    // A file that was extended manually is served as it is.
     store.check_reopen(&small).unwrap();
     std::fs::rename(&path, dir.file("elsewhere")).unwrap();
     assert!(matches!(
@@ -1187,7 +1188,7 @@ fn a_file_that_shrinks_is_a_medium_error_and_a_resize() {
 
 #[test]
 fn host_errors_reach_the_unit_in_its_terms() {
-    // Writes beyond what the file-size limit of a tmpfs or ext4 allows are refused by the kernel.
+    // Writes to a file that is opened read-only are refused by the kernel.
     let dir = Dir::new(&std::env::temp_dir(), "errors");
     let path = dir.file("lun");
     File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -1336,7 +1337,7 @@ fn a_request_that_is_held_cannot_be_cancelled_and_is_carried_out_when_it_is_let_
     assert_eq!(read_back.whole().to_vec(), [7; 4096]);
 }
 
-/// A kernel that transfers less than it was asked for is asked for the rest.
+/// If the kernel transfers less than requested, the remaining data is requested again.
 #[test]
 fn short_transfers_go_on_where_they_ended() {
     let dir = Dir::new(&std::env::temp_dir(), "short");
@@ -1375,7 +1376,7 @@ fn cancelled_requests_all_end_and_leave_nothing_behind() {
     let mut rig = Rig::with(store, ring, DriverConfig::default());
     for round in 0..20u64 {
         for i in 0..32u64 {
-            // Each request has memory of its own, which no other request holds.
+            // Each request has separate memory, without any other references.
             let m = Memory::new(256 << 10).unwrap();
             let data = [m.slice(i as usize..(i as usize) + (128 << 10)).unwrap()];
             rig.submit(write(i * (128 << 10), 128 << 10), &data, i);
@@ -1404,7 +1405,7 @@ fn cancelled_requests_all_end_and_leave_nothing_behind() {
     }
 }
 
-/// Open descriptors and mapped areas of this process.
+/// Returns the number of open descriptors and memory mappings of this process.
 fn footprint() -> (usize, usize) {
     let fds = std::fs::read_dir("/proc/self/fd").unwrap().count();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -1414,7 +1415,7 @@ fn footprint() -> (usize, usize) {
 #[test]
 fn opening_and_dropping_leaks_nothing() {
     const NAME: &str = "backend::tests::opening_and_dropping_leaks_nothing";
-    // In a process of its own, since other tests open and close at the same time.
+    // Use a separate process, because other tests open and close files concurrently.
     if std::env::var_os("RISER_BACKEND_CHILD").is_none() {
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", NAME, "--test-threads", "1"])
@@ -1446,13 +1447,13 @@ fn opening_and_dropping_leaks_nothing() {
         rig.ring.submit().unwrap();
     };
     round();
-    // With what the kernel has yet to close of one round at most, which is less than forty would
-    // leak.
+    // The kernel may not have closed all resources of a single round, but this is less than forty
+    // rounds would leak.
     let before = footprint();
     for _ in 0..40 {
         round();
     }
-    // The kernel closes a ring's files a moment after its last reference.
+    // The kernel closes the files of a ring shortly after its last reference is dropped.
     eventually(
         "all is closed and unmapped",
         Duration::from_secs(60),
@@ -1463,7 +1464,7 @@ fn opening_and_dropping_leaks_nothing() {
     );
 }
 
-/// Runs a tool; what it printed, or why it did not work.
+/// Runs a command. Returns its output, or the reason for a failure.
 fn tool(name: &str, args: &[&str]) -> Result<String, String> {
     let out = std::process::Command::new(name)
         .args(args)
@@ -1475,7 +1476,7 @@ fn tool(name: &str, args: &[&str]) -> Result<String, String> {
     }
 }
 
-/// A loop device over a file, gone with the test.
+/// A loop device for a file, removed after the test.
 struct Loop(PathBuf);
 
 impl Loop {
@@ -1564,7 +1565,7 @@ fn a_block_device_behaves_like_an_array() {
     }
 }
 
-/// A mounted tmpfs, gone with the test.
+/// A mounted tmpfs, removed after the test.
 struct Mount(PathBuf);
 
 impl Drop for Mount {
@@ -1595,12 +1596,12 @@ fn a_full_file_system_is_no_space_and_not_a_bad_medium() {
         let mut rig = Rig::new(store);
         let m = Memory::new(256 << 10).unwrap();
         m.fill(0, 256 << 10, 1);
-        // The kernel takes what fits, and refuses the rest when the write goes on.
+        // The kernel accepts as much data as possible, and refuses the remaining part of the write.
         assert_eq!(
             rig.run(write(0, 256 << 10), &[m.whole()]),
             StepResult::Failed(BackendError::NoSpace)
         );
-        // Reads of what was never written still work.
+        // Reading areas that were never written still works.
         assert_eq!(
             rig.run(read(512 << 10, 4096), &[m.whole()]),
             StepResult::Done
@@ -1609,8 +1610,8 @@ fn a_full_file_system_is_no_space_and_not_a_bad_medium() {
     drop(mount);
 }
 
-/// A unit of small blocks on a device of large ones: zeroes reach every block, a discard only those
-/// that make up whole ones of the device.
+/// A unit with small blocks on a device with large blocks: zeroing includes every block, but a
+/// discard only includes whole device blocks.
 #[test]
 fn small_zeroes_and_discards_work_on_a_device_of_larger_blocks() {
     let dir = Dir::new(&std::env::temp_dir(), "large");
@@ -1730,8 +1731,8 @@ fn a_store_that_hangs_leaves_room_for_the_others() {
     rig.wait(1);
 }
 
-/// A block device whose file has no room: what is written through the page cache is lost at the
-/// flush. The parts go in the order in which they depend on each other.
+/// A block device with a file on a full file system, so data written to the page cache is lost in a
+/// flush. Fields are dropped in order of their dependencies.
 struct FullDevice {
     store: Arc<Store>,
     _device: Loop,
@@ -1783,11 +1784,11 @@ fn a_failed_flush_is_remembered() {
     let mut rig = Rig::new(store.clone());
     let m = Memory::new(4096).unwrap();
     m.fill(0, 4096, 0xaa);
-    // Two initiators write and get GOOD: the write cache is on.
+    // Two initiators write and receive GOOD, because the write cache is enabled.
     for at in [0, 8 << 20] {
         assert_eq!(rig.run(write(at, 4096), &[m.whole()]), StepResult::Done);
     }
-    // The first one flushes, then the second one, whose data are lost as well.
+    // First one initiator flushes, then the other one, which has also lost its data.
     for _ in 0..2 {
         assert!(matches!(rig.run(FLUSH, &[]), StepResult::Failed(_)));
     }
@@ -1796,10 +1797,10 @@ fn a_failed_flush_is_remembered() {
         matches!(failure.errno, libc::EIO | libc::ENOSPC),
         "{failure:?}"
     );
-    // A worker that attaches the backend later does not succeed either.
+    // This also applies to a worker that attaches the backend later.
     let mut later = Rig::new(store.clone());
     assert!(matches!(later.run(FLUSH, &[]), StepResult::Failed(_)));
-    // Until an administrator has dealt with it.
+    // Until cleared by an administrator.
     assert_eq!(store.clear_flush_failure(), Some(failure));
     assert_eq!(rig.run(FLUSH, &[]), StepResult::Done);
 }
@@ -1820,7 +1821,7 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
     let m = Memory::new(4096).unwrap();
     m.fill(0, 4096, 0xaa);
     assert_eq!(one.run(write(0, 4096), &[m.whole()]), StepResult::Done);
-    // Many at once are one call, and all fail.
+    // Concurrent flushes use a single call, and all of them fail.
     for user in 0..8 {
         one.submit(FLUSH, &[], user);
     }
@@ -1830,20 +1831,22 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
             .all(|d| matches!(d.result, StepResult::Failed(_))),
         "{done:?}"
     );
-    // The kernel has the error for other descriptors too, but not for one that is opened now.
+    // The kernel reports the error to other descriptors as well, but not to a descriptor opened
+    // after this.
     let after = reopen();
     assert!(rustix::fs::fdatasync(before.fd().unwrap()).is_err());
     rustix::fs::fdatasync(after.fd().unwrap()).unwrap();
-    // One that was cleared is reported by no worker once more.
+    // After it was cleared, no worker reports the failure again.
     assert!(store.clear_flush_failure().is_some());
     assert_eq!(other.run(FLUSH, &[]), StepResult::Done);
     assert_eq!(store.flush_failure(), None);
-    // What is lost from now on is.
+    // Data lost after this is reported.
     assert_eq!(one.run(write(8192, 4096), &[m.whole()]), StepResult::Done);
     assert!(matches!(other.run(FLUSH, &[]), StepResult::Failed(_)));
 }
 
-/// A write with FUA syncs its descriptor, and so takes the one report of what others have lost.
+/// A write with FUA syncs its descriptor, so it may receive the only report of data lost by other
+/// writes.
 #[test]
 fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
     let now = Instant::now();
@@ -1855,7 +1858,7 @@ fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
     let mut driver = Driver::new(&mut ring, now, DriverConfig::default()).unwrap();
     let id = driver.attach(&mut ring, store.clone());
     let m = Memory::new(4096).unwrap();
-    // Runs a write; its operation in the ring ends like that, and those after it as they should.
+    // Executes a write. The first ring operation has this outcome, and all others succeed.
     let mut run = |op, outcome| {
         driver.submit(&mut ring, id, op, &[m.whole()], 1).unwrap();
         let mut outcomes = std::iter::once(outcome).chain(std::iter::repeat(Outcome::Whole));
@@ -1881,7 +1884,7 @@ fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
         fua: true,
     };
     assert_eq!(run(write(0, 4096), Outcome::Whole), StepResult::Done);
-    // A block that cannot be written is its writer's matter.
+    // If a block can't be written, this only affects its own write.
     let failed = run(durable, Outcome::Failed(libc::EIO));
     assert!(matches!(failed, StepResult::Failed(_)), "{failed:?}");
     assert_eq!(store.flush_failure(), None);
@@ -1890,10 +1893,10 @@ fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
     let failed = run(durable, Outcome::Whole);
     assert!(matches!(failed, StepResult::Failed(_)), "{failed:?}");
     assert_eq!(store.flush_failure().unwrap().errno, libc::EIO);
-    // From here on such a write is checked by itself.
+    // From this point, such a write is checked individually.
     assert_eq!(run(durable, Outcome::Whole), StepResult::Done);
-    // The same after an administrator has cleared the failure, with no flush in between: a descriptor
-    // opened after the report would not return the error again.
+    // The same applies after an administrator has cleared the failure, without a flush in between.
+    // A descriptor opened after the report would not return the error again.
     store.clear_flush_failure().unwrap();
     assert_eq!(run(write(0, 4096), Outcome::Whole), StepResult::Done);
     disk.fail_write_back(libc::EIO, |_| true);
@@ -1902,8 +1905,8 @@ fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
     assert!(store.flush_failure().is_some(), "the writer alone knows");
 }
 
-/// The same at a worker that can open no descriptor for flushes: its flushes go by that of writes,
-/// which has reported the loss already.
+/// The same applies to a worker that can't open a descriptor for flushes. It uses the descriptor
+/// for writes, which has already reported the loss.
 #[test]
 fn a_loss_is_noticed_where_there_is_one_descriptor() {
     let (store, disk) = store_in_memory();
@@ -1914,7 +1917,7 @@ fn a_loss_is_noticed_where_there_is_one_descriptor() {
     let failed = one.run(&[DURABLE]);
     assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
     assert!(store.flush_failure().is_some(), "the writer alone knows");
-    // Another one is opened as soon as that is possible.
+    // Another descriptor is opened as soon as possible.
     disk.refuse(false);
     store.clear_flush_failure().unwrap();
     assert_eq!(one.run(&[write(0, 4096)]), [StepResult::Done]);
@@ -1931,7 +1934,7 @@ fn a_loss_is_noticed_where_there_is_one_descriptor() {
     );
 }
 
-/// However durable writes overlap: what an administrator has dealt with is not reported again.
+/// With any overlap of durable writes, a failure cleared by an administrator isn't reported again.
 #[test]
 fn a_failure_that_was_cleared_is_over_amid_durable_writes() {
     let (store, disk) = store_in_memory();
@@ -1940,14 +1943,14 @@ fn a_failure_that_was_cleared_is_over_amid_durable_writes() {
     disk.fail_write_back(libc::EIO, |_| true);
     let failed = other.run(&[FLUSH]);
     assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
-    // The descriptor of writes has the error to report, too.
+    // The descriptor for writes reports the error as well.
     let failed = one.run(&[DURABLE]);
     assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
     one.submit(DURABLE);
     store.clear_flush_failure().unwrap();
     assert_eq!(one.run(&[DURABLE, FLUSH]), [StepResult::Done; 3]);
     assert_eq!(store.flush_failure(), None);
-    // One that was under way may have had the report of a loss that the new descriptor has not.
+    // An active write may have received an error that isn't reported to the new descriptor.
     one.submit(DURABLE);
     store.on_flush_failed(libc::EIO, one.now);
     store.clear_flush_failure().unwrap();
@@ -1984,7 +1987,7 @@ fn store_of(spec: Spec) -> (Arc<Store>, Disk) {
     (store, disk)
 }
 
-/// A worker's driver of a store in memory.
+/// A worker's driver for a store in memory.
 struct InMemory {
     ring: Ring,
     kernel: simulated::Kernel,
@@ -2019,12 +2022,12 @@ impl InMemory {
         self.ring.submit().unwrap();
     }
 
-    /// Runs operations beside those under way; returns how all have ended.
+    /// Executes operations together with pending ones, and returns all results.
     fn run(&mut self, ops: &[BlockOp]) -> Vec<StepResult> {
         self.run_with(ops, Outcome::Whole)
     }
 
-    /// The same; the first operation of the ring ends like that, and those after it as they should.
+    /// Same as `run`, but the first ring operation has this outcome. All others succeed.
     fn run_with(&mut self, ops: &[BlockOp], first: Outcome) -> Vec<StepResult> {
         ops.iter().for_each(|op| self.submit(*op));
         let mut outcomes = std::iter::once(first).chain(std::iter::repeat(Outcome::Whole));
@@ -2048,8 +2051,8 @@ impl InMemory {
     }
 }
 
-/// Copies of the page cache may divide a block, and no one knows which file system uses it. A device
-/// does not divide its own blocks.
+/// Copies by the page cache can split a block, and we don't know which file systems use it. A
+/// device doesn't split its own blocks.
 #[test]
 fn a_read_waits_for_a_write_of_its_blocks_where_those_may_be_divided() {
     let file = file("/in/memory".into(), 16 << 20);
@@ -2078,7 +2081,7 @@ fn a_read_waits_for_a_write_of_its_blocks_where_those_may_be_divided() {
         assert_eq!(other.ring.waker().is_pending(), waits);
         assert_eq!(other.run(&[]), [StepResult::Done; 2]);
         assert_eq!(other.memory.whole().to_vec(), [7; 4096]);
-        // One that is aborted waits no more, and nothing waits for it.
+        // An aborted request doesn't wait any longer and doesn't block other requests.
         one.submit(write(4096, 4096));
         other.submit(read(4096, 4096));
         other.driver.cancel(&mut other.ring, 1);
@@ -2091,7 +2094,7 @@ fn a_read_waits_for_a_write_of_its_blocks_where_those_may_be_divided() {
     }
 }
 
-/// They copy nothing, and may take their time.
+/// A flush doesn't access any data, and may take a long time.
 #[test]
 fn no_request_waits_for_the_flush_of_another_one() {
     let (fua, unmap, buffer_offset) = (true, false, 0);
@@ -2132,7 +2135,7 @@ fn no_request_waits_for_the_flush_of_another_one() {
     }
 }
 
-/// Readers and writers of one block, of a file system that has no disk and takes direct I/O.
+/// Concurrent reads and writes of a block, for files in memory and on disk.
 #[test]
 fn blocks_of_files_are_whole() {
     for place in places() {
@@ -2162,7 +2165,7 @@ fn blocks_of_files_are_whole() {
     }
 }
 
-/// Others may replace the descriptor for flushes while a write waits.
+/// The descriptor for flushes may be replaced while a write is waiting.
 #[test]
 fn a_write_that_has_waited_fails_for_itself_alone() {
     let (store, _) = store_with(Direct::Off);
@@ -2216,7 +2219,7 @@ fn undoing_a_creation_leaves_another_file_of_that_name_alone() {
     store.undo();
     assert_eq!(std::fs::read(&path).unwrap(), b"of an administrator");
     assert!(dir.file("moved").exists());
-    // And one that was extended under another name gets its length back.
+    // A file that was extended and then renamed gets its previous length back.
     let path = dir.file("grown");
     File::create(&path).unwrap().set_len(4096).unwrap();
     let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();

@@ -1,18 +1,18 @@
-//! Turns: a read and a change of the same bytes take place one after the other.
+//! Prevents concurrent reads and changes of the same bytes.
 //!
-//! The page cache copies what is read while others copy what is written there: of all file systems
-//! only some keep the two apart. A reader could get a block of which a part is old and the rest is
-//! new. No disk does that, and hosts that share one rely on it: leases and heartbeats of clusters
-//! are blocks that one host writes while others read them. So a request waits for older ones of
-//! the same bytes, where one of the two changes them. Changes do not wait for each other: writers of
-//! a file exclude one another in the kernel.
+//! The page cache can copy data for a read while the same data is being written. Only some file
+//! systems prevent this. A read could return a block with a mix of old and new data. Disks never do
+//! this, and hosts sharing a disk depend on it: cluster leases and heartbeats are blocks that a
+//! host writes while other hosts are reading them. Therefore a request waits for older requests for
+//! the same bytes if either of them changes the data. Changes don't wait for each other, because
+//! the kernel serializes writes to a file.
 //!
-//! A disk does not divide its own blocks, and memory has locks of its own (`ram`): with direct I/O on
-//! a device, no request needs a turn. Of files, all do: some file systems use the page cache for
-//! direct I/O as well.
+//! A disk doesn't split its own blocks, and memory has separate locks (`ram`), so turns aren't
+//! required for direct I/O on a device. They are required for all files, because some file systems
+//! use the page cache for direct I/O as well.
 //!
-//! A request looks at those of the other kind when it joins and when it leaves, so reads alone look
-//! at none.
+//! A request only checks requests of the other kind, when joining and leaving. Reads therefore
+//! don't have to check anything if there are no changes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,11 +21,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use riser_reactor::Waker;
 use slab::Slab;
 
-/// The requests of a store's workers that read or change its medium.
+/// Active requests of all workers that read or change the medium of a store.
 #[derive(Debug, Default)]
 pub(super) struct Turns(Mutex<Line>);
 
-/// At most the workers' requests.
+/// Limited by the number of requests of all workers.
 #[derive(Debug, Default)]
 struct Line {
     next: u64,
@@ -35,12 +35,12 @@ struct Line {
 
 #[derive(Debug)]
 struct Place {
-    /// Position in the order of arrival.
+    /// Position in order of arrival.
     number: u64,
     bytes: Range<u64>,
-    /// Older requests of the other kind for the same bytes.
+    /// Number of older requests of the other kind for the same bytes.
     blockers: usize,
-    /// Where it has to wait.
+    /// Set if it has to wait.
     wait: Option<Wait>,
 }
 
@@ -56,8 +56,8 @@ impl Place {
     }
 }
 
-/// The place of a request whose turn has come at once, and that ends in the call that began it:
-/// nothing is kept for it but the place, which it leaves with this.
+/// Position of a request that doesn't have to wait and completes synchronously. This doesn't
+/// require any other state. Dropping it leaves the queue.
 #[derive(Debug)]
 pub(super) struct ShortTurn<'a> {
     turns: &'a Arc<Turns>,
@@ -65,19 +65,19 @@ pub(super) struct ShortTurn<'a> {
     changes: bool,
 }
 
-/// A request's place in the line, which it leaves with this.
+/// Position of a request in the queue. Dropping it leaves the queue.
 #[derive(Debug)]
 pub(super) struct Turn {
     turns: Arc<Turns>,
     key: usize,
     changes: bool,
-    /// `None` where it did not have to wait.
+    /// `None` if it didn't have to wait.
     is_over: Option<Arc<AtomicBool>>,
 }
 
 impl Turns {
-    /// Takes a place behind all others, for a request that reads these bytes or changes them. Where
-    /// it has to wait, its worker is woken when its turn has come.
+    /// Adds a request that reads or changes these bytes to the queue. If it has to wait, its worker
+    /// is woken when it may continue.
     pub(super) fn join(
         self: &Arc<Self>,
         bytes: Range<u64>,
@@ -108,7 +108,7 @@ impl Turns {
         }
     }
 
-    /// Takes a place as [`Turns::join`], but only where no older request is in the way.
+    /// Same as [`Turns::join`], but only if it doesn't have to wait for an older request.
     pub(super) fn enter(
         self: &Arc<Self>,
         bytes: Range<u64>,
@@ -117,7 +117,7 @@ impl Turns {
         let mut line = self.line();
         let number = line.next;
         let (own, others) = line.sides(changes);
-        // A walk goes over the places that are free as well, of which there may be many.
+        // An iteration includes unused entries, and there may be many of these.
         if !others.is_empty() && others.iter().any(|(_, place)| place.overlaps(&bytes)) {
             return None;
         }
@@ -135,7 +135,7 @@ impl Turns {
         })
     }
 
-    /// Removes a place, and lets those go on for which it was the last in the way.
+    /// Removes a request, and resumes all requests that were only waiting for this one.
     fn leave(&self, key: usize, changes: bool) {
         let mut line = self.line();
         let (own, others) = line.sides(changes);
@@ -157,14 +157,14 @@ impl Turns {
         }
     }
 
-    /// A panic elsewhere leaves no place half taken.
+    /// A panic in another thread can't leave a partial entry.
     fn line(&self) -> MutexGuard<'_, Line> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Turn {
-    /// Returns whether the request may go on.
+    /// Returns whether the request may continue.
     pub(super) fn has_come(&self) -> bool {
         let is_over = |flag: &Arc<AtomicBool>| flag.load(Ordering::Acquire);
         self.is_over.as_ref().is_none_or(is_over)
@@ -178,7 +178,7 @@ impl Drop for Turn {
 }
 
 impl ShortTurn<'_> {
-    /// Keeps the place for a request that does not end in this call.
+    /// Keeps the position for a request that doesn't complete synchronously.
     pub(super) fn into_turn(self) -> Turn {
         let this = std::mem::ManuallyDrop::new(self);
         Turn {
@@ -197,7 +197,7 @@ impl Drop for ShortTurn<'_> {
 }
 
 impl Line {
-    /// The places of requests of a kind, and those of the other kind.
+    /// Returns the entries for requests of a kind, and for requests of the other kind.
     fn sides(&mut self, changes: bool) -> (&mut Slab<Place>, &mut Slab<Place>) {
         match changes {
             true => (&mut self.changes, &mut self.reads),
@@ -261,7 +261,7 @@ mod tests {
         drop(read);
         assert!(change.has_come() && waker.is_pending());
         drop(change);
-        // One that did not end in its call keeps its place.
+        // A request that didn't complete synchronously keeps its position.
         let kept = turns.enter(0..512, true).unwrap().into_turn();
         assert!(kept.has_come());
         let late = join(false);
@@ -272,7 +272,7 @@ mod tests {
         assert!(turns.line().reads.is_empty() && turns.line().changes.is_empty());
     }
 
-    /// A request that is canceled while it waits releases only those behind it.
+    /// If a request is canceled while waiting, this only releases requests waiting for it.
     #[test]
     fn a_place_may_be_left_before_its_turn() {
         let turns = Arc::new(Turns::default());

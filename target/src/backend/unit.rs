@@ -1,11 +1,12 @@
-//! The configuration of a logical unit: its backend's, and what was found when that was opened.
+//! Configuration of a logical unit, based on the backend's configuration and the properties of its
+//! medium.
 
 use riser_config::{Backend, HostId};
 use riser_scsi::config as scsi;
 
 use super::Geometry;
 
-/// Configuration of the logical unit on a backend, once the backend is open.
+/// Returns the configuration of the logical unit for an open backend.
 #[must_use]
 pub fn unit_config(backend: &Backend, geometry: &Geometry, host: &HostId) -> scsi::Config {
     let block = geometry.block_size;

@@ -1,18 +1,17 @@
-//! Threads that wait for a file system, which may never answer: at which paths, and at which open
-//! files.
+//! Threads waiting for a file system that may never respond, by path and by open file.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-/// Paths that a thread waits for, one for each at most, with the number of the thread's mark.
+/// Paths with a waiting thread, at most one per path, with the number of its mark.
 static WAITING: LazyLock<Mutex<HashMap<PathBuf, u64>>> = LazyLock::new(Mutex::default);
 
-/// The number of the next mark.
+/// Number of the next mark.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// A thread waits for a path.
+/// Marks a path with a waiting thread.
 #[derive(Clone, Debug)]
 pub(super) struct Mark {
     path: PathBuf,
@@ -20,7 +19,7 @@ pub(super) struct Mark {
 }
 
 impl Mark {
-    /// `None` if another thread waits for it.
+    /// Marks a path. Returns `None` if another thread is waiting for it.
     pub(super) fn set(path: &Path) -> Option<Self> {
         let mut waiting = waiting();
         if waiting.contains_key(path) {
@@ -31,8 +30,8 @@ impl Mark {
         Some(Self { path, number })
     }
 
-    /// It does no longer. Both the thread and the one that has its result say so; another thread
-    /// may wait by then.
+    /// Removes the mark. This is called by the thread as well as by the receiver of its result. By
+    /// then, another thread may be waiting.
     pub(super) fn clear(&self) {
         let mut waiting = waiting();
         if waiting.get(&self.path) == Some(&self.number) {
@@ -41,7 +40,7 @@ impl Mark {
     }
 }
 
-/// Clears a mark in the end.
+/// Removes a mark on drop.
 #[derive(Debug)]
 pub(super) struct Marked(pub(super) Mark);
 
@@ -51,18 +50,18 @@ impl Drop for Marked {
     }
 }
 
-/// Returns true if a thread waits for a path. As long as it does, this program cannot be replaced
+/// Returns true if a thread is waiting for a path. Until it exits, this program can't be replaced
 /// by another one.
 pub(super) fn is_waiting(path: &Path) -> bool {
     waiting().contains_key(path)
 }
 
-/// Every change of the set is whole, so poison is ignored.
+/// Updates can't be partial, so ignore poisoning.
 fn waiting() -> std::sync::MutexGuard<'static, HashMap<PathBuf, u64>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Threads that wait for a file system.
+/// Threads waiting for a file system.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     control: AtomicBool,
@@ -70,12 +69,12 @@ pub(super) struct Waiting {
     undo: AtomicBool,
 }
 
-/// For what a thread waits.
+/// Purpose of a waiting thread.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Purpose {
     Control,
     Room,
-    /// To take back what others have done.
+    /// Revert changes on disk.
     Undo,
 }
 

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_keep_their_meaning() {
+    fn errno_maps_to_backend_error() {
         for (errno, expected) in [
             (5, BackendError::Medium { offset: Some(512) }),
             (28, BackendError::NoSpace),

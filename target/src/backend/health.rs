@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_of_the_medium_are_counted_by_kind() {
+    fn medium_failures_are_counted_by_kind() {
         let errors = Errors::default();
         let now = Instant::now();
         assert!(
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn space_is_what_the_file_system_can_give() {
+    fn space_is_limited_by_file_system() {
         let space = |allocated, free| Space { allocated, free }.of(100);
         assert_eq!(space(40, 1000), (40, 100));
         assert_eq!(space(40, 10), (40, 50));
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sparse_file_has_less_than_its_size() {
+    fn sparse_file_allocates_less_than_size() {
         let name = format!("riserd-space-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let file = std::fs::File::create(&path).unwrap();
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_fails_until_what_failed_succeeds_and_has_not_failed_for_a_while() {
+    fn failure_lasts_until_success_after_quiet_time() {
         let errors = Errors::default();
         let start = Instant::now();
         let at = |secs| start + Duration::from_secs(secs);
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_ends_with_time_once_it_has_worked_again() {
+    fn failure_expires_after_success() {
         let errors = Errors::default();
         let start = Instant::now();
         let failing = |now| errors.failing(now, SystemTime::now());
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_medium_error_counts_while_other_blocks_work() {
+    fn medium_error_survives_success_elsewhere() {
         let errors = Errors::default();
         let start = Instant::now();
         let failing = |now| errors.failing(now, SystemTime::now());

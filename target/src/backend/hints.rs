@@ -79,7 +79,7 @@ mod tests {
     use crate::backend::Direct;
 
     #[test]
-    fn a_file_that_can_only_be_read_may_be_served_so() {
+    fn read_only_file_gets_hint() {
         let mut spec = Spec {
             name: "disk".into(),
             source: Source::Null { size: 512 },

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn truncation_counts_until_a_rescan() {
+    fn truncation_is_reported_until_rescan() {
         let disk = Disk::new("truncated");
         let resize = |len| {
             let file = File::options().write(true).open(disk.path()).unwrap();

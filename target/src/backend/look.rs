@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_that_does_not_answer_holds_up_one_thread_and_grows_nothing_later() {
+    fn late_grow_blocks_one_thread_and_reverts() {
         let path = std::env::temp_dir().join(format!("riserd-look-{}", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let store = Store::open(&spec(path.clone(), 1 << 20)).unwrap();
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_cannot_be_measured_is_not_known() {
+    fn failed_measurement_discards_space() {
         let path = std::env::temp_dir().join(format!("riserd-room-{}", std::process::id()));
         let store = Store::open(&spec(path.clone(), 1 << 20)).unwrap();
         store.examine().unwrap();

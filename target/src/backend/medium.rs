@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_removed_while_its_lock_was_waited_for_is_not_served() {
+    fn file_removed_during_lock_wait_is_recreated() {
         let (path, store) = after_undo("removed", None);
         let there = std::fs::metadata(&path).expect("it is there");
         assert_eq!(store.file().unwrap().inode, there.ino());
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_another_process_has_locked_first_is_not_ours_to_remove() {
+    fn created_file_locked_elsewhere_is_kept() {
         let path = path("first");
         let spec = spec(path.clone());
         let mut made = None;
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_while_its_lock_was_waited_for_is_extended() {
+    fn file_truncated_during_lock_wait_is_extended() {
         let (path, store) = after_undo("cut", Some(4096));
         assert_eq!(store.capacity(), 1 << 20);
         drop(store);

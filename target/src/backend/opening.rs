@@ -397,7 +397,7 @@ mod tests {
     use crate::backend::waiting::is_waiting;
 
     #[test]
-    fn a_file_system_that_does_not_answer_is_given_up_and_tried_again() {
+    fn hanging_open_times_out_and_is_retried() {
         let name = format!("riserd-opening-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let spec = Spec {
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_that_does_not_answer_holds_up_no_other_one() {
+    fn hanging_open_delays_no_other_backend() {
         let name = |what: &str| format!("riserd-opening-{what}-{}", std::process::id());
         let path = |what: &str| std::env::temp_dir().join(name(what));
         let wish = |what: &str| Wish {

@@ -289,7 +289,7 @@ mod tests {
     });
 
     #[test]
-    fn requests_go_through_the_stages_their_durability_needs() {
+    fn stages_depend_on_durability() {
         let read = BlockOp::Read {
             offset: 0,
             len: 512,
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_units_are_zeroed_and_the_edges_written() {
+    fn zeroing_writes_edges_of_whole_units() {
         let zero = |offset, len| BlockOp::WriteZeroes {
             offset,
             len,
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_of_odd_pieces_is_cut_to_whole_blocks() {
+    fn window_is_cut_to_whole_blocks() {
         let m = Memory::new(8192).unwrap();
         let list: Vec<_> = (0..8)
             .map(|i| m.slice(i * 1000..i * 1000 + 300).unwrap())
@@ -415,7 +415,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn windows_tile_the_buffer(
+        fn windows_cover_buffer_without_gaps(
             lens in prop::collection::vec(1usize..3000, 1..20),
             pieces in 1usize..5,
             start in 0usize..1000,

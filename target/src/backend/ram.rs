@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_with_writes_and_goes_with_discards() {
+    fn writes_allocate_and_discards_free_memory() {
         let ram = Ram::default();
         let m = Memory::new(4096).unwrap();
         m.fill(0, 4096, 7);
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_to_a_file_comes_back_from_it() {
+    fn content_survives_transfer_through_file() {
         let ram = Ram::default();
         let block = Memory::new(4096).unwrap();
         for chunk in 0..200u64 {
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_room_loses_nothing() {
+    fn full_file_loses_no_content() {
         let ram = Ram::default();
         let block = Memory::new(4096).unwrap();
         for chunk in 0..200u64 {

@@ -348,7 +348,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_ram_disk_behaves_like_an_array(sequence in steps(), small in any::<bool>()) {
+    fn ram_disk_behaves_like_array(sequence in steps(), small in any::<bool>()) {
         let block_size = if small { 512 } else { 4096 };
         let store = Store::open(&Spec {
             block_size,
@@ -379,7 +379,7 @@ proptest! {
 }
 
 #[test]
-fn many_requests_at_once_each_reach_their_place() {
+fn concurrent_requests_access_their_blocks() {
     for place in places() {
         let dir = Dir::new(&place, "many");
         let store = Store::open(&Spec {
@@ -436,7 +436,7 @@ fn many_requests_at_once_each_reach_their_place() {
 
 /// A hanging backend must not use all resources shared by the backends of a worker.
 #[test]
-fn a_backend_that_hangs_takes_no_buffer_and_no_helper_from_others() {
+fn hanging_backend_leaves_buffers_and_helpers() {
     for place in places() {
         let dir = Dir::new(&place, "hangs");
         let open = |name: &str| Store::open(&spec(file(dir.file(name), 1 << 20))).unwrap();
@@ -467,7 +467,7 @@ fn a_backend_that_hangs_takes_no_buffer_and_no_helper_from_others() {
 }
 
 #[test]
-fn data_survives_closing_and_the_file_holds_plain_bytes() {
+fn data_survives_close_as_plain_bytes() {
     for place in places() {
         let dir = Dir::new(&place, "survive");
         let path = dir.file("lun");
@@ -494,7 +494,7 @@ fn data_survives_closing_and_the_file_holds_plain_bytes() {
 }
 
 #[test]
-fn a_file_in_memory_is_read_and_written_in_the_call() {
+fn file_in_memory_is_accessed_synchronously() {
     let place = Path::new("/dev/shm");
     if !place.is_dir() {
         return skip("files in memory", "there is no /dev/shm");
@@ -581,7 +581,7 @@ fn store_in_shared_memory(name: &str) -> Option<(Dir, Arc<Store>)> {
 }
 
 #[test]
-fn what_a_file_in_memory_moves_at_once_makes_no_request() {
+fn synchronous_access_creates_no_request() {
     let Some((_dir, store)) = store_in_shared_memory("no-request") else {
         return;
     };
@@ -616,7 +616,7 @@ fn what_a_file_in_memory_moves_at_once_makes_no_request() {
 /// Another worker is changing or reading the same bytes. Concurrent requests wait for this, but
 /// requests for other bytes do not.
 #[test]
-fn what_a_file_in_memory_moves_at_once_takes_its_turn() {
+fn synchronous_access_waits_for_its_turn() {
     let Some((_dir, store)) = store_in_shared_memory("turns") else {
         return;
     };
@@ -637,7 +637,7 @@ fn what_a_file_in_memory_moves_at_once_takes_its_turn() {
 }
 
 #[test]
-fn what_cannot_be_moved_at_once_ends_as_any_other_request() {
+fn failed_synchronous_access_becomes_request() {
     let Some((dir, store)) = store_in_shared_memory("short") else {
         return;
     };
@@ -656,7 +656,7 @@ fn what_cannot_be_moved_at_once_ends_as_any_other_request() {
 
 /// Reading pages that were accessed before returns an error, instead of raising a signal.
 #[test]
-fn a_file_in_memory_that_is_made_shorter_fails_its_reads() {
+fn truncated_file_in_memory_fails_reads() {
     let Some((dir, store)) = store_in_shared_memory("truncated") else {
         return;
     };
@@ -683,7 +683,7 @@ fn a_file_in_memory_that_is_made_shorter_fails_its_reads() {
 }
 
 #[test]
-fn reads_of_holes_take_no_memory() {
+fn reads_of_holes_allocate_no_memory() {
     let Some((dir, store)) = store_in_shared_memory("sparse") else {
         return;
     };
@@ -878,7 +878,7 @@ fn long_fill_is_not_reported_as_hanging() {
 }
 
 #[test]
-fn a_read_beside_a_discard_under_way_leaves_its_hole_one() {
+fn read_during_discard_preserves_hole() {
     let Some((dir, store)) = store_in_shared_memory("beside") else {
         return;
     };
@@ -900,7 +900,7 @@ fn a_read_beside_a_discard_under_way_leaves_its_hole_one() {
 }
 
 #[test]
-fn holes_are_reported_and_discards_make_them() {
+fn discard_creates_reported_holes() {
     for place in places() {
         let dir = Dir::new(&place, "holes");
         let store = Store::open(&spec(file(dir.file("lun"), 8 << 20))).unwrap();
@@ -939,7 +939,7 @@ fn holes_are_reported_and_discards_make_them() {
 }
 
 #[test]
-fn a_file_is_served_once() {
+fn file_lock_excludes_second_store() {
     let dir = Dir::new(&std::env::temp_dir(), "lock");
     let s = spec(file(dir.file("lun"), 1 << 20));
     let reader = Spec {
@@ -976,13 +976,13 @@ fn a_store_is_waited_for(s: &Spec) {
 }
 
 #[test]
-fn a_file_is_waited_for_while_its_holder_goes() {
+fn open_waits_for_previous_file_holder() {
     let dir = Dir::new(&std::env::temp_dir(), "wait");
     a_store_is_waited_for(&spec(file(dir.file("lun"), 1 << 20)));
 }
 
 #[test]
-fn a_block_device_is_waited_for_while_its_holder_goes() {
+fn open_waits_for_previous_device_holder() {
     let dir = Dir::new(&std::env::temp_dir(), "wait-device");
     let path = dir.file("disk");
     File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -995,7 +995,7 @@ fn a_block_device_is_waited_for_while_its_holder_goes() {
 }
 
 #[test]
-fn what_would_not_be_found_again_is_told() {
+fn reopen_check_reports_missing_or_changed_file() {
     let dir = Dir::new(&std::env::temp_dir(), "reopen");
     let path = dir.file("lun");
     let with = |size, create| {
@@ -1040,7 +1040,7 @@ fn what_would_not_be_found_again_is_told() {
 }
 
 #[test]
-fn an_image_that_is_created_is_not_for_every_user() {
+fn created_image_is_private() {
     use std::os::unix::fs::PermissionsExt;
     let dir = Dir::new(&std::env::temp_dir(), "mode");
     let path = dir.file("image");
@@ -1050,7 +1050,7 @@ fn an_image_that_is_created_is_not_for_every_user() {
 }
 
 #[test]
-fn a_ram_disk_of_more_than_the_memory_is_noted() {
+fn ram_disk_larger_than_memory_is_noted() {
     let notes = |size| {
         Store::open(&spec(Source::Ram { size }))
             .unwrap()
@@ -1066,7 +1066,7 @@ fn a_ram_disk_of_more_than_the_memory_is_noted() {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why() {
+fn open_error_explains_reason() {
     let dir = Dir::new(&std::env::temp_dir(), "open");
     let path = dir.file("lun");
     let open = |source| Store::open(&spec(source)).unwrap_err();
@@ -1138,7 +1138,7 @@ fn what_cannot_be_opened_says_why() {
 }
 
 #[test]
-fn direct_on_is_refused_with_the_reason_where_it_cannot_be() {
+fn unsupported_direct_on_is_refused_with_reason() {
     for place in places() {
         let dir = Dir::new(&place, "direct");
         for block_size in [512, 4096] {
@@ -1159,7 +1159,7 @@ fn direct_on_is_refused_with_the_reason_where_it_cannot_be() {
 }
 
 #[test]
-fn a_file_that_shrinks_is_a_medium_error_and_a_resize() {
+fn shrunk_file_causes_medium_error_and_resize() {
     let dir = Dir::new(&std::env::temp_dir(), "shrink");
     let path = dir.file("lun");
     let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();
@@ -1187,7 +1187,7 @@ fn a_file_that_shrinks_is_a_medium_error_and_a_resize() {
 }
 
 #[test]
-fn host_errors_reach_the_unit_in_its_terms() {
+fn host_errors_are_mapped_for_unit() {
     // Writes to a file that is opened read-only are refused by the kernel.
     let dir = Dir::new(&std::env::temp_dir(), "errors");
     let path = dir.file("lun");
@@ -1221,7 +1221,7 @@ fn host_errors_reach_the_unit_in_its_terms() {
 }
 
 #[test]
-fn the_null_backend_takes_all_and_reads_zeroes() {
+fn null_backend_ignores_writes_and_reads_zeroes() {
     let mut rig = Rig::new(Store::open(&spec(Source::Null { size: 1 << 40 })).unwrap());
     let m = Memory::new(4096).unwrap();
     m.fill(0, 4096, 9);
@@ -1234,7 +1234,7 @@ fn the_null_backend_takes_all_and_reads_zeroes() {
 }
 
 #[test]
-fn workers_share_a_ram_disk() {
+fn workers_share_ram_disk() {
     let store = Store::open(&spec(Source::Ram { size: 1 << 30 })).unwrap();
     let threads: Vec<_> = (0..4u64)
         .map(|t| {
@@ -1266,7 +1266,7 @@ fn workers_share_a_ram_disk() {
 }
 
 #[test]
-fn faults_on_purpose_fail_delay_and_pass() {
+fn injected_faults_fail_delay_and_pass() {
     let faults = Arc::new(Faults::default());
     let store = Store::open(&Spec {
         faults: Some(faults.clone()),
@@ -1308,7 +1308,7 @@ fn faults_on_purpose_fail_delay_and_pass() {
 }
 
 #[test]
-fn a_request_that_is_held_cannot_be_cancelled_and_is_carried_out_when_it_is_let_go() {
+fn held_request_ignores_cancel_until_release() {
     let faults = Arc::new(Faults::default());
     let store = Store::open(&Spec {
         faults: Some(faults.clone()),
@@ -1339,7 +1339,7 @@ fn a_request_that_is_held_cannot_be_cancelled_and_is_carried_out_when_it_is_let_
 
 /// If the kernel transfers less than requested, the remaining data is requested again.
 #[test]
-fn short_transfers_go_on_where_they_ended() {
+fn short_transfers_are_resumed() {
     let dir = Dir::new(&std::env::temp_dir(), "short");
     let faults = Arc::new(Faults::default());
     let store = Store::open(&Spec {
@@ -1362,7 +1362,7 @@ fn short_transfers_go_on_where_they_ended() {
 }
 
 #[test]
-fn cancelled_requests_all_end_and_leave_nothing_behind() {
+fn canceled_requests_complete_without_leaks() {
     let dir = Dir::new(&std::env::temp_dir(), "cancel");
     let store = Store::open(&Spec {
         block_size: 4096,
@@ -1493,7 +1493,7 @@ impl Drop for Loop {
 }
 
 #[test]
-fn a_block_device_behaves_like_an_array() {
+fn block_device_behaves_like_array() {
     let dir = Dir::new(&std::env::temp_dir(), "device");
     let path = dir.file("disk");
     File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -1575,7 +1575,7 @@ impl Drop for Mount {
 }
 
 #[test]
-fn a_full_file_system_is_no_space_and_not_a_bad_medium() {
+fn full_file_system_reports_no_space() {
     let dir = Dir::new(&std::env::temp_dir(), "full");
     let at = dir.file("mnt");
     std::fs::create_dir(&at).unwrap();
@@ -1613,7 +1613,7 @@ fn a_full_file_system_is_no_space_and_not_a_bad_medium() {
 /// A unit with small blocks on a device with large blocks: zeroing includes every block, but a
 /// discard only includes whole device blocks.
 #[test]
-fn small_zeroes_and_discards_work_on_a_device_of_larger_blocks() {
+fn small_zeroes_and_discards_on_large_blocks() {
     let dir = Dir::new(&std::env::temp_dir(), "large");
     let path = dir.file("disk");
     File::create(&path).unwrap().set_len(1 << 20).unwrap();
@@ -1684,7 +1684,7 @@ fn read_back(rig: &mut Rig, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_store_that_hangs_leaves_room_for_the_others() {
+fn hanging_store_leaves_room_for_others() {
     let ram = || spec(Source::Ram { size: 1 << 20 });
     let faults = Arc::new(Faults::default());
     let hung = Store::open(&Spec {
@@ -1775,7 +1775,7 @@ const FLUSH: BlockOp = BlockOp::Flush {
 };
 
 #[test]
-fn a_failed_flush_is_remembered() {
+fn failed_flush_is_remembered() {
     let full = match FullDevice::new("flush") {
         Ok(full) => full,
         Err(why) => return skip("a device that fails", &why),
@@ -1806,7 +1806,7 @@ fn a_failed_flush_is_remembered() {
 }
 
 #[test]
-fn a_worker_does_not_take_the_flush_error_of_another() {
+fn workers_receive_flush_errors_independently() {
     let full = match FullDevice::new("flushes") {
         Ok(full) => full,
         Err(why) => return skip("a device that fails, for two workers", &why),
@@ -1848,7 +1848,7 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
 /// A write with FUA syncs its descriptor, so it may receive the only report of data lost by other
 /// writes.
 #[test]
-fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
+fn durable_write_error_may_reveal_lost_data() {
     let now = Instant::now();
     let disk = Disk::new(16 << 20);
     let host = Arc::new(SimulatedHost::new(simulated::Threads::default(), now));
@@ -1908,7 +1908,7 @@ fn an_error_of_a_durable_write_may_be_that_of_lost_data() {
 /// The same applies to a worker that can't open a descriptor for flushes. It uses the descriptor
 /// for writes, which has already reported the loss.
 #[test]
-fn a_loss_is_noticed_where_there_is_one_descriptor() {
+fn loss_is_detected_with_single_descriptor() {
     let (store, disk) = store_in_memory();
     disk.refuse(true);
     let mut one = InMemory::new(&store);
@@ -1936,7 +1936,7 @@ fn a_loss_is_noticed_where_there_is_one_descriptor() {
 
 /// With any overlap of durable writes, a failure cleared by an administrator isn't reported again.
 #[test]
-fn a_failure_that_was_cleared_is_over_amid_durable_writes() {
+fn cleared_failure_ends_despite_durable_writes() {
     let (store, disk) = store_in_memory();
     let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
     assert_eq!(one.run(&[write(0, 4096)]), [StepResult::Done]);
@@ -2054,7 +2054,7 @@ impl InMemory {
 /// Copies by the page cache can split a block, and we don't know which file systems use it. A
 /// device doesn't split its own blocks.
 #[test]
-fn a_read_waits_for_a_write_of_its_blocks_where_those_may_be_divided() {
+fn read_waits_for_divisible_write() {
     let file = file("/in/memory".into(), 16 << 20);
     let device = Source::Device {
         path: "/in/memory".into(),
@@ -2096,7 +2096,7 @@ fn a_read_waits_for_a_write_of_its_blocks_where_those_may_be_divided() {
 
 /// A flush doesn't access any data, and may take a long time.
 #[test]
-fn no_request_waits_for_the_flush_of_another_one() {
+fn requests_do_not_wait_for_other_flushes() {
     let (fua, unmap, buffer_offset) = (true, false, 0);
     let (offset, len) = (4096, 4096);
     let fua_read = BlockOp::Read {
@@ -2167,7 +2167,7 @@ fn blocks_of_files_are_whole() {
 
 /// The descriptor for flushes may be replaced while a write is waiting.
 #[test]
-fn a_write_that_has_waited_fails_for_itself_alone() {
+fn delayed_write_failure_affects_only_itself() {
     let (store, _) = store_with(Direct::Off);
     let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
     store.on_flush_failed(libc::EIO, one.now);
@@ -2193,7 +2193,7 @@ fn a_write_that_has_waited_fails_for_itself_alone() {
 }
 
 #[test]
-fn zeroing_memory_lets_other_commands_in_between() {
+fn zeroing_memory_yields_to_other_commands() {
     let store = Store::open(&spec(Source::Ram { size: 64 << 20 })).unwrap();
     let mut rig = Rig::new(store);
     let m = Memory::new(4096).unwrap();
@@ -2210,7 +2210,7 @@ fn zeroing_memory_lets_other_commands_in_between() {
 }
 
 #[test]
-fn undoing_a_creation_leaves_another_file_of_that_name_alone() {
+fn undo_keeps_other_file_with_same_name() {
     let dir = Dir::new(&std::env::temp_dir(), "undo");
     let path = dir.file("lun");
     let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();

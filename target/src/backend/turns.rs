@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn readers_and_writers_of_a_block_take_turns_in_the_order_of_their_arrival() {
+    fn reads_and_changes_alternate_in_arrival_order() {
         let turns = Arc::new(Turns::default());
         let waker = Waker::simulated();
         let join = |bytes, changes| turns.join(bytes, changes, || waker.clone());
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_of_a_block_do_not_wait_for_each_other() {
+    fn changes_do_not_wait_for_each_other() {
         let turns = Arc::new(Turns::default());
         let join = |changes| turns.join(0..512, changes, Waker::simulated);
         let [first, second, third] = [(); 3].map(|()| join(true));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_turn_is_a_place_as_any_other_or_none() {
+    fn short_turn_blocks_like_any_turn() {
         let turns = Arc::new(Turns::default());
         let waker = Waker::simulated();
         let join = |changes| turns.join(0..512, changes, || waker.clone());
@@ -274,7 +274,7 @@ mod tests {
 
     /// If a request is canceled while waiting, this only releases requests waiting for it.
     #[test]
-    fn a_place_may_be_left_before_its_turn() {
+    fn canceled_turn_releases_followers() {
         let turns = Arc::new(Turns::default());
         let join = |changes| turns.join(0..512, changes, Waker::simulated);
         let (read, change, late) = (join(false), join(true), join(false));

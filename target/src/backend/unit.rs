@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_unit_is_made_of_its_configuration_and_its_medium() {
+    fn unit_combines_configuration_and_geometry() {
         let text = include_str!("../../../deploy/examples/full.yaml");
         let c = Config::parse(text, "full.yaml").unwrap();
         let host = HostId::of(&c);

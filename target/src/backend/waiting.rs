@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_ends_clears_no_mark_but_its_own() {
+    fn thread_clears_only_its_own_mark() {
         let path = Path::new("/marked");
         let first = Mark::set(path).unwrap();
         assert!(Mark::set(path).is_none());

@@ -1,4 +1,4 @@
-//! Failures of operations on logical units.
+//! Errors of operations on logical units.
 
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 use riser_scsi::step::Status;
@@ -11,7 +11,7 @@ use crate::scsi::CapacityError;
 /// SCSI status RESERVATION CONFLICT.
 const RESERVATION_CONFLICT: u8 = Status::ReservationConflict as u8;
 
-// Additional sense codes whose qualifiers only say more of the same.
+// Additional sense codes for which the qualifier is irrelevant.
 const INVALID_OPERATION_CODE: u8 = AdditionalSense::INVALID_OPERATION_CODE.code;
 const INVALID_FIELD_IN_CDB: u8 = AdditionalSense::INVALID_FIELD_IN_CDB.code;
 const LBA_OUT_OF_RANGE: u8 = AdditionalSense::LBA_OUT_OF_RANGE.code;
@@ -20,60 +20,59 @@ const LOGICAL_UNIT_NOT_SUPPORTED: u8 = AdditionalSense::LOGICAL_UNIT_NOT_SUPPORT
 /// SCSI status CHECK CONDITION.
 const CHECK_CONDITION: u8 = Status::CheckCondition as u8;
 
-/// Failure of an operation on a logical unit.
+/// Error of an operation on a logical unit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LunError {
-    /// There is no answer.
+    /// No response was received.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// The unit answered CHECK CONDITION.
+    /// The unit returned CHECK CONDITION.
     #[error("{key}: {additional}")]
     Check {
-        /// Sense key of the answer.
+        /// Sense key of the response.
         key: SenseKey,
         /// Additional sense code and qualifier.
         additional: AdditionalSense,
     },
-    /// Another status than GOOD, or CHECK CONDITION without sense data.
+    /// A status other than GOOD, or CHECK CONDITION without sense data.
     #[error("status {0:#04x}")]
     Status(u8),
-    /// The command moved less than it should have.
+    /// The command transferred less data than expected.
     #[error("{got} of {want} bytes transferred")]
     Short {
-        /// Bytes that were asked for.
+        /// Number of requested bytes.
         want: u32,
-        /// Bytes that have been moved.
+        /// Number of transferred bytes.
         got: u32,
     },
-    /// The target reported something of the unit that cannot be.
+    /// The target reported an impossible property of the unit.
     #[error("target's {0} cannot be worked with")]
     Malformed(&'static str),
-    /// The unit's capacity cannot be used.
+    /// The unit's capacity is not supported.
     #[error("unsupported {0}")]
     Capacity(#[from] CapacityError),
-    /// The target has no logical unit of that number: LOGICAL UNIT NOT SUPPORTED (SPC-4
-    /// annex D).
+    /// The target has no logical unit with this number: LOGICAL UNIT NOT SUPPORTED (SPC-4 annex D).
     #[error("no such logical unit")]
     NoUnit,
-    /// There is no disk of that number.
+    /// There is no disk with this number.
     #[error("logical unit {0} is not a disk, or not there")]
     NotADisk(u32),
-    /// The number is beyond what a logical unit can have.
+    /// The number exceeds the maximum for logical units.
     #[error("no logical unit can have number {0}")]
     Number(u32),
-    /// Offset or length is not a multiple of the block size, or beyond the end, or too long.
+    /// Offset or length is not a multiple of the block size, exceeds the disk, or is too long.
     #[error("range is not within the disk's bounds")]
     OutOfRange,
-    /// The client has no buffer free for a command's parameters.
+    /// The client has no free buffer for the parameters of a command.
     #[error("no buffer is free")]
     NoMemory,
-    /// The logical unit does not do that.
+    /// The logical unit does not support the operation.
     #[error("not supported by the logical unit")]
     Unsupported,
 }
 
 impl LunError {
-    /// Returns whether the unit refused the command as such.
+    /// Returns whether the unit rejected the command as an ILLEGAL REQUEST.
     pub(super) fn is_illegal_request(&self) -> bool {
         matches!(
             self,
@@ -98,7 +97,7 @@ impl LunError {
         )
     }
 
-    /// Returns whether the unit supports the command only in another form, or not at all.
+    /// Returns whether the unit does not support the command, or only supports another form of it.
     pub(super) fn is_unsupported(&self) -> bool {
         matches!(
             self,
@@ -150,7 +149,7 @@ impl From<LunError> for BlockError {
     }
 }
 
-/// Judges an answer: GOOD, or why not.
+/// Checks a response: returns an error unless it is GOOD.
 pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
     if answer.is_success() {
         return Ok(());
@@ -166,7 +165,8 @@ pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
     }
 }
 
-/// Judges the end of a command that must have moved all of its data, and gives its memory.
+/// Checks the completion of a command that must have transferred all of its data, and returns its
+/// memory.
 pub(super) fn judge_whole(end: IoEnd) -> Result<IoData, LunError> {
     let answer = end.result?;
     judge(&answer)?;
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_missing_unit_is_told_apart_from_other_refusals() {
-        // What the Linux kernel's target answers to INQUIRY of a number that it does not have.
+        // Response of the Linux kernel's target to an INQUIRY for a missing logical unit.
         let mut sense = [0u8; 18];
         (sense[0], sense[2], sense[7]) = (0x70, 0x05, 10);
         (sense[12], sense[13]) = (0x25, 0x00);

@@ -1,4 +1,4 @@
-//! Finding out what logical units there are, and what they are.
+//! Discovery of logical units and their properties.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -27,60 +27,61 @@ pub struct LunInfo {
     pub inquiry: Inquiry,
     /// Serial number and designators.
     pub identity: Identity,
-    /// Number of blocks, and their length.
+    /// Number of blocks, and block size.
     pub capacity: Capacity,
-    /// Limits of single commands.
+    /// Limits for a single command.
     pub limits: BlockLimits,
-    /// Kinds of deallocation that it supports.
+    /// Supported kinds of deallocation.
     pub provisioning: Provisioning,
     /// Caching and write protection.
     pub caching: CachingPage,
-    /// Form of READ and WRITE that it supports.
+    /// Supported form of READ and WRITE.
     pub cdb_size: CdbSize,
-    /// The generation of its volatile cache, where it offers one; see [`crate::unit`].
+    /// Generation of the volatile cache, if available; see [`crate::unit`].
     pub cache_generation: Option<[u8; 16]>,
 }
 
-/// Requests are split into transfers of at least this length, in bytes, however short the OPTIMAL
-/// TRANSFER LENGTH is.
+/// Requests are split into transfers of at least this length in bytes, even if the OPTIMAL TRANSFER
+/// LENGTH is smaller.
 const LEAST_SPLIT: u64 = 64 << 10;
 
-/// Longest transfer to a unit that reports no limit, in bytes: that of Linux' initiators, which such
-/// targets were tried with. tgt ends an iSER connection for a longer one.
+/// Maximum transfer length in bytes for a unit that does not report a limit: the same as in Linux's
+/// initiators, with which such targets were tested. tgt closes an iSER connection for longer
+/// transfers.
 const UNREPORTED: u64 = 512 << 10;
 
-/// Most bytes that one WRITE SAME or UNMAP covers, whatever the unit's limit is. Devices that write
-/// the zeroes themselves need time for them, and an attempt at a command has
-/// [`Timing::attempt`](crate::session::Timing::attempt).
+/// Maximum number of bytes for a single WRITE SAME or UNMAP, regardless of the unit's limit.
+/// Devices that write the zeroes themselves need time for this, and an attempt at a command is
+/// limited by [`Timing::attempt`](crate::session::Timing::attempt).
 const MAX_RUN: u64 = 256 << 20;
 
-/// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes, and
-/// the length beyond which several are faster.
+/// Returns the maximum transfer length for a command to a unit with these limits, with a pool of
+/// `pool` bytes, and the length beyond which several commands are faster.
 fn transfers(limits: &BlockLimits, block: u32, pool: usize) -> (u32, u32) {
     let reported = |blocks: u32, otherwise| match blocks {
         0 => otherwise,
         blocks => u64::from(blocks) * u64::from(block),
     };
     let max = reported(limits.max_transfer, UNREPORTED).min(longest(block, pool).into());
-    // Longer ones than the optimal length are slower (SBC-3 6.5.3).
+    // Transfers beyond the optimal length are slower (SBC-3 6.5.3).
     let optimal = reported(limits.optimal_transfer, u64::MAX).max(LEAST_SPLIT);
     (whole(max, block), whole(optimal.min(max), block))
 }
 
-/// Longest transfer from a pool of `pool` bytes: a quarter of it, so that a few transfers are always
-/// possible at once.
+/// Returns the maximum transfer length for a pool of `pool` bytes: a quarter of the pool, so that a
+/// few concurrent transfers are always possible.
 fn longest(block: u32, pool: usize) -> u32 {
     whole(u64::from(MAX_TRANSFER).min(pool as u64 / 4), block)
 }
 
-/// A length as whole blocks, one at least.
+/// Rounds a length down to whole blocks, but at least one.
 fn whole(len: u64, block: u32) -> u32 {
     let len = len.max(block.into()) as u32;
     len - len % block
 }
 
 impl LunInfo {
-    /// Longest transfer of one command, in bytes; longer ones are split.
+    /// Returns the maximum transfer length for a command in bytes; longer transfers are split.
     pub(super) fn max_command(&self, pool: usize) -> u32 {
         transfers(&self.limits, self.capacity.block_size, pool).0
     }
@@ -89,8 +90,8 @@ impl LunInfo {
         let block = self.capacity.block_size;
         let bytes = |blocks: u64| blocks.saturating_mul(block.into()).min(MAX_RUN);
         let runs = u64::from(u32::MAX);
-        // A MAXIMUM UNMAP LBA COUNT of 0 means that UNMAP is not to be used, a MAXIMUM WRITE
-        // SAME LENGTH of 0 that no limit is reported.
+        // A MAXIMUM UNMAP LBA COUNT of 0 means that UNMAP must not be used. A MAXIMUM WRITE SAME
+        // LENGTH of 0 means that no limit is reported.
         let max_discard = if self.provisioning.unmap {
             match self.limits.max_unmap {
                 0 => 0,
@@ -127,7 +128,7 @@ impl LunInfo {
 }
 
 impl Session {
-    /// Sends a command with data-in to a logical unit and gives what was transferred.
+    /// Executes a Data-In command on a logical unit and returns the received data.
     pub(super) async fn fetch(&self, lun: LunId, command: Command) -> Result<Vec<u8>, LunError> {
         let DataLen::In(len) = command.len else {
             return Err(LunError::OutOfRange);
@@ -145,7 +146,8 @@ impl Session {
         Ok(out)
     }
 
-    /// The logical units that the target lists; unit 0 alone if it does not support REPORT LUNS.
+    /// Returns the logical units reported by the target, or only unit 0 if it does not support
+    /// REPORT LUNS.
     ///
     /// # Errors
     /// [`LunError`].
@@ -156,7 +158,7 @@ impl Session {
         }
     }
 
-    /// Standard INQUIRY data of a logical unit.
+    /// Returns the standard INQUIRY data of a logical unit.
     ///
     /// # Errors
     /// [`LunError`].
@@ -165,7 +167,7 @@ impl Session {
         Inquiry::parse(&data).ok_or(LunError::Malformed("INQUIRY data"))
     }
 
-    /// A page of vital product data, with its header, as received.
+    /// Returns a page of vital product data with its header, as received.
     ///
     /// # Errors
     /// [`LunError`].
@@ -173,10 +175,11 @@ impl Session {
         self.fetch(lun, Command::vpd(page)).await
     }
 
-    /// A disk of the target.
+    /// Opens a disk of the target.
     ///
     /// # Errors
-    /// [`LunError::NotADisk`] where there is none of that number; others as they come.
+    /// [`LunError::NotADisk`] if there is no disk with this number; otherwise, the first error of a
+    /// command.
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
         let info = self.discover_at_once(lun).await?;
@@ -203,14 +206,15 @@ impl Session {
         })
     }
 
-    /// Discovers a unit without a reconnect among the questions. Answers from before and after one
-    /// may be of two units: taken together they are the identity of neither, and each later check
-    /// would fail.
+    /// Discovers a unit without a reconnect in between. Responses from before and after a reconnect
+    /// may be from two different units. Combined, they would not match either unit, and all later
+    /// checks would fail.
     async fn discover_at_once(&self, lun: LunId) -> Result<LunInfo, LunError> {
         loop {
             let before = self.status().reconnects();
             let found = self.discover(lun).await;
-            // A refusal, too, may be of two units: of a question for which the first gave cause.
+            // An error may also be caused by mixing two units, if a query for the second depends on
+            // a response of the first.
             let has_ended = matches!(found, Err(LunError::Request(_)));
             if has_ended || self.status().reconnects() == before {
                 return found;
@@ -223,8 +227,8 @@ impl Session {
         if !inquiry.is_disk() {
             return Err(LunError::NotADisk(lun.number()));
         }
-        // It takes unit attentions. A target may report that its LUNs have changed until it has
-        // named the unit, as `riserd` does, so that is not held against it yet.
+        // This clears pending unit attentions. A target may report that its LUNs have changed until
+        // the unit was identified, as `riserd` does, so ignore a unit attention here.
         let is_named_first = match self.test_ready(lun).await {
             Err(LunError::Check {
                 key: SenseKey::UnitAttention,
@@ -232,13 +236,14 @@ impl Session {
             }) => true,
             result => result.map(|()| false)?,
         };
-        // Listed or not, as after each login: what is compared must come from the same questions.
+        // Query these pages even if they are not listed, as after each login: identities must be
+        // based on the same queries.
         let designators = self.page(lun, vpd::DEVICE_IDENTIFICATION).await?;
         let serial = self.page(lun, vpd::UNIT_SERIAL_NUMBER).await?;
         let inquiry = match is_named_first {
             true => {
                 self.test_ready(lun).await?;
-                // The first may be of the unit before.
+                // The first INQUIRY data may be from the previous unit.
                 self.inquiry(lun).await?
             }
             false => inquiry,
@@ -259,7 +264,8 @@ impl Session {
             }
         }
         let (capacity, cdb_size) = self.capacity(lun).await?;
-        // A unit that does not report it is taken to have a cache: a flush too many does no harm.
+        // If a unit does not report this, assume a volatile cache: an unnecessary flush does no
+        // harm.
         let unknown = CachingPage {
             write_cache: true,
             has_fua: false,
@@ -283,8 +289,8 @@ impl Session {
         })
     }
 
-    /// Capacity of a unit, and the form of READ and WRITE that it supports. Old and small targets
-    /// lack the commands with CDBs of 16 bytes.
+    /// Returns the capacity of a unit and the supported form of READ and WRITE. Old and simple
+    /// targets do not support commands with 16-byte CDBs.
     async fn capacity(&self, lun: LunId) -> Result<(Capacity, CdbSize), LunError> {
         let capacity = match self.fetch(lun, Command::read_capacity()).await {
             Err(error) if error.is_illegal_request() => {
@@ -308,8 +314,9 @@ impl Session {
         judge(&self.submit(ready).await.result?)
     }
 
-    /// The body of a page; `None` where the unit refuses it (ILLEGAL REQUEST) or returns something
-    /// else. Another failure leaves open what the page holds, as for [`Check::is_conclusive`].
+    /// Returns the body of a page, or `None` if the unit rejects it (ILLEGAL REQUEST) or returns
+    /// something else. After other errors, the content of the page remains unknown, as for
+    /// [`Check::is_conclusive`].
     ///
     /// [`Check::is_conclusive`]: crate::unit::Check::is_conclusive
     async fn page(&self, lun: LunId, page: u8) -> Result<Option<Vec<u8>>, LunError> {
@@ -323,7 +330,8 @@ impl Session {
         }
     }
 
-    /// As [`Self::page`], for a vendor specific page, to which a target may report any status.
+    /// Same as [`Self::page`], for a vendor-specific page, for which a target may return any
+    /// status.
     async fn vendor_page(&self, lun: LunId, page: u8) -> Result<Option<Vec<u8>>, LunError> {
         match self.page(lun, page).await {
             Err(LunError::Check { .. } | LunError::Status(_) | LunError::NoUnit) => Ok(None),

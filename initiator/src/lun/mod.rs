@@ -1,13 +1,13 @@
-//! Logical units: what they are, and reading and writing them.
+//! Logical units: discovery, reading and writing.
 //!
-//! - [`Session::lun`]: finds out what a logical unit is and gives a [`Lun`]; [`Session::luns`]
-//!   lists those there are.
-//! - [`Lun`]: reads, writes, flushes, discards, zeroes, and any other command. It is a
-//!   [`BlockDevice`], so every export serves it.
+//! - [`Session::lun`]: discovers a logical unit and returns a [`Lun`]; [`Session::luns`] lists the
+//!   available ones.
+//! - [`Lun`]: supports reads, writes, flushes, discards, zeroing, and arbitrary commands. It is a
+//!   [`BlockDevice`], so all exports can serve it.
 //! - [`LunInfo`]: capacity, limits, identity.
 //!
-//! Offsets and lengths are bytes, and multiples of the block size. Every call ends within the
-//! unit's timeout, reconnections included.
+//! Offsets and lengths are in bytes, and multiples of the block size. Each call completes within
+//! the unit's timeout, including reconnects.
 
 mod error;
 mod info;
@@ -35,7 +35,7 @@ use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};
 use crate::unit::Losses;
 
-/// Runs that one GET LBA STATUS asks for.
+/// Maximum number of runs per GET LBA STATUS.
 const STATUS_RUNS: usize = 64;
 const STATUS_LEN: u32 = (lba_status::HEADER_LEN + lba_status::DESCRIPTOR_LEN * STATUS_RUNS) as u32;
 
@@ -43,11 +43,11 @@ const STATUS_LEN: u32 = (lba_status::HEADER_LEN + lba_status::DESCRIPTOR_LEN * S
 struct LunShared {
     info: LunInfo,
     geometry: Geometry,
-    /// Longest transfer of one command, in bytes.
+    /// Maximum transfer length for a command in bytes.
     max_command: u32,
-    /// WRITE SAME has not been refused so far.
+    /// WRITE SAME was not rejected yet.
     writes_same: AtomicBool,
-    /// The session sees to it that the unit stays the same as long as this lives.
+    /// While this exists, the session ensures that the unit does not change.
     losses: Arc<Losses>,
 }
 
@@ -58,7 +58,7 @@ enum Transfer {
     Write { fua: bool },
 }
 
-/// A disk of a target. Clones share it.
+/// A disk of a target. Clones share the disk.
 #[derive(Clone, Debug)]
 pub struct Lun {
     session: Session,
@@ -66,25 +66,25 @@ pub struct Lun {
 }
 
 impl Lun {
-    /// Properties found when it was opened.
+    /// Returns the properties found when it was opened.
     #[must_use]
     pub fn info(&self) -> &LunInfo {
         &self.shared.info
     }
 
-    /// The session it belongs to.
+    /// Returns its session.
     #[must_use]
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// The pool that its buffers come from.
+    /// Returns the pool for its buffers.
     #[must_use]
     pub fn buffers(&self) -> &BufferPool {
         self.session.client().buffers()
     }
 
-    /// The same disk with another timeout for each call.
+    /// Returns the same disk with a different timeout for each call.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.session = self.session.with_timeout(timeout);
@@ -95,7 +95,7 @@ impl Lun {
         ScsiIo::new(self.shared.info.lun, command, data, self.session.timeout())
     }
 
-    /// The blocks of a byte range, if it is whole blocks within the disk.
+    /// Returns the blocks of a byte range. The range must consist of whole blocks within the disk.
     fn blocks(&self, offset: u64, len: u64) -> Result<BlockRange, LunError> {
         let geometry = &self.shared.geometry;
         let block = u64::from(geometry.block_size);
@@ -116,7 +116,7 @@ impl Lun {
         self.blocks(offset, len as u64)
     }
 
-    /// The command that moves a whole buffer.
+    /// Returns the command that transfers a whole buffer.
     fn transfer_io(
         &self,
         transfer: Transfer,
@@ -135,24 +135,24 @@ impl Lun {
         Ok(self.io(command, IoData::One(buffer)))
     }
 
-    /// A READ of the whole buffer, ready to submit.
+    /// Returns a READ for the whole buffer, ready to submit.
     ///
     /// # Errors
-    /// [`LunError::OutOfRange`], also for more than one command transfers.
+    /// [`LunError::OutOfRange`], also if the buffer exceeds the maximum for a single command.
     pub fn read_io(&self, offset: u64, buffer: Buffer) -> Result<ScsiIo, LunError> {
         self.transfer_io(Transfer::Read, offset, buffer)
     }
 
-    /// A WRITE of the whole buffer, ready to submit, with FUA if the unit supports it.
+    /// Returns a WRITE for the whole buffer, ready to submit, with FUA if supported by the unit.
     ///
     /// # Errors
-    /// [`LunError::OutOfRange`], also for more than one command transfers.
+    /// [`LunError::OutOfRange`], also if the buffer exceeds the maximum for a single command.
     pub fn write_io(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<ScsiIo, LunError> {
         let fua = fua && self.shared.info.caching.has_fua;
         self.transfer_io(Transfer::Write { fua }, offset, buffer)
     }
 
-    /// Returns the buffer of a transfer that succeeded, as one of [`Self::write_io`].
+    /// Returns the buffer of a successful transfer, for example of [`Self::write_io`].
     ///
     /// # Errors
     /// [`LunError`].
@@ -161,7 +161,7 @@ impl Lun {
         data.into_one().ok_or(RequestError::Closed.into())
     }
 
-    /// Moves a buffer by as many commands as the unit's limit requires.
+    /// Transfers a buffer with as many commands as required by the unit's limit.
     async fn transfer(
         &self,
         transfer: Transfer,
@@ -191,7 +191,7 @@ impl Lun {
         whole.into_whole().ok_or(RequestError::Closed.into())
     }
 
-    /// Fills the buffer from `offset` on.
+    /// Reads into the buffer, starting at `offset`.
     ///
     /// # Errors
     /// [`LunError`].
@@ -202,8 +202,9 @@ impl Lun {
         self.transfer(Transfer::Read, offset, buffer).await
     }
 
-    /// Writes the buffer to `offset`; with `fua` it is on the medium afterwards. A unit that does
-    /// not support FUA is flushed, even without a volatile cache: it may have one by now.
+    /// Writes the buffer at `offset`. With `fua`, it is on the medium afterwards. If the unit does
+    /// not support FUA, flushes it even without a volatile cache, because a cache may have been
+    /// enabled since.
     ///
     /// # Errors
     /// [`LunError`].
@@ -222,7 +223,7 @@ impl Lun {
         Ok(buffer)
     }
 
-    /// Puts every write that was acknowledged onto the medium.
+    /// Flushes all acknowledged writes to the medium.
     ///
     /// # Errors
     /// [`LunError`].
@@ -246,16 +247,17 @@ impl Lun {
         }
     }
 
-    /// Sends any command, whose length of data must be that of `data`. Its answer is given as it
-    /// comes, and nothing is repeated, except after a lost connection where that is safe.
+    /// Executes an arbitrary command. The length of `data` must equal the length in `len`. The
+    /// response is returned unchanged, and there are no retries, except after a lost connection if
+    /// this is safe.
     pub fn scsi(&self, cdb: Cdb, len: DataLen, data: IoData) -> IoFuture {
         let mut io = self.io(Command::raw(cdb, len), data);
         io.retry = Retry::Never;
         self.session.submit(io)
     }
 
-    /// Splits a byte range into runs of blocks of at most `max` bytes. They are made one by one: a
-    /// target's limits may be so small that a list of them would be larger than memory.
+    /// Splits a byte range into runs of at most `max` bytes. The iterator is lazy, because a
+    /// target's limits may be so small that a list would exceed the memory.
     fn runs(
         &self,
         range: &Range<u64>,
@@ -273,10 +275,10 @@ impl Lun {
         Ok(split(range.start / block..range.end / block, max / block))
     }
 
-    /// Reports to the disk that the range's contents are not needed any longer.
+    /// Informs the disk that the contents of the range are no longer needed.
     ///
     /// # Errors
-    /// [`LunError::Unsupported`] where it does not want to know.
+    /// [`LunError::Unsupported`] if the disk does not support this.
     pub async fn discard(&self, range: Range<u64>) -> Result<(), LunError> {
         let geometry = &self.shared.geometry;
         if geometry.max_discard == 0 {
@@ -297,7 +299,7 @@ impl Lun {
         Ok(())
     }
 
-    /// Blocks are given up by UNMAP, and not by WRITE SAME.
+    /// Returns whether blocks are deallocated with UNMAP instead of WRITE SAME.
     fn unmaps(&self) -> bool {
         let info = &self.shared.info;
         info.provisioning.unmap && info.limits.max_unmap > 0
@@ -310,11 +312,11 @@ impl Lun {
         judge(&self.session.submit(io).await.result?)
     }
 
-    /// Makes the range read as zeroes, by command where the disk has one, otherwise by writing
-    /// them.
+    /// Fills the range with zeroes, with a zeroing command if the disk supports it, or otherwise by
+    /// writing them as data.
     ///
     /// # Errors
-    /// [`LunError`]. [`LunError::Unsupported`] for `fast` where the disk has no command.
+    /// [`LunError`]. [`LunError::Unsupported`] for `fast` if the disk does not support the command.
     pub async fn write_zeroes(
         &self,
         range: Range<u64>,
@@ -330,8 +332,8 @@ impl Lun {
                         at += u64::from(run.blocks) * u64::from(self.shared.geometry.block_size);
                     }
                     Err(error) if error.is_unsupported() => {
-                        // It will refuse the next one as well: the rest is written as data,
-                        // from here on.
+                        // The disk would reject further commands, too, so write the remaining
+                        // zeroes as data.
                         self.shared.writes_same.store(false, Ordering::Relaxed);
                         break;
                     }
@@ -356,7 +358,7 @@ impl Lun {
         let most = len.min(geometry.split_len().into());
         let mut zeroes = self.buffers().zeroes(most);
         for run in self.runs(&range, zeroes.len() as u64)? {
-            // Only the last one is shorter.
+            // Only the last run may be shorter.
             zeroes.set_len((run.blocks * geometry.block_size) as usize);
             let offset = run.lba * u64::from(geometry.block_size);
             zeroes = self.write(offset, zeroes, false).await?;
@@ -364,7 +366,7 @@ impl Lun {
         Ok(())
     }
 
-    /// Asks for the extents of a range, from its start on, as far as one command reports them.
+    /// Queries the extents of a range, from its start up to the end reported by a single command.
     ///
     /// # Errors
     /// [`LunError`].
@@ -392,7 +394,7 @@ impl Lun {
         for run in lba_status::parse(&data) {
             let start = run.lba.saturating_mul(block);
             let end = start.saturating_add(u64::from(run.blocks) * block);
-            // The first run may begin before the range; the others must follow one another.
+            // The first run may start before the range; all other runs must be contiguous.
             if start > at || end <= at || at >= range.end {
                 break;
             }
@@ -498,7 +500,7 @@ mod tests {
         let run = |lba, blocks| BlockRange { lba, blocks };
         let parts: Vec<_> = split(10..20, 4).collect();
         assert_eq!(parts, [run(10, 4), run(14, 4), run(18, 2)]);
-        // A target that takes one block at a time, and all blocks that an address can name.
+        // A target with a limit of one block, and all possible block addresses.
         let mut parts = split(0..u64::MAX, 1);
         assert_eq!(parts.nth(2), Some(run(2, 1)));
         assert_eq!(split(0..1 << 40, u64::MAX).next(), Some(run(0, u32::MAX)));

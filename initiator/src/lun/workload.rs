@@ -1,4 +1,4 @@
-//! A workload of a block device as one of the engine, whose commands it makes.
+//! Adapter from a block device's workload to a workload of the engine.
 
 use std::time::Instant;
 
@@ -17,9 +17,9 @@ use crate::scsi::{BlockRange, Command, unmap_list};
 const TRANSFER: u64 = 0;
 const DISCARD: u64 = 1 << 32;
 const FLUSH: u64 = 2 << 32;
-/// A part of an operation that takes several commands.
+/// A part of an operation with several commands.
 const PIECE: u64 = 3 << 32;
-/// The flush that completes such an operation.
+/// The flush at the end of such an operation.
 const FINAL_FLUSH: u64 = 4 << 32;
 
 /// Sends a workload to the engine's thread, if it has one.
@@ -33,7 +33,7 @@ pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dy
         submissions: Submissions::default(),
         composites: FxHashMap::default(),
     };
-    // An engine that is shut down drops it, as one that ends during the work.
+    // If the engine was shut down, it drops the workload, as for a shutdown during the work.
     let _ = lun.session.run(Box::new(work));
     Ok(())
 }
@@ -41,17 +41,17 @@ pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dy
 struct LunWorkload {
     lun: Lun,
     workload: Box<dyn Workload>,
-    /// Empty between calls; kept for its memory.
+    /// Empty between calls, but kept to reuse its memory.
     submissions: Submissions,
-    /// Operations that take several commands, by tag.
+    /// Operations with several commands, by tag.
     composites: FxHashMap<u32, Composite>,
 }
 
-/// An operation that takes several commands: a transfer beyond the unit's limit, a write to stable
+/// An operation with several commands: a transfer beyond the unit's limit, or a write to stable
 /// storage on a unit without FUA.
 struct Composite {
     whole: SharedBuffer,
-    /// Pieces that have not completed.
+    /// Number of incomplete pieces.
     left: usize,
     then_flush: bool,
     result: Result<(), LunError>,
@@ -121,7 +121,7 @@ impl LunWorkload {
         Ok(())
     }
 
-    /// Returns whether a buffer is more than one command transfers.
+    /// Returns whether a buffer exceeds the maximum for a single command.
     fn is_long(&self, buffer: &Buffer) -> bool {
         buffer.len() > self.lun.shared.max_command as usize
     }
@@ -156,8 +156,8 @@ impl LunWorkload {
         Ok(())
     }
 
-    /// Completes a command of a composite operation. Returns the outcome of the operation with its
-    /// last command.
+    /// Handles the completion of a command of a composite operation. Returns the result of the
+    /// operation for its last command.
     fn complete_composite(
         &mut self,
         tag: u32,
@@ -201,7 +201,7 @@ impl LunWorkload {
     }
 }
 
-/// The UNMAP of a run of blocks, or the WRITE SAME where the unit has no UNMAP.
+/// Returns an UNMAP for a run of blocks, or a WRITE SAME if the unit does not support UNMAP.
 fn discard(lun: &Lun, run: BlockRange) -> Result<ScsiIo, LunError> {
     let block = lun.shared.geometry.block_size;
     let list = unmap_list(run);

@@ -1,20 +1,20 @@
-//! Asymmetric logical unit access (SPC-4 clause 5.15): which paths a unit wants to be used.
+//! Asymmetric logical unit access (SPC-4 clause 5.15): the paths preferred by a unit.
 
 use std::ops::RangeInclusive;
 
-/// Access to a unit on a path; the best first.
+/// Access to a unit on a path, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Access {
-    /// As well as on any.
+    /// Optimal performance.
     Optimized,
-    /// Worse than on others.
+    /// Reduced performance.
     NonOptimized,
-    /// Not now: standby, unavailable, offline, or changing.
+    /// Currently not accessible: standby, unavailable, offline, or in transition.
     None,
 }
 
 impl Access {
-    /// Of an ASYMMETRIC ACCESS STATE (SPC-4 table 312).
+    /// Returns the access for an ASYMMETRIC ACCESS STATE (SPC-4 table 312).
     #[must_use]
     pub fn of(state: u8) -> Self {
         const NON_OPTIMIZED: u8 = 0x1;
@@ -27,15 +27,15 @@ impl Access {
     }
 }
 
-/// Returns whether a unit reports its access states: TPGS of standard INQUIRY data (SPC-4 clause
-/// 6.6.2).
+/// Returns whether a unit reports access states: the TPGS field in standard INQUIRY data (SPC-4
+/// clause 6.6.2).
 #[must_use]
 pub fn is_offered(inquiry: &[u8]) -> bool {
     inquiry.get(5).is_some_and(|b| b & 0x30 != 0)
 }
 
-/// The target port group that a path leads through: the designator of that type in the body of the
-/// device identification page (SPC-4 clause 7.8.6.9).
+/// Returns the target port group of a path: the designator of this type in the body of the device
+/// identification page (SPC-4 clause 7.8.6.9).
 #[must_use]
 pub fn own_group(designators: &[u8]) -> Option<u16> {
     const TARGET_PORT: u8 = 0x10;
@@ -51,8 +51,8 @@ pub fn own_group(designators: &[u8]) -> Option<u16> {
     None
 }
 
-/// The access of a group by REPORT TARGET PORT GROUPS data (SPC-4 clause 6.37), in the form that is
-/// not extended.
+/// Returns the access state of a group from REPORT TARGET PORT GROUPS data (SPC-4 clause 6.37) in
+/// the format without extended header.
 #[must_use]
 pub fn of_group(data: &[u8], group: u16) -> Option<Access> {
     let declared = u32::from_be_bytes(data.get(..4)?.try_into().ok()?) as usize;
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn a_path_finds_its_group_and_the_groups_state() {
-        // A NAA designator of the unit, a relative target port, a target port group: 2.
+        // An NAA designator of the unit, a relative target port, and target port group 2.
         let page = [
             &[0x01, 0x03, 0, 8, 0x60, 1, 2, 3, 4, 5, 6, 7][..],
             &[0x51, 0x94, 0, 4, 0, 0, 0, 1],
@@ -86,7 +86,7 @@ mod tests {
         .concat();
         assert_eq!(own_group(&page), Some(2));
         assert_eq!(own_group(&page[..20]), None);
-        // Group 1, active/optimized, two ports; group 2, standby, one port; group 3, non-optimized.
+        // Group 1: active/optimized, two ports; group 2: standby, one port; group 3: non-optimized.
         let groups = [
             &[0, 0, 0, 40][..],
             &[0x80, 0x8f, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 2],

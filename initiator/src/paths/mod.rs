@@ -1,11 +1,10 @@
-//! Several paths to one logical unit: which of them a command takes, and what becomes of the
-//! commands of a path that is lost.
+//! Several paths to a logical unit: path selection, and handling of commands on lost paths.
 //!
-//! [`Paths`] is a machine with no I/O in it, like the sessions below it, of any protocol. A
-//! path is a portal and a session through it, with an initiator port of its own. The owner makes
-//! and closes the sessions as it is asked to ([`Output`]), and reports what becomes of them and of
-//! the commands on them (`handle_*`). Sessions below do not reconnect by themselves: one whose
-//! connection breaks is over, and gives its requests back.
+//! [`Paths`] is a state machine without I/O, like the machines of the underlying sessions, which
+//! may use any protocol. A path consists of a portal and a session through it, with a separate
+//! initiator port. The owner opens and closes sessions as instructed by [`Output`], and reports
+//! their events and the completions of their commands (`handle_*`). The underlying sessions do not
+//! reconnect: a session with a broken connection closes and returns its requests.
 //!
 //! ```text
 //!           ┌──────────────── lost, refused, another unit ─────────────┐
@@ -15,65 +14,70 @@
 //!   └──────────────────────────────────┘
 //! ```
 //!
-//! # Choice
-//! A command goes to the path with the fewest outstanding commands among those whose access to the
-//! unit is the best there is (ALUA, where the unit offers it), in turn where several are equal.
+//! # Path selection
+//! A command uses a path with the best available access to the unit (ALUA, if supported by the
+//! unit). Among these, it uses the path with the fewest outstanding commands, and round-robin for
+//! equal numbers.
 //!
-//! # A stale write must not land
-//! The commands of a lost path may still be on their way: in a network, in a socket of the target,
-//! in its queue for the disk. A write that is repeated elsewhere, or a later one to the same
-//! blocks, could be overwritten by the old copy long after it was acknowledged. So:
-//! - **Fence before replay.** What writes and was outstanding on a lost path starts again, on
-//!   any path, only after the path's initiator port has logged in again at the same target port
-//!   (the same portal group, for iSCSI). That takes the place of the old session: the target
-//!   answers such a login when the old session's commands have ended (RFC 7143 6.3.5; SRP
-//!   MULTI-CHANNEL ACTION 0), and what arrives on the old connection later belongs to no session.
-//!   Any portal of an iSCSI group will do for that login, so another path's, which is live, is
-//!   tried at once; the session has done its work with its login and is closed. Where the portals
-//!   are of different groups, or the paths are of SRP, nothing is proved by a login at another one,
-//!   and the writes wait for their own portal: a session of SRP may belong to one port of the
-//!   target's device, even if several ports report one identifier.
-//! - **A write that was given up is not forgotten.** A request that ends without an answer while
-//!   its path is not fenced (its time is over, or it may not be repeated) leaves its effect behind,
-//!   and nothing that conflicts with it starts before the fence. Nor does a read of those blocks: it
-//!   would bring what they held before, and a later one what the write has left.
-//! - **Nothing that conflicts is outstanding twice.** A request whose effect overlaps with that of
-//!   an earlier one waits for the end of that, whichever path it is on. So there is no order among
-//!   paths to keep, and a request that is replayed cannot undo a later one.
+//! # Stale writes must not reach the medium
+//! Commands of a lost path may still be in flight: in the network, in a socket of the target, or in
+//! its queue for the disk. If a write is retried on another path, or followed by a write to the
+//! same blocks, the old copy could overwrite it long after its acknowledgement. So:
+//! - **Fence before replay.** Requests that modify the unit and were outstanding on a lost path are
+//!   retried, on any path, only after the path's initiator port has logged in again to the same
+//!   target port (for iSCSI, the same portal group). This login replaces the old session: the
+//!   target responds when the commands of the old session have completed (RFC 7143 6.3.5; SRP
+//!   MULTI-CHANNEL ACTION 0), and anything received later on the old connection has no session. For
+//!   iSCSI, this login may use any portal of the group, so we immediately try the portal of
+//!   another, live path. This session has served its purpose after the login and is closed. If the
+//!   portals are in different groups, or for SRP, a login at another portal proves nothing, and the
+//!   writes wait for their own portal: an SRP session may belong to a single port of the target's
+//!   device, even if several ports report the same identifier.
+//! - **Remember abandoned writes.** If a request fails without a response while its path is not
+//!   fenced (on timeout, or because it must not be retried), its effect is recorded, and
+//!   conflicting requests wait for the fence. This includes reads of these blocks: otherwise, a
+//!   read could return the old data, and a later one the written data.
+//! - **No two conflicting requests are outstanding.** A request whose effect overlaps with an
+//!   earlier one waits for its completion, regardless of its path. So the order across paths does
+//!   not matter, and a replayed request cannot undo a later one.
 //!
-//! Reads change nothing, so one whose path is lost starts again at once on another. What may not be
-//! carried out twice ends with [`RequestError::ConnectionLost`], as on a single session.
+//! Reads have no effect, so after a path loss they are immediately retried on another path.
+//! Requests that must not be executed twice fail with [`RequestError::ConnectionLost`], as on a
+//! single session.
 //!
-//! # Where no login proves anything
-//! iSCSI's targets are believed, as they are by a session that reconnects, and so is `riserd` on
-//! SRP, which is known by its page of the cache's generation ([`crate::unit`]). In three cases
-//! there is only time, [`Timing::settle`](crate::session::Timing::settle):
-//! - **Another target of SRP.** Linux's `ib_srpt` answers a login before the old session's commands
-//!   have ended. They are taken to be over that long after the end of the session.
-//! - **A portal that has come back in another group.** The old group has not heard of that login.
-//!   The time begins with it, since a target that says nothing at all may say more later.
-//! - **A process that takes the place of one that was killed** ([`Paths::recover`]). The outstanding
-//!   commands of the old process are not known, nor is the target port of its sessions. So
-//!   everything that changes or reads blocks waits. A login at a path's own portal fences it at
-//!   `riserd` only, and time at every other target. The time begins with the process.
+//! # Targets without a proof
+//! We trust the logins of iSCSI targets, like a reconnecting session does, and also of `riserd` on
+//! SRP, which can be identified by its cache generation page ([`crate::unit`]). In three cases we
+//! can only wait for [`Timing::settle`](crate::session::Timing::settle):
+//! - **Other SRP targets.** Linux's `ib_srpt` responds to a login before the commands of the old
+//!   session have completed. We assume that they have completed this long after the end of the
+//!   session.
+//! - **A portal that recovers in another group.** The old group does not know about the login. The
+//!   time starts with the login, since a target that is unresponsive now may still execute commands
+//!   later.
+//! - **A process that replaces a killed process** ([`Paths::recover`]). The outstanding commands of
+//!   the old process are unknown, and so are the target ports of its sessions. So all requests that
+//!   modify or read blocks wait. A login at a path's own portal is a proof for `riserd` only; all
+//!   other targets require the wait. The time starts with the process.
 //!
-//! A write that stays in a backend or in the network for longer can then land late. A path that is
-//! lost in any other way is waited for without end, and writes that conflict, and reads, end when
-//! their time is over.
+//! If a write stays in a backend or in the network for longer than this, it can still reach the
+//! medium late. In all other cases, we wait indefinitely for the lost path, and conflicting writes
+//! and reads fail when they time out.
 //!
 //! # Time2Wait
-//! A target of iSCSI may demand a wait between the end of a session and the next login of the same
-//! initiator port (RFC 7143 clause 13.15), which also delays the login that fences a path.
+//! An iSCSI target may request a wait between the end of a session and the next login of the same
+//! initiator port (RFC 7143 clause 13.15). This also delays the login that fences a path.
 //!
-//! # One unit
-//! Before a path is used, each time it is made, and after a unit attention that can mean another
-//! unit, the unit behind it is identified; all paths must report the same identity, and not an
-//! empty one ([`Found`], [`crate::unit`]). A path whose unit is gone is lost, and its commands go
-//! elsewhere. A portal that leads elsewhere ends the whole while it is being opened; later it is
-//! out of use, and is checked again from time to time.
+//! # Unit identity
+//! The unit is identified each time a path is opened, and after unit attentions that may indicate a
+//! different unit. All paths must report the same, non-empty identity ([`Found`], [`crate::unit`]).
+//! If the unit of a path is missing, the path is lost, and its commands use other paths. If a
+//! portal leads to another unit while the paths are first opened, opening fails. If this happens
+//! later, the path is not used, and is checked periodically.
 //!
-//! # Not here
-//! Persistent reservations: they belong to a path's initiator port, and nothing copies them.
+//! # Not implemented
+//! Persistent reservations: they belong to the initiator port of a path, and are not copied to
+//! other paths.
 
 #![forbid(unsafe_code)]
 
@@ -96,34 +100,34 @@ use crate::request::{
 use crate::session::{Down, Machine, SubmitError};
 use crate::unit::Snapshot;
 
-/// The paths to a logical unit. See the module's documentation.
+/// Paths to a logical unit. See the documentation of the module.
 #[derive(Debug)]
 pub struct Paths {
     config: PathsConfig,
     paths: Vec<Path>,
-    /// Identity of the unit, once a path has reported it.
+    /// Identity of the unit, once reported by a path.
     unit: Option<Snapshot>,
     requests: Slab<PathRequest>,
-    /// Requests that are on no path, in order of submission. Bound: `config.max_requests`.
+    /// Requests without a path, in order of submission. Bound: `config.max_requests`.
     waiting: VecDeque<u32>,
     next_seq: u64,
-    /// The path that the last request took.
+    /// Path of the last started request.
     last: usize,
-    /// State of the whole that was reported last; `None` until every path has been tried once.
+    /// Last reported state; `None` until all paths were tried once.
     is_live: Option<bool>,
-    /// It is being closed, for this reason.
+    /// Reason for closing, if closing.
     ending: Option<Down>,
     is_over: bool,
     outputs: VecDeque<Output>,
-    /// Not after the earliest deadline of anything.
+    /// Not later than the earliest deadline.
     timer: Option<Instant>,
 }
 
 impl Paths {
-    /// Paths that are all being opened.
+    /// Creates paths that are all opening.
     ///
     /// # Panics
-    /// If there is no path, or no room for a request.
+    /// Panics if the number of paths or of requests is 0.
     #[must_use]
     pub fn new(config: PathsConfig) -> Self {
         assert!(config.paths > 0 && config.max_requests > 0);
@@ -147,7 +151,7 @@ impl Paths {
         paths
     }
 
-    /// The next thing to do.
+    /// Returns the next output.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
@@ -157,7 +161,7 @@ impl Paths {
         self.ending.is_some()
     }
 
-    /// State of each path.
+    /// Returns the state of each path.
     pub fn views(&self) -> impl Iterator<Item = PathView> + '_ {
         self.paths.iter().map(Path::view)
     }
@@ -166,7 +170,7 @@ impl Paths {
         self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
     }
 
-    /// Starts what can be started.
+    /// Starts all requests that need not wait.
     fn pump(&mut self) {
         let mut at = 0;
         while at < self.waiting.len() {
@@ -190,8 +194,8 @@ impl Paths {
         }
     }
 
-    /// The path for the next request: the best access, then the shortest queue, then whose turn it
-    /// is.
+    /// Selects the path for the next request: best access, then fewest outstanding commands, then
+    /// round-robin.
     fn choose(&self) -> Option<usize> {
         let count = self.paths.len();
         let in_turn = (1..=count).map(|i| (self.last + i) % count);
@@ -200,8 +204,8 @@ impl Paths {
             .min_by_key(|&i| (self.paths[i].access, self.paths[i].outstanding))
     }
 
-    /// Returns whether something has to end before a request may start: an earlier request with
-    /// which its order matters, or what may still be on its way from a lost path.
+    /// Returns whether a request must wait for an earlier, conflicting request, or for requests of
+    /// a lost path that may still be in flight.
     fn must_wait(&self, index: u32) -> bool {
         let request = &self.requests[index as usize];
         let RequestSpec { lun, effect, .. } = request.spec;
@@ -223,7 +227,7 @@ impl Paths {
         !self.paths[usize::from(path.0)].unfenced
     }
 
-    /// A path's session has ended a request.
+    /// Called when a path's session has completed a request.
     pub fn handle_ended(&mut self, request: RequestId, result: RequestResult, now: Instant) {
         let index = request.0;
         let Some(PathRequest {
@@ -251,8 +255,7 @@ impl Paths {
         self.pump();
     }
 
-    /// Returns whether the unit refused a command because of the path it came by, without
-    /// carrying it out.
+    /// Returns whether the unit rejected a command because of its path, without executing it.
     fn is_refused(&self, index: u32, answer: &Answer) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let refused = matches!(
@@ -269,8 +272,8 @@ impl Paths {
         is_ours && refused && answer.status == CHECK_CONDITION && self.ending.is_none()
     }
 
-    /// Returns whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The
-    /// command was not carried out.
+    /// Returns whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The command
+    /// was not executed.
     fn is_gone(&self, index: u32, answer: &Answer) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let is_missing = matches!(
@@ -284,8 +287,8 @@ impl Paths {
         is_ours && is_missing && answer.status == CHECK_CONDITION && self.ending.is_none()
     }
 
-    /// A request's path was lost, and with it whether the request was carried out, or still is to
-    /// be.
+    /// Called when the path of a request is lost. It is unknown whether the request was executed,
+    /// or still will be.
     fn on_lost(&mut self, index: u32, path: usize, now: Instant) {
         if self.paths[path].stage == Stage::Live {
             self.end_session(path);
@@ -303,7 +306,7 @@ impl Paths {
         }
     }
 
-    /// Puts a request back among those that wait, in the order of submission.
+    /// Returns a request to the queue, in order of submission.
     fn wait_again(&mut self, index: u32) {
         let request = &mut self.requests[index as usize];
         request.assignment = Assignment::Waiting;
@@ -316,7 +319,7 @@ impl Paths {
         self.arm(deadline);
     }
 
-    /// Ends a request without an answer. What it would change may happen until its path is fenced.
+    /// Fails a request without a response. Its effect may still occur until its path is fenced.
     fn give_up(&mut self, index: u32, error: RequestError) {
         let request = &self.requests[index as usize];
         let ghost = (Some(request.spec.lun), request.spec.effect);

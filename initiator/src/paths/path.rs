@@ -1,4 +1,4 @@
-//! Paths: opened, checked, lost, fenced, closed.
+//! Paths: opening, checking, loss, fencing, and closing.
 
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use crate::scsi::Identity;
 use crate::session::{ConnectError, Down, SessionEvent};
 
 impl Paths {
-    /// Makes a path's next session: through another portal where something is to be fenced and that
-    /// can be done there, otherwise through its own.
+    /// Opens the next session of a path: through another portal if the path must be fenced and this
+    /// is possible there, otherwise through its own portal.
     pub(super) fn open(&mut self, index: usize) {
         let path = &self.paths[index];
         let other = match path.own_next {
@@ -30,7 +30,8 @@ impl Paths {
         });
     }
 
-    /// The live path by whose portal a lost one can be fenced, if anything waits for that.
+    /// Returns a live path whose portal can be used to fence a lost path, if any request is waiting
+    /// for this.
     fn fence(&self, index: usize) -> Option<usize> {
         let path = &self.paths[index];
         let behind = Some(PathIndex(index as u8));
@@ -46,7 +47,7 @@ impl Paths {
         (0..self.paths.len()).find(is_fit)
     }
 
-    /// Nothing of a lost session can be carried out any more.
+    /// Called when no request of a lost session can be executed anymore.
     fn on_fenced(&mut self, index: usize) {
         let path = &mut self.paths[index];
         path.unfenced = false;
@@ -54,8 +55,8 @@ impl Paths {
         path.ghosts.clear();
     }
 
-    /// A path has logged in by its own portal, and its unit is the same: the commands of a session
-    /// that was lost are over, or are given time to end.
+    /// Called when a path has logged in through its own portal, and its unit is unchanged: either
+    /// the commands of the lost session have completed, or they are given time to complete.
     fn fence_by_own_portal(&mut self, index: usize, now: Instant) {
         let path = &mut self.paths[index];
         if path.is_proved(path.port, true) {
@@ -68,9 +69,9 @@ impl Paths {
         }
     }
 
-    /// Replaces a process that had the same initiator ports and ended without logging out: any
-    /// command that changes the unit may have been outstanding on each of its paths. Reads wait for
-    /// their ends as well.
+    /// Takes over from a process with the same initiator ports that exited without logging out: on
+    /// each of its paths, any command that modifies the unit may have been outstanding. Reads also
+    /// wait for their completion.
     pub fn recover(&mut self, now: Instant) {
         let at = now + self.config.timing.settle;
         for path in &mut self.paths {
@@ -82,7 +83,7 @@ impl Paths {
         self.arm(at);
     }
 
-    /// A path's session is logged in, with that target port.
+    /// Called when a path's session has logged in, with its target port.
     pub fn handle_live(&mut self, path: PathIndex, port: Option<PortTag>) {
         let index = usize::from(path.0);
         let Stage::Opening { through } = self.paths[index].stage else {
@@ -93,7 +94,7 @@ impl Paths {
             become_state(&mut self.paths[index].stage, Stage::Checking);
             self.outputs.push_back(Output::Check(path));
         } else {
-            // Another group than the lost session's has not heard of that session.
+            // If this is not the group of the lost session, it does not know that session.
             if self.paths[index].is_proved(port, false) {
                 self.on_fenced(index);
             }
@@ -108,7 +109,7 @@ impl Paths {
             .push_back(Output::Close(PathIndex(index as u8)));
     }
 
-    /// The check of the unit on a path has ended.
+    /// Called when the check of the unit on a path has completed.
     pub fn handle_checked(&mut self, path: PathIndex, found: Result<Found, Down>, now: Instant) {
         let index = usize::from(path.0);
         let is_live = match self.paths[index].stage {
@@ -123,10 +124,10 @@ impl Paths {
         });
         match found {
             Ok(found) => {
-                // Only `riserd` offers the page, and it keeps SRP's promise.
+                // Only `riserd` has this page, and it complies with SRP's guarantee.
                 self.paths[index].is_trusted = found.unit.cache.is_some();
                 self.unit.get_or_insert(found.unit);
-                // A path that has been in use since is fenced by no later check.
+                // A later check of a path in use does not fence it.
                 if !is_live {
                     self.fence_by_own_portal(index, now);
                 }
@@ -147,7 +148,7 @@ impl Paths {
                     self.hasten_fences(index, now);
                 }
             }
-            // A unit that is busy with other things is the same as before.
+            // A busy unit is assumed to be unchanged.
             Err(Down::UnitSilent) if is_live => {
                 let at = now + self.config.recheck;
                 self.paths[index].recheck = Some(at);
@@ -166,8 +167,8 @@ impl Paths {
         self.pump();
     }
 
-    /// A path has become live: those that could be fenced by it need not wait for their own
-    /// portals.
+    /// Called when a path is live: other paths that can be fenced through it need not wait for
+    /// their own portals.
     fn hasten_fences(&mut self, live: usize, now: Instant) {
         for index in 0..self.paths.len() {
             if index == live || self.fence(index).is_none() {
@@ -205,8 +206,8 @@ impl Paths {
         self.tell();
     }
 
-    /// The unit does not want to be used on a path any more; perhaps on one that it did not want
-    /// before.
+    /// Called when the unit does not allow access on a path anymore. It may allow access on another
+    /// one now.
     pub(super) fn on_refused(&mut self, index: usize, now: Instant) {
         self.set_access(index, Access::None, now);
         for (other, path) in self.paths.iter_mut().enumerate() {
@@ -217,7 +218,7 @@ impl Paths {
         self.arm(now);
     }
 
-    /// A unit attention on a path says that the unit may be another one.
+    /// Called when a unit attention on a path indicates that the unit may be a different one.
     pub fn handle_attention(&mut self, path: PathIndex) {
         let index = usize::from(path.0);
         if matches!(self.paths[index].stage, Stage::Live | Stage::Checking) {
@@ -226,8 +227,8 @@ impl Paths {
         }
     }
 
-    /// The unit is no longer where a path leads. What else was sent there comes back, and the path
-    /// is made again, and checked.
+    /// Called when a path no longer leads to the unit. All other requests on the path are returned,
+    /// and the path is reopened and checked.
     pub(super) fn on_gone(&mut self, index: usize) {
         if self.paths[index].stage == Stage::Live {
             self.paths[index].why = Some(Down::NoIdentity);
@@ -235,8 +236,8 @@ impl Paths {
         }
     }
 
-    /// A path's session is over, or of no use any longer. Of one that was in use, commands may
-    /// still be carried out at the target.
+    /// Called when the session of a path has closed, or must be closed. If it was in use, its
+    /// commands may still be executed by the target.
     pub(super) fn end_session(&mut self, index: usize) {
         let path = &mut self.paths[index];
         let was_live = path.stage == Stage::Live;
@@ -247,12 +248,12 @@ impl Paths {
             return;
         }
         path.proof = match path.proof {
-            // What was lost with another session is still out.
+            // Commands lost with another session are still in flight.
             before if path.unfenced && before != Proof::At(path.port) => Proof::None,
             _ => Proof::At(path.port),
         };
         path.unfenced = true;
-        // It begins again with the end of this session.
+        // The time restarts at the end of this session.
         path.settled_at = None;
         path.is_ending = true;
         path.losses += 1;
@@ -260,8 +261,8 @@ impl Paths {
         self.tell();
     }
 
-    /// A session that was in use is over. Where no login would show that its commands are, time has
-    /// to.
+    /// Called when a session that was in use has closed. If no login can prove that its commands
+    /// have completed, start the settle time.
     fn plan_settling(&mut self, index: usize, now: Instant) {
         let path = &mut self.paths[index];
         let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(_)));
@@ -274,12 +275,12 @@ impl Paths {
         }
     }
 
-    /// The target of a path's session demands this wait between its end and the next login.
+    /// Sets the wait before the next login, as requested by the target of a path's closed session.
     pub fn set_time2wait(&mut self, path: PathIndex, time2wait: Duration) {
         self.paths[usize::from(path.0)].time2wait = time2wait;
     }
 
-    /// A path's session is over, and so are its requests.
+    /// Called when the session of a path has closed and returned its requests.
     pub fn handle_closed(&mut self, path: PathIndex, why: Down, now: Instant) {
         let index = usize::from(path.0);
         self.end_session(index);
@@ -288,8 +289,8 @@ impl Paths {
             path.why = Some(why);
             path.is_foreign = false;
         }
-        // A target with much to clean up before it answers a login would never be heard
-        // otherwise.
+        // Otherwise, a target that needs a long cleanup before its login response would never be
+        // reached.
         if why == Down::Connect(ConnectError::TimedOut) {
             path.patience = (path.patience * 2).min(self.config.timing.login_max);
         }
@@ -344,7 +345,7 @@ impl Paths {
         }
     }
 
-    /// Reports what has changed.
+    /// Reports changes.
     fn tell(&mut self) {
         self.outputs.push_back(Output::Changed);
         let is_usable = self.paths.iter().any(Path::is_usable);
@@ -381,8 +382,9 @@ impl Paths {
         self.finish();
     }
 
-    /// Ends the whole once every session is over, and so is every request that was handed to one:
-    /// the end of a request that met the end of its session is reported behind that.
+    /// Closes the paths once all sessions have closed, and all requests passed to them have
+    /// completed: a request that was passed to a closed session completes after the session's
+    /// closing.
     pub(super) fn finish(&mut self) {
         let Some(why) = self.ending else {
             return;

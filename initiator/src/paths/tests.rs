@@ -10,7 +10,7 @@ use crate::request::{Cdb, DataLen, Effect, GOOD};
 use crate::scsi::{Identity, Inquiry};
 use crate::session::{ConnectError, SessionEvent, Timing};
 
-/// Blocks that no write of these tests touches.
+/// Blocks not used by any write of these tests.
 const READ: Effect = Effect::Read {
     start: 1000,
     end: 1008,
@@ -54,7 +54,7 @@ fn good() -> RequestResult {
     })
 }
 
-/// A machine, the time, and what it asked for.
+/// A machine, the current time, and its outputs.
 struct Rig {
     paths: Paths,
     now: Instant,
@@ -81,7 +81,7 @@ impl Rig {
         rig
     }
 
-    /// Two live paths to one group.
+    /// Returns two live paths to the same group.
     fn live() -> Self {
         let mut rig = Self::new(2);
         rig.come(A, None);
@@ -91,7 +91,7 @@ impl Rig {
         rig
     }
 
-    /// A path logs in, and leads to the unit.
+    /// A path logs in, and leads to the expected unit.
     fn come(&mut self, path: PathIndex, access: Option<Access>) {
         self.paths.handle_live(path, GROUP);
         self.take();
@@ -99,7 +99,7 @@ impl Rig {
         self.check(path, Ok(found(access)));
     }
 
-    /// As [`Self::come`], at a target with a generation of its cache.
+    /// Same as [`Self::come`], for a target with a cache generation.
     fn come_with_cache(&mut self, path: PathIndex, port: Option<PortTag>) {
         self.paths.handle_live(path, port);
         self.take();
@@ -108,7 +108,7 @@ impl Rig {
         self.check(path, Ok(found));
     }
 
-    /// As [`Self::come`], by SRP, at a target with such a generation of its cache.
+    /// Same as [`Self::come`], for an SRP target with this cache generation.
     fn come_by_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
         let port = PortTag::Port(TargetPortId([7; 16]));
         self.paths.handle_live(path, Some(port));
@@ -165,7 +165,7 @@ impl Rig {
         assert!(self.saw(&Output::Complete(request, good())));
     }
 
-    /// A path's session ends with these requests.
+    /// Closes a path's session with these requests.
     fn lose(&mut self, path: PathIndex, requests: &[RequestId]) {
         let mut seen = Vec::new();
         for request in requests {
@@ -269,7 +269,7 @@ fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
     rig.lose(A, &lost[..1]);
     assert_eq!(rig.started(), []);
     assert!(rig.saw(&open(A, B)), "{:?}", rig.seen);
-    // What does not meet it is not held up.
+    // Requests without a conflict do not wait.
     let elsewhere = rig.submit(write(8, 16));
     assert_eq!(rig.started(), [(elsewhere, B)]);
     let over = rig.submit(write(7, 9));
@@ -283,7 +283,7 @@ fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
     assert_eq!(rig.started(), []);
     rig.answer(elsewhere);
     assert_eq!(rig.started(), [(over, B)]);
-    // The path comes back at its own portal.
+    // The path recovers at its own portal.
     rig.close(A, Down::Closed);
     assert_eq!(rig.states(), [PathState::Lost, PathState::Live]);
     rig.wait(ms(200));
@@ -301,7 +301,7 @@ fn a_lost_read_starts_on_another_path_before_any_login() {
     assert_eq!(rig.started(), [(on_a, A)]);
     rig.lose(A, &[on_a]);
     assert_eq!(rig.started(), [(on_a, B)]);
-    // There is nothing to fence: the next attempt is at the own portal.
+    // Nothing requires a fence: the next attempt uses the path's own portal.
     assert!(!rig.saw(&open(A, B)));
     rig.answer(on_a);
     rig.answer(on_b);
@@ -320,7 +320,7 @@ fn a_login_in_another_group_proves_nothing() {
     assert!(!rig.saw(&open(A, B)));
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)));
-    // Nor does a login whose unit is not known to be the same.
+    // A login is no proof either before the unit was identified.
     rig.paths.handle_live(A, GROUP);
     rig.take();
     assert_eq!(rig.started(), []);
@@ -340,7 +340,7 @@ fn a_fence_in_a_group_that_has_changed_is_none() {
     assert!(rig.saw(&Output::Close(A)));
     assert_eq!(rig.started(), []);
     rig.close(A, Down::Closed);
-    // The own portal is next, then the other's again.
+    // First the path's own portal, then the other one again.
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)));
     rig.close(A, ConnectError::Unreachable.into());
@@ -439,7 +439,7 @@ fn with_no_path_left_requests_wait_and_a_path_that_is_back_fences_the_other() {
     assert_eq!(rig.started(), []);
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)) && rig.saw(&open(B, B)));
-    // B answers; A is silent, and its attempt is cut short.
+    // B responds; A is silent, and its attempt is aborted.
     rig.paths.handle_live(B, GROUP);
     rig.take();
     rig.check(B, Ok(found(None)));
@@ -551,7 +551,7 @@ fn the_unit_says_which_paths_it_wants() {
     assert_eq!(rig.states(), [standby, PathState::Live, PathState::Live]);
     let requests: Vec<_> = (0..3).map(|_| rig.submit(Effect::None)).collect();
     assert_eq!(rig.paths.paths[2].outstanding, 3);
-    // It changes its mind, and says so by refusing.
+    // The unit changes its preference, and reports this with an error.
     let mut sense = [0; 18];
     (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 0x02, 10, 0x04, 0x0b);
     let refusal = Answer {
@@ -590,7 +590,7 @@ fn closing_ends_sessions_first_and_every_request_once() {
     assert_eq!(rig.paths.next_deadline(), None);
 }
 
-/// The session has ended, of which the machine has not heard, when a request is handed to it.
+/// A request is passed to a closed session before the machine was notified.
 #[test]
 fn a_request_that_meets_the_end_of_its_session_ends_before_the_whole() {
     let mut rig = Rig::new(1);
@@ -607,8 +607,8 @@ fn a_request_that_meets_the_end_of_its_session_ends_before_the_whole() {
     assert_eq!(rig.seen, [Output::Complete(request, closed()), over]);
 }
 
-/// A target with a disk of one-block writes, sessions that are cut at random, and copies of
-/// commands that land as late as the target lets them: until their session's place is taken.
+/// Simulates a target with a disk and single-block writes, randomly broken sessions, and copies of
+/// commands that reach the disk as late as the target allows: until their session is replaced.
 #[test]
 fn whatever_is_lost_the_disk_ends_with_what_was_acknowledged_last() {
     for seed in 1..400u64 {
@@ -616,7 +616,7 @@ fn whatever_is_lost_the_disk_ends_with_what_was_acknowledged_last() {
     }
 }
 
-/// A write that a target has, of a session: request, block, value.
+/// A write of a session at the target: request, block, value.
 type Held = (RequestId, u64, u64);
 
 fn simulate(seed: u64) {
@@ -628,7 +628,7 @@ fn simulate(seed: u64) {
         state % n
     };
     let mut rig = Rig::live();
-    // What each path's initiator port has at the target, in a session or left behind by one.
+    // Writes of each path's initiator port at the target, in a current or an old session.
     let mut held: [Vec<Held>; 2] = Default::default();
     let mut is_up = [true; 2];
     let mut opening: [Option<PathIndex>; 2] = [None; 2];
@@ -672,7 +672,7 @@ fn simulate(seed: u64) {
         match random(8) {
             0..=2 if step < 200 && writes.len() < 8 => {
                 let block = random(3);
-                // What a block holds is only known if no other request writes it meanwhile.
+                // The content of a block is only known if no other request is writing to it.
                 if writes.values().all(|(b, _)| *b != block) {
                     value += 1;
                     let next = rig.paths.requests.vacant_key() as u32;
@@ -687,7 +687,7 @@ fn simulate(seed: u64) {
                 if is_up[at] && random(4) > 0 {
                     rig.end(request, good());
                 } else if is_up[at] {
-                    // The answer is lost, with the connection.
+                    // The response is lost with the connection.
                     held[at].push((request, block, value));
                 }
             }
@@ -699,7 +699,8 @@ fn simulate(seed: u64) {
             _ => match opening[at] {
                 Some(through) if random(3) > 0 || step >= 250 => {
                     opening[at] = None;
-                    // The target ends what the port had before it answers.
+                    // The target terminates previous commands of the initiator port before its
+                    // response.
                     held[at].clear();
                     if usize::from(through.0) == at || is_up[usize::from(through.0)] {
                         rig.paths.handle_live(path, GROUP);
@@ -715,7 +716,7 @@ fn simulate(seed: u64) {
                 _ => rig.wait(ms(50)),
             },
         }
-        // What was acknowledged is there, unless it is being written.
+        // Acknowledged data must be present, unless the block is being written.
         for (block, value) in &acked {
             if writes.values().all(|(b, _)| b != block) {
                 assert_eq!(disk.get(block), Some(value), "seed {seed}, step {step}");
@@ -744,7 +745,7 @@ fn a_path_whose_unit_is_gone_is_lost_and_its_commands_go_elsewhere() {
     assert_eq!(rig.started(), [(id, other)]);
 }
 
-/// Two live paths of SRP, whose portals report the same identifier of the target port.
+/// Returns two live SRP paths whose portals report the same target port identifier.
 fn srp(cache: Option<[u8; 16]>) -> Rig {
     let mut rig = Rig::new(2);
     for path in [A, B] {
@@ -772,7 +773,7 @@ fn a_login_fences_at_once_where_srp_targets_are_known_to_end_old_commands() {
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
     rig.lose(A, &[lost]);
-    // Without the login there is no proof, however long it takes.
+    // Without the login there is no proof, regardless of the time.
     rig.wait(ms(40_000));
     assert_eq!(rig.started(), []);
     rig.come_by_srp(A, Some([1; 16]));
@@ -797,7 +798,7 @@ fn commands_at_an_srp_target_that_proves_nothing_are_given_time_to_end() {
     rig.answer(gone);
 }
 
-/// The time of an earlier loss is over while the session is being closed.
+/// The settle time of an earlier loss expires while the session is being closed.
 #[test]
 fn earlier_loss_fences_no_later_session() {
     let mut rig = srp(None);
@@ -837,7 +838,7 @@ fn a_portal_that_comes_back_in_another_group_fences_after_a_while() {
         [],
         "the old group knows nothing of this login"
     );
-    // That does not follow from a later check either.
+    // A later check is no proof either.
     rig.check(A, Ok(found(None)));
     assert_eq!(rig.started(), []);
     rig.wait(ms(14_900));
@@ -874,7 +875,7 @@ fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
     rig.close(B, ConnectError::Unreachable.into());
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
     let write = rig.submit(write(0, 8));
-    // It would bring what a block held before a write of the dead process lands.
+    // A read could return the old data of a block before a write of the killed process reaches it.
     let read = rig.submit(Effect::Read { start: 16, end: 24 });
     let inquiry = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(inquiry, A)]);
@@ -886,7 +887,7 @@ fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
     assert_eq!(started.collect::<Vec<_>>(), [write, read]);
 }
 
-/// A portal may have moved to another group since, at any target but `riserd`.
+/// With targets other than `riserd`, a portal may have moved to another group in the meantime.
 #[test]
 fn takeover_trusts_no_unknown_group() {
     let mut rig = Rig::new(2);

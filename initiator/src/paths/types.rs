@@ -19,20 +19,20 @@ use crate::unit::Snapshot;
 pub struct PathsConfig {
     /// Number of paths to the unit.
     pub paths: u8,
-    /// Requests taken and not yet completed at most.
+    /// Maximum number of accepted, incomplete requests.
     pub max_requests: usize,
-    /// Times: of logins and of the waits between them.
+    /// Timeouts of logins, and waits between them.
     pub timing: Timing,
-    /// Interval at which a unit that offers asymmetric access is asked about it.
+    /// Interval for checking the access states of a unit with asymmetric access.
     pub recheck: Duration,
 }
 
-/// A path's place among all.
+/// Index of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PathIndex(pub u8);
 
-/// Target port of a session. Two sessions of one initiator port with the same are never there at
-/// once: the later takes the place of the earlier.
+/// Target port of a session. There is at most one session per initiator port and target port: a new
+/// one replaces the old one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortTag {
     /// A portal group of the target, for iSCSI.
@@ -41,12 +41,12 @@ pub enum PortTag {
     Port(TargetPortId),
 }
 
-/// Report of a unit on a path.
+/// Report for a unit on a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// Identity of the unit.
     pub unit: Snapshot,
-    /// Access to it there; `None` where the unit makes no difference among paths.
+    /// Access on this path; `None` if the unit treats all paths equally.
     pub access: Option<Access>,
 }
 
@@ -54,13 +54,13 @@ pub struct Found {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PathState {
-    /// It has not been usable yet.
+    /// It was not usable yet.
     Connecting,
     /// In use for requests.
     Live,
-    /// It works, but the unit wants to be used by another.
+    /// It works, but the unit prefers another path.
     Standby,
-    /// It cannot be used; it is tried again and again.
+    /// It is not usable; connecting is retried.
     Lost,
     /// It leads to another logical unit.
     OtherUnit,
@@ -71,58 +71,58 @@ pub enum PathState {
 pub struct PathView {
     /// State of the path.
     pub state: PathState,
-    /// Losses after it had been live.
+    /// Number of losses while live.
     pub losses: u64,
-    /// Reason for not being live, now or the last time.
+    /// Reason for not being live, now or most recently.
     pub why: Option<Down>,
 }
 
-/// A request to the owner.
+/// An instruction for the owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Make a session of the path's own initiator port, at the portal of the path `through`, in the
-    /// given time; then [`Paths::handle_live`] or [`Paths::handle_closed`].
+    /// Open a session of the path's own initiator port, at the portal of the path `through`, with
+    /// this timeout; then call [`Paths::handle_live`] or [`Paths::handle_closed`].
     Open {
-        /// Path whose initiator port logs in.
+        /// Path with the initiator port to use.
         path: PathIndex,
-        /// Path whose portal is logged in to.
+        /// Path with the portal to log in to.
         through: PathIndex,
-        /// Longest duration of the login.
+        /// Timeout of the login.
         patience: Duration,
     },
-    /// Identify the unit and its access state on the path, then [`Paths::handle_checked`].
+    /// Identify the unit and its access state on the path, then call [`Paths::handle_checked`].
     Check(PathIndex),
-    /// Close the path's session; [`Paths::handle_closed`] reports the end.
+    /// Close the path's session, then call [`Paths::handle_closed`].
     Close(PathIndex),
-    /// Hand the request to the path's session, then [`Paths::handle_ended`].
+    /// Submit the request on the path's session, then call [`Paths::handle_ended`].
     Start {
         /// The request to submit.
         request: RequestId,
-        /// Path by which it goes.
+        /// Path for the request.
         path: PathIndex,
     },
-    /// The request is over.
+    /// The request is complete.
     Complete(RequestId, RequestResult),
-    /// Another [`Paths::views`] than before.
+    /// [`Paths::views`] has changed.
     Changed,
-    /// Something that the user of the paths may want to know.
+    /// An event for the user of the paths.
     Event(SessionEvent),
 }
 
-/// A path's state; see the diagram of the module.
+/// State of a path; see the diagram in the documentation of the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// No session, until the given time.
+    /// No session until this time.
     Idle { until: Instant },
-    /// A session is being made through the portal of that path.
+    /// Opening a session through the portal of this path.
     Opening { through: usize },
     /// Logged in; the unit is being identified.
     Checking,
-    /// The unit is the right one.
+    /// The unit is the expected one.
     Live,
-    /// The session is over or being closed; its end is awaited.
+    /// The session has failed or is being closed; waiting until it has closed.
     Closing,
-    /// Closed with all the others.
+    /// Closed together with all other paths.
     Over,
 }
 
@@ -140,12 +140,13 @@ impl State for Stage {
     }
 }
 
-/// Login that shows that the commands of a lost session are over.
+/// Login that proves that the commands of a lost session have completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Proof {
-    /// One at that target port, which the session was with.
+    /// A login to this target port, the port of the lost session.
     At(Option<PortTag>),
-    /// One by the own portal: which target port the session was with is not known.
+    /// A login through the path's own portal, because the target port of the lost session is
+    /// unknown.
     Own,
     /// None: sessions with several target ports were lost.
     None,
@@ -154,36 +155,38 @@ pub(super) enum Proof {
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) stage: Stage,
-    /// Target port of the last session through the own portal.
+    /// Target port of the last session through the path's own portal.
     pub(super) port: Option<PortTag>,
     pub(super) access: Access,
-    /// Requests handed to the session.
+    /// Number of requests passed to the session.
     pub(super) outstanding: u32,
-    /// Commands of a lost session may still be carried out.
+    /// Commands of a lost session may still be executed.
     pub(super) unfenced: bool,
-    /// Login that shows that they are over, while [`Self::unfenced`].
+    /// Login that proves that they have completed, while [`Self::unfenced`].
     pub(super) proof: Proof,
-    /// Time at which they are taken to be over without a proof; `None` where one is waited for.
+    /// Time at which they are assumed to have completed without a proof; `None` if a proof is
+    /// required.
     pub(super) settled_at: Option<Instant>,
-    /// Its session was in use, and its end is awaited.
+    /// Its session was in use and is being closed.
     pub(super) is_ending: bool,
-    /// The target ends a session's commands before it answers the login that takes its place.
+    /// The target terminates a session's commands before it responds to the login that replaces the
+    /// session.
     pub(super) is_trusted: bool,
-    /// Effects of those of them that are no requests any more, on a unit or on all of them. Bound:
-    /// the requests that were outstanding when the path was lost, and one of a dead process.
+    /// Effects of abandoned requests, on one unit or on all units. Bound: the number of outstanding
+    /// requests when the path was lost, and one for a killed process.
     pub(super) ghosts: Vec<(Option<WireLun>, Effect)>,
     pub(super) backoff: Duration,
-    /// Wait that the target of the last session demands before the next login.
+    /// Wait before the next login, as requested by the target of the last session.
     pub(super) time2wait: Duration,
-    /// No login before that time.
+    /// Earliest time of the next login.
     pub(super) login_at: Option<Instant>,
-    /// Longest duration of the next login.
+    /// Timeout of the next login.
     pub(super) patience: Duration,
-    /// The next attempt goes to the own portal, even if there is something to fence.
+    /// The next attempt uses the path's own portal, even if a fence is required.
     pub(super) own_next: bool,
-    /// It has been live, or an attempt has failed.
+    /// It was live, or an attempt has failed.
     pub(super) is_decided: bool,
-    /// Time at which the unit is asked about its access again.
+    /// Time for checking the unit's access state.
     pub(super) recheck: Option<Instant>,
     pub(super) is_foreign: bool,
     pub(super) was_live: bool,
@@ -218,9 +221,10 @@ impl Path {
         }
     }
 
-    /// Returns whether a login at that target port, by the own portal or another one, shows that
-    /// nothing of the lost session can be carried out any more. A session of SRP may belong to
-    /// one port of the target's device, so that only its own portal leads to it.
+    /// Returns whether a login to this target port, through the path's own portal or another one,
+    /// proves that no request of the lost session can be executed anymore. An SRP session may
+    /// belong to a single port of the target's device, which is only reachable through its own
+    /// portal.
     pub(super) fn is_proved(&self, port: Option<PortTag>, is_own: bool) -> bool {
         let is_kept = match port {
             Some(PortTag::Group(_)) => true,
@@ -229,7 +233,7 @@ impl Path {
         is_kept
             && match self.proof {
                 Proof::At(lost) => lost == port,
-                // The group of the dead process's session may have been another one.
+                // The killed process's session may have used another group.
                 Proof::Own => is_own && self.is_trusted,
                 Proof::None => false,
             }
@@ -258,18 +262,18 @@ impl Path {
 /// Assignment of a request to a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Assignment {
-    /// With no path, in the queue.
+    /// In the queue, without a path.
     Waiting,
-    /// With the session of that path.
+    /// Submitted on the session of this path.
     On(PathIndex),
 }
 
-/// A request for the unit, whichever path it takes.
+/// A request for the unit, on any path.
 #[derive(Debug)]
 pub(super) struct PathRequest {
     pub(super) spec: RequestSpec,
     pub(super) seq: u64,
     pub(super) assignment: Assignment,
-    /// It was lost with that path, which must be fenced before it may start again.
+    /// It was lost with this path, which must be fenced before a retry.
     pub(super) behind: Option<PathIndex>,
 }

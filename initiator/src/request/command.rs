@@ -1,6 +1,6 @@
-//! A command's descriptor block, and the direction and length of its data.
+//! Command descriptor block of a command, and the direction and length of its data.
 
-/// Length of a command descriptor block, in bytes, that [`Cdb`] holds at most.
+/// Maximum length of a command descriptor block in bytes.
 pub const MAX_CDB: usize = 32;
 
 /// A command descriptor block of up to [`MAX_CDB`] bytes.
@@ -11,7 +11,7 @@ pub struct Cdb {
 }
 
 impl Cdb {
-    /// A copy of `bytes`, or `None` for none or too many.
+    /// Copies `bytes`; returns `None` if it is empty or too long.
     #[must_use]
     pub fn new(bytes: &[u8]) -> Option<Self> {
         let mut cdb = Self {
@@ -22,24 +22,24 @@ impl Cdb {
         Some(cdb)
     }
 
-    /// Bytes of the CDB, as they are sent.
+    /// Returns the bytes of the CDB as sent.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// Operation code, in byte 0.
+    /// Returns the operation code in byte 0.
     #[must_use]
     pub fn opcode(&self) -> u8 {
         self.bytes[0]
     }
 
-    /// The sixteen bytes that SRP_CMD always carries.
+    /// Returns the 16 bytes that are always part of SRP_CMD.
     pub(crate) fn fixed(&self) -> [u8; 16] {
         self.bytes[..16].try_into().expect("sixteen of thirty-two")
     }
 
-    /// The rest, in whole words.
+    /// Returns the remaining bytes, padded to words.
     pub(crate) fn additional(&self) -> &[u8] {
         let len = usize::from(self.len).max(16).next_multiple_of(4);
         &self.bytes[16..len]
@@ -52,7 +52,7 @@ impl std::fmt::Debug for Cdb {
     }
 }
 
-/// Direction of a command's data, and their length in bytes.
+/// Direction of a command's data, and its length in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DataLen {
     /// The command has no data.

@@ -1,6 +1,6 @@
-//! Work of a session of any protocol: requests, their ends, and which of them may be done twice.
+//! Requests of a session for any protocol, their results, and rules for retries.
 //!
-//! `table` holds a session's requests, and decides what becomes of one whose attempt is over.
+//! `table` contains a session's requests, and decides about retries when an attempt has ended.
 
 #![forbid(unsafe_code)]
 
@@ -27,34 +27,34 @@ pub const TASK_SET_FULL: u8 = 0x28;
 /// SCSI status TASK ABORTED.
 pub const TASK_ABORTED: u8 = 0x40;
 
-/// Effect of a command, which decides whether it may be carried out twice.
+/// Effect of a command, which determines whether it may be executed twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It changes nothing: inquiries, status.
+    /// No effect: inquiries, status.
     None,
-    /// It changes nothing, and brings what blocks of the logical unit hold.
+    /// No effect, but reads blocks of the logical unit.
     Read {
         /// First logical block address.
         start: u64,
-        /// Block after the last.
+        /// Last block plus one.
         end: u64,
     },
-    /// Blocks of the logical unit, to a state that does not depend on what they held: writes,
-    /// unmaps. Doing it twice leaves what doing it once leaves.
+    /// Sets blocks of the logical unit to a state that does not depend on their content: writes,
+    /// unmaps. Executing it twice has the same result as once.
     Blocks {
         /// First logical block address.
         start: u64,
-        /// Block after the last.
+        /// Last block plus one.
         end: u64,
     },
-    /// The whole medium, whose blocks stay what they are: cache flushes.
+    /// Affects the whole medium, but no block contents: cache flushes.
     Medium,
-    /// Something else, which doing twice may spoil.
+    /// Any other effect, which may be wrong if executed twice.
     Other,
 }
 
 impl Effect {
-    /// Returns whether the command may be sent again when it is not known if it was carried out.
+    /// Returns whether the command may be sent again if it is unknown whether it was executed.
     #[must_use]
     pub fn is_replayable(self) -> bool {
         self != Self::Other
@@ -66,7 +66,7 @@ impl Effect {
         !matches!(self, Self::None | Self::Read { .. })
     }
 
-    /// Returns whether what another command brings may depend on this one.
+    /// Returns whether the data returned by another command may depend on this one.
     #[must_use]
     pub fn is_seen_by(self, other: Self) -> bool {
         match (self, other) {
@@ -89,23 +89,23 @@ impl Effect {
     }
 }
 
-/// Repetition of a command by the session itself, when the target is busy or not ready.
+/// Retries by the session if the target is busy or not ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retry {
-    /// After BUSY, TASK SET FULL, a unit attention and the like: conditions under which the command
-    /// was not carried out.
+    /// Retry after BUSY, TASK SET FULL, unit attentions etc.: conditions under which the command
+    /// was not executed.
     Standard,
-    /// Never: the caller sees every status.
+    /// Never retry: the caller receives all statuses.
     Never,
-    /// As [`Self::Standard`]. It asks which unit there is, so it goes ahead of the requests that
-    /// wait for that to be known.
+    /// Same as [`Self::Standard`]. The command identifies the unit, so it precedes requests that
+    /// wait for this.
     Probe,
 }
 
-/// A request for a session.
+/// A request to a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestSpec {
-    /// Logical unit, as on the wire.
+    /// Logical unit, in wire format.
     pub lun: WireLun,
     /// Task attribute of the command.
     pub attr: TaskAttr,
@@ -113,110 +113,110 @@ pub struct RequestSpec {
     pub cdb: Cdb,
     /// Data direction and length.
     pub len: DataLen,
-    /// Time at which it ends at the latest.
+    /// Latest time of its completion.
     pub deadline: Instant,
-    /// Repetition on the target's wish.
+    /// Retries for statuses that request them.
     pub retry: Retry,
-    /// Change that it makes to the unit.
+    /// Effect of the command on the unit.
     pub effect: Effect,
 }
 
-/// A target's answer to a command.
+/// Response of the target to a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     /// SCSI status of the command.
     pub status: u8,
-    /// Sense data, if any came.
+    /// Sense data, if received.
     pub sense: Option<Box<[u8]>>,
-    /// Bytes of the buffer that the command used.
+    /// Number of bytes of the buffer that were used.
     pub transferred: u32,
-    /// Bytes more that it would have used.
+    /// Number of bytes that did not fit into the buffer.
     pub overflow: u32,
 }
 
 impl Answer {
-    /// The meaning of the sense data, where there is any.
+    /// Parses the sense data, if there is any.
     #[must_use]
     pub fn sense(&self) -> Option<Sense> {
         self.sense.as_deref().and_then(Sense::parse)
     }
 
     /// Returns whether the command was executed successfully: GOOD, or CHECK CONDITION that only
-    /// reports how the target recovered from an error.
+    /// reports a recovered error.
     #[must_use]
     pub fn is_success(&self) -> bool {
         self.status == GOOD || self.check().is_some_and(|sense| sense.is_success())
     }
 
-    /// Sense data of a CHECK CONDITION.
+    /// Returns the sense data of a CHECK CONDITION.
     fn check(&self) -> Option<Sense> {
         (self.status == CHECK_CONDITION).then(|| self.sense())?
     }
 }
 
-/// Reason for a request to have no answer.
+/// Reason why a request has no response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It did not end in time. It may have been carried out if it was sent. The target carries it
-    /// out no longer, unless the connection is down: then none of what is sent later overtakes it,
-    /// with several paths none that reads or changes the same blocks.
+    /// It timed out. If it was sent, it may have been executed. The target will not execute it
+    /// later, unless the connection is down. In that case, no later request overtakes it; with
+    /// several paths, no later request that reads or changes the same blocks.
     #[error("timed out")]
     TimedOut,
-    /// It was not sent before its time was up: a [`Retry::Probe`] behind other commands.
+    /// It timed out before it was sent: a [`Retry::Probe`] waiting behind other commands.
     #[error("timed out before it was sent")]
     NotSent,
-    /// The connection broke, and the command is not one that may be sent twice.
+    /// The connection broke, and the command must not be sent twice.
     #[error("connection lost while a command that cannot be repeated was outstanding")]
     ConnectionLost,
-    /// The target found the request itself at fault.
+    /// The target reported an error in the request itself.
     #[error("target refused the request (response code {0:?})")]
     Refused(RspCode),
     /// The target rejected the PDU that carried the request.
     #[error("target rejected the request ({0:?})")]
     Rejected(RejectReason),
-    /// The target could not carry the request out; the value is iSCSI's response code.
+    /// The target failed to execute the request; the value is the iSCSI response code.
     #[error("target failed (response {0:#04x})")]
     TargetFailure(u8),
-    /// A flush was carried out, but the target may have lost data before that which it had
-    /// acknowledged. Reported once; see [`crate::unit`].
+    /// A flush was executed, but the target may have lost previously acknowledged data. Reported
+    /// once; see [`crate::unit`].
     #[error("the target may have lost acknowledged writes that were not on the medium yet")]
     CacheLost,
-    /// The session is closed, or was meanwhile.
+    /// The session is closed, or was closed in the meantime.
     #[error("session is closed")]
     Closed,
-    /// The request could not be started; the message says why.
+    /// The request could not be started; contains the reason.
     #[error("{0}")]
     NotStarted(&'static str),
 }
 
-/// End of a request.
+/// Result of a request.
 pub type RequestResult = Result<Answer, RequestError>;
 
-/// Names a request of a session until it is completed.
+/// Identifies a request of a session until its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u32);
 
-/// Next step after an answer.
+/// Next step after a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Report it to the issuer.
+    /// Return it to the issuer.
     Report,
-    /// Send it again at once.
+    /// Send the request again immediately.
     Again,
-    /// Send it again after a while.
+    /// Send the request again after a delay.
     Later,
-    /// The target asks to wait: send it again after a while, as long as there is time.
+    /// The target requests a wait: send the request again after a delay, until it times out.
     Wait,
 }
 
-/// The unit attention condition that an answer reports (SAM-5 clause 5.14), if it does.
+/// Returns the unit attention condition reported by a response (SAM-5 clause 5.14), if any.
 pub(crate) fn attention_of(answer: &Answer) -> Option<AdditionalSense> {
     let sense = answer.check()?;
     (sense.key == SenseKey::UnitAttention).then_some(sense.additional)
 }
 
-/// Returns whether an answer reports that the target does not present the logical unit: LOGICAL UNIT
-/// NOT SUPPORTED. The command was not executed.
+/// Returns whether the target does not present the logical unit: LOGICAL UNIT NOT SUPPORTED. The
+/// command was not executed.
 pub(crate) fn is_unit_missing(answer: &Answer) -> bool {
     let code = AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED.code;
     let is_missing = |sense: Sense| {
@@ -225,19 +225,19 @@ pub(crate) fn is_unit_missing(answer: &Answer) -> bool {
     answer.check().is_some_and(is_missing)
 }
 
-/// Returns whether an answer reports a deferred error, instead of executing the command.
+/// Returns whether a response reports a deferred error instead of executing the command.
 pub(crate) fn is_deferred(answer: &Answer) -> bool {
     answer.check().is_some_and(|sense| sense.is_deferred)
 }
 
-/// Returns whether a logical unit that is not ready (04h) becomes ready by itself. The qualifiers
-/// are those for which Linux repeats a command after a delay.
+/// Returns whether a logical unit that is not ready (04h) will become ready without intervention.
+/// The qualifiers are the same for which Linux retries a command after a delay.
 fn is_transient(qualifier: u8) -> bool {
     /// IN PROCESS OF BECOMING READY.
     const BECOMING_READY: u8 = 0x01;
     /// FORMAT, REBUILD, RECALCULATION, OPERATION, LONG WRITE, SELF-TEST IN PROGRESS.
     const IN_PROGRESS: std::ops::RangeInclusive<u8> = 0x04..=0x09;
-    /// NOTIFY (ENABLE SPINUP) REQUIRED: the disk waits for its turn to spin up.
+    /// NOTIFY (ENABLE SPINUP) REQUIRED: the disk waits until it may spin up.
     const SPINUP: u8 = 0x11;
     /// SPACE ALLOCATION IN PROGRESS: a thin disk is mapping blocks (SBC-3 4.7.3.7).
     const SPACE_ALLOCATION: u8 = 0x14;
@@ -251,9 +251,9 @@ fn is_transient(qualifier: u8) -> bool {
         || DEPOPULATION.contains(&qualifier)
 }
 
-/// Returns whether the unit may be another one after a unit attention, or of another size: a
-/// reset of any kind (29h), CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS
-/// DATA HAS CHANGED (SPC-4 annex F); or whether it may have a volatile cache from now on: MODE
+/// Returns whether a unit attention may indicate a different unit or another capacity: a reset of
+/// any kind (29h), CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS
+/// CHANGED (SPC-4 annex F). Also returns true if a volatile cache may have been enabled: MODE
 /// PARAMETERS CHANGED.
 pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
     matches!(
@@ -262,14 +262,15 @@ pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
     )
 }
 
-/// Returns whether commands of ours may have ended without an answer before a unit attention: a
-/// reset (29h), COMMANDS CLEARED BY ANOTHER INITIATOR and its kin (2Fh; SAM-5 clause 5.6).
+/// Returns whether a unit attention may indicate that our commands were terminated without a
+/// response: a reset (29h), or COMMANDS CLEARED BY ANOTHER INITIATOR and similar codes (2Fh; SAM-5
+/// clause 5.6).
 pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
     matches!(attention.code, 0x29 | 0x2f)
 }
 
-/// Decides whether an answer asks for a repetition. In every case named here but TASK ABORTED,
-/// after which a command may have been carried out, the target did not carry the command out.
+/// Decides whether to retry after a response. Except for TASK ABORTED, after which a command may
+/// have been executed, the target did not execute the command in any case that is retried here.
 pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
     match answer.status {
         BUSY | TASK_SET_FULL => Verdict::Wait,
@@ -296,7 +297,7 @@ pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
                     },
                 ..
             }) if is_transient(qualifier) => Verdict::Wait,
-            // ASYMMETRIC ACCESS STATE TRANSITION: another path may be ready sooner.
+            // ASYMMETRIC ACCESS STATE TRANSITION: another path may be ready earlier.
             Some(Sense {
                 key: SenseKey::NotReady,
                 additional:

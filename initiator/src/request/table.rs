@@ -1,7 +1,7 @@
-//! A session's requests: taken, queued, started, ended, repeated.
+//! Requests of a session: accepted, queued, started, completed, retried.
 //!
-//! [`Requests`] decides; the session around it knows channels and reports to its owner. `T` is
-//! what names a started request to the target: a tag.
+//! [`Requests`] only makes decisions; its session handles channels and reports to its owner. `T`
+//! identifies a started request at the target: a tag.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -17,24 +17,24 @@ use super::{
     TASK_ABORTED, Verdict, plan_verdict,
 };
 
-/// Repetitions of a request that the target fails to carry out without a SCSI reason, as on Linux
+/// Maximum number of retries for a request that fails without a SCSI reason, as on Linux
 /// (`SD_MAX_RETRIES`).
 const RETRIES: u8 = 5;
 
-/// End of one attempt at a request.
+/// Result of a single attempt at a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AttemptEnd {
     Answered(Answer),
-    /// The target refused the request as such.
+    /// The target rejected the request itself.
     Refused(RequestError),
-    /// The target could not carry the request out, for a reason that is not the request's.
+    /// The target failed to execute the request, for a reason unrelated to the request.
     Failed(RequestError),
-    /// Task management ended it.
+    /// Aborted by task management.
     Aborted,
     Lost,
 }
 
-/// State of a request. It may be completed in every state.
+/// State of a request. It may complete in any state.
 ///
 /// ```text
 ///            ┌────────────── Backoff ←──────────┐
@@ -47,21 +47,20 @@ pub(crate) enum AttemptEnd {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RequestState<T> {
-    /// Waits for a channel with room.
+    /// Waiting for a channel with room.
     Queued,
-    /// Sent; the answer is awaited until the given time.
+    /// Sent, and waiting for the response until this time.
     Started { channel: u8, tag: T, until: Instant },
-    /// Took too long; task management is to end it.
+    /// Timed out; task management must abort it.
     Aborting { channel: u8, tag: T },
-    /// The attempt is over; its memory is being taken back from the target, for which the
-    /// connection has until the given time.
+    /// The attempt has ended. Its memory must be retired by the connection until this time.
     Retiring {
         channel: u8,
         tag: Option<T>,
         end: AttemptEnd,
         until: Instant,
     },
-    /// Waits before it is queued again.
+    /// Waiting before it is queued again.
     Backoff { until: Instant },
 }
 
@@ -81,22 +80,22 @@ impl<T: Debug> State for RequestState<T> {
 #[derive(Clone, Debug)]
 pub(crate) struct Request<T> {
     pub(crate) spec: RequestSpec,
-    /// Order of submission; also distinguishes a request from a later one in the same place.
+    /// Order of submission; also distinguishes a request from a later one with the same index.
     pub(crate) seq: u64,
-    /// Attempts that have begun, without those to which the target said to wait.
+    /// Number of attempts started, except attempts for which the target requested a wait.
     pub(crate) attempts: u8,
-    /// Waits so far.
+    /// Number of waits.
     waits: u8,
-    /// Place of the last attempt in the order in which the session began attempts.
+    /// Number of the last attempt in the order of all attempts of the session.
     started: u64,
-    /// An attempt was lost with its connection, or ended by task management.
+    /// An attempt was lost with its connection or aborted by task management.
     pub(crate) replayed: bool,
     pub(crate) state: RequestState<T>,
 }
 
 impl<T: Copy> Request<T> {
-    /// Returns whether a successful READ returned too few blocks. Parameter data may be
-    /// shorter than their allocation length.
+    /// Returns whether a successful READ returned too few blocks. Parameter data may be shorter
+    /// than its allocation length.
     fn is_short(&self, answer: &Answer) -> bool {
         match (self.spec.effect, self.spec.len) {
             (Effect::Read { .. }, DataLen::In(len)) => {
@@ -108,7 +107,7 @@ impl<T: Copy> Request<T> {
         }
     }
 
-    /// Names the present attempt, where `index` is the request's.
+    /// Identifies the current attempt; `index` is the request's index.
     pub(crate) fn late(&self, index: u32) -> Late {
         Late {
             seq: self.seq,
@@ -117,7 +116,7 @@ impl<T: Copy> Request<T> {
         }
     }
 
-    /// Channel and tag while the target has the request.
+    /// Returns the channel and tag while the target has the request.
     pub(crate) fn place(&self) -> Option<(u8, T)> {
         match self.state {
             RequestState::Started { channel, tag, .. }
@@ -127,63 +126,62 @@ impl<T: Copy> Request<T> {
     }
 }
 
-/// Outcome for a request whose attempt is over.
+/// Result for a request whose attempt has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Settled {
-    /// It is over; it is to be completed with this.
+    /// It must be completed with this result.
     Over(RequestResult),
-    /// It waits in the queue again.
+    /// It was queued again.
     Queued,
-    /// It waits until then.
+    /// It waits until this time.
     Later(Instant),
 }
 
-/// Bounds of a session's requests.
+/// Limits for a session's requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Limits {
-    /// Requests taken and not completed.
+    /// Maximum number of accepted, incomplete requests.
     pub(crate) requests: usize,
-    /// Attempts at one request.
+    /// Maximum number of attempts per request.
     pub(crate) attempts: u8,
-    /// Longest wait for an attempt's answer, and then for its memory.
+    /// Timeout for the response to an attempt, and then for retiring its memory.
     pub(crate) attempt: Duration,
-    /// Longest wait for the end of an abort after the request's deadline.
+    /// Timeout for an abort after the request's deadline.
     pub(crate) abort: Duration,
-    /// Wait before a command is repeated that the target was too busy for; doubles with every
-    /// attempt.
+    /// Delay before a retry if the target is busy; doubles with each attempt.
     pub(crate) busy: Duration,
 }
 
-/// An attempt that is late, to be treated in the order of submission.
+/// A timed-out attempt. Attempts are handled in order of submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Late {
     pub(crate) seq: u64,
     pub(crate) index: u32,
-    /// Number of the attempt: the end of an earlier one says nothing of the one that is under
-    /// way.
+    /// Number of the attempt: the result of an earlier attempt does not apply to the current one.
     started: u64,
 }
 
-/// See the module's documentation.
+/// See the documentation of the module.
 #[derive(Debug)]
 pub(crate) struct Requests<T> {
     limits: Limits,
     slab: Slab<Request<T>>,
     /// Requests in state Queued, in order of submission. Bound: `limits.requests`.
     queue: VecDeque<u32>,
-    /// Probes in state Queued, which go first, in order of submission.
+    /// Probes in state Queued, which are started first, in order of submission.
     probes: VecDeque<u32>,
     next_seq: u64,
     starts: u64,
-    /// Nothing is started but what asks which unit there is.
+    /// Only start commands that identify the unit.
     is_held: bool,
-    /// Requests that may have been carried out before; while there are any, order matters.
+    /// Number of requests that may have been executed before. If this is not 0, the order of
+    /// requests matters.
     replays: usize,
 }
 
 impl<T: Copy + Debug + PartialEq> Requests<T> {
     /// # Panics
-    /// If there is no room for a request, or none may be tried.
+    /// Panics if the maximum number of requests or attempts is 0.
     pub(crate) fn new(limits: Limits) -> Self {
         assert!(limits.requests > 0 && limits.attempts > 0);
         Self {
@@ -207,7 +205,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         all.any(|(_, request)| request.spec.retry == Retry::Probe)
     }
 
-    /// Returns whether any request changes the unit.
+    /// Returns whether any request modifies the unit.
     pub(crate) fn has_change(&self) -> bool {
         let mut all = self.slab.iter();
         all.any(|(_, request)| request.spec.effect.is_change())
@@ -221,9 +219,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         &self.slab[index as usize]
     }
 
-    /// Takes a request into the queue; `None` where there is no room. There always is for a probe:
-    /// while requests are held, none of them gives its room away before the probe is answered.
-    /// Their number is the session's affair.
+    /// Queues a request; returns `None` if there is no room. Probes are always accepted: while
+    /// requests are held, no room becomes free until the probe completes. The session limits the
+    /// number of probes.
     pub(crate) fn insert(&mut self, spec: RequestSpec) -> Option<RequestId> {
         if self.slab.len() >= self.limits.requests && spec.retry != Retry::Probe {
             return None;
@@ -250,8 +248,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// The request to start next: a probe, which changes nothing, else the first request that does
-    /// not have to wait for another, and behind which none of its unit has to.
+    /// Returns the request to start next: either a probe, which has no effect, or the first request
+    /// that need not wait for another one, without an earlier waiting request for the same unit.
     pub(crate) fn next(&self) -> Option<u32> {
         if !self.probes.is_empty() {
             return self.probes.front().copied();
@@ -286,17 +284,17 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         })
     }
 
-    /// Starts nothing but [`Retry::Probe`] until [`Self::release`].
+    /// Only starts [`Retry::Probe`] until [`Self::release`].
     pub(crate) fn hold(&mut self) {
         self.is_held = true;
     }
 
-    /// Ends [`Self::hold`]: starts every request again.
+    /// Ends [`Self::hold`]: allows starting all requests.
     pub(crate) fn release(&mut self) {
         self.is_held = false;
     }
 
-    /// A request of the queue is being sent. Returns the time at which its attempt is late.
+    /// Called when a queued request is sent. Returns the time at which its attempt times out.
     pub(crate) fn start(&mut self, index: u32, channel: u8, tag: T, now: Instant) -> Instant {
         let until = now + self.limits.attempt;
         let queue = self.queue_of(self.at(index).spec.retry);
@@ -315,25 +313,25 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
-    /// Number of attempts started so far.
+    /// Returns the number of attempts started.
     pub(crate) fn starts(&self) -> u64 {
         self.starts
     }
 
-    /// Returns whether a request's last attempt began after that number of attempts.
+    /// Returns whether a request's last attempt was started after this number of attempts.
     pub(crate) fn is_started_since(&self, index: u32, starts: u64) -> bool {
         self.at(index).started >= starts
     }
 
-    /// A started request was not sent after all: it waits in the queue again, as if it had not left
-    /// it.
+    /// Returns a started request to its position in the queue, because it was not sent after all.
     pub(crate) fn take_back(&mut self, index: u32) {
         let request = &mut self.slab[index as usize];
         request.attempts = request.attempts.saturating_sub(1);
         self.enqueue(index);
     }
 
-    /// A started request is to be ended by task management; its tag.
+    /// Called when a started request must be aborted by task management; returns its channel and
+    /// tag.
     pub(crate) fn begin_abort(&mut self, index: u32) -> Option<(u8, T)> {
         let request = &mut self.slab[index as usize];
         let RequestState::Started { channel, tag, .. } = request.state else {
@@ -343,7 +341,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         Some((channel, tag))
     }
 
-    /// The tag of an attempt that still waits for its abort.
+    /// Returns the tag of an attempt that is still waiting for its abort.
     pub(crate) fn aborting(&self, late: Late) -> Option<T> {
         let request = self.find(late.index)?;
         match request.state {
@@ -352,7 +350,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// An attempt is over; its memory is being taken back. Returns the time at which that is late.
+    /// Ends an attempt and starts retiring its memory. Returns the time at which this times out.
     pub(crate) fn end_attempt(
         &mut self,
         index: u32,
@@ -373,10 +371,11 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         until
     }
 
-    /// Data of a request have moved: what is missing has as long again. Linux counts the same way
-    /// (`iscsi_eh_cmd_timed_out`). More data and the answer are awaited up to the request's
-    /// deadline ([`Self::plan_late`]), and the memory for one attempt's time behind that, or a
-    /// target that takes a byte now and then would have the request for ever.
+    /// Called when data of a request was transferred: restarts the timeout, as in Linux
+    /// (`iscsi_eh_cmd_timed_out`). This is bounded by the request's deadline for further data and
+    /// the response ([`Self::plan_late`]), and by one additional attempt timeout for retiring the
+    /// memory. Otherwise, a target that transfers a byte from time to time could keep the request
+    /// forever.
     pub(crate) fn on_progress(&mut self, index: u32, now: Instant) {
         let Some(request) = self.slab.get_mut(index as usize) else {
             return;
@@ -390,7 +389,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// The same for each request that is on its way.
+    /// The same for all requests in transit.
     pub(crate) fn on_progress_where(&mut self, is: impl Fn(RequestId) -> bool, now: Instant) {
         let moving: Vec<u32> = (self.slab.iter())
             .map(|(index, _)| index as u32)
@@ -401,7 +400,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Channel and tag of the attempt whose memory is being taken back.
+    /// Returns the channel and tag of the attempt whose memory is being retired.
     pub(crate) fn retiring_place(&self, index: u32) -> Option<(u8, T)> {
         match self.find(index)?.state {
             RequestState::Retiring { channel, tag, .. } => Some((channel, tag?)),
@@ -409,7 +408,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// End of the attempt whose memory is being taken back.
+    /// Returns the result of the attempt whose memory is being retired.
     pub(crate) fn retiring(&self, index: u32) -> Option<AttemptEnd> {
         match &self.find(index)?.state {
             RequestState::Retiring { end, .. } => Some(end.clone()),
@@ -417,8 +416,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Decides what becomes of a request whose attempt is over; `ending` says that the session is.
-    /// A request that would be repeated ends as closed then, so that another path can repeat it.
+    /// Decides about a request whose attempt has ended. `ending` is set if the session is closing.
+    /// In this case, a request that would be retried completes as closed, so that another path can
+    /// retry it.
     pub(crate) fn settle(
         &mut self,
         index: u32,
@@ -435,7 +435,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         match end {
             AttemptEnd::Answered(answer) => {
                 let closed = ending.then_some(Settled::Over(Err(RequestError::Closed)));
-                // What another nexus ended may have been carried out, as a whole or in part.
+                // A command terminated by another nexus may have been executed, completely or
+                // partially.
                 let is_ended = answer.status == TASK_ABORTED;
                 if may_retry && request.is_short(&answer) {
                     return closed
@@ -461,7 +462,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                             request.attempts = request.attempts.saturating_sub(1);
                         }
                         let waits = self.back_off(index, now);
-                        // It says more than that the time is up.
+                        // The response is more informative than a timeout.
                         waits.unwrap_or(Settled::Over(Ok(answer)))
                     }
                 }
@@ -485,13 +486,13 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Queues a request again that may have been carried out.
+    /// Queues a request again that may have been executed.
     fn replay(&mut self, index: u32) -> Settled {
         self.mark_replayed(index);
         self.enqueue(index)
     }
 
-    /// A request that is sent again may have been carried out.
+    /// Marks a request to be sent again as possibly executed.
     fn mark_replayed(&mut self, index: u32) {
         let request = &mut self.slab[index as usize];
         if !request.replayed {
@@ -500,7 +501,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Queues a request again, in the order of submission.
+    /// Queues a request again, in order of submission.
     pub(crate) fn enqueue(&mut self, index: u32) -> Settled {
         let request = &mut self.slab[index as usize];
         become_state(&mut request.state, RequestState::Queued);
@@ -514,7 +515,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         Settled::Queued
     }
 
-    /// Puts a request aside for a while; `None` where it has no time for that.
+    /// Defers a request; returns `None` if it would exceed its deadline.
     fn back_off(&mut self, index: u32, now: Instant) -> Option<Settled> {
         let request = &mut self.slab[index as usize];
         let doublings = u32::from(request.waits).min(7);
@@ -527,7 +528,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         Some(Settled::Later(until))
     }
 
-    /// Lets a request go that is over.
+    /// Removes a completed request.
     pub(crate) fn remove(&mut self, index: u32) {
         let request = self.slab.remove(index as usize);
         if request.state == RequestState::Queued {
@@ -538,7 +539,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Requests whose time has come, in the order of submission, and when the next one's comes.
+    /// Returns timed-out requests in order of submission, and the time of the next timeout.
     pub(crate) fn plan_late(&self, now: Instant) -> (Vec<Late>, Option<Instant>) {
         let mut late = Vec::new();
         let mut next: Option<Instant> = None;
@@ -548,9 +549,10 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                 RequestState::Backoff { until } | RequestState::Started { until, .. } => {
                     until.min(request.spec.deadline)
                 }
-                // Memory may be late after the request's deadline, at which its attempt is aborted.
+                // Retiring the memory may time out after the request's deadline, at which the
+                // attempt is aborted.
                 RequestState::Retiring { until, .. } => until,
-                // Each function has its own time, but many aborts may wait for each other.
+                // Each function has a separate timeout, but many aborts may wait for each other.
                 RequestState::Aborting { .. } => request.spec.deadline + self.limits.abort,
             };
             if at <= now {
@@ -563,7 +565,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         (late, next)
     }
 
-    /// Requests that a channel had when it went, and how their attempts ended, in the order of
+    /// Returns the requests of a closed channel and the results of their attempts, in order of
     /// submission.
     pub(crate) fn of_channel(&self, here: u8) -> Vec<(u32, AttemptEnd)> {
         let mut ended: Vec<(u64, u32, AttemptEnd)> = self
@@ -590,8 +592,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             .collect()
     }
 
-    /// Requests that the target has, of one logical unit or of all, in the order of submission,
-    /// with their channels and tags.
+    /// Returns the requests outstanding at the target for one logical unit or for all, in order of
+    /// submission, with their channels and tags.
     pub(crate) fn outstanding(&self, lun: Option<WireLun>) -> Vec<(u32, u8, T)> {
         let mut found: Vec<(u64, u32, u8, T)> = self
             .slab
@@ -609,8 +611,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             .collect()
     }
 
-    /// Begins to abort the commands of a unit that were sent before this one and are outstanding;
-    /// gives them with their channels, in the order of submission.
+    /// Starts aborting the outstanding commands for a unit that were sent before this one; returns
+    /// them with their channels, in order of submission.
     pub(crate) fn abort_before(&mut self, index: u32) -> Vec<(u8, Late)> {
         let (started, lun) = (self.at(index).started, self.at(index).spec.lun);
         let is_earlier = |r: &Request<T>| r.started < started && r.spec.lun == lun;
@@ -627,7 +629,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         earlier
     }
 
-    /// Removes every request of a session that is over; returns their results.
+    /// Removes all requests of a closed session; returns their results.
     pub(crate) fn end_all(&mut self) -> Vec<(RequestId, RequestResult)> {
         let all = self.slab.iter().map(|(index, _)| RequestId(index as u32));
         let ended = all.map(|id| (id, Err(RequestError::Closed))).collect();
@@ -676,7 +678,7 @@ mod tests {
         ]
     }
 
-    /// A request with a minute of time.
+    /// Returns a request with a timeout of one minute.
     fn spec(now: Instant) -> RequestSpec {
         RequestSpec {
             lun: [0; 8],
@@ -689,7 +691,7 @@ mod tests {
         }
     }
 
-    /// A table with one request that has been started.
+    /// Returns a table with a single, started request.
     fn started(now: Instant) -> (Requests<u16>, u32) {
         let mut requests = Requests::new(LIMITS);
         let RequestId(index) = requests.insert(spec(now)).unwrap();
@@ -723,7 +725,7 @@ mod tests {
             // No room on the connection.
             let (mut requests, index) = started(now);
             requests.take_back(index);
-            // Lost with the connection, before its abort and during it.
+            // Lost with the connection, before and during its abort.
             requests.start(index, 0, 8, now);
             let settled = requests.settle(index, AttemptEnd::Lost, false, now);
             assert_eq!(settled, Settled::Queued);
@@ -735,7 +737,7 @@ mod tests {
             requests.begin_abort(index);
             requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
             requests.settle(index, AttemptEnd::Aborted, false, now);
-            // Busy, and then carried out.
+            // Busy, then executed.
             let (mut requests, index) = started(now);
             requests.end_attempt(index, 0, answered(BUSY), now);
             let settled = requests.settle(index, answered(BUSY), false, now);
@@ -748,7 +750,7 @@ mod tests {
         });
     }
 
-    /// The connection breaks after the unit has responded, while the request's memory is in use.
+    /// The connection breaks after the unit's response, while the request's memory is in use.
     #[test]
     fn repeatable_request_of_ending_session_is_closed() {
         let failed = AttemptEnd::Failed(RequestError::TargetFailure(1));
@@ -763,7 +765,7 @@ mod tests {
         }
     }
 
-    /// Its deadline bounds that, and what comes afterwards is repeated as ever.
+    /// This is bounded by its deadline, and later conditions are retried normally.
     #[test]
     fn a_target_that_asks_to_wait_is_waited_for() {
         let now = Instant::now();
@@ -798,7 +800,7 @@ mod tests {
             effect: Effect::Blocks { start: 0, end: 8 },
             ..spec(now)
         };
-        // A write of unit 1 that may have been carried out, and which the unit asks to wait for.
+        // A write to unit 1 that may have been executed, and for which the unit requests a wait.
         let RequestId(first) = requests.insert(write(1, 600)).unwrap();
         requests.start(first, 0, 7, now);
         requests.end_attempt(first, 0, AttemptEnd::Lost, now);
@@ -807,7 +809,7 @@ mod tests {
             Settled::Queued
         );
         requests.start(first, 0, 8, now);
-        // Another one of the same blocks, and one of unit 2.
+        // Another write to the same blocks, and a write to unit 2.
         let RequestId(_) = requests.insert(write(1, 600)).unwrap();
         let RequestId(other) = requests.insert(write(2, 60)).unwrap();
         let mut at = now;
@@ -826,7 +828,7 @@ mod tests {
         panic!("unit 2 has waited {:?}", at - now);
     }
 
-    /// Settles the first attempt at a command that returns no data with GOOD.
+    /// Settles the first attempt at a command that returns GOOD without data.
     fn settle_short(command: Command, retry: Retry) -> Settled {
         let now = Instant::now();
         let mut requests: Requests<u16> = Requests::new(LIMITS);
@@ -850,7 +852,7 @@ mod tests {
         assert!(matches!(settled, Settled::Later(_)), "{settled:?}");
     }
 
-    /// Parameter data may be shorter than their allocation length.
+    /// Parameter data may be shorter than its allocation length.
     #[test]
     fn short_lba_status_is_complete() {
         let settled = settle_short(Command::lba_status(0, 1032), Retry::Standard);
@@ -871,8 +873,8 @@ mod tests {
         assert!(matches!(settled, Settled::Over(Err(_))), "{settled:?}");
     }
 
-    /// ASYMMETRIC ACCESS STATE TRANSITION (04h/0Ah) is what several paths take for a reason to try
-    /// another one (`paths::is_refused`), so a session must not keep it to itself for all of the time.
+    /// ASYMMETRIC ACCESS STATE TRANSITION (04h/0Ah) causes multipath to try another path
+    /// (`paths::is_refused`), so a session must not retry it until the timeout.
     #[test]
     fn a_path_in_transition_leaves_time_for_another_path() {
         let now = Instant::now();

@@ -1,5 +1,5 @@
-//! The common part of the machines of SRP and iSCSI: a session's life, its requests and their
-//! times, and what it reports.
+//! Common part of the SRP and iSCSI machines: the session's life cycle, its requests and timeouts,
+//! and its events.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -16,36 +16,36 @@ use crate::request::{
     Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, may_change_unit,
 };
 
-/// Functions that a late command may take one after the other: ABORT TASK, LOGICAL UNIT RESET and
+/// Maximum number of successive functions for a late command: ABORT TASK, LOGICAL UNIT RESET and
 /// TARGET WARM RESET.
 const LADDER: u32 = 3;
 
-/// The outputs that the machines of both protocols have.
+/// Outputs common to the machines of both protocols.
 pub(crate) trait SessionOutput {
-    /// The request is over.
+    /// The request is complete.
     fn complete(request: RequestId, result: RequestResult) -> Self;
 
     /// An event for the session's user.
     fn event(event: SessionEvent) -> Self;
 }
 
-/// The next step with a request whose time has come.
+/// Next step for a timed-out request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Expired {
     Nothing,
-    /// The target, which has it on that channel, is to be asked to abort it.
+    /// Abort the request, which is outstanding on this channel.
     Abort(u8),
-    /// It is not aborted in time, or the connection does not give its memory back: the connection
-    /// is to be left.
+    /// The abort timed out, or the connection did not retire the memory: close the connection.
     Leave,
 }
 
-/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED that a unit may report because of a reset of ours.
+/// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED that a unit may report because of our own reset.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ResetReport {
-    /// Logical unit that was reset; all if `None`.
+    /// Logical unit that was reset, or all if `None`.
     lun: Option<WireLun>,
-    /// Number of attempts that had begun by then. If a later one is executed, no report will follow.
+    /// Number of attempts started before the reset. If a later one is executed, no report will
+    /// follow.
     starts: u64,
 }
 
@@ -55,45 +55,45 @@ impl ResetReport {
     }
 }
 
-/// Bounds and times of a session.
+/// Limits and timeouts of a session.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CoreConfig {
-    /// Channels, each with task management of its own.
+    /// Number of channels, each with separate task management.
     pub(crate) channels: u8,
-    /// Requests taken and not completed.
+    /// Maximum number of accepted, incomplete requests.
     pub(crate) requests: usize,
-    /// Attempts at one request.
+    /// Maximum number of attempts per request.
     pub(crate) attempts: u8,
     pub(crate) timing: Timing,
-    /// Silence of a target after which it is asked whether it is there.
+    /// Time without a message from the target after which it is pinged.
     pub(crate) ping: Duration,
-    /// A connection that broke is made again.
+    /// Reconnect a broken connection.
     pub(crate) reconnect: bool,
 }
 
-/// See the module's documentation. `T` names a started request to the target, `O` is the machine's
-/// output.
+/// See the documentation of the module. `T` identifies a started request at the target, and `O` is
+/// the machine's output.
 #[derive(Debug)]
 pub(crate) struct Core<T, O> {
     pub(crate) life: Lifecycle,
     pub(crate) requests: Requests<T>,
     pub(crate) functions: TaskFunctions,
     pub(crate) outputs: VecDeque<O>,
-    /// Requests are held after each login; see
-    /// [`Machine::set_guarded`](super::Machine::set_guarded).
+    /// Hold requests after each login; see [`Machine::set_guarded`](super::Machine::set_guarded).
     pub(crate) is_guarded: bool,
-    /// The unit is known to be the same; see [`Machine::release`](super::Machine::release).
+    /// The unit is known to be unchanged; see [`Machine::release`](super::Machine::release).
     is_checked: bool,
-    /// Until then commands of a lost connection, or of a dead process, may still change the medium.
+    /// Until this time, commands of a lost connection or of a killed process may still modify the
+    /// medium.
     pub(crate) settle_at: Option<Instant>,
     /// A reset of ours that the unit may still report on this connection.
     pub(crate) expected_report: Option<ResetReport>,
     pub(crate) last_heard: Instant,
-    /// Silence of a target after which it is asked whether it is there.
+    /// Time without a message from the target after which it is pinged.
     pub(crate) ping: Duration,
-    /// Time in which commands of a lost connection may still change the medium.
+    /// Time during which commands of a lost connection may still modify the medium.
     pub(crate) settle: Duration,
-    /// Not after the earliest deadline of anything.
+    /// Not later than the earliest deadline.
     timer: Option<Instant>,
 }
 
@@ -121,27 +121,28 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         }
     }
 
-    /// The target has sent something about a command that had ended.
+    /// Called when the target sent a message for a completed command.
     pub(crate) fn on_stale(&mut self) {
         self.outputs.push_back(O::event(SessionEvent::Stale));
     }
 
-    /// Asks for a timeout at that time, at the latest.
+    /// Requests a timeout at `at` or earlier.
     pub(crate) fn arm(&mut self, at: Instant) {
         self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
     }
 
-    /// The time of the next timeout.
+    /// Returns the time of the next timeout.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         self.timer
     }
 
-    /// Returns whether a timeout is due. Then every deadline is to be looked at, and armed again.
+    /// Returns whether a timeout is due. In this case, all deadlines must be checked and armed
+    /// again.
     pub(crate) fn take_due(&mut self, now: Instant) -> bool {
         self.timer.take_if(|at| *at <= now).is_some()
     }
 
-    /// Returns whether the wait for the next login is over, which begins then.
+    /// Returns whether the wait before the next login has ended. In this case, the login starts.
     pub(crate) fn is_login_due(&mut self, now: Instant) -> bool {
         let Some(until) = self.life.next_login() else {
             return false;
@@ -154,15 +155,15 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         true
     }
 
-    /// The time at which a target that stays silent is asked whether it is there.
+    /// Returns the time at which a silent target is pinged.
     pub(crate) fn ping_at(&self) -> Instant {
         self.last_heard + self.ping
     }
 
-    /// The login is complete: requests flow, unless the unit is checked first.
+    /// Called when the login is complete: starts requests, unless the unit must be checked first.
     pub(crate) fn on_live(&mut self, now: Instant) {
         self.life.on_live(self.is_guarded);
-        // A new nexus reports its own beginning only.
+        // A new nexus only reports its own beginning.
         self.expected_report = None;
         self.is_checked = !self.is_guarded;
         self.last_heard = now;
@@ -173,34 +174,34 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.outputs.push_back(O::event(SessionEvent::Live));
     }
 
-    /// Nothing but probes is started before [`Self::on_checked`].
+    /// Only starts probes until [`Self::on_checked`].
     pub(crate) fn hold(&mut self) {
         self.is_checked = false;
         self.requests.hold();
     }
 
-    /// The unit is still the same.
+    /// Called when the unit is known to be unchanged.
     pub(crate) fn on_checked(&mut self) {
         self.is_checked = true;
         self.life.on_usable();
     }
 
-    /// Nothing but probes is started before that time, until which commands of a lost connection may
-    /// change the medium.
+    /// Only starts probes until `at`, because commands of a lost connection may still modify the
+    /// medium.
     pub(crate) fn settle_until(&mut self, at: Instant) {
         self.settle_at = Some(at);
         self.requests.hold();
         self.arm(at);
     }
 
-    /// Takes the place of a process that was killed, whose commands may still change the medium.
+    /// Takes over from a killed process, whose commands may still modify the medium.
     pub(crate) fn recover(&mut self, now: Instant) {
         self.is_checked = true;
         self.settle_until(now + self.settle);
     }
 
-    /// Lets every request be started, once the unit is known and the commands of old connections
-    /// are over; returns whether that is so.
+    /// Starts all requests if the unit is known and the commands of old connections have completed;
+    /// returns whether this is the case.
     pub(crate) fn release_settled(&mut self, now: Instant) -> bool {
         match self.settle_at {
             _ if !self.is_checked => false,
@@ -221,7 +222,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.settle_at.is_none() && !self.requests.has_change()
     }
 
-    /// Every connection is closed: ends the session, or waits for the next login.
+    /// Called when all connections are closed: closes the session, or waits for the next login.
     pub(crate) fn on_disconnected(&mut self, now: Instant) {
         let event = self.life.on_disconnected(now);
         if self.life.state() == SessionState::Closed {
@@ -236,7 +237,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.outputs.extend(event.map(O::event));
     }
 
-    /// Takes a request into the queue.
+    /// Queues a request.
     pub(crate) fn submit(&mut self, spec: RequestSpec) -> Result<RequestId, SubmitError> {
         if self.life.is_ending() {
             return Err(SubmitError::Closed);
@@ -247,7 +248,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         Ok(id)
     }
 
-    /// Decides about a request whose attempt is over.
+    /// Decides about a request whose attempt has ended.
     pub(crate) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
         match self.requests.settle(index, end, self.life.is_ending(), now) {
             Settled::Over(result) => self.complete(index, result),
@@ -262,7 +263,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
             .push_back(O::complete(RequestId(index), result));
     }
 
-    /// Requests whose time has come, in the order of submission.
+    /// Returns timed-out requests in order of submission.
     pub(crate) fn plan_late(&mut self, now: Instant) -> Vec<Late> {
         let (late, next) = self.requests.plan_late(now);
         if let Some(next) = next {
@@ -271,7 +272,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         late
     }
 
-    /// Handles the end of a request's time.
+    /// Handles the timeout of a request.
     pub(crate) fn expire(&mut self, late: Late, now: Instant) -> Expired {
         let request = self.requests.at(late.index);
         let overdue = request.spec.deadline <= now;
@@ -296,7 +297,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         Expired::Nothing
     }
 
-    /// Begins to abort a request on its own channel, after a reset on another one.
+    /// Starts aborting a request on its own channel, after a reset on another channel.
     pub(super) fn sweep(&mut self, index: u32, channel: u8) {
         self.functions.begin_sweep();
         if self.requests.begin_abort(index).is_some() {
@@ -305,8 +306,8 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         }
     }
 
-    /// A channel has gone, and with it the target's way to the memory of its requests. Returns
-    /// whether one of them can have changed the medium.
+    /// Called when a channel was closed, so that the target cannot access the memory of its
+    /// requests anymore. Returns whether any of them may have modified the medium.
     pub(crate) fn end_channel(&mut self, channel: u8, now: Instant) -> bool {
         self.functions.clear(channel);
         let mut changes = false;
@@ -317,15 +318,16 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         changes
     }
 
-    /// Returns whether sense data report that the watched unit may be another one.
+    /// Returns whether sense data indicates that the watched unit may be a different one.
     pub(crate) fn may_be_another(&self, sense: Option<Sense>) -> bool {
         let may_change =
             |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
         self.is_guarded && sense.is_some_and(may_change)
     }
 
-    /// The unit has executed a command without a unit attention. A command that was sent
-    /// after a reset of ours would have reported it, so a later attention has another cause.
+    /// Called when the unit has executed a command without a unit attention. If the command was
+    /// sent after our reset, it would have reported the reset, so a later attention has another
+    /// cause.
     pub(crate) fn on_executed(&mut self, index: u32, answer: &Answer) {
         if let Some(report) = self.expected_report
             && answer.is_success()
@@ -337,7 +339,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         }
     }
 
-    /// Task management of this session has reset a unit, or every unit.
+    /// Called when task management of this session has reset a unit or all units.
     pub(crate) fn on_own_reset(&mut self, lun: Option<WireLun>) {
         if self.is_guarded {
             self.expect_reset_report(lun);
@@ -369,7 +371,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         }));
     }
 
-    /// Reports the unit attention or deferred error of an answer, if the unit is watched.
+    /// Reports the unit attention or deferred error of a response if the unit is watched.
     pub(crate) fn report_sense(&mut self, index: u32, answer: &Answer) {
         if let (true, Some(sense)) = (self.is_guarded, answer.sense.clone()) {
             let lun = self.requests.at(index).spec.lun;

@@ -1,4 +1,5 @@
-//! Task-management functions of a session: those under way, and the requests that wait for theirs.
+//! Task-management functions of a session: outstanding functions, and the requests waiting for
+//! them.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,14 +8,14 @@ use riser_scsi::lun::WireLun;
 
 use crate::request::table::Late;
 
-/// A task-management function, from the mildest to the strongest.
+/// A task-management function, from the weakest to the strongest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TaskFunction {
-    /// ABORT TASK of that attempt at a request.
+    /// ABORT TASK for this attempt at a request.
     AbortTask(Late),
-    /// LOGICAL UNIT RESET of that unit.
+    /// LOGICAL UNIT RESET for this unit.
     LogicalUnitReset(WireLun),
-    /// TARGET WARM RESET, which ends the commands of every unit. SRP does not have it.
+    /// TARGET WARM RESET, which terminates the commands of all units. Not available in SRP.
     TargetReset,
 }
 
@@ -24,42 +25,42 @@ impl TaskFunction {
     }
 }
 
-/// End of a task-management function.
+/// Result of a task-management function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FunctionEnd {
-    /// The target carried it out.
+    /// The target executed it.
     Complete,
-    /// The target does not have the task: its answer came before this one, or it never arrived.
+    /// The target does not have the task: its response was sent before, or it was never received.
     NoTask,
-    /// The target refused it, or did not answer in time.
+    /// The target rejected it, or it timed out.
     Failed,
 }
 
-/// A function whose answer is awaited.
+/// An outstanding function.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     function: TaskFunction,
     until: Instant,
-    /// It has been given more time.
+    /// Its timeout was extended.
     is_extended: bool,
 }
 
-/// Task management on one channel, with one function under way at a time.
+/// Task management on one channel, with at most one outstanding function.
 #[derive(Debug, Default)]
 struct ChannelFunctions {
-    /// The function under way.
+    /// The outstanding function.
     pending: Option<Pending>,
-    /// Requests that wait for their ABORT TASK. Bound: the channel's queue size.
+    /// Requests waiting for their ABORT TASK. Bound: the channel's queue size.
     aborts: VecDeque<Late>,
 }
 
-/// Task management on every channel of a session.
+/// Task management on all channels of a session.
 #[derive(Debug)]
 pub(crate) struct TaskFunctions {
     channels: Box<[ChannelFunctions]>,
-    /// A reset is over, and its unit's commands of other channels are being aborted.
+    /// A reset has completed, and the unit's commands on other channels are being aborted.
     is_sweeping: bool,
-    /// Longest wait for an answer.
+    /// Timeout of a function.
     patience: Duration,
 }
 
@@ -76,21 +77,21 @@ impl TaskFunctions {
         self.channels.len() as u8
     }
 
-    /// Returns whether the answer to a function is awaited on a channel.
+    /// Returns whether a function is outstanding on a channel.
     pub(crate) fn is_pending(&self, channel: u8) -> bool {
         self.at(channel).pending.is_some()
     }
 
-    /// Forgets the functions of a channel, which has gone.
+    /// Removes the functions of a closed channel.
     pub(crate) fn clear(&mut self, channel: u8) {
         let functions = self.at_mut(channel);
         functions.pending = None;
         functions.aborts.clear();
     }
 
-    /// Returns whether a request may be started. During a reset none may: each command that is
-    /// outstanding on the reset's channel when it is answered was then sent before it, and is ended
-    /// by it. The aborts that follow a reset on other channels belong to it.
+    /// Returns whether a request may be started. This is not allowed during a reset: then all
+    /// commands outstanding on the channel when the reset completes were sent before it, and are
+    /// terminated by it. The subsequent aborts on other channels are a part of the reset.
     pub(crate) fn may_start(&mut self) -> bool {
         let is_reset = |f: &ChannelFunctions| f.pending.is_some_and(|p| p.function.is_reset());
         if self.channels.iter().any(is_reset) {
@@ -106,7 +107,7 @@ impl TaskFunctions {
         self.at_mut(channel).aborts.push_back(late);
     }
 
-    /// Takes the next attempt to abort, unless a function is under way.
+    /// Removes the next attempt to abort, unless a function is outstanding.
     pub(super) fn next_abort(&mut self, channel: u8) -> Option<Late> {
         let functions = self.at_mut(channel);
         match functions.pending {
@@ -115,12 +116,12 @@ impl TaskFunctions {
         }
     }
 
-    /// A reset has ended, and commands of other channels are aborted one by one.
+    /// Called when a reset has completed, and commands on other channels are aborted one at a time.
     pub(super) fn begin_sweep(&mut self) {
         self.is_sweeping = true;
     }
 
-    /// A function is under way. Returns the time until which its answer is awaited.
+    /// Called when a function is sent. Returns the time at which it times out.
     pub(super) fn begin(&mut self, channel: u8, function: TaskFunction, now: Instant) -> Instant {
         let until = now + self.patience;
         self.at_mut(channel).pending = Some(Pending {
@@ -131,14 +132,15 @@ impl TaskFunctions {
         until
     }
 
-    /// The time until which the answer to a channel's function is awaited.
+    /// Returns the time at which the function of a channel times out.
     pub(super) fn until(&self, channel: u8) -> Option<Instant> {
         self.at(channel).pending.map(|pending| pending.until)
     }
 
-    /// The function of a channel is on its way to the target. An ABORT TASK has its time again: it
-    /// ends with its request's, and a reset in its place would hit other initiators. A reset has
-    /// twice its time and no more, since nothing is started before it is over.
+    /// Called when a channel's function is in transit to the target. The timeout of an ABORT TASK
+    /// restarts: it is bounded by the timeout of its request, and a reset instead would affect
+    /// other initiators. The timeout of a reset is doubled once, because no request is started
+    /// before its completion.
     pub(crate) fn on_progress(&mut self, channel: u8, now: Instant) {
         let patience = self.patience;
         let Some(pending) = &mut self.at_mut(channel).pending else {
@@ -152,7 +154,7 @@ impl TaskFunctions {
         }
     }
 
-    /// Takes the function that is under way, which is over.
+    /// Removes the outstanding function when it has ended.
     pub(super) fn take(&mut self, channel: u8) -> Option<TaskFunction> {
         let pending = self.at_mut(channel).pending.take();
         pending.map(|pending| pending.function)

@@ -1,4 +1,4 @@
-//! The life of a session: its states, its outages, and when the next login is tried.
+//! Life cycle of a session: its states, its outages, and the time of the next login.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use riser_state::{State, become_state};
 
 use super::{Down, SessionEvent, Timing};
 
-/// A session's state.
+/// State of a session.
 ///
 /// ```text
 ///    ┌──────── Backoff ←─────┐
@@ -21,19 +21,19 @@ pub enum SessionState {
     LoggingIn,
     /// At least one channel is live.
     Live,
-    /// Every channel is being closed; then a new login, or the end.
+    /// All channels are being closed, followed by a new login or by closing the session.
     TearingDown {
-        /// Reason that is reported when every channel is closed.
+        /// Reason to report when all channels are closed.
         why: Down,
-        /// The session is closed afterwards, and no login follows.
+        /// Close the session afterwards, without a new login.
         last: bool,
     },
-    /// Between two attempts to log in.
+    /// Between two login attempts.
     Backoff {
-        /// The time of the next attempt.
+        /// Time of the next attempt.
         until: Instant,
     },
-    /// Closed for good, with every request completed.
+    /// Closed permanently, with all requests completed.
     Closed,
 }
 
@@ -50,24 +50,24 @@ impl State for SessionState {
     }
 }
 
-/// The state of a session, and the times of its outages. The session around it moves bytes and
-/// requests, and carries out what the state asks for.
+/// State of a session, and times of its outages. The session moves bytes and requests, and performs
+/// the actions required by the state.
 #[derive(Debug)]
 pub(crate) struct Lifecycle {
     state: SessionState,
     timing: Timing,
-    /// A connection that broke is made again.
+    /// Reconnect a broken connection.
     reconnect: bool,
     ever_live: bool,
-    /// Wait before the next login, if that is needed.
+    /// Delay before the next login, if needed.
     backoff: Duration,
-    /// Shortest wait before the next login, as the target demands (Time2Wait of iSCSI).
+    /// Minimum delay before the next login, as requested by the target (Time2Wait of iSCSI).
     time2wait: Duration,
     login_patience: Duration,
 }
 
 impl Lifecycle {
-    /// A session that begins to log in.
+    /// Creates a session that starts to log in.
     pub(crate) fn new(timing: Timing, reconnect: bool) -> Self {
         Self {
             state: SessionState::LoggingIn,
@@ -80,12 +80,12 @@ impl Lifecycle {
         }
     }
 
-    /// The target demands this wait between the end of the connection and the next login.
+    /// Sets the delay requested by the target between the end of the connection and the next login.
     pub(crate) fn set_time2wait(&mut self, time2wait: Duration) {
         self.time2wait = time2wait;
     }
 
-    /// The wait that the target demands before the next login.
+    /// Returns the delay requested by the target before the next login.
     pub(crate) fn time2wait(&self) -> Duration {
         self.time2wait
     }
@@ -94,7 +94,7 @@ impl Lifecycle {
         self.state
     }
 
-    /// Returns whether the session is over, or is as soon as its connections are closed.
+    /// Returns whether the session is closed, or will be as soon as its connections are closed.
     pub(crate) fn is_ending(&self) -> bool {
         matches!(
             self.state,
@@ -102,18 +102,18 @@ impl Lifecycle {
         )
     }
 
-    /// Longest duration of the login that is tried now.
+    /// Returns the timeout of the current login.
     pub(crate) fn login_patience(&self) -> Duration {
         self.login_patience
     }
 
-    /// The login was not answered in time.
+    /// Called when the login timed out.
     pub(crate) fn on_login_timeout(&mut self) {
         self.login_patience = (self.login_patience * 2).min(self.timing.login_max);
     }
 
-    /// Logged in. The back-off ends here, except with a unit that is still to be checked
-    /// (`is_guarded`): one that is not there ends this login at once, which counts as a failure.
+    /// Called when logged in. This resets the back-off, unless the unit must still be checked
+    /// (`is_guarded`): a missing unit terminates this login immediately, which counts as a failure.
     pub(crate) fn on_live(&mut self, is_guarded: bool) {
         become_state(&mut self.state, SessionState::Live);
         self.ever_live = true;
@@ -123,15 +123,15 @@ impl Lifecycle {
         }
     }
 
-    /// The session can be used, so its next outage begins with the shortest back-off.
+    /// Called when the session is usable, so that its next outage starts with the minimum back-off.
     pub(crate) fn on_usable(&mut self) {
         self.backoff = self.timing.backoff_min;
     }
 
-    /// Begins to go down; false if the session is closed. An end that has begun goes on with its
-    /// own reason, and becomes the last one if this is to be.
+    /// Starts tearing down; returns false if the session is closed. A tear-down in progress keeps
+    /// its own reason, and becomes the last one if `last` is set.
     ///
-    /// A session that was never live does not try again, since its user waits for the outcome.
+    /// If a session was never live, it doesn't retry, because its user waits for the result.
     pub(crate) fn tear_down(&mut self, why: Down, last: bool) -> bool {
         let last = last || !self.reconnect || !self.ever_live;
         match &mut self.state {
@@ -142,8 +142,9 @@ impl Lifecycle {
         true
     }
 
-    /// Every connection is closed: ends the session, or waits for the next login. Returns the event
-    /// to report after what follows from it has been done; `None` if no end has begun.
+    /// Called when all connections are closed: closes the session, or waits for the next login.
+    /// Returns the event to report after its consequences were handled, or `None` if no tear-down
+    /// is in progress.
     pub(crate) fn on_disconnected(&mut self, now: Instant) -> Option<SessionEvent> {
         let SessionState::TearingDown { why, last } = self.state else {
             return None;
@@ -152,14 +153,14 @@ impl Lifecycle {
             become_state(&mut self.state, SessionState::Closed);
             return Some(SessionEvent::Closed(why));
         }
-        // It applies to one reconnect: the next login sets it again.
+        // The wait applies to a single reconnect: the next login sets it again.
         let until = now + self.backoff.max(std::mem::take(&mut self.time2wait));
         self.backoff = (self.backoff * 2).min(self.timing.backoff_max);
         become_state(&mut self.state, SessionState::Backoff { until });
         Some(SessionEvent::Reconnecting(why))
     }
 
-    /// The time of the next login, between two of them.
+    /// Returns the time of the next login, between two logins.
     pub(crate) fn next_login(&self) -> Option<Instant> {
         match self.state {
             SessionState::Backoff { until } => Some(until),
@@ -167,7 +168,7 @@ impl Lifecycle {
         }
     }
 
-    /// Begins the next login.
+    /// Starts the next login.
     pub(crate) fn log_in_again(&mut self) {
         become_state(&mut self.state, SessionState::LoggingIn);
     }

@@ -1,4 +1,5 @@
-//! The common part of every protocol's sessions: times, events, life cycle, and reasons to be down.
+//! Common part of the sessions of all protocols: timeouts, events, life cycle, and reasons to be
+//! down.
 
 #![forbid(unsafe_code)]
 
@@ -23,32 +24,32 @@ pub use self::machine::Machine;
 pub(crate) use self::task_manager::TaskManager;
 pub(crate) use self::writes::WritePolicy;
 
-/// Silence of a target after which it is asked whether it is there.
+/// Time without a message from the target after which it is pinged.
 pub(crate) const PING: Duration = Duration::from_secs(5);
 
-/// Waits of a session, and intervals between its attempts.
+/// Timeouts of a session, and intervals between its attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {
-    /// Longest wait for a command's answer before the command is aborted, and then for its memory
-    /// before the connection is left. On TCP it begins again as long as data of the command move.
+    /// Timeout for the response to a command before it is aborted, and then for retiring its memory
+    /// before the connection is closed. On TCP, it restarts whenever data of the command is
+    /// transferred.
     pub attempt: Duration,
-    /// Longest wait for the answer to a task-management function.
+    /// Timeout of a task-management function.
     pub tsk_mgmt: Duration,
-    /// Longest first attempt to connect and log in.
+    /// Timeout of the first attempt to connect and log in.
     pub login: Duration,
-    /// Longest attempt of all: after one that was not answered in time, the next waits twice as
-    /// long, since a target that has much to clean up first would never be heard otherwise.
+    /// Maximum login timeout: after an attempt that timed out, the timeout of the next one is
+    /// doubled, because a target that needs a long cleanup first would otherwise never be reached.
     pub login_max: Duration,
-    /// Wait before the first try to reconnect; doubles with every failure.
+    /// Delay before the first reconnect; doubles with each failure.
     pub backoff_min: Duration,
-    /// Longest wait between tries to reconnect.
+    /// Maximum delay between reconnects.
     pub backoff_max: Duration,
-    /// Wait before a command is repeated that the target was too busy for; doubles with every
-    /// attempt.
+    /// Delay before a retry if the target is busy; doubles with each attempt.
     pub busy: Duration,
-    /// Time in which commands of a lost session may still be carried out, at a target that does not
-    /// show when they are over. The default is the time after which Linux's SRP initiator gives a
-    /// lost port's commands back for others to repeat (`fast_io_fail_tmo`).
+    /// Time during which commands of a lost session may still be executed, if a target does not
+    /// prove that they have completed. The default is the time after which Linux's SRP initiator
+    /// returns the commands of a lost port for retries on other paths (`fast_io_fail_tmo`).
     pub settle: Duration,
 }
 
@@ -69,7 +70,7 @@ impl Default for Timing {
 
 #[cfg(test)]
 impl Timing {
-    /// Short times, for scripts of a session.
+    /// Returns short timeouts for scripted sessions.
     pub(crate) fn of_tests() -> Self {
         Self {
             attempt: Duration::from_secs(10),
@@ -87,35 +88,35 @@ impl Timing {
 /// An event of a session, for its user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SessionEvent {
-    /// Logged in; requests flow.
+    /// Logged in and ready for requests.
     Live,
-    /// The connection broke for this reason; a new one is being made.
+    /// The connection broke for this reason, and a new one is being established.
     Reconnecting(Down),
     /// A logical unit reported an event.
     UnitEvent {
-        /// Logical unit that reports it.
+        /// Logical unit that reported it.
         lun: WireLun,
         /// The event, as sense data.
         sense: Box<[u8]>,
-        /// It is the report of a reset by our own task management.
+        /// It reports a reset by our own task management.
         is_own_reset: bool,
     },
-    /// Task management of the session has reset a unit, or every unit.
+    /// Task management of the session has reset a unit or all units.
     UnitReset(Option<WireLun>),
-    /// The target has sent something about a command that had ended. Once for a command that was
-    /// aborted is no mistake: its answer may cross the abort.
+    /// The target sent a message for a completed command. This is correct once for an aborted
+    /// command, because its response may cross the abort.
     Stale,
-    /// The session is over, for this reason. Every request has been completed.
+    /// The session is closed for this reason. All requests have completed.
     Closed(Down),
 }
 
-/// Reason for a request not to be taken.
+/// Reason for rejecting a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// There are as many as the session takes.
+    /// The session has the maximum number of requests.
     #[error("session has as many requests as it takes")]
     Full,
-    /// The session is over.
+    /// The session is closed.
     #[error("session is closed")]
     Closed,
 }

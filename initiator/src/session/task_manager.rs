@@ -1,5 +1,5 @@
-//! Abort and reset, as the sessions of SRP and iSCSI have them in common: a late command is
-//! aborted, then its unit is reset, and a connection on which that fails is left.
+//! Aborts and resets, common to SRP and iSCSI sessions: a late command is aborted, then its unit is
+//! reset, and if this fails, the connection is closed.
 
 use std::fmt::Debug;
 use std::time::Instant;
@@ -13,10 +13,10 @@ use super::{Down, Machine};
 use crate::request::table::RequestState;
 use crate::request::{Answer, attention_of, is_deferred, may_end_commands};
 
-/// A session that ends late commands by task management. A fabric gives the methods without a body;
-/// the others are the same for all.
+/// A session that aborts late commands with task management. A protocol implements the methods
+/// without a default; the others are common.
 pub(crate) trait TaskManager: Machine {
-    /// Name of a started request for the target.
+    /// Identifier of a started request at the target.
     type Tag: Copy + Debug + PartialEq;
     /// Output of the machine.
     type Output: SessionOutput;
@@ -26,8 +26,8 @@ pub(crate) trait TaskManager: Machine {
     /// Returns whether functions can be sent on a channel.
     fn is_established(&self, channel: u8) -> bool;
 
-    /// Sends a function; false where the channel does not take it. `task` is the command that ABORT
-    /// TASK names.
+    /// Sends a function; returns false if the channel does not accept it. `task` is the command to
+    /// abort with ABORT TASK.
     fn send_function(
         &mut self,
         channel: u8,
@@ -36,29 +36,30 @@ pub(crate) trait TaskManager: Machine {
         task: Option<Self::Tag>,
     ) -> bool;
 
-    /// The function to send after one that failed; `None` where the connection is to be left.
+    /// Returns the function to send after a failed one, or `None` if the connection must be closed.
     fn plan_escalation(&mut self, failed: TaskFunction) -> Option<TaskFunction>;
 
-    /// A command was ended by task management, and will not be answered.
+    /// Called when a command was terminated by task management, so it will not get a response.
     fn on_aborted(&mut self, index: u32, channel: u8, tag: Self::Tag, now: Instant);
 
-    /// Begins to close every connection.
+    /// Starts to close all connections.
     fn disconnect_all(&mut self);
 
-    /// A function was not answered in time, and its tag is given up.
+    /// Called when a function timed out; its tag is abandoned.
     fn on_function_timeout(&mut self, _channel: u8) {}
 
-    /// A request is about to end that waited in the queue for all of its time.
+    /// Called when a queued request is about to time out.
     fn on_queue_timeout(&mut self) {}
 
-    /// Goes down for this reason; see [`Lifecycle::tear_down`](super::Lifecycle::tear_down).
+    /// Tears down the session for this reason; see
+    /// [`Lifecycle::tear_down`](super::Lifecycle::tear_down).
     fn tear_down(&mut self, why: Down, last: bool) {
         if self.core().life.tear_down(why, last) {
             self.disconnect_all();
         }
     }
 
-    /// Treats the requests whose time has come, in the order of submission.
+    /// Handles timed-out requests in order of submission.
     fn expire_requests(&mut self, now: Instant) {
         for late in self.core().plan_late(now) {
             if self.core().requests.at(late.index).state == RequestState::Queued {
@@ -75,7 +76,7 @@ pub(crate) trait TaskManager: Machine {
         }
     }
 
-    /// Ends the functions that were not answered in time.
+    /// Fails the functions that timed out.
     fn expire_functions(&mut self, now: Instant) {
         for channel in 0..self.core().functions.channels() {
             match self.core().functions.until(channel) {
@@ -89,20 +90,20 @@ pub(crate) trait TaskManager: Machine {
         }
     }
 
-    /// Sends the next ABORT TASK of a channel, if there is one and no function is under way.
+    /// Sends the next ABORT TASK of a channel, if any, unless a function is outstanding.
     fn pump_functions(&mut self, channel: u8, now: Instant) {
         while self.is_established(channel) {
             let Some(late) = self.core().functions.next_abort(channel) else {
                 return;
             };
-            // The answer may have come while the abort waited.
+            // The response may have been received while the abort was queued.
             if self.core().requests.aborting(late).is_some() {
                 self.start_function(channel, TaskFunction::AbortTask(late), now);
             }
         }
     }
 
-    /// Sends a function, and awaits its answer.
+    /// Sends a function and starts its timeout.
     fn start_function(&mut self, channel: u8, function: TaskFunction, now: Instant) {
         let requests = &self.core().requests;
         let (lun, task) = match function {
@@ -112,7 +113,8 @@ pub(crate) trait TaskManager: Machine {
             TaskFunction::LogicalUnitReset(lun) => (lun, None),
             TaskFunction::TargetReset => ([0; 8], None),
         };
-        // Under way even when it cannot be sent, so that no other is tried meanwhile.
+        // Treat the function as outstanding even if it cannot be sent, so that no other one is
+        // tried.
         let until = self.core().functions.begin(channel, function, now);
         match self.send_function(channel, function, lun, task) {
             true => self.core().arm(until),
@@ -120,7 +122,7 @@ pub(crate) trait TaskManager: Machine {
         }
     }
 
-    /// Handles the end of the function that is under way on a channel, if there is one.
+    /// Handles the result of the outstanding function on a channel, if any.
     fn on_function_end(&mut self, channel: u8, end: FunctionEnd, now: Instant) {
         let Some(function) = self.core().functions.take(channel) else {
             return;
@@ -128,9 +130,10 @@ pub(crate) trait TaskManager: Machine {
         let is_complete = end == FunctionEnd::Complete;
         match function {
             TaskFunction::AbortTask(late) => match self.core().requests.aborting(late) {
-                // The answer came while the abort was under way.
+                // The response was received while the abort was outstanding.
                 None => {}
-                // A task that the target does not have is over: its answer would have come before.
+                // A task unknown to the target has ended: its response would have been received
+                // before.
                 Some(tag) if is_complete || end == FunctionEnd::NoTask => {
                     self.on_aborted(late.index, channel, tag, now);
                 }
@@ -147,7 +150,7 @@ pub(crate) trait TaskManager: Machine {
         self.pump_functions(channel, now);
     }
 
-    /// Goes on after a function that failed: with a stronger one, or with a new connection.
+    /// Continues after a failed function: with a stronger one, or with a new connection.
     fn escalate(&mut self, channel: u8, failed: TaskFunction, now: Instant) {
         match self.plan_escalation(failed) {
             Some(stronger) => self.start_function(channel, stronger, now),
@@ -155,9 +158,10 @@ pub(crate) trait TaskManager: Machine {
         }
     }
 
-    /// A unit, or every unit, was reset by a function on this channel. Its commands that were sent
-    /// there before will not be answered. Those of other channels may have arrived behind the
-    /// reset, so each is aborted on its own channel, where the function arrives behind it.
+    /// Called when a function on this channel has reset a unit or all units. Commands sent before
+    /// it on this channel will not get a response. Commands on other channels may have been
+    /// received after the reset, so each is aborted on its own channel, where the function follows
+    /// it.
     fn on_reset(&mut self, lun: Option<WireLun>, here: u8, now: Instant) {
         self.core().on_own_reset(lun);
         for (index, channel, tag) in self.core().requests.outstanding(lun) {
@@ -174,7 +178,7 @@ pub(crate) trait TaskManager: Machine {
         }
     }
 
-    /// Holds requests back where a unit attention says that the unit may be another one.
+    /// Holds requests if a unit attention indicates that the unit may be a different one.
     fn hold_if(&mut self, sense: Option<Sense>) {
         if self.core().may_be_another(sense) {
             self.hold();
@@ -182,8 +186,9 @@ pub(crate) trait TaskManager: Machine {
     }
 
     /// Handles the consequences of a unit attention for the unit and for other commands. A reset
-    /// may have ended those that were sent before without an answer; aborting them shows which,
-    /// once [`Self::pump_functions`] sends what is queued here. A deferred error is reported as well.
+    /// may have terminated earlier commands without a response. Aborting them determines which,
+    /// once [`Self::pump_functions`] sends the aborts queued here. A deferred error is also
+    /// reported.
     fn on_attention(&mut self, index: u32, answer: &Answer) {
         let Some(attention) = attention_of(answer) else {
             self.core().on_executed(index, answer);

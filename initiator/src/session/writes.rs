@@ -1,31 +1,31 @@
-//! How the data of short writes travel on RDMA: within the command, or fetched by the target.
+//! Transfer of the data of short writes on RDMA: within the command, or fetched by the target.
 //!
-//! Data within the command save the target a round trip. But each such command is a message of its
-//! own of two packets or more, which no layer below groups with the next; the responses to RDMA
-//! READs of several writes are packets of one length in a row, of which the software NIC sends up
-//! to 15 at once. So where few writes are outstanding the round trip counts, and where many are, the
-//! packets do.
+//! Data within the command saves the target a round trip. But each such command is a separate
+//! message of two or more packets, which lower layers do not batch with the next one. In contrast,
+//! the responses to RDMA READs of several writes are consecutive packets of equal length, and the
+//! software NIC sends up to 15 of them at once. So with few outstanding writes the round trip is
+//! more important, and with many the packets are.
 
-/// Writes outstanding, the new one included, from which on the target fetches the data.
+/// Minimum number of outstanding writes, including the new one, for which the target fetches the
+/// data.
 const MANY: usize = 4;
 
-/// Writes outstanding, the new one included, up to which they travel within the command again. Less
-/// than [`MANY`], so that a load around it does not alternate.
+/// Maximum number of outstanding writes, including the new one, for which they carry their data
+/// again. Less than [`MANY`], so that it doesn't alternate for a load in between.
 const FEW: usize = 2;
 
-/// The policy of one connection. What it decides follows from the numbers of outstanding writes
-/// alone.
+/// Policy for one connection. Its decisions depend only on the numbers of outstanding writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WritePolicy {
-    /// The target may have as many READs outstanding as there are writes in a batch. With fewer they
-    /// would wait for each other, a round trip each.
+    /// The target may have as many concurrent READs as there are writes in a batch. Otherwise they
+    /// would wait for each other, each for a round trip.
     may_fetch: bool,
-    /// Many writes were outstanding, and not few since.
+    /// Many writes were outstanding, and the number has not dropped to few since.
     fetches: bool,
 }
 
 impl WritePolicy {
-    /// For a target that may have that many RDMA READs outstanding.
+    /// Creates the policy for a target that may have this many concurrent RDMA READs.
     pub(crate) fn new(reads: u8) -> Self {
         Self {
             may_fetch: usize::from(reads) >= MANY,
@@ -33,7 +33,7 @@ impl WritePolicy {
         }
     }
 
-    /// Returns whether a new write carries its data; `outstanding` counts it and the others.
+    /// Returns whether a new write carries its data. `outstanding` includes the new write.
     pub(crate) fn carries_data(&mut self, outstanding: usize) -> bool {
         self.fetches = match outstanding {
             MANY.. => self.may_fetch,
@@ -48,7 +48,8 @@ impl WritePolicy {
 mod tests {
     use super::*;
 
-    /// Whether each of several writes carries its data, by the numbers outstanding.
+    /// Returns whether each of several writes carries its data, for these numbers of outstanding
+    /// writes.
     fn carry(reads: u8, outstanding: &[usize]) -> Vec<bool> {
         let mut policy = WritePolicy::new(reads);
         let all = outstanding.iter();
@@ -67,7 +68,7 @@ mod tests {
 
     #[test]
     fn the_way_changes_only_when_the_load_has() {
-        // Between the bounds it stays what it was.
+        // Between the bounds, the decision does not change.
         assert_eq!(carry(16, &[3, 3, 3]), [true; 3]);
         assert_eq!(carry(16, &[4, 3, 3, 4, 3]), [false; 5]);
         assert_eq!(

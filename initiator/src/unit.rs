@@ -1,48 +1,47 @@
-//! Identity of the logical unit behind an address, and proof that it still has what it
-//! acknowledged.
+//! Identity of the logical unit at an address, and detection of lost acknowledged writes.
 //!
-//! No I/O here: [`Check`] makes the commands that identify a unit and reads the answers,
-//! [`Snapshot`] is the result, [`Evidence`] weighs what was seen of a new login, [`WriteCache`]
-//! tracks what a volatile cache may hold.
+//! This module does no I/O: [`Check`] creates the commands that identify a unit and parses the
+//! responses, [`Snapshot`] is the result, [`Evidence`] evaluates events around a new login, and
+//! [`WriteCache`] tracks the contents of a volatile cache.
 //!
-//! # The same unit
-//! After every login, and after every unit attention that can mean another unit (29h of any kind,
-//! CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or another
-//! mode of its cache (MODE PARAMETERS CHANGED), a unit is identified before any other command
-//! starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8) must be
-//! those of the first time. Its block size must be the same, and its capacity at least as large: one
-//! that has grown is used as far as before. A unit without serial number and designators must be of
-//! the same vendor, product and size; one that is exchanged for another such unit is not noticed.
-//! Commands that were already sent when a unit changes in the
-//! middle of a session are out of reach.
+//! # Unit identity
+//! A unit is identified before any other command is started: after each login, and after unit
+//! attentions that may indicate a different unit (29h of any kind, CAPACITY DATA HAS CHANGED,
+//! INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or a different cache mode (MODE
+//! PARAMETERS CHANGED). Its serial number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8)
+//! must be the original ones. Its block size must be the same, and its capacity must not have
+//! decreased; if it has grown, the original capacity is used. A unit without a serial number and
+//! designators must have the same vendor, product and size; its replacement by another such unit is
+//! not detected. If a unit changes during a session, commands that were already sent cannot be
+//! stopped.
 //!
-//! # The same cache
-//! A write without FUA that is answered, or with FUA by a unit that does not report DPOFUA, may be
-//! in a volatile cache (SBC-3 clause 4.15) until a SYNCHRONIZE CACHE that began after it is answered.
-//! If the target may have lost its cache between the two, that flush is carried out and then reported
-//! as failed: the next flush, once, and every flush that was in flight at the time. [`Losses`]
-//! counts losses for users with several clients. A unit may get such a cache at any time (WCE of the
-//! caching mode page): each check finds out. A process that takes over from one that was killed
-//! does not know what that one had acknowledged, and takes it that something was. Whether a target
-//! may have lost its cache:
-//! - **A cache generation decides** where the unit offers one before and after: page C0h of
-//!   `riserd`, which is another whenever what unwritten data live in is (the process for a RAM
-//!   disk, the kernel's page cache for files and devices). One that appears or disappears is
-//!   another.
+//! # Cache loss
+//! An acknowledged write without FUA, or with FUA if the unit does not report DPOFUA, may be in a
+//! volatile cache (SBC-3 clause 4.15) until the response to a SYNCHRONIZE CACHE that was started
+//! after it. If the target may have lost its cache in between, that flush is executed and then
+//! reported as failed: this applies to the next flush, once, and to all flushes in flight at the
+//! time of the loss. [`Losses`] counts losses for users with several clients. A unit may enable
+//! such a cache at any time (WCE in the caching mode page), so each check queries it. A process
+//! that takes over from a killed one does not know about acknowledged writes, and assumes that
+//! there were some. Rules for a lost cache:
+//! - **A cache generation is decisive** if the unit has one before and after: page C0h of `riserd`.
+//!   The generation changes whenever the memory that contains unwritten data does (the process for
+//!   a RAM disk, the kernel's page cache for files and devices). A generation that appears or
+//!   disappears also counts as a change.
 //! - **POWER ON OCCURRED (29h/01h), DEVICE INTERNAL RESET (29h/04h)**: lost.
-//! - **A deferred error** (sense response codes 71h and 73h), unless it was recovered: lost. It
+//! - **A deferred error** (sense response codes 71h and 73h) that was not recovered: lost. It
 //!   belongs to a write that returned GOOD earlier (SPC-4 clause 4.5).
-//! - **I_T NEXUS LOSS OCCURRED (29h/07h)** after a login: not lost, since a target that knows the
-//!   old nexus has been there all the time. SCSI BUS RESET (29h/02h) and BUS DEVICE RESET FUNCTION
-//!   OCCURRED (29h/03h), a logical unit reset, leave caches alone.
-//! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may stand for each of these (SPC-4
-//!   annex F). In the middle of a session: lost, except for the first one after a LOGICAL UNIT RESET
-//!   of our own. As the first thing after a login it says nothing,
-//!   since there are targets (tgt, `riserd`) that greet each new nexus with it.
-//! - Nothing that says anything, as from LIO, which raises no attention at a login: lost, if a
-//!   connection was refused meanwhile (something was there and did not serve), or if the target was
-//!   not heard of for longer than [`REBOOT`], in which a host may have restarted. A connection that
-//!   flaps is back sooner, and keeps its flushes.
+//! - **I_T NEXUS LOSS OCCURRED (29h/07h)** after a login: not lost, because a target that remembers
+//!   the old nexus was running throughout. SCSI BUS RESET (29h/02h) and BUS DEVICE RESET FUNCTION
+//!   OCCURRED (29h/03h), a logical unit reset, do not affect caches.
+//! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may represent any of these (SPC-4
+//!   annex F). During a session: lost, except for the first one after our own LOGICAL UNIT RESET.
+//!   As the first attention after a login it is not evidence, because some targets (tgt, `riserd`)
+//!   report it for each new nexus.
+//! - No evidence, for example with LIO, which does not establish a unit attention at a login: lost
+//!   if a connection was refused in the meantime (the host was available, but the target was not),
+//!   or if there was no message from the target for longer than [`REBOOT`], during which a host may
+//!   have restarted. A flapping connection recovers earlier, and its flushes do not fail.
 
 #![forbid(unsafe_code)]
 
@@ -60,35 +59,36 @@ use crate::request::{Answer, CHECK_CONDITION, DataLen, Effect};
 use crate::scsi::{CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN};
 use crate::session::{ConnectError, Down, SrpLoginError};
 
-/// A host that was silent for no longer has not restarted with its targets. A lost connection of
-/// iSCSI is noticed within ten seconds, and made again within a few.
+/// A host that was silent for up to this time has not restarted including its targets. A lost iSCSI
+/// connection is detected within ten seconds, and re-established within a few seconds.
 pub const REBOOT: Duration = Duration::from_secs(20);
 
-/// Void rounds of questions in a row, after which a unit counts as one that does not answer.
+/// Maximum number of successive void rounds of queries, after which a unit is treated as
+/// unresponsive.
 const MAX_VOID: u32 = 32;
 
-/// Identity that a unit reports.
+/// Identity reported by a unit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Standard INQUIRY data; `None` where it refused, or is not there.
+    /// Standard INQUIRY data; `None` if the command was rejected or the unit is missing.
     pub inquiry: Option<Inquiry>,
     /// Serial number and designators.
     pub identity: Identity,
-    /// Its size; `None` where it did not say.
+    /// Capacity; `None` if not reported.
     pub capacity: Option<Capacity>,
-    /// The generation of its volatile cache; `None` where it offers none.
+    /// Generation of its volatile cache; `None` if it has none.
     pub cache: Option<[u8; 16]>,
-    /// It has a volatile cache (WCE); `None` where it did not say.
+    /// Whether it has a volatile cache (WCE); `None` if not reported.
     pub write_cache: Option<bool>,
 }
 
 impl Snapshot {
-    /// Compares with what was found later at the same address.
+    /// Compares with a later snapshot for the same address.
     ///
     /// # Errors
-    /// [`Down::NoIdentity`]: nothing is there, or it does not report all of its names any more, as
-    /// where it was taken away in the middle of the questions. [`Down::OtherUnit`]: another unit.
-    /// [`Down::Shrunk`]: the unit with less capacity.
+    /// Returns [`Down::NoIdentity`] if the unit is missing, or no longer reports all of its names,
+    /// for example if it was removed during the queries. Returns [`Down::OtherUnit`] for a
+    /// different unit, and [`Down::Shrunk`] if the capacity has decreased.
     pub fn compare(&self, found: &Self) -> Result<(), Down> {
         let Some(inquiry) = found.inquiry.as_ref().filter(|i| i.qualifier == 0) else {
             return Err(Down::NoIdentity);
@@ -99,7 +99,8 @@ impl Snapshot {
             return Err(Down::NoIdentity);
         }
         let is_same = match self.identity == Identity::default() {
-            // All units of a target may be of one make: their size is what tells them apart.
+            // All units of a target may have the same vendor and product, so the size must
+            // distinguish them.
             true => {
                 let sizes = self.capacity.as_ref().zip(found.capacity.as_ref());
                 self.inquiry.as_ref().is_none_or(is_same_make)
@@ -142,34 +143,34 @@ impl fmt::Display for Snapshot {
     }
 }
 
-/// Questions to a unit, in this order.
+/// Queries to a unit, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
-    /// First, since INQUIRY does not report unit attentions (SPC-4 clause 6.6.1), and what they say
-    /// comes before what is found.
+    /// First, because INQUIRY does not report unit attentions (SPC-4 clause 6.6.1), and these must
+    /// precede the results.
     Capacity,
     Inquiry,
     Designators,
     Serial,
     Cache,
     Caching,
-    /// Again, where the first answer was none, or is doubtful: a target may report REPORTED LUNS DATA
-    /// HAS CHANGED to every command until it has named the unit, as `riserd` does.
+    /// Again, if the first query failed or its result is doubtful: a target may report REPORTED
+    /// LUNS DATA HAS CHANGED for all commands until the unit was identified, as `riserd` does.
     CapacityAtLast,
-    /// READ CAPACITY (10), for a unit without the longer form.
+    /// READ CAPACITY (10), for a unit that does not support READ CAPACITY (16).
     ShortCapacity,
 }
 
-/// One round of questions to a unit. Begins with [`Check::default`].
+/// A round of queries to a unit. Starts with [`Check::default`].
 #[derive(Clone, Debug)]
 pub struct Check {
     step: Step,
     designators: Option<Vec<u8>>,
     /// Standard INQUIRY data as received.
     inquiry: Vec<u8>,
-    /// The capacity may be that of another unit.
+    /// The capacity may be from a different unit.
     is_doubtful: bool,
-    /// Rounds before this one that were void.
+    /// Number of preceding void rounds.
     void: u32,
     found: Snapshot,
 }
@@ -188,7 +189,7 @@ impl Default for Check {
 }
 
 impl Check {
-    /// The command to send next, with room for [`VPD_LEN`] bytes of data.
+    /// Returns the next command, with room for [`VPD_LEN`] bytes of data.
     #[must_use]
     pub fn command(&self) -> Command {
         let inquiry = |page| Command::inquiry_of(page, VPD_LEN);
@@ -198,7 +199,7 @@ impl Check {
             Step::Serial => inquiry(Some(vpd::UNIT_SERIAL_NUMBER)),
             Step::Cache => inquiry(Some(vpd::CACHE_GENERATION)),
             Step::Caching => Command {
-                // The buffer is the same for every question.
+                // All queries use the same buffer.
                 len: DataLen::In(VPD_LEN.into()),
                 ..Command::mode_sense_caching()
             },
@@ -210,16 +211,17 @@ impl Check {
         }
     }
 
-    /// Something has happened that may mean another unit; returns whether the round is void by that.
-    /// It is not before the first answer, since all names come after it. That answer may have been
-    /// given before, though, and come by another channel, so the capacity is asked for again.
+    /// Called when an event may indicate a different unit; returns whether this makes the round
+    /// void. It does not before the first response, because all names are queried after it.
+    /// However, that response may have been sent earlier and received on another channel, so the
+    /// capacity is queried again.
     pub fn doubt(&mut self) -> bool {
         self.is_doubtful = true;
         self.step != Step::Capacity
     }
 
-    /// Begins again after a round that is void. Returns false where that was too often in a row, as
-    /// where the unit answers with an attention every time.
+    /// Restarts after a void round. Returns false after too many successive void rounds, for
+    /// example if the unit always responds with a unit attention.
     pub fn begin_again(&mut self) -> bool {
         *self = Self {
             void: self.void + 1,
@@ -228,10 +230,10 @@ impl Check {
         self.void < MAX_VOID
     }
 
-    /// Returns whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither
-    /// carried out nor refused (ILLEGAL REQUEST) leaves the identity open, as the size is left open
-    /// where a doubtful one is not confirmed. The other questions are not about that, nor is the
-    /// vendor specific page, to which some target may answer anything.
+    /// Returns whether a response to [`Self::command`] can be used. An INQUIRY that was neither
+    /// executed nor rejected (ILLEGAL REQUEST) leaves the identity unknown, and an unconfirmed
+    /// doubtful capacity leaves the size unknown. Other queries do not affect the identity; this
+    /// includes the vendor-specific page, for which a target may return anything.
     #[must_use]
     pub fn is_conclusive(&self, answer: &Answer) -> bool {
         let is_refused = || {
@@ -243,8 +245,8 @@ impl Check {
         answer.is_success() || !is_confirmation && (!is_of_names || is_refused())
     }
 
-    /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether
-    /// there is another question.
+    /// Processes the response data for [`Self::command`], which is empty if the unit rejected it;
+    /// returns whether there is another query.
     pub fn take(&mut self, data: &[u8]) -> bool {
         self.step = match self.step {
             Step::Capacity => {
@@ -254,7 +256,7 @@ impl Check {
             Step::Inquiry => {
                 self.found.inquiry = Inquiry::parse(data);
                 self.inquiry = data.to_vec();
-                // A number without a unit has no pages to ask for.
+                // A LUN without a unit has no pages.
                 if !self.is_there() {
                     return false;
                 }
@@ -297,7 +299,7 @@ impl Check {
         true
     }
 
-    /// Returns whether the unit has said that it is there.
+    /// Returns whether the unit has reported that it is present.
     #[must_use]
     pub fn is_there(&self) -> bool {
         self.found
@@ -306,56 +308,55 @@ impl Check {
             .is_some_and(|i| i.qualifier == 0)
     }
 
-    /// Identity that the unit has reported so far.
+    /// Returns the identity reported so far.
     #[must_use]
     pub fn found(&self) -> &Snapshot {
         &self.found
     }
 
-    /// Standard INQUIRY data as received.
+    /// Returns the standard INQUIRY data as received.
     #[must_use]
     pub fn inquiry(&self) -> &[u8] {
         &self.inquiry
     }
 
-    /// The body of the device identification page.
+    /// Returns the body of the device identification page.
     #[must_use]
     pub fn designators(&self) -> Option<&[u8]> {
         self.designators.as_deref()
     }
 }
 
-/// Observations of a target since a unit was last known to be the same. See the module's
-/// documentation.
+/// Observations of a target since a unit was last known to be unchanged. See the documentation of
+/// the module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Evidence {
-    /// Duration for which the target was not heard of before it was logged in to again; `None`
-    /// without a login.
+    /// Time without a message from the target before the last login; `None` without a login.
     pub outage: Option<Duration>,
     /// A connection was refused.
     pub refused: bool,
     is_logged_in: bool,
-    /// Whether the last login followed what may have been a restart.
+    /// The last login followed a possible restart.
     was_reboot: bool,
     power_on: bool,
     nexus_loss: bool,
 }
 
 impl Evidence {
-    /// What was seen so far says nothing of what is to be judged from now on.
+    /// Discards the evidence collected so far.
     pub fn forget(&mut self) {
         *self = Self {
-            // A greeting may still be to come.
+            // An initial attention may still follow.
             is_logged_in: self.is_logged_in,
             ..Self::default()
         };
     }
 
-    /// A login has succeeded, after this outage if that is known.
+    /// Called when a login has succeeded, after this outage if known.
     pub fn on_login(&mut self, outage: Option<Duration>) {
         if self.is_logged_in {
-            // What the login before has shown stays true. A nexus whose loss is reported from now on
-            // may be the one of that login.
+            // Evidence of the previous login remains valid. A loss of nexus reported after this may
+            // refer to the nexus of that login.
             self.power_on |= self.was_reboot && !self.nexus_loss;
             self.nexus_loss = false;
         }
@@ -368,9 +369,9 @@ impl Evidence {
         self.outage.is_some_and(is_reboot)
     }
 
-    /// A login failed, or a connection was lost, for this reason.
+    /// Called when a login failed or a connection was lost for this reason.
     pub fn on_down(&mut self, why: Down) {
-        /// Invalid service ID (IBTA volume 1, clause 12.6.7.2): nothing listens there.
+        /// Invalid service ID (IBTA volume 1, clause 12.6.7.2): there is no listener.
         const NO_LISTENER: u16 = 8;
         let is_refused =
             |error| Error::from_raw_os_error(error).kind() == ErrorKind::ConnectionRefused;
@@ -383,11 +384,12 @@ impl Evidence {
         };
     }
 
-    /// The unit reported a unit attention. `is_own_reset` if our own task management caused it.
+    /// Called when the unit reported a unit attention. `is_own_reset` is set if it was caused by
+    /// our own task management.
     pub fn on_attention(&mut self, attention: AdditionalSense, is_own_reset: bool) {
         match (attention.code, attention.qualifier) {
             (0x29, 0x01 | 0x04) => self.power_on = true,
-            // Not as the first thing after a login. What was seen before one stays true.
+            // Ignore it as the first attention after a login. Earlier evidence remains valid.
             (0x29, 0x00) => self.power_on |= !self.is_logged_in && !is_own_reset,
             (0x29, 0x07) => self.nexus_loss = true,
             _ => {}
@@ -400,13 +402,13 @@ impl Evidence {
         self.power_on
     }
 
-    /// Returns whether a power-on was seen that was not judged yet, and forgets it.
+    /// Returns whether a power-on was reported since the last call.
     pub fn take_power_on(&mut self) -> bool {
         std::mem::take(&mut self.power_on)
     }
 
-    /// Returns whether a unit may have lost its volatile cache, whose generation was `was` and is
-    /// `is`.
+    /// Returns whether a unit may have lost its volatile cache. `was` and `is` are the previous and
+    /// the current generation.
     #[must_use]
     pub fn is_cache_lost(&self, was: Option<[u8; 16]>, is: Option<[u8; 16]>) -> bool {
         if was.is_some() || is.is_some() {
@@ -416,21 +418,21 @@ impl Evidence {
     }
 }
 
-/// Volatile cache of a unit: acknowledged writes that wait for a flush, and losses that one
-/// reports.
+/// State of a unit's volatile cache: acknowledged writes that wait for a flush, and losses to
+/// report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteCache {
-    /// Writes acknowledged that may be in the cache.
+    /// Number of acknowledged writes that may have been cached.
     written: u64,
-    /// Number of them that are on the medium, or known to be lost.
+    /// Number of these writes that are on the medium or known to be lost.
     settled: u64,
-    /// Number of times that acknowledged writes were lost.
+    /// Number of losses of acknowledged writes.
     losses: u64,
-    /// Writes that had been acknowledged at the last loss, until that is reported.
+    /// Number of acknowledged writes at the last loss, until it is reported.
     lost: Option<u64>,
 }
 
-/// Writes that a flush covers.
+/// Writes covered by a flush.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FlushMark {
     written: u64,
@@ -438,7 +440,7 @@ pub struct FlushMark {
 }
 
 impl WriteCache {
-    /// The books of a process that was killed: writes may have been acknowledged since its last
+    /// Returns the cache state for a killed process: it may have acknowledged writes since its last
     /// flush.
     #[must_use]
     pub fn inherited() -> Self {
@@ -448,13 +450,13 @@ impl WriteCache {
         }
     }
 
-    /// Returns whether a flush has to fail.
+    /// Returns whether a flush must fail.
     #[must_use]
     pub fn has_lost(&self) -> bool {
         self.lost.is_some()
     }
 
-    /// A mark for a flush that begins now: it covers what was acknowledged before.
+    /// Returns a mark for a flush that is being started: it covers all writes acknowledged before.
     #[must_use]
     pub fn begin_flush(&self) -> FlushMark {
         FlushMark {
@@ -463,28 +465,30 @@ impl WriteCache {
         }
     }
 
-    /// A flush that began at `mark` was answered GOOD; whether it may be reported so.
+    /// Called when a flush with this mark returned GOOD; returns whether it may be reported as
+    /// successful.
     pub fn end_flush(&mut self, mark: FlushMark) -> bool {
         self.settled = self.settled.max(mark.written);
         let is_kept = self.lost.is_none() && mark.losses == self.losses;
-        // One that began before a write that was lost fails, but does not report the loss of that
+        // A flush that started before a lost write fails, but does not report the loss of that
         // write.
         self.lost = self.lost.filter(|&lost| mark.written < lost);
         is_kept
     }
 
-    /// A command that changes the medium was answered GOOD.
+    /// Called when a command that modifies the medium returned GOOD.
     pub fn on_written(&mut self) {
         self.written += 1;
     }
 
-    /// Returns whether nothing waits for a flush, and none has to fail.
+    /// Returns whether no write waits for a flush, and no flush must fail.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.written == self.settled && self.lost.is_none()
     }
 
-    /// The target may have lost its cache; returns whether that affects acknowledged writes.
+    /// Called when the target may have lost its cache; returns whether this affects acknowledged
+    /// writes.
     pub fn on_lost(&mut self) -> bool {
         let is_loss = self.written > self.settled;
         if is_loss {
@@ -496,9 +500,9 @@ impl WriteCache {
     }
 }
 
-/// Number of times that a unit may have lost acknowledged writes. The engine counts; each client of
-/// the unit compares with the number that it was last notified of, because a flush reports a loss
-/// only once, as `errseq_t` does in Linux for open files.
+/// Number of times that a unit may have lost acknowledged writes. The engine increments it; each
+/// client of the unit compares it with the last value it reported, because a flush reports a loss
+/// only once, like `errseq_t` for open files in Linux.
 #[derive(Debug, Default)]
 pub struct Losses(AtomicU64);
 
@@ -508,15 +512,16 @@ impl Losses {
         self.0.fetch_add(1, Ordering::Release);
     }
 
-    /// Current number.
+    /// Returns the current number.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// The state of a unit's cache, after the unit has reported whether it has one. Switching a cache
-/// off writes everything that it holds, but a loss before that is kept until a flush reports it.
+/// Returns the state of a unit's cache after the unit has reported whether it has one. Disabling a
+/// cache writes its whole content to the medium, but an earlier loss is kept until a flush reports
+/// it.
 #[must_use]
 pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCache> {
     match (cache, is_on) {
@@ -526,16 +531,16 @@ pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCach
     }
 }
 
-/// Returns whether a command puts everything that was acknowledged onto the medium: SYNCHRONIZE
-/// CACHE (SBC-3 clauses 5.25 and 5.26) of the whole medium.
+/// Returns whether a command flushes all acknowledged data to the medium: SYNCHRONIZE CACHE (SBC-3
+/// clauses 5.25 and 5.26) for the whole medium.
 #[must_use]
 pub fn is_flush(command: &Command) -> bool {
     let row = Opcode::of(command.cdb.as_bytes());
     row.kind == Kind::Flush && command.effect == Effect::Medium
 }
 
-/// Returns whether a command leaves something in a volatile cache: all that change the medium,
-/// but for flushes and, if the unit supports FUA (DPOFUA), writes with FUA.
+/// Returns whether a command may leave data in a volatile cache: all commands that modify the
+/// medium, except for flushes and, if the unit supports FUA (DPOFUA), writes with FUA.
 #[must_use]
 pub fn is_cached(command: &Command, has_fua: bool) -> bool {
     const WITH_FUA: [&Opcode; 3] = [
@@ -608,7 +613,7 @@ mod tests {
         assert_eq!(unit.compare(&other_blocks), Err(Down::OtherUnit));
     }
 
-    /// Else the size of another unit, or none, would be taken for that of this one.
+    /// Otherwise, the size of a different unit, or none, would be used for this one.
     #[test]
     fn a_doubtful_capacity_must_be_confirmed() {
         let mut check = Check::default();
@@ -648,7 +653,7 @@ mod tests {
         }
     }
 
-    /// A target may answer nothing but INQUIRY until it has named the unit.
+    /// A target may reject all commands except INQUIRY until the unit was identified.
     #[test]
     fn a_capacity_that_is_not_known_at_first_is_asked_for_again() {
         let mut check = Check::default();
@@ -704,11 +709,12 @@ mod tests {
             evidence
         };
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
-        // A flap: LIO says nothing, tgt begins with 29h/00h, others report the lost nexus.
+        // A flap: LIO reports nothing, tgt starts with 29h/00h, other targets report the lost
+        // nexus.
         for attentions in [&[][..], &[0], &[7], &[2], &[3]] {
             assert!(!is_lost(after(attentions, 15)));
         }
-        // A restart: said, or a host that was away for long, or a portal without a listener.
+        // A restart: reported, or a long absence of the host, or a portal without a listener.
         assert!(is_lost(after(&[1], 1)));
         assert!(is_lost(after(&[4], 1)));
         assert!(is_lost(after(&[], 21)));
@@ -717,19 +723,19 @@ mod tests {
         let mut refused = after(&[], 1);
         refused.on_down(Down::Connect(ConnectError::Tcp(111)));
         assert!(is_lost(refused));
-        // In the middle of a session.
+        // During a session.
         assert!(is_lost(seen(&[0])));
         assert!(is_lost(seen(&[1])));
         assert!(!is_lost(seen(&[3])));
         assert!(!is_lost(seen(&[])));
-        // A login that follows does not undo it.
+        // A following login does not invalidate it.
         let mut reset = seen(&[0]);
         reset.on_login(Some(Duration::from_millis(1)));
         see(&mut reset, &[7]);
         assert!(is_lost(reset));
     }
 
-    /// Some targets report it by the code that may also be a power-on.
+    /// Some targets report it with the code that may also indicate a power-on.
     #[test]
     fn own_reset_loses_no_cache() {
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
@@ -743,13 +749,14 @@ mod tests {
         assert!(is_lost(power_on));
     }
 
-    /// The nexus that the second login hears of is that of the first one, after the restart.
+    /// The lost nexus reported after the second login is the nexus of the first login, after the
+    /// restart.
     #[test]
     fn a_second_login_does_not_undo_what_the_first_one_has_shown() {
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
         let mut away = Evidence::default();
         away.on_login(Some(Duration::from_secs(60)));
-        // Its unit was not ready yet.
+        // The unit was not ready yet.
         away.on_login(Some(Duration::from_secs(61)));
         see(&mut away, &[7]);
         assert!(is_lost(away));
@@ -759,7 +766,7 @@ mod tests {
         refused.on_login(Some(Duration::from_secs(2)));
         see(&mut refused, &[7]);
         assert!(is_lost(refused));
-        // A target that had been there all the time.
+        // A target that was running throughout.
         let mut there = Evidence::default();
         there.on_login(Some(Duration::from_secs(60)));
         see(&mut there, &[7]);
@@ -786,7 +793,7 @@ mod tests {
         assert_eq!(books(Some(cache), Some(false)), Some(cache), "one is lost");
         assert!(!cache.end_flush(cache.begin_flush()));
         assert_eq!(books(Some(cache), Some(false)), None);
-        // The check asks for it last.
+        // This is the last query of the check.
         let mut check = Check::default();
         let mut data = vec![0; 36];
         data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);

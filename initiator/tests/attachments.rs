@@ -1,4 +1,4 @@
-//! Attachments whose target, log or users misbehave.
+//! Attachments with misbehaving targets, logs or users.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -19,7 +19,7 @@ use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A directory for one test, with a list of attachments.
+/// A directory for a test, with a list of attachments.
 struct Home(PathBuf);
 
 impl Home {
@@ -44,7 +44,7 @@ impl Home {
         command
     }
 
-    /// Exit status, standard output and standard error.
+    /// Returns the exit status, standard output and standard error.
     fn run(&self, args: &[&str]) -> (i32, String, String) {
         finished(self.command(args).output().unwrap())
     }
@@ -59,7 +59,7 @@ impl Home {
         serde_json::from_str(&self.run(&["list", "-o", "json"]).1).unwrap()
     }
 
-    /// Number of attachments in each state, as people see it.
+    /// Returns whether the human-readable list contains an attachment in this state.
     fn has_state(&self, state: &str) -> bool {
         self.run(&["list"]).1.contains(&format!(" {state} "))
     }
@@ -81,7 +81,8 @@ fn finished(output: Output) -> (i32, String, String) {
     (code, text(&output.stdout), text(&output.stderr))
 }
 
-/// Standard error without a reader, as of a log collector that was restarted.
+/// Starts an attachment whose standard error has no reader, for example because a log collector was
+/// restarted.
 fn without_reader(url: &str, name: &str) -> Attached {
     let mut attached = Attached::start(url, name, Stdio::piped());
     drop(attached.child.stderr.take());
@@ -160,7 +161,7 @@ fn failed_attachment_is_listed_until_detached() {
     assert_eq!(process.wait().unwrap().code(), Some(1));
     assert!(home.has_state("failed"));
     assert_eq!(home.list()[0]["phase"], "failed");
-    // Neither the unit nor the path is in use any longer.
+    // Neither the unit nor the path is in use anymore.
     let mut process = home.spawn(&attach);
     eventually("the disk is attached", PATIENCE, || home.has_state("live"));
     assert_eq!(home.list().as_array().unwrap().len(), 1, "it is replaced");
@@ -178,7 +179,7 @@ fn second_writer_of_a_unit_is_refused() {
         home.run(&args)
     };
     assert_eq!(attach(&sockets[0], &[]).0, 0);
-    // The unit has a serial number only. Its address may differ.
+    // The unit only has a serial number, so its address may differ.
     let other = format!("{url}?queue_size=4");
     let (code, _, text) = home.run(&["attach", &other, "--nbd", &sockets[1]]);
     assert_eq!(code, 6, "{text}");
@@ -199,7 +200,7 @@ fn second_writer_of_a_unit_is_refused() {
 fn simultaneous_attaches_of_a_unit_exclude_each_other() {
     let target = ForeignTarget::start(Disk::default(), unscripted());
     let (home, url) = (Home::new("race"), target.url.to_string());
-    // Also at one socket, which a killed process has left.
+    // Two of them also use the same socket, which was left by a killed process.
     let stale = home.path("nbd");
     drop(std::os::unix::net::UnixListener::bind(&stale).unwrap());
     let sockets = [stale.clone(), stale.clone(), home.path("a"), home.path("b")];
@@ -247,7 +248,7 @@ fn detach_of_an_export_with_clients_is_busy() {
     assert!(home.has_state("live"));
     drop(client);
     assert_eq!(home.run(&["detach", &socket]).0, 0);
-    // By force, it is disconnected.
+    // With `--force`, the client is disconnected.
     assert_eq!(home.run(&["attach", "mem:1M", "--nbd", &socket]).0, 0);
     let _client = Nbd::connect(Path::new(&socket));
     let (code, _, text) = home.run(&["detach", &socket, "--force"]);
@@ -321,8 +322,8 @@ fn detach_names_processes_with_open_files() {
     });
 }
 
-/// A disk image of 16 MiB with an ext4 file system at an offset, and two directories; `None` where
-/// `riser mount` cannot work.
+/// Creates a 16 MiB disk image with an ext4 file system at an offset, and two directories; returns
+/// `None` if `riser mount` cannot be used here.
 fn image(home: &Home, offset: u64) -> Option<(String, [String; 2])> {
     let is_root = rustix::process::geteuid().is_root();
     let devices = ["/dev/fuse", "/dev/loop-control", "/usr/sbin/mkfs.ext4"];
@@ -361,11 +362,11 @@ fn simultaneous_mounts_of_a_disk_exclude_each_other() {
         return skip("riser mount", "no loop device can be had");
     }
     assert_eq!((ended[0].0, ended[1].0), (0, 6), "{ended:?}");
-    // Neither may a client of an NBD export mount it.
+    // Mounting by a client of an NBD export must be prevented, too.
     let (code, _, text) = home.run(&["attach", &image, "--nbd", &home.path("nbd")]);
     assert_eq!(code, 6, "{text}");
     assert_eq!(home.run(&["detach", "0"]).0, 0);
-    // Nor is it mounted while such an export exists.
+    // It cannot be mounted while such an export exists.
     let socket = home.path("nbd");
     assert_eq!(home.run(&["attach", &image, "--nbd", &socket]).0, 0);
     let (code, _, text) = home.run(&["mount", &image, &dirs[0], "--read-only"]);
@@ -373,7 +374,7 @@ fn simultaneous_mounts_of_a_disk_exclude_each_other() {
     assert_eq!(home.run(&["detach", &socket]).0, 0);
 }
 
-/// As a process that is killed by the kernel's OOM killer while mount(8) runs.
+/// Simulates a process that is killed by the kernel's OOM killer while mount(8) runs.
 #[test]
 fn killed_mount_leaves_no_loop_device() {
     let home = Home::new("killed");
@@ -415,7 +416,7 @@ fn killed_mount_leaves_no_loop_device() {
     assert_eq!(left.count(), 0);
 }
 
-/// The port is kept for a process that takes over from a killed one only.
+/// The port is only kept for a process that takes over from a killed one.
 #[test]
 fn failed_mount_releases_its_initiator_port() {
     let home = Home::new("port");
@@ -439,8 +440,9 @@ fn failed_mount_releases_its_initiator_port() {
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// The target may still execute a write that was outstanding at the end. The next attachment at the path
-/// logs in with the same initiator port, which terminates the write before newer ones are sent.
+/// The target may still execute a write that was outstanding at the end. The next attachment at the
+/// path logs in with the same initiator port, which terminates the write before newer writes are
+/// sent.
 #[test]
 fn outstanding_write_keeps_initiator_port() {
     for is_lost in [false, true] {
@@ -474,7 +476,7 @@ fn partitions_are_mounted_by_number() {
     let Some((path, [dir, _])) = image(&home, 1 << 20) else {
         return;
     };
-    // An MBR with one partition, at 1 MiB.
+    // An MBR with a single partition at 1 MiB.
     let mut table = [0; 512];
     (table[0x1c2], table[510], table[511]) = (0x83, 0x55, 0xaa);
     table[0x1c6..0x1ca].copy_from_slice(&2048_u32.to_le_bytes());
@@ -518,7 +520,7 @@ fn mount_of_a_blank_disk_names_mkfs() {
     assert_eq!(home.list(), serde_json::json!([]));
 }
 
-/// A portal with this list of targets.
+/// Creates a portal with this list of targets.
 fn portal(targets: Vec<u8>) -> (ForeignTarget, String) {
     let disk = Disk {
         targets,

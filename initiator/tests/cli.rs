@@ -1,4 +1,4 @@
-//! `riser` as a user sees it: results, messages and exit statuses, on disks in memory.
+//! `riser` from a user's perspective: results, messages and exit statuses, with disks in memory.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 use riser_testkit::eventually;
 use riser_testkit::skip::skip;
 
-/// A directory for one test, with a list of attachments of its own.
+/// A directory for a test, with a separate list of attachments.
 struct Home(PathBuf);
 
 impl Home {
@@ -50,7 +50,7 @@ impl Home {
         self.command(args).output().unwrap()
     }
 
-    /// Standard output of a success.
+    /// Expects success; returns the standard output.
     fn ok(&self, args: &[&str]) -> String {
         let output = self.riser(args);
         assert!(
@@ -61,7 +61,7 @@ impl Home {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Exit status and standard error of a failure.
+    /// Expects a failure; returns the exit status and standard error.
     fn fails(&self, args: &[&str]) -> (i32, String) {
         let output = self.riser(args);
         let text = String::from_utf8(output.stderr).unwrap();
@@ -172,7 +172,7 @@ fn every_failure_has_its_status_and_says_what_and_where() {
             5,
             "gone",
         ),
-        // No peer listens on that port of the software NIC's wire.
+        // There is no listener on this port of the software NIC's network.
         (
             &["read", "srp://127.0.0.1:1/0", "--timeout", "300ms"],
             4,
@@ -224,7 +224,7 @@ fn reading_and_writing_ranges() {
     assert_eq!(std::fs::metadata(&file).unwrap().len(), 3 << 20);
     let text = home.ok(&["write", "mem:4M", &file, "--offset", "12345", "-o", "json"]);
     assert!(text.contains("\"bytes\": 3145728"), "{text}");
-    // More than fits, known before and found out.
+    // Too much data: known in advance, and detected while writing.
     let (status, text) = home.fails(&["write", "mem:2M", &file]);
     assert_eq!(status, 2, "{text}");
     let mut child = home
@@ -233,7 +233,7 @@ fn reading_and_writing_ranges() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // It may stop reading before the end.
+    // It may stop reading early.
     let _ = child.stdin.take().unwrap().write_all(&[1; 70_000]);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
@@ -254,7 +254,7 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
     assert_eq!(list[0]["read_only"], true);
     assert_eq!(list[0]["block_size"], 4096);
     assert!(Path::new(list[0]["log"].as_str().unwrap()).exists());
-    // The same socket again; then another one.
+    // The same socket again, then another one.
     let (status, text) = home.fails(&["attach", "mem:1M", "--nbd", &socket]);
     assert_eq!(status, 6, "{text}");
     let other = home.path("other");
@@ -265,7 +265,7 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
     assert!(home.ok(&["detach", "0"]).contains("is detached from"));
     assert!(!Path::new(&socket).exists());
     home.ok(&["detach", &other]);
-    // Nothing is left.
+    // All files are removed.
     let left: Vec<_> = std::fs::read_dir(home.0.join("state"))
         .unwrap()
         .map(|e| e.unwrap().file_name())
@@ -285,7 +285,7 @@ fn files_and_nbd_exports_are_disks() {
     home.ok(&["write", &file, &home.path("in"), "--offset", "1000"]);
     assert_eq!(std::fs::read(&image).unwrap()[1000..101_000], pattern);
 
-    // Attached as an export, it is reached by another address.
+    // While attached as an export, it must be accessed with the export's address.
     home.ok(&["attach", &image, "--nbd", &socket]);
     let uri = format!("nbd+unix:///disk.img?socket={socket}");
     home.ok(&[
@@ -322,7 +322,7 @@ fn files_and_nbd_exports_are_disks() {
         let ios = |way: &str| report["jobs"][0][way]["total_ios"].as_u64().unwrap();
         assert_eq!(ios("read") + ios("write"), 256);
     }
-    // By another path it is the same file.
+    // Another path leads to the same file.
     let same = home.path("same");
     std::fs::hard_link(&image, &same).unwrap();
     for path in [&image, &same] {
@@ -332,7 +332,7 @@ fn files_and_nbd_exports_are_disks() {
     }
     home.ok(&["detach", &socket]);
 
-    // What a disk carries is not overwritten by mistake.
+    // The content of a disk is not overwritten by mistake.
     let mut head = vec![0; 65536];
     head[..4].copy_from_slice(b"XFSB");
     std::fs::write(home.0.join("head"), head).unwrap();
@@ -395,7 +395,7 @@ fn the_wire_is_measured() {
     assert!(text.contains("own address"), "{text}");
 }
 
-/// This process holds the lock of the list of attachments.
+/// The test holds the lock of the attachment list.
 #[test]
 fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
     let home = Home::new();
@@ -465,19 +465,19 @@ fn a_fuse_attachment_is_a_file_until_a_user_unmounts_it() {
     }
     let file = Path::new(&dir).join("lun0");
     assert_eq!(std::fs::metadata(&file).unwrap().len(), 4 << 20);
-    // In use it stays.
+    // A detach fails while the file is in use.
     let open = std::fs::File::open(&file).unwrap();
     let (status, text) = home.fails(&["detach", &dir]);
     assert_eq!((status, text.contains("is busy")), (6, true), "{text}");
     drop(open);
     home.ok(&["detach", &dir]);
     assert!(!file.exists());
-    // By force it goes even then.
+    // With `--force`, it is removed even while in use.
     home.ok(&["attach", "mem:4M", "--fuse", &dir]);
     let open = std::fs::File::open(&file).unwrap();
     home.ok(&["detach", "0", "--force", "--timeout", "20s"]);
     drop(open);
-    // In the foreground, ended by an unmount from outside.
+    // In the foreground, terminated by an external unmount.
     let child = home
         .command(&["attach", "mem:4M", "--fuse", &dir, "--foreground"])
         .stdout(Stdio::piped())
@@ -510,11 +510,11 @@ fn a_file_that_is_open_is_served_after_the_signal_to_end() {
         .unwrap();
     let pid = pid(&home);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    // New users cannot find it.
+    // New users cannot open it.
     eventually("the file is hidden", Duration::from_secs(60), || {
         !file.exists()
     });
-    // What the one that has it open holds back may come later than any fixed time.
+    // Data of the remaining user may be written after any fixed timeout.
     std::thread::sleep(Duration::from_secs(6));
     open.write_all_at(b"late", 0).unwrap();
     drop(open);
@@ -574,7 +574,7 @@ fn a_serving_process_does_not_wait_for_its_own_disk() {
         for task in std::fs::read_dir(format!("{proc}/task")).unwrap() {
             let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
             let flags = stat[stat.rfind(')').unwrap()..].split(' ').nth(7).unwrap();
-            // PF_MEMALLOC_NOIO: reclaim for this thread starts no I/O.
+            // PF_MEMALLOC_NOIO: memory reclaim on this thread must not start I/O.
             let flags: u32 = flags.parse().unwrap();
             assert_ne!(flags & 0x0008_0000, 0, "{stat}");
         }
@@ -594,14 +594,14 @@ fn a_serving_process_does_not_wait_for_its_own_disk() {
     home.ok(&["detach", &socket]);
 }
 
-/// The process that serves the only attachment.
+/// Returns the process that serves the only attachment.
 fn pid(home: &Home) -> rustix::process::Pid {
     let list: serde_json::Value = serde_json::from_str(&home.ok(&["list", "-o", "json"])).unwrap();
     let pid = list[0]["pid"].as_i64().unwrap() as i32;
     rustix::process::Pid::from_raw(pid).unwrap()
 }
 
-/// Whether a process is there; one that waits to be reaped is not.
+/// Returns whether a process exists; a zombie does not count.
 fn is_alive(pid: rustix::process::Pid) -> bool {
     riser_initiator::cli::state::process_start(pid.as_raw_nonzero().get() as u32).is_some()
 }
@@ -693,7 +693,7 @@ fn results_go_to_files_and_are_compared() {
     assert!(errors.contains("cannot write /nonexistent/f"), "{errors}");
 }
 
-/// Writes a file disk of `size` bytes, all zeroes.
+/// Creates a file disk of `size` bytes, all zeroes.
 fn zeroed(home: &Home, size: u64) -> String {
     let image = home.path("disk.img");
     std::fs::File::create(&image)
@@ -768,7 +768,7 @@ fn runs_that_have_ended_keep_their_results_when_a_later_one_fails() {
     let home = Home::new();
     let image = zeroed(&home, 1 << 20);
     let (file, csv) = (home.path("jobs.fio"), home.path("series.csv"));
-    // No block has a header, so the second job finds a wrong one.
+    // The blocks have no headers, so the second job finds a wrong one.
     let jobs = "[a]\nnumber_ios=4\n[b]\nstonewall\nverify=crc32c\n[c]\nstonewall\n";
     std::fs::write(&file, jobs).unwrap();
     let output = home.riser(&["bench", &file, &image, "-o", "json", "--csv", &csv]);
@@ -887,7 +887,7 @@ fn job_files_of_fio_run() {
         (&one["jobname"], &one["write"]["total_ios"]),
         (&"one".into(), &16.into())
     );
-    // What the first job has written is what the second one reads.
+    // The second job reads the data written by the first.
     assert_eq!(
         (&two["riser"]["verified_blocks"], &two["job options"]["bs"]),
         (&16.into(), &"64k".into())
@@ -946,7 +946,8 @@ fn target_becomes_the_daemon_s_program() {
     assert_eq!(missing.status.code(), Some(5), "{missing:?}");
     let said = String::from_utf8(missing.stderr).unwrap();
     assert!(said.contains("there is no riserd"), "{said}");
-    // What lies beside it gets the arguments as they are, and its exit status is the answer.
+    // A file in the same directory is called with unchanged arguments, and its exit status is
+    // returned.
     let riserd = home.path("riserd");
     std::fs::write(&riserd, "#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 3\n").unwrap();
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -959,14 +960,14 @@ fn target_becomes_the_daemon_s_program() {
     assert!(home.ok(&["completions", "bash"]).contains("rollback"));
 }
 
-/// A file in the place of the library. Programs that do not link to it run without noticing.
+/// Creates a file instead of the library. Programs not linked with it run without noticing.
 fn stand_in(home: &Home) -> String {
     let library = home.path("stand-in.so");
     std::fs::write(&library, "").unwrap();
     library
 }
 
-/// `riser run`, with temporary folders of the test's own.
+/// Returns `riser run` with the test's temporary directories.
 fn running(home: &Home, args: &[&str]) -> Command {
     let mut command = home.command(&["run"]);
     command
@@ -1020,7 +1021,7 @@ fn a_program_finds_the_library_and_its_devices() {
         let file = std::fs::canonicalize(Path::new(folder).join(name)).unwrap();
         assert_eq!(file, std::fs::canonicalize(stand_in(&home)).unwrap());
     }
-    // Without options there is one device, no capture, and the library's default log.
+    // Without options, there is a single device, no capture, and the library's default log.
     let script = "echo $RISER_DEVICES/$RISER_INJECT/$RISER_PCAP/$RISER_LOG";
     let output = running(&home, &["sh", "-c", script]).output().unwrap();
     assert_eq!(output.stdout, b"riser0=127.0.0.1///\n");
@@ -1069,7 +1070,7 @@ fn a_program_that_cannot_run_has_the_status_of_shells() {
         text.contains("cargo build --release -p riser-drop-in"),
         "{text}"
     );
-    // A signal ends the program itself.
+    // A signal terminates the program itself.
     let output = running(&home, &["sh", "-c", "kill -9 $$"])
         .output()
         .unwrap();

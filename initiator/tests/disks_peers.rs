@@ -1,5 +1,5 @@
-//! Disks that are exports of servers that are not ours: `qemu-nbd` and `nbdkit`, over Unix sockets
-//! and TCP. A server that is not installed is skipped, and the skip counted.
+//! Disks exported by third-party servers: `qemu-nbd` and `nbdkit`, over Unix sockets and TCP. If a
+//! server is not installed, the test is skipped and the skip is counted.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -28,7 +28,7 @@ const CONFIG: NbdConfig = NbdConfig {
     buffers: BUFFERS,
 };
 
-/// A server, its directory and its disk.
+/// A server with its directory and disk.
 struct Server {
     child: Child,
     dir: PathBuf,
@@ -47,8 +47,8 @@ impl Server {
         self.dir.join(name)
     }
 
-    /// Starts a program with arguments in which `DIR` stands for the directory; `None` where it is
-    /// not installed.
+    /// Starts a program. `DIR` in an argument is replaced by the directory. Returns `None` if the
+    /// program is not installed.
     fn start(name: &str, program: &str, args: &[&str]) -> Option<Self> {
         let dir = std::env::temp_dir().join(format!("riser-{name}-{}", std::process::id()));
         std::fs::create_dir(&dir).unwrap();
@@ -91,14 +91,14 @@ fn read(disk: &ThreadDisk, offset: u64, len: usize) -> Vec<u8> {
     buffer.slice().to_vec()
 }
 
-/// Every operation, with its effect.
+/// Executes all operations and checks their effects.
 fn try_all(disk: &ThreadDisk) {
     assert_eq!(disk.geometry().capacity, SIZE);
     assert!(!disk.geometry().read_only && disk.geometry().volatile_cache);
     write(disk, 1 << 20, 256 << 10, 1, false);
     write(disk, 2 << 20, 4096, 2, true);
     block_on(BlockDevice::flush(disk)).unwrap();
-    // With a hole in the middle, which may come as a chunk of its own.
+    // With a hole in the middle, which may be sent as a separate chunk.
     let got = read(disk, (1 << 20) - 65536, 384 << 10);
     assert!(got[..65536].iter().all(|b| *b == 0));
     assert!(got[65536..320 << 10].iter().all(|b| *b == 1));
@@ -179,7 +179,7 @@ fn nbdkit_serves_a_disk() {
 
 #[test]
 fn nbdkit_serves_a_disk_over_tcp() {
-    // A port that was free a moment ago.
+    // This port was free a moment ago.
     let free = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()

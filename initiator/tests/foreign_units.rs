@@ -1,4 +1,5 @@
-//! Logical units of targets that conform to the standards but behave differently from `riserd`'s.
+//! Logical units of targets that conform to the standards but behave differently from those of
+//! `riserd`.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -32,8 +33,8 @@ const SYNCHRONIZE_CACHE_16: u8 = 0x91;
 const WRITE_SAME_16: u8 = 0x93;
 const READ_CAPACITY_16: u8 = 0x9e;
 
-/// SBC-3 clause 5.32: a unit that does not report DPOFUA may refuse the FUA bit. Linux's target does
-/// for every device without a write cache; its initiator flushes after the write instead.
+/// SBC-3 clause 5.32: a unit that does not report DPOFUA may reject the FUA bit. Linux's target
+/// does so for all devices without a write cache; its initiator flushes after the write instead.
 #[test]
 fn stable_write_flushes_units_without_fua() {
     for write_cache in [false, true] {
@@ -96,8 +97,8 @@ fn recovered_write_is_covered_by_flush() {
     assert!(block_on(lun.flush()).is_err());
 }
 
-/// SPC-4 clause 4.5: a deferred error belongs to an earlier command that returned GOOD. If that
-/// was a write to the cache, its data are lost.
+/// SPC-4 clause 4.5: a deferred error belongs to an earlier command that returned GOOD. If this was
+/// a write to the cache, its data is lost.
 #[test]
 fn flush_reports_deferred_error_of_read() {
     let mut is_written = false;
@@ -117,7 +118,7 @@ fn flush_reports_deferred_error_of_read() {
     assert!(block_on(lun.flush()).is_ok(), "reported once");
 }
 
-/// The command is one of the check of the unit's identity, whose result no user sees.
+/// The command is part of the unit's identity check, whose result is not visible to users.
 #[test]
 fn flush_reports_deferred_error_of_check() {
     let mut step = 0;
@@ -143,13 +144,13 @@ fn flush_reports_deferred_error_of_check() {
     assert!(block_on(lun.flush()).is_err(), "the write is lost");
 }
 
-/// The flush and a read are in flight while the unit loses its cache. The read reports that, the flush
-/// returns GOOD.
+/// The flush and a read are in flight while the unit loses its cache. The read reports this, and
+/// the flush returns GOOD.
 #[test]
 fn flush_fails_while_unit_is_checked() {
     let script = move |cdb: &[u8], _: &[u8]| match cdb[0] {
         READ_16 if cdb[13] > 0 => {
-            // Until the flush is in flight.
+            // Wait until the flush is in flight.
             thread::sleep(Duration::from_millis(300));
             // POWER ON OCCURRED
             Some(check_condition(0x70, 6, 0x29, 1))
@@ -174,8 +175,8 @@ fn flush_fails_while_unit_is_checked() {
     assert!(block_on(lun.flush()).is_ok(), "reported once");
 }
 
-/// SBC-3 clause 4.7.3.7: blocks that could not be mapped for the moment are worth another try.
-/// Linux's initiator waits for the end of these conditions (`scsi_io_completion_action`).
+/// SBC-3 clause 4.7.3.7: a write to blocks that temporarily could not be mapped should be retried.
+/// Linux's initiator waits until these conditions are cleared (`scsi_io_completion_action`).
 #[test]
 fn transient_not_ready_conditions_are_retried() {
     let qualifiers = [
@@ -195,8 +196,9 @@ fn transient_not_ready_conditions_are_retried() {
     assert!(failed.is_empty(), "04h with qualifiers {failed:02x?}");
 }
 
-/// A target that reports no MAXIMUM WRITE SAME LENGTH needs time for a long run of zeroes. All times
-/// are a hundredth of the usual ones: 4 GiB at 100 MB/s take 43 s, an attempt has 30.
+/// A target that does not report a MAXIMUM WRITE SAME LENGTH needs time for a long run of zeroes.
+/// All times are scaled by 1/100: 4 GiB at 100 MB/s take 43 s, and the timeout of an attempt is 30
+/// s.
 #[test]
 fn long_write_zeroes_takes_several_commands() {
     let script = |cdb: &[u8], _: &[u8]| {
@@ -219,7 +221,7 @@ fn long_write_zeroes_takes_several_commands() {
     assert_eq!(zeroed.map_err(|error| error.to_string()), Ok(()));
 }
 
-/// LBA OUT OF RANGE says nothing about the next WRITE SAME.
+/// LBA OUT OF RANGE does not affect later WRITE SAME commands.
 #[test]
 fn write_same_survives_other_illegal_requests() {
     let refusals = Arc::new(Mutex::new(vec![0x20, 0x21]));
@@ -245,7 +247,7 @@ fn write_same_survives_other_illegal_requests() {
     assert_eq!(zero(), (true, vec![WRITE_16]));
 }
 
-/// Old and small targets; Linux's initiator sends the short forms to them.
+/// Old and simple targets; Linux's initiator uses short CDBs for them.
 #[test]
 fn units_without_long_cdbs_are_used() {
     const REPORT_LUNS: u8 = 0xa0;
@@ -284,7 +286,7 @@ fn units_without_long_cdbs_are_used() {
     }
 }
 
-/// A unit without a limit receives 512 KiB at most in one command.
+/// Commands for a unit without a limit transfer at most 512 KiB.
 #[test]
 fn transfers_beyond_the_limit_are_split() {
     let blocks = Arc::new(Mutex::new(Vec::new()));
@@ -306,7 +308,7 @@ fn transfers_beyond_the_limit_are_split() {
     assert_eq!(*blocks.lock().unwrap(), [1024, 1024]);
 }
 
-/// Files and NBD exports have offsets of 63 bits.
+/// Offsets of files and NBD exports have 63 bits.
 #[test]
 fn capacity_of_63_bits_is_refused() {
     let disk = Disk {
@@ -319,14 +321,14 @@ fn capacity_of_63_bits_is_refused() {
     assert!(error.contains("2^63"), "{error}");
 }
 
-/// Each client has written, and each must be notified that its writes are lost, as each open file is
-/// of an error of the page cache on Linux (fsync(2)).
+/// All clients have written, and each must be notified that its writes are lost, as Linux does for
+/// each open file after a page cache error (fsync(2)).
 #[test]
 fn lost_cache_reaches_all_nbd_clients() {
     let mut writes = 0;
     let script = move |cdb: &[u8], _: &[u8]| {
         writes += usize::from(cdb[0] == WRITE_16);
-        // POWER ON OCCURRED, once
+        // POWER ON OCCURRED, once.
         let is_reset = writes == 2 && cdb[0] == SYNCHRONIZE_CACHE_10;
         writes += usize::from(is_reset);
         is_reset.then(|| check_condition(0x70, 6, 0x29, 1))
@@ -351,7 +353,7 @@ fn lost_cache_reaches_all_nbd_clients() {
     );
 }
 
-/// As [`lost_cache_reaches_all_nbd_clients`], for programs that have the FUSE file open.
+/// Same as [`lost_cache_reaches_all_nbd_clients`], for programs with an open FUSE file.
 #[test]
 fn lost_cache_reaches_all_open_files() {
     if !Path::new("/dev/fuse").exists() {
@@ -359,7 +361,7 @@ fn lost_cache_reaches_all_open_files() {
     }
     let mut is_reset = false;
     let script = move |cdb: &[u8], _: &[u8]| {
-        // POWER ON OCCURRED, once
+        // POWER ON OCCURRED, once.
         let is_flush = cdb[0] == SYNCHRONIZE_CACHE_10;
         (is_flush && !std::mem::replace(&mut is_reset, true))
             .then(|| check_condition(0x70, 6, 0x29, 1))
@@ -392,7 +394,7 @@ fn lost_cache_reaches_all_open_files() {
     std::fs::remove_file(path).unwrap();
 }
 
-/// A client of the export may send FUA though the unit does not support it.
+/// A client of the export may use FUA even if the unit does not support it.
 #[test]
 fn nbd_fua_write_succeeds_without_dpofua() {
     const FUA: u16 = 1;
@@ -410,7 +412,7 @@ fn nbd_fua_write_succeeds_without_dpofua() {
     assert_eq!(written, 0);
 }
 
-/// The workload's thread writes, flushes and splits as the asynchronous calls do.
+/// The workload's thread writes, flushes and splits like the asynchronous calls.
 #[test]
 fn bench_uses_fua_and_long_transfers() {
     let disk = Disk {
@@ -463,7 +465,7 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// A unit that an access rule hides: the session is down instead of failing each command.
+/// A unit hidden by an access rule: the session is down, instead of failing all commands.
 #[test]
 fn missing_unit_is_reported_and_awaited() {
     let is_missing = Arc::new(AtomicBool::new(false));

@@ -1,5 +1,5 @@
-//! The FUSE export on a disk in memory: as a file, and under a loop device with ext4 on it. What
-//! needs root, FUSE or a loop device is skipped without, and the skip counted.
+//! The FUSE export of a disk in memory: as a file, and with a loop device and ext4. Tests that need
+//! root, FUSE or a loop device are skipped if not available, and the skip is counted.
 
 #![allow(clippy::print_stderr, reason = "what could not be undone is printed")]
 #![allow(missing_docs, reason = "a test")]
@@ -29,7 +29,7 @@ struct Bed {
     ended: mpsc::Receiver<()>,
 }
 
-/// A mounted disk, or `None`, after saying so, where this host cannot mount.
+/// Mounts a disk. If this host does not support mounts, reports a skip and returns `None`.
 fn bed(over_file: bool, caching: Caching, change: impl FnOnce(&mut Geometry)) -> Option<Bed> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     if !Path::new("/dev/fuse").exists() {
@@ -88,7 +88,7 @@ impl Bed {
     }
 
     fn end(self) {
-        // The kernel may still be closing what a child had open.
+        // The kernel may still be closing files that a child process had open.
         eventually("the unmount", Duration::from_secs(10), || {
             match self.mount.try_unmount() {
                 Ok(()) => true,
@@ -124,7 +124,7 @@ fn the_file_behaves_as_a_disk() {
         };
         let file = bed.open();
         assert_eq!(file.metadata().unwrap().size(), SIZE);
-        // Odd offsets and lengths, longer than one request.
+        // Odd offsets and lengths, longer than a single request.
         let data: Vec<u8> = (0..3_333_333u32).map(|i| (i * 7 / 5) as u8).collect();
         file.write_all_at(&data, 1_000_001).unwrap();
         let mut back = vec![0; data.len()];
@@ -138,7 +138,7 @@ fn the_file_behaves_as_a_disk() {
         file.sync_all().unwrap();
         assert!(bed.device.flushes() > before);
 
-        // The end: reads are short, writes fail.
+        // At the end of the disk, reads are short and writes fail.
         assert_eq!(file.read_at(&mut back[..100], SIZE - 10).unwrap(), 10);
         assert_eq!(file.read_at(&mut back, SIZE).unwrap(), 0);
         let error = file.write_at(b"x", SIZE).unwrap_err();
@@ -162,7 +162,7 @@ fn the_file_behaves_as_a_disk() {
         let data_at = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(hole)).unwrap();
         assert!((2_400_000..2_500_001).contains(&data_at), "{data_at}");
 
-        // Truncating changes nothing, as on a disk.
+        // Truncation has no effect, as on a disk.
         drop(
             OpenOptions::new()
                 .write(true)
@@ -175,7 +175,7 @@ fn the_file_behaves_as_a_disk() {
         assert_eq!(refused.raw_os_error(), Some(libc::EPERM));
         file.set_len(SIZE).unwrap();
 
-        // In use, it stays; then it goes.
+        // While in use, it cannot be unmounted.
         assert!(matches!(
             bed.mount.try_unmount(),
             Err(UnmountError::Busy(_))
@@ -207,7 +207,7 @@ fn errors_and_protection_reach_the_caller() {
 
 #[test]
 fn many_readers_and_writers_at_once() {
-    // Few and small buffers: requests must wait for one another and none may be lost.
+    // A few small buffers: requests must wait for each other, and none may be lost.
     let Some(bed) = bed(false, Caching::Direct, |g| g.max_transfer = 65536) else {
         return;
     };
@@ -241,7 +241,7 @@ fn dropping_it_detaches_it_even_in_use() {
     let path = bed.mount.path().to_owned();
     drop(bed.mount);
     assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
-    // Who has it open goes on.
+    // Programs with an open file can continue.
     file.write_all_at(b"still here", 0).unwrap();
     drop(file);
     bed.ended.recv_timeout(Duration::from_secs(10)).unwrap();
@@ -260,7 +260,7 @@ fn run(name: &str, args: &[&str]) -> Result<String, String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// A loop device, until it is dropped.
+/// A loop device, removed on drop.
 struct Loop(String);
 
 impl Drop for Loop {
@@ -313,8 +313,8 @@ fn ext4_on_a_loop_device() {
     bed.end();
 }
 
-/// A disk in memory that counts the writes that must not be left in a volatile cache, and flushes;
-/// and notes the lengths of transfers.
+/// A disk in memory that counts flushes and writes that must not stay in a volatile cache, and
+/// records the lengths of transfers.
 struct Counting {
     disk: MemoryDevice,
     stable: Arc<AtomicU32>,
@@ -383,7 +383,8 @@ impl BlockDevice for Counting {
     }
 }
 
-/// A disk mounted over a directory, or `None`, after saying so, where this host cannot mount.
+/// Mounts a disk over a directory. If this host does not support mounts, reports a skip and returns
+/// `None`.
 fn mount_over<D: BlockDevice>(
     dir: &Path,
     disk: Arc<D>,
@@ -403,14 +404,14 @@ fn mount_over<D: BlockDevice>(
         .ok()
 }
 
-/// A new directory.
+/// Creates a directory.
 fn directory(name: &str) -> PathBuf {
     let dir = std::env::temp_dir().join(format!("riser-fuse-{name}-{}", std::process::id()));
     std::fs::create_dir(&dir).unwrap();
     dir
 }
 
-/// Opens the file of a mount for both.
+/// Opens the file of a mount for reading and writing.
 fn open(mount: &FuseMount) -> File {
     let mut options = OpenOptions::new();
     options.read(true).write(true).open(mount.file()).unwrap()
@@ -425,7 +426,7 @@ fn a_mebibyte_is_one_transfer() {
         return std::fs::remove_dir(&dir).unwrap();
     };
     let file = open(&mount);
-    // Whole pages: what begins within one has a page more than a request takes.
+    // Whole pages: an unaligned buffer needs one more page than a request can have.
     let mut memory = vec![0_u8; LEN + 4096];
     let at = memory.as_ptr().align_offset(4096);
     let data = &mut memory[at..at + LEN];
@@ -469,7 +470,7 @@ fn a_disk_with_a_thread_serves_its_mount_there() {
         for worker in 0..4_usize {
             let file = file.clone();
             scope.spawn(move || {
-                // Short ones, long ones, and ones of odd lengths at odd offsets.
+                // Short, long, and unaligned transfers.
                 for (i, len) in [512, 1 << 20, 70_001, 4096, 300_003]
                     .into_iter()
                     .enumerate()
@@ -507,7 +508,7 @@ fn the_end_of_a_detached_mount_leaves_the_next_one_at_its_path() {
     mount.detach().unwrap();
     let second = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
     let next = mount_over(&dir, second, Caching::Direct, || {}).unwrap();
-    // The file is still served; then it was the last user.
+    // The file is still served; closing it removes the last user.
     file.write_all_at(&[1; 512], 0).unwrap();
     drop(file);
     ended.recv_timeout(Duration::from_secs(10)).unwrap();
@@ -559,7 +560,7 @@ fn a_mount_that_others_have_detached_is_not_looked_for_at_its_path() {
             return std::fs::remove_dir(&dir).unwrap();
         };
         let file = open(&mount);
-        // As `umount -l` does.
+        // Like `umount -l`.
         riser_initiator::fuse::unmount(&dir, true).unwrap();
         let next = has_next.then(|| mount_over(&dir, disk(), Caching::Direct, || {}).unwrap());
         mount.detach().unwrap();
@@ -568,7 +569,7 @@ fn a_mount_that_others_have_detached_is_not_looked_for_at_its_path() {
             next.detach().unwrap();
             next.wait().unwrap();
         }
-        // The user that has it open goes on.
+        // The program with the open file can continue.
         file.write_all_at(&[1; 512], 0).unwrap();
         drop(file);
         let flushes = first.flushes();
@@ -630,7 +631,7 @@ fn a_forced_unmount_of_a_mount_in_use_is_an_error_and_leaves_no_mount() {
             assert_eq!(forced, Ok(()));
             result.unwrap();
         }
-        // Neither a live mount nor a dead one.
+        // Neither a live nor a dead mount is left.
         std::fs::remove_dir(&dir).unwrap();
     }
 }

@@ -1,5 +1,5 @@
-//! Files of an attachment that are lost or cannot be written while the disk is in use: its entry in
-//! the state directory, its log and its socket.
+//! Files of an attachment that are lost or not writable while the disk is in use: its entry in the
+//! state directory, its log, and its socket.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -20,7 +20,7 @@ use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Damage to the directory of a file.
+/// Damage to a file's directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Damage {
     Full,
@@ -53,7 +53,7 @@ fn run(tool: &str, args: &[&str]) -> bool {
     ended.is_ok_and(|status| status.success())
 }
 
-/// A small file system for each place. They are unmounted on drop.
+/// A small file system for each directory, unmounted on drop.
 struct Home(PathBuf);
 
 impl Home {
@@ -77,7 +77,7 @@ impl Home {
         self.dir(place).join(name).to_str().unwrap().to_owned()
     }
 
-    /// Exit status, standard output and standard error of `riser`.
+    /// Runs `riser`; returns the exit status, standard output and standard error.
     fn riser(&self, args: &[&str]) -> (i32, String, String) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_riser"));
         command
@@ -100,7 +100,7 @@ impl Home {
             }
             Damage::ReadOnly => {
                 let options = ["-o", "remount,ro", dir.to_str().unwrap()];
-                // A file that is open for writing, as a log, prevents that.
+                // This fails if a file is open for writing, for example a log.
                 if !run("mount", &options) {
                     assert_eq!(place, Place::Log);
                 }
@@ -125,11 +125,11 @@ impl Drop for Home {
     }
 }
 
-/// Offset and first byte of each block that the target has.
+/// Offset and first byte of each block written to the target.
 type Written = Arc<Mutex<Vec<(u64, u8)>>>;
 
-/// A target that keeps what is written, and closes the connection instead of executing a write if
-/// the flag is set, once.
+/// Starts a target that records writes. If the flag is set, it closes the connection once, instead
+/// of executing a write.
 fn start_target() -> (ForeignTarget, Written, Arc<AtomicBool>) {
     let (written, cut) = (Written::default(), Arc::new(AtomicBool::new(false)));
     let script = {
@@ -173,7 +173,7 @@ fn check_damage(place: Place, damage: Damage) {
     for n in 0..20 {
         match n {
             5 => home.damage(place, damage),
-            // The state of the link changes, and the log gets a line.
+            // This changes the state of the link, and logs a line.
             8 | 12 => cut.store(true, Ordering::Relaxed),
             _ => {}
         }
@@ -195,7 +195,7 @@ fn check_damage(place: Place, damage: Damage) {
             log.contains("cannot write down the state of the link") && log.contains(reason)
         });
     }
-    // Nothing else can take the place of a disk that is in use.
+    // A disk in use cannot be replaced.
     let (code, _, error) = home.riser(&attach);
     assert_ne!(code, 0, "{case}");
     assert!(!error.is_empty(), "{case}");
@@ -232,7 +232,7 @@ fn damaged_socket_directory_stops_no_disk() {
     }
 }
 
-/// An attachment that could not be listed could be attached a second time.
+/// An attachment that is not listed could be attached a second time.
 #[test]
 fn attach_fails_if_state_directory_is_damaged() {
     for (damage, reason) in [

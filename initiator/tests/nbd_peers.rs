@@ -1,6 +1,6 @@
-//! The NBD server before clients that are not ours: `nbdinfo`, `nbdcopy`, `qemu-img`,
-//! `qemu-io` and fio's nbd engine, on a disk in memory. A client that is not installed is skipped,
-//! and the skip counted.
+//! The NBD server with third-party clients: `nbdinfo`, `nbdcopy`, `qemu-img`, `qemu-io` and fio's
+//! nbd engine, with a disk in memory. If a client is not installed, the test is skipped and the
+//! skip is counted.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -59,7 +59,7 @@ impl Bed {
         self.dir.join(name)
     }
 
-    /// Random bytes with holes between them, in a file and as bytes.
+    /// Creates a file with random bytes and holes; returns its path and content.
     fn image(&self, name: &str) -> (PathBuf, Vec<u8>) {
         let mut bytes = vec![0; SIZE as usize];
         let mut state = 0x9e37_79b9_7f4a_7c15u64;
@@ -93,7 +93,7 @@ impl Drop for Bed {
     }
 }
 
-/// Runs a tool and returns its output, or `None`, after saying so, where it is not installed.
+/// Runs a tool and returns its output. If it is not installed, reports a skip and returns `None`.
 fn tool(name: &str, args: &[&str]) -> Option<String> {
     let output = match Command::new(name).args(args).output() {
         Ok(output) => output,
@@ -230,7 +230,7 @@ fn qemu_io_does_every_command_at_odd_offsets() {
         ];
         let script: Vec<_> = script
             .iter()
-            // Fast zeroing must fail where it would be slow.
+            // Fast zeroing must fail if it would be slow.
             .filter(|line| zeroes || !line.contains("-n"))
             .collect();
         let mut args = vec!["-f", "raw"];
@@ -311,7 +311,7 @@ fn errors_reach_the_client_and_the_connection_survives() {
     assert!(text.contains("write failed: Input/output error"), "{text}");
 }
 
-/// Negotiates by hand, without structured replies.
+/// Negotiates manually, without structured replies.
 fn plain_client(bed: &Bed) -> UnixStream {
     let mut client = UnixStream::connect(&bed.socket).unwrap();
     client
@@ -350,7 +350,7 @@ fn a_client_that_does_not_read_is_not_read() {
     client
         .set_write_timeout(Some(std::time::Duration::from_millis(300)))
         .unwrap();
-    // Far more than the bounds allow, in replies of 1 MiB each.
+    // Far more than the limits allow, in replies of 1 MiB each.
     let batch: Vec<u8> = (0..4096).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
     let mut sent = 0usize;
     let blocked = loop {
@@ -361,7 +361,7 @@ fn a_client_that_does_not_read_is_not_read() {
         assert!(sent < 64 << 20, "the server reads on and on");
     };
     assert_eq!(blocked.kind(), std::io::ErrorKind::WouldBlock);
-    // It gets all the same, in some order, once it reads.
+    // All replies are received in some order, once the client reads.
     let mut reply = vec![0; 16 + (1 << 20)];
     for _ in 0..sent / 28 {
         client.read_exact(&mut reply).unwrap();
@@ -376,7 +376,7 @@ fn a_client_that_does_not_read_leaves_buffers_for_others() {
     let batch: Vec<u8> = (0..80).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
     greedy.write_all(&batch).unwrap();
     let mut other = plain_client(&bed);
-    // It would wait for as long as the greedy one does.
+    // It would otherwise wait as long as the greedy client.
     other
         .set_read_timeout(Some(std::time::Duration::from_secs(60)))
         .unwrap();
@@ -389,13 +389,13 @@ fn a_client_that_does_not_read_leaves_buffers_for_others() {
         other.read_exact(&mut reply[..16]).unwrap();
         assert_eq!(reply[4..8], [0; 4]);
     }
-    // What was asked for comes all the same.
+    // All requested replies are still received.
     for _ in 0..80 {
         greedy.read_exact(&mut reply).unwrap();
     }
 }
 
-/// It takes what it can get on many connections, and reads no reply.
+/// The client uses all available buffers on many connections, without reading replies.
 #[test]
 fn a_client_with_many_connections_leaves_buffers_for_others() {
     let bed = Bed::new(512, |_| {});
@@ -405,7 +405,7 @@ fn a_client_with_many_connections_leaves_buffers_for_others() {
         client.write_all(&batch).unwrap();
         let patience = std::time::Duration::from_secs(2);
         client.set_read_timeout(Some(patience)).unwrap();
-        // With its first reply on its way, it has its buffers or waits for them.
+        // When its first reply is being sent, it has its buffers or waits for them.
         let _ = client.read_exact(&mut [0; 16]);
     }
     let mut other = plain_client(&bed);
@@ -441,7 +441,7 @@ fn stopping_with_clients_in_flight_returns() {
     busy.write_all(&request(0, 1, 0, 4096)).unwrap();
     let mut answer = vec![0; 16 + 4096];
     busy.read_exact(&mut answer).unwrap();
-    // A write whose payload never comes.
+    // A write whose payload is never sent.
     busy.write_all(&request(1, 2, 0, 4096)).unwrap();
     bed.server.take().unwrap().stop().unwrap();
     let mut rest = Vec::new();

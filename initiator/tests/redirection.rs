@@ -13,7 +13,7 @@ use riser_initiator::url::IscsiUrl;
 
 const NAME: &str = "iqn.2026-01.com.example:disk";
 
-/// Accepts a connection, and redirects its login.
+/// Accepts a connection and redirects its login.
 fn redirect(listener: &TcpListener, to: &str) {
     let (mut stream, _) = listener.accept().unwrap();
     let mut request = [0; 48];
@@ -33,7 +33,7 @@ fn redirect(listener: &TcpListener, to: &str) {
     stream.write_all(&bytes).unwrap();
 }
 
-/// RFC 7143 clause 13.8: a TargetAddress may have a domain name.
+/// RFC 7143 clause 13.8: a TargetAddress may contain a domain name.
 #[test]
 fn redirection_to_host_name_is_followed() {
     let first = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,6 +1,6 @@
 //! Requests of a session for any protocol, their results, and rules for retries.
 //!
-//! `table` contains a session's requests, and decides about retries when an attempt has ended.
+//! `table` contains a session's requests, and decides about retries when an attempt has finished.
 
 #![forbid(unsafe_code)]
 

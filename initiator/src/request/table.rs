@@ -53,7 +53,7 @@ pub(crate) enum RequestState<T> {
     Started { channel: u8, tag: T, until: Instant },
     /// Timed out; task management must abort it.
     Aborting { channel: u8, tag: T },
-    /// The attempt has ended. Its memory must be retired by the connection until this time.
+    /// The attempt has finished. Its memory must be retired by the connection until this time.
     Retiring {
         channel: u8,
         tag: Option<T>,
@@ -126,7 +126,7 @@ impl<T: Copy> Request<T> {
     }
 }
 
-/// Result for a request whose attempt has ended.
+/// Result for a request whose attempt has finished.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Settled {
     /// It must be completed with this result.
@@ -416,9 +416,9 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Decides about a request whose attempt has ended. `ending` is set if the session is closing.
-    /// In this case, a request that would be retried completes as closed, so that another path can
-    /// retry it.
+    /// Decides about a request whose attempt has finished. `ending` is set if the session is
+    /// closing. In this case, a request that would be retried completes as closed, so that another
+    /// path can retry it.
     pub(crate) fn settle(
         &mut self,
         index: u32,

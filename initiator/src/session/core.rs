@@ -142,7 +142,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.timer.take_if(|at| *at <= now).is_some()
     }
 
-    /// Returns whether the wait before the next login has ended. In this case, the login starts.
+    /// Returns whether the wait before the next login has finished. In this case, the login starts.
     pub(crate) fn is_login_due(&mut self, now: Instant) -> bool {
         let Some(until) = self.life.next_login() else {
             return false;
@@ -248,7 +248,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         Ok(id)
     }
 
-    /// Decides about a request whose attempt has ended.
+    /// Decides about a request whose attempt has finished.
     pub(crate) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
         match self.requests.settle(index, end, self.life.is_ending(), now) {
             Settled::Over(result) => self.complete(index, result),

@@ -154,7 +154,7 @@ impl TaskFunctions {
         }
     }
 
-    /// Removes the outstanding function when it has ended.
+    /// Removes the outstanding function when it has finished.
     pub(super) fn take(&mut self, channel: u8) -> Option<TaskFunction> {
         let pending = self.at_mut(channel).pending.take();
         pending.map(|pending| pending.function)

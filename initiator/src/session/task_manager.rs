@@ -132,7 +132,7 @@ pub(crate) trait TaskManager: Machine {
             TaskFunction::AbortTask(late) => match self.core().requests.aborting(late) {
                 // The response was received while the abort was outstanding.
                 None => {}
-                // A task unknown to the target has ended: its response would have been received
+                // A task unknown to the target has finished: its response would have been received
                 // before.
                 Some(tag) if is_complete || end == FunctionEnd::NoTask => {
                     self.on_aborted(late.index, channel, tag, now);

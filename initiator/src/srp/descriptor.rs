@@ -1,58 +1,60 @@
-//! From registered memory to the descriptors of an SRP_CMD.
+//! Conversion of registered memory to the descriptors of an SRP_CMD.
 
 use riser_scsi::srp::MemDesc;
 
-/// A registered range of memory that the target may use.
+/// A registered range of memory for use by the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Address that the target writes.
+    /// Address used by the target.
     pub va: u64,
     /// Remote key of the memory.
     pub key: u32,
-    /// Length of the range, in bytes.
+    /// Length of the range in bytes.
     pub len: u64,
 }
 
 /// Layout of the descriptors of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DescriptorLayout {
-    /// There is no data.
+    /// No data.
     None,
-    /// The only descriptor is in the command.
+    /// A single descriptor in the command.
     Direct,
-    /// A table is in the command.
+    /// A table in the command.
     Inline,
-    /// A table is in memory that the target reads; its first descriptors are in the command too.
+    /// A table in memory that the target reads. Its first descriptors are also in the command.
     External {
-        /// Descriptors in the command.
+        /// Number of descriptors in the command.
         inline: u8,
     },
 }
 
-/// Descriptors that a channel allows.
+/// Descriptor limits of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DescriptorLimits {
-    /// Descriptors in a command: at most 255, and no more than fit the information unit.
+    /// Maximum number of descriptors in a command: at most 255, and limited by the length of the
+    /// information unit.
     pub inline: u8,
-    /// Descriptors in an external table; 0 where the target may not be given any.
+    /// Maximum number of descriptors in an external table; 0 if the target does not support
+    /// external tables.
     pub external: u32,
 }
 
-/// A command has more descriptors than the channel allows.
+/// A command needs more descriptors than allowed on the channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{count} memory descriptors, {max} at most")]
 pub struct TooManyDescriptors {
-    /// Descriptors that the command needs.
+    /// Number of descriptors needed by the command.
     pub count: usize,
-    /// Descriptors that the channel allows.
+    /// Maximum number of descriptors on the channel.
     pub max: usize,
 }
 
-/// Cuts segments into descriptors of at most `max_len` bytes, in order, appending to `out`. Empty
-/// segments vanish; the sum of lengths stays.
+/// Splits segments into descriptors of at most `max_len` bytes, in order, and appends them to
+/// `out`. Skips empty segments; the total length is unchanged.
 ///
 /// # Panics
-/// If `max_len` is zero.
+/// Panics if `max_len` is 0.
 pub fn plan_descriptors(
     segments: impl IntoIterator<Item = Segment>,
     max_len: u32,
@@ -70,10 +72,10 @@ pub fn plan_descriptors(
     }
 }
 
-/// Decides where `count` descriptors go.
+/// Selects the layout for `count` descriptors.
 ///
 /// # Errors
-/// [`TooManyDescriptors`] where neither the command nor a table may hold that many.
+/// [`TooManyDescriptors`] if neither the command nor a table can hold them.
 pub fn plan_layout(
     count: usize,
     limits: DescriptorLimits,

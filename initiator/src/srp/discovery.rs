@@ -1,11 +1,10 @@
-//! Finding the SRP ports of an address with device-management MADs (SRP r16a Annex B).
+//! Discovery of an address's SRP ports with device-management MADs (SRP r16a Annex B).
 //!
-//! [`Discovery`] asks for the I/O unit, then for each controller's profile and services, one
-//! question at a time, and repeats a question that is not answered. Its owner sends
-//! [`Discovery::poll_question`]'s MADs to queue pair 1 of the address and hands in what comes back.
+//! [`Discovery`] queries the I/O unit, then the profile and services of each controller, one at a
+//! time, and repeats queries without a response. Its owner sends the MADs of
+//! [`Discovery::poll_question`] to queue pair 1 of the address, and passes received MADs to it.
 //!
-//! Bound: [`MAX_CONTROLLERS`] controllers and 255 services of each, even if a peer says that it
-//! has more.
+//! Bound: [`MAX_CONTROLLERS`] controllers with 255 services each, even if a peer reports more.
 
 use std::time::{Duration, Instant};
 
@@ -14,46 +13,46 @@ use riser_transport::wire::dm::{
     Status,
 };
 
-/// Controllers that are asked about.
+/// Maximum number of controllers to query.
 pub const MAX_CONTROLLERS: usize = 16;
 
-/// Longest wait for the answer to a question.
+/// Timeout of a query.
 const PATIENCE: Duration = Duration::from_millis(400);
 
-/// Times that a question is asked at most.
+/// Maximum number of attempts per query.
 const TRIES: u8 = 4;
 
-/// A service id of the RDMA CM is this and the port.
+/// Service ID of the RDMA CM, without the port.
 const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
 
-/// An SRP target port that an address offers.
+/// An SRP target port of an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundPort {
-    /// Second half of its identifier.
+    /// Second half of the port identifier.
     pub ioc_guid: u64,
-    /// First half of the target port.
+    /// First half of the port identifier.
     pub id_ext: u64,
-    /// Service id at which it listens.
+    /// Service ID of the listener.
     pub service_id: u64,
-    /// The controller's name, printable.
+    /// Name of the controller, made printable.
     pub name: String,
 }
 
 impl FoundPort {
-    /// The RDMA/CM port that it listens on, if it does so at one.
+    /// Returns its RDMA/CM port, if it listens on one.
     #[must_use]
     pub fn port(&self) -> Option<u16> {
         (self.service_id & !0xffff == RDMA_CM_SERVICE).then_some(self.service_id as u16)
     }
 }
 
-/// Failure of a discovery.
+/// Error of a discovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
-    /// The device cannot ask.
+    /// The device does not support these queries.
     #[error("device has no access to queue pair 1")]
     Unsupported,
-    /// No answer came in time.
+    /// All queries timed out.
     #[error("no answer from that address")]
     NoAnswer,
 }
@@ -66,24 +65,24 @@ enum Step {
     Done,
 }
 
-/// One search. See the module's documentation.
+/// A discovery of an address. See the documentation of the module.
 #[derive(Debug)]
 pub struct Discovery {
     step: Step,
-    /// Slots not yet asked about, last one first.
+    /// Slots to query, in reverse order.
     slots: Vec<u8>,
     profile: Option<IocProfile>,
     found: Vec<FoundPort>,
     transaction: u64,
     tries: u8,
-    /// Time at which the question is asked again; `None`: it is to be asked now.
+    /// Time for repeating the query; `None` to send it immediately.
     until: Option<Instant>,
     failed: bool,
 }
 
 impl Discovery {
-    /// A search whose questions are numbered from `transaction` on, a number that a stranger should
-    /// not be able to guess.
+    /// Creates a discovery. `transaction` is the number of the first query, which should be
+    /// unpredictable for others.
     #[must_use]
     pub fn new(transaction: u64) -> Self {
         Self {
@@ -115,14 +114,14 @@ impl Discovery {
         })
     }
 
-    /// The MAD to send now, if there is one.
+    /// Returns the MAD to send now, if any.
     pub fn poll_question(&mut self, now: Instant) -> Option<[u8; MAD_LEN]> {
         if self.until.is_some_and(|t| t > now) {
             return None;
         }
         let attribute = self.attribute()?;
         if self.tries == TRIES {
-            // A controller that fell silent is left out; an address that never spoke is a failure.
+            // A silent controller is skipped; an address without any response is an error.
             self.failed |= self.step == Step::IoUnit;
             self.next_controller();
             return self.poll_question(now);
@@ -138,13 +137,13 @@ impl Discovery {
         Some(header.emit(&[]))
     }
 
-    /// Time for the next [`Self::poll_question`]; `None` once there is a result.
+    /// Returns the time for the next [`Self::poll_question`], or `None` once there is a result.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.until.filter(|_| self.step != Step::Done)
     }
 
-    /// Result, once there is nothing more to ask.
+    /// Returns the result when all queries are complete.
     ///
     /// # Errors
     /// Within the option: [`DiscoveryError::NoAnswer`].
@@ -158,7 +157,7 @@ impl Discovery {
         Some(Ok(std::mem::take(&mut self.found)))
     }
 
-    /// Takes a MAD that came from the address. What answers no open question is ignored.
+    /// Handles a MAD received from the address. Ignores MADs that do not match the current query.
     pub fn handle_mad(&mut self, mad: &[u8]) {
         let Ok((header, data)) = DmHeader::parse(mad) else {
             return;
@@ -226,8 +225,8 @@ impl Discovery {
     }
 }
 
-/// Chooses the port that an address without identifiers means: the only one that listens at the
-/// RDMA/CM port, or else the only one there is. `None` where that leaves no choice, or several.
+/// Selects the port for an address without identifiers: the only port that listens on the RDMA/CM
+/// port, or otherwise the only port of all. Returns `None` if there is no such port, or several.
 #[must_use]
 pub fn plan_port(found: &[FoundPort], port: u16) -> Option<&FoundPort> {
     let same = |a: &FoundPort, b: &FoundPort| (a.ioc_guid, a.id_ext) == (b.ioc_guid, b.id_ext);
@@ -241,9 +240,8 @@ pub fn plan_port(found: &[FoundPort], port: u16) -> Option<&FoundPort> {
         .then_some(first)
 }
 
-/// Ports to log in to, of all that were found: each port once. A port that the RDMA connection
-/// manager reaches may be offered by other service ids as well, which such a target has for hosts
-/// that use InfiniBand.
+/// Selects the ports to log in to: each found port once. A port reachable by the RDMA connection
+/// manager may also have other service IDs, which such a target provides for hosts on InfiniBand.
 #[must_use]
 pub fn plan_logins(found: Vec<FoundPort>) -> Vec<FoundPort> {
     let name = |f: &FoundPort| (f.ioc_guid, f.id_ext);
@@ -268,7 +266,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers as a target with these controllers (GUID, services) does.
+    /// Responds like a target with these controllers (GUID, services).
     fn answer(question: &[u8], units: &[(u64, Vec<ServiceEntry>)]) -> [u8; MAD_LEN] {
         let (header, _) = DmHeader::parse(question).unwrap();
         assert_eq!(header.method, Method::Get);
@@ -374,7 +372,7 @@ mod tests {
                 for (at, byte) in mad[64..].iter_mut().enumerate() {
                     *byte = seed.get(at % (seed.len() + 1)).copied().unwrap_or(0x11);
                 }
-                // A profile must say that it is SRP's to be followed.
+                // A profile must indicate SRP for its services to be queried.
                 mad[64 + 28..64 + 30].copy_from_slice(&[1, 0]);
                 discovery.handle_mad(&mad);
                 questions += 1;

@@ -1,9 +1,9 @@
-//! The initiator's side of SRP, with no I/O in it.
+//! The initiator for SRP, without I/O.
 //!
-//! - [`channel`]: one channel: login, request limit, tags, information units.
-//! - [`discovery`]: finding the ports of an address.
+//! - [`channel`]: a single channel: login, request limit, tags, information units.
+//! - [`discovery`]: discovers the ports of an address.
 //! - [`session`]: channels and requests: distribution, timeouts, task management, reconnection.
-//! - [`descriptor`]: memory descriptors and where they go.
+//! - [`descriptor`]: memory descriptors and their layout.
 
 #![forbid(unsafe_code)]
 

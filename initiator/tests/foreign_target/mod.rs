@@ -1,8 +1,9 @@
-//! A scripted iSCSI target over TCP, for tests against logical units that conform to the standards
-//! but behave differently from those of `riserd`.
+//! A scripted iSCSI target over TCP, for tests with logical units that conform to the standards but
+//! behave differently from those of `riserd`.
 //!
-//! [`ForeignTarget::start`] serves one disk. Its [`Script`] sees each command first; commands that it
-//! ignores get the default reply of [`Disk`]. Reads return [`FILL`], writes are discarded.
+//! [`ForeignTarget::start`] serves a single disk. All commands are passed to its [`Script`] first;
+//! commands ignored by the script get the default reply of [`Disk`]. Reads return [`FILL`], and
+//! writes are discarded.
 
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(missing_docs, reason = "a test")]
@@ -25,23 +26,23 @@ use riser_initiator::session::Timing;
 use riser_initiator::url::IscsiUrl;
 
 pub(crate) const NAME: &str = "iqn.2026-01.com.example:disk";
-/// Length of Data-In segments, and of the data that an R2T requests.
+/// Length of Data-In segments, and of the data solicited by an R2T.
 const SEGMENT: usize = 64 << 10;
-/// Content of every block.
+/// Content of all blocks.
 pub(crate) const FILL: u8 = 0x5a;
 
 /// Reply to a SCSI command.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Reply {
-    /// Response code, sense key, additional sense code and qualifier; GOOD without.
+    /// Response code, sense key, additional sense code and qualifier; `None` for GOOD.
     pub(crate) sense: Option<[u8; 4]>,
     pub(crate) data: Vec<u8>,
-    /// SCSI event (asynchronous message) after the response: sense key, code and qualifier.
+    /// SCSI event (asynchronous message) to send after the response: sense key, code and qualifier.
     pub(crate) event: Option<[u8; 3]>,
     pub(crate) delay: Duration,
-    /// Closes the connection instead.
+    /// Close the connection instead.
     pub(crate) disconnect: bool,
-    /// With [`Self::disconnect`]: accepts no other connection.
+    /// With [`Self::disconnect`]: do not accept further connections.
     pub(crate) is_last: bool,
 }
 
@@ -52,7 +53,7 @@ pub(crate) fn good(data: impl Into<Vec<u8>>) -> Reply {
     }
 }
 
-/// CHECK CONDITION with fixed-format sense data of this response code (70h or 71h).
+/// Returns CHECK CONDITION with fixed-format sense data for this response code (70h or 71h).
 pub(crate) fn check_condition(code: u8, key: u8, asc: u8, ascq: u8) -> Reply {
     Reply {
         sense: Some([code, key, asc, ascq]),
@@ -64,10 +65,11 @@ pub(crate) fn illegal_request(asc: u8) -> Reply {
     check_condition(0x70, 5, asc, 0)
 }
 
-/// Replies to a command, given its CDB and data, or leaves it to the disk.
+/// Returns the reply to a command, based on its CDB and data, or `None` for the disk's default
+/// reply.
 pub(crate) type Script = Box<dyn FnMut(&[u8], &[u8]) -> Option<Reply> + Send>;
 
-/// A script that leaves every command to the disk.
+/// Returns a script that passes all commands to the disk.
 pub(crate) fn unscripted() -> Script {
     Box::new(|_: &[u8], _: &[u8]| None)
 }
@@ -78,7 +80,7 @@ pub(crate) struct Disk {
     pub(crate) blocks: u64,
     pub(crate) dpofua: bool,
     pub(crate) write_cache: bool,
-    /// MAXIMUM WRITE SAME LENGTH; 0 for none.
+    /// MAXIMUM WRITE SAME LENGTH; 0 if not reported.
     pub(crate) max_write_same: u64,
     /// Reply to SendTargets.
     pub(crate) targets: Vec<u8>,
@@ -145,7 +147,7 @@ impl Disk {
     }
 }
 
-/// The sending side of a connection, with its sequence numbers.
+/// Sending side of a connection with its sequence numbers.
 struct Sender {
     stream: TcpStream,
     stat_sn: u32,
@@ -191,7 +193,7 @@ impl Sender {
         }
     }
 
-    /// Requests the remaining data of a write.
+    /// Solicits the remaining data of a write.
     fn request_data(&mut self, itt: [u8; 4], offset: usize, expected: u32) {
         let mut r2t = header(0x31, 0x80, itt);
         let len = (expected - offset as u32).min(SEGMENT as u32);
@@ -230,7 +232,7 @@ fn header(opcode: u8, flags: u8, itt: [u8; 4]) -> [u8; 48] {
     bhs
 }
 
-/// Sense data as the data segment of a SCSI Response, with SenseLength in front.
+/// Returns sense data as the data segment of a SCSI Response, preceded by SenseLength.
 fn fixed_sense(sense: [u8; 4]) -> Vec<u8> {
     let mut bytes = vec![0; 20];
     bytes[1] = 18;
@@ -306,7 +308,7 @@ impl Shared {
                     let (expected, received) = writes.get(&itt)?;
                     let (expected, is_write) = (*expected, bhs[1] & 0x20 != 0 || bhs[0] == 0x05);
                     if is_write && received.len() < expected as usize {
-                        // More data follow until the F bit.
+                        // More data follows until the F bit.
                         if bhs[1] & 0x80 != 0 {
                             let offset = received.len();
                             sender.lock().unwrap().request_data(itt, offset, expected);
@@ -336,7 +338,7 @@ impl Shared {
     }
 }
 
-/// A running target, until the test program exits.
+/// A target that runs until the test program exits.
 pub(crate) struct ForeignTarget {
     pub(crate) portal: SocketAddr,
     pub(crate) url: IscsiUrl,
@@ -397,14 +399,16 @@ pub(crate) fn read(lun: &Lun, offset: u64) -> Result<Vec<u8>, String> {
     data.map_err(|error| error.to_string())
 }
 
-/// Foreground `riser attach --nbd` of a URL, with the socket `nbd` in a private directory.
+/// Runs `riser attach --nbd` in the foreground for a URL, with the socket `nbd` in a private
+/// directory.
 pub(crate) struct Attached {
     pub(crate) child: Child,
     pub(crate) dir: PathBuf,
 }
 
 impl Attached {
-    /// `name` distinguishes the directories of a test program; `stderr` receives the log.
+    /// Starts the attachment. `name` distinguishes the directories of a test program; `stderr`
+    /// receives the log.
     pub(crate) fn start(url: &str, name: &str, stderr: Stdio) -> Self {
         use std::io::{BufRead, BufReader};
         let dir = std::env::temp_dir().join(format!("riser-{name}-{}", std::process::id()));
@@ -438,7 +442,7 @@ impl Drop for Attached {
     }
 }
 
-/// A minimal NBD client of the default export.
+/// A minimal NBD client for the default export.
 pub(crate) struct Nbd {
     stream: UnixStream,
     pub(crate) size: u64,
@@ -455,7 +459,7 @@ impl Nbd {
         let patience = Some(Duration::from_secs(20));
         stream.set_read_timeout(patience).unwrap();
         stream.read_exact(&mut [0; 18]).unwrap();
-        // Fixed newstyle, no zeroes; NBD_OPT_EXPORT_NAME of the default export.
+        // Fixed newstyle, no zeroes; NBD_OPT_EXPORT_NAME for the default export.
         let choice = [&[0, 0, 0, 3][..], b"IHAVEOPT", &[0, 0, 0, 1, 0, 0, 0, 0]];
         stream.write_all(&choice.concat()).unwrap();
         let mut export = [0; 10];
@@ -467,7 +471,7 @@ impl Nbd {
         }
     }
 
-    /// Executes a command without data in its reply; returns the error code of the reply.
+    /// Executes a command without reply data; returns the error code of the reply.
     pub(crate) fn execute(&mut self, command: u8, flags: u16, offset: u64, data: &[u8]) -> u32 {
         let mut request = vec![0x25, 0x60, 0x95, 0x13];
         request.extend(flags.to_be_bytes());

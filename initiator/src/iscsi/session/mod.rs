@@ -7,7 +7,7 @@
 //! PDUs. On iSER, the transport moves the data, so there are no Data-In and R2T PDUs.
 //!
 //! # Memory
-//! A request never completes while its memory is in use. When an attempt has ended, the session
+//! A request never completes while its memory is in use. When an attempt has finished, the session
 //! outputs [`Output::Retire`]. The owner calls [`IscsiSession::handle_retired`] when no part of the
 //! memory is queued for sending, and the target cannot access it. Closing the connection retires
 //! all memory. If the memory of an attempt is not retired within the timeout of an attempt, the

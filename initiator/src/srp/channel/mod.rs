@@ -1,15 +1,15 @@
-//! One SRP channel of an initiator, over one reliable connection.
+//! An SRP channel of an initiator over a reliable connection.
 //!
-//! [`InitiatorChannel`] makes the login, keeps the request limit and the tags, writes information
-//! units and judges those that arrive. It knows nothing of sessions, time or memory: a request here
-//! is a tag with a value of its owner.
+//! [`InitiatorChannel`] creates the login, tracks the request limit and the tags, encodes
+//! information units, and checks received ones. It is independent of sessions, time and memory: a
+//! request is a tag with a value of its owner.
 //!
 //! # Invariants
-//! - At most `queue_size` commands and one task-management request are outstanding, and never more
-//!   than the request limit allows; one unit of the limit is kept back for task management.
-//! - A tag is a slot and the slot's generation, so that an answer to an older use of a slot is not
-//!   taken for the answer that is awaited.
-//! - Nothing that the target sends makes this panic: a violation is a [`SrpFault`], upon which
+//! - At most `queue_size` commands and one task-management request are outstanding, within the
+//!   request limit. One credit is reserved for task management.
+//! - A tag consists of a slot and its generation, so that a late response to an earlier use of a
+//!   slot is not mistaken for the expected response.
+//! - Messages from the target never cause a panic: a violation is reported as an [`SrpFault`], and
 //!   the owner closes the channel.
 
 mod types;
@@ -29,39 +29,40 @@ use super::descriptor::DescriptorLimits;
 use crate::request::{DataLen, MAX_CDB};
 use crate::session::{SrpFault, SrpLoginError};
 
-/// Offset of immediate data: behind the fixed part, sixteen more bytes of CDB, and the length.
+/// Offset of immediate data: after the fixed part, 16 additional CDB bytes, and the length.
 const IMMEDIATE_OFFSET: u16 = 48 + 16 + 4;
 
-/// Requests of the limit kept back for task management.
+/// Credits reserved for task management.
 const RESERVED: i64 = 1;
 
-/// Marks the tags of task-management requests.
+/// Flag in the tags of task-management requests.
 const TMF_TAG: u64 = 1 << 63;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Slot {
     generation: u32,
-    /// The owner's value while a command is outstanding.
+    /// Value of the owner while a command is outstanding.
     owner: Option<u32>,
     len: DataLen,
-    /// The generation last given up without an answer, whose answer may still come.
+    /// Generation that was last abandoned without a response, for which a response may still be
+    /// received.
     given_up: Option<u32>,
 }
 
-/// One SRP channel. See the module's documentation.
+/// An SRP channel. See the documentation of the module.
 #[derive(Debug)]
 pub struct InitiatorChannel {
     config: ChannelConfig,
     state: ChannelState,
     agreed: Option<Agreed>,
     login_tag: Tag,
-    /// The request limit that the login granted.
+    /// Request limit granted in the login.
     granted: i64,
     req_lim: i64,
     reserved: i64,
     slots: Vec<Slot>,
     free: Vec<u16>,
-    /// Commands with data for the target among those that are outstanding.
+    /// Number of outstanding commands with Data-Out.
     writes: usize,
     /// Tag of the outstanding task-management request.
     tmf: Option<Tag>,
@@ -69,10 +70,10 @@ pub struct InitiatorChannel {
 }
 
 impl InitiatorChannel {
-    /// A channel in state [`ChannelState::Connecting`].
+    /// Creates a channel in state [`ChannelState::Connecting`].
     ///
     /// # Panics
-    /// If the configuration has no room for a command.
+    /// Panics if the configuration has no room for a command.
     #[must_use]
     pub fn new(config: ChannelConfig) -> Self {
         assert!(config.queue_size > 0 && config.inline_descriptors > 0);
@@ -93,38 +94,38 @@ impl InitiatorChannel {
         }
     }
 
-    /// State of the channel's life.
+    /// Returns the state of the channel.
     #[must_use]
     pub fn state(&self) -> ChannelState {
         self.state
     }
 
-    /// Parameters that the login agreed on; `None` before.
+    /// Returns the parameters negotiated in the login, or `None` before.
     #[must_use]
     pub fn agreed(&self) -> Option<&Agreed> {
         self.agreed.as_ref()
     }
 
-    /// Commands outstanding, and those that are over and not retired.
+    /// Returns the number of commands that are outstanding or not retired.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Commands with data for the target that have not been answered or given up.
+    /// Returns the number of outstanding commands with Data-Out.
     #[must_use]
     pub fn writes(&self) -> usize {
         self.writes
     }
 
-    /// Requests that the target still takes.
+    /// Returns the current request limit.
     #[must_use]
     pub fn request_limit(&self) -> i64 {
         self.req_lim
     }
 
-    /// Units of the request limit that the target has, though no request of ours is outstanding. It
-    /// returns those of aborted commands with a later message.
+    /// Returns the number of credits held by the target without an outstanding request of ours. It
+    /// returns credits of aborted commands in a later message.
     #[must_use]
     pub fn unreturned(&self) -> i64 {
         let owned = self.slots.iter().filter(|slot| slot.owner.is_some());
@@ -132,10 +133,10 @@ impl InitiatorChannel {
         self.granted - self.req_lim - outstanding
     }
 
-    /// The path is found: the login request to connect with.
+    /// Called when the path was resolved: returns the login request for connecting.
     ///
     /// # Panics
-    /// If the channel is not [`ChannelState::Connecting`].
+    /// Panics if the channel is not [`ChannelState::Connecting`].
     pub fn begin_login(&mut self) -> LoginReq {
         assert_eq!(self.state, ChannelState::Connecting);
         become_state(&mut self.state, ChannelState::LoggingIn);
@@ -154,10 +155,11 @@ impl InitiatorChannel {
         }
     }
 
-    /// The connection is established; `private_data` carries the target's answer.
+    /// Called when the connection is established; `private_data` contains the target's login
+    /// response.
     ///
     /// # Errors
-    /// [`SrpFault`] if it is no answer that can be worked with; the channel is then to be closed.
+    /// [`SrpFault`] if the response is unusable; the channel must be closed.
     pub fn handle_established(&mut self, private_data: &[u8]) -> Result<Agreed, SrpFault> {
         if self.state != ChannelState::LoggingIn {
             return Err(SrpFault::Unexpected {
@@ -189,7 +191,7 @@ impl InitiatorChannel {
     }
 
     fn plan_agreed(&self, rsp: &LoginRsp) -> Agreed {
-        // The target's maximum may be above what we asked for, which allows longer immediate data.
+        // The target's maximum may exceed the requested one, which allows longer immediate data.
         let max_it_iu_len = rsp.max_it_iu_len;
         let table = max_it_iu_len.min(self.config.max_it_iu_len) as usize;
         let longest_header = 48 + (MAX_CDB - 16) + MemDesc::LEN + 4;
@@ -214,8 +216,8 @@ impl InitiatorChannel {
         }
     }
 
-    /// The error that a refused connection's CM reason and private data stand for: a target that
-    /// speaks SRP sends an SRP_LOGIN_REJ with it.
+    /// Returns the error for the CM reason and private data of a rejected connection. An SRP target
+    /// includes an SRP_LOGIN_REJ.
     #[must_use]
     pub fn rejection(reason: u16, private_data: &[u8]) -> SrpLoginError {
         match LoginRej::parse(private_data) {
@@ -224,22 +226,22 @@ impl InitiatorChannel {
         }
     }
 
-    /// Returns whether a command can start now.
+    /// Returns whether a command can be started.
     #[must_use]
     pub fn can_start(&self) -> bool {
         self.state == ChannelState::Live && self.req_lim > self.reserved && !self.free.is_empty()
     }
 
-    /// Returns whether the target takes no command, and nothing is outstanding with whose answer it
-    /// would grant one.
+    /// Returns whether the target accepts no commands, and there is no outstanding request with
+    /// whose response it could grant one.
     pub(crate) fn is_starved(&self) -> bool {
         let is_idle = self.outstanding() == 0 && self.tmf.is_none();
         self.state == ChannelState::Live && self.req_lim <= self.reserved && is_idle
     }
 
-    /// Takes a tag and a unit of the request limit for a command of `owner`; `None` where there is
-    /// none. Follow with [`Self::emit_command`], or [`Self::cancel`]; and with [`Self::retire`]
-    /// once the command is over.
+    /// Allocates a tag and a credit for a command of `owner`; returns `None` if not available. Call
+    /// [`Self::emit_command`] or [`Self::cancel`] next, and [`Self::retire`] when the command has
+    /// completed.
     pub fn reserve(&mut self, owner: u32, len: DataLen) -> Option<Tag> {
         if !self.can_start() {
             return None;
@@ -254,7 +256,7 @@ impl InitiatorChannel {
         Some(Tag(u64::from(slot.generation) << 16 | u64::from(index)))
     }
 
-    /// Gives back a tag whose command was never sent, with the unit of the request limit.
+    /// Releases the tag and the credit of a command that was never sent.
     pub fn cancel(&mut self, tag: Tag) {
         if let Some(index) = self.release(tag) {
             self.req_lim += 1;
@@ -262,9 +264,9 @@ impl InitiatorChannel {
         }
     }
 
-    /// Gives up a command that was sent: it will not be answered, because the target aborted it. An
-    /// answer that comes all the same is [`Received::Stale`]. The unit of the request limit that it
-    /// took stays with the target, which grants it again in the delta of a later message.
+    /// Abandons a command that will not get a response, because the target aborted it. A response
+    /// received anyway is [`Received::Stale`]. The target keeps the credit of the command, and
+    /// returns it in the delta of a later message.
     pub fn give_up(&mut self, tag: Tag) {
         if let Some(index) = self.release(tag) {
             let slot = &mut self.slots[index];
@@ -278,7 +280,7 @@ impl InitiatorChannel {
         Some(index)
     }
 
-    /// The command of a slot is no longer outstanding; returns its owner's value.
+    /// Removes the outstanding command of a slot; returns its owner's value.
     fn end(&mut self, index: usize) -> Option<u32> {
         let slot = &mut self.slots[index];
         let owner = slot.owner.take()?;
@@ -287,9 +289,9 @@ impl InitiatorChannel {
         Some(owner)
     }
 
-    /// Frees the slot of a command that is over, once its memory is back. Not earlier: the
-    /// connection has as many places as there are slots, and a command that waited for one would be
-    /// overtaken by its abort.
+    /// Frees the slot of a completed command when its memory is retired. This must not happen
+    /// earlier: the connection has as many slots as the channel, and if a command waited for one,
+    /// its abort would overtake it.
     pub fn retire(&mut self, tag: Tag) {
         if let Some(index) = self.slot_of(tag) {
             debug_assert!(self.slots[index].owner.is_none());
@@ -298,19 +300,19 @@ impl InitiatorChannel {
         }
     }
 
-    /// The slot that a tag names, if its generation is the slot's present one.
+    /// Returns the slot of a tag if the generation is the current one.
     fn slot_of(&self, tag: Tag) -> Option<usize> {
         let index = (tag.0 & 0xffff) as usize;
         let slot = self.slots.get(index)?;
         (tag.0 >> 16 == u64::from(slot.generation)).then_some(index)
     }
 
-    /// Writes an SRP_CMD to the start of `out` and returns the length of its header; immediate data
-    /// is to follow directly.
+    /// Encodes an SRP_CMD to the start of `out` and returns the length of its header. Immediate
+    /// data must directly follow it.
     ///
     /// # Panics
-    /// If `out` is too short, immediate data was not agreed on, or the tag is not outstanding: the
-    /// caller's mistakes, not the peer's.
+    /// Panics if `out` is too short, immediate data was not negotiated, or the tag is not
+    /// outstanding. These are errors of the caller, not of the peer.
     pub fn emit_command(&self, tag: Tag, command: &CommandIu<'_>, out: &mut [u8]) -> usize {
         let index = self.slot_of(tag).expect("a tag of this channel");
         assert!(self.slots[index].owner.is_some());
@@ -333,7 +335,7 @@ impl InitiatorChannel {
                 }
             }
         };
-        // The target moves as much as the descriptors hold, so they must agree with the CDB.
+        // The target transfers as much as the descriptors specify, so they must match the CDB.
         debug_assert_eq!(buffer.data_len(), len);
         let (data_out, data_in) = if is_out {
             (buffer, DataBuffer::None)
@@ -354,8 +356,8 @@ impl InitiatorChannel {
         .emit_header(out)
     }
 
-    /// Starts a task-management request and writes it; `None` where one is outstanding already, or
-    /// the request limit is used up.
+    /// Starts a task-management request and encodes it. Returns `None` if one is already
+    /// outstanding, or if there are no credits.
     pub fn start_tsk_mgmt(
         &mut self,
         lun: WireLun,
@@ -382,7 +384,7 @@ impl InitiatorChannel {
         Some(iu)
     }
 
-    /// Gives up the task-management request; a late answer is [`Received::Stale`].
+    /// Abandons the task-management request; a late response is [`Received::Stale`].
     pub fn give_up_tsk_mgmt(&mut self) {
         self.tmf = None;
     }
@@ -393,11 +395,11 @@ impl InitiatorChannel {
         self.tmf.is_some()
     }
 
-    /// Begins to close: no new requests. Gives the SRP_I_LOGOUT to send where the target would
-    /// listen to one.
+    /// Starts closing the channel for new requests. Returns the SRP_I_LOGOUT to send if the channel
+    /// is live.
     pub fn begin_disconnect(&mut self) -> Option<[u8; SHORT_IU_LEN]> {
         let live = self.state == ChannelState::Live;
-        // The target may have logged out, and its channel be in this state already.
+        // If the target has logged out, the channel may already be in this state.
         if !matches!(
             self.state,
             ChannelState::Disconnecting | ChannelState::Disconnected
@@ -411,17 +413,17 @@ impl InitiatorChannel {
         })
     }
 
-    /// The connection is gone, and with it every outstanding request.
+    /// Called when the connection was closed, including all outstanding requests.
     pub fn handle_disconnected(&mut self) {
         if self.state != ChannelState::Disconnected {
             become_state(&mut self.state, ChannelState::Disconnected);
         }
     }
 
-    /// Judges an information unit that arrived.
+    /// Checks a received information unit.
     ///
     /// # Errors
-    /// [`SrpFault`] upon which the channel is to be closed.
+    /// [`SrpFault`]; the channel must be closed.
     pub fn handle_iu<'a>(&mut self, iu: &'a [u8]) -> Result<Received<'a>, SrpFault> {
         let message = FromTarget::parse(iu)?;
         if !matches!(self.state, ChannelState::Live | ChannelState::Disconnecting) {
@@ -432,7 +434,7 @@ impl InitiatorChannel {
         }
         match message {
             FromTarget::Rsp(rsp) => self.handle_rsp(rsp),
-            // Requests of the target carry credit as well: a delta that is missed starves the
+            // Requests of the target also contain credits: ignoring a delta would starve the
             // channel.
             FromTarget::CredReq(req) => {
                 self.add_credit(req.req_lim_delta)?;
@@ -491,7 +493,7 @@ impl InitiatorChannel {
         if self.tmf == Some(rsp.tag) {
             self.tmf = None;
             self.add_credit(rsp.req_lim_delta)?;
-            // No response data means, as for a command, that nothing failed.
+            // As for a command, a response without response data indicates success.
             return Ok(Received::TskMgmt(rsp.response.unwrap_or(RspCode::Complete)));
         }
         if number >= 1 && number <= u64::from(self.tmfs) {
@@ -515,8 +517,8 @@ fn has_data_out(len: DataLen) -> bool {
     matches!(len, DataLen::Out(1..))
 }
 
-/// An underflow cannot exceed the buffer. An overflow may be anything: it reports what a larger
-/// buffer would have got.
+/// An underflow cannot exceed the buffer. An overflow may have any value: it is the number of bytes
+/// that did not fit.
 fn check_residual(residual: Residual, len: u32) -> Result<(), SrpFault> {
     match residual {
         Residual::Under(residual) if residual > len => Err(SrpFault::Residual { residual, len }),

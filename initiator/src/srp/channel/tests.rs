@@ -21,7 +21,7 @@ fn config() -> ChannelConfig {
     }
 }
 
-/// A login response as a target writes it: limit, longest request, immediate data supported.
+/// Encodes a login response of a target: limit, maximum request length, immediate data support.
 fn login_rsp(limit: i32, max_it: u32, immediate: bool) -> [u8; 52] {
     let mut iu = [0; 52];
     iu[0] = 0xc0;
@@ -43,7 +43,7 @@ fn live(limit: i32) -> InitiatorChannel {
     channel
 }
 
-/// A response with GOOD status.
+/// Returns a response with GOOD status.
 fn rsp(tag: Tag, delta: i32) -> [u8; 36] {
     let mut iu = [0; 36];
     iu[0] = 0xc1;
@@ -139,10 +139,10 @@ fn every_transition_of_a_channel_is_taken() {
         let mut channel = live(4);
         channel.begin_disconnect();
         channel.handle_disconnected();
-        // The path is not found, in time or at all.
+        // The path was not resolved, or the attempt timed out.
         InitiatorChannel::new(config()).handle_disconnected();
         InitiatorChannel::new(config()).begin_disconnect();
-        // The login is not answered, or refused.
+        // The login timed out, or was rejected.
         let mut late = InitiatorChannel::new(config());
         late.begin_login();
         late.begin_disconnect();

@@ -13,25 +13,25 @@ use crate::srp::descriptor::DescriptorLimits;
 /// Configuration of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelConfig {
-    /// Commands outstanding at most.
+    /// Maximum number of outstanding commands.
     pub queue_size: u16,
-    /// The longest information unit to ask for, in bytes; at least 64.
+    /// Maximum length of an information unit to request, in bytes; at least 64.
     pub max_it_iu_len: u32,
-    /// Memory descriptors in a command at most.
+    /// Maximum number of memory descriptors in a command.
     pub inline_descriptors: u8,
-    /// Memory descriptors in an external table; 0: none are used.
+    /// Maximum number of memory descriptors in an external table; 0 disables external tables.
     pub external_descriptors: u32,
-    /// The longest immediate data, in bytes; 0: none is asked for.
+    /// Maximum length of immediate data in bytes; 0 disables immediate data.
     pub max_immediate: u32,
-    /// Initiator port that logs in.
+    /// Initiator port for the login.
     pub initiator_port: InitiatorPortId,
     /// Target port to log in to.
     pub target_port: TargetPortId,
-    /// Action of the target on other channels of this nexus.
+    /// Action for other channels of this nexus.
     pub multi_channel: MultiChannelAction,
 }
 
-/// A channel's state.
+/// State of a channel.
 ///
 /// ```text
 /// Connecting → LoggingIn → Live
@@ -42,20 +42,20 @@ pub struct ChannelConfig {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ChannelState {
-    /// The path to the target is being found.
+    /// Resolving the path to the target.
     Connecting,
-    /// The connection request, with the login in it, is out.
+    /// The connect request, which contains the login, was sent.
     LoggingIn,
-    /// The login was accepted; requests flow.
+    /// The login was accepted; ready for requests.
     Live,
-    /// No new requests; the connection is being closed.
+    /// Closing the connection; no new requests.
     Disconnecting,
-    /// The connection is gone.
+    /// The connection is closed.
     Disconnected,
 }
 
 impl ChannelState {
-    /// The state's name, for errors.
+    /// Returns the name of the state for errors.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Connecting => "Connecting",
@@ -80,45 +80,45 @@ impl State for ChannelState {
     }
 }
 
-/// Outcome of the login's negotiation.
+/// Parameters negotiated in the login.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreed {
-    /// The longest information unit that we may send, in bytes.
+    /// Maximum length of an information unit to send, in bytes.
     pub max_it_iu_len: u32,
-    /// Descriptors that a command or a table may hold.
+    /// Maximum number of descriptors in a command and in a table.
     pub descriptors: DescriptorLimits,
-    /// Offset and longest length of immediate data; `None`: not agreed.
+    /// Offset and maximum length of immediate data; `None` if not negotiated.
     pub immediate: Option<Immediate>,
     /// Result for other channels of this nexus.
     pub multi_channel: MultiChannelResult,
 }
 
-/// Immediate data as agreed.
+/// Negotiated parameters of immediate data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Immediate {
     /// Offset in a command, in bytes.
     pub offset: ImmediateDataOffset,
-    /// Its longest, in bytes.
+    /// Maximum length in bytes.
     pub max_len: u32,
 }
 
-/// A command's data as it goes into the information unit.
+/// Data of a command in an information unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommandData<'a> {
-    /// The command has no data.
+    /// No data.
     None,
-    /// In the information unit, behind its header.
+    /// In the information unit, after its header.
     Immediate,
-    /// In the memory of one descriptor.
+    /// In memory, with one descriptor.
     Direct(MemDesc),
-    /// In the memory of several, all in the command or also in a table.
+    /// In memory, with several descriptors, all of them in the command, or also in a table.
     Indirect(IndirectTable<'a>),
 }
 
-/// A command to write.
+/// A command to encode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommandIu<'a> {
-    /// Logical unit, as on the wire.
+    /// Logical unit, in wire format.
     pub lun: WireLun,
     /// Task attribute of the command.
     pub attr: TaskAttr,
@@ -126,35 +126,35 @@ pub struct CommandIu<'a> {
     pub cdb: &'a Cdb,
     /// Direction and length of the data.
     pub len: DataLen,
-    /// Descriptors of the data, or the data themselves.
+    /// Descriptors of the data, or the data itself.
     pub data: CommandData<'a>,
 }
 
-/// Meaning of an arrived information unit for the owner.
+/// Result of a received information unit for the owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received<'a> {
-    /// A command was answered; its slot is free when it is retired.
+    /// Response to a command; its slot is freed when it is retired.
     Response {
-        /// The value given when the tag was taken.
+        /// Value passed when the tag was allocated.
         owner: u32,
-        /// The answer, as parsed.
+        /// The parsed response.
         rsp: Rsp<'a>,
     },
-    /// The task-management request was answered.
+    /// Response to the task-management request.
     TskMgmt(RspCode),
-    /// An answer must be sent. Until it has been, the receive should not be posted again.
+    /// A response must be sent. The receive should not be posted again before this.
     Answer([u8; SHORT_IU_LEN]),
-    /// An event of a logical unit, and the answer to send.
+    /// An event of a logical unit, and the response to send.
     Event {
-        /// Logical unit that reports it.
+        /// Logical unit that reported it.
         lun: WireLun,
         /// The event, as sense data.
         sense: &'a [u8],
-        /// SRP_AER_RSP to send back.
+        /// SRP_AER_RSP to send.
         answer: [u8; SHORT_IU_LEN],
     },
     /// The target logged us out and will disconnect.
     Logout(riser_scsi::srp::TLogoutReason),
-    /// An answer to a request that was given up before.
+    /// A response to an abandoned request.
     Stale,
 }

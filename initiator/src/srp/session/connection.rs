@@ -1,4 +1,4 @@
-//! Connections: made, lost, made again, closed.
+//! Connections: connecting, loss, reconnecting, and closing.
 
 use std::time::Instant;
 
@@ -23,16 +23,16 @@ impl SrpSession {
             .push_back(Output::Connect(ChannelIndex(channel)));
     }
 
-    /// The path is found: the login to connect with.
+    /// Called when the path was resolved: returns the login for connecting.
     ///
     /// # Panics
-    /// If the channel is not being connected.
+    /// Panics if the channel is not connecting.
     pub fn begin_login(&mut self, channel: ChannelIndex) -> LoginReq {
         self.members[usize::from(channel.0)].channel.begin_login()
     }
 
-    /// The connection is established; `private_data` is the target's, which may fetch the data of
-    /// that many writes at once by RDMA READ.
+    /// Called when the connection is established, with the private data of the target. `reads` is
+    /// the number of writes for which the target may fetch the data concurrently with RDMA READ.
     pub fn handle_connected(
         &mut self,
         channel: ChannelIndex,
@@ -51,7 +51,7 @@ impl SrpSession {
             }
             Err(fault) => {
                 self.disconnect(channel);
-                // The session works without the channels beyond the first.
+                // The session works without any channels beyond the first.
                 if channel.0 == 0 {
                     let error = ConnectError::Login(fault.into());
                     self.tear_down(error.into(), false);
@@ -68,8 +68,8 @@ impl SrpSession {
         self.pump(now);
     }
 
-    /// A connection was rejected with a CM reason and private data. The owner has released what the
-    /// channel held.
+    /// Called when a connection was rejected with a CM reason and private data. The owner has
+    /// released the channel's resources.
     pub fn handle_rejected(
         &mut self,
         channel: ChannelIndex,
@@ -81,7 +81,7 @@ impl SrpSession {
         self.handle_connect_failed(channel, ConnectError::Login(error), now);
     }
 
-    /// A connection could not be made. The owner has released what the channel held.
+    /// Called when connecting failed. The owner has released the channel's resources.
     pub fn handle_connect_failed(
         &mut self,
         channel: ChannelIndex,
@@ -90,10 +90,10 @@ impl SrpSession {
     ) {
         let member = &mut self.members[usize::from(channel.0)];
         match member.conn {
-            // One that is being closed is gone when its owner has closed it.
+            // A closing connection must be closed by its owner first.
             ConnState::Free | ConnState::Disconnecting => return,
-            // A REJ may come for an established connection, too (IBTA 12.9.7), whose requests then
-            // end as those of any connection that is lost.
+            // A REJ may also be received for an established connection (IBTA 12.9.7). Its requests
+            // are then handled like those of any lost connection.
             ConnState::Established => {
                 self.tear_down(Down::ConnectionLost, false);
                 return;
@@ -102,14 +102,15 @@ impl SrpSession {
         }
         become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();
-        // The target need not grant more than one channel.
+        // The target is not required to grant more than one channel.
         if channel.0 == 0 && self.state() == SessionState::LoggingIn {
             self.core.life.tear_down(error.into(), false);
         }
         self.on_member_down(now);
     }
 
-    /// A channel's connection broke, was closed by the peer, or a work request on it failed.
+    /// Called when a channel's connection broke, was closed by the peer, or had a failed work
+    /// request.
     pub fn handle_channel_error(&mut self, channel: ChannelIndex, _now: Instant) {
         match self.members[usize::from(channel.0)].conn {
             ConnState::Established | ConnState::Connecting(_) => {
@@ -119,8 +120,8 @@ impl SrpSession {
         }
     }
 
-    /// A channel has been torn down: nothing can arrive on it any more, and the keys of all memory
-    /// that was made known on it are invalid.
+    /// Called when a channel was closed: nothing can be received on it anymore, and the keys of all
+    /// memory advertised on it are invalid.
     pub fn handle_channel_gone(&mut self, channel: ChannelIndex, now: Instant) {
         let member = &mut self.members[usize::from(channel.0)];
         become_state(&mut member.conn, ConnState::Free);
@@ -131,7 +132,7 @@ impl SrpSession {
         self.on_member_down(now);
     }
 
-    /// Goes on with a tear-down: closes the channels that are left, and once none is, ends the
+    /// Continues tearing down: closes the remaining channels, and when all are closed, closes the
     /// session or waits for the next login.
     pub(super) fn on_member_down(&mut self, now: Instant) {
         if !matches!(self.state(), SessionState::TearingDown { .. }) {
@@ -144,15 +145,15 @@ impl SrpSession {
         self.core.on_disconnected(now);
     }
 
-    /// Begins to close every channel.
+    /// Starts to close all channels.
     pub(super) fn close_members(&mut self) {
         for index in 0..self.config.channels {
             self.disconnect(ChannelIndex(index));
         }
     }
 
-    /// Begins to close a channel. The target is sent a logout only where the session ends: one that
-    /// logs in again has the target end the old channels by its login (MULTI-CHANNEL ACTION).
+    /// Starts to close a channel. A logout is only sent if the session closes: otherwise, the next
+    /// login causes the target to terminate the old channels (MULTI-CHANNEL ACTION).
     pub(super) fn disconnect(&mut self, channel: ChannelIndex) {
         let last = matches!(self.state(), SessionState::TearingDown { last: true, .. });
         let member = &mut self.members[usize::from(channel.0)];

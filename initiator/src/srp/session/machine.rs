@@ -1,4 +1,4 @@
-//! The session as its owner drives it.
+//! The session's interface for its owner.
 
 use std::time::Instant;
 

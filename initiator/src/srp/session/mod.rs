@@ -1,66 +1,69 @@
-//! A session: one initiator port, one target port, one or more channels, and the requests on them.
+//! A session: an initiator port, a target port, one or more channels, and their requests.
 //!
-//! [`SrpSession`] is a machine with no I/O in it. Its owner reports what happened (`handle_*`),
-//! asks it what to do ([`SrpSession::poll_output`]) and when to wake it
+//! [`SrpSession`] is a state machine without I/O. Its owner reports events (`handle_*`), polls
+//! outputs ([`SrpSession::poll_output`]) and the next deadline
 //! ([`next_deadline`](crate::session::Machine::next_deadline)).
 //!
 //! # Memory
-//! The session never reports a request while the target could still reach its memory by a key of
-//! that request. (With `register_always=0` there are no such keys: the target may reach the whole
-//! pool of data buffers as long as the session lasts, as it may with Linux's `ib_srp` and that
-//! option, and is trusted not to.) When an attempt is over, for any reason, the session says
-//! [`Output::Retire`]; the owner invalidates the memory's keys and answers
-//! [`SrpSession::handle_retired`]; only then is the request completed or tried again. When a
-//! channel has been torn down, so that nothing can arrive on it any more and its keys are gone,
-//! [`SrpSession::handle_channel_gone`] says so for all of its requests at once.
+//! A request never completes while the target can still access its memory with a key of that
+//! request. (With `register_always=0` there are no such keys: the target can access the whole data
+//! buffer pool for the lifetime of the session, as with this option of Linux's `ib_srp`, and is
+//! trusted not to.) When an attempt has finished for any reason, the session outputs
+//! [`Output::Retire`]. The owner invalidates the memory's keys and calls
+//! [`SrpSession::handle_retired`]; only then is the request completed or retried. When a channel
+//! was closed, so that nothing can be received on it and its keys are invalid,
+//! [`SrpSession::handle_channel_gone`] reports this for all of its requests.
 //!
-//! The memory of an attempt has as long to come back as its answer had. A target can hold up the
-//! connection's send queue without end, and with it every invalidation, by answering a command
-//! whose packets it keeps refusing (RNR NAK). Then the connection is left, which ends all keys.
+//! Retiring the memory of an attempt has the same timeout as its response. A target can block the
+//! connection's send queue forever, including all invalidations, by responding to a command while
+//! it keeps rejecting its packets (RNR NAK). In this case, the connection is closed, which
+//! invalidates all keys.
 //!
 //! # Time
-//! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then a
-//! new connection, each when the one before it fails or is not answered either. A command that has
-//! no room on its connection waits here, so that none is sent behind its own abort or a reset.
+//! An attempt without a response is aborted when it times out: ABORT TASK, then LOGICAL UNIT RESET,
+//! then a new connection. Each of these steps follows if the previous one fails or times out. If
+//! there is no room for a command on its connection, it waits in the session, so that it is not
+//! sent after its own abort or a reset.
 //!
-//! A target that is silent for [`SessionConfig::ping`] is pinged ([`Output::Ping`]), also while
-//! commands wait. The ping is a command with the times of any other; if it cannot be aborted, no
-//! reset follows but a new connection, since a reset would end the commands of every other
-//! initiator. That the target's host has vanished its connection notices sooner, also where the
-//! request limit leaves no room for a ping.
+//! A target that is silent for [`SessionConfig::ping`] is pinged ([`Output::Ping`]), even while
+//! commands are waiting for it. The ping is a command with the usual timeouts. If it cannot be
+//! aborted, the next step is a new connection instead of a reset, because a reset would terminate
+//! the commands of all other initiators. If the target's host has vanished, the connection detects
+//! this earlier, even if the request limit leaves no room for a ping.
 //!
 //! # Short writes
-//! Where the target takes immediate data, a short write carries its data while few writes are
-//! outstanding; where many are, the target reads the data by RDMA READ (`session/writes.rs`).
+//! If the target supports immediate data, a short write carries its data while few writes are
+//! outstanding. With many outstanding writes, the target fetches the data with RDMA READ
+//! (`session/writes.rs`).
 //!
 //! # Replay
-//! When a connection breaks, it is not known which of its outstanding commands were carried out.
-//! After the new login those are sent again for which that makes no difference ([`Effect`]):
-//! commands that change nothing, and commands that set blocks to a given content. That is safe
-//! because
-//! - the first channel of the new login asks the target to terminate the old ones
-//!   (MULTI-CHANNEL ACTION 0), and the target answers it only when their commands have ended, so no
-//!   command of the old connection is carried out after one of the new;
-//! - a command that was never acknowledged is, for its issuer, still in progress: carrying it out
-//!   a second time before acknowledging it is one of the orders in which it may take effect;
-//! - they are sent in the order of their submission, and none is sent while an earlier one with an
-//!   overlapping effect is outstanding.
+//! When a connection breaks, it is unknown which of its outstanding commands were executed. After
+//! the new login, commands that may be executed twice are sent again ([`Effect`]): commands without
+//! an effect, and commands that set blocks to a given content. This is safe because
+//! - the first channel of the new login requests the termination of the old channels (MULTI-CHANNEL
+//!   ACTION 0), and the target responds to it only when their commands have completed, so no
+//!   command of the old connection is executed after a command of the new one;
+//! - for its issuer, an unacknowledged command is still in progress: executing it a second time
+//!   before the acknowledgement is one of the allowed orders of its effects;
+//! - they are sent in the order of their submission, and a command is not sent while an earlier one
+//!   with an overlapping effect is outstanding.
 //!
-//! The first of these is the target's promise, and `riserd` keeps it, which is known by its page of
-//! the cache's generation ([`crate::unit`]). Linux's `ib_srpt` disconnects the old channels and
-//! answers at once, while their commands go on at its backend. So a session with any other target,
-//! whose unit is watched, starts nothing before [`Timing::settle`](crate::session::Timing::settle)
-//! has passed since a connection was lost with a command outstanding that changes the medium: a
-//! write that stays longer in the backend can land after its repetition, and after later writes to
-//! the same blocks. ABORT TASK would not reach it, since that names commands of its own I_T nexus,
-//! and LOGICAL UNIT RESET would end the commands of every other initiator with it. Nor is anything
-//! known of the connection of an earlier process.
+//! The first of these is a guarantee of the target. `riserd` complies with it, and can be
+//! identified by its cache generation page ([`crate::unit`]). Linux's `ib_srpt` disconnects the old
+//! channels and responds immediately, while their commands continue in its backend. So with other
+//! targets, a session with a watched unit does not start commands until
+//! [`Timing::settle`](crate::session::Timing::settle) after the loss of a connection with an
+//! outstanding command that modifies the medium: a write that stays in the backend for longer can
+//! reach the medium after its retry, and after later writes to the same blocks. ABORT TASK cannot
+//! abort it, because it only refers to commands of its own I_T nexus, and LOGICAL UNIT RESET would
+//! also terminate the commands of all other initiators. The same applies to the unknown connection
+//! of an earlier process.
 //!
 //! Task-management functions and commands with other effects (reservations, mode pages, compare and
-//! write) are never sent again; they end with [`RequestError::ConnectionLost`].
+//! write) are never sent again; they fail with [`RequestError::ConnectionLost`].
 //!
 //! # Not implemented
-//! Channels beyond the first that break take the whole session through a reconnection.
+//! Separate recovery of additional channels: if any channel breaks, the whole session reconnects.
 
 mod connection;
 mod machine;
@@ -84,7 +87,7 @@ use crate::session::{
     ConnectError, Core, CoreConfig, Down, FunctionEnd, SessionState, TaskManager,
 };
 
-/// One session. See the module's documentation.
+/// A session. See the documentation of the module.
 #[derive(Debug)]
 pub struct SrpSession {
     config: SessionConfig,
@@ -93,10 +96,10 @@ pub struct SrpSession {
 }
 
 impl SrpSession {
-    /// A session that begins to connect at once.
+    /// Creates a session that starts to connect immediately.
     ///
     /// # Panics
-    /// If the configuration has no channel or no room for a request.
+    /// Panics if the configuration has no channels or no room for a request.
     #[must_use]
     pub fn new(config: SessionConfig, now: Instant) -> Self {
         assert!(config.channels > 0);
@@ -121,19 +124,19 @@ impl SrpSession {
         session
     }
 
-    /// State of the session's life.
+    /// Returns the state of the session.
     #[must_use]
     pub fn state(&self) -> SessionState {
         self.core.life.state()
     }
 
-    /// Requests taken and not yet completed.
+    /// Returns the number of accepted, incomplete requests.
     #[must_use]
     pub fn requests(&self) -> usize {
         self.core.requests.len()
     }
 
-    /// Number of live channels.
+    /// Returns the number of live channels.
     #[must_use]
     pub fn live_channels(&self) -> usize {
         self.members
@@ -142,31 +145,31 @@ impl SrpSession {
             .count()
     }
 
-    /// Parameters that a channel's login agreed on; `None` before.
+    /// Returns the parameters negotiated in a channel's login, or `None` before.
     #[must_use]
     pub fn agreed(&self, channel: ChannelIndex) -> Option<&Agreed> {
         self.members[usize::from(channel.0)].channel.agreed()
     }
 
-    /// Units of the request limit that the target has, though no request of ours is outstanding.
+    /// Returns the number of credits held by the target without an outstanding request of ours.
     #[must_use]
     pub fn unreturned(&self) -> i64 {
         let all = self.members.iter();
         all.map(|member| member.channel.unreturned()).sum()
     }
 
-    /// The target port that it is with; `None` where that is not known.
+    /// Returns the target port, or `None` if unknown.
     #[must_use]
     pub fn target_port(&self) -> Option<TargetPortId> {
         Some(self.config.channel.target_port).filter(|port| port.0 != [0; 16])
     }
 
-    /// The next thing to do.
+    /// Returns the next output.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.core.outputs.pop_front()
     }
 
-    /// Takes an information unit that arrived on a channel.
+    /// Handles an information unit received on a channel.
     pub fn handle_iu(&mut self, channel: ChannelIndex, iu: &[u8], now: Instant) {
         let member = &mut self.members[usize::from(channel.0)];
         if member.conn != ConnState::Established {
@@ -187,7 +190,7 @@ impl SrpSession {
                     None | Some(RspCode::Complete) => {
                         let answer = answer_of(&rsp, len);
                         self.on_attention(owner, &answer);
-                        // The commands to abort may be on every channel.
+                        // The commands to abort may be on any channel.
                         for channel in 0..self.config.channels {
                             self.pump_functions(channel, now);
                         }
@@ -220,7 +223,7 @@ impl SrpSession {
     }
 }
 
-/// Answer in a response to a command with data of this length.
+/// Converts a response to a command with this data length.
 fn answer_of(rsp: &Rsp<'_>, len: DataLen) -> Answer {
     let (residual, len) = match len {
         DataLen::None => (Residual::None, 0),

@@ -1,4 +1,4 @@
-//! Time: late commands are aborted, then reset; a target that does not answer is left.
+//! Timeouts: a late command is aborted, then its unit reset; an unresponsive target is abandoned.
 
 use std::time::Instant;
 
@@ -29,8 +29,8 @@ impl SrpSession {
         }
     }
 
-    /// Pings a target that is silent, also while commands wait for it: a target that was killed after
-    /// it had acknowledged them has nothing left to acknowledge. The ping is a request.
+    /// Pings a silent target, even while commands are waiting for it: if a target was killed after
+    /// acknowledging them, there is nothing left to acknowledge. The ping is a request.
     pub(super) fn expire_ping(&mut self, now: Instant) {
         if self.state() != SessionState::Live {
             return;
@@ -46,9 +46,9 @@ impl SrpSession {
         }
     }
 
-    /// A request has waited in vain. Where no channel has a command that could be late, or room in
-    /// its request limit for a ping, nothing else would show that the target is of no use. A new
-    /// login grants a new limit.
+    /// Called when a queued request timed out. If no channel has a command that could time out, or
+    /// room in its request limit for a ping, nothing else would detect that the target is unusable.
+    /// A new login grants a new limit.
     fn leave_if_starved(&mut self) {
         let is_live = self.state() == SessionState::Live;
         let is_stuck = |m: &Member| match m.conn {
@@ -102,7 +102,7 @@ impl TaskManager for SrpSession {
             return None;
         };
         let spec = &self.core.requests.at(late.index).spec;
-        // A reset would end the commands of every other initiator.
+        // A reset would terminate the commands of all other initiators.
         (spec.retry != Retry::Probe).then_some(TaskFunction::LogicalUnitReset(spec.lun))
     }
 

@@ -1,4 +1,4 @@
-//! Requests: taken, started, ended.
+//! Requests: submission, starting, and completion.
 
 use std::time::Instant;
 
@@ -11,16 +11,16 @@ use crate::srp::channel::InitiatorChannel;
 use crate::srp::channel::{CommandData, CommandIu};
 
 impl SrpSession {
-    /// The request that has been submitted.
+    /// Returns the submitted request.
     ///
     /// # Panics
-    /// If there is none of that id.
+    /// Panics if there is no request with this ID.
     #[must_use]
     pub fn spec(&self, request: RequestId) -> &RequestSpec {
         &self.core.requests.at(request.0).spec
     }
 
-    /// Starts the requests that can be started.
+    /// Starts requests while there is room.
     pub(super) fn pump(&mut self, now: Instant) {
         if !self.core.functions.may_start() {
             return;
@@ -30,7 +30,7 @@ impl SrpSession {
         }
     }
 
-    /// The live channel with the fewest commands that has room for one more.
+    /// Returns the live channel with the fewest commands and room for one more.
     pub(super) fn pick_channel(&self) -> Option<u8> {
         let open = self.members.iter().enumerate().filter(|(_, m)| {
             m.conn == ConnState::Established && !m.is_full && m.channel.can_start()
@@ -48,7 +48,8 @@ impl SrpSession {
             .expect("the channel has room");
         let immediate = match (len, member.channel.agreed().and_then(|a| a.immediate)) {
             (DataLen::Out(len @ 1..), Some(immediate)) => {
-                // Asked for long writes as well, which count among the outstanding.
+                // Call this for long writes, too, because they are included in the number of
+                // outstanding writes.
                 let carries_data = member.writes.carries_data(member.channel.writes());
                 carries_data && len <= immediate.max_len
             }
@@ -63,11 +64,11 @@ impl SrpSession {
         });
     }
 
-    /// Writes the command of a started request and returns its header's length; `None` where the
-    /// request is no longer to be sent, because its attempt is over.
+    /// Encodes the command of a started request and returns the length of its header. Returns
+    /// `None` if the request must not be sent anymore, because its attempt has finished.
     ///
     /// # Panics
-    /// As [`InitiatorChannel::emit_command`].
+    /// See [`InitiatorChannel::emit_command`].
     pub fn emit_command(
         &self,
         request: RequestId,
@@ -87,7 +88,7 @@ impl SrpSession {
         Some(channel.emit_command(tag, &command, out))
     }
 
-    /// A request cannot be started, for good; nothing of it was sent.
+    /// Called when a request can never be started; nothing was sent.
     pub fn handle_start_failed(&mut self, request: RequestId, why: &'static str, now: Instant) {
         let place = self.core.requests.find(request.0).and_then(Request::place);
         if let Some((channel, tag)) = place {
@@ -98,10 +99,10 @@ impl SrpSession {
         }
     }
 
-    /// The channel's connection has no room for a command that is to be started; nothing of it was
-    /// sent. The request waits in the queue again, and the channel starts nothing before the memory
-    /// of another command is back. It does not wait behind the queue, where its abort or a reset
-    /// would overtake it.
+    /// Called when the channel's connection has no room for a command; nothing was sent. The
+    /// request returns to the queue, and the channel starts no request until the memory of another
+    /// command is retired. It must not wait after the queue, because its abort or a reset would
+    /// overtake it.
     pub fn handle_no_room(&mut self, request: RequestId, now: Instant) {
         let place = self.core.requests.find(request.0).and_then(Request::place);
         let Some((channel, tag)) = place else {
@@ -124,7 +125,7 @@ impl SrpSession {
         self.pump(now);
     }
 
-    /// The target can no longer reach the memory of a request's last attempt.
+    /// Called when the target can no longer access the memory of a request's last attempt.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.core.requests.retiring(request.0) {
             if let Some((channel, tag)) = self.core.requests.retiring_place(request.0) {
@@ -137,15 +138,15 @@ impl SrpSession {
         }
     }
 
-    /// Starts everything again, once the unit is known and the commands of old connections are
-    /// over.
+    /// Resumes all commands, once the unit is known and the commands of old connections have
+    /// completed.
     pub(super) fn release_settled(&mut self, now: Instant) {
         if self.core.release_settled(now) {
             self.pump(now);
         }
     }
 
-    /// Ends an attempt: its memory is to be taken back.
+    /// Ends an attempt and retires its memory.
     pub(super) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd, now: Instant) {
         let until = self.core.requests.end_attempt(index, channel, end, now);
         self.core.arm(until);

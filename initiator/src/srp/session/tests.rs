@@ -20,11 +20,11 @@ const SEC: Duration = Duration::from_secs(1);
 const CH0: ChannelIndex = ChannelIndex(0);
 const CH1: ChannelIndex = ChannelIndex(1);
 
-/// A session, and a target that the test plays by hand.
+/// A session with a target played by the test.
 struct Rig {
     session: SrpSession,
     now: Instant,
-    /// Tags of the commands sent, by request.
+    /// Tags of sent commands, by request.
     sent: Vec<(RequestId, ChannelIndex, u64)>,
 }
 
@@ -121,7 +121,7 @@ impl Rig {
         self.session.submit(spec, self.now).unwrap()
     }
 
-    /// The next output is a start; "sends" the command.
+    /// Expects a start as the next output, and "sends" the command.
     fn started(&mut self) -> (RequestId, ChannelIndex) {
         let output = self.next();
         let Output::Start {
@@ -155,7 +155,7 @@ impl Rig {
         self.session.handle_iu(channel, &iu, self.now);
     }
 
-    /// Answers, sees the memory retired, retires it.
+    /// Responds, expects retiring the memory, and retires it.
     fn answer(&mut self, request: RequestId, status: u8, sense: &[u8]) {
         self.answer_with(request, status, sense);
         self.retire(request);
@@ -203,7 +203,7 @@ impl Rig {
         self.session.handle_iu(channel, &rsp, self.now);
     }
 
-    /// The next output tears a channel down; it is gone at once.
+    /// Expects closing a channel as the next output, and closes it immediately.
     fn gone(&mut self, channel: ChannelIndex) {
         let output = self.next();
         assert!(
@@ -217,7 +217,7 @@ impl Rig {
         assert_eq!(self.next(), Output::Event(SessionEvent::Reconnecting(why)));
     }
 
-    /// Waits out the backoff and logs in again.
+    /// Waits for the back-off and logs in again.
     fn reconnect(&mut self) {
         self.advance(400 * MS);
         assert_eq!(self.next(), Output::Connect(CH0));
@@ -227,7 +227,7 @@ impl Rig {
     }
 }
 
-/// Logs in with a target that takes immediate data, and may have that many READs outstanding.
+/// Logs in with a target that supports immediate data and may have this many outstanding READs.
 fn taking_immediate_data(reads: u8) -> Rig {
     let mut config = config(1);
     (config.channel.queue_size, config.channel.max_immediate) = (8, 4096);
@@ -240,7 +240,7 @@ fn taking_immediate_data(reads: u8) -> Rig {
     rig
 }
 
-/// Starts a write; returns whether its data travel with it.
+/// Starts a write; returns whether it carries its data.
 fn start_write(rig: &mut Rig, len: u32) -> (RequestId, bool) {
     let at = u64::from(rig.session.requests() as u32) * 64;
     let spec = RequestSpec {
@@ -325,7 +325,7 @@ fn a_command_goes_out_and_its_answer_comes_back_after_its_memory() {
     assert_eq!(rig.session.requests(), 0);
 }
 
-/// A target that holds up the send queue holds up every invalidation with it.
+/// A target that blocks the send queue also blocks all invalidations.
 #[test]
 fn a_connection_that_does_not_give_memory_back_is_left() {
     let mut rig = Rig::live(1);
@@ -333,7 +333,7 @@ fn a_connection_that_does_not_give_memory_back_is_left() {
     rig.started();
     rig.answer_with(id, 0, &[]);
     assert!(matches!(rig.next(), Output::Retire { .. }));
-    // Any other message of the target in the meantime.
+    // Another message from the target in the meantime.
     rig.advance(9 * SEC);
     let mut credit = [0; 16];
     credit[0] = 0x81;
@@ -445,7 +445,7 @@ fn every_transition_of_a_connection_is_taken() {
     });
 }
 
-/// A REJ may come late.
+/// A REJ may be received late.
 #[test]
 fn a_connection_that_is_rejected_after_its_login_is_lost() {
     let mut rig = Rig::live(1);
@@ -458,7 +458,7 @@ fn a_connection_that_is_rejected_after_its_login_is_lost() {
     assert_eq!(rig.started().0, id);
 }
 
-/// An engine that shuts down closes a session before it has begun to connect.
+/// An engine that shuts down closes a session before it has started to connect.
 #[test]
 fn a_session_that_is_closed_before_it_cannot_connect_ends_once() {
     let mut session = SrpSession::new(config(1), Instant::now());
@@ -527,12 +527,12 @@ fn a_queued_request_times_out_without_being_sent() {
     assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
 }
 
-/// It answers, but takes no further command, so that not even a ping can be sent.
+/// The target responds, but accepts no more commands, so not even a ping can be sent.
 #[test]
 fn a_target_that_takes_no_command_any_longer_is_left() {
     let mut rig = Rig::live(2);
     let take_limit = |rig: &mut Rig, channel: ChannelIndex| {
-        // SRP_CRED_REQ with a delta to one unit, that of task management.
+        // SRP_CRED_REQ with a delta that leaves one credit, for task management.
         let mut iu = [0; 16];
         iu[0] = 0x81;
         iu[4..8].copy_from_slice(&(-31i32).to_be_bytes());
@@ -552,7 +552,7 @@ fn a_target_that_takes_no_command_any_longer_is_left() {
     rig.advance(SEC);
     assert_eq!(rig.completed(waits), Err(RequestError::TimedOut));
     rig.idle();
-    // The answer to what is outstanding could have granted another command; this one does not.
+    // The response to the outstanding command could have granted a credit, but does not.
     let tag = rig.sent[0].2;
     let mut iu = [0; 36];
     iu[0] = 0xc1;
@@ -587,7 +587,7 @@ fn busy_is_repeated_after_a_while_and_in_time() {
         rig.answer(id, BUSY, &[]);
         rig.advance(640 * MS);
     }
-    // What the target has said says more than that the time is up.
+    // The target's status is more informative than a timeout.
     rig.started();
     rig.answer(id, BUSY, &[]);
     assert_eq!(rig.completed(id).unwrap().status, BUSY);
@@ -685,7 +685,7 @@ fn a_failed_abort_resets_the_unit_and_every_command_of_it() {
     assert_eq!((reset[30], on), (8, on_a), "LOGICAL UNIT RESET");
     rig.answer_tsk_mgmt(on, &reset, 0);
     rig.retire(a);
-    // The reset says nothing of the other channel, whose own abort does.
+    // The reset does not apply to the other channel, but its own abort does.
     rig.idle();
     rig.answer_tsk_mgmt(on_b, &abort_b, 0);
     rig.retire(b);
@@ -771,7 +771,7 @@ fn commands_at_a_target_that_may_still_carry_them_out_are_given_time_to_end() {
     assert_eq!(rig.started().0, id);
 }
 
-/// The first session of a process has no memory of what the one before it has sent.
+/// The first session of a process does not know the commands of its predecessor.
 #[test]
 fn a_session_in_the_name_of_a_process_that_was_killed_waits_for_its_commands() {
     let mut rig = Rig::live(1);
@@ -838,9 +838,9 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     assert_eq!(rig.started().0, silent);
 }
 
-/// A command that is repeated while its abort is under way, and is to be aborted once more: the
-/// answer to the first abort says nothing of the second attempt, which the target still carries
-/// out.
+/// A command is retried while its first abort is outstanding, and then must be aborted again: the
+/// response to the first abort does not apply to the second attempt, which the target is still
+/// executing.
 #[test]
 fn the_answer_to_an_abort_ends_no_later_attempt() {
     let mut rig = Rig::live(1);
@@ -851,7 +851,7 @@ fn the_answer_to_an_abort_ends_no_later_attempt() {
     rig.answer_with(second, 2, &unit_attention(0x29, 0x03));
     let (abort, on) = rig.tsk_mgmt();
     assert!(matches!(rig.next(), Output::Retire { request, .. } if request == second));
-    // Its answer crosses the abort: another reset.
+    // Its response crosses the abort: another reset.
     rig.answer(first, 2, &unit_attention(0x29, 0x03));
     assert_eq!(rig.started().0, first);
     let third = rig.submit(write(200, 208));
@@ -901,8 +901,8 @@ fn a_reset_on_one_channel_is_no_end_of_commands_on_another() {
     assert_eq!((reset[30], on), (8, here), "LOGICAL UNIT RESET");
     rig.answer_tsk_mgmt(on, &reset, 0);
     rig.retire(late);
-    // Whether the reset came before the other channel's command or after it, its abort comes after
-    // it.
+    // The reset may have been executed before or after the other channel's command, but its abort
+    // follows it.
     let (abort, on) = rig.tsk_mgmt();
     assert_eq!((abort[30], on), (1, there), "ABORT TASK");
     rig.idle();
@@ -974,16 +974,16 @@ fn a_session_that_does_not_reconnect_gives_its_requests_back() {
 }
 
 impl Rig {
-    /// A session that asks a silent target after five seconds.
+    /// Returns a session that pings a silent target after five seconds.
     fn pinging() -> Self {
         let mut rig = Self::live(1);
         rig.session.core.ping = 5 * SEC;
-        // As the login would have done.
+        // As after a login.
         rig.session.core.arm(rig.now + 5 * SEC);
         rig
     }
 
-    /// Lets time pass, and the session wake up whenever it has asked for that.
+    /// Advances the time, and wakes the session at its deadlines.
     fn wait(&mut self, time: Duration) {
         let end = self.now + time;
         while let Some(due) = self.session.next_deadline().filter(|due| *due <= end) {
@@ -993,7 +993,7 @@ impl Rig {
         self.now = end;
     }
 
-    /// What the engine does about [`Output::Ping`].
+    /// Handles [`Output::Ping`] like the engine.
     fn ping(&mut self) -> RequestId {
         assert_eq!(self.next(), Output::Ping);
         let spec = RequestSpec {
@@ -1017,7 +1017,7 @@ fn a_silent_target_is_asked_again_and_again_whether_it_is_there() {
         rig.answer(ping, 0, &[]);
         rig.completed(ping).unwrap();
     }
-    // Anything that the target sends counts as well.
+    // Any message from the target counts.
     rig.wait(4 * SEC);
     let sent = rig.submit(Effect::None);
     rig.started();
@@ -1030,7 +1030,7 @@ fn a_silent_target_is_asked_again_and_again_whether_it_is_there() {
     rig.idle();
 }
 
-/// It may have been killed after it had acknowledged the command's packets.
+/// The target may have been killed after it acknowledged the command's packets.
 #[test]
 fn silent_target_is_pinged_while_command_waits() {
     let mut rig = Rig::pinging();
@@ -1040,14 +1040,14 @@ fn silent_target_is_pinged_while_command_waits() {
     rig.idle();
     rig.wait(MS);
     rig.ping();
-    // One at a time.
+    // One ping at a time.
     rig.wait(4 * SEC);
     rig.idle();
     rig.answer(sent, 0, &[]);
     rig.completed(sent).unwrap();
 }
 
-/// As with a disk that takes longer for it than a command may take.
+/// For example with a disk that needs longer for the ping than a command may take.
 #[test]
 fn a_ping_that_is_late_is_aborted_and_the_connection_stays() {
     let mut rig = Rig::pinging();
@@ -1132,7 +1132,7 @@ fn a_target_that_is_slow_to_answer_is_given_more_time() {
         rig.reconnecting(ConnectError::TimedOut.into());
     }
     rig.reconnect();
-    // Once it has answered, the next login starts over.
+    // Once the target has responded, the next login starts with the default timeout.
     rig.session.handle_channel_error(CH0, rig.now);
     rig.gone(CH0);
     rig.reconnecting(Down::ConnectionLost);
@@ -1178,7 +1178,7 @@ fn closing_logs_out_and_completes_everything() {
     rig.idle();
 }
 
-/// The device may have had the command when another initiator ended it.
+/// The device may have received the command before another initiator aborted it.
 #[test]
 fn what_another_initiator_ended_is_repeated_only_where_that_is_safe() {
     let mut rig = Rig::live(1);
@@ -1207,9 +1207,8 @@ fn closing_while_waiting_to_reconnect_ends_at_once() {
     assert_eq!(rig.session.state(), SessionState::Closed);
 }
 
-/// As over iSER: a connection has a place for each command of the queue size, and it is in use
-/// until the memory is back. A command that had to wait for one there would be overtaken by its
-/// abort.
+/// As on iSER: a connection has as many slots as commands in the queue, and a slot is in use until
+/// its memory is retired. If a command had to wait for a slot there, its abort would overtake it.
 #[test]
 fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
     let mut rig = Rig::live(1);
@@ -1231,12 +1230,12 @@ fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
 }
 
 impl Rig {
-    /// A command that is sent, and one behind it for which the connection has no room.
+    /// Sends a command, and submits another one for which the connection has no room.
     fn crowded(effect: Effect) -> (Self, RequestId, RequestId) {
         Self::crowded_within(effect, 60 * SEC)
     }
 
-    /// As [`Self::crowded`]; the command behind has that much time.
+    /// Same as [`Self::crowded`], with this timeout for the second command.
     fn crowded_within(effect: Effect, patience: Duration) -> (Self, RequestId, RequestId) {
         let mut rig = Self::live(1);
         let sent = rig.submit(write(0, 4));
@@ -1252,7 +1251,7 @@ impl Rig {
         (rig, sent, waiting)
     }
 
-    /// The next output is a start, for which the connection has no room.
+    /// Expects a start as the next output, and reports that the connection has no room.
     fn no_room(&mut self, request: RequestId) {
         let output = self.next();
         assert!(
@@ -1267,7 +1266,7 @@ impl Rig {
     }
 }
 
-/// Its abort would arrive before it, and end nothing.
+/// Its abort would be received before it, and have no effect.
 #[test]
 fn what_was_not_sent_is_not_aborted() {
     let (mut rig, sent, waiting) = Rig::crowded(write(4, 8));
@@ -1278,7 +1277,7 @@ fn what_was_not_sent_is_not_aborted() {
     assert_eq!(iu[32..40], rig.sent[0].2.to_be_bytes());
     rig.answer_tsk_mgmt(channel, &iu, 0);
     rig.retire(sent);
-    // In the order of submission, though the first was tried before.
+    // In order of submission, even if the other one was tried earlier.
     assert_eq!(rig.started().0, sent);
     assert_eq!(rig.started().0, waiting);
     rig.idle();
@@ -1288,7 +1287,7 @@ fn what_was_not_sent_is_not_aborted() {
     assert!(rig.completed(waiting).is_ok());
     rig.answer(sent, 0, &[]);
     assert!(rig.completed(sent).is_ok());
-    // The unit of the aborted command is for the target to grant again.
+    // The target must still return the credit of the aborted command.
     assert_eq!(rig.request_limit(), 31);
     assert_eq!(rig.session.unreturned(), 1);
 }
@@ -1348,7 +1347,7 @@ fn what_was_not_sent_times_out_in_silence() {
     rig.idle();
 }
 
-/// What was not sent cannot have been carried out.
+/// A command that was not sent cannot have been executed.
 #[test]
 fn what_was_not_sent_is_not_lost_with_its_connection() {
     let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
@@ -1418,15 +1417,15 @@ enum Action {
     Crowd(u8),
 }
 
-/// An information unit of a target that follows no rule, some of whose fields are right.
+/// An information unit of a target that violates the protocol, with some valid fields.
 #[derive(Clone, Debug)]
 struct Forged {
     channel: u8,
-    /// The command whose tag it has.
+    /// The command with its tag.
     which: u8,
-    /// Fields that are as they should be.
+    /// Bit mask of valid fields.
     right: u8,
-    /// Bytes of it that are not sent.
+    /// Length if truncated.
     cut: u8,
     iu: [u64; 6],
 }
@@ -1443,7 +1442,7 @@ fn forged() -> impl Strategy<Value = Forged> {
 }
 
 impl Forged {
-    /// Its bytes, for the tags that are outstanding on its channel.
+    /// Returns the encoded bytes, for the outstanding tags on its channel.
     fn bytes(&self, tags: &[u64]) -> Vec<u8> {
         let mut iu: Vec<u8> = self.iu.iter().flat_map(|word| word.to_le_bytes()).collect();
         let is_right = |bit: u8| self.right & 1 << bit != 0;
@@ -1455,11 +1454,11 @@ impl Forged {
             iu[8..16].copy_from_slice(&tag.to_be_bytes());
         }
         if is_right(2) {
-            // Few credits.
+            // A small number of credits.
             iu[4..8].copy_from_slice(&[0, 0, 0, self.which % 4]);
         }
         if is_right(3) {
-            // Neither sense nor response data.
+            // Neither sense data nor response data.
             iu[24..36].fill(0);
         }
         if !is_right(4) {
@@ -1485,8 +1484,8 @@ fn action() -> impl Strategy<Value = Action> {
     ]
 }
 
-/// After any history, every request taken is completed exactly once, and never while its memory is
-/// with the target.
+/// After any history, each accepted request has completed exactly once, and never while the target
+/// could access its memory.
 fn run(actions: Vec<Action>) {
     let mut rig = Rig {
         sent: Vec::new(),
@@ -1610,7 +1609,7 @@ fn hostile_srp_target() {
     });
 }
 
-/// The tag that a request has now.
+/// Returns the current tag of a request.
 fn exposed_tag(session: &SrpSession, id: RequestId) -> Option<u64> {
     let mut iu = [0; 128];
     session.emit_command(id, CommandData::None, &mut iu)?;

@@ -1,4 +1,4 @@
-//! Configuration and outputs of a session, and the parts of its state.
+//! Configuration and outputs of a session, and parts of its state.
 
 use std::time::{Duration, Instant};
 
@@ -14,65 +14,67 @@ use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
 /// Configuration of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionConfig {
-    /// Channels wanted; the target may grant fewer.
+    /// Requested number of channels; the target may grant fewer.
     pub channels: u8,
-    /// Of each channel. The multi-channel action is the session's to choose.
+    /// Configuration of each channel. The multi-channel action is set by the session.
     pub channel: ChannelConfig,
-    /// Requests taken and not yet completed at most, queued ones included.
+    /// Maximum number of accepted, incomplete requests, including queued ones.
     pub max_requests: usize,
-    /// Waits and intervals of the session.
+    /// Timeouts and intervals of the session.
     pub timing: Timing,
-    /// Silence of a target after which it is pinged.
+    /// Time without a message from the target after which it is pinged.
     pub ping: Duration,
-    /// Attempts at one request at most.
+    /// Maximum number of attempts per request.
     pub max_attempts: u8,
-    /// A connection that broke is made again. Without, the session ends with its connection, and
-    /// its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
-    /// user to repeat or not.
+    /// Reconnect a broken connection. Otherwise, the session closes with its connection, and its
+    /// requests fail with [`RequestError::Closed`](crate::request::RequestError::Closed), so its
+    /// user must decide about retrying them.
     pub reconnect: bool,
 }
 
-/// A channel's place in its session.
+/// Index of a channel in its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChannelIndex(pub u8);
 
-/// A request to the session's owner.
+/// An instruction for the session's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Find the path to the target, take [`SrpSession::begin_login`]'s request and connect with it.
+    /// Resolve the path to the target, call [`SrpSession::begin_login`] and connect with this
+    /// login.
     Connect(ChannelIndex),
-    /// Make the request's memory known to the target, write the command with
-    /// [`SrpSession::emit_command`] and send it, before anything else is done; or answer at once
-    /// [`SrpSession::handle_no_room`] or [`SrpSession::handle_start_failed`].
+    /// Advertise the request's memory to the target, encode the command with
+    /// [`SrpSession::emit_command`], and send it before doing anything else. Alternatively, call
+    /// [`SrpSession::handle_no_room`] or [`SrpSession::handle_start_failed`] immediately.
     Start {
         /// The request to start.
         request: RequestId,
         /// Channel to send it on.
         channel: ChannelIndex,
-        /// Send the data within the command instead.
+        /// Send the data within the command.
         immediate: bool,
     },
-    /// Take the request's memory back from the target, then [`SrpSession::handle_retired`].
+    /// Revoke the target's access to the request's memory, then call
+    /// [`SrpSession::handle_retired`].
     Retire {
-        /// The request whose attempt is over.
+        /// Request whose attempt has finished.
         request: RequestId,
-        /// Channel on which it was sent.
+        /// Channel of the attempt.
         channel: ChannelIndex,
     },
     /// Send a task-management request.
     SendTskMgmt(ChannelIndex, [u8; TSK_MGMT_LEN]),
-    /// Send an answer, and post the receive it answers only after that.
+    /// Send a response, and only then repost the receive.
     Answer(ChannelIndex, [u8; SHORT_IU_LEN]),
-    /// Submit a command that every unit answers and that changes nothing
-    /// ([`Retry::Probe`](crate::request::Retry::Probe)): SRP has no message to ask whether the
-    /// target is there.
+    /// Submit a command that all units support and that has no effect
+    /// ([`Retry::Probe`](crate::request::Retry::Probe)): SRP has no message for checking that the
+    /// target is alive.
     Ping,
-    /// Tear the channel down, after sending the logout if there is one; then
+    /// Close the channel, after sending the logout if there is one; then call
     /// [`SrpSession::handle_channel_gone`].
     Disconnect(ChannelIndex, Option<[u8; SHORT_IU_LEN]>),
-    /// The request is over, and only its issuer can reach its memory.
+    /// The request is complete, and only its issuer can access its memory.
     Complete(RequestId, RequestResult),
-    /// Something that the session's user may want to know.
+    /// An event for the session's user.
     Event(SessionEvent),
 }
 
@@ -86,7 +88,7 @@ impl SessionOutput for Output {
     }
 }
 
-/// The state of a channel's connection, as its owner drives it.
+/// State of a channel's connection, as driven by its owner.
 ///
 /// ```text
 /// Free → Connecting → Established
@@ -96,18 +98,18 @@ impl SessionOutput for Output {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnState {
-    /// There is no connection.
+    /// No connection.
     Free,
-    /// Being made, until the given time.
+    /// Connecting, with this timeout.
     Connecting(Instant),
-    /// Made, with the login accepted.
+    /// Established, with an accepted login.
     Established,
     /// Being closed by the owner.
     Disconnecting,
 }
 
 impl ConnState {
-    /// Returns whether the connection is still to be closed.
+    /// Returns whether the connection must still be closed.
     pub(super) fn is_open(self) -> bool {
         matches!(self, Self::Connecting(_) | Self::Established)
     }
@@ -129,14 +131,15 @@ impl State for ConnState {
 pub(super) struct Member {
     pub(super) channel: InitiatorChannel,
     pub(super) conn: ConnState,
-    /// Its connection had no room for a command, and the memory of no other has come back since.
+    /// The connection had no room for a command, and no memory of another command was retired
+    /// since.
     pub(super) is_full: bool,
-    /// How the data of short writes travel.
+    /// Policy for the data of short writes.
     pub(super) writes: WritePolicy,
 }
 
 impl Member {
-    /// Channel `index` of a session, not connected.
+    /// Creates channel `index` of a session, not connected.
     pub(super) fn new(config: &SessionConfig, index: u8) -> Self {
         let multi_channel = if index == 0 {
             MultiChannelAction::Single

@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_right_on_its_own_with_every_checksum() {
+    fn verified_block_passes_all_checksum_kinds() {
         let filler = filler(Content::default());
         let mut block = vec![0; 512];
         for kind in [Checksum::Crc32c, Checksum::Crc32, Checksum::Crc64] {
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_wrong_byte_is_named_with_both_values() {
+    fn mismatch_reports_first_wrong_byte() {
         let (filler, good) = block(5);
         for at in [0, 5, 9, 17, 25, 33, 37, 40, 1000, 4095] {
             let mut bad = good.clone();
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_bit_is_found_whatever_generation_may_be_there() {
+    fn changed_bit_is_detected_for_any_generation() {
         let (filler, good) = block(5);
         for at in (0..HEADER).chain([HEADER, 4095]) {
             let mut bad = good.clone();
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_byte_of_another_run_is_named_as_far_as_its_header_says_what_was_there() {
+    fn foreign_block_reports_byte_if_header_valid() {
         let (_, good) = block(5);
         let later = Filler::new(Content::default(), 1);
         let check = |at: usize| {
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn no_byte_is_named_of_content_that_is_not_known() {
+    fn unknown_content_reports_checksum_only() {
         let writer = filler(Content {
             pattern: b"ab".to_vec(),
             ..Content::default()
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_another_length_is_named_as_such() {
+    fn mismatch_reports_other_block_length() {
         let filler = filler(Content::default());
         let large = filler.verified(Checksum::Crc32c, 8192, 5, 65536);
         let first = &large[..4096];
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn old_misplaced_and_foreign_blocks_are_distinguished() {
+    fn outdated_misplaced_and_foreign_blocks_are_distinguished() {
         let (filler, five) = block(5);
         let check = |offset, expected, block: &[u8]| {
             filler
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn compressible_parts_and_patterns_have_their_share() {
+    fn contents_respect_compressible_share() {
         let content = Content {
             compress_percentage: Some(75),
             ..Content::default()

@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_is_named_where_it_has_a_name() {
+    fn config_error_includes_job_name() {
         let error = |name: &str| {
             let job = Job {
                 name: name.into(),

@@ -55,7 +55,7 @@ mod tests {
     use crate::block::MemoryDevice;
 
     #[test]
-    fn what_was_never_written_is_a_hole() {
+    fn unwritten_blocks_are_holes() {
         let device = MemoryDevice::new(1 << 20, 512).unwrap();
         let buffer = device.try_buffer(65536).unwrap();
         task::block_on(device.write(131_072, buffer, false)).unwrap();

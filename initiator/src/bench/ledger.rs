@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn generations_grow_and_a_block_has_one_write_in_flight() {
+    fn block_allows_single_write_in_flight() {
         let ledger = Ledger::new(&layout()).unwrap();
         let wide = 8192..8192 + 3 * 4096;
         let middle = 12288..16384;
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trimmed_block_is_not_known_and_its_generations_are_not_used_again() {
+    fn trimmed_block_is_unknown_without_reusing_generations() {
         let ledger = Ledger::new(&layout()).unwrap();
         let block = 8192..12288;
         for is_trim in [false, true] {
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn each_ledger_has_blocks_of_its_own_and_a_state_file_keeps_them() {
+    fn state_file_keeps_random_seed() {
         let first = Ledger::new(&layout()).unwrap();
         assert_ne!(first.seed(), Ledger::new(&layout()).unwrap().seed());
         let path = Temporary::new("seed");
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_file_has_what_was_acknowledged_and_what_was_in_flight() {
+    fn state_file_keeps_acknowledged_and_pending_writes() {
         let path = Temporary::new("state");
         let (ledger, lock) = path.open();
         let (first, second) = (8192..16384, 12288..16384);
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_write_does_not_hide_the_next_one_from_the_file() {
+    fn write_end_keeps_next_begin_recorded() {
         const WRITES: u32 = 5000;
         let path = Temporary::new("race");
         let (ledger, _lock) = path.open();
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_with_too_many_blocks_is_refused() {
+    fn region_with_too_many_blocks_fails() {
         let large = Layout {
             region: 0..1 << 50,
             ..layout()

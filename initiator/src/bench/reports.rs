@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_come_back_while_too_many_wait() {
+    fn pending_limit_returns_figures() {
         let figures = || no_figures(false);
         let size = memory(&figures());
         let (reporter, reports) = channel(2 * size);
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn one_report_that_is_larger_than_the_limit_passes() {
+    fn single_report_may_exceed_limit() {
         let (reporter, _reports) = channel(1);
         assert!(reporter.figures(0, no_figures(true)).is_none());
         assert!(reporter.figures(1, no_figures(true)).is_some());

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn clones_share_the_region_or_split_it_or_begin_at_different_places() {
+    fn clones_share_split_or_shift_region() {
         let job = Job {
             numjobs: 2,
             offset: Amount::Percent(50),
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn percentages_are_whole_blocks_of_the_job() {
+    fn percentages_round_to_job_blocks() {
         let job = Job {
             numjobs: 2,
             sizes: std::array::from_fn(|_| BlockSizes::Fixed(65536)),
@@ -421,7 +421,7 @@ mod tests {
 
     /// These are the same values as in fio 3.33.
     #[test]
-    fn strides_end_at_the_end_of_the_region() {
+    fn strides_stop_at_region_end() {
         let job = |size, modifier| Job {
             size: Some(Amount::Bytes(size)),
             modifier,
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn percentage_of_size_ends_at_the_device() {
+    fn size_percentage_stops_at_device_end() {
         let job = Job {
             offset: Amount::Bytes(2 << 20),
             size: Some(Amount::Percent(100)),
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clone_moves_whole_blocks() {
+    fn clone_transfers_whole_blocks() {
         let geometry = Geometry {
             capacity: (8 << 20) + 512,
             ..geometry()
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_cannot_be_asked_for_stable_storage_is_known() {
+    fn missing_stable_storage_is_detected() {
         let without = Geometry {
             flushes: false,
             stable_writes: false,
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clone_does_what_the_options_leave_to_it() {
+    fn clones_divide_total_work() {
         let amounts = |job: &Job| {
             let shares = shares(job, &geometry()).unwrap();
             shares.iter().map(|share| share.bytes).collect::<Vec<_>>()
@@ -567,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_possible_is_refused_with_its_reason() {
+    fn invalid_jobs_fail_with_reason() {
         let refused = |change: fn(&mut Job)| {
             let mut job = Job::default();
             change(&mut job);
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trim_that_is_written_again_is_no_longer_than_a_transfer() {
+    fn trimwrite_is_limited_by_transfer_size() {
         let geometry = Geometry {
             max_discard: 4 << 20,
             ..geometry()

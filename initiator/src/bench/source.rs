@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scan_shows_how_far_it_is() {
+    fn scan_reports_progress() {
         let next = Arc::new(AtomicU64::new(4096));
         let scan = Source::Scan {
             next: next.clone(),

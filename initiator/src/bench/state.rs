@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn header_and_words_come_back() {
+    fn header_and_records_roundtrip() {
         let path = Temporary::new("words");
         let (file, lock) = path.open();
         assert_eq!(file.header(), Ok(None));
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn one_run_at_a_time_has_it() {
+    fn state_file_excludes_other_runs() {
         let path = Temporary::new("lock");
         let (file, lock) = path.open();
         assert!(path.refused().contains("another run uses it"));
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_regular_file_is_written() {
+    fn open_requires_regular_file() {
         let folder = std::env::temp_dir();
         for path in [Path::new("/dev/null"), folder.as_path()] {
             let error = StateFile::open(path, true).unwrap_err().to_string();
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn one_without_blocks_is_half_made_for_a_run_and_cut_short_for_a_check() {
+    fn missing_blocks_fail_only_for_checks() {
         let path = Temporary::new("half");
         let (file, lock) = path.open();
         file.make(&layout(), 99, 16).unwrap();
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_other_jobs_and_disks_and_other_files_are_refused() {
+    fn foreign_state_files_are_rejected() {
         let path = Temporary::new("foreign");
         let (file, _lock) = path.open();
         file.make(&layout(), 99, 16).unwrap();

@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interval_is_handed_over_with_the_first_operation_of_a_later_one() {
+    fn later_operation_completes_interval() {
         let mut recorder = Recorder::new(SECOND, true);
         assert!(recorder.record(&done(10, 50)).is_none());
         assert!(recorder.record(&done(999, 70)).is_none());
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn intervals_have_no_gaps_and_the_last_may_be_shorter() {
+    fn intervals_are_contiguous_until_end() {
         let mut collector = Collector::new(SECOND, false, MEMORY);
         let mut recorder = Recorder::new(SECOND, false);
         for millis in [100, 3500, 4200] {
@@ -312,14 +312,14 @@ mod tests {
     }
 
     #[test]
-    fn what_ends_with_the_run_belongs_to_its_last_interval() {
+    fn completion_at_end_joins_last_interval() {
         let (_, intervals) = collected(3).finish(Duration::from_secs(2));
         let ios: Vec<_> = intervals.iter().map(|i| i.measured[1].ios()).collect();
         assert_eq!(ios, [1, 2]);
     }
 
     #[test]
-    fn neighbours_are_merged_beyond_the_most_intervals() {
+    fn interval_limit_merges_adjacent() {
         let (total, intervals) = collected(9000).finish(Duration::from_secs(9000));
         assert_eq!(intervals.len(), 2250);
         assert_eq!(intervals[1].at, Duration::from_secs(4));
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_complete_interval_is_shown() {
+    fn progress_shows_last_complete_interval() {
         let collector = collected(3);
         let ios = |now| collector.last(now).map(|(figures, _)| figures[1].ios());
         assert_eq!(ios(Duration::from_millis(500)), None);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_merged_beyond_the_memory() {
+    fn memory_limit_merges_adjacent() {
         let one = memory(collected(1).last(SECOND).unwrap().0);
         let mut collector = Collector::new(SECOND, false, 10 * one);
         let mut recorder = Recorder::new(SECOND, false);
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_come_back_count_for_the_current_interval() {
+    fn returned_figures_join_current_interval() {
         let mut recorder = Recorder::new(SECOND, true);
         assert!(recorder.record(&done(10, 50)).is_none());
         let (_, figures) = recorder.record(&done(1010, 60)).unwrap();

@@ -53,7 +53,7 @@ fn ios(outcome: &Outcome) -> [u64; 4] {
 }
 
 #[test]
-fn a_run_moves_exactly_what_its_job_says() {
+fn run_transfers_exact_amount() {
     let outcome = run_on(&device(), job()).unwrap();
     let [reads, writes, ..] = ios(&outcome);
     assert_eq!(reads + writes, 1024);
@@ -75,7 +75,7 @@ fn a_run_moves_exactly_what_its_job_says() {
 }
 
 #[test]
-fn sequential_clones_cover_the_region_once() {
+fn sequential_clones_cover_region_once() {
     let device = device();
     let sequential = Job {
         access: Access::Write,
@@ -111,7 +111,7 @@ fn sequential_clones_cover_the_region_once() {
 }
 
 #[test]
-fn a_run_ends_by_time_and_does_not_count_the_ramp() {
+fn timed_run_excludes_ramp() {
     let timed = Job {
         access: Access::Read,
         runtime: Some(Duration::from_millis(60)),
@@ -174,7 +174,7 @@ fn delayed_job_starts_later_and_loops() {
 }
 
 #[test]
-fn errors_and_wrong_data_end_the_run() {
+fn errors_and_mismatches_abort_run() {
     let bad = device();
     bad.spoil(0..SIZE);
     let error = run_on(&bad, job()).unwrap_err();
@@ -199,7 +199,7 @@ fn errors_and_wrong_data_end_the_run() {
 }
 
 #[test]
-fn sizes_of_many_kinds_are_verified_block_by_block() {
+fn mixed_sizes_are_verified_per_block() {
     let split = Job {
         sizes: std::array::from_fn(|_| BlockSizes::Split(vec![(4096, 60.0), (65536, 40.0)])),
         rwmixread: 30,
@@ -212,7 +212,7 @@ fn sizes_of_many_kinds_are_verified_block_by_block() {
 }
 
 #[test]
-fn flushes_follow_writes_and_end_the_run() {
+fn fsync_and_end_fsync_flush() {
     let device = device();
     let job = Job {
         access: Access::Write,
@@ -253,7 +253,7 @@ fn flushes_follow_writes_and_end_the_run() {
 }
 
 #[test]
-fn a_write_sends_its_own_content_and_not_what_was_read() {
+fn write_never_sends_previously_read_data() {
     let device = device();
     for at in (0..SIZE as usize).step_by(4096) {
         device.memory().write(at, &[0x11; 4096]);
@@ -279,7 +279,7 @@ fn a_write_sends_its_own_content_and_not_what_was_read() {
 }
 
 #[test]
-fn trims_make_holes_and_each_may_be_followed_by_its_write() {
+fn trims_create_holes_before_writes() {
     let device = device();
     let trim = Job {
         access: Access::Trim,
@@ -306,7 +306,7 @@ fn trims_make_holes_and_each_may_be_followed_by_its_write() {
 }
 
 #[test]
-fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
+fn open_loop_latency_includes_queueing() {
     let open = Job {
         access: Access::Read,
         iodepth: 1,
@@ -348,7 +348,7 @@ fn an_open_loop_counts_the_wait_for_a_place_in_flight() {
 }
 
 #[test]
-fn an_open_loop_reports_what_came_late_and_what_did_not_start() {
+fn open_loop_counts_late_and_unstarted_operations() {
     let open = Job {
         access: Access::Read,
         iodepth: 4,
@@ -370,7 +370,7 @@ fn an_open_loop_reports_what_came_late_and_what_did_not_start() {
 }
 
 #[test]
-fn a_job_does_all_its_operations_after_a_ramp_and_no_more() {
+fn ramp_does_not_change_operation_count() {
     // With this rate, many operations are still overdue after the ramp time.
     for rate in [None, Some(Rate::Iops(100_000_000))] {
         let ramped = Job {
@@ -390,7 +390,7 @@ fn a_job_does_all_its_operations_after_a_ramp_and_no_more() {
 }
 
 #[test]
-fn a_run_that_ends_before_its_time_lasts_until_then_only() {
+fn early_completion_shortens_runtime() {
     let short = Job {
         access: Access::Read,
         total: None,
@@ -406,7 +406,7 @@ fn a_run_that_ends_before_its_time_lasts_until_then_only() {
 }
 
 #[test]
-fn an_error_ends_jobs_whose_next_operation_is_far_away() {
+fn error_stops_jobs_awaiting_arrivals() {
     let device = device();
     device.spoil(SIZE / 2..SIZE);
     let task = |job| Task {
@@ -441,7 +441,7 @@ fn content(device: &MemoryDevice) -> Vec<u8> {
 }
 
 #[test]
-fn a_second_run_with_the_same_seed_writes_other_blocks() {
+fn second_run_writes_different_blocks() {
     let device = device();
     let write = Job {
         access: Access::Write,
@@ -459,7 +459,7 @@ fn a_second_run_with_the_same_seed_writes_other_blocks() {
 }
 
 #[test]
-fn each_run_writes_content_of_its_own() {
+fn runs_write_different_contents() {
     for refill in [false, true] {
         let job = Job {
             access: Access::Write,
@@ -499,7 +499,7 @@ fn each_run_writes_content_of_its_own() {
 }
 
 #[test]
-fn clones_and_jobs_side_by_side_write_different_content() {
+fn concurrent_clones_and_jobs_write_different_contents() {
     let device = device();
     for refill in [false, true] {
         let half = |offset| Job {
@@ -538,7 +538,7 @@ fn clones_and_jobs_side_by_side_write_different_content() {
 }
 
 #[test]
-fn jobs_run_side_by_side_and_each_has_its_outcome() {
+fn concurrent_jobs_have_separate_outcomes() {
     let device = device();
     let task = |job| Task {
         job,
@@ -578,7 +578,7 @@ fn jobs_run_side_by_side_and_each_has_its_outcome() {
 }
 
 #[test]
-fn jobs_side_by_side_with_the_same_seed_do_different_operations() {
+fn concurrent_jobs_plan_different_operations() {
     let task = Task {
         job: Job {
             access: Access::Read,
@@ -605,7 +605,7 @@ fn jobs_side_by_side_with_the_same_seed_do_different_operations() {
 }
 
 #[test]
-fn more_buffers_than_the_device_has_are_refused() {
+fn excessive_buffers_are_rejected() {
     let device = MemoryDevice::new(SIZE, 512)
         .unwrap()
         .with_buffer_budget(1 << 20);
@@ -642,7 +642,7 @@ impl Drop for StateFile {
 }
 
 #[test]
-fn a_later_process_checks_what_a_state_file_records() {
+fn state_file_is_verified_by_later_run() {
     let device = device();
     let file = StateFile::new("state");
     let write = Job {
@@ -693,7 +693,7 @@ fn a_later_process_checks_what_a_state_file_records() {
 }
 
 #[test]
-fn a_state_file_is_for_one_layout_and_must_be_there_to_check() {
+fn state_file_requires_same_layout() {
     let device = device();
     let file = StateFile::new("layout");
     let write = |size| Job {
@@ -724,7 +724,7 @@ fn a_state_file_is_for_one_layout_and_must_be_there_to_check() {
 }
 
 #[test]
-fn a_run_after_a_state_file_lost_its_blocks_takes_none_of_them_for_its_own() {
+fn truncated_state_file_invalidates_old_blocks() {
     let device = device();
     let file = StateFile::new("lost");
     let write = Job {
@@ -751,7 +751,7 @@ fn a_run_after_a_state_file_lost_its_blocks_takes_none_of_them_for_its_own() {
 }
 
 #[test]
-fn jobs_that_fail_for_each_other_leave_no_state_file() {
+fn conflicting_jobs_leave_no_state_file() {
     let file = StateFile::new("overlap");
     let device = device();
     let task = |name: &str, state| Task {
@@ -773,7 +773,7 @@ fn jobs_that_fail_for_each_other_leave_no_state_file() {
 }
 
 #[test]
-fn rounds_go_on_with_one_state_file() {
+fn rounds_continue_with_same_state_file() {
     let device = device();
     let file = StateFile::new("rounds");
     let write = Job {
@@ -787,7 +787,7 @@ fn rounds_go_on_with_one_state_file() {
 }
 
 #[test]
-fn what_a_state_file_records_is_checked_with_the_buffers_that_there_are() {
+fn state_file_check_uses_available_buffers() {
     let device = MemoryDevice::new(SIZE, 512).unwrap();
     let device = device.with_buffer_budget(1 << 20).with_thread().unwrap();
     let device = Arc::new(device);

@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_found_behind_any_name() {
+    fn times_are_parsed_after_any_name() {
         let stat = "42 (a) b (c) S 1 42 42 0 -1 4194560 1 2 3 4 250 75 0 0 20 0 9 0 100";
         let (user, system) = times(stat, 100).unwrap();
         assert_eq!(user, Duration::from_millis(2500));
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn switches_are_found_by_their_names() {
+    fn switches_are_parsed_by_name() {
         let status = "Name:\tx\nvoluntary_ctxt_switches:\t17\nnonvoluntary_ctxt_switches:\t4\n";
         assert_eq!(switches(status), (17, 4));
         assert_eq!(switches(""), (0, 0));
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_side_by_side_share_what_their_process_used() {
+    fn concurrent_jobs_share_process_usage() {
         let usage = Usage {
             user: Duration::from_millis(400),
             system: Duration::from_millis(800),
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_costs_the_same_in_jobs_of_different_lengths() {
+    fn operation_cost_is_independent_of_duration() {
         let used = |seconds| Usage {
             user: Duration::from_secs(seconds),
             ..Usage::default()
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_has_used_something_and_no_other_is_invented() {
+    fn usage_is_read_for_existing_processes() {
         let usage = of(std::process::id()).unwrap();
         assert!(usage.voluntary + usage.involuntary > 0);
         assert!(of(u32::MAX).is_err());

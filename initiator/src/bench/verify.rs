@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_beside_a_write_finds_the_old_or_the_new_content_but_none_older() {
+    fn concurrent_read_rejects_older_generations() {
         let rig = Rig::new(false);
         let (first, second) = (rig.write(), rig.write());
         let mut oldest = Vec::new();
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_beside_a_write_may_find_parts_of_both_and_nothing_else() {
+    fn concurrent_read_may_mix_both_generations() {
         let rig = Rig::new(false);
         let second = rig.write();
         let mut oldest = Vec::new();
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_an_earlier_run_has_left_is_no_block_of_this_one() {
+    fn block_of_previous_run_is_rejected() {
         let (earlier, rig) = (Rig::new(false), Rig::new(false));
         let (stale, new) = (earlier.write(), rig.write());
         let mut oldest = Vec::new();
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_crash_a_write_in_flight_is_there_or_not() {
+    fn crash_keeps_old_or_new_block() {
         for new in [false, true] {
             let rig = Rig::new(true);
             let _first = rig.write();
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_crash_each_logical_block_is_old_or_new() {
+    fn crash_may_tear_between_logical_blocks() {
         let rig = || {
             let rig = Rig::new(true);
             let (second, third) = (rig.write(), rig.begin());
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_crash_the_first_write_of_a_block_is_there_or_not() {
+    fn crash_may_lose_first_write() {
         let rig = Rig::new(true);
         let mut damaged = rig.begin();
         damaged[100] = !damaged[100];
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_without_a_known_block_are_passed_over() {
+    fn scan_skips_unknown_pieces() {
         let rig = Rig::new(false);
         rig.write();
         let next = AtomicU64::new(0);

@@ -657,7 +657,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_of_operations_shows_how_far_a_job_is() {
+    fn progress_uses_operation_limit() {
         let left = |ios, bytes| Left { ios, bytes };
         assert_eq!(left(100, u64::MAX - 4095).part(25, 25 * 4096), 0.25);
         assert_eq!(left(u64::MAX, 8192).part(1, 4096), 0.5);
@@ -666,7 +666,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_flight_at_the_end_of_a_ramp_counts_and_is_a_part_of_the_amount() {
+    fn straddling_read_counts_towards_amount() {
         let closed = Job::default();
         assert_eq!(straddling_reads(&closed, u64::MAX), (1, 1));
         assert_eq!(straddling_reads(&closed, 1), (1, 0));

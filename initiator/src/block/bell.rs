@@ -83,7 +83,7 @@ mod tests {
     use crate::poll_fds::{Waited, wait};
 
     #[test]
-    fn a_count_that_comes_after_its_sleep_ends_one_sleep_at_most() {
+    fn late_wakeup_ends_single_sleep() {
         let bell = Bell::new().unwrap();
         assert!(bell.prepare_sleep(bell.events()));
         // Another thread has cleared the flag, but hasn't written to the descriptor yet.
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_happens_before_a_sleep_prevents_it_and_in_a_sleep_ends_it() {
+    fn events_prevent_or_end_sleep() {
         let bell = Bell::new().unwrap();
         let seen = bell.events();
         bell.note();

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_buffer_shrinks_and_grows_back_to_its_first_length() {
+    fn buffer_shrinks_and_regrows() {
         let mut buffer = Buffer::anonymous(8192).unwrap();
         buffer.slice().fill(0, 8192, 7);
         buffer.set_len(512);

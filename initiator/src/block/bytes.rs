@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_split_at_the_optimal_length_and_a_transfer_may_be_longer() {
+    fn requests_split_at_optimal_length() {
         let device = MemoryDevice::new(SIZE, 512).unwrap().with_geometry(|g| {
             (g.max_transfer, g.optimal_transfer) = (32768, 8192);
         });
@@ -597,7 +597,7 @@ mod tests {
     }
 
     #[test]
-    fn a_partial_block_has_its_buffer_after_a_failure_too() {
+    fn partial_write_succeeds_after_failed_one() {
         let device = MemoryDevice::new(SIZE, 512)
             .unwrap()
             .with_geometry(|g| g.max_transfer = 32768)
@@ -619,7 +619,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_take_no_buffer_that_others_could_have() {
+    fn write_zeroes_needs_no_pool_buffer() {
         use std::task::{Context, Poll, Waker};
 
         let disk = MemoryDevice::new(1 << 20, 512).unwrap();
@@ -723,7 +723,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
         #[test]
-        fn behaves_like_an_array_of_bytes(
+        fn device_behaves_like_byte_array(
             ops in proptest::collection::vec(op(), 1..40),
             block in prop_oneof![Just(512u32), Just(4096u32)],
             zeroes: bool,
@@ -755,7 +755,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_of_neighbouring_bytes_in_flight_lose_nothing() {
+    fn concurrent_adjacent_writes_lose_nothing() {
         let device = MemoryDevice::new(8192, 4096)
             .unwrap()
             .with_thread()
@@ -783,7 +783,7 @@ mod tests {
     }
 
     #[test]
-    fn status_is_cut_to_the_range() {
+    fn status_is_clipped_to_range() {
         let dev = byte_device(512, true);
         block_on(async {
             write(&dev, 65536, &[1; 512]).await;
@@ -797,7 +797,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_edge_fails_the_write_and_the_next_one_works() {
+    fn failed_edge_read_fails_single_write() {
         let dev = byte_device(512, true);
         dev.device().spoil(0..512);
         block_on(async {

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_service_brings_the_end() {
+    fn outcome_ends_with_last_service() {
         let outcome = Arc::new(Outcome::default());
         let (ended, on_end) = mpsc::channel();
         let ending = Ending::new(outcome.clone(), move || ended.send(()).unwrap());
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_that_goes_too_early_or_panics_is_an_error() {
+    fn early_exit_or_panic_is_error() {
         let outcome = Arc::new(Outcome::default());
         drop(Ending::new(outcome.clone(), || {}));
         assert!(outcome.wait().is_err());

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_holders_overlap_and_an_exclusive_one_waits_for_all_of_them() {
+    fn exclusive_lock_waits_for_all_shared() {
         let locks = RangeLocks::new();
         let mut a = pin!(locks.shared(0..4096));
         let mut b = pin!(locks.shared(2048..8192));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_request_does_not_overtake_an_exclusive_waiter() {
+    fn shared_request_queues_behind_exclusive_waiter() {
         let locks = RangeLocks::new();
         let mut a = pin!(locks.shared(0..512));
         let a = match poll_once(a.as_mut()) {
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn distant_ranges_do_not_meet() {
+    fn disjoint_ranges_do_not_conflict() {
         let locks = RangeLocks::new();
         let mut a = pin!(locks.exclusive(0..512));
         let _a = poll_once(a.as_mut());
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn giving_up_waiting_leaves_no_trace() {
+    fn dropped_wait_leaves_queue() {
         let locks = RangeLocks::new();
         let mut a = pin!(locks.exclusive(0..512));
         let Poll::Ready(a) = poll_once(a.as_mut()) else {

@@ -192,7 +192,7 @@ mod tests {
     use std::sync::mpsc;
 
     #[test]
-    fn the_waking_thread_goes_on_with_the_task() {
+    fn waking_thread_polls_task() {
         let (tx, rx) = mpsc::channel();
         let (waker_tx, waker_rx) = mpsc::channel::<Waker>();
         let mut polls = 0;
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_of_tasks_that_wake_one_another_needs_no_stack() {
+    fn wake_chain_uses_constant_stack() {
         const TASKS: usize = 200_000;
         let woken: Arc<Mutex<Vec<Waker>>> = Arc::default();
         let ran = Arc::new(AtomicUsize::new(0));
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn block_on_waits_for_a_wake_from_another_thread() {
+    fn block_on_waits_for_cross_thread_wake() {
         let (tx, rx) = mpsc::channel::<Waker>();
         let flag = Arc::new(AtomicUsize::new(0));
         let set = flag.clone();

@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_runs_to_its_end_with_any_device() {
+    fn workload_completes_on_any_device() {
         let device = || MemoryDevice::new(1 << 20, 512).unwrap();
         assert_eq!(completed(device().with_thread().unwrap()), 25);
         // Operations complete in the submit call.

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_is_none_is_refused_with_its_reason() {
+    fn invalid_addresses_fail_with_reason() {
         for (text, words) in [
             ("disk.img", "begins with `/`, `./` or `../`"),
             ("nvme://x", "must begin with `srp://`"),

@@ -728,12 +728,12 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         Args::command().debug_assert();
     }
 
     #[test]
-    fn options_that_many_verbs_have_go_before_or_after_the_verb() {
+    fn common_options_precede_or_follow_verb() {
         let url = "srp://127.0.0.1/0";
         for (words, format, provider) in [
             (
@@ -787,14 +787,14 @@ mod tests {
     }
 
     #[test]
-    fn a_job_file_with_another_name_is_explained() {
+    fn job_file_requires_fio_extension() {
         let refused = |text: &str| text.parse::<BenchTarget>().unwrap_err();
         assert!(refused("jobs.ini").contains("ends in `.fio`"));
         assert!(!refused("http://host/").contains(".fio"));
     }
 
     #[test]
-    fn every_verb_takes_the_options_of_all() {
+    fn verbs_accept_all_global_options() {
         let mut command = Args::command();
         command.build();
         for verb in command.get_subcommands().filter(|v| v.get_name() != "help") {

@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn phases_follow_their_diagram() {
+    fn phases_match_diagram() {
         use Phase::{Ending, Failed, Serving, Starting};
         let all = [Starting, Serving, Ending, Failed];
         let table = all.map(|from| all.map(|to| from.may_become(to)));

@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_has_its_own_defaults() {
+    fn command_line_job_has_separate_defaults() {
         let job = one(&["mem:8M"]);
         assert_eq!((job.access, job.pattern), (Access::Read, Pattern::Random));
         assert_eq!((job.iodepth, job.numjobs, job.rwmixread), (32, 1, 50));
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn fio_s_names_of_options_are_taken_too() {
+    fn fio_option_names_are_accepted() {
         let ours = one(&[
             "mem:8M",
             "--depth",
@@ -642,7 +642,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sweep_is_a_run_for_each_combination() {
+    fn sweep_runs_all_combinations() {
         let runs = parsed(&["mem:8M", "--rounds=2", "--sweep", "bs=4k,8k", "depth=1..4"]).unwrap();
         let runs: Vec<_> = runs
             .iter()
@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_a_sweep_have_the_base_of_the_job_file() {
+    fn sweep_sizes_use_job_file_base() {
         let path = std::env::temp_dir().join(format!("riser-base-{}.fio", std::process::id()));
         let name = path.to_str().unwrap();
         let swept = |text: &str| {
@@ -696,7 +696,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_has_no_state_file() {
+    fn memory_disk_rejects_state_file() {
         let words = ["riser", "bench", "mem:8M", "--rw=write", "--state=f"];
         let Verb::Bench(args) = Args::try_parse_from(words).unwrap().verb else {
             panic!("it is `bench`");
@@ -707,7 +707,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_written_has_one_session() {
+    fn written_device_allows_single_session() {
         let address: Address = "/dev/sdx".parse().unwrap();
         assert!(check_exclusive(&address, 1).is_ok());
         let error = check_exclusive(&address, 2).unwrap_err();
@@ -722,7 +722,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_written_has_one_address() {
+    fn written_device_allows_single_address() {
         let addresses = ["/dev/sdx", "file:/dev/sdx?direct=on", "/dev/sdy"];
         let [cached, direct, other]: [Address; 3] = addresses.map(|text| text.parse().unwrap());
         let (x, y) = (FileId::Device(1), FileId::Device(2));
@@ -734,7 +734,7 @@ mod tests {
     }
 
     #[test]
-    fn one_session_has_the_buffers_of_all_jobs() {
+    fn session_has_buffers_for_all_jobs() {
         let words = "mem:256M --sessions=4 --jobs=4 --depth=128 --bs=512k";
         let groups = parsed(&words.split(' ').collect::<Vec<_>>()).unwrap();
         let jobs: Vec<_> = groups.iter().flatten().collect();
@@ -743,7 +743,7 @@ mod tests {
     }
 
     #[test]
-    fn what_checks_a_state_file_leaves_out_the_other_jobs() {
+    fn verify_only_skips_other_jobs() {
         let path = std::env::temp_dir().join(format!("riser-only-{}.fio", std::process::id()));
         let name = path.to_str().unwrap();
         let text = "[a]\nrw=randread\n[b]\nstonewall\nrw=randwrite\nverify=crc32c\n";
@@ -758,7 +758,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_that_cannot_share_a_state_file_are_refused_before_the_first() {
+    fn incompatible_state_file_runs_are_rejected() {
         let swept = |sweep| {
             let words = ["mem:8M", "--rw=write", "--state=f", "--rounds=2"];
             parsed(&[&words[..], &["--sweep", sweep]].concat())
@@ -780,7 +780,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_file_is_not_for_several_disks() {
+    fn state_file_rejects_multiple_disks() {
         let path = std::env::temp_dir().join(format!("riser-disks-{}.fio", std::process::id()));
         let name = path.to_str().unwrap();
         fs::write(&path, "[a]\nrw=randwrite\nverify=crc32c\n").unwrap();
@@ -794,7 +794,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_swept_ends_the_runs() {
+    fn swept_limit_replaces_default_runtime() {
         for (sweep, ios) in [("io_size=1M,2M", None), ("number_ios=5,9", Some(5))] {
             let job = one(&["mem:8M", "--sweep", sweep]);
             assert!(!job.time_based && job.runtime.is_none(), "{sweep}");
@@ -807,7 +807,7 @@ mod tests {
     }
 
     #[test]
-    fn a_direct_job_goes_past_the_page_cache_of_a_file() {
+    fn direct_job_opens_file_directly() {
         let words = ["riser", "bench", "jobs.fio", "/tmp/disk"];
         let Verb::Bench(args) = Args::try_parse_from(words).unwrap().verb else {
             panic!("it is `bench`");
@@ -829,7 +829,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_file_and_a_workload_exclude_each_other() {
+    fn job_file_excludes_workload_options() {
         let error = parsed(&["jobs.fio", "mem:8M", "--bs", "8k"]).unwrap_err();
         assert!(error.to_string().contains("in the job file"), "{error}");
         let error = parsed(&["mem:8M", "mem:16M"]).unwrap_err();

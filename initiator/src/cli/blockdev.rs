@@ -241,7 +241,7 @@ mod tests {
     use crate::block::MemoryDevice;
 
     #[test]
-    fn a_device_waits_for_the_disk_that_it_was_made_of() {
+    fn recovered_device_requires_same_disk() {
         let properties = |serial: &str| {
             let pair = ("ID_SERIAL".to_owned(), serial.to_owned());
             BTreeMap::from([pair, ("ID_PATH".to_owned(), serial.to_owned())])

@@ -51,13 +51,13 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_fio_is_loaded() {
+    fn fio_output_is_loaded() {
         let golden = source("src/bench/output/golden/fio-3.33.json");
         assert_eq!(load(&golden).unwrap().len(), 2);
     }
 
     #[test]
-    fn errors_name_the_file() {
+    fn errors_include_file_name() {
         let missing = load(Path::new("/nonexistent/a.json")).unwrap_err();
         assert_eq!(missing.exit, Exit::NotFound);
         assert_eq!(missing.what, "cannot read /nonexistent/a.json");

@@ -409,7 +409,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bind_mount_over_a_mount_is_not_taken_for_it() {
+    fn bind_mount_on_top_is_distinguished() {
         let path = Path::new("/mnt/a");
         let own = "40 22 7:0 / /mnt/a rw - ext4 /dev/loop0 rw\n";
         let bind = "41 40 7:0 / /mnt/a rw - ext4 /dev/loop0 rw\n";
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_that_another_attachment_has_got_meanwhile_is_not_found() {
+    fn reused_id_is_not_same_attachment() {
         let before = Attachment {
             id: "0".into(),
             url: "srp://host/0".into(),

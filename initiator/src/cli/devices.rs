@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_document_says_why_there_is_no_device() {
+    fn document_reports_unavailable_devices() {
         let mut host = Host {
             interfaces: vec![riser_transport::netif::Interface {
                 name: "lo".into(),

@@ -730,7 +730,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_silent_host_is_a_timeout_with_either_provider() {
+    fn silent_host_times_out_with_any_provider() {
         let url: TargetUrl = "srp://192.0.2.1/0".parse().unwrap();
         let exit = |error: ConnectError| {
             let error = login_failed(&url, EngineError::Login(error.into()));
@@ -743,7 +743,7 @@ mod tests {
     }
 
     #[test]
-    fn attempts_that_end_at_once_are_few_and_none_is_longer_than_all() {
+    fn login_attempts_are_spaced_and_bounded() {
         let timeout = PAUSE * 2;
         let mut attempts = Attempts::new(timeout);
         let mut again = 0;
@@ -762,7 +762,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loopback_address_that_another_program_has_is_passed_over() {
+    fn used_loopback_addresses_are_skipped() {
         // Don't check for unused addresses in advance, as two programs could then select the same
         // address.
         let taken = |free: u8| {
@@ -816,7 +816,7 @@ mod tests {
     }
 
     #[test]
-    fn options_of_the_connection_go_into_the_address() {
+    fn connection_options_are_added_to_url() {
         let link = ConnectOptions {
             addr: Some("127.0.0.9".parse().unwrap()),
             channels: Some(3),

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_load_other_libraries_are_known() {
+    fn incompatible_programs_are_detected() {
         // This executable can load libraries with the same properties.
         assert_eq!(obstacle(&own(), &own()), None);
         let script = Made::new("script", b"#!/bin/sh\n");

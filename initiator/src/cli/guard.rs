@@ -407,7 +407,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_disk_carries_is_known_by_its_first_bytes() {
+    fn signatures_are_detected_in_first_bytes() {
         let disk = |at: usize, magic: &[u8]| {
             let mut head = vec![0; HEAD as usize];
             head[at..at + magic.len()].copy_from_slice(magic);
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_disk_carries_is_known_by_its_last_bytes() {
+    fn signatures_are_detected_in_last_bytes() {
         // 100 MiB and 20 KiB. The superblocks are 64 KiB before the last multiple of 64 KiB, and 8
         // KiB before the end.
         const CAPACITY: u64 = (100 << 20) + (20 << 10);
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn starting_mount_excludes_the_next_one() {
+    fn starting_mount_excludes_next() {
         let mount = || used("srp://host/0", Some("naa.6001405"), true, false);
         let mut first = mount();
         first.phase = Phase::Starting;
@@ -540,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_attached_is_known_by_any_of_its_paths() {
+    fn attached_file_is_found_by_any_path() {
         let dir = std::env::temp_dir().join(format!("riser-same-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let at = |name: &str| dir.join(name);
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_a_loop_device_is_made_of_is_known() {
+    fn loop_backing_file_is_detected() {
         let block = std::env::temp_dir().join(format!("riser-loop-{}", std::process::id()));
         fs::create_dir_all(block.join("loop3/loop")).unwrap();
         fs::create_dir_all(block.join("sda")).unwrap();
@@ -586,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_the_kernel_has_is_known_by_its_name() {
+    fn kernel_disk_is_found_by_wwid() {
         let block = std::env::temp_dir().join(format!("riser-block-{}", std::process::id()));
         for (name, wwid) in [("sda", "naa.5000c500a1b2c3d4\n"), ("sdb", "naa.60014051\n")] {
             fs::create_dir_all(block.join(name).join("device")).unwrap();

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_known_by_its_identifier_and_a_partition_by_its_start_too() {
+    fn device_identity_includes_partition_start() {
         let root = std::env::temp_dir().join(format!("riser-identity-{}", std::process::id()));
         let sys = root.join("dev");
         fs::create_dir_all(&sys).unwrap();
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_known_by_its_path() {
+    fn file_identity_is_canonical_path() {
         let by = |text: &str| of(&text.parse().unwrap(), None);
         assert_eq!(by("/proc/../proc/version"), by("file:/proc/version"));
         assert_eq!(by("/does/not/exist"), "file:/does/not/exist");

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn path_out_of_use_is_lost() {
+    fn unusable_path_is_lost() {
         let is_lost = |state| {
             is_lost(&PathReport {
                 portal: "192.0.2.1:3260".into(),

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_holder_of_a_lock_is_found() {
+    fn lock_holder_is_found() {
         let locks = "1: POSIX  ADVISORY  READ  5436 fd:01:1050095 1073741826 1073742335\n\
                      2: -> FLOCK  ADVISORY  WRITE 9 fd:01:77 0 EOF\n\
                      3: FLOCK  ADVISORY  WRITE 0 fd:02:77 0 EOF\n\

@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_is_served_until_a_signal_however_long_that_takes() {
+    fn busy_mount_is_served_until_signal() {
         let day = Duration::from_secs(86_400);
         let waited = Cell::new(Duration::ZERO);
         let next = |time: Duration| {

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn attachments_of_other_users_are_seen_and_left_alone() {
+    fn foreign_attachments_are_visible_and_unchanged() {
         let run = std::env::temp_dir().join(format!("riser-run-{}", std::process::id()));
         let own = run.join("riser");
         let other = run.join("user/1000/riser");
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_of_users_are_bounded_and_no_links() {
+    fn user_directories_are_bounded_without_links() {
         let run = std::env::temp_dir().join(format!("riser-bound-{}", std::process::id()));
         let dir = StateDir::at(run.join("user/1000/riser")).unwrap();
         let one = dir.register(attachment("srp://host/0")).unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn fuse_mounts_are_known_by_their_source() {
+    fn fuse_mounts_are_found_by_source() {
         let mounts = Mounts::of(
             b"22 27 0:21 / /proc rw,relatime - proc proc rw\n\
             90 27 0:50 / /mnt/a\\040b rw,nosuid shared:2 - fuse.riser iscsi://h_i/iqn.x:y\\040z/0 rw\n\

@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_lose_their_control_characters() {
+    fn control_characters_are_replaced() {
         let name = "a\u{1b}]0;title\u{7}\u{9b}31m\r\nb";
         assert_eq!(printable(&name), "a?]0;title??31m??b");
     }

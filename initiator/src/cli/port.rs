@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_was_killed_hands_on_its_port() {
+    fn killed_process_passes_on_port() {
         let path = std::env::temp_dir().join(format!("riser-state-{}-port", std::process::id()));
         let dir = StateDir::at(path.clone()).unwrap();
         let take = |path: &str, url: &str| ExportPort::take(&dir, Path::new(path), url).unwrap();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_generation_that_could_not_be_written_is_written_later() {
+    fn failed_generation_write_is_retried() {
         let path = std::env::temp_dir().join(format!("riser-state-{}-full", std::process::id()));
         let dir = StateDir::at(path.clone()).unwrap();
         let port = ExportPort::take(&dir, Path::new("/run/a"), "srp://host/0").unwrap();

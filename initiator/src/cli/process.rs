@@ -63,14 +63,14 @@ mod tests {
 
     /// The test runs itself in another process, which panics.
     #[test]
-    fn thread_panic_aborts_the_process() {
+    fn thread_panic_aborts_process() {
         const CHILD: &str = "RISER_TEST_PANIC";
         if std::env::var_os(CHILD).is_some() {
             abort_on_panic();
             let _ = std::thread::spawn(|| panic!("a bug")).join();
             return;
         }
-        let test = "cli::process::tests::thread_panic_aborts_the_process";
+        let test = "cli::process::tests::thread_panic_aborts_process";
         let mut child = Command::new(std::env::current_exe().unwrap());
         let output = child.args([test, "--exact"]).env(CHILD, "1").output();
         let status = output.unwrap().status;

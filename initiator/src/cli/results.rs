@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_keeps_its_content_until_there_is_a_result() {
+    fn file_is_unchanged_until_saved() {
         let path = std::env::temp_dir().join(format!("riser-results-{}", std::process::id()));
         fs::write(&path, "an earlier result").unwrap();
         drop(ResultFile::create(&path).unwrap());
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_replaces_no_file_that_the_run_uses() {
+    fn result_cannot_replace_used_file() {
         let dir = std::env::temp_dir().join(format!("riser-in-use-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let at = |name: &str| dir.join(name);

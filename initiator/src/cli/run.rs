@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn the_library_is_found_in_order() {
+    fn library_is_searched_in_order() {
         let dir = Dir::new("find");
         let bin = dir.0.join("bin");
         fs::create_dir_all(dir.0.join("lib/riser")).unwrap();
@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_made_once_and_follow_their_library() {
+    fn links_are_reused_for_same_library() {
         let dir = Dir::new("links");
         let (library, folder) = (dir.0.join("a.so"), dir.0.join("own"));
         let made = links_in(&dir.0, &folder, &library, own_uid()).unwrap();
@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn a_package_has_its_links() {
+    fn packaged_links_are_used() {
         let dir = Dir::new("package");
         let library = dir.0.join(LIBRARY);
         fs::write(&library, "").unwrap();
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_program_differs_from_one_that_lacks_something() {
+    fn missing_interpreter_differs_from_missing_program() {
         let dir = Dir::new("programs");
         let script = dir.0.join("script");
         fs::write(&script, "#!/no/such/interpreter\n").unwrap();
@@ -587,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_that_cannot_be_made_is_refused() {
+    fn invalid_capture_path_fails() {
         let dir = Dir::new("pcap");
         assert_eq!(capture_file(&dir.0.join("a")).unwrap(), dir.0.join("a"));
         assert!(capture_file(Path::new("a")).unwrap().is_absolute());
@@ -605,7 +605,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_that_others_can_change_are_refused() {
+    fn directories_writable_by_others_are_rejected() {
         let dir = Dir::new("others");
         let (library, folder) = (dir.0.join("a.so"), dir.0.join("own"));
         let mode = |path: &Path, mode| {
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn the_loader_has_the_links_first() {
+    fn links_precede_inherited_library_path() {
         let list = |rest: Option<&str>| in_front(Path::new("/a"), rest.map(OsString::from));
         assert_eq!(list(None), "/a");
         assert_eq!(list(Some("")), "/a");
@@ -642,7 +642,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_that_gain_rights_are_known() {
+    fn privileged_programs_are_detected() {
         let dir = Dir::new("rights");
         let program = dir.0.join("program");
         fs::write(&program, "").unwrap();

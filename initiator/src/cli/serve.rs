@@ -575,7 +575,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_background_process_that_is_late_is_asked_and_not_killed() {
+    fn late_background_process_is_not_killed() {
         let path = std::env::temp_dir().join(format!("riser-late-{}", std::process::id()));
         let script =
             "trap 'echo taken away > \"$0\"; exit' TERM; echo ready; while :; do sleep 0.01; done";

@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_shared_where_every_portal_shares_it() {
+    fn shared_memory_requires_all_portals() {
         let url = |text: &str| text.parse::<TargetUrl>().unwrap();
         let two = url("srp://127.0.0.1/0?portal=127.0.0.2");
         let one_of = |shared: &'static [u8]| {
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_of_the_service_is_found_by_its_whole_name() {
+    fn user_lookup_matches_whole_name() {
         let users = "root:x:0:0:root:/root:/bin/bash\n\
             riserx:x:7:7::/:/bin/sh\nriser:x:998:997::/var/lib/riser:/usr/sbin/nologin\n";
         assert_eq!(user_id(users, "riser"), Some(998));

@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_kept_up_to_date_until_the_attachment_is_gone() {
+    fn paths_are_updated_until_detached() {
         let dir = dir("paths");
         let registration = dir.register(attachment(&dir.path().join("a"))).unwrap();
         let mut entry = registration.link();
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_are_given_once_and_freed() {
+    fn ids_are_unique_and_reused() {
         let dir = dir("ids");
         let a = dir.register(attachment(&dir.path().join("a"))).unwrap();
         let b = dir.register(attachment(&dir.path().join("b"))).unwrap();
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_process_left_is_removed() {
+    fn stale_attachment_is_removed() {
         let dir = dir("stale");
         let socket = dir.path().join("socket");
         // A socket without a listener.

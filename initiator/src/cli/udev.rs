@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_hold_nothing_that_udev_would_not_take() {
+    fn udev_names_are_sanitized() {
         assert_eq!(clean("VIRTUAL DISK/1\n"), "VIRTUAL_DISK_1_");
         assert_eq!(clean("iqn.2026-01.a:b"), "iqn.2026-01.a:b");
     }

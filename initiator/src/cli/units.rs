@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_ends_after_a_duration_or_never() {
+    fn patience_parses_duration_or_never() {
         assert_eq!(patience("5s"), Ok(Duration::from_secs(5)));
         assert!(patience("never").unwrap() > Duration::from_secs(1 << 30));
         assert!(patience("0").is_err() && patience("always").is_err());

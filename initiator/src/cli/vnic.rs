@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_member_has_a_group_of_its_family() {
+    fn default_group_matches_address_family() {
         let of = |words: &[&str]| config(&args(words)).map(|c| c.group.to_string());
         assert_eq!(of(&["192.0.2.1"]).unwrap(), GROUPS[0]);
         assert_eq!(of(&["2001:db8::1"]).unwrap(), GROUPS[1]);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_has_an_mtu_of_its_own_or_that_of_all() {
+    fn mtu_is_shared_or_per_switch() {
         let switches = |words: &[&str]| {
             let manage = ["192.0.2.1", "--manage"];
             let words: Vec<_> = manage.iter().chain(words).copied().collect();
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_a_manager_decides_is_refused_of_others() {
+    fn manager_options_require_manage() {
         let parse = |words: &[&str]| {
             let start = ["riser", "vnic", "--addr", "192.0.2.1"];
             Args::try_parse_from(start.iter().chain(words)).is_ok()

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_of_hosts_are_read() {
+    fn unicast_addresses_are_parsed() {
         assert_eq!(mac("02:0:00:aB:c:1"), Ok(Mac([2, 0, 0, 0xab, 0xc, 1])));
         for wrong in [
             "",

@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_and_writes_stay_within_the_disk() {
+    fn reads_and_writes_stay_within_disk() {
         let fs = fs(Layout::File);
         let read = |offset, size| handle(&fs, Opcode::Read, ROOT, &io(offset, size, 0));
         let start = |range| Verdict::Start(Work::Read(range));
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_do_not_reach_beyond_the_end_and_other_modes_are_refused() {
+    fn fallocate_rejects_extension_and_other_modes() {
         let fs = fs(Layout::File);
         let allocate = |mode: i32, offset: u64, length: u64| {
             let argument = FallocateIn {
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_has_one_file_and_answers_as_much_as_there_is_room_for() {
+    fn readdir_lists_single_file_within_size() {
         let fs = directory();
         let lookup = |name: &[u8]| handle(&fs, Opcode::Lookup, ROOT, name);
         let Verdict::Answer(entry) = lookup(b"lun0\0") else {
@@ -488,7 +488,7 @@ mod tests {
 
     /// Otherwise `ftruncate(2)` would succeed but do nothing. O_TRUNC doesn't use a handle.
     #[test]
-    fn truncation_of_an_open_file_is_refused() {
+    fn truncation_of_open_file_fails() {
         let fs = fs(Layout::File);
         let set = |size: u64, valid: u32| {
             let argument = SetattrIn {
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_or_too_short_is_refused() {
+    fn unknown_or_short_requests_fail() {
         let fs = directory();
         for opcode in [0, 5, 36, 39, 48, 4096, u32::MAX] {
             assert_eq!(

@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn structures_and_numbers_are_those_of_the_kernel() {
+    fn structures_and_constants_match_kernel() {
         let lengths = [
             (size_of::<InHeader>(), 40),
             (size_of::<OutHeader>(), 16),

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn every_connection_has_its_floor_however_greedy_the_others_are() {
+    fn floor_is_guaranteed_per_connection() {
         let budget = budget(1024);
         assert_eq!(budget.connections(), 64);
         let accounts: Vec<_> = (0..64)
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn while_a_request_waits_the_connection_reads_no_others() {
+    fn waiting_request_stops_further_reads() {
         let account = Arc::new(Account::new(budget(1024)));
         let mut held: Vec<_> = std::iter::from_fn(|| take(&account, 9)).collect();
         let bell = Arc::new(Bell::new().unwrap());
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn assembled_replies_of_all_connections_are_bounded_and_each_has_one() {
+    fn assembled_replies_are_bounded_across_connections() {
         let budget = budget(1024);
         let len = 64 * PAGE as u64;
         let mut held = Vec::new();
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_for_the_rest_goes_on_in_pieces_of_the_floor() {
+    fn large_request_falls_back_to_floor() {
         let budget = budget(1024);
         let account = || Arc::new(Account::new(budget.clone()));
         let held: Vec<_> = (0..8).map(|_| take_all(&account())).collect();
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn small_requests_count_as_the_pages_that_they_take() {
+    fn small_requests_are_charged_whole_pages() {
         let budget = budget(1024);
         let account = Arc::new(Account::new(budget.clone()));
         let span = Span::new(512, 0, 512);
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_floor_can_be_had_whatever_the_size_of_the_pool() {
+    fn floor_is_available_for_any_pool() {
         let budget = budget(1000);
         let _held: Vec<_> = (0..16)
             .map(|_| take_all(&Arc::new(Account::new(budget.clone()))))
@@ -434,14 +434,14 @@ mod tests {
     }
 
     #[test]
-    fn a_floor_holds_a_block() {
+    fn floor_holds_block() {
         let budget = Budget::new(1 << 20, 64 << 10);
         assert_eq!((budget.floor, budget.connections()), (64 << 10, 8));
         assert_eq!(Budget::new(4096, 65536).connections(), 1);
     }
 
     #[test]
-    fn a_request_larger_than_the_budget_is_served_alone() {
+    fn oversized_request_is_served_alone() {
         let account = Arc::new(Account::new(budget(8)));
         let all = take(&account, 16).unwrap();
         assert!(take(&account, 1).is_none());

@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_has_gone_keeps_its_place_until_its_requests_have_ended() {
+    fn disconnected_client_remains_until_requests_complete() {
         let (mut connection, peer) = connection();
         let ticket = connection.shared.ticket(0);
         drop(peer);
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_takes_a_number_of_requests_however_many_there_are() {
+    fn turn_handles_bounded_requests() {
         const MANY: usize = 1000;
         let (mut connection, mut peer) = connection();
         peer.write_all(&requests(MANY)).unwrap();
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quiet_client_is_looked_at_again_and_after_every_sleep() {
+    fn idle_client_is_polled_after_sleep() {
         let (mut connection, mut peer) = connection();
         let be_quiet = |connection: &mut Connection<_>| {
             for _ in 0..100 {
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_does_not_read_is_looked_at_like_a_quiet_one() {
+    fn stalled_client_is_polled_like_idle() {
         let (mut connection, mut peer) = connection();
         let socket = connection.shared.socket();
         rustix::net::sockopt::set_socket_send_buffer_size(socket, 64 << 10).unwrap();
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn of_long_writes_little_is_received_elsewhere_than_in_their_buffers() {
+    fn long_writes_are_received_in_place() {
         const LEN: usize = 64 << 10;
         let (mut connection, mut peer) = connection();
         let mut write = |connection: &mut Connection<_>, offset: u64, byte: u8| {
@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_was_answered_is_looked_at_at_once() {
+    fn reply_triggers_immediate_client_poll() {
         let (mut connection, mut peer) = connection();
         connection.looks.put_off();
         peer.write_all(&requests(1)).unwrap();

@@ -290,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_is_its_owners_from_the_moment_it_is_there() {
+    fn socket_is_created_private() {
         let path = std::env::temp_dir().join(format!("riser-nbd-mode-{}", std::process::id()));
         let listener = listen(&path).unwrap();
         let mode = path.metadata().unwrap().permissions().mode();

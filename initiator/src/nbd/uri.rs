@@ -251,7 +251,7 @@ mod tests {
 
     /// See the table in `doc/uri.md`; test both address types in all forms.
     #[test]
-    fn an_address_names_server_and_export() {
+    fn uri_contains_server_and_export() {
         for (text, want) in [
             ("nbd://example.com/disk", tcp("example.com", 10809, "disk")),
             ("nbd+unix:///disk?socket=sock", unix("sock", "disk")),
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_part_that_is_wrong() {
+    fn uri_errors_name_invalid_part() {
         for (text, words) in [
             ("nbds://h/x", "TLS"),
             ("nbds+unix:///x?socket=s", "TLS"),

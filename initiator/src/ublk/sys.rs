@@ -296,7 +296,7 @@ mod tests {
     use crate::block::{BlockDevice, MemoryDevice};
 
     #[test]
-    fn structures_and_commands_are_those_of_the_kernel() {
+    fn structures_and_commands_match_kernel() {
         assert_eq!(size_of::<ControlCmd>(), 32);
         assert_eq!(size_of::<DevInfo>(), 64);
         assert_eq!(size_of::<IoCmd>(), 16);
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_told_within_what_the_driver_takes() {
+    fn disk_parameters_respect_driver_limits() {
         let disk = MemoryDevice::new(1 << 30, 4096).unwrap();
         let params = Params::of(disk.geometry(), 256 << 10);
         assert_eq!(params.len.get(), 60);
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_flushes_whether_the_disk_has_a_cache_now_or_not() {
+    fn kernel_always_sends_flushes() {
         for (volatile_cache, attrs) in [(true, 0b1100), (false, 0b0100)] {
             let disk = MemoryDevice::new(1 << 30, 4096).unwrap();
             let disk = disk.with_geometry(|g| g.volatile_cache = volatile_cache);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_with_blocks_larger_than_a_page_is_no_panic() {
+    fn block_larger_than_page_fails() {
         // READ CAPACITY can report up to 64 KiB.
         let mut geometry = MemoryDevice::new(1 << 30, 4096).unwrap().geometry().clone();
         (geometry.block_size, geometry.physical_block_size) = (8192, 8192);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_says_what_it_wants() {
+    fn descriptor_fields_are_decoded() {
         let desc = IoDesc {
             op_flags: (5 | 1 << 13 | 1 << 15).into(),
             sectors: 8.into(),

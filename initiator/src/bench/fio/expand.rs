@@ -51,14 +51,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn comments_begin_anywhere() {
+    fn comments_start_anywhere() {
         assert_eq!(without_comment("a=b;c#d"), "a=b");
         assert_eq!(without_comment("a=b #c;"), "a=b ");
         assert_eq!(without_comment("#a"), "");
     }
 
     #[test]
-    fn words_are_numbers_of_this_host() {
+    fn keywords_expand_to_host_numbers() {
         let expanded = |line| expand(line, &|_| None).unwrap();
         let cpus: u64 = expanded("$ncpus").parse().unwrap();
         assert!(cpus >= 1);

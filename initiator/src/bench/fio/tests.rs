@@ -34,7 +34,7 @@ fn refused(text: &str) -> String {
 }
 
 #[test]
-fn sections_inherit_the_globals_before_them() {
+fn sections_inherit_previous_globals() {
     let file = parsed(
         "; header\n# another\n[global]\nioengine=libaio\nbs = 8k ; two pages\ntime_based\n\
          runtime=2m\n\n[first]\nrw=randread\nsize=${SIZE}\n[global]\niodepth=16\n\
@@ -71,7 +71,7 @@ fn sections_inherit_the_globals_before_them() {
 }
 
 #[test]
-fn stonewall_begins_a_group() {
+fn stonewall_starts_new_group() {
     let file = parsed("[a]\nstonewall\n[b]\nrw=write\n[c]\nwait_for_previous\n[d]\n").unwrap();
     let names = |group: &Vec<Job>| group.iter().map(|j| j.name.clone()).collect::<String>();
     assert_eq!(
@@ -81,7 +81,7 @@ fn stonewall_begins_a_group() {
 }
 
 #[test]
-fn kb_base_changes_the_meaning_of_sizes() {
+fn kb_base_changes_size_units() {
     let file = parsed("[global]\nkb_base=1000\n[a]\nbs=4ki\nio_size=8k\n").unwrap();
     let job = &file.groups[0][0];
     assert_eq!(job.sizes[0], BlockSizes::Fixed(4096));
@@ -117,7 +117,7 @@ fn error_names_file_line_and_reason() {
 
 /// Otherwise the number of included files would double with each level.
 #[test]
-fn recursive_includes_end_at_the_limit() {
+fn recursive_includes_stop_at_limit() {
     let errors = parsed("[a]\ninclude twice.inc\nfrob=1\n").unwrap_err();
     assert_eq!(errors.0.len(), 1, "{errors}");
     assert!(
@@ -164,7 +164,7 @@ fn address_replaces_files_and_directories() {
 }
 
 #[test]
-fn region_is_as_large_as_the_file() {
+fn filesize_limits_region() {
     let size = |text: &str| parsed(&format!("[a]\n{text}")).unwrap().groups[0][0].size;
     assert_eq!(size("filesize=1m\n"), Some(Amount::Bytes(1 << 20)));
     assert_eq!(size("size=4m\nfilesize=1m\n"), Some(Amount::Bytes(1 << 20)));
@@ -239,7 +239,7 @@ fn published_shapes_are_accepted() {
 
 /// fio also rejects each of these files. Their first lines contain the reason.
 #[test]
-fn invalid_files_are_refused_as_by_fio() {
+fn invalid_files_fail_as_in_fio() {
     let paths = published("invalid");
     assert_eq!(paths.len(), 10);
     for path in paths {
@@ -253,7 +253,7 @@ fn invalid_files_are_refused_as_by_fio() {
 /// fio accepts these files: they use options not supported by `riser`, or contain mistakes that fio
 /// ignores.
 #[test]
-fn files_beyond_support_are_refused() {
+fn unsupported_files_fail() {
     let paths = published("refused");
     assert_eq!(paths.len(), 12);
     for path in paths {

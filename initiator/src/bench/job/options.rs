@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_described_makes_the_same_job() {
+    fn described_options_recreate_job() {
         for options in [
             &[("rw", "randrw"), ("rwmixread", "70"), ("bs", "8k,64k")] as &[_],
             &[
@@ -512,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_name_the_option_and_the_reason() {
+    fn option_errors_include_name_and_reason() {
         let refused =
             |name: &str, value: Option<&str>| Job::default().set(name, value, FIO).unwrap_err();
         assert!(
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_would_do_something_else_than_in_fio_are_refused() {
+    fn limited_options_reject_other_values() {
         let set = |name, value| Job::default().set(name, value, FIO);
         for (name, refused, accepted) in [
             ("percentile_list", "99:99.999", "50:99:99.9"),
@@ -567,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn without_randrepeat_each_job_draws_a_seed_unless_one_is_given() {
+    fn randrepeat_off_draws_unless_seeded() {
         let [one, other] = [(); 2].map(|()| job(&[("randrepeat", "0")]).randseed);
         assert_ne!(one, other);
         assert_eq!(job(&[("randrepeat", "0"), ("randseed", "7")]).randseed, 7);
@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn several_files_are_not_taken_for_one() {
+    fn multiple_filenames_fail() {
         let set = |text| {
             let mut job = Job::default();
             job.set("filename", Some(text), FIO)?;
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn no_option_is_in_two_tables() {
+    fn option_tables_are_disjoint() {
         let limited = LIMITED.iter().map(|(name, ..)| name);
         let others = IGNORED.iter().chain(NOTED).chain(UNSUPPORTED);
         let others = others.map(|(name, _)| name);

@@ -318,7 +318,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_those_of_fio() {
+    fn sizes_match_fio() {
         let binary = |text| fio_size(text, KbBase::Binary);
         for (text, bytes) in [
             ("4096", 4096),
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_those_of_fio() {
+    fn times_match_fio() {
         for (text, micros) in [
             ("30", 30_000_000),
             ("30s", 30_000_000),
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn values_by_direction_fill_what_follows_them() {
+    fn direction_values_extend_to_later_directions() {
         let with = |text| {
             let mut values = [1, 1, 1];
             by_direction(text, &mut values, number).map(|()| values)
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_share_what_is_left() {
+    fn splits_share_remaining_percentage() {
         let parts = |text| split(text, Units::Fio(KbBase::Binary));
         assert_eq!(
             parts("4k/50:1k/:32k/"),
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn distributions_are_read_with_their_parameters() {
+    fn distributions_are_parsed() {
         assert_eq!(distribution("zipf:1.2"), Ok(Distribution::Zipf(1.2)));
         let hot = Distribution::Zoned(vec![(80.0, 20.0), (20.0, 80.0)]);
         assert_eq!(distribution("zoned:80/20:20/80"), Ok(hot.clone()));
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_are_bytes() {
+    fn patterns_are_parsed_as_bytes() {
         assert_eq!(pattern("0xdeadbeef"), Ok(vec![0xde, 0xad, 0xbe, 0xef]));
         assert_eq!(pattern("0xf"), Ok(vec![0x0f]));
         assert_eq!(pattern("\"abcd\""), Ok(b"abcd".to_vec()));

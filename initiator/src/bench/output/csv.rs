@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn each_interval_has_a_row_per_kind() {
+    fn intervals_have_rows_per_kind() {
         let outcome = sample::mixed("a", 1);
         let rows = rows(&[outcome.clone(), sample::open_loop("b", 2)]);
         assert!(rows.iter().all(|row| row.len() == 13), "{rows:?}");
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_over_shared_memory_are_shown_as_such() {
+    fn disk_column_includes_shared_memory_device() {
         let shared = Outcome {
             address: "srp://127.0.0.1/0".into(),
             device: Some("shm-127.0.0.1".into()),
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interval_without_operations_has_empty_latencies() {
+    fn idle_interval_has_empty_latencies() {
         let mut outcome = sample::open_loop("a", 1);
         let idle = &mut outcome.intervals[2].measured[0];
         idle.bytes = 0;
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn names_cannot_make_fields_rows_or_formulas() {
+    fn names_cannot_inject_fields_or_formulas() {
         assert_eq!(field("a,\"b\"\n"), "\"a,\"\"b\"\"\n\"");
         assert_eq!(field("=1+1"), "'=1+1");
         assert_eq!(field("plain"), "plain");

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn thinning_keeps_the_digits_of_latencies() {
+    fn thinning_keeps_latency_precision() {
         let mut outcome = sample::open_loop("a", 1);
         let idle = &mut outcome.intervals[0].measured[0];
         idle.service = Histogram::new(1).unwrap();
@@ -178,14 +178,14 @@ mod tests {
     }
 
     #[test]
-    fn the_short_last_interval_is_no_sample() {
+    fn short_last_interval_is_not_sampled() {
         let outcome = sample::mixed("a", 1);
         let samples = samples(&outcome, OpKind::Read);
         assert_eq!(samples.len(), outcome.intervals.len() - 1);
     }
 
     #[test]
-    fn flushes_are_not_among_the_latencies_of_data() {
+    fn data_latencies_exclude_flushes() {
         let outcome = sample::mixed("a", 1);
         let all = data_latencies(&outcome.measured).unwrap();
         assert_eq!(all.len(), data_ios(&outcome.measured));

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_log_has_every_histogram() {
+    fn log_contains_all_histograms() {
         let outcome = sample::mixed("a", 1);
         let entries = parse(&written(std::slice::from_ref(&outcome)));
         let kinds = [OpKind::Read, OpKind::Write, OpKind::Flush];
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn intervals_without_operations_have_the_digits_of_others() {
+    fn idle_intervals_keep_histogram_precision() {
         let mut outcome = sample::open_loop("a", 1);
         for idle in [0, 3] {
             let measured = &mut outcome.intervals[idle].measured[0];
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn several_outcomes_have_tags_and_times_of_their_own() {
+    fn outcomes_use_separate_tags_and_times() {
         let mut outcomes = [
             sample::open_loop("a, b\n", 1),
             sample::open_loop("a, b\n", 2),
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_head_names_format_and_time() {
+    fn header_contains_format_and_time() {
         let text = String::from_utf8(written(&[sample::mixed("a", 1)])).unwrap();
         let lines: Vec<_> = text.lines().take(8).collect();
         assert_eq!(lines[0], "#[Histogram log format version 1.3]");

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_is_read() {
+    fn proc_files_are_parsed() {
         let x86 = "processor\t: 0\nmodel name\t: AMD EPYC 7B13\n\nmodel name\t: other\n";
         assert_eq!(cpu_model(x86), "AMD EPYC 7B13");
         let arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n";
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_has_a_kernel() {
+    fn machine_reports_kernel() {
         let machine = Machine::this();
         assert!(machine.kernel.starts_with("Linux "), "{machine:?}");
         assert!(machine.cores > 0);

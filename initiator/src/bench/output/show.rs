@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_cannot_control_the_terminal() {
+    fn names_are_printable() {
         assert_eq!(
             printable("a\x1b[31mb\nc\u{202e}d"),
             "a\u{fffd}[31mb\u{fffd}c\u{fffd}d"
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_shown_as_in_a_job_file() {
+    fn options_use_job_file_format() {
         let pairs = [("name", "x"), ("bs", "4k"), ("time_based", "")];
         let pairs = pairs.map(|(key, value)| (key.to_owned(), value.to_owned()));
         assert_eq!(options(&pairs), "bs=4k time_based");

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_has_all_figures() {
+    fn block_shows_all_figures() {
         let mut outcome = sample::mixed("job\x07", 1);
         outcome.address = "srp://host/\u{202e}x".into();
         let text = written(std::slice::from_ref(&outcome));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sweep_has_a_row_for_each_outcome() {
+    fn sweep_shows_row_per_outcome() {
         let text = written(&sample::sweep("4k", &[1, 2, 4, 8, 16]));
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 6, "{text}");
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_that_were_only_written_are_no_matter() {
+    fn holes_need_reads_for_warning() {
         let mut outcome = sample::mixed("a", 1);
         outcome.measured[OpKind::Read as usize].service.reset();
         assert_eq!(hole_share(&outcome), None);

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn linear_arrivals_are_as_far_apart_as_their_rate_says() {
+    fn linear_arrivals_match_rate() {
         let read = [Some(Rate::Iops(1000)), None, None];
         let due: Vec<_> = times(&mut arrivals(read, RateProcess::Linear), 1001);
         let error = due[1000].1.abs_diff(Duration::from_secs(1));
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn each_direction_has_its_own_rate() {
+    fn directions_have_separate_rates() {
         let rates = [Some(Rate::Iops(300)), Some(Rate::Iops(100)), None];
         let due = times(&mut arrivals(rates, RateProcess::Linear), 400);
         let writes = due
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn poisson_arrivals_have_the_mean_and_the_spread_of_the_distribution() {
+    fn poisson_arrivals_are_exponentially_distributed() {
         let rates = [Some(Rate::Iops(1000)), None, None];
         let due = times(&mut arrivals(rates, RateProcess::Poisson), 50_001);
         let gaps: Vec<f64> = due
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_due_before_a_time_is_counted() {
+    fn due_operations_are_counted() {
         let rates = [Some(Rate::Iops(1000)), Some(Rate::Bytes(4_096_000)), None];
         let mut arrivals = arrivals(rates, RateProcess::Linear);
         let half = Duration::from_micros(500);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn without_rates_there_are_no_arrivals() {
+    fn job_without_rate_has_no_arrivals() {
         assert!(Arrivals::new(&Job::default(), 0.0, Rng::with_seed(1)).is_none());
     }
 }

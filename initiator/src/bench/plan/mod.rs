@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_gives_the_same_operations() {
+    fn plan_is_reproducible_by_seed() {
         let job = Job {
             sizes: std::array::from_fn(|_| BlockSizes::Range {
                 min: 512,
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_stay_in_the_region_and_keep_to_their_sizes() {
+    fn operations_respect_region_and_sizes() {
         let sizes = BlockSizes::Split(vec![(4096, 60.0), (65536, 40.0)]);
         let job = Job {
             sizes: std::array::from_fn(|_| sizes.clone()),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_follows_every_n_writes() {
+    fn flush_follows_n_writes() {
         let job = Job {
             fsync: 3,
             ..job(Access::Write, Pattern::Sequential)
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_and_writes_of_a_sequence_go_on_by_themselves() {
+    fn sequential_reads_and_writes_are_independent() {
         let mut plan = plan(&job(Access::Mixed, Pattern::Sequential), 0..1 << 20);
         let mut next = [0, 0];
         for _ in 0..100 {

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_wraps_at_the_end_and_strides_skip() {
+    fn sequence_wraps_and_strides_skip() {
         let mut plain = offsets(Pattern::Sequential, 0, Distribution::Uniform);
         assert_eq!(
             starts(&mut plain, 12),
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn random_runs_go_on_in_sequence() {
+    fn random_modifier_continues_sequentially() {
         let mut runs = offsets(Pattern::Random, 4, Distribution::Uniform);
         let starts = starts(&mut runs, 400);
         let follows = starts.windows(2).filter(|w| w[1] == w[0] + 1).count();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn every_block_of_a_uniform_distribution_is_as_likely() {
+    fn uniform_distribution_selects_blocks_equally() {
         let mut counts = [0; 11];
         for block in starts(
             &mut offsets(Pattern::Random, 0, Distribution::Uniform),
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn scattering_is_one_to_one_and_parts_neighbours() {
+    fn scatter_permutes_and_separates_blocks() {
         for blocks in [1, 2, 10, 64, 97, 1000] {
             let scatter = Scatter::new(blocks);
             let mut seen: Vec<_> = (0..blocks).map(|b| scatter.place(b)).collect();

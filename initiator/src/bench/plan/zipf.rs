@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_have_the_probabilities_of_the_definition() {
+    fn ranks_match_defined_probabilities() {
         const SAMPLES: u32 = 200_000;
         for theta in [0.5, 0.99, 1.0, 1.2, 2.5] {
             let zipf = Zipf::new(1000, theta);
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn one_block_and_very_many_are_possible() {
+    fn zipf_supports_few_and_many_blocks() {
         let mut random = Rng::with_seed(1);
         let one = Zipf::new(1, 1.2);
         assert!((0..100).all(|_| one.sample(&mut random) == 1));

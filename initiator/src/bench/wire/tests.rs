@@ -17,7 +17,7 @@ fn at(last: u8) -> SocketAddr {
 }
 
 #[test]
-fn a_short_run_moves_data_in_every_case() {
+fn short_run_measures_all_cases() {
     for path_mtu in [None, Some(1024)] {
         let report = measure_loopback(WireConfig { path_mtu, ..SHORT }).unwrap();
         assert_eq!(report.path_mtu, path_mtu.unwrap_or(4096));
@@ -44,7 +44,7 @@ fn a_short_run_moves_data_in_every_case() {
 }
 
 #[test]
-fn corrupted_and_foreign_packets_are_counted_and_not_taken() {
+fn corrupted_and_foreign_packets_are_counted() {
     let (local, peer) = (at(1), at(2));
     let mut batch = TxBatch::new(64);
     let mut sender = Sender::new(peer, local).unwrap();
@@ -98,7 +98,7 @@ fn corrupted_and_foreign_packets_are_counted_and_not_taken() {
 }
 
 #[test]
-fn a_responder_sends_data_only_to_those_that_know_its_cookie() {
+fn responder_requires_cookie_for_data() {
     let addr = at(10);
     let mut responder = Responder::open(addr.ip()).unwrap();
     let stop = AtomicBool::new(false);
@@ -176,7 +176,7 @@ fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u6
 }
 
 #[test]
-fn a_lost_command_is_counted_and_repeated() {
+fn lost_command_is_counted_and_replaced() {
     let (local, peer) = (at(30), at(31));
     let socket = UdpSocket::bind(peer).unwrap();
     socket
@@ -215,7 +215,7 @@ fn a_lost_command_is_counted_and_repeated() {
 }
 
 #[test]
-fn addresses_that_cannot_be_are_errors() {
+fn invalid_addresses_fail() {
     let own = at(20).ip();
     assert!(matches!(
         measure(own, own, SHORT),

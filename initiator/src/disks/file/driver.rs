@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_flush_answers_all_that_came_and_is_not_forgotten() {
+    fn failed_flush_fails_all_and_persists() {
         let mut backend = backend();
         let first = flush(&mut backend);
         let second = flush(&mut backend);
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn flushes_that_come_during_one_are_answered_by_another() {
+    fn flushes_during_flush_share_next_one() {
         let mut backend = backend();
         let all: Vec<_> = (0..4).map(|_| flush(&mut backend)).collect();
         assert_eq!(backend.in_flight.len(), 1);
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn a_direct_read_that_stops_within_a_block_has_met_the_end_of_the_file() {
+    fn short_direct_read_reports_file_end() {
         let mut backend = backend();
         backend.is_direct = true;
         let read = |backend: &mut FileBackend| {
@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn fast_zeroes_of_a_device_are_not_left_to_a_kernel_that_may_write_them_as_data() {
+    fn fast_zeroes_never_fall_back_on_devices() {
         let mut backend = backend();
         let zero = |backend: &mut FileBackend, may_unmap| {
             let options = ZeroOptions {
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn the_helper_thread_ends_the_sleep() {
+    fn helper_thread_wakes_driver() {
         const PATIENCE: Duration = Duration::from_secs(60);
         let mut backend = backend();
         for _ in 0..200 {

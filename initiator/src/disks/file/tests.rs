@@ -50,7 +50,7 @@ fn read(disk: &ThreadDisk, offset: u64, len: usize) -> Result<Vec<u8>, BlockErro
 }
 
 #[test]
-fn a_file_is_read_and_written_in_many_operations_at_once() {
+fn file_handles_concurrent_operations() {
     let temp = Temp::new(16 << 20);
     for direct in [false, true] {
         let config = FileConfig {
@@ -89,7 +89,7 @@ fn a_file_is_read_and_written_in_many_operations_at_once() {
 }
 
 #[test]
-fn a_workload_runs_on_the_thread_of_the_disk() {
+fn workload_runs_on_disk_thread() {
     let temp = Temp::new(4 << 20);
     let disk = open_default(&temp.0);
     let write = |n: u64| Operation::Write {
@@ -112,7 +112,7 @@ fn a_workload_runs_on_the_thread_of_the_disk() {
 }
 
 #[test]
-fn a_disk_has_as_many_buffers_as_are_asked_for() {
+fn disk_has_configured_buffer_size() {
     let temp = Temp::new(1 << 20);
     assert_eq!(open_default(&temp.0).buffer_bytes(), crate::disks::BUFFERS);
     let config = FileConfig {
@@ -123,7 +123,7 @@ fn a_disk_has_as_many_buffers_as_are_asked_for() {
 }
 
 #[test]
-fn holes_are_reported_and_made() {
+fn holes_are_reported_and_created() {
     let temp = Temp::new(4 << 20);
     let file = temp.file();
     file.write_all_at(&[1; 65536], 1 << 20).unwrap();
@@ -172,7 +172,7 @@ fn holes_are_reported_and_made() {
 }
 
 #[test]
-fn a_file_that_becomes_shorter_is_an_error_and_not_zeroes() {
+fn truncated_file_returns_error() {
     let temp = Temp::new(1 << 20);
     let disk = open_default(&temp.0);
     temp.file().set_len(100_352).unwrap();
@@ -193,7 +193,7 @@ fn a_file_that_becomes_shorter_is_an_error_and_not_zeroes() {
 }
 
 #[test]
-fn a_disk_that_is_opened_read_only_refuses_changes() {
+fn read_only_disk_rejects_changes() {
     let temp = Temp::new(1 << 20);
     let config = FileConfig {
         direct: false,
@@ -215,7 +215,7 @@ fn a_disk_that_is_opened_read_only_refuses_changes() {
 }
 
 #[test]
-fn what_is_no_disk_is_refused_with_its_reason() {
+fn invalid_files_fail_with_reason() {
     let odd = Temp::new(1000);
     let empty = Temp::new(0);
     let default = FileConfig::default();
@@ -237,7 +237,7 @@ fn what_is_no_disk_is_refused_with_its_reason() {
 }
 
 #[test]
-fn a_block_device_is_opened_exclusively() {
+fn block_device_is_opened_exclusively() {
     let temp = Temp::new(8 << 20);
     let Some(device) = LoopDevice::new(&temp.0) else {
         riser_testkit::skip::skip("a block device", "loop devices cannot be made here");

@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_that_is_cut_off_in_its_data_is_late() {
+    fn read_stalled_within_data_times_out() {
         let patience = Duration::from_millis(10);
         let (mut backend, mut server) = connection(patience);
         let buffer = Buffer::anonymous(4096).unwrap();
@@ -470,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_has_come_is_in_time() {
+    fn received_reply_prevents_timeout() {
         let patience = Duration::from_millis(10);
         let (mut backend, mut server) = connection(patience);
         let flush = submit(&mut backend, Command::Flush, None);
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_to_a_request_that_was_not_sent_ends_the_connection() {
+    fn reply_before_request_closes_connection() {
         let (mut backend, mut server) = connection(Duration::from_secs(60));
         // The socket buffer can't hold this data, so the second header has to wait.
         let buffer = Buffer::anonymous(4 << 20).unwrap();

@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_full_socket_leaves_goes_out_later_in_its_order() {
+    fn full_socket_sends_remaining_data_later() {
         let (ours, mut peer) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let memory = Memory::new(1 << 20).unwrap();
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn of_writes_from_the_same_memory_one_is_copied() {
+    fn repeated_memory_is_copied_once() {
         let zeroes = Memory::new(4096).unwrap().whole();
         let mut outgoing = Outgoing::default();
         let mut places = Vec::new();

@@ -68,7 +68,7 @@ fn filled(disk: &ThreadDisk, len: usize, byte: u8) -> Buffer {
 }
 
 #[test]
-fn every_operation_reaches_the_disk() {
+fn operations_reach_disk() {
     let Bed {
         memory,
         server,
@@ -121,7 +121,7 @@ fn every_operation_reaches_the_disk() {
 }
 
 #[test]
-fn a_disk_has_as_many_buffers_as_are_asked_for() {
+fn disk_has_configured_buffer_size() {
     for (buffers, want) in [(96 << 20, 96 << 20), (0, u64::from(MAX_TRANSFER))] {
         let (path, thread) = scripted(SIZE, |socket| answer_all(socket, 0));
         let disk = connect(&uri(&path, "disk"), NbdConfig { buffers, ..CONFIG }).unwrap();
@@ -133,7 +133,7 @@ fn a_disk_has_as_many_buffers_as_are_asked_for() {
 }
 
 #[test]
-fn many_operations_are_in_flight_and_none_is_mixed_up() {
+fn concurrent_operations_match_their_replies() {
     let Bed { disk, server, .. } = bed(|_| {});
     // Use many lengths, so that some replies are received directly and some are copied.
     let length = |n: u64| 512 << (n % 9);
@@ -165,7 +165,7 @@ fn many_operations_are_in_flight_and_none_is_mixed_up() {
 }
 
 #[test]
-fn what_the_server_refuses_is_an_error_of_that_operation() {
+fn server_error_fails_single_operation() {
     let Bed {
         memory,
         disk,
@@ -198,7 +198,7 @@ fn what_the_server_refuses_is_an_error_of_that_operation() {
 }
 
 #[test]
-fn a_server_that_goes_away_ends_what_is_in_flight_and_what_follows() {
+fn server_disconnect_fails_all_operations() {
     let Bed { disk, server, .. } = bed(|_| {});
     let reader = disk.clone();
     let (started, has_started) = std::sync::mpsc::channel();
@@ -252,7 +252,7 @@ impl Service for Reader {
 }
 
 #[test]
-fn a_client_that_the_disk_hosts_never_leaves_its_thread() {
+fn hosted_client_stays_on_disk_thread() {
     let Bed { disk, server, .. } = bed(|_| {});
     let (done, names) = std::sync::mpsc::channel();
     let reader = Reader {
@@ -273,7 +273,7 @@ fn a_client_that_the_disk_hosts_never_leaves_its_thread() {
 }
 
 #[test]
-fn a_workload_runs_on_the_thread_of_the_disk() {
+fn workload_runs_on_disk_thread() {
     let Bed { disk, server, .. } = bed(|_| {});
     let at = |n: u64| n * 65536;
     let write = |n: u64| Operation::Write {
@@ -307,7 +307,7 @@ fn a_workload_runs_on_the_thread_of_the_disk() {
 }
 
 #[test]
-fn operations_of_a_workload_have_the_limits_of_others() {
+fn workload_operations_respect_disk_limits() {
     let Bed { disk, server, .. } = bed(|_| {});
     let read = |offset, len| Operation::Read {
         offset,
@@ -331,7 +331,7 @@ fn operations_of_a_workload_have_the_limits_of_others() {
 }
 
 #[test]
-fn a_workload_has_its_times_and_ends_with_the_disk() {
+fn workload_timers_stop_with_disk() {
     let Bed {
         memory,
         disk,
@@ -383,7 +383,7 @@ fn answer_all(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(
 }
 
 #[test]
-fn a_write_to_stable_storage_is_flushed_at_a_server_without_fua() {
+fn fua_write_flushes_without_server_fua() {
     let (path, thread) = scripted(SIZE, |socket| answer_all(socket, 4));
     let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
     let write = || Operation::Write {
@@ -403,7 +403,7 @@ fn a_write_to_stable_storage_is_flushed_at_a_server_without_fua() {
 }
 
 #[test]
-fn zeroes_are_on_stable_storage_at_a_server_without_flushes() {
+fn fua_zeroes_work_without_server_flush() {
     let flags = proto::flag::SEND_FUA | proto::flag::SEND_WRITE_ZEROES;
     let (path, thread) = scripted_with(flags, SIZE, |socket| answer_all(socket, 2));
     let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
@@ -423,7 +423,7 @@ fn zeroes_are_on_stable_storage_at_a_server_without_flushes() {
 }
 
 #[test]
-fn zeroes_that_a_server_refuses_are_written_without_a_buffer_of_the_pool() {
+fn rejected_zeroes_use_no_pool_buffer() {
     let flags = proto::flag::SEND_FLUSH | proto::flag::SEND_WRITE_ZEROES;
     let (path, thread) = scripted_with(flags, SIZE, |mut socket| {
         let mut written = Vec::new();
@@ -509,7 +509,7 @@ fn scripted_with<T: Send + 'static>(
 }
 
 #[test]
-fn a_server_that_breaks_the_protocol_ends_the_disk_with_a_reason() {
+fn protocol_violation_closes_disk_with_reason() {
     let (path, thread) = scripted(SIZE, |mut socket| {
         let mut request = [0; 28];
         socket.read_exact(&mut request).unwrap();
@@ -530,7 +530,7 @@ fn a_server_that_breaks_the_protocol_ends_the_disk_with_a_reason() {
 }
 
 #[test]
-fn a_server_that_does_not_answer_ends_the_disk_after_the_time() {
+fn silent_server_times_out() {
     let (path, thread) = scripted(SIZE, |mut socket| {
         let _ = socket.read_to_end(&mut Vec::new());
     });
@@ -560,7 +560,7 @@ fn a_server_that_does_not_answer_ends_the_disk_after_the_time() {
 }
 
 #[test]
-fn a_listener_whose_queue_is_full_is_a_timeout() {
+fn full_listen_queue_times_out() {
     use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
     let path = socket_path();
@@ -591,7 +591,7 @@ fn a_listener_whose_queue_is_full_is_a_timeout() {
 }
 
 #[test]
-fn a_disk_takes_leave_of_its_server() {
+fn close_sends_disconnect() {
     let (path, thread) = scripted(SIZE, |mut socket| {
         let mut bytes = Vec::new();
         socket.read_to_end(&mut bytes).unwrap();
@@ -605,7 +605,7 @@ fn a_disk_takes_leave_of_its_server() {
 }
 
 #[test]
-fn partial_block_at_the_end_is_ignored() {
+fn partial_last_block_is_ignored() {
     let (path, thread) = scripted(1000, drop);
     let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
     assert_eq!(disk.geometry().capacity, 512);
@@ -614,7 +614,7 @@ fn partial_block_at_the_end_is_ignored() {
 }
 
 #[test]
-fn an_export_that_is_no_disk_is_refused() {
+fn export_below_block_size_fails() {
     for size in [0, 511] {
         let (path, thread) = scripted(size, drop);
         let error = connect(&uri(&path, "disk"), CONFIG).unwrap_err();
@@ -625,7 +625,7 @@ fn an_export_that_is_no_disk_is_refused() {
 }
 
 #[test]
-fn an_address_that_does_not_answer_leaves_time_for_the_next() {
+fn silent_address_leaves_time_for_next() {
     let full = TcpListener::bind("127.0.0.1:0").unwrap();
     rustix::net::listen(&full, 1).unwrap();
     let silent = full.local_addr().unwrap();
@@ -642,7 +642,7 @@ fn an_address_that_does_not_answer_leaves_time_for_the_next() {
 }
 
 #[test]
-fn tcp_is_spoken_too() {
+fn disk_connects_over_tcp() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let thread = std::thread::spawn(move || {

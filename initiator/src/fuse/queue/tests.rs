@@ -235,7 +235,7 @@ fn written(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_long_write_goes_on_from_the_memory_that_received_it() {
+fn long_write_uses_receive_memory() {
     let mut bed = Bed::short_transfers();
     let (first, second) = (data(64 << 10, 1), data(48 << 10, 2));
     let rooms = [bed.room()];
@@ -258,7 +258,7 @@ fn a_long_write_goes_on_from_the_memory_that_received_it() {
 }
 
 #[test]
-fn short_and_unaligned_writes_come_to_their_place_and_leave_the_room() {
+fn short_and_unaligned_writes_keep_room() {
     let mut bed = Bed::short_transfers();
     let room = bed.room();
     let writes = [(8192, 512), (1001, 40_000), (60_001, 64 << 10)];
@@ -276,7 +276,7 @@ fn short_and_unaligned_writes_come_to_their_place_and_leave_the_room() {
 }
 
 #[test]
-fn at_the_end_of_the_disk_writes_are_cut_and_reads_are_short() {
+fn io_is_truncated_at_disk_end() {
     let mut bed = Bed::short_transfers();
     let bytes = data(64 << 10, 3);
     bed.send_write(1, SIZE - 8192, &bytes);
@@ -296,7 +296,7 @@ fn at_the_end_of_the_disk_writes_are_cut_and_reads_are_short() {
 }
 
 #[test]
-fn long_reads_are_answered_in_turns_whole_and_in_several_transfers() {
+fn long_reads_return_whole_range() {
     let mut bed = Bed::short_transfers();
     let content = data(SIZE as usize, 9);
     bed.device.disk.memory().write(0, &content);
@@ -319,7 +319,7 @@ fn long_reads_are_answered_in_turns_whole_and_in_several_transfers() {
 }
 
 #[test]
-fn a_write_without_a_free_buffer_waits_and_others_go_on() {
+fn write_without_buffer_waits_alone() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let disk = disk.with_geometry(|g| g.max_transfer = 64 << 10);
     let mut bed = Bed::new(disk.with_buffer_budget(1 << 20));
@@ -346,7 +346,7 @@ fn a_write_without_a_free_buffer_waits_and_others_go_on() {
 }
 
 #[test]
-fn a_disk_with_few_buffers_keeps_them_for_its_transfers() {
+fn scarce_buffers_are_reserved_for_transfers() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let disk = disk.with_geometry(|g| g.max_transfer = 64 << 10);
     // One transfer, plus the blocks used for partial writes.
@@ -362,7 +362,7 @@ fn a_disk_with_few_buffers_keeps_them_for_its_transfers() {
 }
 
 #[test]
-fn requests_beyond_the_bound_stay_with_the_kernel() {
+fn excess_requests_remain_in_kernel() {
     let mut bed = Bed::short_transfers();
     bed.device.is_shut.store(true, Ordering::SeqCst);
     let (most, more) = (u64::from(MAX_IN_FLIGHT), 9);
@@ -388,7 +388,7 @@ fn requests_beyond_the_bound_stay_with_the_kernel() {
 }
 
 #[test]
-fn a_turn_takes_a_number_of_requests_however_many_there_are() {
+fn turn_handles_bounded_requests() {
     let mut bed = Bed::short_transfers();
     let many = 3 * REQUESTS + 1;
     for unique in 0..many {
@@ -404,7 +404,7 @@ fn a_turn_takes_a_number_of_requests_however_many_there_are() {
 }
 
 #[test]
-fn a_turn_sends_a_number_of_bytes_however_many_answers_wait() {
+fn turn_sends_bounded_bytes() {
     let mut bed = Bed::new(MemoryDevice::new(4 * SIZE, 512).unwrap());
     bed.device.is_shut.store(true, Ordering::SeqCst);
     let (many, len) = (40, 64 << 10);
@@ -425,7 +425,7 @@ fn a_turn_sends_a_number_of_bytes_however_many_answers_wait() {
 }
 
 #[test]
-fn the_hole_of_a_disk_that_reports_none_is_its_end_at_once() {
+fn seek_hole_without_status_returns_end() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let mut geometry = disk.geometry().clone();
     // A full scan would take years.
@@ -449,14 +449,14 @@ fn the_hole_of_a_disk_that_reports_none_is_its_end_at_once() {
 }
 
 #[test]
-fn a_request_that_is_lost_is_answered_with_an_error() {
+fn dropped_reply_returns_error() {
     let bed = Bed::short_transfers();
     drop(Reply::new(&bed.queue.channel, 77, 0));
     assert_eq!(bed.answers(), [(77, libc::EIO, Vec::new())]);
 }
 
 #[test]
-fn requests_in_flight_end_before_the_mount_does() {
+fn requests_complete_before_mount_ends() {
     let mut bed = Bed::short_transfers();
     bed.device.is_shut.store(true, Ordering::SeqCst);
     let bytes = data(4096, 1);
@@ -479,7 +479,7 @@ fn requests_in_flight_end_before_the_mount_does() {
 }
 
 #[test]
-fn an_answer_makes_the_queue_look_for_the_next_request_at_once() {
+fn reply_triggers_immediate_poll() {
     let mut bed = Bed::short_transfers();
     bed.run();
     bed.queue.looks.put_off();
@@ -492,7 +492,7 @@ fn an_answer_makes_the_queue_look_for_the_next_request_at_once() {
 }
 
 #[test]
-fn the_kernel_is_asked_for_whole_transfers_of_whole_pages() {
+fn max_write_is_whole_transfers_and_pages() {
     let of_both = |transfers| {
         let disk = MemoryDevice::new(SIZE, 512).unwrap();
         max_write(
@@ -509,7 +509,7 @@ fn the_kernel_is_asked_for_whole_transfers_of_whole_pages() {
 }
 
 #[test]
-fn a_disk_of_tiny_transfers_is_served_piece_by_piece() {
+fn tiny_transfers_are_served_in_pieces() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let mut bed = Bed::new(disk.with_geometry(|g| g.max_transfer = 1024));
     let bytes = data(4096, 6);

@@ -51,7 +51,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_knows_every_byte_that_was_added(ranges in proptest::collection::vec((0u32..60, 1u32..9), 1..40)) {
+        fn coverage_matches_added_bytes(ranges in proptest::collection::vec((0u32..60, 1u32..9), 1..40)) {
             let mut coverage = Coverage::default();
             let mut bytes = [false; 70];
             for (start, len) in ranges {

@@ -702,7 +702,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_the_diagram() {
+    fn transition_table_matches_diagram() {
         let expected = "Reply: Payload Extents End Closed\n\
                         Payload: Reply End Closed\n\
                         Extents: Reply Extents End Closed\n\
@@ -727,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn every_transition_is_taken() {
+    fn transition_coverage_is_complete() {
         let extents = |cookie, flags, count: u32| {
             let len = 4 + 8 * count;
             let mut out = proto::chunk_header(cookie, chunk::BLOCK_STATUS, flags, len).to_vec();
@@ -769,7 +769,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_are_whole_blocks_and_a_mixed_block_is_data() {
+    fn extents_are_whole_blocks_preferring_data() {
         const HOLE: u32 = chunk::STATE_HOLE | chunk::STATE_ZERO;
         let kinds = |extents: &[(u32, u32)], limit| -> Vec<_> {
             let all = whole_blocks(extents, limit, 512);

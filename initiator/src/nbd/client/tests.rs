@@ -115,7 +115,7 @@ fn scripted(rest: &[Vec<u8>]) -> Result<Negotiated, HandshakeError> {
 }
 
 #[test]
-fn our_own_server_is_understood() {
+fn client_understands_own_server() {
     let mut server = Own::new(|_| {});
     let negotiated = negotiate(&mut server, "disk").unwrap();
     assert!(negotiated.structured && negotiated.allocation_context.is_some());
@@ -133,7 +133,7 @@ fn our_own_server_is_understood() {
 }
 
 #[test]
-fn a_server_without_go_is_asked_in_the_older_way() {
+fn missing_go_falls_back_to_export_name() {
     let export = |pad: usize| {
         let mut data = (5u64 << 20).to_be_bytes().to_vec();
         data.extend((flag::HAS_FLAGS | flag::READ_ONLY).to_be_bytes());
@@ -162,7 +162,7 @@ fn a_server_without_go_is_asked_in_the_older_way() {
 }
 
 #[test]
-fn what_a_broken_server_says_is_an_error_that_names_it() {
+fn malformed_negotiation_fails_with_reason() {
     let go = |kind, data: &[u8]| reply(opt::GO, kind, data);
     let mut long = go(rep::INFO, &[]);
     long[16..].copy_from_slice(&u32::MAX.to_be_bytes());
@@ -325,7 +325,7 @@ fn replies_find_their_requests_in_any_order() {
 }
 
 #[test]
-fn a_read_may_come_in_chunks_with_holes_among_them() {
+fn read_reply_may_mix_chunks_and_holes() {
     let mut r = requests(true);
     let a = cookie(&r.submit(read(1024), 'a'));
     let b = cookie(&r.submit(
@@ -382,7 +382,7 @@ fn a_read_may_come_in_chunks_with_holes_among_them() {
 }
 
 #[test]
-fn replies_that_break_the_protocol_are_faults() {
+fn malformed_replies_are_faults() {
     use ReplyFault::{Data, Extents, Form, Kind, Length, Magic, Missing, NoError};
     let status = |c: Cookie, len: u32, numbers: &[u32]| {
         let mut out = proto::chunk_header(c, chunk::BLOCK_STATUS, 1, len).to_vec();
@@ -457,7 +457,7 @@ fn replies_that_break_the_protocol_are_faults() {
 }
 
 #[test]
-fn what_is_remembered_of_a_reply_is_bounded() {
+fn reply_state_is_bounded() {
     let mut r = requests(true);
     let a = cookie(&r.submit(read(1 << 20), 'a'));
     let fault = (0..1 << 19).find_map(|n| feed(&mut r, &hole(a, 4096 + 2 * n, 1, 0)).err());
@@ -480,7 +480,7 @@ proptest! {
     /// Random bytes after a valid start must not cause a panic, or complete a read with missing
     /// data.
     #[test]
-    fn a_hostile_stream_never_panics(
+    fn hostile_stream_never_panics(
         bytes in proptest::collection::vec(any::<u8>(), 0..400),
         kinds in proptest::collection::vec((any::<bool>(), 0u16..8, 0u16..2, 0u32..64), 0..8),
     ) {

@@ -102,7 +102,7 @@ fn states() -> [State; 7] {
 }
 
 #[test]
-fn the_table_is_the_diagram() {
+fn transition_table_matches_diagram() {
     let expected = "ClientFlags: Options Closed\n\
                     Options: SkipOption Request Closed\n\
                     SkipOption: Options SkipOption\n\
@@ -114,7 +114,7 @@ fn the_table_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_is_taken() {
+fn transition_coverage_is_complete() {
     assert_all_taken(&states(), || {
         let flags = Machine::new(export()).handle(&[0xff; 4]);
         assert!(matches!(flags, Err(NbdFault::ClientFlags(_))));
@@ -137,7 +137,7 @@ fn every_transition_is_taken() {
 }
 
 #[test]
-fn go_tells_size_flags_and_block_sizes() {
+fn go_reports_size_flags_and_block_sizes() {
     let mut m = in_options();
     // GO for "disk", requesting block sizes.
     feed(&mut m, &option(7, b"\0\0\0\x04disk\0\x01\0\x03"));
@@ -157,7 +157,7 @@ fn go_tells_size_flags_and_block_sizes() {
 }
 
 #[test]
-fn info_leaves_the_negotiation_open_and_export_name_ends_it() {
+fn info_continues_and_export_name_ends_negotiation() {
     let mut m = in_options();
     feed(&mut m, &option(6, b"\0\0\0\0\0\0"));
     assert_eq!(m.state, State::Options);
@@ -168,7 +168,7 @@ fn info_leaves_the_negotiation_open_and_export_name_ends_it() {
 }
 
 #[test]
-fn without_no_zeroes_the_answer_to_export_name_is_padded() {
+fn export_name_reply_is_padded_by_default() {
     let mut m = Machine::new(export());
     m.poll_output();
     feed(&mut m, &[0, 0, 0, 1]);
@@ -190,7 +190,7 @@ fn replies(m: &mut Machine) -> Vec<u32> {
 }
 
 #[test]
-fn each_option_has_its_answer() {
+fn options_receive_expected_replies() {
     let name = |n: &[u8], rest: &[u8]| {
         let mut out = (n.len() as u32).to_be_bytes().to_vec();
         out.extend(n);
@@ -246,7 +246,7 @@ fn each_option_has_its_answer() {
 }
 
 #[test]
-fn what_cannot_be_followed_ends_the_connection() {
+fn protocol_errors_close_connection() {
     let fault = |m: &mut Machine, bytes: &[u8]| {
         let error = m.handle(bytes).unwrap_err();
         assert!(m.is_closed());
@@ -278,7 +278,7 @@ fn what_cannot_be_followed_ends_the_connection() {
 }
 
 #[test]
-fn requests_come_out_with_their_meaning() {
+fn requests_are_decoded() {
     let mut m = in_transmission(true);
     let mut one = |bytes: &[u8]| match feed(&mut m, bytes).as_slice() {
         [Event::Request(r)] => (r.command, r.offset, r.len),
@@ -325,7 +325,7 @@ fn requests_come_out_with_their_meaning() {
 }
 
 #[test]
-fn bad_requests_are_refused_and_the_stream_goes_on() {
+fn invalid_requests_fail_without_closing() {
     let size = SIZE;
     // flags, command, offset, length, error
     let cases: &[(u16, u16, u64, u32, u32)] = &[
@@ -377,7 +377,7 @@ fn status_and_df_need_their_negotiation() {
 }
 
 #[test]
-fn a_read_only_export_refuses_changes() {
+fn read_only_export_rejects_changes() {
     let mut m = Machine::new(Export {
         read_only: true,
         ..export()
@@ -401,7 +401,7 @@ fn a_read_only_export_refuses_changes() {
 }
 
 #[test]
-fn replies_have_the_documents_bytes() {
+fn replies_match_specified_bytes() {
     let cookie = proto::Cookie(0x434f_4f4b_4945_2121);
     assert_eq!(
         proto::data_chunk(cookie, 0x1000, 512, true),
@@ -444,13 +444,13 @@ fn stream() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn no_bytes_make_it_panic(bytes in stream()) {
+    fn arbitrary_bytes_never_panic(bytes in stream()) {
         let mut m = Machine::new(export());
         feed(&mut m, &bytes);
     }
 
     #[test]
-    fn how_the_stream_is_cut_does_not_matter(
+    fn parsing_is_independent_of_fragmentation(
         bytes in stream(),
         cuts in proptest::collection::vec(any::<prop::sample::Index>(), 0..8),
     ) {

@@ -151,7 +151,7 @@ fn commit(tag: u16, result: i32) -> (u32, u16, i32) {
 }
 
 #[test]
-fn data_move_between_requests_and_the_disk() {
+fn requests_transfer_data() {
     let mut bed = Bed::fetching();
     for (tag, len) in [(3, 4096), (5, 256 << 10)] {
         let bytes: Vec<u8> = (0..len).map(|at: usize| (at * 7 / 5) as u8).collect();
@@ -197,7 +197,7 @@ fn failures_are_results_of_their_requests() {
 }
 
 #[test]
-fn a_turn_moves_a_number_of_bytes_however_many_requests_there_are() {
+fn turn_transfers_bounded_bytes() {
     let mut bed = Bed::fetching();
     let len = 512 << 10;
     for (op, tags) in [(WRITE, 0..DEPTH), (READ, 0..DEPTH)] {
@@ -215,7 +215,7 @@ fn a_turn_moves_a_number_of_bytes_however_many_requests_there_are() {
 }
 
 #[test]
-fn a_result_of_another_thread_ends_the_sleep() {
+fn completion_on_other_thread_ends_sleep() {
     let disk = MemoryDevice::new(SIZE, 512).unwrap();
     let mut bed = Bed::new(disk.with_thread().unwrap());
     bed.run();
@@ -232,7 +232,7 @@ fn a_result_of_another_thread_ends_the_sleep() {
 }
 
 #[test]
-fn it_is_over_when_the_driver_has_ended_all_commands() {
+fn queue_ends_after_all_commands_abort() {
     let mut bed = Bed::fetching();
     for tag in 1..DEPTH {
         bed.ends.send((tag, ABORT)).unwrap();
@@ -251,7 +251,7 @@ fn it_is_over_when_the_driver_has_ended_all_commands() {
 }
 
 #[test]
-fn commands_that_the_kernel_has_no_memory_for_are_given_again() {
+fn busy_ring_retries_commands() {
     let mut bed = Bed::fetching();
     bed.request(0, FLUSH, 0, 0);
     bed.server.commands.is_busy = true;
@@ -265,7 +265,7 @@ fn commands_that_the_kernel_has_no_memory_for_are_given_again() {
 }
 
 #[test]
-fn a_ring_that_breaks_ends_the_queue_with_its_error() {
+fn broken_ring_stops_queue_with_error() {
     let mut bed = Bed::fetching();
     bed.server.commands.breaks = true;
     bed.request(0, FLUSH, 0, 0);
@@ -279,7 +279,7 @@ fn a_ring_that_breaks_ends_the_queue_with_its_error() {
 }
 
 #[test]
-fn a_device_of_an_earlier_life_may_send_longer_transfers_than_requests_are_split_into() {
+fn recovered_device_may_exceed_optimal_transfer() {
     let disk = MemoryDevice::new(8 << 20, 512).unwrap();
     let disk = disk.with_geometry(|g| g.optimal_transfer = 64 << 10);
     assert_eq!(transfer_len(&disk, 1 << 20), Ok(1 << 20));

@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_of_the_same_load_do_not_differ() {
+    fn equal_rounds_show_no_difference() {
         let comparison = compare(&rounds(5, 1), &rounds(5, 100), MatchBy::Options);
         assert_eq!(comparison.cases.len(), 1);
         assert_eq!(comparison.cases[0].rounds, (5, 5));
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn warnings_of_both_sides_are_kept() {
+    fn warnings_are_kept_for_both_sides() {
         let mut b = rounds(4, 100);
         b[1].notes.push("warning: no flushes".into());
         let comparison = compare(&rounds(4, 1), &b, MatchBy::Options);
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_that_a_round_lacks_are_named() {
+    fn missing_kinds_are_reported() {
         let a = rounds(4, 1);
         let mut b = rounds(4, 100);
         b[2].kinds.retain(|kind| kind.kind != OpKind::Write);
@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_that_a_round_lacks_are_named() {
+    fn missing_figures_are_reported() {
         let a = rounds(4, 1);
         let mut b = rounds(4, 100);
         b[0].kinds[0]
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn verdicts_know_what_is_better() {
+    fn verdict_depends_on_unit() {
         let a = rounds(4, 1);
         let mut b = rounds(4, 100);
         for run in &mut b {
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn few_rounds_are_not_judged() {
+    fn few_rounds_have_no_verdict() {
         for n in 1..=3 {
             let mut b = rounds(n, 100);
             b.iter_mut().for_each(|run| run.kinds[0].iops *= 10.0);
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn other_options_are_other_cases() {
+    fn options_separate_cases() {
         let a = summaries(&sample::sweep("4k", &[1, 2, 4]));
         let b = summaries(&sample::sweep("4k", &[2, 4, 8]));
         let comparison = compare(&a, &b, MatchBy::Options);
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn forms_of_options_do_not_matter() {
+    fn option_forms_are_normalized() {
         let pairs = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
             let owned = pairs.iter().map(|(k, v)| ((*k).into(), (*v).into()));
             owned.collect()
@@ -673,7 +673,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_as_by_default_need_not_be_listed() {
+    fn default_options_match_omitted_options() {
         let pairs = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
             let owned = pairs.iter().map(|(k, v)| ((*k).into(), (*v).into()));
             owned.collect()
@@ -690,7 +690,7 @@ mod tests {
     }
 
     #[test]
-    fn response_times_are_compared_if_both_sides_have_them() {
+    fn response_times_require_both_sides() {
         let a = summaries(&[sample::open_loop("a", 1)]);
         let mut b = a.clone();
         let both = compare(&a, &b, MatchBy::Options);

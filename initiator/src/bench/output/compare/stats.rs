@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_are_those_of_all_orders() {
+    fn counts_match_enumeration() {
         for (a, b) in [(1, 1), (2, 3), (4, 3), (4, 4)] {
             let mut expected = vec![0.0; a * b + 1];
             for order in 0..1_u32 << (a + b) {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn critical_values_are_those_of_the_tables() {
+    fn critical_values_match_published_table() {
         // Mann-Whitney, two-sided, 5 %.
         let table = [
             (3, 3, None),
@@ -191,13 +191,13 @@ mod tests {
     }
 
     #[test]
-    fn large_samples_go_on_where_small_ones_end() {
+    fn normal_approximation_continues_exact_values() {
         let (exact, normal) = (cut(EXACT, EXACT).unwrap(), cut(EXACT + 1, EXACT).unwrap());
         assert!((10..25).contains(&(normal - exact)), "{exact} {normal}");
     }
 
     #[test]
-    fn ratios_are_in_order() {
+    fn ratios_are_sorted() {
         let mut random = fastrand::Rng::with_seed(3);
         let mut draw = |n: usize| -> Vec<f64> { (0..n).map(|_| random.f64() + 0.1).collect() };
         for (a, b) in [(1, 1), (3, 5), (40, 7)] {
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_is_of_ratios() {
+    fn interval_contains_ratio() {
         let a = [100.0, 101.0, 99.0, 102.0, 98.0];
         let b = a.map(|value| 2.0 * value);
         let found = ratio(&a, &b).unwrap();
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_contains_the_truth_as_often_as_it_says() {
+    fn interval_reaches_nominal_coverage() {
         let mut random = fastrand::Rng::with_seed(7);
         // Skewed distribution, similar to latencies.
         let mut draw = |scale: f64| [(); 6].map(|()| scale / (1.0 - 0.9 * random.f64()).sqrt());

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_words_for_verdicts() {
+    fn table_describes_verdicts() {
         let comparison = Comparison {
             confidence: 0.95,
             cases: vec![Case {

@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_have_the_units_of_fio() {
+    fn results_use_fio_units() {
         let outcome = sample::mixed("a", 1);
         let json = written(&outcome);
         assert_eq!(json["timestamp"], sample::STARTED + 1);
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_reader_must_know_is_in_the_document() {
+    fn warnings_are_in_document() {
         let sound = written(&sample::mixed("a", 1));
         let sound = &sound["jobs"][0]["riser"];
         assert_eq!(sound["unstable"], false);

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bins_have_the_midpoints_of_fio() {
+    fn bins_match_fio_midpoints() {
         // From the output of fio 3.33, except for the last two, which are the bounds of the last
         // bin.
         for (nanos, expected) in [
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_conversion_to_bins_is_exact() {
+    fn bin_conversion_is_exact() {
         let mut histogram = Histogram::<u64>::new(3).unwrap();
         let mut expected = BTreeMap::new();
         let mut nanos = 1_u64;
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn no_samples_have_no_percentiles() {
+    fn empty_latencies_omit_percentiles() {
         let empty = Histogram::<u64>::new(3).unwrap();
         let json = serde_json::to_value(Latency::distribution(&empty, true)).unwrap();
         let expected = serde_json::json!({"min": 0, "max": 0, "mean": 0.0, "stddev": 0.0, "N": 0});

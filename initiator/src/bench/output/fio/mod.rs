@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_keys_are_those_of_fio() {
+    fn keys_match_fio() {
         let (mut fio, mut own) = (BTreeSet::new(), BTreeSet::new());
         keys(&serde_json::from_str(GOLDEN).unwrap(), "", &mut fio);
         keys(&ours(), "", &mut own);
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_types_are_those_of_fio() {
+    fn types_match_fio() {
         fn compare(fio: &Value, own: &Value, path: &str) {
             let kind = |value: &Value| match value {
                 Value::Object(_) => "object",

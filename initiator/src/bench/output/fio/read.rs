@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn output_of_fio_is_read() {
+    fn fio_output_is_parsed() {
         let runs = read(GOLDEN).unwrap();
         assert_eq!(runs.len(), 2);
         let mixed = &runs[0];
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_of_flushes_is_of_the_time_that_passed() {
+    fn flush_rate_uses_elapsed_time() {
         let syncs = |from: &str, to: &str| {
             assert!(GOLDEN.contains(from));
             read(&GOLDEN.replace(from, to)).unwrap()[0].kinds[2].iops
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_document_can_be_read() {
         let outcomes = [sample::mixed("a", 1), sample::open_loop("b", 2)];
         let runs = read(&written(&outcomes)).unwrap();
         assert_eq!(runs.len(), 2);
@@ -455,13 +455,13 @@ mod tests {
     }
 
     #[test]
-    fn documents_may_follow_each_other_and_warnings() {
+    fn documents_may_follow_warnings() {
         let text = format!("fio: a warning\n{GOLDEN}{GOLDEN}");
         assert_eq!(read(&text).unwrap().len(), 4);
     }
 
     #[test]
-    fn errors_name_the_member() {
+    fn errors_include_member_path() {
         let message = |from: &str, to: &str| {
             assert!(GOLDEN.contains(from));
             read(&GOLDEN.replacen(from, to, 1)).unwrap_err().to_string()
@@ -484,14 +484,14 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_syntax_have_the_line_of_the_file() {
+    fn syntax_errors_include_file_line() {
         let error = read("fio: a warning\n{\n  \"jobs\": [}\n").unwrap_err();
         let expected = "no JSON of fio: line 3, column 12: expected value";
         assert_eq!(error.to_string(), expected);
     }
 
     #[test]
-    fn processes_of_one_job_are_no_rounds() {
+    fn concurrent_processes_are_not_rounds() {
         let together = GOLDEN.replace("\"groupid\": 1", "\"groupid\": 0");
         // Jobs with different names can run concurrently.
         assert_eq!(read(&together).unwrap().len(), 2);

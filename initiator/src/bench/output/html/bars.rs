@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bar_has_the_median_and_all_rounds() {
+    fn bar_shows_median_and_rounds() {
         let bars = Bars {
             title: "IOPS".into(),
             show: |value| format!("{value:.0}"),

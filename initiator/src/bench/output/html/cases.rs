@@ -57,7 +57,7 @@ mod tests {
     use crate::bench::output::sample;
 
     #[test]
-    fn rounds_are_one_case() {
+    fn rounds_share_case() {
         let found = [sample::mixed("a", 1), sample::mixed("a", 2)];
         let found = cases(&found);
         assert_eq!(found.len(), 1);
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_are_not_shown_make_other_cases() {
+    fn hidden_options_separate_cases() {
         let with = |seed: &str| {
             let long = ("bssplit".to_owned(), "4k/1:".repeat(200));
             let last = ("randseed".to_owned(), seed.to_owned());
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_other_cases() {
+    fn disks_separate_cases() {
         let mut outcomes = [sample::mixed("a", 1), sample::mixed("a", 2)];
         outcomes[1].address = "nbd://127.0.0.1/disk".into();
         let found = cases(&outcomes);

@@ -246,7 +246,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_round() {
+    fn tick_labels_are_round() {
         assert_eq!(round("5.00 ms"), "5 ms");
         assert_eq!(round("2.50k"), "2.5k");
         assert_eq!(round("100 us"), "100 us");
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_do_not_cover_each_other() {
+    fn labels_do_not_overlap() {
         let places = spread(&[100.0, 101.0, 102.0, 198.0, 199.0], 20.0, 200.0);
         for pair in places.windows(2) {
             assert!(pair[1] - pair[0] >= LINE_HEIGHT - 1e-9, "{places:?}");

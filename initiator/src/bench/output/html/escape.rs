@@ -42,14 +42,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_text_becomes_markup() {
+    fn text_is_escaped() {
         let hostile = "<b a=\"1\" c='2'>&\0\x1b\u{202e}\n";
         let escaped = "&lt;b a=&quot;1&quot; c=&#39;2&#39;&gt;&amp;\u{fffd}\u{fffd}\u{fffd} ";
         assert_eq!(escape(hostile), escaped);
     }
 
     #[test]
-    fn texts_are_cut_before_they_are_escaped() {
+    fn text_is_truncated_before_escaping() {
         assert_eq!(shortened("a<bcdef&", 3), "a…f&amp;");
         assert_eq!(shortened("äöü", 3), "äöü");
     }

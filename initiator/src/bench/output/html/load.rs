@@ -264,7 +264,7 @@ mod tests {
     use crate::bench::output::sample;
 
     #[test]
-    fn runs_of_other_block_sizes_are_other_sweeps() {
+    fn block_sizes_separate_sweeps() {
         let mut outcomes = sample::sweep("4k", &[1, 4, 16]);
         outcomes.extend(sample::sweep("64k", &[1, 4]));
         outcomes.push(sample::open_loop("alone", 1));
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_are_not_shown_make_other_sweeps() {
+    fn hidden_options_separate_sweeps() {
         let with = |seed: &str, depth: &str| {
             let pair = |key: &str, value: String| (key.to_owned(), value);
             Outcome {
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_does_not_go_back_to_the_first_load_for_each_round() {
+    fn sweep_groups_rounds_by_load() {
         let mut outcomes = sample::sweep("4k", &[1, 4, 16]);
         outcomes.extend(sample::sweep("4k", &[1, 4, 16]));
         let found = sweeps(&outcomes);

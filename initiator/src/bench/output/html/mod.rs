@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_whole_and_alone() {
+    fn page_is_complete_and_self_contained() {
         let page = written(&all());
         well_formed(&page);
         for heading in [
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_title_has_each_name_once() {
+    fn title_lists_names_once() {
         let rounds = ["a", "b", "a", "b"].map(|name| sample::mixed(name, 1));
         assert_eq!(title(&rounds), "Benchmark: a, b");
         let many = ["a", "b", "c", "d", "a"].map(|name| sample::mixed(name, 1));
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_name_their_disks_if_there_are_several() {
+    fn runs_show_disks_if_multiple() {
         let one = sample::mixed("a", 1);
         let other = Outcome {
             address: "nbd://localhost/x".into(),
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn sections_without_content_are_left_out() {
+    fn empty_sections_are_omitted() {
         let page = written(&[sample::open_loop("a", 1)]);
         well_formed(&page);
         assert!(!page.contains("Latency against load"));
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_about_many_runs_says_what_it_leaves_out() {
+    fn page_reports_omitted_runs() {
         let depths: Vec<_> = (1..=40).collect();
         let page = written(&sample::sweep("4k", &depths));
         well_formed(&page);

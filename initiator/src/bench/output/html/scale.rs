@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_from_zero_ends_at_a_mark() {
+    fn range_from_zero_ends_at_tick() {
         let range = Range::from_zero([3.0, 870.0].into_iter());
         assert_eq!(range.ticks(), [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]);
         assert_eq!(
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn one_value_has_a_range() {
+    fn single_value_has_nonempty_range() {
         for value in [1.0, 77.0, 1e-3, 1e12] {
             let range = Range::ratios([value].into_iter());
             assert!(range.ticks().len() >= 2, "{value}: {:?}", range.ticks());
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn many_decades_have_few_marks() {
+    fn many_decades_have_few_ticks() {
         let ticks = Range::ratios([1.0, 1e12].into_iter()).ticks();
         assert!((3..=7).contains(&ticks.len()), "{ticks:?}");
     }

@@ -254,7 +254,7 @@ mod tests {
     use crate::bench::output::sample;
 
     #[test]
-    fn a_curve_ends_at_the_longest_latency() {
+    fn curve_ends_at_maximum_latency() {
         let mut latencies = Histogram::<u64>::new(3).unwrap();
         for nanos in 1..=1000 {
             latencies.record(nanos).unwrap();
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn no_line_crosses_a_time_without_operations() {
+    fn lines_skip_idle_intervals() {
         let mut outcome = sample::mixed("a", 1);
         let lines = |outcome: &Outcome| {
             let mut page = String::new();
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_have_their_nines() {
+    fn percentile_labels_use_nines() {
         let shown: Vec<_> = (0..5).map(nines).collect();
         assert_eq!(shown, ["0 %", "90 %", "99 %", "99.9 %", "99.99 %"]);
     }

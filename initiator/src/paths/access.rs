@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_finds_its_group_and_the_groups_state() {
+    fn path_reports_group_and_access_state() {
         // An NAA designator of the unit, a relative target port, and target port group 2.
         let page = [
             &[0x01, 0x03, 0, 8, 0x60, 1, 2, 3, 4, 5, 6, 7][..],

@@ -215,7 +215,7 @@ fn stages() -> [Stage; 6] {
 }
 
 #[test]
-fn the_table_of_paths_is_the_diagram() {
+fn path_transitions_match_diagram() {
     let expected = "Idle: Opening Over\n\
                     Opening: Checking Closing\n\
                     Checking: Live Closing\n\
@@ -226,7 +226,7 @@ fn the_table_of_paths_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_of_a_path_is_taken() {
+fn path_transition_coverage_is_complete() {
     assert_all_taken(&stages(), || {
         let mut rig = Rig::live();
         rig.close(A, Down::ConnectionLost);
@@ -241,7 +241,7 @@ fn every_transition_of_a_path_is_taken() {
 }
 
 #[test]
-fn requests_spread_over_the_paths_by_what_is_outstanding() {
+fn requests_use_least_loaded_path() {
     let mut rig = Rig::live();
     let first = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(first, B)]);
@@ -256,7 +256,7 @@ fn requests_spread_over_the_paths_by_what_is_outstanding() {
 }
 
 #[test]
-fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
+fn lost_write_waits_for_fence_unlike_read() {
     let mut rig = Rig::live();
     let read = rig.submit(READ);
     let write_a = rig.submit(write(0, 8));
@@ -294,7 +294,7 @@ fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
 }
 
 #[test]
-fn a_lost_read_starts_on_another_path_before_any_login() {
+fn lost_read_retries_without_login() {
     let mut rig = Rig::live();
     let on_b = rig.submit(READ);
     let on_a = rig.submit(READ);
@@ -308,7 +308,7 @@ fn a_lost_read_starts_on_another_path_before_any_login() {
 }
 
 #[test]
-fn a_login_in_another_group_proves_nothing() {
+fn login_in_other_group_never_fences() {
     let mut rig = Rig::new(2);
     rig.come(A, None);
     rig.paths.handle_live(B, Some(PortTag::Group(2)));
@@ -329,7 +329,7 @@ fn a_login_in_another_group_proves_nothing() {
 }
 
 #[test]
-fn a_fence_in_a_group_that_has_changed_is_none() {
+fn fence_requires_unchanged_group() {
     let mut rig = Rig::live();
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
@@ -351,7 +351,7 @@ fn a_fence_in_a_group_that_has_changed_is_none() {
 }
 
 #[test]
-fn a_write_that_was_given_up_holds_back_what_it_could_spoil() {
+fn timed_out_write_blocks_conflicting_requests() {
     let mut rig = Rig::new(2);
     rig.come(A, None);
     rig.paths.handle_live(B, Some(PortTag::Group(2)));
@@ -389,7 +389,7 @@ fn a_write_that_was_given_up_holds_back_what_it_could_spoil() {
 }
 
 #[test]
-fn what_may_not_be_repeated_fails_and_holds_back_every_write_and_read() {
+fn unrepeatable_request_fails_and_blocks_io() {
     let mut rig = Rig::live();
     rig.submit(Effect::None);
     let other = rig.submit(Effect::Other);
@@ -425,7 +425,7 @@ fn conflicting_writes_are_never_outstanding_together() {
 }
 
 #[test]
-fn with_no_path_left_requests_wait_and_a_path_that_is_back_fences_the_other() {
+fn returning_path_fences_remaining_lost_path() {
     let mut rig = Rig::live();
     let on_b = rig.submit(write(0, 8));
     let on_a = rig.submit(write(8, 16));
@@ -454,7 +454,7 @@ fn with_no_path_left_requests_wait_and_a_path_that_is_back_fences_the_other() {
 }
 
 #[test]
-fn a_portal_of_another_unit_ends_the_opening() {
+fn opening_fails_on_other_unit() {
     let mut rig = Rig::new(2);
     rig.come(A, None);
     rig.paths.handle_live(B, GROUP);
@@ -471,7 +471,7 @@ fn a_portal_of_another_unit_ends_the_opening() {
 }
 
 #[test]
-fn a_unit_without_a_name_has_no_paths() {
+fn opening_fails_without_unit_identity() {
     let mut rig = Rig::new(2);
     rig.paths.handle_live(A, GROUP);
     let nobody = Found {
@@ -486,7 +486,7 @@ fn a_unit_without_a_name_has_no_paths() {
 }
 
 #[test]
-fn a_path_that_leads_elsewhere_later_is_out_of_use_and_tried_again() {
+fn path_to_other_unit_is_retried() {
     let mut rig = Rig::live();
     rig.lose(A, &[]);
     rig.wait(ms(100));
@@ -511,7 +511,7 @@ fn a_path_that_leads_elsewhere_later_is_out_of_use_and_tried_again() {
 }
 
 #[test]
-fn opening_waits_for_every_path_once_and_fails_only_with_all() {
+fn opening_fails_if_all_paths_fail() {
     let mut rig = Rig::new(2);
     let refused: Down = ConnectError::Unreachable.into();
     rig.close(A, refused);
@@ -525,7 +525,7 @@ fn opening_waits_for_every_path_once_and_fails_only_with_all() {
 }
 
 #[test]
-fn a_login_that_was_too_slow_gets_twice_the_time() {
+fn login_timeout_doubles_patience() {
     let mut rig = Rig::live();
     rig.lose(A, &[]);
     rig.wait(ms(100));
@@ -541,7 +541,7 @@ fn a_login_that_was_too_slow_gets_twice_the_time() {
 }
 
 #[test]
-fn the_unit_says_which_paths_it_wants() {
+fn access_states_select_paths() {
     let mut rig = Rig::new(3);
     let c = PathIndex(2);
     rig.come(A, Some(Access::None));
@@ -572,7 +572,7 @@ fn the_unit_says_which_paths_it_wants() {
 }
 
 #[test]
-fn closing_ends_sessions_first_and_every_request_once() {
+fn close_completes_requests_after_sessions() {
     let mut rig = Rig::live();
     let on_b = rig.submit(write(0, 8));
     let waits = rig.submit(write(0, 8));
@@ -592,7 +592,7 @@ fn closing_ends_sessions_first_and_every_request_once() {
 
 /// A request is passed to a closed session before the machine was notified.
 #[test]
-fn a_request_that_meets_the_end_of_its_session_ends_before_the_whole() {
+fn request_completes_before_closed_event() {
     let mut rig = Rig::new(1);
     rig.come(A, None);
     let request = rig.submit(Effect::None);
@@ -610,7 +610,7 @@ fn a_request_that_meets_the_end_of_its_session_ends_before_the_whole() {
 /// Simulates a target with a disk and single-block writes, randomly broken sessions, and copies of
 /// commands that reach the disk as late as the target allows: until their session is replaced.
 #[test]
-fn whatever_is_lost_the_disk_ends_with_what_was_acknowledged_last() {
+fn random_losses_keep_acknowledged_data() {
     for seed in 1..400u64 {
         simulate(seed);
     }
@@ -726,7 +726,7 @@ fn simulate(seed: u64) {
 }
 
 #[test]
-fn a_path_whose_unit_is_gone_is_lost_and_its_commands_go_elsewhere() {
+fn missing_unit_moves_commands_to_other_path() {
     let mut rig = Rig::live();
     let id = rig.submit(write(0, 8));
     let (_, path) = rig.started()[0];
@@ -755,7 +755,7 @@ fn srp(cache: Option<[u8; 16]>) -> Rig {
 }
 
 #[test]
-fn a_login_by_another_portal_ends_no_session_of_srp() {
+fn srp_login_by_other_portal_never_fences() {
     for cache in [None, Some([1; 16])] {
         let mut rig = srp(cache);
         rig.submit(Effect::None);
@@ -768,7 +768,7 @@ fn a_login_by_another_portal_ends_no_session_of_srp() {
 }
 
 #[test]
-fn a_login_fences_at_once_where_srp_targets_are_known_to_end_old_commands() {
+fn srp_login_fences_with_cache_generation() {
     let mut rig = srp(Some([1; 16]));
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
@@ -781,7 +781,7 @@ fn a_login_fences_at_once_where_srp_targets_are_known_to_end_old_commands() {
 }
 
 #[test]
-fn commands_at_an_srp_target_that_proves_nothing_are_given_time_to_end() {
+fn unproven_srp_login_fences_after_delay() {
     let mut rig = srp(None);
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
@@ -822,7 +822,7 @@ fn earlier_loss_fences_no_later_session() {
 }
 
 #[test]
-fn a_portal_that_comes_back_in_another_group_fences_after_a_while() {
+fn changed_group_fences_after_delay() {
     let mut rig = Rig::live();
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
@@ -848,7 +848,7 @@ fn a_portal_that_comes_back_in_another_group_fences_after_a_while() {
 }
 
 #[test]
-fn sessions_that_were_lost_in_two_groups_are_not_fenced_by_a_login_in_one() {
+fn login_fences_only_sessions_in_group() {
     let mut rig = Rig::new(1);
     rig.come(A, None);
     let first = rig.submit(write(0, 8));
@@ -868,7 +868,7 @@ fn sessions_that_were_lost_in_two_groups_are_not_fenced_by_a_login_in_one() {
 }
 
 #[test]
-fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
+fn takeover_writes_after_fencing_all_paths() {
     let mut rig = Rig::new(2);
     rig.paths.recover(rig.now);
     rig.come_with_cache(A, GROUP);
@@ -916,7 +916,7 @@ fn path_waits_for_time2wait() {
 }
 
 #[test]
-fn a_path_of_a_dead_process_that_stays_away_holds_writes_up_for_a_while_only() {
+fn takeover_delays_writes_for_absent_path() {
     let mut rig = Rig::new(2);
     rig.paths.recover(rig.now);
     rig.come(A, None);

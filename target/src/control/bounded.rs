@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_connection_displaces_a_slow_request() {
+    fn new_connection_displaces_slow_request() {
         test(LIMITS, async |addr, _| {
             let mut slow = Vec::new();
             for _ in 0..LIMITS.connections {
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_connection_displaces_one_that_does_not_read() {
+    fn new_connection_displaces_idle_reader() {
         test(LIMITS, async |addr, _| {
             let mut unread = Vec::new();
             for _ in 0..LIMITS.connections {
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_most_connections_loses_one() {
+    fn heaviest_user_loses_connection() {
         let limits = Limits {
             connections: 3,
             ..LIMITS
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_worked_on_is_displaced_last_and_has_time() {
+    fn active_request_is_displaced_last() {
         let limits = Limits {
             request: SHORT,
             ..LIMITS
@@ -520,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_trickle_in_do_not_prolong_a_request() {
+    fn trickling_bytes_do_not_extend_request() {
         let limits = Limits {
             request: SHORT,
             ..LIMITS
@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_read_too_slowly_ends() {
+    fn slowly_read_response_times_out() {
         let limits = Limits {
             answer: SHORT,
             ..LIMITS
@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_connection_ends() {
+    fn idle_connection_is_closed() {
         let limits = Limits {
             idle: SHORT,
             ..LIMITS

@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_matters_is_kept_up_to_a_bound() {
+    fn important_events_are_kept_up_to_limit() {
         let noteworthy = Noteworthy { audit: true };
         let subscriber = tracing_subscriber::registry().with(Collector.with_filter(noteworthy));
         let texts = tracing::subscriber::with_default(subscriber, || {
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_audit_log_there_are_no_events_of_it() {
+    fn disabled_audit_log_adds_no_events() {
         let noteworthy = Noteworthy { audit: false };
         let subscriber = tracing_subscriber::registry().with(Collector.with_filter(noteworthy));
         let texts = tracing::subscriber::with_default(subscriber, || {

@@ -255,7 +255,7 @@ fn admin_api() {
 
 /// Verifies that the fuzz target can reach the configuration.
 #[test]
-fn requests_of_the_fuzz_target_change_the_configuration() {
+fn fuzz_target_requests_change_configuration() {
     let (mut rig, mut daemon) = (Rig::new(), Daemon::new());
     let bytes = request(b"\x01\x09{\"limits\":{\"max_sessions\":7}}");
     let answer = rig.exchange(&[&bytes, LAST].concat(), true, &mut daemon);

@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_ones_are_kept_over_a_restart() {
+    fn latest_entries_survive_restart() {
         let name = format!("riserd-history-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&path);
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_steps_of_one_process_are_one_change() {
+    fn steps_of_process_form_single_change() {
         let mut history = History::open(&Location::Off).unwrap();
         for (time, who, how) in [
             (0, "riserd", "start"),
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_directory_it_is_kept_in_memory() {
+    fn history_without_directory_is_kept_in_memory() {
         let mut history = History::open(&Location::Off).unwrap();
         history.record(entry(1)).unwrap();
         assert_eq!(history.entries().len(), 1);

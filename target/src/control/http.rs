@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_other_sites_are_not_ours() {
+    fn foreign_host_names_are_rejected() {
         let is_ours = |host| is_own(host, "storage-1");
         for host in [
             "127.0.0.1",

@@ -1024,7 +1024,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reload_takes_back_what_concerns_unsaved_changes() {
+    fn reload_reports_reverted_unsaved_changes() {
         let change = |path: &str| Difference {
             path: path.to_owned(),
             old: Value::Null,

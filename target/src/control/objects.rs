@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_is_drawn_with_its_branches() {
+    fn tree_is_drawn_with_branches() {
         let leaf = |name| node(name, Vec::new());
         let root = node(
             "/",

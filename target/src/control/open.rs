@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_applied_comes_before_a_file_that_was_not_edited() {
+    fn applied_configuration_precedes_unedited_file() {
         let mut history = History::open(&Location::Off).unwrap();
         let served = |file: &str, history: &History| {
             let config = restored(config(file), history).unwrap();
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_waits_for_what_is_in_use_and_for_nothing_else() {
+    fn start_waits_only_for_resources_in_use() {
         let mut attempts = 0;
         let started = start(|| {
             attempts += 1;

@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn disk_with_number_of_another_disk_is_found() {
+    fn disk_with_other_disks_number_is_found() {
         let old = config("{ 0: a, 1: b }");
         let found = |luns: &str| {
             let found = find(&old, &config(luns), |_| true)?;

@@ -359,7 +359,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_those_of_the_zone() {
+    fn times_use_time_zone() {
         let zone = |text| TimeZone::posix(text).unwrap();
         for (seconds, text, expected) in [
             (0, "UTC0", "1970-01-01 00:00:00 +00:00"),
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_that_fails_some_commands_is_not_called_not_served() {
+    fn partly_failing_backend_is_reported_as_failing() {
         let line = |state: &str| {
             problem(&ProblemView {
                 kind: "backend".to_owned(),
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn history_shows_what_each_configuration_changed_and_who_asked() {
+    fn history_shows_changes_and_requester() {
         let difference = |path: String, old: Value, new: Value| Difference { path, old, new };
         let more = (0..SHOWN).map(|n| difference(format!("/limits/{n}"), Value::Null, n.into()));
         let entry = |back, changes| HistoryView {

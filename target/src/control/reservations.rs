@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_belongs_to_a_unit_of_its_names() {
+    fn file_belongs_to_unit_with_same_names() {
         let name = format!("riserd-reservations-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&path);

@@ -381,7 +381,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_condition_that_cannot_be_read_is_not_met() {
+    fn unreadable_condition_is_not_met() {
         let replaced = |value: &[u8]| {
             let value = HeaderValue::from_bytes(value).unwrap();
             replaced(&HeaderMap::from_iter([(IF_MATCH, value)]))

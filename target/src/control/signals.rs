@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_signal_comes_once_and_by_its_flag_alone() {
+    async fn signal_is_reported_once_by_its_flag() {
         let mut caught = Caught::new(SignalKind::user_defined2()).unwrap();
         signal_hook::low_level::raise(signal_hook::consts::SIGUSR2).unwrap();
         caught.recv().await;

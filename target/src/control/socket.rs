@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn only_its_owner_may_use_it_and_it_goes_with_its_daemon() {
+    fn socket_is_private_and_removed_on_exit() {
         let dir = dir("mode");
         let path = dir.join("deep").join("admin.sock");
         let (listener, bound) = bind(&path).unwrap();
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_left_behind_is_replaced_and_a_file_is_not() {
+    fn stale_socket_is_replaced_but_not_file() {
         let dir = dir("stale");
         let path = dir.join("admin.sock");
         let (listener, bound) = bind(&path).unwrap();

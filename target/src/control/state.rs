@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kill_at_any_step_leaves_the_old_file_or_the_new_one() {
+    fn kill_leaves_old_or_new_file() {
         let path = dir("steps");
         let state = StateDir::take(&path).unwrap();
         let steps = [
@@ -549,7 +549,7 @@ mod tests {
 
     /// If a replacement reports an error, the next start must see the old file.
     #[test]
-    fn a_directory_that_cannot_be_made_durable_keeps_the_old_file() {
+    fn failed_directory_sync_keeps_old_file() {
         let path = dir("undone");
         let state = StateDir::take(&path).unwrap();
         let file = path.join("f");
@@ -570,7 +570,7 @@ mod tests {
 
     /// Otherwise, the second start would use a directory whose name could be lost on power failure.
     #[test]
-    fn the_name_of_a_directory_is_synced_by_the_start_after_one_that_could_not() {
+    fn next_start_syncs_directory_name() {
         let path = dir("names").join("inner");
         let mut failing = |_: &Path| Err(io::Error::other("no space"));
         make_durable(&path, &mut failing).unwrap_err();
@@ -635,7 +635,7 @@ mod tests {
     }
 
     #[test]
-    fn one_daemon_has_a_directory() {
+    fn directory_is_locked_by_single_daemon() {
         let path = dir("lock");
         let state = StateDir::take(&path).unwrap();
         let second = StateDir::take(&path).unwrap_err();
@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_is_ending_is_waited_for() {
+    fn start_waits_for_terminating_daemon() {
         let path = dir("ending");
         let state = StateDir::take(&path).unwrap();
         state.note_ending().unwrap();

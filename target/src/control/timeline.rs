@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_ten_minutes_are_kept_and_told_once() {
+    fn last_ten_minutes_are_reported_once() {
         let mut timeline = Timeline::default();
         assert_eq!(timeline.recent(Since::default()).samples, []);
         for second in 0..=2 * KEPT as u64 {
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_of_the_clock_changes_neither_rates_nor_what_is_new() {
+    fn clock_step_preserves_rates_and_new_samples() {
         for step in [-3600.0, 3600.0] {
             let mut timeline = Timeline::default();
             for second in 0..10 {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_that_comes_later_has_no_rate_before() {
+    fn late_unit_has_no_earlier_rate() {
         let mut timeline = Timeline::default();
         timeline.take(Live {
             luns: Vec::new(),

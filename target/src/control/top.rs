@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_screen_has_a_line_for_each_unit_and_session_and_obeys_no_name() {
+    fn screen_lists_all_and_escapes_names() {
         let text = screen(&rates()).join("\n");
         for part in [
             "12.3k",
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_terminal_gets_no_more_than_it_can_show() {
+    fn output_is_limited_to_terminal_size() {
         let top = |once, terminal| Top {
             every: Duration::ZERO,
             once,

@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_read_from_every_form_of_a_cdb() {
+    fn blocks_are_parsed_from_all_cdbs() {
         for (cdb, expected) in [
             (&[0x08, 0x01, 0x02, 0x03, 0, 0][..], Some((0x1_0203, 256))),
             (&[0x2a, 0, 0, 0, 0, 9, 0, 0, 8, 0], Some((9, 8))),

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_silent_worker_silences_it_until_it_answers() {
+    fn silent_worker_stops_watchdog_until_reply() {
         let mut asked = Asked::default();
         let (first, rx1) = channel();
         let (second, rx2) = channel();
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_could_not_be_asked_is_asked_again() {
+    fn unqueried_worker_is_queried_again() {
         let mut asked = Asked::default();
         let (_, full) = channel();
         assert!(asked.check(|| vec![full]));
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_on_while_the_control_plane_waits_for_a_file_system() {
+    fn watchdog_continues_while_file_system_hangs() {
         let (seen, alive) = channel();
         let running = run(Duration::from_millis(1), Vec::new, move || {
             let _ = seen.send(());

@@ -67,7 +67,7 @@ pub(super) fn tmf_status(received: &[Received]) -> TmfStatus {
 }
 
 #[test]
-fn a_read_comes_in_bursts_with_its_status() {
+fn read_is_sent_in_bursts_with_status() {
     let mut rig =
         Rig::logged_in("MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0FirstBurstLength=512\0");
     rig.disk[..2048]
@@ -93,7 +93,7 @@ fn a_read_comes_in_bursts_with_its_status() {
 }
 
 #[test]
-fn a_short_read_says_so() {
+fn short_read_reports_residual() {
     let mut rig = Rig::logged_in("");
     let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     for (len, residual) in [
@@ -111,7 +111,7 @@ fn a_short_read_says_so() {
 }
 
 #[test]
-fn immediate_unsolicited_and_solicited_data_make_one_write() {
+fn write_combines_all_kinds_of_data() {
     let mut rig =
         Rig::logged_in("FirstBurstLength=1024\0MaxBurstLength=1024\0MaxOutstandingR2T=2\0");
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
@@ -153,7 +153,7 @@ fn immediate_unsolicited_and_solicited_data_make_one_write() {
 }
 
 #[test]
-fn data_out_of_order_fail_the_command_and_change_nothing() {
+fn data_out_of_order_fails_command() {
     for (sn, offset, len) in [(1, 512, 512), (0, 0, 512), (0, 512, 1024), (0, 1024, 512)] {
         let mut rig = Rig::logged_in("FirstBurstLength=1024\0");
         rig.write(1, 4, &[1; 512], false);
@@ -183,7 +183,7 @@ fn data_out_of_order_fail_the_command_and_change_nothing() {
 
 /// CVE-2026-74394: offset close to the integer limit.
 #[test]
-fn cve_2026_74394_offsets_that_wrap_are_refused() {
+fn cve_2026_74394_wrapping_offsets_are_refused() {
     let mut rig = Rig::logged_in("");
     let received = rig.write(1, 4, &[], true);
     let FromTarget::R2t(r2t) = received[0].0 else {
@@ -198,7 +198,7 @@ fn cve_2026_74394_offsets_that_wrap_are_refused() {
 
 /// CVE-2026-90293: only login is allowed before full-feature phase.
 #[test]
-fn cve_2026_90293_a_command_before_login_ends_the_connection() {
+fn cve_2026_90293_early_command_closes_connection() {
     let mut rig = Rig::new();
     rig.read(1, 0, 1);
     assert!(rig.disconnected && rig.blocks.is_empty());
@@ -209,7 +209,7 @@ fn cve_2026_90293_a_command_before_login_ends_the_connection() {
 /// CVE-2026-90413, CVE-2026-90414: if the length exceeds our limit, the connection must be closed
 /// before any data is stored.
 #[test]
-fn cve_2026_90413_and_2026_90414_a_length_beyond_our_limit_ends_the_connection() {
+fn cve_2026_90413_and_2026_90414_length_over_limit() {
     let mut rig = Rig::logged_in("");
     let mut bytes = [0; 48];
     bytes[0] = 0x40;
@@ -222,7 +222,7 @@ fn cve_2026_90413_and_2026_90414_a_length_beyond_our_limit_ends_the_connection()
 
 /// CVE-2021-28361: PDUs without a data segment where data is expected.
 #[test]
-fn cve_2021_28361_pdus_without_data_are_taken_for_what_they_are() {
+fn cve_2021_28361_pdus_without_data() {
     // First PDU on a connection, without keys or a name.
     let mut rig = Rig::new();
     let bytes = rig.login_bytes(b"");
@@ -269,7 +269,7 @@ fn cve_2021_28361_pdus_without_data_are_taken_for_what_they_are() {
 
 /// SCST 93: INQUIRY with a zero length for an unknown unit.
 #[test]
-fn scst_93_an_empty_inquiry_to_a_missing_unit_is_answered() {
+fn scst_93_empty_inquiry_to_missing_unit() {
     let mut rig = Rig::logged_in("");
     let cdb: [u8; 6] = [0x12, 0, 0, 0, 0, 0];
     let bytes = {
@@ -326,7 +326,7 @@ fn digests_protect_both_ways() {
 }
 
 #[test]
-fn commands_outside_the_window_are_passed_over() {
+fn commands_outside_window_are_ignored() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     for tag in 1..=u32::from(WINDOW) {
@@ -352,7 +352,7 @@ fn commands_outside_the_window_are_passed_over() {
 
 /// In a session that allows several connections, requests can be received out of order.
 #[test]
-fn commands_that_come_early_wait_for_their_turn() {
+fn early_commands_wait_for_their_turn() {
     let mut rig = Rig::logged_in("MaxConnections=4\0FirstBurstLength=4096\0");
     let first = rig.cmd_sn;
     rig.cmd_sn = first + 2;
@@ -383,7 +383,7 @@ fn commands_that_come_early_wait_for_their_turn() {
 }
 
 #[test]
-fn a_function_waits_for_the_commands_that_it_concerns() {
+fn function_waits_for_affected_commands() {
     let mut rig = Rig::logged_in("MaxConnections=4\0");
     let first = rig.cmd_sn;
     rig.cmd_sn = first + 1;
@@ -398,7 +398,7 @@ fn a_function_waits_for_the_commands_that_it_concerns() {
 }
 
 #[test]
-fn an_abort_of_a_command_that_has_not_come_takes_its_number() {
+fn abort_of_missing_command_uses_its_number() {
     let mut rig = Rig::logged_in("MaxConnections=4\0");
     let lost = rig.cmd_sn;
     rig.cmd_sn = lost + 1;
@@ -446,7 +446,7 @@ fn an_abort_of_a_command_that_has_not_come_takes_its_number() {
 }
 
 #[test]
-fn a_login_that_takes_a_place_is_answered_when_that_is_free() {
+fn replacing_login_waits_for_old_session() {
     let mut rig = Rig::new();
     rig.gate.waits = true;
     let text = "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0";
@@ -475,7 +475,7 @@ fn a_login_that_takes_a_place_is_answered_when_that_is_free() {
 }
 
 #[test]
-fn a_logout_of_the_session_waits_for_its_other_connections() {
+fn session_logout_waits_for_other_connections() {
     let mut rig = Rig::logged_in("MaxConnections=4\0");
     let status = |received: &[Received]| match received {
         [(FromTarget::LogoutResponse(response), ..)] => response.status,
@@ -503,7 +503,7 @@ fn a_logout_of_the_session_waits_for_its_other_connections() {
 }
 
 #[test]
-fn a_connection_that_has_logged_out_another_one_waits_for_that_before_it_leaves() {
+fn logout_waits_for_pending_connection_logout() {
     let mut rig = Rig::logged_in("MaxConnections=4\0");
     let logout = |tag, cid| {
         FromInitiator::LogoutRequest(LogoutRequest {
@@ -596,7 +596,7 @@ pub(super) fn data_in(received: &[Received]) -> (Vec<u32>, Option<u32>) {
 }
 
 #[test]
-fn what_was_sent_is_sent_once_more() {
+fn sent_data_can_be_retransmitted() {
     let mut rig = Rig::logged_in(
         "MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0FirstBurstLength=512\0ErrorRecoveryLevel=1\0",
     );
@@ -645,7 +645,7 @@ fn what_was_sent_is_sent_once_more() {
 /// RFC 7143 11.16.3: if MaxRecvDataSegmentLength has changed, data is retransmitted with the new
 /// PDU size and the response contains the tag from the SNACK.
 #[test]
-fn data_are_cut_anew_where_the_pdu_size_has_changed() {
+fn retransmission_uses_changed_pdu_size() {
     for was_sent in [true, false] {
         let mut rig = Rig::logged_in(
             "MaxRecvDataSegmentLength=2048\0MaxBurstLength=4096\0ErrorRecoveryLevel=1\0",
@@ -706,7 +706,7 @@ fn data_are_cut_anew_where_the_pdu_size_has_changed() {
 
 /// The initiator requests data again, and acknowledges the response before it is sent.
 #[test]
-fn data_asked_for_again_are_not_sent_once_their_answer_is_acknowledged() {
+fn acknowledged_response_cancels_retransmission() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     let first = rig.read(1, 0, 5);
     let sn = first.last().unwrap().1.stat_sn.0;
@@ -725,7 +725,7 @@ fn data_asked_for_again_are_not_sent_once_their_answer_is_acknowledged() {
 /// The initiator requests data again before it's sent, and then logs out: in this case the command
 /// completes with its response.
 #[test]
-fn data_asked_for_again_are_not_sent_behind_the_answer_to_an_initiator_that_leaves() {
+fn logout_cancels_retransmission_after_response() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=512\0ErrorRecoveryLevel=1\0");
     // Nothing was sent before this. The data and some of the retransmissions fill a batch.
     rig.stalled = true;
@@ -773,7 +773,7 @@ pub(super) fn r2t(received: &[Received]) -> R2t {
 
 /// The last PDU also ends unsolicited data for a command received out of order.
 #[test]
-fn spoilt_data_of_a_command_that_waits_are_asked_for_once_more() {
+fn damaged_data_of_queued_command_is_requested() {
     let mut rig = Rig::logged_in("DataDigest=CRC32C\0ErrorRecoveryLevel=1\0");
     let first = rig.cmd_sn;
     rig.cmd_sn = first + 1;
@@ -793,7 +793,7 @@ fn spoilt_data_of_a_command_that_waits_are_asked_for_once_more() {
 }
 
 #[test]
-fn spoilt_data_are_asked_for_once_more() {
+fn damaged_data_is_requested_again() {
     let mut rig = Rig::logged_in("DataDigest=CRC32C\0ErrorRecoveryLevel=1\0");
     let asked = r2t(&rig.write(1, 4, &[], true));
     assert_eq!((asked.r2t_sn, asked.offset, asked.len), (0, 0, 2048));
@@ -834,7 +834,7 @@ fn spoilt_data_are_asked_for_once_more() {
 /// RFC 7143 7.8, 11.4.7.2: without recovery, a command with damaged data must fail after receiving
 /// all of its data.
 #[test]
-fn data_that_are_wrong_fail_their_command_when_all_have_come() {
+fn damaged_data_fails_command_when_complete() {
     let mut rig = Rig::logged_in(
         "DataDigest=CRC32C\0FirstBurstLength=1024\0MaxOutstandingR2T=2\0MaxBurstLength=1024\0",
     );
@@ -884,7 +884,7 @@ fn data_that_are_wrong_fail_their_command_when_all_have_come() {
 /// A command with damaged immediate data is sent again using the same CmdSN. The next commands must
 /// wait.
 #[test]
-fn a_spoilt_command_is_sent_again() {
+fn damaged_command_can_be_resent() {
     let mut rig = Rig::logged_in("DataDigest=CRC32C\0ErrorRecoveryLevel=1\0");
     let first = rig.cmd_sn;
     let command = |rig: &Rig, sn| {
@@ -906,7 +906,7 @@ fn a_spoilt_command_is_sent_again() {
 }
 
 #[test]
-fn a_tag_in_use_is_rejected() {
+fn tag_in_use_is_rejected() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     rig.read(1, 0, 1);
@@ -920,7 +920,7 @@ fn a_tag_in_use_is_rejected() {
 }
 
 #[test]
-fn wrong_pdus_are_rejected_and_the_session_lives() {
+fn invalid_pdus_are_rejected_within_session() {
     let mut rig = Rig::logged_in("ImmediateData=No\0");
     assert_eq!(
         rejected(&rig.write(1, 1, &[1; 512], true)),
@@ -947,7 +947,7 @@ fn wrong_pdus_are_rejected_and_the_session_lives() {
 }
 
 #[test]
-fn functions_end_tasks_and_are_answered_after_them() {
+fn functions_respond_after_aborted_tasks() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     assert_eq!(
@@ -1006,7 +1006,7 @@ fn functions_end_tasks_and_are_answered_after_them() {
 /// RFC 7144 6.3: the session is closed with its nexus, after the response and without retention
 /// time.
 #[test]
-fn a_reset_of_the_nexus_ends_the_session() {
+fn nexus_reset_closes_session() {
     for level in [0, 2] {
         let mut rig = Rig::logged_in(&format!("ErrorRecoveryLevel={level}\0"));
         rig.prompt = false;
@@ -1025,7 +1025,7 @@ fn a_reset_of_the_nexus_ends_the_session() {
 
 /// A command waiting for unsolicited data before its response is no longer in the task set.
 #[test]
-fn no_answer_follows_the_function_that_ended_its_command() {
+fn aborted_command_has_no_later_response() {
     for function in [
         TmfFunction::AbortTaskSet,
         TmfFunction::ClearTaskSet,
@@ -1046,7 +1046,7 @@ fn no_answer_follows_the_function_that_ended_its_command() {
 
 /// If we receive too many pings, we must stop reading instead of queueing more responses.
 #[test]
-fn a_flood_of_pings_is_bounded() {
+fn ping_flood_is_bounded() {
     let mut rig = Rig::logged_in("");
     let answer = rig.nop(5, b"hello");
     assert_eq!(answer[0].2, b"hello");
@@ -1063,7 +1063,7 @@ fn a_flood_of_pings_is_bounded() {
 }
 
 #[test]
-fn a_silent_initiator_is_asked_and_then_dropped() {
+fn silent_initiator_is_pinged_then_dropped() {
     let mut rig = Rig::logged_in("");
     assert!(rig.wait(Duration::from_secs(14)).is_empty());
     let received = rig.wait(Duration::from_secs(1));
@@ -1082,7 +1082,7 @@ fn a_silent_initiator_is_asked_and_then_dropped() {
 
 /// A peer that stops during login, or only sends a byte from time to time, must be disconnected.
 #[test]
-fn a_login_has_its_time() {
+fn login_times_out() {
     let mut rig = Rig::new();
     for second in 0..15 {
         assert!(!rig.disconnected, "{second}");
@@ -1095,7 +1095,7 @@ fn a_login_has_its_time() {
 
 /// Sending a byte per second must not keep a connection open without login.
 #[test]
-fn a_login_that_trickles_has_no_more_time_than_another() {
+fn trickling_login_times_out() {
     let mut rig = Rig::new();
     let text = b"InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0";
     let bytes = rig.login_bytes(text);
@@ -1113,7 +1113,7 @@ fn a_login_that_trickles_has_no_more_time_than_another() {
 }
 
 #[test]
-fn discovery_lists_targets_over_several_pdus_and_runs_no_command() {
+fn discovery_spans_pdus_and_rejects_commands() {
     let mut rig = Rig::new();
     rig.gate.targets = 300;
     rig.login(
@@ -1152,7 +1152,7 @@ fn discovery_lists_targets_over_several_pdus_and_runs_no_command() {
 }
 
 #[test]
-fn a_logout_waits_for_what_can_end_and_closes() {
+fn logout_waits_for_active_commands() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     rig.read(1, 0, 1);
@@ -1193,7 +1193,7 @@ fn a_logout_waits_for_what_can_end_and_closes() {
 }
 
 #[test]
-fn a_target_that_goes_asks_for_logouts_first() {
+fn shutdown_requests_logout_first() {
     let mut rig = Rig::logged_in("");
     let until = rig.now + Duration::from_secs(5);
     let received = rig.with(|ch, cx| ch.channel_mut().handle_shutdown(cx, until));
@@ -1226,7 +1226,7 @@ fn commands_wait_for_buffers_and_lose_nothing() {
 
 /// While commands are waiting for pool memory, their immediate data is stored outside the pool.
 #[test]
-fn unsolicited_data_of_waiting_commands_are_bounded() {
+fn unsolicited_data_of_waiting_commands_is_bounded() {
     const SESSIONS: usize = 16;
     let mut pool = Pool::new(4 << 20).unwrap();
     let hog = pool.take(pool.size() as u32).unwrap();
@@ -1304,7 +1304,7 @@ fn waiting_commands_keep_only_their_data() {
 
 /// Commands that use all of the memory might be waiting for this one.
 #[test]
-fn a_command_that_has_started_gets_the_reserve() {
+fn started_command_gets_reserve() {
     let mut rig = Rig::logged_in("");
     let hog = rig.pool.take(rig.pool.size() as u32).unwrap();
     assert!(rig.write(1, 8, &[5; 4096], true).is_empty());
@@ -1347,7 +1347,7 @@ fn started_command_gets_memory_behind_waiting_write() {
 
 /// Newer commands of the same nexus would wait for this command while using the memory it needs.
 #[test]
-fn no_command_overtakes_one_that_waits_for_memory() {
+fn commands_queue_behind_memory_wait() {
     let mut rig = Rig::logged_in("");
     let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.take(4096)).collect();
     let page = held.pop().unwrap();
@@ -1521,7 +1521,7 @@ fn full_feature() {
 /// The command time is measured until the response is sent, even if it's kept for an initiator that
 /// doesn't acknowledge it.
 #[test]
-fn a_command_is_counted_when_its_answer_is_sent() {
+fn command_is_counted_when_response_is_sent() {
     for keys in ["", "ErrorRecoveryLevel=1\0"] {
         let mut rig = Rig::logged_in(keys);
         rig.read(1, 0, 1);
@@ -1534,7 +1534,7 @@ fn a_command_is_counted_when_its_answer_is_sent() {
 
 /// COMPARE AND WRITE locks its blocks only after its data was received.
 #[test]
-fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
+fn command_awaiting_data_does_not_block_unit() {
     let mut rig = Rig::logged_in("");
     let mut caw = [0; 16];
     caw[0] = 0x89;
@@ -1552,7 +1552,7 @@ fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
 }
 
 #[test]
-fn a_command_whose_data_never_come_ends_with_its_connection() {
+fn command_without_data_times_out_connection() {
     let mut rig = Rig::logged_in("");
     let asked = rig.write(1, 128, &[], true);
     assert!(matches!(asked[..], [(FromTarget::R2t(_), ..)]));
@@ -1569,7 +1569,7 @@ fn a_command_whose_data_never_come_ends_with_its_connection() {
 }
 
 #[test]
-fn a_slow_link_is_given_time_as_long_as_data_come() {
+fn slow_link_gets_time_while_data_arrives() {
     let mut rig = Rig::logged_in("");
     let mut asked = rig.write(1, 2, &[], true);
     asked.extend(rig.write(2, 2, &[], true));
@@ -1596,7 +1596,7 @@ fn a_slow_link_is_given_time_as_long_as_data_come() {
 /// A reset affects other nexuses when it aborts their commands. It doesn't matter if the connection
 /// which requested it is closed before the commands complete.
 #[test]
-fn a_reset_whose_connection_goes_tells_the_others() {
+fn reset_notifies_others_after_connection_loss() {
     let mut rig = Rig::logged_in("");
     let port = |name: &str| PortName::Iscsi(name.into());
     let other = NexusId(8);
@@ -1653,7 +1653,7 @@ fn a_reset_whose_connection_goes_tells_the_others() {
 
 /// An initiator without write access must not abort commands of other initiators.
 #[test]
-fn functions_that_concern_others_are_refused_by_read_only_numbers() {
+fn read_only_lun_refuses_functions_for_others() {
     let mut rig = Rig::logged_in("");
     let unit = Arc::clone(&rig.gate.unit);
     let by = |numbers: &[(u16, bool)]| {
@@ -1687,7 +1687,7 @@ fn functions_that_concern_others_are_refused_by_read_only_numbers() {
 /// unit. Until it receives a response which reports the change, a function must only abort its own
 /// commands there.
 #[test]
-fn functions_for_a_number_that_has_moved_leave_others_alone() {
+fn functions_for_moved_lun_spare_others() {
     let mut rig = Rig::logged_in("");
     let mut config = crate::fixture::unit_config(2048);
     config.identity.serial = "another".into();
@@ -1749,7 +1749,7 @@ fn functions_for_a_number_that_has_moved_leave_others_alone() {
 
 /// The send queue is also limited in bytes, because the initiator sets the response size.
 #[test]
-fn a_flood_of_large_pings_is_bounded_in_bytes() {
+fn large_ping_flood_is_bounded_in_bytes() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=262144\0");
     rig.stalled = true;
     let data = vec![7; 65536];
@@ -1769,7 +1769,7 @@ fn a_flood_of_large_pings_is_bounded_in_bytes() {
 /// A single receive can contain more requests than the send queue has room for. They must be
 /// processed as responses are sent.
 #[test]
-fn requests_wait_until_there_is_room_for_their_answers() {
+fn requests_wait_for_response_queue_space() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=262144\0");
     rig.stalled = true;
     let ping = |rig: &Rig, tag| {
@@ -1793,7 +1793,7 @@ fn requests_wait_until_there_is_room_for_their_answers() {
 
 /// There are many contexts, and they are not needed before login or in discovery sessions.
 #[test]
-fn contexts_are_made_for_sessions_that_run_commands() {
+fn contexts_are_created_for_normal_sessions() {
     let rig = Rig::new();
     assert_eq!(rig.channel.channel().memory(), 0);
     rig.end();
@@ -1809,7 +1809,7 @@ fn contexts_are_made_for_sessions_that_run_commands() {
 }
 
 #[test]
-fn a_discovery_session_ends_when_it_is_silent_and_after_a_while_in_any_case() {
+fn discovery_session_has_idle_and_total_timeouts() {
     for talks in [false, true] {
         let mut rig = Rig::new();
         rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
@@ -1829,7 +1829,7 @@ fn a_discovery_session_ends_when_it_is_silent_and_after_a_while_in_any_case() {
 /// A request with a CmdSN but without a context only uses a slot in the window while it's
 /// processed.
 #[test]
-fn numbered_requests_that_are_no_commands_leave_the_window_open() {
+fn numbered_text_requests_keep_window_open() {
     let mut rig = Rig::logged_in("");
     for _ in 0..5 * WINDOW {
         let nop = NopOut {
@@ -1865,7 +1865,7 @@ fn ask(rig: &mut Rig, tag: u32, text: &[u8]) -> Vec<Received> {
 /// RFC 7143 Appendix C: a request can only contain a single SendTargets key. Otherwise, a small
 /// request could cause a response of any size.
 #[test]
-fn targets_are_listed_once_for_a_request() {
+fn targets_are_listed_once_per_request() {
     let mut rig = Rig::new();
     rig.gate.targets = 100;
     rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
@@ -1880,7 +1880,7 @@ fn targets_are_listed_once_for_a_request() {
 /// RFC 7143 Appendix C: in a normal session, `SendTargets=` refers to the target of the session,
 /// and `All` isn't supported. Each request has a single response.
 #[test]
-fn a_normal_session_learns_of_its_own_target_only() {
+fn normal_session_lists_only_its_target() {
     let mut rig = Rig::logged_in("");
     rig.gate.targets = 3;
     for text in ["SendTargets=", "SendTargets=iqn.2026-01.a:t0"] {
@@ -1916,7 +1916,7 @@ fn a_normal_session_learns_of_its_own_target_only() {
 /// RFC 7143 11.4.8, 13.12: ExpDataSN is the number of Data-In PDUs sent, so data already in the
 /// queue must not be split differently if the initiator declares a new length.
 #[test]
-fn a_new_segment_length_concerns_what_is_queued_after_it() {
+fn new_segment_length_applies_to_later_data() {
     let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=2048\0");
     rig.stalled = true;
     let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, 4, 0];

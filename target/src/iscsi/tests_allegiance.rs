@@ -214,7 +214,7 @@ impl Duo {
 /// RFC 7143 7.2.2: unacknowledged data and status must be sent again, after the response to the
 /// function.
 #[test]
-fn a_read_is_sent_again_on_the_new_connection() {
+fn read_is_resent_on_new_connection() {
     for (exp, expected) in [
         (0, vec![0, 1, 2, 3, 4]),
         (3, vec![3, 4]),
@@ -247,7 +247,7 @@ fn a_read_is_sent_again_on_the_new_connection() {
 /// RFC 7143 7.2.2: if the new connection has a different PDU size, it's used starting with the next
 /// byte.
 #[test]
-fn a_read_goes_on_with_another_pdu_size() {
+fn read_continues_with_new_pdu_size() {
     let mut duo = Duo::new();
     duo.first.read(1, 0, 5);
     duo.cut();
@@ -267,7 +267,7 @@ fn a_read_goes_on_with_another_pdu_size() {
 /// RFC 7143 7.2.2: missing data is requested with new R2Ts, starting at the number expected by the
 /// initiator.
 #[test]
-fn a_write_goes_on_with_what_is_missing() {
+fn write_requests_missing_data() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
     for (exp, first_sn) in [(2, 2), (1, 1), (0, 0), (9, 2)] {
         let mut duo = Duo::new();
@@ -301,7 +301,7 @@ fn a_write_goes_on_with_what_is_missing() {
 
 /// Data after an error is dropped even if the R2T is complete, so it isn't in the buffer.
 #[test]
-fn data_that_were_dropped_behind_a_fault_are_asked_for_again() {
+fn data_dropped_after_error_is_requested_again() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
     for is_whole in [false, true] {
         let mut duo = Duo::new();
@@ -325,7 +325,7 @@ fn data_that_were_dropped_behind_a_fault_are_asked_for_again() {
 /// If a piece of a long read isn't acknowledged, it must be sent again before the remaining data.
 /// The same applies if the connection is lost again with the last piece.
 #[test]
-fn a_read_in_pieces_goes_on_with_what_is_missing() {
+fn split_read_resends_missing_data() {
     // ExpDataSN and the expected PDUs. Acknowledging the previous piece means that all of it was
     // received.
     for (exp, piece) in [(0, vec![4, 5, 6, 7]), (6, vec![6, 7]), (8, vec![])] {
@@ -376,13 +376,13 @@ fn ack(received: &[Received], begin: u32) -> FromInitiator {
 }
 
 #[test]
-fn a_write_in_pieces_goes_on_with_what_is_missing() {
+fn split_write_requests_missing_data() {
     write_in_pieces(false);
 }
 
 /// The command keeps its place in the order, so commands that use the memory may be waiting for it.
 #[test]
-fn a_write_in_pieces_goes_on_where_others_hold_the_memory() {
+fn split_write_continues_under_memory_pressure() {
     write_in_pieces(true);
 }
 
@@ -440,7 +440,7 @@ fn write_in_pieces(starved: bool) {
 /// Other initiators may be waiting for a command that is split into pieces. When it's reassigned,
 /// we must keep the time it has already used, including the time without a connection.
 #[test]
-fn a_command_that_moves_has_no_more_time() {
+fn reassigned_command_keeps_its_time_limit() {
     let step = Duration::from_secs(10);
     let give = |rig: &mut Rig, asked: &[Received]| {
         let mut received = Vec::new();
@@ -479,7 +479,7 @@ fn a_command_that_moves_has_no_more_time() {
 
 /// Unsolicited data that wasn't received must be requested.
 #[test]
-fn a_write_asks_for_unsolicited_data_that_are_lost() {
+fn lost_unsolicited_data_is_requested() {
     let mut duo = Duo::new();
     assert!(duo.first.write(1, 2, &[7; 512], false).is_empty());
     duo.cut();
@@ -494,7 +494,7 @@ fn a_write_asks_for_unsolicited_data_that_are_lost() {
 
 /// Sense data must not be lost with the connection, and must not be created again.
 #[test]
-fn a_status_without_data_is_sent_again() {
+fn status_without_data_is_resent() {
     let mut duo = Duo::new();
     let before = duo.first.command(1, &[0xff; 6], false, 0, &[], true);
     duo.cut();
@@ -505,7 +505,7 @@ fn a_status_without_data_is_sent_again() {
 
 /// A command at a device continues, and is handed over when it's complete.
 #[test]
-fn a_command_that_runs_is_handed_over_at_its_end() {
+fn active_command_is_handed_over_on_completion() {
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.first.read(1, 0, 2);
@@ -548,7 +548,7 @@ fn refusals_say_why() {
 
 /// RFC 7143 7.6: if a command isn't reassigned, it's aborted after Time2Retain.
 #[test]
-fn commands_end_with_the_time_that_they_are_kept() {
+fn unclaimed_commands_are_aborted_after_time2retain() {
     // The time starts when the connection is lost, or with the logout if there is one.
     for logs_out in [false, true] {
         let mut duo = Duo::new();
@@ -583,7 +583,7 @@ fn commands_end_with_the_time_that_they_are_kept() {
 
 /// With DefaultTime2Retain=0, no commands are kept.
 #[test]
-fn nothing_is_kept_where_that_was_agreed_on() {
+fn zero_time2retain_keeps_no_commands() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0DefaultTime2Retain=0\0");
     rig.write(1, 4, &[], true);
     rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
@@ -593,7 +593,7 @@ fn nothing_is_kept_where_that_was_agreed_on() {
 
 /// Kept commands must not delay commands that are waiting for pool memory.
 #[test]
-fn kept_commands_give_way_to_those_that_wait_for_memory() {
+fn kept_commands_are_dropped_for_memory_waiters() {
     let mut duo = Duo::new();
     duo.first.read(1, 0, 4);
     duo.first.write(2, 4, &[], true);
@@ -613,7 +613,7 @@ fn kept_commands_give_way_to_those_that_wait_for_memory() {
 /// If a connection closes while it has the next function in its queue, the requests after it must
 /// continue.
 #[test]
-fn a_turn_of_a_connection_that_closes_is_the_next_ones() {
+fn closing_connection_passes_its_turn() {
     type End = fn(&mut Rig);
     let ends: [End; 2] = [
         |rig| {
@@ -642,7 +642,7 @@ fn a_turn_of_a_connection_that_closes_is_the_next_ones() {
 
 /// A function must find a command while it's kept, while it's being handed over, and after that.
 #[test]
-fn functions_reach_commands_that_move() {
+fn functions_reach_reassigned_commands() {
     let abort = |duo: &mut Duo, tag| {
         let mut received = duo.second.tmf(50, TmfFunction::AbortTask, tag);
         received.extend(duo.route());
@@ -695,7 +695,7 @@ fn functions_reach_commands_that_move() {
 /// If a command was aborted by another nexus, and the initiator then aborts it on another
 /// connection, we must not send a response.
 #[test]
-fn no_answer_follows_an_abort_over_another_connection() {
+fn abort_on_other_connection_suppresses_response() {
     for is_first in [true, false] {
         let mut duo = Duo::new();
         assert!(duo.first.write(1, 4, &[7; 512], false).is_empty());
@@ -743,7 +743,7 @@ fn query_task_set_includes_other_connections() {
 /// Same for a function of this nexus on another connection, while the response is waiting for
 /// unsolicited data.
 #[test]
-fn no_answer_follows_a_function_over_another_connection() {
+fn function_on_other_connection_suppresses_response() {
     for function in [
         TmfFunction::AbortTaskSet,
         TmfFunction::ClearTaskSet,
@@ -781,7 +781,7 @@ fn no_answer_follows_a_function_over_another_connection() {
 /// If another nexus aborts a command while the connection is lost, the response is sent after the
 /// command is reassigned.
 #[test]
-fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
+fn kept_command_reports_abort_after_reassignment() {
     for is_claimed in [false, true] {
         let mut duo = Duo::new();
         duo.first.prompt = !is_claimed;
@@ -811,7 +811,7 @@ fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
 /// A command that is still at a device when the retention time expires may complete with TASK
 /// ABORTED, and this response isn't claimed.
 #[test]
-fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
+fn claimed_command_survives_time2retain() {
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.first.read(1, 0, 1);
@@ -833,7 +833,7 @@ fn nothing_is_kept_when_the_time_is_over_and_what_was_claimed_is_handed_over() {
 
 /// The second connection can be lost as well.
 #[test]
-fn a_command_may_move_twice() {
+fn command_can_be_reassigned_twice() {
     let mut duo = Duo::new();
     duo.first.read(1, 0, 5);
     duo.first.write(2, 4, &[3; 512], true);
@@ -871,7 +871,7 @@ fn a_command_may_move_twice() {
 
 /// RFC 7143 11.14, 11.15.
 #[test]
-fn a_logout_for_recovery_is_answered_when_others_may_have_the_commands() {
+fn recovery_logout_responds_when_commands_are_available() {
     let mut duo = Duo::new();
     duo.second.gate.others = vec![Cid(1)];
     let unknown = duo
@@ -897,7 +897,7 @@ fn a_logout_for_recovery_is_answered_when_others_may_have_the_commands() {
 /// RFC 7143 11.14: after a connection has logged itself out for recovery, it must not send
 /// anything.
 #[test]
-fn a_connection_may_log_itself_out_for_recovery() {
+fn connection_can_log_itself_out_for_recovery() {
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.first.read(1, 0, 1);
@@ -921,7 +921,7 @@ fn a_connection_may_log_itself_out_for_recovery() {
 
 /// RFC 7143 11.9.1.
 #[test]
-fn the_initiator_is_told_of_a_connection_that_is_lost() {
+fn initiator_is_notified_of_lost_connection() {
     let mut duo = Duo::new();
     duo.lose();
     let received = duo
@@ -937,7 +937,7 @@ fn the_initiator_is_told_of_a_connection_that_is_lost() {
 
 /// If an initiator reuses a tag, it must have received the response for the previous command.
 #[test]
-fn a_tag_that_is_used_again_names_the_new_command() {
+fn reused_tag_refers_to_new_command() {
     let mut duo = Duo::new();
     duo.first.read(1, 0, 1);
     duo.second.cmd_sn = duo.first.cmd_sn;
@@ -1064,7 +1064,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn nothing_is_lost_on_the_way(acts in proptest::collection::vec(act(), 1..60)) {
+    fn reassignment_loses_nothing(acts in proptest::collection::vec(act(), 1..60)) {
         run(acts);
     }
 }
@@ -1085,7 +1085,7 @@ fn exp_cmd(duo: &Duo) -> CmdSn {
 /// DefaultTime2Wait is the larger value of both sides, so the initiator could choose any value.
 /// This must not determine how long we keep commands of a lost connection.
 #[test]
-fn an_initiator_cannot_have_commands_kept_for_an_hour() {
+fn time2wait_cannot_extend_command_retention() {
     let keys = "ErrorRecoveryLevel=2\0DefaultTime2Wait=3600\0DefaultTime2Retain=20\0";
     let mut rig = Rig::logged_in(keys);
     rig.write(1, 8, &[], true);

@@ -36,7 +36,7 @@ fn is_good(received: &[Received], tag: u32) -> bool {
 }
 
 #[test]
-fn unsolicited_data_come_while_their_command_waits() {
+fn limited_command_receives_unsolicited_data() {
     let mut rig = limited();
     let data = [9; 1024];
     assert!(rig.write(2, 2, &data[..512], false).is_empty());
@@ -55,7 +55,7 @@ fn unsolicited_data_come_while_their_command_waits() {
 }
 
 #[test]
-fn solicited_data_are_asked_for_when_the_command_may_go() {
+fn limited_command_solicits_data_when_resumed() {
     let mut rig = limited();
     assert!(rig.write(2, 8, &[], true).is_empty());
     let received = rig.wait(TENTH);
@@ -68,7 +68,7 @@ fn solicited_data_are_asked_for_when_the_command_may_go() {
 }
 
 #[test]
-fn functions_end_what_waits_and_it_is_never_carried_out() {
+fn functions_abort_limited_commands() {
     use TmfFunction as Function;
     for function in [
         Function::AbortTask,
@@ -107,7 +107,7 @@ fn functions_end_what_waits_and_it_is_never_carried_out() {
 }
 
 #[test]
-fn what_waits_goes_with_its_connection_and_delays_no_logout() {
+fn limited_commands_do_not_delay_logout() {
     let mut rig = limited();
     rig.write(2, 1, &[2; 512], true);
     rig.end();
@@ -132,7 +132,7 @@ fn what_waits_goes_with_its_connection_and_delays_no_logout() {
 
 /// At error recovery level 2, a command continues to wait after its connection is lost.
 #[test]
-fn what_waits_goes_on_after_its_connection_is_lost() {
+fn limited_command_survives_connection_loss() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0");
     rig.gate.unit.limits.set(&IoLimits {
         write_iops: Some(10),
@@ -156,7 +156,7 @@ fn what_waits_goes_on_after_its_connection_is_lost() {
 }
 
 #[test]
-fn other_limits_count_for_what_waits() {
+fn changed_limits_apply_to_waiting_commands() {
     let mut rig = limited();
     for tag in 2..5 {
         assert!(rig.read(tag, 0, 1).is_empty());
@@ -170,7 +170,7 @@ fn other_limits_count_for_what_waits() {
 /// Unsolicited data isn't stored in the pool, so only a few commands can wait while holding such
 /// data.
 #[test]
-fn unsolicited_data_of_waiting_commands_are_bounded() {
+fn unsolicited_data_of_waiting_commands_is_bounded() {
     let mut rig = limited();
     let before = rig.channel.channel().memory();
     let burst: usize = 64 << 10;

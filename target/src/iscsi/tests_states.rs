@@ -66,7 +66,7 @@ fn terminate(mut rig: Rig) {
 }
 
 #[test]
-fn the_table_of_phases_is_the_diagram() {
+fn phase_table_matches_diagram() {
     let expected = "Login: Joining Closing Closed\n\
                     Joining: FullFeature Closed\n\
                     FullFeature: LoggingOut Closing CleanupWait Closed\n\
@@ -130,7 +130,7 @@ fn losses() {
 }
 
 #[test]
-fn every_transition_of_phases_is_taken() {
+fn phase_transition_coverage_is_complete() {
     assert_all_taken(&PHASES, || {
         logins();
         logouts();
@@ -141,7 +141,7 @@ fn every_transition_of_phases_is_taken() {
 /// RFC 7143 11.14: nothing else can be received after a logout on its connection. The second logout
 /// would otherwise replace the first one.
 #[test]
-fn a_second_logout_is_rejected() {
+fn second_logout_is_rejected() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     rig.read(TAG, 0, 1);
@@ -565,7 +565,7 @@ fn commands_move() {
 }
 
 #[test]
-fn the_table_of_contexts_is_the_diagram() {
+fn context_table_matches_diagram() {
     let expected = "Idle: New Mgmt Expected\n\
         New: AwaitLimit AwaitTask AwaitBuffer Receive Block AwaitUnsolicited Sent\n\
         AwaitLimit: Idle AwaitTask AwaitBuffer Receive AwaitUnsolicited Sent\n\
@@ -582,7 +582,7 @@ fn the_table_of_contexts_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_of_contexts_is_taken() {
+fn context_transition_coverage_is_complete() {
     assert_all_taken(&STATES, || {
         commands_go_on();
         commands_end_everywhere();

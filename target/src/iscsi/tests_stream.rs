@@ -155,7 +155,7 @@ fn is_logged_out(received: &[Received]) -> bool {
 }
 
 #[test]
-fn a_long_write_asks_for_one_piece_after_the_other() {
+fn long_write_requests_pieces_sequentially() {
     let mut rig = rig(KEYS);
     let data = pattern();
     let first = rig.write(1, BLOCKS, &data[..512], true);
@@ -181,7 +181,7 @@ fn a_long_write_asks_for_one_piece_after_the_other() {
 }
 
 #[test]
-fn unsolicited_data_may_be_longer_than_the_window() {
+fn unsolicited_data_can_exceed_window() {
     let keys = "MaxBurstLength=4096\0FirstBurstLength=3072\0";
     let mut rig = rig(keys);
     let data = pattern();
@@ -199,7 +199,7 @@ fn unsolicited_data_may_be_longer_than_the_window() {
 
 /// All bytes must be in order, using the maximum sequence length within each piece.
 #[test]
-fn a_long_read_is_one_row_of_data() {
+fn long_read_has_contiguous_data() {
     let mut rig = rig(KEYS);
     let received = rig.read(1, 0, BLOCKS);
     assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
@@ -218,7 +218,7 @@ fn a_long_read_is_one_row_of_data() {
 
 /// If data is sent with a read command, it must not be returned as read data.
 #[test]
-fn a_long_read_is_not_of_what_came_with_it() {
+fn long_read_ignores_received_data() {
     let mut rig = rig(KEYS);
     let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, BLOCKS, 0];
     let command = ScsiCommand {
@@ -238,7 +238,7 @@ fn a_long_read_is_not_of_what_came_with_it() {
 
 /// The next piece can only be read when the previous one was sent.
 #[test]
-fn a_read_waits_for_an_initiator_that_does_not_read() {
+fn read_waits_for_initiator_to_receive() {
     let mut rig = rig(KEYS);
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
@@ -262,7 +262,7 @@ fn a_read_waits_for_an_initiator_that_does_not_read() {
 /// RFC 7143 7.8: the command must fail, because the initiator is waiting for data that we can't
 /// send again.
 #[test]
-fn a_command_whose_data_cannot_be_sent_again_fails() {
+fn unavailable_retransmission_fails_command() {
     let again = rdata(1, 7, 0);
     // All data is requested, but only a single piece is in memory.
     for is_sending in [false, true] {
@@ -285,7 +285,7 @@ fn a_command_whose_data_cannot_be_sent_again_fails() {
 }
 
 #[test]
-fn an_error_in_the_middle_says_what_was_moved() {
+fn error_between_pieces_reports_residual() {
     let mut rig = rig(KEYS);
     let data = pattern();
     let medium = BackendError::Medium {
@@ -325,7 +325,7 @@ fn an_error_in_the_middle_says_what_was_moved() {
 /// When a command is aborted between pieces, its blocks and buffer must be released, but not before
 /// the disk or socket has finished using them.
 #[test]
-fn an_abort_in_the_middle_ends_every_state() {
+fn abort_between_pieces_works_in_any_state() {
     let data = pattern();
     // While receiving the second piece.
     let mut rig = rig(KEYS);
@@ -512,7 +512,7 @@ fn command_ended_by_other_nexus_gets_response() {
 
 /// If two other nexuses abort a command at the same time, the second one finds a pending response.
 #[test]
-fn a_command_that_two_others_end_is_answered() {
+fn command_ended_by_two_nexuses_gets_response() {
     let data = pattern();
     let mut rig = rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
     rig.write(1, BLOCKS, &data[..512], false);
@@ -537,7 +537,7 @@ fn a_command_that_two_others_end_is_answered() {
 /// A command aborted by its own nexus must not have a response after this, even if it was also
 /// aborted by another nexus.
 #[test]
-fn no_answer_follows_the_abort_of_a_command_that_another_nexus_has_ended() {
+fn own_abort_suppresses_task_aborted_status() {
     let mut rig = rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
     rig.prompt = false;
     // SYNCHRONIZE CACHE (10) doesn't transfer data, but the initiator can still announce some.
@@ -559,7 +559,7 @@ fn no_answer_follows_the_abort_of_a_command_that_another_nexus_has_ended() {
 }
 
 #[test]
-fn a_connection_that_ends_in_the_middle_leaves_nothing() {
+fn connection_loss_between_pieces_leaks_nothing() {
     let data = pattern();
     let mut rig = rig(KEYS);
     let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
@@ -593,7 +593,7 @@ fn a_connection_that_ends_in_the_middle_leaves_nothing() {
 /// A command that reads and writes must lock its blocks, and only those, from the first to the last
 /// piece, including the time between pieces.
 #[test]
-fn an_atomic_command_excludes_others_between_its_pieces() {
+fn atomic_command_locks_blocks_between_pieces() {
     let mut rig = rig(KEYS);
     rig.disk.fill(0);
     let data = vec![0x11; LEN];
@@ -629,7 +629,7 @@ fn an_atomic_command_excludes_others_between_its_pieces() {
 /// An ORDERED command holds its place in the order from its first piece: older commands are
 /// executed before it, and newer commands after its last piece.
 #[test]
-fn an_ordered_command_is_one_command() {
+fn ordered_command_keeps_order_between_pieces() {
     let mut rig = rig(KEYS);
     let data = pattern();
     let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, BLOCKS, 0];
@@ -650,7 +650,7 @@ fn an_ordered_command_is_one_command() {
 }
 
 #[test]
-fn an_initiator_that_falls_silent_in_the_middle_holds_nothing_for_ever() {
+fn silent_initiator_between_pieces_times_out() {
     let data = vec![1; LEN];
     let mut rig = rig(KEYS);
     let first = orwrite(&mut rig, 1);
@@ -723,7 +723,7 @@ fn unanswered_nop(rig: &mut Rig) {
 /// If others are waiting for its memory, an idle initiator must be disconnected earlier than when
 /// nobody is affected.
 #[test]
-fn an_initiator_that_falls_silent_with_the_memory_of_others_is_given_up_sooner() {
+fn silent_initiator_with_awaited_memory_fails_sooner() {
     for others_wait in [false, true] {
         let mut rig = Rig::logged_in("");
         assert_eq!(r2ts(&rig.write(1, BLOCKS, &[], true)).len(), 1);
@@ -748,7 +748,7 @@ fn an_initiator_that_falls_silent_with_the_memory_of_others_is_given_up_sooner()
 /// An initiator that sends data at a steady rate isn't idle, even if it's slow: 1 MiB/s in this
 /// test.
 #[test]
-fn a_slow_initiator_is_not_cut_because_others_begin_to_wait() {
+fn slow_initiator_survives_new_memory_waiters() {
     let data = vec![1; 255 * 512];
     let mut rig = rig("");
     let mut asked = r2ts(&rig.write(1, 255, &[], true));
@@ -767,7 +767,7 @@ fn a_slow_initiator_is_not_cut_because_others_begin_to_wait() {
 /// While an initiator is still reading data queued before an R2T, it hasn't received this R2T. It
 /// should have the full time to respond after that.
 #[test]
-fn an_initiator_that_has_not_got_the_r2t_is_not_silent() {
+fn data_timeout_starts_after_r2t_is_read() {
     for step in [1000, 1250, 1500, 1700, 2000] {
         let step = Duration::from_millis(step);
         let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=512\0");
@@ -795,7 +795,7 @@ fn an_initiator_that_has_not_got_the_r2t_is_not_silent() {
 
 /// An initiator must respond to its R2T; all other activity must be ignored.
 #[test]
-fn an_initiator_that_does_not_answer_an_r2t_is_given_up_whatever_else_it_does() {
+fn unanswered_r2t_times_out_despite_other_activity() {
     // Empty Data-Out without a request.
     let mut rig = Rig::logged_in("");
     assert_eq!(r2ts(&rig.write(1, BLOCKS, &[], true)).len(), 1);
@@ -848,7 +848,7 @@ fn an_initiator_that_does_not_answer_an_r2t_is_given_up_whatever_else_it_does() 
 
 /// Data for an aborted command is sent first because it was requested first.
 #[test]
-fn an_initiator_that_sends_is_not_silent_whatever_it_sends_for() {
+fn sending_for_aborted_command_counts_as_activity() {
     for others_wait in [false, true] {
         let mut rig = Rig::logged_in("MaxBurstLength=8192\0");
         let asked = r2ts(&rig.write(1, 64, &[], true))[0];
@@ -872,7 +872,7 @@ fn an_initiator_that_sends_is_not_silent_whatever_it_sends_for() {
 /// The same is true if it sends the remaining data of a burst after losing a PDU, or after the
 /// command has completed.
 #[test]
-fn an_initiator_that_sends_the_rest_of_a_burst_is_not_silent() {
+fn sending_remaining_burst_counts_as_activity() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0MaxBurstLength=32768\0");
     let asked = r2ts(&rig.write(1, 64, &[], true))[0];
     let more = let_another_wait(&mut rig);
@@ -899,7 +899,7 @@ fn an_initiator_that_sends_the_rest_of_a_burst_is_not_silent() {
 
 /// Data kept for an acknowledgment must not affect the timeout for new data.
 #[test]
-fn an_initiator_has_time_to_take_what_begins_to_be_sent() {
+fn read_timeout_starts_with_sending() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     rig.read(1, 0, 255);
     rig.prompt = false;
@@ -918,7 +918,7 @@ fn an_initiator_has_time_to_take_what_begins_to_be_sent() {
 /// This applies to completed commands with data, and to commands at the disk when others start
 /// waiting.
 #[test]
-fn an_initiator_that_does_not_take_its_data_is_given_up_sooner_where_others_wait() {
+fn unread_data_fails_sooner_with_memory_waiters() {
     let mut rig = Rig::logged_in("");
     rig.stalled = true;
     for tag in 1..5 {
@@ -941,7 +941,7 @@ fn an_initiator_that_does_not_take_its_data_is_given_up_sooner_where_others_wait
 /// The time for pieces that just avoid a timeout must be limited, because other commands may be
 /// waiting.
 #[test]
-fn all_later_pieces_have_one_limit() {
+fn later_pieces_share_time_limit() {
     let data = vec![1; 255 * 512];
     let mut rig = rig("");
     let first = rig.write(1, 255, &[], true);
@@ -961,7 +961,7 @@ fn all_later_pieces_have_one_limit() {
 
 /// Same if the connection transfers other data at the same time. This data extends the limit.
 #[test]
-fn a_busy_connection_has_more_time() {
+fn busy_connection_extends_time_limit() {
     let data = vec![1; 255 * 512];
     // Number of bytes between two pieces. The data of eight commands accounts for two of ten
     // seconds.
@@ -1057,7 +1057,7 @@ fn unread_response_is_not_kept_forever() {
 
 /// A slow reader is served without a time limit.
 #[test]
-fn an_initiator_that_reads_slowly_is_waited_for() {
+fn slow_reader_has_no_time_limit() {
     let untagged = 0xffff_ffff;
     let mut rig = rig(KEYS);
     for tag in 1..20 {
@@ -1084,7 +1084,7 @@ fn an_initiator_that_reads_slowly_is_waited_for() {
 
 /// The time used by the disk between two pieces must not be counted for the initiator.
 #[test]
-fn the_disks_time_does_not_count() {
+fn disk_time_is_not_counted() {
     let data = pattern();
     let mut rig = rig("");
     let first = rig.write(1, BLOCKS, &[], true);
@@ -1106,7 +1106,7 @@ fn the_disks_time_does_not_count() {
 /// RFC 7143 11.7.2: at level 1, a piece is kept until it's acknowledged by the initiator, and can
 /// be sent again until then.
 #[test]
-fn a_piece_is_kept_until_it_is_acknowledged() {
+fn piece_is_kept_until_acknowledged() {
     let mut rig = rig(LEVEL_1);
     let received = rig.read(1, 0, BLOCKS);
     assert_eq!(data_in(&received).0, [0, 1, 2, 3]);
@@ -1150,7 +1150,7 @@ fn a_piece_is_kept_until_it_is_acknowledged() {
 /// After a piece was acknowledged, its buffer is used for the next piece or by another command, so
 /// we must not send it again.
 #[test]
-fn a_piece_that_is_acknowledged_is_not_sent_again() {
+fn acknowledged_piece_is_not_resent() {
     let mut rig = rig(LEVEL_1);
     let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
     rig.prompt = false;
@@ -1177,7 +1177,7 @@ fn a_piece_that_is_acknowledged_is_not_sent_again() {
 /// After a logout request, there will be no acknowledgments, so we don't keep pieces and don't send
 /// them either.
 #[test]
-fn a_logout_does_not_wait_for_acknowledgments() {
+fn logout_does_not_wait_for_acknowledgments() {
     // All of the piece was sent.
     let mut rig = rig(LEVEL_1);
     let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
@@ -1219,7 +1219,7 @@ fn a_logout_does_not_wait_for_acknowledgments() {
 }
 
 #[test]
-fn a_lost_pdu_of_one_command_is_no_silence_of_another() {
+fn lost_pdu_keeps_other_command_active() {
     let mut rig = Rig::logged_in("FirstBurstLength=8192\0");
     for tag in [1, 2] {
         rig.write(tag, 16, &[], false);

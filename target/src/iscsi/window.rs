@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_waits_until_the_one_before_it_is_carried_out() {
+    fn command_waits_for_previous_execution() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit(CmdSn(1), A), Admission::Now);
         assert_eq!(window.admit(CmdSn(2), B), Admission::Later);
@@ -549,7 +549,7 @@ mod tests {
     /// Another worker could receive the command before the worker that has executed the previous
     /// one checks for the next request.
     #[test]
-    fn a_number_that_was_given_up_is_not_taken_any_more() {
+    fn abandoned_number_is_not_admitted() {
         let window = Window::new(8, CmdSn(1), true);
         let (admission, _) = window.admit_abort(CmdSn(2), CmdSn(4), A);
         assert_eq!(admission, Admission::AtOnce);
@@ -569,7 +569,7 @@ mod tests {
 
     /// If the abort was received a bit later, it would have abandoned the command.
     #[test]
-    fn an_abort_does_not_wait_for_a_command_that_was_discarded() {
+    fn abort_does_not_wait_for_discarded_command() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
         let abort = window.admit_abort(CmdSn(2), CmdSn(4), A);
@@ -611,7 +611,7 @@ mod tests {
     }
 
     #[test]
-    fn the_window_closes_and_opens_across_the_wrap() {
+    fn window_closes_and_opens_across_wrap() {
         let window = Window::new(2, CmdSn(u32::MAX), false);
         for sn in [u32::MAX, 0] {
             assert_eq!(admit(&window, CmdSn(sn), A), Admission::Now);
@@ -633,7 +633,7 @@ mod tests {
     /// The connections are on different workers, so a request can be admitted before the previous
     /// one has a context.
     #[test]
-    fn two_connections_do_not_take_one_place() {
+    fn connections_do_not_share_window_slot() {
         let window = Window::new(2, CmdSn(1), true);
         for sn in [1, 2] {
             assert_eq!(admit(&window, CmdSn(sn), A), Admission::Now);
@@ -644,7 +644,7 @@ mod tests {
 
     /// Releasing a slot twice would be a bug, but it must not make the window larger.
     #[test]
-    fn the_window_is_never_wider_than_its_commands() {
+    fn window_never_exceeds_its_commands() {
         let window = Window::new(2, CmdSn(1), true);
         window.on_gone(false);
         window.on_gone(true);
@@ -652,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_waits_for_the_commands_before_it() {
+    fn function_waits_for_previous_commands() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit_function(CmdSn(1), A), Admission::Now);
         assert_eq!(
@@ -680,7 +680,7 @@ mod tests {
 
     /// Otherwise, a command received after the function would be aborted by it without a response.
     #[test]
-    fn no_command_overtakes_a_function_that_is_due() {
+    fn commands_do_not_overtake_due_function() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit_function(CmdSn(2), B), Admission::Later);
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
@@ -693,7 +693,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_of_the_same_number_have_a_turn_each() {
+    fn functions_with_same_number_each_get_turn() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
         assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
@@ -706,7 +706,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_is_given_up_counts_as_received() {
+    fn abandoned_command_counts_as_received() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
         assert!(!window.forgo(CmdSn(2), CmdSn(3)), "it has come");
@@ -719,7 +719,7 @@ mod tests {
     }
 
     #[test]
-    fn an_abort_waits_for_its_command_alone() {
+    fn abort_waits_only_for_its_command() {
         let window = Window::new(8, CmdSn(1), true);
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
         // A queued command is executed first.
@@ -747,7 +747,7 @@ mod tests {
         /// Commands must be executed once and in order, regardless of which of the two connections
         /// receives them.
         #[test]
-        fn every_command_has_its_turn(
+        fn commands_are_executed_in_turn(
             keys in proptest::collection::vec((any::<u16>(), any::<bool>()), 1..40),
             first: u32,
         ) {
@@ -890,7 +890,7 @@ mod tests {
     }
 
     #[test]
-    fn interleavings_of_two_connections_carry_out_each_command_in_its_turn_and_its_place() {
+    fn interleavings_execute_commands_in_window_order() {
         explore(|| {
             let window = Arc::new(Window::new(PLACES as u16, CmdSn(1), true));
             let done = Arc::<Done>::default();
@@ -924,7 +924,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_bounded() {
+    fn early_requests_are_bounded() {
         let window = Window::new(200, CmdSn(0), true);
         let later = (1..200)
             .filter(|sn| window.admit_function(CmdSn(*sn), A) == Admission::Later)

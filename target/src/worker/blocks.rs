@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_without_room_holds_up_none_of_the_others() {
+    fn full_backend_delays_no_other_backend() {
         let mut backlog = Backlog::default();
         for (task, store) in [(1, 0), (2, 1), (3, 0), (4, 1), (5, 2)] {
             backlog.push(request(task, store));
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_that_waits_can_be_taken_out() {
+    fn waiting_operation_can_be_removed() {
         let mut backlog = Backlog::default();
         for (task, store) in [(1, 0), (2, 0), (3, 1)] {
             backlog.push(request(task, store));

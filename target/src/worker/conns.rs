@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_found_by_its_number_while_it_is_there() {
+    fn connection_is_found_by_number_until_removed() {
         let mut conns = Conns::default();
         let all: Vec<_> = [Protocol::Srp, Protocol::Iscsi, Protocol::Iser]
             .into_iter()
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_of_a_connection_that_is_gone_does_not_fire_for_its_successor() {
+    fn timer_of_removed_connection_does_not_fire() {
         let mut conns = Conns::default();
         let due = Instant::now() + Duration::from_secs(1);
         let later = due + Duration::from_secs(1);
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_that_come_and_go_leave_few_timers() {
+    fn removed_connections_leave_few_timers() {
         let mut conns = Conns::default();
         let due = Instant::now() + Duration::from_secs(30);
         let (_, stays) = enter(&mut conns, Protocol::Srp);
@@ -422,7 +422,7 @@ mod tests {
     /// Commands have to wait one millisecond for a rate limit, and the session has its own
     /// deadline: either a ping that is delayed by each command, or a constant time.
     #[test]
-    fn a_deadline_that_comes_and_goes_leaves_few_timers() {
+    fn changing_deadline_leaves_few_timers() {
         for is_put_off in [true, false] {
             let mut conns = Conns::default();
             let mut now = Instant::now();
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_of_all_fabrics_wait_for_memory_in_one_order() {
+    fn memory_waits_have_common_order() {
         let mut conns = Conns::default();
         let mut pool = Pool::new(1 << 20).unwrap();
         let order = [

@@ -738,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_vacant_until_a_device_is_put_there() {
+    fn slot_starts_vacant() {
         let fabric = Fabric::new(FabricConfig::default());
         let mut devices = devices(&fabric, &[1]);
         devices.put(2, endpoint(&fabric, addr(3))).unwrap();
@@ -756,7 +756,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_shared_beside_a_device_does_not_stand_for_it() {
+    fn shared_memory_does_not_replace_device() {
         let fabric = Fabric::new(FabricConfig::default());
         let at = IpAddr::from([127, 3, 0, 1]);
         let shm = |kind| Opened::Shm {
@@ -779,7 +779,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_ends_one_sleep_and_is_armed_for_the_next() {
+    fn watch_ends_sleep_and_is_rearmed() {
         let mut devices = devices(&Fabric::new(FabricConfig::default()), &[1]);
         let (mut peer, watched) = UnixStream::pair().unwrap();
         devices.watches.push(Watch {

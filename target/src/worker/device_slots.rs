@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_closed_by_all_together_and_its_slot_is_used_again() {
+    fn device_is_closed_together_and_slot_reused() {
         let slots = DeviceSlots::default();
         assert_eq!(
             slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_wanted_again_stays() {
+    fn device_wanted_again_stays_open() {
         let slots = DeviceSlots::default();
         slots.take(addr(1), DeviceKind::Portal, Duration::ZERO);
         slots.fill(0, 2);
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_being_closed_is_waited_for() {
+    fn closing_device_is_awaited() {
         let slots = DeviceSlots::default();
         slots.take(addr(1), DeviceKind::Portal, Duration::ZERO);
         slots.fill(0, 1);

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_identifier_is_kept_until_its_peer_has_answered_or_had_its_time() {
+    fn identifier_is_kept_until_reply_or_timeout() {
         let now = Instant::now();
         let later = now + Duration::from_secs(1);
         let [a, b, c] = [1, 2, 3].map(|number| CmId(Handle::new(number, 1)));

@@ -370,7 +370,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_start_that_fails_leaves_nothing_at_the_device() {
+    fn failed_start_leaves_device_unchanged() {
         let fabric = Fabric::new(FabricConfig::default());
         let mut dev = fabric.endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
         DiscoveryAgent::start(&mut dev, IoUnit::default()).unwrap();

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn listeners_follow_the_entrances_of_their_device() {
+    fn listeners_follow_entrances_of_device() {
         let mut listeners = Listeners::default();
         listeners.insert(0, cm(1), listener(5000));
         listeners.insert(0, cm(2), listener(5001));
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_those_of_the_device_that_an_address_has() {
+    fn ports_belong_to_device_with_address() {
         let at = IpAddr::from([127, 3, 0, 2]);
         for (kind, is_listening) in [(DeviceKind::Shared, false), (DeviceKind::Portal, true)] {
             let device = Box::new(Shm::open(ShmConfig::new(at)).unwrap());
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn refused_portals_are_tried_again_when_they_are_due() {
+    fn refused_portals_are_retried_when_due() {
         let now = Instant::now();
         let later = now + Duration::from_secs(1);
         let mut listeners = Listeners::default();

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logins_are_counted_however_many_lines_are_held_back() {
+    fn logins_are_counted_despite_suppressed_lines() {
         let who = Who {
             protocol: Protocol::Iscsi,
             peer: "10.0.0.9:1024".into(),

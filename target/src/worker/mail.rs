@@ -358,7 +358,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_that_are_caused_without_end_wait_once() {
+    fn repeated_events_are_queued_once() {
         let ring = Ring::new(RingConfig::default()).unwrap();
         let (sender, mut receiver) = mailbox(2, ring.waker());
         let mut outbox = Outbox::new(vec![sender]);
@@ -378,7 +378,7 @@ mod tests {
 
     /// The receiver reads messages while we try to send the waiting messages.
     #[test]
-    fn messages_arrive_in_their_order_while_the_receiver_takes_some() {
+    fn messages_keep_order_with_concurrent_receiver() {
         const COUNT: u64 = 100_000;
         let ring = Ring::new(RingConfig::default()).unwrap();
         let (sender, mut receiver) = mailbox(2, ring.waker());

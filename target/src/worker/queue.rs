@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_remote_range_may_end_with_the_address_space_and_not_beyond() {
+    fn remote_range_must_not_exceed_address_space() {
         let last = u64::MAX - u64::from(LEN) + 1;
         let mut chains = Chains::default();
         push(&mut chains, &[0, last]).unwrap();
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_that_would_hold_up_others_goes_behind_them() {
+    fn blocking_chain_is_posted_last() {
         let mut chains = Chains::default();
         for _ in 0..CHAINS {
             assert!(!chains.is_full());
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_that_was_not_taken_in_full_may_have_begun() {
+    fn partly_accepted_chain_may_have_started() {
         use Posted::{Nothing, Part};
         let (first, second, third) = (TaskIdx(0), TaskIdx(1), TaskIdx(2));
         let all = [(first, Nothing), (second, Nothing), (third, Nothing)];

@@ -267,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nexuses_take_turns_however_much_one_of_them_has() {
+    fn nexuses_alternate_at_any_queue_length() {
         let mut line = Line::default();
         for n in 0..1000 {
             line.push(NexusId(1), n);

@@ -54,7 +54,7 @@ mod tests {
     use crate::config::MAX_SESSIONS;
 
     #[test]
-    fn a_ring_has_room_for_the_connections_that_it_is_made_for() {
+    fn ring_has_space_for_its_connections() {
         assert_eq!(ring_capacity(256), 4095);
         for sessions in [1, 256, 1000, MAX_SESSIONS] {
             let capacity = ring_capacity(sessions);
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_ring_is_shared_as_well() {
+    fn small_ring_is_shared() {
         let slots = Slots::of(511);
         assert!(slots.blocks + PER_CONNECTION * slots.connections < 511);
         assert!(slots.blocks > 0 && slots.connections > 0);

@@ -100,7 +100,7 @@ mod tests {
 
     /// If there is a duplicate series, Prometheus will reject the whole response.
     #[test]
-    fn an_initiator_that_two_rules_limit_has_one_series() {
+    fn initiator_with_two_rules_has_single_series() {
         let limiter = |iops| {
             Limiter::new(&IoLimits {
                 iops: Some(iops),

@@ -561,7 +561,7 @@ mod tests {
     use crate::worker::conns::Conn;
 
     #[test]
-    fn a_listener_that_could_not_accept_rests() {
+    fn listener_pauses_after_failed_accept() {
         let mut ring = Ring::new(RingConfig::default()).unwrap();
         let (mut sockets, start) = (Sockets::default(), Instant::now());
         let socket = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
@@ -582,7 +582,7 @@ mod tests {
 
     /// There can be a large number of idle connections before login.
     #[test]
-    fn a_connection_that_has_not_logged_in_takes_little_memory() {
+    fn connection_before_login_uses_little_memory() {
         let (socket, _peer) = UnixStream::pair().unwrap();
         let connection = Stream::new(OwnedFd::from(socket).into()).unwrap();
         let config = ChannelConfig {

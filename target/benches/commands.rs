@@ -1,13 +1,13 @@
-//! What `cargo xtask instructions --counting` runs under callgrind.
+//! Benchmarks for `cargo xtask instructions --counting`, which runs them under callgrind.
 //!
 //! ```text
-//! commands reads N      reads of 4 KiB, one after another, over SRP and the wire in memory
-//! commands counting N   what is done to count as many, and nothing else
+//! commands reads N      sequential reads of 4 KiB over SRP with a simulated wire
+//! commands counting N   only updates the statistics for this number of reads
 //! ```
 //!
-//! The instructions are the same in every run; the difference between two numbers belongs to that
-//! many commands alone. Of the reads, only [`Worker::step`](riser_target::worker::Worker::step) is
-//! looked at.
+//! The number of instructions is the same in each run, so the difference between two counts is the
+//! cost of the additional commands. For reads, only
+//! [`Worker::step`](riser_target::worker::Worker::step) is measured.
 
 #[path = "../tests/world/mod.rs"]
 mod world;
@@ -76,8 +76,8 @@ fn counting(commands: u32) {
     assert_eq!(account.class(Kind::Read).commands, u64::from(commands));
 }
 
-/// Counts a read, by the calls that [`Execution`](riser_target::fabric::Execution) and a channel
-/// make while it runs.
+/// Updates the statistics for a read, using the same calls as
+/// [`Execution`](riser_target::fabric::Execution) and a channel.
 #[inline(never)]
 fn count_one(
     timer: &mut CommandTimer,

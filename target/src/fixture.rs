@@ -1,9 +1,9 @@
-//! What tests of several modules make.
+//! Helpers for the tests of multiple modules.
 
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use riser_scsi::data::designator::Naa;
 
-/// A unit of `blocks` blocks of 512 bytes, with a write cache.
+/// Returns the configuration for a unit of `blocks` blocks of 512 bytes, with a write cache.
 pub(crate) fn unit_config(blocks: u64) -> Config {
     Config {
         blocks,
@@ -27,7 +27,7 @@ pub(crate) fn unit_config(blocks: u64) -> Config {
     }
 }
 
-/// As [`unit_config`], with at most `window` bytes of a command's data in memory.
+/// Same as [`unit_config`], with at most `window` bytes of a command's data in memory.
 pub(crate) fn windowed_unit_config(blocks: u64, window: u32) -> Config {
     let mut config = unit_config(blocks);
     config.limits.window = window;

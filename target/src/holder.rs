@@ -1,15 +1,15 @@
-//! The process that has something we want, for error messages: a file that is locked, or an
-//! address that is in use.
+//! Finds the process that uses a locked file or an address, for error messages.
 //!
-//! The kernel shows the files of processes of other users, or with more capabilities, to root with
-//! all of them alone, so there may be no name. Nothing here asks a file system, which might hang.
+//! If a process belongs to another user or has more capabilities, its files are only visible to
+//! root with all of these capabilities, so the process may not be found. This does not access any
+//! file system that might hang.
 
 use std::fmt;
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-/// Process that holds something open.
+/// A process that has a file open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     pid: u32,
@@ -22,7 +22,7 @@ impl fmt::Display for Holder {
     }
 }
 
-/// The end of a message: which process has what it is about, if that can be seen.
+/// Suffix for an error message with the process, if it was found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeldBy(pub(crate) Option<Holder>);
 
@@ -35,21 +35,21 @@ impl fmt::Display for HeldBy {
     }
 }
 
-/// The transport of an address.
+/// Transport protocol of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transport {
     Tcp,
     Udp,
 }
 
-/// Another process that has a file open.
+/// Returns another process that has a file open.
 pub(crate) fn of_file(path: &Path) -> Option<Holder> {
-    // Not canonicalized: that asks the file system, which may be the one that hangs.
+    // We can't use `canonicalize`, because it would access the file system, which may hang.
     let path = std::path::absolute(path).ok()?;
     find(&[path])
 }
 
-/// Another process that has a socket at an address.
+/// Returns another process with a socket for this address.
 pub(crate) fn of_address(address: SocketAddr, transport: Transport) -> Option<Holder> {
     let table = match (transport, address.is_ipv4()) {
         (Transport::Tcp, true) => "/proc/net/tcp",
@@ -64,16 +64,15 @@ pub(crate) fn of_address(address: SocketAddr, transport: Transport) -> Option<Ho
     find(&sockets)
 }
 
-/// The process that has one of these files open, by the names that the kernel shows.
+/// Returns the process that has any of these files open, using the names reported by the kernel.
 fn find(files: &[PathBuf]) -> Option<Holder> {
     let own = std::process::id();
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    // One's own descriptors are never the obstacle: locks and ports of this process are ours to
-    // use.
+    // Ignore this process, because it can use its own locks and ports.
     let mut others = pids.filter(|pid| *pid != own);
     others.find_map(|pid| {
-        // Of a process that has ended meanwhile, or of another user, there is nothing to see.
+        // The process may have exited, or belong to another user.
         let mut open = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
         open.find(|fd| fs::read_link(fd.path()).is_ok_and(|link| files.contains(&link)))?;
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
@@ -82,16 +81,16 @@ fn find(files: &[PathBuf]) -> Option<Holder> {
     })
 }
 
-/// The inodes of the sockets at an address, in a table of proc_net(5).
+/// Returns the inodes of sockets for an address, from a table in proc_net(5).
 fn inodes(table: &str, address: SocketAddr) -> impl Iterator<Item = u64> {
     let mut name = String::new();
-    // Words of 32 bits in the host's order.
+    // The address is printed as 32-bit words in host byte order.
     let words: Vec<u8> = match address.ip() {
         IpAddr::V4(ip) => ip.octets().to_vec(),
         IpAddr::V6(ip) => ip.octets().to_vec(),
     };
     for word in words.chunks_exact(4) {
-        // The kernel prints the words as its integers, while the octets are in network order.
+        // The kernel prints each word as an integer, but the octets are in network byte order.
         let word = u32::from_ne_bytes([word[0], word[1], word[2], word[3]]);
         name += &format!("{word:08X}");
     }

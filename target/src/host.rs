@@ -1,9 +1,8 @@
-//! [`Host`]: threads, dates and the name of the boot, for code that makes none of them.
+//! [`Host`]: threads, dates and the boot ID, for code that can run in a simulation.
 //!
-//! The time of a worker's round comes with the round, and random bytes from its
-//! [`Env`](crate::worker::Env). What backends and workers need beyond that is here, behind one
-//! trait, so that a simulation can run their blocking calls as steps of its schedule and date what
-//! they note.
+//! The time of a worker's round is passed as an argument, and random bytes are from its
+//! [`Env`](crate::worker::Env). This trait contains everything else that backends and workers need,
+//! so that a simulation can run their blocking calls as part of its schedule, and provide dates.
 
 use std::fmt::Debug;
 use std::sync::LazyLock;
@@ -11,20 +10,20 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use riser_reactor::{SystemThreads, Threads, simulated};
 
-/// The machine, or a simulation of one.
+/// The host, or a simulated host.
 pub trait Host: Debug + Send + Sync {
-    /// Threads for calls that may block.
+    /// Returns threads for calls that may block.
     fn threads(&self) -> &dyn Threads;
 
-    /// Date at the time of a round.
+    /// Returns the date for the time of a round.
     fn date(&self, now: Instant) -> SystemTime;
 
-    /// Names the time since the machine was started, for which its page cache has kept what was not
-    /// flushed.
+    /// Returns the boot ID. While it is the same, data in the page cache is not lost, even if it
+    /// was not flushed.
     fn boot(&self) -> [u8; 16];
 }
 
-/// Names the host's boot; where the kernel does not, this process.
+/// The boot ID of the host, or a random ID for this process if the kernel does not provide it.
 static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
     let uuid = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits = uuid.trim().replace('-', "");
@@ -36,7 +35,7 @@ static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
     })
 });
 
-/// The machine that we run on.
+/// The host of this process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemHost;
 
@@ -45,7 +44,7 @@ impl Host for SystemHost {
         &SystemThreads
     }
 
-    /// The date of now: rounds are short.
+    /// Returns the current date, because rounds are short.
     fn date(&self, _: Instant) -> SystemTime {
         SystemTime::now()
     }
@@ -55,11 +54,11 @@ impl Host for SystemHost {
     }
 }
 
-/// The date at which a simulation begins, from 1970 on.
+/// Start date of a simulation, since 1970.
 const SIMULATED_DATE: Duration = Duration::from_secs(1_700_000_000);
 
-/// A simulation's machine: threads of its schedule, a date that goes with its clock, and boots that
-/// it counts.
+/// A simulated host: threads run in its schedule, the date is based on its clock, and boots are
+/// numbered.
 #[derive(Clone, Debug)]
 pub struct SimulatedHost {
     threads: simulated::Threads,
@@ -68,7 +67,7 @@ pub struct SimulatedHost {
 }
 
 impl SimulatedHost {
-    /// A machine whose clock begins at `start`.
+    /// Creates a host with a clock that starts at `start`.
     #[must_use]
     pub fn new(threads: simulated::Threads, start: Instant) -> Self {
         Self {
@@ -78,7 +77,7 @@ impl SimulatedHost {
         }
     }
 
-    /// The same machine, started for the `boot`th time.
+    /// Returns the same host with this boot number.
     #[must_use]
     pub fn with_boot(self, boot: u64) -> Self {
         Self { boot, ..self }

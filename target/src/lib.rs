@@ -1,24 +1,25 @@
 //! The parts of `riserd`, the target daemon.
 //!
 //! # Modules
-//! - [`audit`]: who logged in and out, and who changed the configuration, for the log.
-//! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
-//! - [`config`]: the crate `riser-config`: the YAML configuration, checked before anything is
-//!   opened.
-//! - [`control`]: signals, the admin API, and the daemon's life between them.
-//! - [`fabric`]: what the connections of all protocols share: units, commands, accounts.
-//! - [`srp`], [`iscsi`], [`iser`]: connections of each protocol, as machines that do no I/O.
-//! - [`server`]: from a configuration to running workers, and the shutdown.
-//! - [`sessions`]: sessions and what is served to them, shared by all workers.
-//! - [`worker`]: one thread with its devices, its ring and its channels.
+//! - [`audit`]: logs logins, logouts and configuration changes.
+//! - [`backend`]: the storage of logical units: files, devices, memory.
+//! - [`config`]: the crate `riser-config`: the YAML configuration, which is checked before any
+//!   resource is opened.
+//! - [`control`]: signals, the admin API, and the main loop of the daemon.
+//! - [`fabric`]: code shared by the connections of all protocols: units, commands, statistics.
+//! - [`srp`], [`iscsi`], [`iser`]: connections of each protocol, implemented as state machines
+//!   without I/O.
+//! - [`server`]: starts workers for a configuration, and shuts them down.
+//! - [`sessions`]: sessions and the catalog, shared by all workers.
+//! - [`worker`]: a thread with its devices, its ring and its channels.
 //! - [`pool`]: the data buffers of a worker.
-//! - [`qos`]: how fast units and initiators may be.
-//! - [`stats`]: what commands are counted by, and how long they take.
-//! - [`host`]: where threads and dates come from.
-//! - [`holder`]: the process that has a file or an address that we want. `patience`: the wait for
-//!   what may be free in a moment.
-//! - [`sandbox`]: what the daemon gives up before it serves.
-//! - [`log`]: rate limits for what a peer can make us log.
+//! - [`qos`]: rate limits for units and initiators.
+//! - [`stats`]: command counters and latencies.
+//! - [`host`]: threads and dates.
+//! - [`holder`]: finds the process that uses a file or an address. `patience`: waits for locks that
+//!   are released soon.
+//! - [`sandbox`]: drops privileges on startup.
+//! - [`log`]: rate limits for log messages caused by a peer.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 
 pub mod audit;

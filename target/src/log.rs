@@ -1,18 +1,18 @@
-//! Rate limits for lines of the log.
+//! Rate limits for log messages.
 //!
-//! A peer that sends nonsense a million times a second must cost its own connection, not our disk.
-//! [`RateLimit`] lets a burst through, then one line per interval, and says how many were held
-//! back.
+//! If a peer sends malformed data a million times per second, this must not fill our disk.
+//! [`RateLimit`] allows a burst, followed by a single message per interval with the number of
+//! suppressed messages.
 
 use std::time::{Duration, Instant};
 
-/// Lines that go through at once, unless said otherwise.
+/// Default size of a burst.
 const BURST: u32 = 10;
 
-/// After the burst, one line per interval, unless said otherwise.
+/// Default interval for messages after a burst.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// A limit for one kind of message of one source.
+/// A rate limit for a single type of message from a single source.
 #[derive(Debug, Clone)]
 pub struct RateLimit {
     burst: u32,
@@ -28,7 +28,8 @@ impl Default for RateLimit {
 }
 
 impl RateLimit {
-    /// Lets `burst` lines through at once, then one per interval.
+    /// Creates a limit which allows a burst of `burst` messages, followed by a message per
+    /// interval.
     #[must_use]
     pub fn new(burst: u32, interval: Duration) -> Self {
         Self {
@@ -39,32 +40,30 @@ impl RateLimit {
         }
     }
 
-    /// Returns the number of lines that were held back and not reported yet, which counts as their
-    /// report.
+    /// Returns the number of suppressed messages that were not reported yet, and resets it.
     pub fn take_suppressed(&mut self) -> u64 {
         std::mem::take(&mut self.suppressed)
     }
 
-    /// Time from which a line may report the number that was held back; `None` if none were.
+    /// Returns the time from which the suppressed messages can be reported, if any.
     #[must_use]
     pub fn due(&self) -> Option<Instant> {
         let (_, since) = self.left.filter(|_| self.suppressed > 0)?;
         Some(since + self.interval)
     }
 
-    /// Returns, if a line may be logged at `now`, the number that was held back since the last
-    /// one.
+    /// If a message can be logged at `now`, returns the number of messages suppressed since the
+    /// last one.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         let (tokens, since) = self.left.get_or_insert((self.burst, now));
         let earned = now.saturating_duration_since(*since).as_nanos() / self.interval.as_nanos();
         if earned > 0 {
-            // A silence of any length earns one burst, not more: the disk's worst case stays the
-            // same.
+            // At most one burst is allowed, even after a long time without messages.
             *tokens = tokens
                 .saturating_add(u32::try_from(earned).unwrap_or(u32::MAX))
                 .min(self.burst);
-            // The rest of an interval is given up, so lines come slightly slower than the limit
-            // says, never faster.
+            // We drop the remainder of the interval. Therefore, the rate may be slightly lower than
+            // the limit, but never higher.
             *since = now;
         }
         if *tokens == 0 {
@@ -76,7 +75,8 @@ impl RateLimit {
     }
 }
 
-/// Logs a warning about a peer if its limit admits it; the number of lines held back goes along.
+/// Logs a warning about a peer if allowed by its limit, including the number of suppressed
+/// messages.
 #[macro_export]
 macro_rules! warn_limited {
     ($limit:expr, $now:expr, $($args:tt)+) => {

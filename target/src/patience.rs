@@ -1,18 +1,18 @@
-//! Locks that may still be held by a process that has ended: the kernel takes the rings of a killed
-//! process apart, and closes the files they hold, some time after its end.
+//! Waits for locks held by a process that has exited: if a process was killed, the kernel takes
+//! some time to tear down its rings and close their files.
 
 use std::cell::Cell;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longest time that it may take.
+/// Maximum time to wait.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 thread_local! {
     static IS_HASTY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs something in which [`until_free`] tries once.
+/// Runs a function in which [`until_free`] does not wait.
 pub(crate) fn at_once<T>(run: impl FnOnce() -> T) -> T {
     let before = IS_HASTY.replace(true);
     let result = run();
@@ -20,8 +20,8 @@ pub(crate) fn at_once<T>(run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Tries until something is free, for three seconds at most. `attempt` returns `None` where
-/// something else holds it, and so does this then.
+/// Retries until a resource is free, for at most three seconds. `attempt` returns `None` if the
+/// resource is in use. If it still is after this time, this function returns `None` too.
 pub(crate) fn until_free<T, E>(
     mut attempt: impl FnMut() -> Result<Option<T>, E>,
 ) -> Result<Option<T>, E> {
@@ -33,7 +33,7 @@ pub(crate) fn until_free<T, E>(
     let deadline = Instant::now() + patience;
     loop {
         let free = attempt()?;
-        // After the attempt, so that there is one even without patience.
+        // Check this afterwards, so that there is always at least one attempt.
         if free.is_some() || Instant::now() >= deadline {
             return Ok(free);
         }

@@ -46,7 +46,7 @@ const NEEDED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::NET_ADMIN)
     .union(CapabilitySet::IPC_LOCK);
 
-/// Error entering the sandbox, which is incomplete or not active.
+/// An error when entering the sandbox, which is then incomplete or not active.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// Capabilities or their inheritance can't be changed.

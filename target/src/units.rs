@@ -1,8 +1,8 @@
-//! Sizes in bytes, as people read them.
+//! Human-readable sizes.
 
 use bytesize::ByteSize;
 
-/// A number of bytes, with a binary prefix.
+/// Formats a number of bytes with a binary prefix.
 #[must_use]
 pub fn bytes(bytes: u64) -> String {
     ByteSize(bytes).display().iec().to_string()

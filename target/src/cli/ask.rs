@@ -1,4 +1,4 @@
-//! Questions to a running daemon, and its answers in print.
+//! Requests to a running daemon, and printing its responses.
 
 use std::fs;
 use std::io::{self, IsTerminal, Write};
@@ -17,24 +17,24 @@ use super::{Failure, print};
 use crate::control::top::{self, Top, TopError};
 use crate::control::{report, socket, state};
 
-/// Number of old contents of a file that `save` keeps.
+/// Maximum number of backups kept by `save`.
 const GENERATIONS: u32 = 9;
 
-/// A question to a running daemon.
+/// Options for a request to a running daemon.
 #[derive(Debug, clap::Args)]
 pub(super) struct Ask {
-    /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
-    // An empty value in the environment means the default, as if it was not set.
+    /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
+    // If the environment variable is empty, use the default.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET", value_parser = OsStringValueParser::new().map(PathBuf::from))]
     pub(super) socket: Option<PathBuf>,
-    /// Format of the answer.
+    /// Output format.
     #[arg(long, short, value_enum, default_value_t)]
     pub(super) output: Output,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum Output {
-    /// Lines of text for people.
+    /// Human-readable text.
     #[default]
     #[value(alias = "human")]
     Text,
@@ -43,7 +43,7 @@ pub(super) enum Output {
 }
 
 impl Ask {
-    /// Path of the daemon's admin socket: the given one, or the default.
+    /// Returns the path of the admin socket, either from the options or the default.
     pub(super) fn socket(&self) -> Result<PathBuf, Failure> {
         let named = self.socket.clone();
         let named = named.filter(|path| !path.as_os_str().is_empty());
@@ -61,7 +61,7 @@ impl From<ClientError> for Failure {
     }
 }
 
-/// Asks a running daemon, and prints its answer.
+/// Sends a request to a running daemon, and prints the response.
 pub(super) fn asked<T: Serialize + DeserializeOwned>(
     out: &mut dyn Write,
     ask: &Ask,
@@ -85,7 +85,7 @@ pub(super) fn show<T: Serialize>(
     print(out, &text)
 }
 
-/// Reads a time between two looks.
+/// Parses the interval between two updates.
 pub(super) fn interval(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
     if (0.1..=3600.0).contains(&seconds) {
@@ -95,7 +95,7 @@ pub(super) fn interval(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Shows what a running daemon does.
+/// Shows the activity of a running daemon.
 pub(super) fn show_top(
     out: &mut dyn Write,
     interval: f64,
@@ -113,13 +113,13 @@ pub(super) fn show_top(
     };
     match top::run(&ask.socket()?, &top, out) {
         Err(TopError::Client(error)) => Err(error.into()),
-        // The reader, such as `head`, has seen enough.
+        // The reader has exited, for example `head`.
         Err(TopError::Output(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other.map_err(Failure::run_time),
     }
 }
 
-/// Writes down a running daemon's configuration.
+/// Saves the configuration of a running daemon.
 pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Result<(), Failure> {
     let accept = match ask.output {
         Output::Text => None,
@@ -137,7 +137,7 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
                 let (file, old) = (file.display(), old.display());
                 let note =
                     format!("riserd: what {file} said before, comments included, is in {old}");
-                // Nothing depends on it.
+                // This is only a note, so ignore errors.
                 let _ = writeln!(io::stderr(), "{note}");
                 Ok(())
             }
@@ -147,14 +147,14 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
     }
 }
 
-/// Replaces a file, or the one that a symbolic link leads to, and keeps one with other contents:
-/// its name then.
+/// Replaces a file, or the target of a symbolic link. If the contents have changed, returns the
+/// path of the backup.
 fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     let was = match fs::metadata(file) {
         Ok(was) if was.is_file() => was,
-        // A pipe, or a terminal.
+        // A pipe or a terminal.
         Ok(_) => return fs::write(file, text).map(|()| None),
-        // Not a link to a file that is not there.
+        // If it is a dangling link, we fail.
         Err(e) if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(file).is_err() => {
             return state::replace(file, text).map(|()| None);
         }
@@ -166,18 +166,18 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
         return Ok(None);
     }
     let kept = beside(&file);
-    // It may hold secrets.
+    // The contents may include secrets.
     state::replace(&kept, &old)?;
-    // In a directory that every user may write, the file's owner may be another user who has waited
-    // for secrets there.
+    // In a world-writable directory, the file may belong to another user who is waiting for
+    // secrets.
     let dir = file.parent().unwrap_or(Path::new("/"));
     if fs::metadata(dir)?.mode() & 0o002 != 0 {
         state::replace(&file, text)?;
         return Ok(Some(kept));
     }
-    // The service runs as another user than the administrator, and must still be able to read its
-    // file; but what is written now may hold secrets that were not in a file which all users could
-    // read.
+    // The service runs as a different user than the administrator, and must still be able to read
+    // its file. But the new contents may include secrets, so the file must not be readable by all
+    // users.
     let access = state::Access {
         owner: (was.uid(), was.gid()),
         mode: was.permissions().mode() & 0o660,
@@ -186,7 +186,7 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     Ok(Some(kept))
 }
 
-/// A name for the old contents of a file that has none yet: `FILE~`, `FILE~2`, and so on.
+/// Returns an unused path for a backup: `FILE~`, `FILE~2`, and so on.
 fn beside(file: &Path) -> PathBuf {
     let name = |end: String| {
         let mut name = file.as_os_str().to_owned();
@@ -196,13 +196,13 @@ fn beside(file: &Path) -> PathBuf {
     let numbered = (2..=GENERATIONS).map(|n| name(format!("~{n}")));
     let mut names = std::iter::once(name("~".into())).chain(numbered);
     let is_free = |name: &PathBuf| fs::symlink_metadata(name).is_err();
-    // The last one is used again, so the first, with the comments, stays.
+    // If all paths are used, reuse the last, because the first backup contains the comments.
     names
         .find(is_free)
         .unwrap_or_else(|| name(format!("~{GENERATIONS}")))
 }
 
-/// Lets a running daemon hand over to a program.
+/// Lets a running daemon hand over to another program.
 pub(super) fn upgrade(
     out: &mut dyn Write,
     binary: Option<&Path>,
@@ -213,7 +213,7 @@ pub(super) fn upgrade(
     show(out, ask.output, &done, report::upgraded)
 }
 
-/// A path that means the same to every process.
+/// Returns an absolute path, which is valid for any process.
 fn whole(path: &Path) -> Result<String, Failure> {
     let failure =
         |why: &dyn std::fmt::Display| Failure::mistake(format!("{}: {why}", path.display()));
@@ -256,7 +256,7 @@ mod tests {
         let kept = replace(&file, b"two").unwrap().unwrap();
         assert_eq!(kept, dir.0.join("riserd.yaml~"));
         assert_eq!((read(&file), read(&kept)), ("two".into(), "one".into()));
-        // What was there first has the comments, and stays.
+        // The first backup contains the comments, so it is kept.
         let second = replace(&file, b"three").unwrap().unwrap();
         assert_eq!((read(&second), read(&kept)), ("two".into(), "one".into()));
         for n in 0..2 * GENERATIONS {
@@ -267,7 +267,8 @@ mod tests {
         assert_eq!(files, 1 + GENERATIONS as usize);
     }
 
-    /// As the file of the package, which root replaces and the service reads.
+    /// For example, the configuration file of the package is replaced by root and read by the
+    /// service.
     #[test]
     fn a_file_that_is_replaced_keeps_its_owner_and_mode() {
         let dir = Dir::new("owner");
@@ -279,7 +280,7 @@ mod tests {
         replace(&file, b"new").unwrap();
         let (uid, gid, mode) = access(&file);
         assert_eq!(mode, 0o600);
-        // Only root can give files to others.
+        // Only root can change the owner of a file.
         let group = if uid == 0 { 1 } else { gid };
         for (before, after) in [(0o640, 0o640), (0o644, 0o640), (0o600, 0o600)] {
             std::os::unix::fs::chown(&file, None, Some(group)).unwrap();

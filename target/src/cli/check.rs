@@ -1,5 +1,4 @@
-//! Configuration files: reading them, their mistakes with the lines that they are in, and what they
-//! would serve.
+//! Reads configuration files, reports errors with the source line, and describes their contents.
 
 use std::path::Path;
 
@@ -18,7 +17,7 @@ pub(super) fn load(path: &Path) -> Result<Config, Failure> {
     read(path).map(|(config, _)| config)
 }
 
-/// The text of a configuration file without a mistake.
+/// Returns the text of a valid configuration file.
 pub(super) fn checked(path: &Path) -> Result<String, Failure> {
     read(path).map(|(_, text)| text)
 }
@@ -40,14 +39,14 @@ fn read(path: &Path) -> Result<(Config, String), Failure> {
     }
 }
 
-/// A mistake with the line it is in. The first line is the one that scripts and editors look for:
-/// `file:line:column: message`. It says everything, so beneath it there is only the place.
+/// Formats an error with its source line. The first line is for scripts and editors:
+/// `file:line:column: message`. This contains the whole message, so we only add the position below.
 fn report(error: &ConfigError, text: String) -> String {
     let offset = error.offset_in(&text);
     let diagnostic = MietteDiagnostic::new("").with_label(LabeledSpan::at_offset(offset, "here"));
     let report = Report::new(diagnostic).with_source_code(NamedSource::new(&error.file, text));
     let place = format!("{report:?}");
-    // Without the line that would have the message.
+    // Omit the line that would contain the message.
     let place = place
         .trim_start()
         .split_once('\n')
@@ -55,20 +54,20 @@ fn report(error: &ConfigError, text: String) -> String {
     format!("{error}\n{}", place.trim_end())
 }
 
-/// A configuration without a mistake.
+/// A valid configuration.
 #[derive(Debug)]
 pub(super) struct Described<'a> {
     config: &'a Config,
-    /// Identity of the host, from which names are derived.
+    /// Host identity used to derive names.
     host: HostId,
     identities: Identities,
     notes: Vec<String>,
-    /// Results of opening backends and portals, if that was tried.
+    /// Results of opening backends and portals, if requested.
     probe: Option<Probe>,
 }
 
 impl<'a> Described<'a> {
-    /// Describes it; with `open`, what it names is opened and closed again.
+    /// Creates a description. If `open` is set, resources are opened and closed again.
     pub(super) fn new(config: &'a Config, open: bool) -> Self {
         let mut notes = config.notes.clone();
         let kept = identities::kept(&config.state);
@@ -91,7 +90,7 @@ impl<'a> Described<'a> {
         }
     }
 
-    /// Returns whether everything could be opened.
+    /// Returns whether all resources could be opened.
     pub(super) fn is_served(&self) -> bool {
         self.probe
             .as_ref()
@@ -124,8 +123,8 @@ fn describe_text(described: &Described<'_>) -> String {
         lines.push(format!("target {}", target.name));
         for portal in &target.portals {
             lines.push(match (portal.protocol, &target.iqn) {
-                // An initiator finds iSCSI and iSER by the IQN, and SRP by its GUIDs, which are
-                // derived from the host's identity if the file gives none.
+                // Initiators use the IQN for iSCSI and iSER, but GUIDs for SRP. Unless configured,
+                // these are derived from the host identity.
                 (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => {
                     format!("  {} {} {iqn}", portal.protocol, portal.listen)
                 }
@@ -203,8 +202,8 @@ fn describe_json(described: &Described<'_>) -> String {
             })
         })
         .collect();
-    // `valid`, `takes_over` and `system_calls` are what a daemon looks at before it hands over to
-    // this program, so they stay even if the rest changes.
+    // `valid`, `takes_over` and `system_calls` are checked by a daemon before an upgrade to this
+    // program, so they must not change.
     let mut document = json!({
         "valid": true,
         "version": env!("CARGO_PKG_VERSION"),

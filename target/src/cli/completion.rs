@@ -1,8 +1,8 @@
-//! Completion scripts of shells.
+//! Shell completion scripts.
 
 use clap_complete::Shell;
 
-/// Completes paths of objects in bash. Readline replaces the text after the last colon only.
+/// Completes object paths in bash. Readline only replaces the text after the last colon.
 const BASH: &str = r#"
 _riserd_objects() {
     local line="${COMP_LINE:0:COMP_POINT}"
@@ -27,13 +27,13 @@ _riserd_objects() {
 complete -F _riserd_objects -o bashdefault -o default riserd
 "#;
 
-/// The same in fish.
+/// The same for fish.
 const FISH: &str = "
 complete -c riserd -n '__fish_seen_subcommand_from ls get info set create delete' -f \
 -a '(command riserd complete (commandline -ct) 2>/dev/null)'
 ";
 
-/// Returns the completion script of a shell.
+/// Returns the completion script for a shell.
 pub(super) fn script(shell: Shell, command: &mut clap::Command) -> Vec<u8> {
     let mut script = Vec::new();
     clap_complete::generate(shell, command, "riserd", &mut script);
@@ -61,7 +61,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("riserd-complete-{}", std::process::id()));
         fs::create_dir(&dir).unwrap();
         let program = dir.join("riserd");
-        // It lists two objects below the path.
+        // Prints two objects below the path.
         fs::write(&program, "#!/bin/sh\necho \"${2}0/\"\necho \"${2}1\"\n").unwrap();
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
         let file = dir.join("script");

@@ -1,4 +1,4 @@
-//! RDMA devices and addresses that a portal can use on this host.
+//! RDMA devices and addresses that can be used by portals on this host.
 
 use std::io;
 

@@ -1,8 +1,8 @@
-//! Examples in the help of verbs and in their manual pages.
+//! Examples for the help texts of commands and their manual pages.
 
 use clap::Command;
 
-/// Examples of each verb that has some.
+/// Examples by command.
 const EXAMPLES: [(&str, &[&str]); 14] = [
     (
         "run",
@@ -75,10 +75,10 @@ const EXAMPLES: [(&str, &[&str]); 14] = [
     ),
 ];
 
-/// Line before the examples of a help text.
+/// Heading before examples in a help text.
 pub(super) const HEAD: &str = "Examples:";
 
-/// Adds the examples to the help of the verbs.
+/// Adds examples to the help texts of commands.
 pub(super) fn add(command: Command) -> Command {
     EXAMPLES.iter().fold(command, |command, (verb, examples)| {
         command.mut_subcommand(verb, |verb| {

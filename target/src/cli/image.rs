@@ -1,10 +1,10 @@
-//! Formats of disk images, by their first bytes.
+//! Detects disk image formats.
 
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Offset, bytes and name of each format.
+/// Offset, magic bytes and name of each format.
 const FORMATS: [(usize, &[u8], &str); 7] = [
     (0, b"QFI\xfb", "QCOW"),
     (0, b"QED\0", "QED"),
@@ -15,7 +15,8 @@ const FORMATS: [(usize, &[u8], &str); 7] = [
     (0x40, &[0x7f, 0x10, 0xda, 0xbe], "VDI"),
 ];
 
-/// Note on a file or device that is an image of another format: its bytes are not the blocks of a disk.
+/// Returns a note if a file or device contains a disk image format other than raw. Its data would
+/// not be interpreted.
 pub(super) fn note(path: &Path) -> Option<String> {
     let mut start = Vec::new();
     let file = File::open(path).ok()?;

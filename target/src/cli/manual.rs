@@ -1,5 +1,5 @@
-//! Manual pages: those of the command line, and riserd.yaml(5), which is made of the
-//! configuration's schema.
+//! Manual pages for the command line, and riserd.yaml(5), which is generated from the configuration
+//! schema.
 
 use std::fs;
 use std::io::{self, Write};
@@ -13,10 +13,10 @@ use super::reference::{Key, Object, objects};
 use super::{EXIT_CODES, EXIT_STATUS, command, examples};
 use crate::config::schema;
 
-/// Where every key has its default: the example of the page.
+/// Example for the page, where all keys have their defaults.
 const EXAMPLE: &str = include_str!("../../../deploy/examples/minimal.yaml");
 
-/// A page that can be printed by itself.
+/// A page that can be printed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum Page {
     /// riserd(1), the program.
@@ -37,13 +37,13 @@ pub(super) fn render(page: Page) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Writes all pages into a directory.
+/// Writes all pages to a directory.
 pub(super) fn write_all(dir: &Path) -> io::Result<()> {
     write_pages(&built(), dir)?;
     fs::write(dir.join("riserd.yaml.5"), render(Page::Configuration)?)
 }
 
-/// The command line, in which verbs have their whole names.
+/// Returns the command line with full command names.
 fn built() -> Command {
     let mut command = command().disable_help_subcommand(true);
     command.build();
@@ -54,7 +54,7 @@ fn page_name(command: &Command) -> &str {
     command.get_display_name().unwrap_or(command.get_name())
 }
 
-/// Writes the page of a command and those of its verbs.
+/// Writes the pages for a command and its subcommands.
 fn write_pages(command: &Command, dir: &Path) -> io::Result<()> {
     let mut text = Vec::new();
     write_page(command, &mut text)?;
@@ -64,8 +64,8 @@ fn write_pages(command: &Command, dir: &Path) -> io::Result<()> {
     shown.try_for_each(|verb| write_pages(verb, dir))
 }
 
-/// Writes a page: the sections that the command line describes, and then notes, examples, exit status
-/// and related pages.
+/// Writes a page: the sections from the command line, followed by notes, examples, exit status and
+/// related pages.
 fn write_page(command: &Command, out: &mut dyn Write) -> io::Result<()> {
     let page = Man::new(command.clone());
     page.render_title(out)?;
@@ -109,11 +109,12 @@ fn write_page(command: &Command, out: &mut dyn Write) -> io::Result<()> {
     rest.to_writer(out)
 }
 
-/// The page riserd.yaml(5).
+/// Returns the page riserd.yaml(5).
 fn configuration() -> Roff {
     let mut page = Roff::new();
     let version = concat!("riserd ", env!("CARGO_PKG_VERSION"));
-    // No date: the page changes with the program. An empty argument would be lost.
+    // Omit the date, because the page depends on the program version. An empty argument would be
+    // dropped.
     page.control("TH", ["riserd.yaml", "5", " ", version, "Riser"]);
     page.control("SH", ["NAME"]);
     page.text([roman("riserd.yaml - configuration of riserd")]);
@@ -205,7 +206,7 @@ fn describe_key(page: &mut Roff, key: &Key) {
     page.text(head);
     let choices = key.choices.iter().filter(|(_, about)| !about.is_empty());
     let choices = choices.map(|(value, about)| format!("`{value}`: {about}"));
-    // Further paragraphs are indented as the first.
+    // Indent further paragraphs like the first.
     for (paragraph, n) in key.text.iter().cloned().chain(choices).zip(0..) {
         if n > 0 {
             page.control("IP", []);
@@ -214,7 +215,7 @@ fn describe_key(page: &mut Roff, key: &Key) {
     }
 }
 
-/// Text in which words in backticks are bold.
+/// Converts text, with words in backticks in bold.
 fn inlines(text: &str) -> Vec<Inline> {
     let pieces = text.split('`').enumerate();
     let pieces = pieces.map(|(n, piece)| match n % 2 {

@@ -1,21 +1,21 @@
 //! The command line of `riserd`.
 //!
 //! # Exit codes
-//! - 0: it did what was asked.
-//! - 1: it failed at run time: a backend that cannot be opened, an address in use, no `io_uring`;
-//!   `check --open` found something that cannot be opened.
-//! - 2: it was asked for something wrong: bad usage, or a mistake in the configuration.
-//! - 3: `diff` found differences.
+//! - 0: success.
+//! - 1: runtime error: a backend cannot be opened, an address is in use, or there is no `io_uring`.
+//!   Also if `check --open` has found a resource that cannot be opened.
+//! - 2: invalid usage or configuration.
+//! - 3: `diff` has found differences.
 //!
-//! The library's errors are plain values; only here do they become reports for people.
+//! The library returns errors as values. They are only formatted for users here.
 //!
 //! # Modules
-//! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
-//!   `trace`: its commands.
-//! - `completion`: scripts of shells. `manual`: manual pages. [`mod@reference`]: the keys of a configuration file, for one of them
-//!   and for the book.
-//! - `check`: configuration files. `probe`: whether what they name can be opened. `devices`: what a
-//!   portal can use.
+//! - `ask`: requests to a running daemon. `verbs`: commands that show and change its objects by
+//!   path. `trace`: traces commands.
+//! - `completion`: shell completion scripts. `manual`: manual pages. [`mod@reference`]: the keys of
+//!   a configuration file, for a manual page and the book.
+//! - `check`: configuration files. `probe`: checks whether resources can be opened. `devices`:
+//!   addresses and devices for portals.
 
 mod ask;
 mod check;
@@ -50,13 +50,13 @@ use crate::config::{ConfigError, schema};
 use crate::control::upgrade::Handover;
 use crate::control::{Source, report};
 
-/// The exit code of a failure at run time.
+/// Exit code for a runtime error.
 const FAILURE: u8 = 1;
 
-/// The exit code of bad usage and bad configuration.
+/// Exit code for invalid usage or configuration.
 const MISTAKE: u8 = 2;
 
-/// The exit code of `diff` where there are differences.
+/// Exit code of `diff` if there are differences.
 const DIFFERENT: u8 = 3;
 
 /// Serves files and block devices as SCSI disks over RDMA (SRP, iSER) and TCP (iSCSI).
@@ -83,47 +83,44 @@ const EXIT_STATUS: [(&str, &str); 4] = [
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve what a configuration file describes, until SIGTERM or SIGINT. SIGHUP reads the file
-    /// again and applies it. Logs to standard error; the environment's RUST_LOG comes before the
-    /// file's log filter.
+    /// Start serving a configuration, until SIGTERM or SIGINT. SIGHUP reloads the file. Logs are
+    /// written to standard error, and RUST_LOG overrides the log filter in the file.
     Run {
         /// Path of the configuration file.
         #[arg(long, short, value_name = "FILE")]
         config: PathBuf,
-        /// Serve the configuration that was applied last, as the file's state directory has it. The
-        /// file is served if it says something else than when it was read last, or nothing was
-        /// applied.
+        /// Restore the configuration that was last applied, from the state directory. The file is
+        /// only used if it has changed since it was last read, or if no configuration was applied.
         #[arg(long)]
         restore: bool,
     },
-    /// Check a configuration file: alone, or whether what it names can be opened on this host.
+    /// Check a configuration file, and optionally whether its resources can be opened on this host.
     Check {
         /// Path of the configuration file.
         file: PathBuf,
-        /// Open its backends, read its secrets and listen on its portals' addresses for a moment.
-        /// Nothing is changed, and what a daemon has is in use.
+        /// Open backends, read secrets and bind portal addresses for a moment. This does not change
+        /// anything, but resources of a running daemon are reported as in use.
         #[arg(long)]
         open: bool,
         /// Format of the result.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
-    /// Show the connections of a running daemon: who, where, and what the login agreed on.
+    /// Show the connections of the daemon, with initiators, addresses and login parameters.
     Sessions(Ask),
-    /// Show what a running daemon serves.
+    /// Show the targets of the daemon.
     Targets(Ask),
-    /// Show how a running daemon is.
+    /// Show the status of the daemon.
     Status(Ask),
-    /// Let a running daemon read its configuration file again, and wait until it is applied; show
-    /// what that changed. Changes that were not saved are taken back.
+    /// Reload the configuration file and show the changes. Changes that were not saved are
+    /// reverted.
     Reload(Ask),
-    /// Let a running daemon serve what a configuration file describes, whole or not at all; show
-    /// what that changed.
+    /// Apply a configuration file to the daemon as a single change, and show the differences.
     Apply {
         /// Path of the configuration file.
         file: PathBuf,
-        /// Serve it without backends, portals and an address of metrics that are not available.
-        /// `riserd status` shows these as NOT SERVED, and they are tried again.
+        /// Apply the configuration without backends, portals and a metrics address that are not
+        /// available. `riserd status` shows them as NOT SERVED, and they are retried.
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
@@ -136,108 +133,106 @@ enum Command {
         #[command(flatten)]
         ask: Ask,
     },
-    /// Write down the configuration of a running daemon, secrets included: YAML, or JSON, which is
-    /// YAML as well.
+    /// Save the current configuration of the daemon, including secrets, as YAML or JSON.
     Save {
-        /// File to write; standard output by default.
+        /// File to write. The default is standard output.
         file: Option<PathBuf>,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Let a running daemon serve again what it served before; show what that changed. It is a
-    /// change like any other, and can be rolled back.
+    /// Restore a previous configuration of the daemon and show the changes. This is a normal
+    /// change, which can be rolled back.
     Rollback {
         /// Number of configurations to go back.
         #[arg(default_value_t = 1)]
         back: usize,
-        /// Serve it without backends, portals and an address of metrics that are not available.
-        /// `riserd status` shows these as NOT SERVED, and they are tried again.
+        /// Apply the configuration without backends, portals and a metrics address that are not
+        /// available. `riserd status` shows them as NOT SERVED, and they are retried.
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Let a running daemon hand over to another program, after an update as a rule: its process,
-    /// connections that wait, reservations and RAM disks stay, and initiators log in again. A
-    /// program that does not take the running configuration is refused, and nothing has changed.
+    /// Replace the daemon with another binary, usually after an update. The process, pending
+    /// connections, reservations and RAM disks are kept, and initiators log in again. If the binary
+    /// does not support the current configuration, the daemon is not changed.
     Upgrade {
-        /// The program; by default the one that is now where the daemon's own was when it began.
-        /// Root and the daemon's own user may name one.
+        /// Path of the binary. The default is the original path of the daemon. Only root and the
+        /// user of the daemon can specify a path.
         #[arg(long, value_name = "PATH")]
         binary: Option<PathBuf>,
         #[command(flatten)]
         ask: Ask,
     },
-    /// List the configurations that a running daemon has had.
+    /// List the previous configurations of the daemon.
     History(Ask),
-    /// Let a running daemon measure its backends again: after a file or device has grown.
+    /// Measure backends again, after a file or device was extended.
     Rescan(Ask),
-    /// Let flushes succeed again after one failed. Writes that were acknowledged before may be
-    /// lost: check or restore what is on the unit first.
+    /// Clear a recorded flush failure, so that flushes can succeed again. Acknowledged writes may
+    /// be lost: check or restore the data on the unit first.
     ClearFlushFailure {
-        /// The unit's serial number; by default, all units.
+        /// Serial number of the unit. The default is all units.
         serial: Option<String>,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Disconnect an initiator from a running daemon. It may log in again at once, unless it is
+    /// Disconnect an initiator from the daemon. It can log in again immediately, unless it is
     /// blocked.
     Disconnect {
-        /// The initiator: an iSCSI name, or an initiator port as `riserd sessions` shows it. Or the
-        /// number of a session: `nexus` of `riserd sessions -o json` and of the audit log.
+        /// iSCSI name or initiator port, as shown by `riserd sessions`, or session number: `nexus`
+        /// in `riserd sessions -o json` and in the audit log.
         #[arg(value_name = "INITIATOR|SESSION")]
         session: String,
-        /// Keep the initiator from logging in, by any of its ports and at any target, until it is
-        /// unblocked.
+        /// Prevent the initiator from logging in, with any of its ports and to any target, until it
+        /// is unblocked.
         #[arg(long)]
         block: bool,
-        /// End the block after this time, such as 10m or 2h.
+        /// Duration of the block, such as 10m or 2h.
         #[arg(long = "for", value_name = "TIME", requires = "block", value_parser = block_time)]
         duration: Option<Duration>,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Let a blocked initiator log in to a running daemon again.
+    /// Allow a blocked initiator to log in again.
     Unblock {
-        /// The initiator, as `riserd status` shows it.
+        /// Initiator as shown by `riserd status`.
         initiator: String,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Show what a running daemon does, again and again: commands, bytes and times by logical unit
-    /// and session. JSON has a document for each interval.
+    /// Show live activity: commands, bytes and times by logical unit and session. With JSON, print
+    /// a document per interval.
     Top {
-        /// Seconds from one look to the next.
+        /// Interval between updates in seconds.
         #[arg(long, short, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
         interval: f64,
-        /// Show one interval and end.
+        /// Show a single interval and exit.
         #[arg(long)]
         once: bool,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Show single commands on their way through a running daemon: which, whose, and when each
-    /// reached which stage.
+    /// Trace individual commands in the daemon, and show when each of them reached which stage.
     Trace(Trace),
     #[command(flatten)]
     Verb(Verb),
-    /// Print the JSON Schema of configuration files, which editors check and complete them with.
+    /// Print the JSON Schema for configuration files, which editors use for checks and completion.
     Schema,
-    /// Print the completion script of a shell.
+    /// Print a shell completion script.
     Completions {
-        /// Shell that the script is for.
+        /// Shell to generate the script for.
         shell: Shell,
     },
-    /// Print a manual page, or write all of them.
+    /// Print a manual page, or write all of them to a directory.
     Man {
-        /// The page.
+        /// Page to print.
         #[arg(value_enum, default_value_t, conflicts_with = "dir")]
         page: manual::Page,
-        /// Write the page of the configuration file and one for each verb into this directory.
+        /// Write the pages for the configuration file and for all commands to this directory.
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
-    /// List the addresses and RDMA devices a portal can use.
+    /// List addresses and RDMA devices that can be used by portals.
     Devices {
         /// Format of the list.
         #[arg(long, short, value_enum, default_value_t)]
@@ -245,16 +240,16 @@ enum Command {
     },
 }
 
-/// Error that ends a run.
+/// Error returned by `run`.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
-/// Returns the command line, by which documents are checked.
+/// Returns the command line, which is used to check documents.
 #[must_use]
 pub fn command() -> clap::Command {
     examples::add(Cli::command())
 }
 
-/// Parses the process's arguments and does what they say; `run` serves a configuration.
+/// Parses the arguments of this process and executes the command. `run` serves a configuration.
 pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
     let matches = command().get_matches();
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
@@ -262,19 +257,19 @@ pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
     match dispatch(cli.command, run, &mut io::stdout().lock()) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            // If standard error is closed, there is no other place to report to.
+            // If standard error is closed, we cannot report this.
             let _ = writeln!(io::stderr(), "{}", failure.print(output));
             ExitCode::from(failure.code)
         }
     }
 }
 
-/// Failure of a command, for people and for scripts.
+/// A failed command.
 #[derive(Debug)]
 struct Failure {
     text: String,
     code: u8,
-    /// The mistake in a configuration file, if it is one.
+    /// The error in a configuration file, if any.
     mistake: Option<Box<ConfigError>>,
 }
 
@@ -294,7 +289,7 @@ impl Failure {
         }
     }
 
-    /// In lines for people, or as a document of the same form as that of `riser`.
+    /// Formats this for users, or as JSON in the same format as `riser`.
     fn print(&self, output: Output) -> String {
         if output == Output::Text {
             return self.text.clone();
@@ -315,7 +310,7 @@ impl Failure {
     }
 }
 
-/// Does what a command asks for; returns the exit code.
+/// Executes a command and returns the exit code.
 fn dispatch(
     command: Command,
     run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
@@ -385,8 +380,7 @@ fn dispatch(
             let question = post("/v1/diff").with(checked(&file)?);
             let answer: Changes = client::call(&ask.socket()?, question)?;
             show(out, ask.output, &answer, report::changes)?;
-            // A difference has an exit code of its own, so that scripts distinguish a difference
-            // from a failure.
+            // Use a separate exit code, so that scripts can distinguish a difference from an error.
             let is_same = answer.changes.is_empty() && answer.written.drift.is_empty();
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
@@ -417,7 +411,7 @@ fn dispatch(
     done.map(|()| 0)
 }
 
-/// Parses the time of a block: whole seconds, minutes, hours or days.
+/// Parses the duration of a block in seconds, minutes, hours or days.
 fn block_time(text: &str) -> Result<Duration, String> {
     let end = text
         .trim_end_matches(|c: char| c.is_ascii_alphabetic())
@@ -437,15 +431,14 @@ fn block_time(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Serves the configuration of a file, or that of the program before.
+/// Serves the configuration from a file, or from the previous program.
 fn serve(
     file: PathBuf,
     restore: bool,
     run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
 ) -> Result<(), Failure> {
-    // The handover state comes first: with it, the file may be wrong or gone, and initiators are
-    // served all the same. The log starts after that, since its filter is part of the
-    // configuration.
+    // Check for handover state first: if there is any, we don't need the file, which may be invalid
+    // or missing. The log is started after that, because its filter is part of the configuration.
     let handover = Handover::take();
     let config = match handover.config() {
         Some(config) => config.clone(),
@@ -479,13 +472,13 @@ fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {
 
 fn write(out: &mut dyn Write, bytes: &[u8]) -> Result<(), Failure> {
     match out.write_all(bytes) {
-        // The reader of the pipe, such as `head`, has seen enough.
+        // The reader has exited, for example `head`.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other.map_err(Failure::run_time),
     }
 }
 
-/// An error with its causes, on one line.
+/// Formats an error with its causes on a single line.
 fn chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -508,7 +501,7 @@ mod tests {
 
     const MINIMAL: &str = include_str!("../../../deploy/examples/minimal.yaml");
 
-    /// Runs a command line on a configuration of this text; the exit code and what was printed.
+    /// Runs a command line with this configuration. Returns the exit code and the output.
     fn riserd(text: &str, args: &[&str]) -> (u8, String) {
         let dir = std::env::temp_dir().join(format!(
             "riserd-cli-{}-{:?}",
@@ -694,7 +687,7 @@ mod tests {
         );
         let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
         assert_eq!(code, 0, "{said}");
-        // As a daemon leaves it that has served the file.
+        // This is written by a daemon after it has used the file.
         let names = serde_json::json!({ "version": 1, "backends": { "disk": {
             "serial": "00", "path": image, "file": { "device": 1, "inode": 1 },
         } } });
@@ -762,7 +755,8 @@ mod tests {
         assert_eq!(said.matches("NOT SERVED").count(), 4, "{said}");
     }
 
-    /// As a start does (RFC 7143 9.2.1): the secrets are the same, wherever they come from.
+    /// Same as on startup (RFC 7143 9.2.1): the secrets are equal, although they have different
+    /// sources.
     #[test]
     fn check_refuses_one_secret_in_both_directions() {
         let file = std::env::temp_dir().join(format!("riserd-secret-{}", std::process::id()));

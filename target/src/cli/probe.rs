@@ -1,4 +1,4 @@
-//! Tries to open what a configuration names on this host.
+//! Tries to open the resources of a configuration on this host.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
@@ -21,35 +21,34 @@ pub(super) struct Probe {
     pub(super) problems: Vec<Problem>,
 }
 
-/// Backend that could be opened.
+/// A backend that could be opened.
 #[derive(Debug, Serialize)]
 pub(super) struct Opened {
     name: String,
-    /// Bytes that it would serve.
+    /// Size in bytes.
     size: u64,
     notes: Vec<String>,
 }
 
-/// Backend, portal or secret that cannot be had.
+/// A backend, portal or secret that is not available.
 #[derive(Debug, Serialize)]
 pub(super) struct Problem {
-    /// Kind of object: `backend`, `portal`, `shared memory`, `metrics` or `secret`.
+    /// Resource type: `backend`, `portal`, `shared memory`, `metrics` or `secret`.
     kind: &'static str,
     name: String,
     error: String,
 }
 
 impl Probe {
-    /// Opens each backend and closes it, likewise the addresses of portals and of the metrics, and
-    /// reads secrets. A missing file that `is_known` is a problem, as it is to the daemon.
+    /// Opens and closes all backends, portal addresses and the metrics address, and reads secrets.
+    /// A missing file is an error if `is_known` returns true for it, same as in the daemon.
     pub(super) fn of(config: &Config, is_known: impl Fn(&Backend) -> bool) -> Self {
         let mut probe = Self::default();
         for backend in &config.backends {
             let name = backend.name.clone();
             match open_in_time(&backend.spec, is_known(backend)) {
                 Ok(store) => {
-                    // As it was found: a file that was created or extended would be so by the
-                    // daemon.
+                    // Undo any changes. The daemon will create or extend the file when it starts.
                     store.undo();
                     let (size, mut notes) = (store.capacity(), store.notes().to_vec());
                     if let Source::File { path, .. } | Source::Device { path } =
@@ -95,8 +94,8 @@ impl Probe {
         probe
     }
 
-    /// Reads secrets and compares them as a start does: those that can be read, since the others
-    /// are problems already.
+    /// Reads secrets and compares them like on startup, except for secrets that could not be read,
+    /// which are already reported.
     fn read_secrets(&mut self, config: &Config) {
         let mut read = Vec::new();
         if let Some(chap) = &config.discovery_chap {
@@ -124,7 +123,7 @@ impl Probe {
         }
     }
 
-    /// Reads the secrets at a place, of users and of the target.
+    /// Reads the secrets of users and of the target for a path.
     fn read_chap(&mut self, place: String, chap: &Chap) -> (String, Auth) {
         let mut read = |place: String, user: &ChapUser| {
             let credentials = user.credentials();
@@ -148,7 +147,7 @@ impl Probe {
         self.problems.push(Problem { kind, name, error });
     }
 
-    /// In lines for people.
+    /// Formats the results for users.
     pub(super) fn lines(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for Opened { name, size, notes } in &self.opened {
@@ -168,8 +167,8 @@ impl Probe {
     }
 }
 
-/// Binds the port that a software NIC takes or the name by which memory is shared, or any port
-/// where the address may be an RDMA device's.
+/// Binds the port used by the software NIC, or the name used for shared memory. If the address may
+/// belong to an RDMA device, binds any port.
 fn bind_nic(config: &Config, address: IpAddr) -> io::Result<()> {
     let port = match config.transport.provider {
         Provider::Roce => riser_transport::wire::packet::ROCE_PORT,

@@ -1,42 +1,42 @@
-//! The keys of a configuration file, as its JSON Schema describes them: for the manual page
-//! riserd.yaml(5) and for the book, which say the same.
+//! The keys of a configuration file from its JSON Schema. This is used for the manual page
+//! riserd.yaml(5) and the book, so that they have the same contents.
 
 use serde_json::{Map, Value};
 
-/// An object of the file: the file itself, a backend, a portal.
+/// An object in the file: the root, a backend, a portal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// Its places in the file, such as `targets[].portals[]`; empty for the file itself.
+    /// Paths in the file, such as `targets[].portals[]`. Empty for the root.
     pub places: Vec<String>,
-    /// Description, a paragraph each.
+    /// Paragraphs of the description.
     pub text: Vec<String>,
-    /// Keys in the order of the schema.
+    /// Keys in schema order.
     pub keys: Vec<Key>,
-    /// Name of its definition in the schema.
+    /// Name of the schema definition.
     definition: String,
 }
 
 /// A key of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
-    /// The key as it is written.
+    /// The key in the file.
     pub name: String,
-    /// The kind of a value, in words: "size", "list of objects".
+    /// Human-readable type: "size", "list of objects".
     pub kind: String,
-    /// True if the object must have it.
+    /// True if the key is required.
     pub is_required: bool,
-    /// The value that holds if the key is left out, as it is written in a file.
+    /// Default value, in file syntax.
     pub default: Option<String>,
-    /// Unit and range of a value, in words.
+    /// Human-readable unit and range.
     pub limits: Vec<String>,
-    /// Description, a paragraph each.
+    /// Paragraphs of the description.
     pub text: Vec<String>,
-    /// Values to choose from, and what they mean.
+    /// Possible values with their descriptions.
     pub choices: Vec<(String, String)>,
 }
 
 impl Key {
-    /// Returns what stands in brackets behind the key.
+    /// Returns the text in parentheses after the key.
     #[must_use]
     pub fn summary(&self) -> String {
         let mut parts = vec![self.kind.clone()];
@@ -50,11 +50,11 @@ impl Key {
     }
 }
 
-/// Returns all objects of a schema, the file first, each followed by those in it that come for the
-/// first time.
+/// Returns all objects in a schema. The first is the root, and each object is followed by the new
+/// objects that it contains.
 ///
-/// An object that has several places (`limits` of a backend and of a rule) is described once, since
-/// the schema has one definition of it.
+/// An object with multiple paths (`limits` of a backend and of a rule) is only returned once,
+/// because it has a single definition in the schema.
 #[must_use]
 pub fn objects(schema: &Value) -> Vec<Object> {
     let mut reader = Reader {
@@ -65,12 +65,12 @@ pub fn objects(schema: &Value) -> Vec<Object> {
     reader.objects
 }
 
-/// The schema's description of a value.
+/// The type of a value from the schema.
 #[derive(Default)]
 struct Kind {
     words: Vec<String>,
     choices: Vec<(String, String)>,
-    /// Definitions of objects within, with what their place has behind that of the value.
+    /// Contained objects: path suffix and definition.
     within: Vec<(String, String)>,
 }
 
@@ -110,13 +110,13 @@ impl Reader<'_> {
             keys,
             definition: definition.to_owned(),
         });
-        // After this object, so that the list goes from the top of a file down.
+        // Do this after adding the object, so that the list has the same order as a file.
         for (place, definition) in within {
             self.enter(&definition, place);
         }
     }
 
-    /// Describes an object, or notes one more place of it.
+    /// Adds an object, or another path to an existing object.
     fn enter(&mut self, definition: &str, place: String) {
         let known = self.objects.iter_mut().find(|o| o.definition == definition);
         if let Some(object) = known {
@@ -129,7 +129,7 @@ impl Reader<'_> {
         self.object(node, definition, &place);
     }
 
-    /// Adds what a node says to what is known of a value; `end` is what its place has behind that.
+    /// Adds the type from a node. `end` is the path suffix for contained objects.
     fn kind(&self, node: &Value, end: &str, kind: &mut Kind) {
         if let Some(name) = node["$ref"].as_str() {
             let name = name.rsplit('/').next().unwrap_or(name);
@@ -151,7 +151,7 @@ impl Reader<'_> {
             kind.choices.push((plain(value), text.to_owned()));
             return add(&mut kind.words, &format!("`{}`", plain(value)));
         }
-        // A key with no value is one that is left out.
+        // Ignore null, which is the same as an omitted key.
         let values = node["enum"].as_array().into_iter().flatten();
         for value in values.filter(|value| !value.is_null()) {
             add(&mut kind.words, &format!("`{}`", plain(value)));
@@ -161,9 +161,9 @@ impl Reader<'_> {
         }
     }
 
-    /// The same for a node that names types.
+    /// The same for a node with types.
     fn typed(&self, node: &Value, end: &str, kind: &mut Kind) {
-        // Sizes and times are text or numbers; the unit says more than either.
+        // Sizes and times can be strings or numbers, but the unit is more useful.
         let unit = match node["x-unit"].as_str() {
             Some("bytes" | "bytes a second") => Some("size"),
             Some("time") => Some("time"),
@@ -226,7 +226,7 @@ fn entries(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flat_map(Map::iter)
 }
 
-/// Returns the description of a node, a paragraph each.
+/// Returns the paragraphs of a description.
 fn paragraphs(node: &Value) -> Vec<String> {
     let text = node["description"].as_str().unwrap_or_default();
     let paragraphs = text
@@ -235,7 +235,7 @@ fn paragraphs(node: &Value) -> Vec<String> {
     paragraphs.filter(|p| !p.is_empty()).collect()
 }
 
-/// Returns a value as it is written in a file.
+/// Returns a value in file syntax.
 fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -245,16 +245,16 @@ fn plain(value: &Value) -> String {
 
 fn default_of(node: &Value) -> Option<String> {
     match node.get("default")? {
-        // An object or list of which every key has its own default.
+        // An object or list whose keys have their own defaults.
         Value::Object(_) | Value::Array(_) | Value::Null => None,
         value => Some(format!("`{}`", plain(value))),
     }
 }
 
-/// Returns unit and range of a key.
+/// Returns the unit and range of a key.
 fn limits_of(node: &Value) -> Vec<String> {
     let unit = node["x-unit"].as_str();
-    // A size or a time has its unit in its value.
+    // Sizes and times include the unit in the value.
     let unit = unit.filter(|unit| !matches!(*unit, "bytes" | "time" | "percent"));
     let range = match (node.get("minimum"), node.get("maximum")) {
         (Some(low), Some(high)) => Some(format!("{low} to {high}")),

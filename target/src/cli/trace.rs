@@ -1,4 +1,4 @@
-//! `riserd trace`: the ways of single commands through a running daemon.
+//! `riserd trace`: traces individual commands in a running daemon.
 
 use std::io::Write;
 use std::time::Duration;
@@ -14,33 +14,33 @@ use crate::control::report;
 /// Options of `riserd trace`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Trace {
-    /// Commands to this target only.
+    /// Only trace commands to this target.
     #[arg(long, value_name = "NAME")]
     target: Option<String>,
-    /// Commands to the logical unit of this number only.
+    /// Only trace commands to this logical unit number.
     #[arg(long, value_name = "N")]
     lun: Option<u16>,
-    /// Commands of this initiator port only, or of ports whose names begin so, as `sessions` shows
-    /// them.
+    /// Only trace commands from this initiator port, or from all ports with this prefix, as shown
+    /// by `sessions`.
     #[arg(long, value_name = "NAME")]
     initiator: Option<String>,
-    /// Commands of this tag only: decimal, or hexadecimal with 0x.
+    /// Only trace commands with this tag, in decimal, or hexadecimal with 0x.
     #[arg(long, value_name = "TAG", value_parser = tag)]
     tag: Option<u64>,
-    /// Commands that take at least so long only, such as 5ms.
+    /// Only trace commands that take at least this time, such as 5ms.
     #[arg(long, value_name = "TIME", value_parser = time)]
     slower_than: Option<Duration>,
-    /// End after this number of commands.
+    /// Stop after this number of commands.
     #[arg(long, value_name = "N", default_value_t = 100)]
     count: usize,
-    /// End after so long, such as 10s.
+    /// Stop after this time, such as 10s.
     #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = time)]
     patience: Duration,
     #[command(flatten)]
     ask: Ask,
 }
 
-/// Asks for the commands, and waits for them.
+/// Requests a trace, and waits for it.
 pub(super) fn run(out: &mut dyn Write, trace: &Trace) -> Result<(), Failure> {
     let wanted = Wanted {
         target: trace.target.clone(),

@@ -1,8 +1,9 @@
-//! The verbs that show and change the objects of a running daemon's configuration by their paths.
+//! Commands to show and change configuration objects of a running daemon by path.
 //!
-//! A change is made in the configuration that was read, which the daemon takes whole in its place,
-//! or not at all. If another user has changed it meanwhile, it is made again in what it is now,
-//! unless it names an object by its number in a list, which may be another one by then.
+//! A change is applied to the configuration that we have read, and then the daemon replaces its
+//! configuration atomically. If it was changed by another user in the meantime, we apply the change
+//! to the new configuration, unless it uses a list index, which may refer to a different object by
+//! then.
 
 use std::io::Write;
 use std::path::Path;
@@ -19,7 +20,7 @@ use crate::config::{Config, Document, EditError, ObjectPath, masked, to_yaml};
 use crate::control::objects::{self, Facts};
 use crate::control::report;
 
-/// Attempts at a change that others come before.
+/// Maximum number of attempts to apply a change.
 const ATTEMPTS: usize = 16;
 
 const PATHS: &str = "\
@@ -34,10 +35,10 @@ seen by any user who lists processes; name a file instead (secret_file).";
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Verb {
-    /// Show the objects of a running daemon as a tree: its configuration, and how they are.
+    /// Show the objects of the daemon as a tree, with their configuration and state.
     #[command(after_help = PATHS)]
     Ls {
-        /// Object to begin with.
+        /// Object to start at.
         #[arg(default_value = "/")]
         path: ObjectPath,
         /// Number of levels to show.
@@ -46,15 +47,15 @@ pub(super) enum Verb {
         #[command(flatten)]
         ask: Ask,
     },
-    /// Show what an object or a key of a running daemon's configuration is set to.
+    /// Show the value of an object or a key in the daemon's configuration.
     #[command(after_help = PATHS)]
     Get {
-        /// The object or key.
+        /// Path of the object or key.
         path: ObjectPath,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Show an object of a running daemon in full: what is set, what could be, and how it is.
+    /// Show an object in full: values, unset keys and state.
     #[command(after_help = PATHS)]
     Info {
         /// Path of the object.
@@ -63,41 +64,40 @@ pub(super) enum Verb {
         #[command(flatten)]
         ask: Ask,
     },
-    /// Set keys of an object of a running daemon.
+    /// Set keys of an object.
     #[command(after_help = KEYS)]
     Set {
         /// Path of the object.
         path: ObjectPath,
-        /// Keys and their values.
+        /// Keys with their values.
         #[arg(required = true, value_name = "KEY=VALUE", value_parser = pair)]
         keys: Vec<(String, String)>,
         #[command(flatten)]
         change: Change,
     },
-    /// Make an object of a running daemon: a backend, a target, a portal, a logical unit, a rule.
+    /// Create an object: a backend, a target, a portal, a logical unit, or a rule.
     #[command(after_help = KEYS)]
     Create {
-        /// The object; a list, such as /targets/demo/access, means a further item at its end.
+        /// Path of the object. To append to a list, use its path, such as /targets/demo/access.
         path: ObjectPath,
-        /// Keys and their values.
+        /// Keys with their values.
         #[arg(value_name = "KEY=VALUE", value_parser = pair)]
         keys: Vec<(String, String)>,
         #[command(flatten)]
         change: Change,
     },
-    /// List the objects of a running daemon whose paths begin with a text, for shells that complete
-    /// it.
+    /// List objects with this path prefix, for shell completion.
     #[command(hide = true)]
     Complete {
-        /// Beginning of a path.
+        /// Prefix of a path.
         text: String,
         #[command(flatten)]
         ask: Ask,
     },
-    /// Take an object of a running daemon away, or what a key is set to.
+    /// Delete an object, or reset a key to its default.
     #[command(after_help = PATHS)]
     Delete {
-        /// The object or key.
+        /// Path of the object or key.
         path: ObjectPath,
         #[command(flatten)]
         change: Change,
@@ -107,32 +107,32 @@ pub(super) enum Verb {
 /// A change to a running daemon.
 #[derive(Debug, clap::Args)]
 pub(super) struct Change {
-    /// Show what would change, and change nothing.
+    /// Show the differences without applying the change.
     #[arg(long)]
     dry_run: bool,
-    /// Serve the configuration without backends, portals and an address of metrics that are not
-    /// available. `riserd status` shows these as NOT SERVED, and they are tried again.
+    /// Apply the configuration without backends, portals and a metrics address that are not
+    /// available. `riserd status` shows them as NOT SERVED, and they are retried.
     #[arg(long)]
     allow_unavailable: bool,
     #[command(flatten)]
     ask: Ask,
 }
 
-/// A request to serve a configuration.
+/// Returns a request to apply a configuration.
 pub(super) fn put(how: &str, allow_unavailable: bool) -> Question {
     let target = format!("/v1/config?how={how}&allow_unavailable={allow_unavailable}");
     Question::new(Method::PUT, target)
 }
 
-/// Does what a verb says.
+/// Executes a command.
 pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
     match verb {
         Verb::Ls { path, depth, ask } => {
             let facts = facts(&ask)?;
             let document = Document::new(&facts.config);
             let (place, found) = document.find(&path)?;
-            // `get` needs the configuration only, which is one request; the tree and `info` also
-            // show how the objects are, for which `facts` makes four more.
+            // `get` only needs the configuration, which is a single request. The tree and `info`
+            // also show the state of objects, so `facts` sends four more.
             let depth = depth.unwrap_or(usize::MAX);
             let node = objects::list(&facts, &place, found, depth);
             show(out, ask.output, &node, objects::tree_text)
@@ -166,8 +166,8 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
     }
 }
 
-/// Paths of objects that begin with `text`, one level below its last complete part. A path to further
-/// objects ends with a slash.
+/// Returns the paths of objects that start with `text`, one level below its last complete segment.
+/// If there are more objects below a path, it ends with a slash.
 fn completions(document: &Document, text: &str) -> Vec<String> {
     let parent = text.rsplit_once('/').map_or("", |(parent, _)| parent);
     let Ok(parent) = parent.parse() else {
@@ -184,7 +184,7 @@ fn completions(document: &Document, text: &str) -> Vec<String> {
     paths.filter(|path| path.starts_with(text)).collect()
 }
 
-/// Parses `KEY=VALUE`, with an empty value for `KEY=`.
+/// Parses `KEY=VALUE`. For `KEY=`, the value is empty.
 fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
@@ -192,7 +192,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-/// Prints the answer of `get` for a key that is not set.
+/// Prints the result of `get` for an unset key.
 fn unset(
     out: &mut dyn Write,
     ask: &Ask,
@@ -206,7 +206,7 @@ fn unset(
     }
 }
 
-/// A value for people.
+/// Formats a value for users.
 fn text_of(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -214,16 +214,16 @@ fn text_of(value: &Value) -> String {
     }
 }
 
-/// The daemon's configuration, and its revision.
+/// Returns the configuration of the daemon, and its revision.
 fn configuration(ask: &Ask) -> Result<(Config, Option<String>), Failure> {
     let said = client::fetch(&ask.socket()?, Question::new(Method::GET, "/v1/config"))?;
     let yaml = String::from_utf8_lossy(&said.body);
-    // Only a daemon of another version says what is not understood here.
+    // This can only fail if the daemon has a different version.
     let config = Config::parse(&yaml, "the daemon's configuration").map_err(Failure::run_time)?;
     Ok((config, said.revision))
 }
 
-/// Asks the daemon for its configuration and its state.
+/// Requests the configuration and state of the daemon.
 fn facts(ask: &Ask) -> Result<Facts, Failure> {
     let socket = ask.socket()?;
     let get = |path| Question::new(Method::GET, path);
@@ -237,7 +237,7 @@ fn facts(ask: &Ask) -> Result<Facts, Failure> {
 }
 
 impl Change {
-    /// Makes a change with the verb `how`, and shows what it changed.
+    /// Applies a change for command `how`, and shows the differences.
     fn apply(
         &self,
         out: &mut dyn Write,
@@ -252,8 +252,8 @@ impl Change {
             let by_number = document.is_by_number();
             let (_, yaml) = document.finish()?;
             match self.send(&socket, how, yaml, revision) {
-                // An edit by name means the same object in a newer configuration, so it is tried
-                // again there; a number in a list may mean another one.
+                // With names, the change refers to the same objects in the new configuration, so we
+                // try again. A list index may refer to a different object.
                 Err(ClientError::Outdated(_)) if !by_number => {}
                 Err(ClientError::Outdated(why)) => {
                     let text = format!("{why}; a number may be another object's now");
@@ -274,7 +274,7 @@ impl Change {
         ))
     }
 
-    /// Asks for a configuration, or what it would change.
+    /// Requests to apply a configuration, or to show the differences.
     fn send(
         &self,
         socket: &Path,

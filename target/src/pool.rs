@@ -1,90 +1,96 @@
-//! The pool of data buffers of one worker.
+//! The data buffer pool of a worker.
 //!
-//! One mapping, registered with the NIC and with `io_uring`, is handed out in power-of-two blocks
-//! (a buddy allocator), so that bytes go disk → buffer → wire without a copy. A [`Buffer`] is up to
-//! [`MAX_PIECES`] blocks that together hold a command's data; as a rule one, and only a list of more
-//! than two takes memory of the heap.
+//! A single mapping, which is registered with the NIC and with `io_uring`, is allocated in
+//! power-of-two blocks (a buddy allocator), so that data is transferred disk → buffer → wire
+//! without a copy. A [`Buffer`] consists of up to [`MAX_PIECES`] blocks for the data of a command.
+//! Usually it is a single block, and only a list of more than two blocks is allocated on the heap.
 //!
 //! # Isolation
-//! A command holds its buffer as long as its initiator takes to send or receive the data, and as
-//! long as its unit takes to execute the command. Neither is bounded by anything here: a disk may
-//! hang, and an initiator may trickle. So each buffer is charged to a *claim*: the initiator and
-//! the unit of its command. It is taken from one of three parts of the pool:
+//! A command keeps its buffer until its initiator has sent or received the data, and until its unit
+//! has executed the command. We cannot bound either of these: a disk may hang, and an initiator may
+//! be very slow. Therefore, each buffer is charged to a *claim*: the initiator and the unit of its
+//! command. It is allocated from one of three parts of the pool:
 //!
-//! | part | size | who may use it |
+//! | part | size | available to |
 //! | --- | --- | --- |
 //! | common | the rest, at least half | every claim, see *Fairness* |
-//! | initiators | a quarter, once there are two of them | each initiator up to an equal part |
-//! | units | a quarter, once there are two of them | each unit up to an equal part |
+//! | initiators | a quarter, with at least two initiators | each initiator, up to an equal part |
+//! | units | a quarter, with at least two units | each unit, up to an equal part |
 //!
-//! A request tries them in this order. Bytes of a part are counted for the claim that uses it, so
-//! the invariant is a sum: *common + parts of all initiators + parts of all units ≤ pool*. It
-//! follows that, however much memory units hold that never complete a command, and initiators that
-//! never send their data,
-//! - a unit that holds less than its part gets memory up to that part, for every initiator, and
-//! - an initiator that holds less than its part gets memory up to that part, for every unit.
+//! A request tries them in this order. Bytes are counted for the claim that uses them, so the
+//! invariant is a sum: *common + parts of all initiators + parts of all units ≤ pool*. Therefore,
+//! regardless of how much memory is used by units that never complete a command and by initiators
+//! that never send their data,
+//! - a unit that uses less than its part can get memory up to that part, for any initiator, and
+//! - an initiator that uses less than its part can get memory up to that part, for any unit.
 //!
-//! Half of a unit's part is for commands that have started: commands that have gathered their data
-//! may wait for one of these in the order of the task set, and must leave memory for it. Commands
-//! that have started get the other half, too, while no command waits that gathers its data.
+//! Half of a unit's part is reserved for commands that have started: commands that have gathered
+//! their data may be waiting for one of these in the order of the task set, so they must leave
+//! memory for it. Commands that have started can also use the other half while no command is
+//! waiting to gather its data.
 //!
-//! All memory of an initiator counts against its part. A unit's part is available in addition to the
-//! other memory of the unit: initiators that have memory must not keep a unit busy at the expense of
+//! All memory of an initiator counts against its part. A unit's part is available in addition to
+//! the other memory of the unit: initiators with memory must not keep a unit busy at the expense of
 //! an initiator without memory.
 //!
-//! A buffer that is longer than a part may be granted as the only one of its account, while its
-//! area has room. With parts smaller than the largest block ([`MAX_BLOCK`]) the guarantee for such
-//! long buffers therefore ends when as many accounts hold one as the area has room for: 16 units, or
-//! 16 initiators, with the default pool of 64 MiB. A pool of less than 4 MiB has no parts.
+//! If a buffer is larger than a part, it can still be allocated if it is the only buffer of its
+//! account, while there is room in its area. If the parts are smaller than the largest block
+//! ([`MAX_BLOCK`]), the guarantee for such large buffers therefore ends when as many accounts have
+//! a large buffer as the area has room for: 16 units, or 16 initiators, with the default pool of 64
+//! MiB. A pool smaller than 4 MiB does not have any parts.
 //!
-//! Sessions of one initiator have one part together; an owner ([`Owner`]) without a session counts
-//! as an initiator.
+//! All sessions of an initiator share a single part. An owner ([`Owner`]) without a session is
+//! treated as an initiator.
 //!
 //! # Fairness
-//! While no claim waits for memory, each request gets common memory as long as there is some.
-//! Otherwise a claim gets more only if its initiator and its unit are within their shares: the pool
-//! divided by the initiators, or units, that have or want memory. The first in the line that its
-//! shares allow has its turn. Other claims may still be served before it, as a small request fits
-//! where a large one does not; but when half the common memory has gone past it, only the claim
-//! whose turn it is gets some. So neither small nor large requests starve. An initiator that had
-//! more than half of its share before other initiators came has to move its data at a rate, or loses
-//! its connection: [`Pool::is_owed_by`].
+//! While no claim is waiting for memory, every request can use common memory if available.
+//! Otherwise, a claim only gets more if its initiator and its unit are within their shares: the
+//! pool divided by the number of initiators, or units, that use or want memory. The first claim in
+//! the line that is allowed by its shares has its turn. Other claims can still be granted memory
+//! before it, because a small request may fit where a large one does not, but only up to half of
+//! the common memory. After that, only the claim whose turn it is can get memory. So neither small
+//! nor large requests starve. If an initiator had more than half of its share before other
+//! initiators started to wait, it must transfer its data at a minimum rate, or its connection is
+//! closed: [`Pool::is_owed_by`].
 //!
-//! The part of a unit has turns as well. The first request in the line for a half of it reserves the
-//! bytes that it was refused until it is granted or withdrawn: other requests get only memory that
-//! the reservation leaves. A request longer than the half needs the whole part, so that it excludes
-//! commands that start as well, once no command is left that has gathered its data and may wait for
-//! them. Nothing is reserved for a request that the part cannot hold, even if the unit had no memory.
+//! The part of a unit also has turns. The first request in the line for a half of it reserves the
+//! bytes it was refused until it is granted or withdrawn, and other requests can only get the
+//! remaining memory. A request larger than this half needs the whole part, so it also excludes
+//! commands that want to start, as soon as there is no command left that has gathered its data and
+//! may be waiting for them. If a request does not fit into the part, even if the unit had no
+//! memory, it does not reserve anything.
 //!
 //! # Reserve
-//! A command that waits in its task set's order may have its data in a buffer, while the one that
-//! it waits for has none yet. The unit's part has room for that one, unless the part is too small.
-//! So there is a reserve besides: it goes to commands that have started and wait for memory, one of
-//! each unit at a time. Such a command waits for no other, so the reserve is returned, unless its unit
-//! hangs. Claims take turns with it.
+//! A command that waits in the order of its task set may have a buffer with its data, while the
+//! command it is waiting for has no buffer yet. The unit's part has room for that command, unless
+//! the part is too small. Therefore, there is an additional reserve for commands that have started
+//! and wait for memory, for one command per unit at a time. Such a command does not wait for any
+//! other command, so the reserve is returned unless its unit hangs. Claims take turns to use it.
 //!
-//! So a unit depends on the reserve if half of its part is less than a window: with the default pool
-//! and more than 8 units. Once as many other units hang as the reserve has windows (4), its commands
-//! that wait in the order of the task set may wait for one that waits for memory.
+//! This means that a unit depends on the reserve if half of its part is less than a window: with
+//! the default pool, if there are more than 8 units. If as many other units hang as there are
+//! windows in the reserve (4), commands in the order of its task set may have to wait for a command
+//! that is waiting for memory.
 //!
 //! # Tables
-//! Descriptor tables have memory of their own, since a command holds its table while it waits for
-//! data memory: taken from there, tables could leave none to wait for. An owner gets half of it at
-//! most.
+//! Descriptor tables use separate memory, because a command keeps its table while it waits for data
+//! memory. If both used the same memory, tables could use all of it. An owner can use at most half
+//! of the table memory.
 //!
 //! # Invariants
-//! - Every byte of the pool belongs to the pool or to exactly one buffer.
-//! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
-//!   debug builds report.
-//! - No reference into a buffer exists while a device may write it: bytes are copied out and in
-//!   ([`riser_scsi::access::DataAccess`]), and who looks at them in place promises that
+//! - Each byte of the pool belongs either to the pool or to exactly one buffer.
+//! - A buffer is returned with [`Pool::release`]. Dropping a buffer instead is a bug, which is
+//!   reported in debug builds.
+//! - There are no references into a buffer while a device may write to it: data is copied
+//!   ([`riser_scsi::access::DataAccess`]), and a caller that accesses it in place must ensure this
 //!   ([`Buffer::for_each_piece`]).
 //!
 //! # Not implemented
-//! Growing: the size is fixed when the worker starts. Parts are bytes, not places: buffers of a
-//! claim that hangs may leave a part in blocks too small for a long buffer of [`MAX_PIECES`].
-//! Turns within an initiator's part. A buffer longer than a unit's part (1 MiB, with the default pool
-//! and more than 16 units) waits while other initiators keep the unit busy with other memory.
+//! Growing: the size is fixed when the worker starts. Parts are counted in bytes and have no fixed
+//! location: the buffers of a hanging claim may leave a part in blocks that are too small for a
+//! large buffer of [`MAX_PIECES`]. Turns within the part of an initiator. A buffer that is larger
+//! than a unit's part (1 MiB, with the default pool and more than 16 units) has to wait while other
+//! initiators keep the unit busy using other memory.
 //!
 //! # Modules
 //! - `blocks`: the allocator. `buffer`: buffers. `shares`: the accounts.
@@ -103,7 +109,7 @@ use blocks::Blocks;
 pub use buffer::{Buffer, Ranges};
 use shares::{Ahead, Charge, Part, Shares};
 
-/// The smallest block, in bytes: a page, so that blocks suit direct I/O.
+/// The smallest block in bytes. This is a page, so that blocks can be used for direct I/O.
 pub const MIN_BLOCK: usize = 4096;
 
 /// The largest block is `MIN_BLOCK << MAX_ORDER`: 1 MiB.
@@ -112,25 +118,26 @@ const MAX_ORDER: usize = 8;
 /// The largest block, in bytes.
 pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
 
-// The window of a long command is one block.
+// The window of a long command is a single block.
 const _: () = assert!(MAX_BLOCK == riser_config::WINDOW as usize);
 
-/// Bytes of the reserve at least: a window and its scratch memory fit.
+/// Minimum size of the reserve in bytes: room for a window and its scratch memory.
 const RESERVE: usize = 2 * MAX_BLOCK;
 
-/// Blocks in one buffer at most: a large block in pieces of 32 KiB, where memory is in pieces.
+/// Maximum number of blocks per buffer: enough for a large block in pieces of 32 KiB, if memory is
+/// fragmented.
 pub const MAX_PIECES: usize = 32;
 
-/// Owner of a buffer: the number of a channel at its worker.
+/// Owner of a buffer: the channel number at its worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Owner(pub u64);
 
-/// Claimant of a buffer: the owner and the unit of its command.
+/// The claim for a buffer: the owner and the unit of its command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
     /// Channel of the command.
     pub owner: Owner,
-    /// Number of the unit, if the command is for one.
+    /// Unit number, if the command is for a unit.
     pub unit: Option<u32>,
 }
 
@@ -140,15 +147,15 @@ impl From<Owner> for Claim {
     }
 }
 
-/// A claim in the line: once for commands that gather their data, and once for commands that have
-/// started.
+/// A claim in the line. There are separate entries for commands that gather their data and for
+/// commands that have started.
 #[derive(Clone, Copy, Debug)]
 struct Waiter {
     claim: Claim,
     gathers: bool,
-    /// Bytes that it was last refused.
+    /// Size of the last refused request in bytes.
     need: usize,
-    /// Bytes of common memory that other waiters were granted during its turn.
+    /// Bytes of common memory that were granted to other waiters during its turn.
     passed: usize,
 }
 
@@ -158,7 +165,7 @@ impl Waiter {
     }
 }
 
-/// The buffers of one worker.
+/// The buffers of a worker.
 #[derive(Debug)]
 pub struct Pool {
     memory: Memory,
@@ -167,26 +174,26 @@ pub struct Pool {
     reserve: Blocks,
     lowest_free: usize,
     shares: Shares,
-    /// Requests for data memory that were refused, by turns.
+    /// Refused requests for data memory, in the order of turns.
     line: VecDeque<Waiter>,
-    /// Claims that wait, each once, by turns at the reserve.
+    /// Waiting claims without duplicates, in the order of turns for the reserve.
     queue: VecDeque<Claim>,
-    /// The last refused request, until it waits.
+    /// The last refused request, until it starts to wait.
     refused: Option<Waiter>,
-    /// A claim in the line may get memory that it was refused before.
+    /// Set if a claim in the line may now get memory that was refused before.
     has_changed: bool,
-    /// Bytes outside the pool that commands have received without a buffer.
+    /// Bytes received by commands without a buffer, outside of the pool.
     staged: usize,
 }
 
 impl Pool {
-    /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`], and besides a
-    /// sixteenth of that for descriptor tables, and a sixteenth, but at least 2 MiB, for the reserve.
+    /// Maps a pool of `bytes`, rounded up to a multiple of [`MAX_BLOCK`]. We also map a sixteenth
+    /// of that for descriptor tables, and a sixteenth, but at least 2 MiB, for the reserve.
     ///
     /// # Errors
-    /// The error of `mmap(2)`.
+    /// Errors from `mmap(2)`.
     pub fn new(bytes: usize) -> io::Result<Self> {
-        // Whole blocks, or the end of the pool could never serve a long command.
+        // Round up, because the end of the pool could otherwise not be used for a long command.
         let len = bytes.max(1).next_multiple_of(MAX_BLOCK);
         let sixteenth = (len / 16).next_multiple_of(MAX_BLOCK);
         let (tables, reserve) = (sixteenth, len.min(sixteenth.max(RESERVE)));
@@ -206,69 +213,70 @@ impl Pool {
         })
     }
 
-    /// Sets the number of units that are served, which divide a part of the pool among them.
+    /// Sets the number of units, which share a part of the pool.
     pub fn set_units(&mut self, count: usize) {
         self.shares.set_units(count);
         self.has_changed = true;
     }
 
-    /// An owner has logged in, for the initiator of this name: that one has its part of the pool
-    /// until [`Pool::leave`].
+    /// Called when an owner has logged in with this initiator name. The initiator has its part of
+    /// the pool until [`Pool::leave`].
     pub fn enter(&mut self, owner: Owner, initiator: &impl Hash) {
         self.shares.enter(owner, initiator);
         self.has_changed = true;
     }
 
-    /// The session of an owner is over.
+    /// Called when the session of an owner is closed.
     pub fn leave(&mut self, owner: Owner) {
         self.shares.leave(owner);
         self.has_changed = true;
     }
 
-    /// The mapping, for registering it with devices.
+    /// Returns the mapping, so that it can be registered with devices.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Size in bytes, without the tables' memory and the reserve.
+    /// Returns the size in bytes, not including the table memory and the reserve.
     #[must_use]
     pub fn size(&self) -> usize {
         self.data.len
     }
 
-    /// Bytes not in any data buffer, without the reserve.
+    /// Returns the number of bytes that are not in use for data buffers, not including the reserve.
     #[must_use]
     pub fn free(&self) -> usize {
         self.data.free
     }
 
-    /// The least that [`Pool::free`] has ever been.
+    /// Returns the lowest value of [`Pool::free`] since the start.
     #[must_use]
     pub fn lowest_free(&self) -> usize {
         self.lowest_free
     }
 
-    /// Returns whether every buffer is back, tables and the reserve included.
+    /// Returns whether all buffers were returned, including tables and the reserve.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let parts = [&self.data, &self.tables, &self.reserve];
         parts.iter().all(|blocks| blocks.is_whole())
     }
 
-    /// The longest buffer that an empty pool can give, in bytes.
+    /// Returns the maximum size of a buffer in an empty pool, in bytes.
     #[must_use]
     pub fn max_buffer(&self) -> usize {
         self.size().min(MAX_PIECES * MAX_BLOCK)
     }
 
-    /// A data buffer of `len` bytes for a claim of a command that has started, or `None` while
-    /// there is not enough, or it is not its turn. [`Pool::wait`] then.
+    /// Allocates a data buffer of `len` bytes for a command that has started. Returns `None` if
+    /// there is not enough memory, or if it is not its turn. In this case, the caller should use
+    /// [`Pool::wait`].
     pub fn grant(&mut self, claim: impl Into<Claim>, len: u32) -> Option<Buffer> {
         self.grant_part(claim.into(), len, false)
     }
 
-    /// As [`Pool::grant`], for a command that has not started: it is to gather its data.
+    /// Same as [`Pool::grant`], for a command that has not started and needs to gather its data.
     pub fn grant_to_gather(&mut self, claim: Claim, len: u32) -> Option<Buffer> {
         self.grant_part(claim, len, true)
     }
@@ -279,7 +287,7 @@ impl Pool {
             true => Some(Part::Common),
             false => self.guaranteed(claim, need, gathers),
         };
-        // A buffer is large to move: it stays where it is made.
+        // Moving a buffer is expensive, so return it directly.
         let mut granted = match part {
             Some(_) => self.take(len),
             None => None,
@@ -306,7 +314,7 @@ impl Pool {
         granted
     }
 
-    /// A request was granted while claims wait.
+    /// Called when a request was granted while claims are waiting.
     fn update_line(&mut self, Charge { claim, part }: Charge, need: usize, gathers: bool) {
         let turn = self.turn();
         let has_turn = turn.is_some_and(|at| self.line[at].is_of(claim, gathers));
@@ -315,8 +323,7 @@ impl Pool {
         }
         let own = self.line.iter().position(|w| w.is_of(claim, gathers));
         if let Some(own) = own {
-            // If its claim still waits, the next request that is refused becomes the last in the
-            // line.
+            // If its claim is still waiting, the next refused request is appended to the line.
             self.line.remove(own);
             if has_turn {
                 self.end_turn(claim);
@@ -326,8 +333,8 @@ impl Pool {
         }
     }
 
-    /// A part of the reserve, as a data buffer of `len` bytes for a command that has started. For
-    /// claims that wait, in the order of [`Pool::waiting`].
+    /// Allocates a data buffer of `len` bytes from the reserve, for a command that has started.
+    /// This should be used for waiting claims in the order of [`Pool::waiting`].
     pub fn grant_reserve(&mut self, claim: impl Into<Claim>, len: u32) -> Option<Buffer> {
         let claim = claim.into();
         if !self.has_reserve(claim, len) {
@@ -344,14 +351,14 @@ impl Pool {
         Some(buffer)
     }
 
-    /// Whether the reserve has `len` bytes for a claim.
+    /// Returns whether the reserve has `len` bytes for a claim.
     #[must_use]
     pub fn has_reserve(&self, claim: Claim, len: u32) -> bool {
         let need = (len as usize).next_multiple_of(MAX_BLOCK);
         need <= self.reserve.free && !self.shares.has_reserve(claim.unit)
     }
 
-    /// A claim in the line has got something.
+    /// Called when memory was granted to a claim in the line.
     fn end_turn(&mut self, claim: Claim) {
         if let Some(at) = self.queue.iter().position(|&other| other == claim) {
             self.queue.remove(at);
@@ -359,7 +366,8 @@ impl Pool {
         }
     }
 
-    /// A buffer for descriptors, or `None` while there is not enough, or the owner has its half.
+    /// Allocates a buffer for descriptors. Returns `None` if there is not enough memory, or if the
+    /// owner already has its half.
     pub fn take_table(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
         if self.shares.tables(owner) + needed(len) > self.tables.len / 2 {
             return None;
@@ -373,15 +381,15 @@ impl Pool {
         Some(buffer)
     }
 
-    /// Returns whether more than half of the tables' memory is free, and this owner has a
-    /// sixteenth at most.
+    /// Returns whether more than half of the table memory is free, and this owner uses at most a
+    /// sixteenth.
     #[must_use]
     pub fn has_spare_tables(&self, owner: Owner) -> bool {
         self.shares.tables(owner) <= self.tables.len / 16 && self.tables.free > self.tables.len / 2
     }
 
-    /// A claim waits for the data buffer that [`Pool::grant`] has just refused: its owner is in
-    /// [`Pool::waiting`] from now on.
+    /// Waits for the data buffer that was just refused by [`Pool::grant`]. The owner is now
+    /// included in [`Pool::waiting`].
     pub fn wait(&mut self, claim: impl Into<Claim>) {
         let claim = claim.into();
         let waits = self.shares.waits(claim.owner) && self.queue.contains(&claim);
@@ -399,14 +407,15 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::wait`], for `len` bytes of a started command: the reserve may be free for it.
+    /// Same as [`Pool::wait`], for `len` bytes of a command that has started, which may be able to
+    /// use the reserve.
     pub fn wait_started(&mut self, claim: impl Into<Claim>, len: u32) {
         let claim = claim.into();
         self.wait(claim);
         self.has_changed |= self.has_reserve(claim, len);
     }
 
-    /// A claim waits no longer.
+    /// Stops waiting.
     pub fn leave_line(&mut self, claim: impl Into<Claim>) {
         let claim = claim.into();
         if self.shares.waits(claim.owner) && self.queue.contains(&claim) {
@@ -417,32 +426,33 @@ impl Pool {
         }
     }
 
-    /// A request of a claim was withdrawn. Its other requests still wait: the next refused one enters
-    /// the line again.
+    /// Called when a request of a claim was withdrawn. If its other requests are still waiting, the
+    /// next refused request will be added to the line again.
     pub fn withdraw(&mut self, claim: Claim) {
         self.line.retain(|waiter| waiter.claim != claim);
         self.has_changed = true;
     }
 
-    /// Returns whether memory has come back, or the line has moved, since the last call, while a
-    /// claim waits.
+    /// If claims are waiting, returns whether memory was returned or the line has moved since the
+    /// last call.
     pub fn take_change(&mut self) -> bool {
         std::mem::take(&mut self.has_changed) && !self.queue.is_empty()
     }
 
-    /// Returns the result that [`Pool::take_change`] would have, without taking it.
+    /// Returns the same as [`Pool::take_change`], without resetting it.
     #[must_use]
     pub fn has_change(&self) -> bool {
         self.has_changed && !self.queue.is_empty()
     }
 
-    /// Bytes of unsolicited data with which commands wait for data memory. They lie outside the pool.
+    /// Returns the number of bytes of unsolicited data from commands that are waiting for data
+    /// memory. This is stored outside of the pool.
     #[must_use]
     pub fn staged(&self) -> usize {
         self.staged
     }
 
-    /// A command with `bytes` of unsolicited data begins to wait.
+    /// Called when a command with `bytes` of unsolicited data starts to wait.
     pub fn stage(&mut self, bytes: usize) {
         self.staged += bytes;
     }
@@ -452,25 +462,25 @@ impl Pool {
         self.staged -= bytes;
     }
 
-    /// The owners that wait, by turns; once for each of their claims.
+    /// Returns the waiting owners in the order of turns. An owner is returned once per claim.
     pub fn waiting(&self) -> impl Iterator<Item = Owner> + '_ {
         self.queue.iter().map(|claim| claim.owner)
     }
 
-    /// A data buffer of `len` bytes, or `None` while the pool has not enough in few enough blocks.
+    /// Allocates a data buffer of `len` bytes. Returns `None` if there is not enough memory, or if
+    /// it is too fragmented.
     pub fn take(&mut self, len: u32) -> Option<Buffer> {
         let buffer = self.data.take(&self.memory, len);
         self.lowest_free = self.lowest_free.min(self.data.free);
         buffer
     }
 
-    /// Takes a buffer back. No device may be using it any more.
+    /// Returns a buffer, which must no longer be used by any device.
     ///
     /// # Panics
-    /// If the buffer is another pool's.
+    /// If the buffer belongs to a different pool.
     pub fn release(&mut self, mut buffer: Buffer) {
-        // The offset says which part of the mapping it is from. An empty buffer has no pieces to
-        // return.
+        // The offset determines the part of the mapping. An empty buffer does not have any pieces.
         let start = buffer.pieces.first().map_or(0, |piece| piece.offset);
         let is_table = (self.tables.base..self.reserve.base).contains(&start);
         let held = buffer.held();
@@ -493,8 +503,8 @@ impl Pool {
         }
     }
 
-    /// Whether a claim of another initiator waits, which is within its shares, and this one has more
-    /// than half of its own share of what that one waits for.
+    /// Returns whether this owner has to return memory: a claim of another initiator is waiting and
+    /// within its shares, and this initiator uses more than half of its own share.
     pub fn is_owed_by(&self, owner: Owner) -> bool {
         self.shares.is_beyond_half_share(owner)
             && self.line.iter().any(|waiter| {
@@ -503,7 +513,7 @@ impl Pool {
             })
     }
 
-    /// Place in the line of the claim whose turn it is.
+    /// Returns the position in the line of the claim whose turn it is.
     fn turn(&self) -> Option<usize> {
         if self.line.is_empty() {
             return None;
@@ -512,12 +522,12 @@ impl Pool {
         line.position(|waiter| self.shares.is_within_share(waiter.claim, waiter.need))
     }
 
-    /// Whether a claim may have common memory.
+    /// Returns whether a claim can use common memory.
     fn may_take(&self, claim: Claim, need: usize, gathers: bool) -> bool {
         if !self.shares.has_common(need) {
             return false;
         }
-        // No other claim waits, so there is nothing to share.
+        // No other claim is waiting, so there is no need to share.
         if self.queue.is_empty() || self.queue.iter().all(|&waiting| waiting == claim) {
             return true;
         }
@@ -530,7 +540,7 @@ impl Pool {
         })
     }
 
-    /// The guaranteed part that has room for a request.
+    /// Returns the guaranteed part with room for a request, if any.
     fn guaranteed(&self, claim: Claim, need: usize, gathers: bool) -> Option<Part> {
         if self.shares.has_initiator_room(claim.owner, need) {
             return Some(Part::Initiator);
@@ -540,8 +550,8 @@ impl Pool {
         self.shares.unit_part(unit, need, gathers, ahead)
     }
 
-    /// The requests that precede a request for a unit's part. Requests that the part cannot hold do
-    /// not count, because other units have the memory that they need.
+    /// Returns the requests before a request for a unit's part. We ignore requests that don't fit
+    /// into the part, because the memory they need is used by other units.
     fn ahead(&self, unit: u32, is_own: impl Fn(&Waiter) -> bool, gathers: bool) -> Ahead {
         let mut ahead = Ahead::default();
         let mut first = None;
@@ -561,7 +571,7 @@ impl Pool {
     }
 }
 
-/// Bytes of whole blocks that hold `len`.
+/// Returns the size in bytes of the blocks required for `len` bytes.
 fn needed(len: u32) -> usize {
     let len = len as usize;
     let rest = len % MAX_BLOCK;
@@ -593,7 +603,7 @@ mod tests {
         buffer.read(at, &mut back);
         assert_eq!(back, data);
         let mut in_place = Vec::new();
-        // SAFETY: no device knows the buffer.
+        // SAFETY: the buffer is not used by any device.
         #[allow(unsafe_code, reason = "what is tested")]
         unsafe {
             let part = at..at + data.len() as u32;
@@ -689,7 +699,8 @@ mod tests {
             .collect();
         pool.wait(large);
         let mut passed = 0;
-        // Small ones come and go; the large one gets the memory that they leave at last.
+        // Small requests are granted and released, but the large request should get the memory in
+        // the end.
         for _ in 0..4096 {
             if let Some(buffer) = held.pop() {
                 pool.release(buffer);
@@ -721,20 +732,21 @@ mod tests {
             pool.wait_started(owner, 4096);
             assert!(pool.has_change() && pool.take_change());
         }
-        // Its share does not matter, but no owner has two turns while another one waits.
+        // This does not depend on shares, but no owner should get two turns while another owner is
+        // waiting.
         for owner in [greedy, other, greedy, other] {
             assert_eq!(pool.waiting().next(), Some(owner));
             let reserve = pool.grant_reserve(owner, 4096).unwrap();
             assert!(pool.grant_reserve(greedy, 4096).is_none());
             assert!(pool.grant_reserve(other, 4096).is_none());
-            // Nothing to try for one that comes meanwhile.
+            // A new waiter cannot use the reserve.
             pool.wait_started(Owner(3), 4096);
             assert!(!pool.has_change());
             pool.leave_line(Owner(3));
             pool.release(reserve);
             assert!(pool.take_change());
         }
-        // It is as long as a window and its scratch memory, also where the rest is in pieces.
+        // It has room for a window and its scratch memory, even if the rest is fragmented.
         held.push(pool.grant_reserve(other, 2 << 20).unwrap());
         pool.leave_line(greedy);
         pool.leave_line(other);
@@ -747,7 +759,7 @@ mod tests {
     fn whoever_has_the_next_turn_tries_again() {
         const HALF: u32 = 1 << 19;
         let (first, other, passing) = (Owner(1), Owner(2), Owner(3));
-        // All of a small pool is common memory.
+        // A small pool only consists of common memory.
         let mut pool = Pool::new(3 << 20).unwrap();
         let held = pool.take(3 << 20).unwrap();
         for owner in [first, other] {
@@ -760,7 +772,8 @@ mod tests {
         while let Some(buffer) = pool.grant(passing, HALF) {
             pool.release(buffer);
         }
-        // The reserve has its own turns, so the one whose turn it is here is not the first to try.
+        // The reserve has separate turns, so the claim whose turn it is here is not the first to
+        // try.
         assert!(pool.take_change());
         assert_eq!(pool.waiting().collect::<Vec<_>>(), [other, first]);
         assert!(pool.grant(other, HALF).is_none());
@@ -793,7 +806,7 @@ mod tests {
         }
     }
 
-    /// A pool with that many sessions of different initiators, and units.
+    /// Returns a pool with sessions of this number of initiators, and with this number of units.
     fn shared(bytes: usize, sessions: u64, units: usize) -> Pool {
         let mut pool = Pool::new(bytes).unwrap();
         pool.set_units(units);
@@ -803,7 +816,7 @@ mod tests {
         pool
     }
 
-    /// All buffers that a claim gets, and it waits for more.
+    /// Allocates as many buffers as possible for a claim, and waits for more.
     fn take_all(pool: &mut Pool, claim: Claim, len: u32) -> Vec<Buffer> {
         let all = std::iter::from_fn(|| pool.grant_to_gather(claim, len)).collect();
         pool.wait(claim);
@@ -815,7 +828,7 @@ mod tests {
         const MIB: u32 = 1 << 20;
         let mut pool = shared(64 << 20, 8, 4);
         let mut held = Vec::new();
-        // Three of four units hang, and every session but one has commands for them.
+        // Three of four units hang, and all sessions except one have commands for them.
         for unit in 0..3 {
             for owner in 0..7 {
                 held.append(&mut take_all(&mut pool, claim(owner, unit), MIB));
@@ -829,7 +842,7 @@ mod tests {
             pool.release(write);
             pool.release(read);
         }
-        // A session with nothing gets its part for a hung unit as well.
+        // A session without any memory can use its part even for a hanging unit.
         held.push(pool.grant_to_gather(claim(7, 0), MIB).unwrap());
         held.into_iter().for_each(|buffer| pool.release(buffer));
         assert!(pool.is_whole());
@@ -848,7 +861,7 @@ mod tests {
         held.into_iter().for_each(|buffer| pool.release(buffer));
     }
 
-    /// An initiator may send commands together with its last login request.
+    /// An initiator can send commands immediately after its last login request.
     #[test]
     fn early_commands_count_for_initiator() {
         let mut pool = shared(64 << 20, 2, 1);
@@ -867,7 +880,7 @@ mod tests {
         assert_eq!(pool.shares.parts().0, 0, "of one");
     }
 
-    /// No buffer may be returned for a long time, where a disk hangs.
+    /// If a disk hangs, it may take a long time until a buffer is returned.
     #[test]
     fn departed_initiator_and_unit_wake_waiters() {
         let mut pool = shared(64 << 20, 2, 1);
@@ -890,7 +903,7 @@ mod tests {
         held.into_iter().for_each(|buffer| pool.release(buffer));
     }
 
-    /// Its own account is removed then, and the part of each initiator becomes larger.
+    /// The account of the owner is removed, and the part of each initiator becomes larger.
     #[test]
     fn early_login_wakes_waiters() {
         const MIB: u32 = 1 << 20;
@@ -920,7 +933,7 @@ mod tests {
         for owner in 0..30 {
             held.append(&mut take_all(&mut pool, claim(owner, 0), MIB));
         }
-        // Of the pool's 16 MiB, 4 belong to initiators: two to each.
+        // The pool has 16 MiB, and 4 MiB of this is for initiators: 2 MiB each.
         assert_eq!(pool.free(), 4 << 20);
         let own: Vec<_> = (0..2)
             .map(|_| pool.grant_to_gather(claim(30, 0), MIB).unwrap())
@@ -967,7 +980,8 @@ mod tests {
         assert!(pool.is_whole() && pool.shares.is_idle());
     }
 
-    /// A pool of 64 MiB in which a hung unit 0 has the common memory and the initiators' parts.
+    /// Returns a pool of 64 MiB in which the hanging unit 0 uses the common memory and the
+    /// initiators' parts.
     fn with_hung_unit(units: usize) -> (Pool, Vec<Buffer>) {
         let mut pool = shared(64 << 20, 4, units);
         let mut held = Vec::new();
@@ -977,8 +991,9 @@ mod tests {
         (pool, held)
     }
 
-    /// Whether a WRITE of 1 MiB of initiator 3 for unit 1 is granted while other initiators keep four
-    /// requests of 64 KiB for that unit in flight, each of which holds its memory for some rounds.
+    /// Returns whether a WRITE of 1 MiB from initiator 3 for unit 1 is granted. In the meantime,
+    /// other initiators keep four requests of 64 KiB for this unit in flight, which use memory for
+    /// several rounds.
     fn is_long_write_granted(pool: &mut Pool, are_reads: bool, is_retried_first: bool) -> bool {
         const SHORT: u32 = 64 << 10;
         let long = claim(3, 1);
@@ -1028,7 +1043,7 @@ mod tests {
         }
     }
 
-    /// An initiator without commands for the hung unit has its part for another unit.
+    /// An initiator without commands for the hanging unit uses its part for another unit.
     #[test]
     fn busy_initiator_leaves_unit_part_alone() {
         for units in [2, 8, 16] {
@@ -1050,7 +1065,7 @@ mod tests {
         }
     }
 
-    /// Commands that have gathered their data may wait for commands that have started.
+    /// Commands that have gathered their data may be waiting for commands that have started.
     #[test]
     fn waiting_write_leaves_memory_for_started_commands() {
         for units in [4, 8, 16] {
@@ -1085,12 +1100,12 @@ mod tests {
         held.into_iter().for_each(|buffer| pool.release(buffer));
     }
 
-    /// Long buffers of other units have the room in the units' part of the pool.
+    /// Large buffers of other units use up the units' part of the pool.
     #[test]
     fn write_beyond_unit_part_reserves_no_memory() {
         const MIB: u32 = 1 << 20;
         let (mut pool, mut held) = with_hung_unit(32);
-        // All but 512 KiB of 16 MiB.
+        // All of 16 MiB except for 512 KiB.
         for unit in 2..17 {
             held.push(pool.grant_to_gather(claim(0, unit), MIB).unwrap());
         }
@@ -1106,7 +1121,8 @@ mod tests {
             .for_each(|b| pool.release(b));
     }
 
-    /// Commands that have gathered their data may wait for the started command in the order of the unit.
+    /// Commands that have gathered their data may be waiting for the started command in the order
+    /// of the unit.
     #[test]
     fn hung_units_leave_memory_for_started_commands() {
         const MIB: u32 = 1 << 20;
@@ -1132,10 +1148,10 @@ mod tests {
         }
     }
 
-    /// Requests of one claim that wait, as (bytes, gathers, first round), served in their order.
+    /// Waiting requests of a claim: bytes, gathers, first round. They are executed in this order.
     type Requests = VecDeque<(u32, bool, u32)>;
 
-    /// Grants the first requests of a claim for which the pool has room.
+    /// Grants requests of a claim in order while the pool has room.
     fn serve(pool: &mut Pool, claim: Claim, requests: &mut Requests, granted: &mut Vec<Buffer>) {
         while let Some(&(len, gathers, _)) = requests.front() {
             let buffer = match gathers {
@@ -1154,8 +1170,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// All initiators have a deep queue for a hung unit, one of them not at times, and send
-        /// requests to three healthy units, which execute each within some rounds.
+        /// All initiators have a deep queue for a hanging unit, in some cases with one exception.
+        /// They also send requests to three healthy units, which execute them within several
+        /// rounds.
         #[test]
         fn healthy_units_serve_all_requests(
             units in 4usize..=16,
@@ -1208,7 +1225,7 @@ mod tests {
     }
 
     proptest! {
-        /// Buffers never overlap, and everything released is whole again.
+        /// Buffers should never overlap, and all released memory should be merged again.
         #[test]
         fn buffers_are_disjoint(steps in proptest::collection::vec((any::<bool>(), 0u32..3 << 20), 1..200)) {
             let mut pool = Pool::new(8 << 20).unwrap();
@@ -1233,8 +1250,9 @@ mod tests {
             pool.release(whole);
         }
 
-        /// However sessions take, keep and wait for memory, and whichever units hang: a session
-        /// with nothing gets its part, and so does a unit with nothing, for each session.
+        /// Regardless of how sessions allocate, keep and wait for memory, and which units hang: a
+        /// session without memory can get its part, and so can a unit without memory, for each
+        /// session.
         #[test]
         fn parts_are_always_granted(
             sessions in 2u64..12,
@@ -1247,7 +1265,7 @@ mod tests {
             let mut pool = shared(64 << 20, sessions, units as usize);
             let mut held: Vec<Buffer> = Vec::new();
             for (owner, unit, len, action) in steps {
-                // The last session, and the last unit, do nothing for the moment.
+                // For now, the last session and the last unit are idle.
                 let claim = claim(owner % (sessions - 1), unit % (units - 1));
                 let buffer = match action {
                     0 if !held.is_empty() => {
@@ -1269,7 +1287,7 @@ mod tests {
                 }
             }
             let (of_initiator, of_unit) = pool.shares.parts();
-            // A length that fits however the memory lies.
+            // This length fits even if the memory is fragmented.
             let len = 64 << 10;
             let mut check = |claim: Claim, part: usize| {
                 let count = part / len as usize;

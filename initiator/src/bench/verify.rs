@@ -57,7 +57,8 @@ impl Verifier {
         range.clone().step_by(self.block as usize)
     }
 
-    /// Stores the oldest generation that can be found by a read starting now, for each block.
+    /// Stores the oldest generation that can be found by a read starting now in `out`, for each
+    /// block.
     pub(super) fn note_oldest(&self, range: &Range<u64>, out: &mut Vec<Option<u32>>) {
         out.clear();
         if let Some(ledger) = self.ledger() {

@@ -34,8 +34,8 @@ pub(super) fn attachments(run: &Path, own: &Path) -> Vec<Attachment> {
     of_users.chain(of_root(run, own)).collect()
 }
 
-/// Returns only attachments of root. These can't be modified by other users, so they are allowed to
-/// prevent other attachments.
+/// Returns only the [`attachments`] of root. These can't be modified by other users, so they are
+/// allowed to prevent other attachments.
 pub(super) fn of_root(run: &Path, own: &Path) -> Vec<Attachment> {
     let dir = run.join("riser");
     if dir == own {

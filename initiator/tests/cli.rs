@@ -99,7 +99,7 @@ fn help_names_every_verb_and_every_exit_status() {
         "--output",
         "Exit status:",
         "3  the target could not",
-        "7  data that were read",
+        "7  the data read differs",
         "srp://HOST",
         "mem:SIZE",
     ] {

@@ -24,13 +24,13 @@ pub(super) const EXIT_STATUS: &str = "\
 Exit status:
   0  success
   1  an I/O or protocol failure
-  2  wrong usage
-  3  the target could not be reached or refused the login
+  2  invalid usage
+  3  the target could not be reached or rejected the login
   4  timed out
   5  no such attachment, logical unit or path
   6  busy, or in use already
-  7  data that were read are not those that were written (bench)
-  126, 127  the program cannot be run, or does not exist (run); otherwise its own status
+  7  the data read differs from the data written (bench)
+  126, 127  the program cannot be executed, or does not exist (run); otherwise its own status
 
 Addresses:
   srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target

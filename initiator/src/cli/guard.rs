@@ -167,8 +167,7 @@ struct Usage<'a> {
     unit: Option<&'a str>,
     url: &'a str,
     writes: bool,
-    /// Set if the file system is mounted. In this case, no other attachment may
-    /// write to the unit.
+    /// Set if the file system is mounted. In this case, no other attachment may write to the unit.
     is_mount: bool,
 }
 

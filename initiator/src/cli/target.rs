@@ -16,27 +16,21 @@ const RISERD: &str = "riserd";
 /// Common verbs. All verbs are listed in its help.
 const VERBS: [(&str, &str); 13] = [
     ("ls", "Show the target daemon's objects as a tree"),
-    ("get", "Show what an object or a key is set to"),
-    ("info", "Show an object in full"),
+    ("get", "Show the configured value of an object or key"),
+    ("info", "Show all information about an object"),
     ("set", "Set keys of an object"),
     (
         "create",
-        "Make a backend, a target, a portal, a logical unit, a rule",
+        "Create a backend, target, portal, logical unit or rule",
     ),
-    ("delete", "Take an object away"),
-    ("sessions", "Show who is logged in"),
-    ("targets", "Show what is served"),
-    ("status", "Show how the daemon is"),
-    ("top", "Show what the daemon does, again and again"),
-    (
-        "apply",
-        "Let the daemon serve what a configuration file describes",
-    ),
-    ("history", "List the configurations that the daemon has had"),
-    (
-        "rollback",
-        "Let the daemon serve again what it served before",
-    ),
+    ("delete", "Delete an object"),
+    ("sessions", "Show the sessions of initiators"),
+    ("targets", "Show the targets being served"),
+    ("status", "Show the status of the daemon"),
+    ("top", "Show the current activity of the daemon"),
+    ("apply", "Apply a configuration file"),
+    ("history", "List previous configurations"),
+    ("rollback", "Restore a previous configuration"),
 ];
 
 /// Accepts any word as a verb of `riserd`, and suggests common ones.

@@ -14,7 +14,7 @@ use riser_testkit::eventually;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_daemon_reports_what_it_serves_and_applies_its_file_again() {
+fn daemon_reports_objects_and_reloads_file() {
     let daemon = Daemon::start("serves", "127.81.0.1");
     let status = daemon.json("status");
     assert_eq!(status["pid"], daemon.process.id());
@@ -78,7 +78,7 @@ fn unavailable_portal_is_served_later_if_allowed() {
 }
 
 #[test]
-fn unavailable_metrics_address_is_served_later_if_allowed() {
+fn unavailable_metrics_address_is_retried() {
     let daemon = Daemon::start("metrics-later", "127.81.0.17");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
@@ -208,7 +208,7 @@ fn log_filter_changes_without_restart() {
 }
 
 #[test]
-fn a_configuration_is_compared_applied_saved_and_taken_back() {
+fn configuration_is_applied_saved_and_rolled_back() {
     let mut daemon = Daemon::start("apply", "127.81.0.6");
     let file = |daemon: &Daemon| daemon.dir.join("riserd.yaml").display().to_string();
     let path = file(&daemon);
@@ -323,7 +323,7 @@ fn secrets_are_read_from_where_they_are() {
 }
 
 #[test]
-fn a_session_is_listed_with_what_its_login_agreed_on() {
+fn session_lists_negotiated_parameters() {
     let daemon = Daemon::start("session", "127.81.0.2");
     // The first Login Request of a discovery session, up to operational negotiation.
     let keys = "InitiatorName=iqn.2026-01.com.example:me\0SessionType=Discovery\0\
@@ -375,7 +375,7 @@ fn plain_http_gets_json_and_clear_errors() {
 }
 
 #[test]
-fn a_configuration_is_replaced_only_if_it_is_the_one_that_was_read() {
+fn configuration_is_replaced_if_revision_matches() {
     let daemon = Daemon::start("revision", "127.81.0.8");
     let read = || {
         let answer = daemon.http("GET /v1/config");
@@ -418,7 +418,7 @@ fn a_configuration_is_replaced_only_if_it_is_the_one_that_was_read() {
 }
 
 #[test]
-fn a_configuration_is_changed_by_patches() {
+fn configuration_is_changed_by_patches() {
     let daemon = Daemon::start("patch", "127.81.0.10");
     let send = |request: &str, media_type: &str, body: &str| {
         let length = body.len();
@@ -461,7 +461,7 @@ fn a_configuration_is_changed_by_patches() {
 }
 
 #[test]
-fn without_a_daemon_the_error_says_where_it_was_looked_for() {
+fn missing_daemon_error_names_socket() {
     let output = ask(Path::new("/nonexistent/admin.sock"), &["sessions"]);
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8(output.stderr).unwrap();
@@ -472,7 +472,7 @@ fn without_a_daemon_the_error_says_where_it_was_looked_for() {
 }
 
 #[test]
-fn a_second_daemon_does_not_take_the_socket() {
+fn second_daemon_keeps_existing_socket() {
     let daemon = Daemon::start("second", "127.81.0.4");
     let text = std::fs::read_to_string(daemon.dir.join("riserd.yaml")).unwrap();
     let other = daemon.dir.join("other.yaml");
@@ -490,7 +490,7 @@ fn a_second_daemon_does_not_take_the_socket() {
 }
 
 #[test]
-fn an_admin_socket_that_cannot_be_bound_is_served_later() {
+fn unavailable_admin_socket_is_retried() {
     let mut daemon = Daemon::start("later", "127.81.0.10");
     daemon.kill();
     let file = daemon.dir.join("riserd.yaml");
@@ -537,7 +537,7 @@ fn an_admin_socket_that_cannot_be_bound_is_served_later() {
 }
 
 #[test]
-fn names_are_those_that_are_kept_after_the_host_is_renamed() {
+fn saved_names_survive_host_rename() {
     let mut daemon = Daemon::start("kept-names", "127.81.0.9");
     daemon.kill();
     // Simulates a different host at the first start.
@@ -576,7 +576,7 @@ fn names_are_those_that_are_kept_after_the_host_is_renamed() {
 }
 
 #[test]
-fn a_reload_says_which_unsaved_changes_it_takes_back() {
+fn reload_reports_reverted_changes() {
     let text = "limits: { max_sessions: 7 }\ntargets: []\n";
     let daemon = Daemon::start_logging("unsaved", text);
     let changed = daemon.ask(&["set", "/limits", "max_sessions=9"]);
@@ -606,7 +606,7 @@ fn a_reload_says_which_unsaved_changes_it_takes_back() {
 /// With `--restore`, which is set in the package, changes are kept after a restart, unless the file
 /// was edited.
 #[test]
-fn changes_that_the_file_lacks_are_reported_once_and_kept() {
+fn unsaved_changes_are_reported_once_and_kept() {
     let mut daemon = Daemon::start("lacks", "127.81.0.16");
     daemon.restart(&["--restore"]);
     let said = |daemon: &Daemon, number: u32| {

@@ -100,7 +100,7 @@ fn is_logged_out(client: &mut Client) {
 }
 
 #[test]
-fn a_target_comes_with_its_device_and_goes_with_it() {
+fn target_adds_and_removes_its_device() {
     let net = 1;
     let alone = config(net, "", "", "");
     let both = config(net, "", &second(net, &[9], &[9]), "");
@@ -131,7 +131,7 @@ fn a_target_comes_with_its_device_and_goes_with_it() {
 }
 
 #[test]
-fn a_portal_goes_and_the_sessions_on_the_other_one_stay() {
+fn removed_portal_keeps_other_sessions() {
     let net = 2;
     let two = config(net, "", &second(net, &[8, 9], &[8, 9]), "");
     let one = config(net, "", &second(net, &[9], &[9]), "");
@@ -164,7 +164,7 @@ fn a_portal_goes_and_the_sessions_on_the_other_one_stay() {
 }
 
 #[test]
-fn a_target_with_a_name_needs_no_iscsi_portal() {
+fn named_target_needs_no_iscsi_portal() {
     let net = 6;
     let server = Server::start(&config(net, "", &second(net, &[9], &[]), "")).unwrap();
     srp(&server, "u", addr(net, 9), addr(net, 2)).unwrap();
@@ -206,7 +206,7 @@ fn third(net: u8) -> String {
 }
 
 #[test]
-fn what_cannot_be_had_leaves_no_trace() {
+fn failed_change_leaves_no_trace() {
     let net = 3;
     let image = Image::new("trace");
     let mut server = Server::start(&config(net, "", "", "")).unwrap();
@@ -238,7 +238,7 @@ fn what_cannot_be_had_leaves_no_trace() {
 }
 
 #[test]
-fn a_backend_grows_and_its_initiators_hear_of_it() {
+fn initiators_are_notified_of_grown_backend() {
     let net = 4;
     let image = Image::new("grows");
     let sized = |size: &str, targets: &str| config(net, &image.backend(size), targets, "");

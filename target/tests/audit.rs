@@ -82,7 +82,7 @@ fn check(line: &Value, protocol: &str, portal: &str, target: Option<&str>) {
 }
 
 #[test]
-fn iscsi_logins_their_ends_and_denials_are_reported_once() {
+fn iscsi_sessions_and_denials_are_reported_once() {
     let daemon = daemon("audit-iscsi", 1, "open");
     let to = SocketAddr::new(host(1), 3260);
     let portal = to.to_string();
@@ -210,7 +210,7 @@ fn blocked_initiator_stays_out() {
 /// Users with the same rule can use each other's initiator names, and the log contains both users.
 /// If a rule for a name has its own user, it always rejects other users.
 #[test]
-fn a_name_that_another_user_has_is_refused_with_both_identities() {
+fn rejected_name_reports_both_users() {
     const NAME: &str = "iqn.2026-01.org.example:client";
     let users = "{ name: bob, secret: bob-has-another-one }, \
                  { name: carol, secret: carol-has-a-third-one }";
@@ -250,7 +250,7 @@ fn a_name_that_another_user_has_is_refused_with_both_identities() {
 }
 
 #[test]
-fn iser_logins_discovery_and_logouts_are_reported_once() {
+fn iser_sessions_and_discovery_are_reported_once() {
     let daemon = daemon("audit-iser", 2, "open");
     let to = SocketAddr::new(host(2), 3260);
     let portal = to.to_string();
@@ -271,7 +271,7 @@ fn iser_logins_discovery_and_logouts_are_reported_once() {
 }
 
 #[test]
-fn srp_logins_their_ends_and_denials_are_reported_once() {
+fn srp_sessions_and_denials_are_reported_once() {
     let daemon = daemon("audit-srp", 3, "[{ address: 127.83.0.103 }]");
     let to = SocketAddr::new(host(3), 5555);
     let portal = to.to_string();
@@ -351,7 +351,7 @@ fn srp_logins_their_ends_and_denials_are_reported_once() {
 }
 
 #[test]
-fn a_flood_of_denials_is_bounded_and_counted() {
+fn flood_of_denials_is_limited_and_counted() {
     const ATTEMPTS: usize = 300;
     let daemon = daemon("audit-flood", 5, "open");
     let to = SocketAddr::new(host(5), 3260);

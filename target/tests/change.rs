@@ -80,7 +80,7 @@ const NO_SUCH_UNIT: (u8, Option<[u8; 2]>) = (2, Some([0x25, 0x00]));
 const GOOD: (u8, Option<[u8; 2]>) = (0, None);
 
 #[test]
-fn a_unit_comes_and_goes() {
+fn unit_is_added_and_removed() {
     let image = Image::new("comes");
     let mut server = Server::start(&text(1, &image, "{ 0: d }", "access: open")).unwrap();
     let mut mini = connect(&server, 1, 2);
@@ -116,7 +116,7 @@ fn a_unit_comes_and_goes() {
 }
 
 #[test]
-fn a_unit_goes_when_its_last_command_has_ended() {
+fn removed_unit_waits_for_last_command() {
     let image = Image::new("goes");
     let mut parsed = text(2, &image, "{ 0: d, 1: e }", "access: open");
     let slow = Fault {
@@ -170,7 +170,7 @@ fn a_unit_goes_when_its_last_command_has_ended() {
 
 /// If a command is waiting for a rate limit, it must not keep the backend of a removed unit open.
 #[test]
-fn a_unit_that_goes_has_no_limits_any_longer() {
+fn removed_unit_has_no_rate_limits() {
     let image = Image::new("limits");
     let mut parsed = text(17, &image, "{ 0: d, 1: e }", "access: open");
     parsed.backends[1].limits.bandwidth = Some(4096);
@@ -199,7 +199,7 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
 
 /// Limits must not depend on the name used by an initiator, unless its rule is for this name.
 #[test]
-fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
+fn rule_selects_limits_by_name_or_address() {
     let image = Image::new("rules");
     let rules = "access:\n      - { iqn: \"iqn.2026-01.com.example:v\", address: 127.79.18.2, limits: { iops: 9 } }\n      \
                  - { address: 127.79.18.0/24, limits: { iops: 9 } }";
@@ -231,7 +231,7 @@ fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
 }
 
 #[test]
-fn an_initiator_that_may_not_log_in_any_longer_is_logged_out() {
+fn denied_initiator_is_logged_out() {
     let image = Image::new("access");
     let mut server = Server::start(&text(3, &image, "{ 0: d }", "access: open")).unwrap();
     let (mut out, mut stays) = (connect(&server, 3, 2), connect(&server, 3, 3));
@@ -244,7 +244,7 @@ fn an_initiator_that_may_not_log_in_any_longer_is_logged_out() {
 }
 
 #[test]
-fn what_cannot_change_is_refused_whole() {
+fn unsupported_change_is_rejected_completely() {
     let image = Image::new("refused");
     let old = text(4, &image, "{ 0: d }", "access: open");
     let mut more = text(4, &image, "{ 0: d, 1: e }", "access: open");
@@ -348,7 +348,7 @@ fn assert_held_back(mini: &mut Mini<Roce>, lun: u8) {
 }
 
 #[test]
-fn each_initiator_has_numbers_of_its_own() {
+fn initiators_have_separate_luns() {
     let image = Image::new("numbers");
     let first = mapped(5, &image, "{ 0: e, 5: d }", None);
     let mut server = Server::start(&first).unwrap();
@@ -392,7 +392,7 @@ fn each_initiator_has_numbers_of_its_own() {
 
 /// A LUN is mapped to another unit while commands for the previous unit are in flight.
 #[test]
-fn no_command_for_one_unit_reaches_another_by_its_number() {
+fn moved_lun_requires_identification() {
     let image = Image::new("moved");
     let mut server = Server::start(&mapped(6, &image, "{ 0: d, 4: d }", None)).unwrap();
     let mut mini = connect(&server, 6, 2);
@@ -417,7 +417,7 @@ fn no_command_for_one_unit_reaches_another_by_its_number() {
 /// Commands that an initiator sends together with the INQUIRY may be intended for the previous
 /// unit.
 #[test]
-fn commands_sent_before_the_answer_to_an_inquiry_do_not_profit_from_it() {
+fn commands_before_inquiry_response_are_rejected() {
     let image = Image::new("together");
     let mut server = Server::start(&mapped(13, &image, "{ 0: d, 4: d }", None)).unwrap();
     let mut mini = connect(&server, 13, 2);
@@ -444,7 +444,7 @@ fn commands_sent_before_the_answer_to_an_inquiry_do_not_profit_from_it() {
 /// If a LUN was temporarily removed, it must still be identified when it's mapped to another unit,
 /// but not if it's mapped to the same unit again.
 #[test]
-fn numbers_that_went_away_and_numbers_that_came_back() {
+fn removed_luns_still_require_identification() {
     let image = Image::new("again");
     let mut server = Server::start(&mapped(12, &image, "{ 0: d, 4: d }", None)).unwrap();
     let mut mini = connect(&server, 12, 2);
@@ -460,7 +460,7 @@ fn numbers_that_went_away_and_numbers_that_came_back() {
     assert_eq!(ready(&mut mini, 4), NO_SUCH_UNIT);
     change(&mut server, "{ 0: d, 4: e }");
     assert_held_back(&mut mini, 4);
-    // Identifying another LUN doesn't change this.
+    // Adding another LUN doesn't change this.
     change(&mut server, "{ 0: d, 4: e, 5: d }");
     assert_held_back(&mut mini, 4);
     assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
@@ -484,7 +484,7 @@ fn slow_writes() -> Arc<Faults> {
 /// If a LUN has moved, aborting its commands on the previous unit must only abort commands of the
 /// same initiator on the new unit.
 #[test]
-fn functions_for_a_number_that_has_moved_leave_others_alone() {
+fn functions_for_moved_lun_spare_others() {
     let image = Image::new("others");
     let faults = Some(slow_writes());
     let config = |number: &str| {
@@ -526,7 +526,7 @@ fn functions_for_a_number_that_has_moved_leave_others_alone() {
 /// An initiator that logs in again, with or without an existing session, continues to use its
 /// disks.
 #[test]
-fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
+fn login_does_not_replace_lun_identification() {
     let image = Image::new("login");
     let mut server = Server::start(&mapped(14, &image, "{ 0: d, 4: d }", None)).unwrap();
     let mut first = connect(&server, 14, 2);
@@ -560,7 +560,7 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
 /// A unit is moved to another number on its target, while the LUN for an initiator doesn't change.
 /// Commands must be counted for the current number.
 #[test]
-fn commands_are_counted_at_the_number_that_the_unit_has_now() {
+fn commands_are_counted_for_current_lun() {
     let image = Image::new("counted");
     let config = |luns: &str| {
         let rules = "access: [{ address: 127.79.16.2, luns: { 0: d, 1: e } }]";
@@ -588,7 +588,7 @@ fn commands_are_counted_at_the_number_that_the_unit_has_now() {
 /// If a LUN is mapped to another unit or removed, commands in flight can still be aborted using
 /// this LUN.
 #[test]
-fn functions_for_a_number_find_what_is_under_way_at_the_unit_before() {
+fn functions_abort_commands_of_previous_unit() {
     let image = Image::new("functions");
     let faults = slow_writes();
     let faults = Some(&faults);

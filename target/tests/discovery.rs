@@ -12,7 +12,7 @@ use riser_transport::wire::dm::{
 };
 
 #[test]
-fn an_address_is_enough_to_find_and_use_its_targets() {
+fn targets_are_discovered_by_address() {
     let addr = |host| IpAddr::V4(Ipv4Addr::new(127, 79, 1, host));
     let text = "backends: { d: { kind: ram, size: 1MiB } }\n\
          targets:\n\

@@ -580,7 +580,7 @@ fn enumerate_start() -> usize {
 
 /// This has to be a single function, because it counts descriptors and threads of the process.
 #[test]
-fn each_operation_completion_call_and_mapping_fails_once() {
+fn worker_survives_any_single_failure() {
     let before = footprint();
     println!("figure: {} failures at the start", enumerate_start());
     for (protocol, least) in [

@@ -58,7 +58,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_restart_does_not_clear_a_failed_flush() {
+fn restart_keeps_failed_flush() {
     let dir = std::env::temp_dir().join(format!("riserd-failed-flush-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir(&dir).unwrap();

@@ -62,7 +62,7 @@ fn names(client: &mut Client) -> Vec<u8> {
 }
 
 #[test]
-fn a_disk_whose_device_is_gone_is_opened_again() {
+fn removed_disk_is_opened_again() {
     let host = HOSTS[0];
     let dir = std::env::temp_dir().join(format!("riserd-gone-disk-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
@@ -108,7 +108,7 @@ fn a_disk_whose_device_is_gone_is_opened_again() {
 
 /// The daemon is restarted before the device is available again.
 #[test]
-fn a_disk_whose_device_was_gone_may_have_lost_something_also_after_a_restart() {
+fn restart_remembers_loss_of_removed_disk() {
     let host = HOSTS[1];
     let dir = std::env::temp_dir().join(format!("riserd-gone-restart-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);

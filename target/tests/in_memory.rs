@@ -61,7 +61,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn written_data_is_read_back() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut mini = world.log_in(1);
     assert_eq!(mini.rsp.req_lim_delta, 128);
@@ -150,7 +150,7 @@ fn immediate_and_indirect_data_arrive() {
 }
 
 #[test]
-fn a_bad_wire_changes_nothing() {
+fn bad_wire_changes_nothing() {
     let faults = FaultConfig {
         seed: 7,
         loss: 20_000,
@@ -185,7 +185,7 @@ fn a_bad_wire_changes_nothing() {
 }
 
 #[test]
-fn refusals_reach_the_initiator() {
+fn rejections_reach_initiator() {
     let mut world = World::new(FaultConfig::default(), "limits: { max_sessions: 1 }\n");
     let dst = SocketAddr::new(SERVER, 5555);
     let try_login = |world: &mut World, change: &dyn Fn(&mut riser_scsi::srp::LoginReq)| {
@@ -207,7 +207,7 @@ fn refusals_reach_the_initiator() {
 }
 
 #[test]
-fn a_second_login_replaces_or_joins_the_first() {
+fn second_login_replaces_or_joins_session() {
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 5555);
     let mut first = world.log_in(1);
@@ -249,7 +249,7 @@ fn log_in_again(world: &mut World, client: u8) -> Result<Mini<Endpoint>, Refused
 }
 
 #[test]
-fn a_write_of_a_replaced_session_does_not_come_late() {
+fn replaced_session_has_no_late_write() {
     const SLOW: Duration = Duration::from_millis(300);
     let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let slow = Fault {
@@ -315,7 +315,7 @@ fn reserve_out(
 /// PREEMPT AND ABORT aborts disk operations of the preempted initiator, and must not wait for other
 /// operations.
 #[test]
-fn preempt_and_abort_ends_the_commands_of_the_preempted() {
+fn preempt_and_abort_aborts_preempted_commands() {
     let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let stuck = |block: u64| Fault {
         on: FaultOn::Write,
@@ -389,7 +389,7 @@ fn held_channel(world: &World) -> SessionGuard {
 }
 
 #[test]
-fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
+fn new_commands_wait_for_replaced_session() {
     let mut world = World::new(FaultConfig::default(), "");
     let held = held_channel(&world);
     let mut new = log_in_again(&mut world, 1).unwrap();
@@ -449,7 +449,7 @@ fn srp_login_starts_beside_hanging_write() {
 }
 
 #[test]
-fn a_request_alone_ends_no_session() {
+fn unconfirmed_request_keeps_session() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut victim = world.log_in(1);
     let req = login_req(1, world.target());
@@ -487,7 +487,7 @@ workers: { count: 1 }
 ";
 
 #[test]
-fn a_target_is_reached_by_its_own_portals_only() {
+fn target_is_limited_to_its_portals() {
     let parsed = Config::parse(TWO_TARGETS, "test.yaml").unwrap();
     let mut world = World::serving(FaultConfig::default(), &parsed);
     let inner = world.shared.registry.catalog().targets[1].portals[0].target_port();
@@ -506,7 +506,7 @@ fn a_target_is_reached_by_its_own_portals_only() {
 /// A disk with multiple LUNs is a single unit: it has one name, and its reservations are valid for
 /// all LUNs.
 #[test]
-fn a_reservation_holds_on_a_read_only_number_too() {
+fn reservation_covers_read_only_lun() {
     let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
         targets:\n\
         \x20 - { name: t, portals: [{ protocol: srp, listen: 10.0.0.1 }], access: open,\n\
@@ -550,7 +550,7 @@ fn a_reservation_holds_on_a_read_only_number_too() {
 /// An initiator with read-only access must not block other initiators from writing: it cannot
 /// reserve the unit or abort their commands.
 #[test]
-fn a_read_only_number_takes_no_unit_from_others() {
+fn read_only_lun_cannot_block_others() {
     let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
         targets:\n\
         \x20 - { name: t, portals: [{ protocol: srp, listen: 10.0.0.1 }], access: open,\n\
@@ -601,7 +601,7 @@ fn a_read_only_number_takes_no_unit_from_others() {
 /// RESERVE is released when its session is closed, including session reinstatement by the same
 /// initiator (SPC-2 5.5.1).
 #[test]
-fn a_new_login_gives_back_what_the_old_session_has_reserved() {
+fn new_login_releases_reserve() {
     for (reserve, cdb_len) in [(0x16, 6), (0x56, 10)] {
         let mut world = World::new(FaultConfig::default(), "");
         let (mut holder, mut other) = (world.log_in(1), world.log_in(2));
@@ -652,7 +652,7 @@ fn register(mini: &mut Mini<Endpoint>, tag: u64) {
 /// Even if many changes of reservations are pending for some hosts, a change from another host must
 /// succeed.
 #[test]
-fn a_flood_of_registrations_leaves_room_for_others() {
+fn flood_of_registrations_spares_others() {
     let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let keeper = Arc::new(Held::default());
     let shared = build_shared(&config, Some(keeper.clone())).unwrap();
@@ -687,7 +687,7 @@ fn a_flood_of_registrations_leaves_room_for_others() {
 }
 
 #[test]
-fn a_state_directory_that_hangs_holds_up_neither_aborts_nor_logins() {
+fn hung_state_directory_delays_no_login() {
     let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let keeper = Arc::new(Held::default());
     let shared = build_shared(&config, Some(keeper.clone())).unwrap();
@@ -738,7 +738,7 @@ fn task_management_answers() {
 }
 
 #[test]
-fn a_bad_key_costs_one_connection() {
+fn bad_key_closes_one_connection() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut bad = world.log_in(1);
     let mut good = world.log_in(2);
@@ -760,7 +760,7 @@ fn a_bad_key_costs_one_connection() {
 /// valid, but must not be used either: the buffer is returned to the pool, so no work request of
 /// this chain may be in flight.
 #[test]
-fn a_range_past_the_end_of_the_address_space_costs_one_connection_and_moves_nothing() {
+fn wrapped_address_range_closes_connection() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut bad = world.log_in(1);
     let mut good = world.log_in(2);
@@ -779,7 +779,7 @@ fn a_range_past_the_end_of_the_address_space_costs_one_connection_and_moves_noth
 }
 
 #[test]
-fn a_shutdown_logs_everybody_out() {
+fn shutdown_logs_out_all_sessions() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut mini = world.log_in(1);
     let until = world.fabric.now() + Duration::from_secs(5);
@@ -852,7 +852,7 @@ fn many_sessions_do_io_at_once() {
 }
 
 #[test]
-fn a_login_on_the_service_id_has_the_long_form() {
+fn service_id_login_uses_long_form() {
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 0);
     let service = world.shared.registry.catalog().targets[0].portals[0].service_id;
@@ -903,7 +903,7 @@ fn cve_2024_26744_service_guids() {
 }
 
 #[test]
-fn logins_that_are_none_are_refused() {
+fn invalid_logins_are_rejected() {
     use riser_transport::verbs::PortSpace;
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 5555);
@@ -928,7 +928,7 @@ fn logins_that_are_none_are_refused() {
 /// Because the audit log is rate-limited, operators need a counter to notice that hosts cannot
 /// connect.
 #[test]
-fn a_connection_for_which_there_is_no_room_is_counted() {
+fn connection_without_resources_is_counted() {
     let text = config(SERVER, 1, "");
     let shared = build_shared(&Config::parse(&text, "test.yaml").unwrap(), None).unwrap();
     let socket = TcpListener::bind(([127, 0, 0, 1], 0).into()).unwrap();
@@ -958,7 +958,7 @@ fn a_connection_for_which_there_is_no_room_is_counted() {
 /// In this case the last receive request is in the last full batch: the channel has already
 /// released everything before the connection could be accepted.
 #[test]
-fn a_login_is_refused_while_its_device_dies() {
+fn login_is_rejected_while_device_fails() {
     let mut world = World::new(FaultConfig::default(), "limits: { queue_depth: 28 }\n");
     let req = login_req(1, world.target());
     let dst = SocketAddr::new(SERVER, 5555);
@@ -1000,7 +1000,7 @@ fn scattered_read(mini: &mut Mini<Endpoint>) {
 
 /// The previous work requests use the buffer until the marker after them has completed.
 #[test]
-fn a_chain_that_is_taken_in_part_ends_its_channel() {
+fn partially_posted_chain_closes_channel() {
     let mut world = World::new(FaultConfig::default(), "");
     // One request fetches the table. The 19th request of the response is in the second call.
     for after in [2, 19] {
@@ -1018,7 +1018,7 @@ fn a_chain_that_is_taken_in_part_ends_its_channel() {
 
 /// If no marker can be posted, we don't know when the accepted work requests have completed.
 #[test]
-fn a_buffer_stays_with_a_chain_whose_end_cannot_be_known() {
+fn chain_without_marker_keeps_buffer() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut mini = world.log_in(1);
     let all_after = Refusals {
@@ -1038,7 +1038,7 @@ fn a_buffer_stays_with_a_chain_whose_end_cannot_be_known() {
 
 /// The connection that sends the request uses a context for the response.
 #[test]
-fn a_claim_to_a_command_of_a_connection_without_recovery_is_answered() {
+fn claim_without_recovery_gets_response() {
     let mut world = World::new(FaultConfig::default(), "");
     let mini = world.log_in(1);
     let serial = snapshot(&mut world).sessions[0].serial;
@@ -1097,7 +1097,7 @@ fn coming_and_going_leaves_nothing() {
 }
 
 #[test]
-fn an_initiator_that_vanishes_leaves_nothing() {
+fn vanished_initiator_leaves_nothing() {
     let mut world = World::new(FaultConfig::default(), "");
     let mini = world.log_in(1);
     drop(mini);
@@ -1115,7 +1115,7 @@ fn an_initiator_that_vanishes_leaves_nothing() {
 /// Simulates a worker failure. Disk writes of the worker may still be in flight, so a new login
 /// must wait until the daemon has exited.
 #[test]
-fn a_worker_that_fails_keeps_its_sessions_entered() {
+fn failed_worker_keeps_sessions_registered() {
     let mut world = World::new(FaultConfig::default(), "");
     let minis = [1, 2].map(|n| world.log_in(n));
     let World { worker, shared, .. } = world;
@@ -1127,7 +1127,7 @@ fn a_worker_that_fails_keeps_its_sessions_entered() {
 /// This is done twice with transfers in flight: sessions are closed, all resources are released,
 /// and the portals are available again with the device.
 #[test]
-fn a_device_that_is_unplugged_comes_back() {
+fn unplugged_device_returns() {
     let mut world = World::new(FaultConfig::default(), "");
     for round in 0..2u8 {
         let mut mini = world.log_in(1 + round);
@@ -1173,7 +1173,7 @@ fn a_device_that_is_unplugged_comes_back() {
 /// One of its ports is now used by another program: the other port is served immediately, and this
 /// port when it's available.
 #[test]
-fn a_device_comes_back_without_a_port_that_is_taken() {
+fn device_returns_without_port_in_use() {
     let (first, second) = (SocketAddr::new(SERVER, 5555), SocketAddr::new(SERVER, 5556));
     let more = format!("portals: [{{ protocol: srp, listen: \"{second}\" }}, ");
     let text = config(SERVER, 1, "").replace("portals: [", &more);
@@ -1205,7 +1205,7 @@ fn a_device_comes_back_without_a_port_that_is_taken() {
 }
 
 #[test]
-fn commands_are_counted_by_unit_session_and_kind() {
+fn commands_are_counted_per_unit_and_session() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut mini = world.log_in(1);
     let count = |world: &World, kind| {

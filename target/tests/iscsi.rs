@@ -70,7 +70,7 @@ fn text(port: u16) -> String {
 const RECOVERABLE: &str = "limits: { connections_per_session: 8, error_recovery_level: 2 }\n";
 
 #[test]
-fn what_is_written_in_one_session_is_read_in_another() {
+fn sessions_share_written_data() {
     let (server, port) = start();
     let open = "iqn.2026-01.org.example:open";
     let mut writer = Client::login(port, open, 1, None).unwrap();
@@ -96,7 +96,7 @@ fn what_is_written_in_one_session_is_read_in_another() {
 
 /// CVE-2024-45751: CHAP challenges were the same after each start.
 #[test]
-fn cve_2024_45751_challenges_differ_in_every_run() {
+fn cve_2024_45751_challenges_differ_per_run() {
     let mut seen = HashSet::new();
     for _ in 0..3 {
         let (server, port) = start();
@@ -153,7 +153,7 @@ fn challenges(port: u16) -> [String; 2] {
 }
 
 #[test]
-fn a_wrong_secret_and_an_unknown_target_are_refused() {
+fn wrong_secret_and_target_are_rejected() {
     let (server, port) = start();
     let refused = |target: &str, secret| match Client::login(port, target, 1, secret) {
         Err(LoginError::Refused(status)) => status,
@@ -169,7 +169,7 @@ fn a_wrong_secret_and_an_unknown_target_are_refused() {
 }
 
 #[test]
-fn a_rule_has_secrets_in_the_place_of_the_targets() {
+fn rule_secrets_replace_target_secrets() {
     let (server, port) = start();
     let each = "iqn.2026-01.org.example:each";
     for wrong in [Some("twelve-bytes-or-more"), None] {
@@ -190,7 +190,7 @@ fn a_rule_has_secrets_in_the_place_of_the_targets() {
 /// A login with the same initiator port and target reinstates the session. Another ISID is a
 /// separate session.
 #[test]
-fn a_second_login_takes_the_session_over() {
+fn second_login_reinstates_session() {
     let (server, port) = start();
     let open = "iqn.2026-01.org.example:open";
     let mut first = Client::login(port, open, 1, None).unwrap();
@@ -206,7 +206,7 @@ fn a_second_login_takes_the_session_over() {
 }
 
 #[test]
-fn a_portal_sends_initiators_elsewhere() {
+fn portal_redirects_initiators() {
     for permanent in [false, true] {
         let port = free_port();
         let listen = format!("listen: '127.0.0.1:{port}'");
@@ -226,7 +226,7 @@ fn a_portal_sends_initiators_elsewhere() {
 /// Two connections form one session: commands are executed in order of their CmdSN, even on
 /// different connections, and completed on their own connection.
 #[test]
-fn two_connections_share_a_session() {
+fn two_connections_share_session() {
     let port = free_port();
     let text = format!("{}{RECOVERABLE}", text(port));
     let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
@@ -292,7 +292,7 @@ fn two_connections_share_a_session() {
 /// If one address needs authentication and another doesn't, the second one must not access the
 /// session of the first one by using its name.
 #[test]
-fn connections_with_other_rights_neither_join_nor_replace_a_session() {
+fn different_rights_prevent_session_takeover() {
     let port = free_port();
     let text = format!(
         "backends: {{ ram: {{ kind: ram, size: 1MiB }} }}\n\
@@ -327,7 +327,7 @@ fn connections_with_other_rights_neither_join_nor_replace_a_session() {
 /// A user with a secret can use any name for the initiator port, but this must not close the
 /// session of another user.
 #[test]
-fn who_has_proved_another_identity_takes_no_session_over() {
+fn other_user_cannot_take_over_session() {
     let port = free_port();
     let text = |users: &str| {
         format!(
@@ -378,7 +378,7 @@ fn who_has_proved_another_identity_takes_no_session_over() {
 /// There is no authentication for discovery sessions, so they must not be closed by a login from
 /// another address.
 #[test]
-fn discovery_sessions_of_several_addresses_may_have_one_name() {
+fn discovery_sessions_may_share_name() {
     let (server, port) = start();
     let mut first = Client::discovery(port, 1).unwrap();
     let there = SocketAddr::from(([127, 0, 0, 2], 0));
@@ -399,7 +399,7 @@ fn discovery_sessions_of_several_addresses_may_have_one_name() {
 
 /// Units are added and removed while a session is active.
 #[test]
-fn a_session_follows_the_configuration() {
+fn session_follows_configuration() {
     let (mut server, port) = start();
     let open = "iqn.2026-01.org.example:open";
     let mut client = Client::login(port, open, 1, None).unwrap();
@@ -435,7 +435,7 @@ fn a_session_follows_the_configuration() {
 /// Access must be checked with the configuration at the end of a login, which may have changed
 /// since its start.
 #[test]
-fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_under() {
+fn pending_login_checks_changed_access() {
     let login = |socket: &mut TcpStream, flags: u8, exp_stat_sn: u8, text: &[u8]| -> [u8; 2] {
         let mut bhs = [0; 48];
         (bhs[0], bhs[1], bhs[7]) = (0x43, flags, text.len() as u8);
@@ -485,7 +485,7 @@ fn a_login_that_has_begun_needs_the_rights_of_the_configuration_that_it_ends_und
 /// unit. This is also required if the initiator logs in again or has lost its session, but not
 /// after a logout.
 #[test]
-fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
+fn login_does_not_replace_lun_identification() {
     const NAMES: [u8; 6] = [0x12, 1, 0x83, 0, 64, 0];
     let (mut server, port) = start();
     let open = "iqn.2026-01.org.example:open";
@@ -552,7 +552,7 @@ fn held(peers: &mut Vec<TcpStream>) -> usize {
 /// A peer that opens thousands of connections without completing a login must only get a limited
 /// number. Existing sessions must continue, and other hosts must be able to log in.
 #[test]
-fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
+fn connections_without_login_are_limited() {
     let port = free_port();
     let text = format!("{}limits: {{ max_sessions: 8 }}\n", text(port));
     let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
@@ -591,7 +591,7 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_no_other() {
 
 /// A session that floods pings without reading the responses must only block itself.
 #[test]
-fn a_flood_of_pings_stops_only_its_own_session() {
+fn ping_flood_blocks_only_its_session() {
     let (server, port) = start();
     let open = "iqn.2026-01.org.example:open";
     let mut client = Client::login(port, open, 1, None).unwrap();
@@ -685,7 +685,7 @@ const READ: [u8; 10] = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
 /// Commands of the previous session must not be written to the medium after commands of the session
 /// that reinstates it.
 #[test]
-fn a_session_that_is_taken_over_leaves_nothing_behind() {
+fn reinstated_session_has_no_late_writes() {
     let port = free_port();
     let faults = one_slow_write();
     let server = Server::start(&slow(&text(port), &faults)).unwrap();
@@ -710,7 +710,7 @@ fn a_session_that_is_taken_over_leaves_nothing_behind() {
 /// If a server is dropped while a disk is busy, it closes its connections, and no worker may fail
 /// because of this.
 #[test]
-fn a_server_that_is_dropped_ends_its_commands() {
+fn dropped_server_closes_connections() {
     let port = free_port();
     let faults = one_slow_write();
     let server = Server::start(&slow(&text(port), &faults)).unwrap();
@@ -728,7 +728,7 @@ fn a_server_that_is_dropped_ends_its_commands() {
 
 /// A removed unit completes commands that it has started, but no others.
 #[test]
-fn a_unit_that_is_taken_away_ends_its_commands() {
+fn removed_unit_completes_commands() {
     let port = free_port();
     let faults = one_slow_write();
     let mut server = Server::start(&slow(&text(port), &faults)).unwrap();
@@ -747,7 +747,7 @@ fn a_unit_that_is_taken_away_ends_its_commands() {
 /// An access rule maps a LUN to another unit: commands in flight complete or can be aborted using
 /// this LUN, and no command for the previous unit may be executed by the other one.
 #[test]
-fn a_number_that_leads_elsewhere_takes_no_commands_along() {
+fn remapped_lun_keeps_commands_separate() {
     let port = free_port();
     let faults = one_slow_write();
     let mapped = |number: &str| {
@@ -921,7 +921,7 @@ fn commands_outlive_their_connection() {
 
 /// Features that are rarely used by initiators are not offered by default.
 #[test]
-fn sessions_have_one_connection_and_no_recovery_by_default() {
+fn recovery_is_disabled_by_default() {
     let (server, port) = start();
     let open = "iqn.2026-01.org.example:open";
     let client = Client::recoverable(port, open, 1, (0, 0));
@@ -969,7 +969,7 @@ fn discovery_sessions_keep_no_host_out() {
 
 /// The same secret in two different places must also be rejected.
 #[test]
-fn one_secret_for_both_directions_is_refused_wherever_it_comes_from() {
+fn same_secret_for_both_directions_is_rejected() {
     let port = free_port();
     let file = std::env::temp_dir().join(format!("riser-secret-{}", std::process::id()));
     std::fs::write(&file, "twelve-bytes-or-more\n").unwrap();

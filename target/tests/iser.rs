@@ -109,7 +109,7 @@ fn round_trips<P: Provider>(client: &mut Client<P>, unsolicited: bool, pump: Pum
 /// Requests from forged addresses, where the sender does not receive the response, must not block
 /// other hosts.
 #[test]
-fn requests_that_are_never_confirmed_keep_no_initiator_from_logging_in() {
+fn unconfirmed_requests_do_not_block_logins() {
     let mut world = World::new(FaultConfig::default(), "");
     for n in 2..=75 {
         let mut dev = world.client(n);
@@ -128,7 +128,7 @@ fn requests_that_are_never_confirmed_keep_no_initiator_from_logging_in() {
 }
 
 #[test]
-fn what_is_written_is_read_back() {
+fn written_data_is_read_back() {
     let mut world = World::new(FaultConfig::default(), "");
     let keys = [(Key::InitialR2T, 0), (Key::FirstBurstLength, 65536)];
     let mut client = world.log_in(1, &keys);
@@ -144,7 +144,7 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
-fn a_lossy_wire_changes_nothing() {
+fn lossy_wire_changes_nothing() {
     let faults = FaultConfig {
         seed: 7,
         loss: 20_000,
@@ -161,7 +161,7 @@ fn a_lossy_wire_changes_nothing() {
 
 /// An initiator whose device doesn't support invalidation, and that doesn't send unsolicited data.
 #[test]
-fn the_plainest_initiator_is_served() {
+fn minimal_initiator_is_served() {
     let mut world = World::new(FaultConfig::default(), "");
     let dev = world.client(1);
     let to = SocketAddr::new(SERVER, 3260);
@@ -181,7 +181,7 @@ fn the_plainest_initiator_is_served() {
 }
 
 #[test]
-fn discovery_names_the_portals() {
+fn discovery_lists_portals() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut client = world.connect(1);
     client.login(None, 1, &[], &mut |d| world.pump(d)).unwrap();
@@ -196,7 +196,7 @@ fn discovery_names_the_portals() {
 }
 
 #[test]
-fn discovery_shows_the_targets_of_its_portal() {
+fn discovery_lists_targets_of_portal() {
     let other = "iqn.2026-01.org.example:other";
     let rest = format!(
         "- name: other\n  iqn: {other}\n  luns: {{ 0: d }}\n  access: open\n  \
@@ -242,7 +242,7 @@ fn strangers_and_unknown_targets_are_refused() {
 
 /// A login with the same initiator port reinstates the session and closes the old connection.
 #[test]
-fn a_second_login_takes_the_session_over() {
+fn second_login_reinstates_session() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut first = world.log_in(1, &[]);
     let mut second = world.connect(2);
@@ -259,7 +259,7 @@ fn a_second_login_takes_the_session_over() {
 /// A peer that only connects gets a few connections, and a new connection replaces the oldest one.
 /// Other hosts must still be served.
 #[test]
-fn connections_that_do_not_log_in_are_few() {
+fn idle_connections_are_limited() {
     let mut world = World::new(FaultConfig::default(), "");
     let to = SocketAddr::new(SERVER, 3260);
     let mut dev = world.client(1);
@@ -282,7 +282,7 @@ fn connections_that_do_not_log_in_are_few() {
 
 /// If a peer disappears while commands are in flight, all resources must be released.
 #[test]
-fn a_peer_that_goes_without_a_word_leaves_nothing() {
+fn vanished_peer_leaves_nothing() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
     let data = pattern(1 << 20, 9);
@@ -297,7 +297,7 @@ fn a_peer_that_goes_without_a_word_leaves_nothing() {
 
 /// The data of a read is sent, but the device rejects the response.
 #[test]
-fn a_chain_that_is_taken_in_part_ends_its_connection() {
+fn partially_posted_chain_closes_connection() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut client = world.log_in(1, &[]);
     let one = Refusals { after: 1, calls: 1 };
@@ -323,7 +323,7 @@ fn a_chain_that_is_taken_in_part_ends_its_connection() {
 /// The device rejects the responses of two reads, and also any markers after them. After this, the
 /// device is idle.
 #[test]
-fn chains_that_are_refused_together_end_their_connection() {
+fn rejected_chains_close_connection() {
     let mut world = World::new(FaultConfig::default(), "");
     let mut client = world.log_in(1, &[]);
     client.send_read(7, 0, 256);
@@ -338,7 +338,7 @@ fn chains_that_are_refused_together_end_their_connection() {
 /// Serves one disk over three protocols at the same time: each must read the data written by the
 /// others.
 #[test]
-fn one_target_serves_every_protocol_at_once() {
+fn target_serves_all_protocols_at_once() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 1, host));
     let portals = format!(
         ", {{ protocol: iscsi, listen: '{0}' }}, {{ protocol: srp, listen: '{0}' }}",
@@ -386,7 +386,7 @@ fn one_target_serves_every_protocol_at_once() {
 /// A reset must be reported as an SRP asynchronous event (SRP r16a, SRP_AER_REQ), regardless of its
 /// protocol.
 #[test]
-fn a_reset_over_any_protocol_is_an_event_for_srp() {
+fn reset_is_reported_as_srp_event() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 2, host));
     let portals = format!(
         ", {{ protocol: iscsi, listen: '{0}' }}, {{ protocol: srp, listen: '{0}' }}",

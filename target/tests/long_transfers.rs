@@ -101,7 +101,7 @@ fn idle_pool(server: &Server) {
 }
 
 #[test]
-fn the_longest_transfer_is_far_longer_than_what_is_kept_of_it() {
+fn longest_transfer_exceeds_pool() {
     let server = start(1, "");
     let mut client = connect(1, 1);
     let (status, page) = client.command(&[0x12, 1, 0xb0, 0, 64, 0], false, 64, &[]);
@@ -127,7 +127,7 @@ fn the_longest_transfer_is_far_longer_than_what_is_kept_of_it() {
 
 /// Multiple concurrent commands, each larger than the entire pool, must all complete.
 #[test]
-fn every_protocol_moves_long_data_at_once() {
+fn all_protocols_transfer_long_data() {
     const BLOCKS: u16 = 65_535;
     const LEN: usize = BLOCKS as usize * 512;
     let server = start(2, "");
@@ -210,7 +210,7 @@ fn every_protocol_moves_long_data_at_once() {
 /// An initiator that stops in the middle of an ORWRITE, which blocks other commands for its blocks,
 /// must be disconnected. An initiator that aborts such a command can continue.
 #[test]
-fn a_command_that_stops_in_the_middle_releases_what_it_has() {
+fn stopped_command_releases_resources() {
     let server = start(3, ", data_out_timeout: 1");
     let data = vec![0x11; 4 << 20];
     let mut silent = connect(3, 1);

@@ -68,13 +68,10 @@ fn subjects(server: &mut Server) -> Vec<Subject> {
 }
 
 #[test]
-fn portal_is_reported_while_its_address_is_gone() {
+fn lost_portal_address_is_reported() {
     let test = thread::spawn(|| {
         if !enter_namespace() {
-            return skip(
-                "portal_is_reported_while_its_address_is_gone",
-                "no network namespace",
-            );
+            return skip("lost_portal_address_is_reported", "no network namespace");
         }
         let mut server = Server::start(&config()).unwrap();
         assert_eq!(lost(&mut server), []);

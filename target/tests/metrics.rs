@@ -65,7 +65,7 @@ fn add(daemon: &Daemon, line: &str) {
 }
 
 #[test]
-fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() {
+fn metrics_are_available_on_socket_and_tcp() {
     let daemon = Daemon::start("metrics", "127.81.1.1");
     assert!(daemon.http("GET /healthz").ends_with("\r\n\r\nok\n"));
     assert!(daemon.http("GET /readyz").ends_with("\r\n\r\nok\n"));
@@ -137,7 +137,7 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
 
 /// The daemon takes samples continuously, and a client gets all new samples.
 #[test]
-fn the_last_minutes_and_events_are_reported_once() {
+fn recent_samples_and_events_are_reported_once() {
     const LISTEN: &str = "127.81.1.5:9909";
     let daemon = Daemon::start("recent", "127.81.1.5");
     add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
@@ -177,7 +177,7 @@ fn the_last_minutes_and_events_are_reported_once() {
 }
 
 #[test]
-fn an_address_for_metrics_that_cannot_be_had_changes_nothing() {
+fn unavailable_metrics_address_changes_nothing() {
     let daemon = Daemon::start("taken", "127.81.1.2");
     let taken = std::net::TcpListener::bind("127.81.1.2:0").unwrap();
     let address = taken.local_addr().unwrap();
@@ -191,7 +191,7 @@ fn an_address_for_metrics_that_cannot_be_had_changes_nothing() {
 }
 
 #[test]
-fn other_hosts_get_metrics_only_if_that_is_said() {
+fn remote_metrics_require_configuration() {
     let daemon = Daemon::start("remote", "127.81.1.3");
     add(&daemon, "metrics: { listen: \"0.0.0.0:9910\" }");
     let checked = Command::new(&*RISERD)

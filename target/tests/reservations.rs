@@ -62,7 +62,7 @@ fn keys(client: &mut Client) -> Vec<u64> {
 }
 
 #[test]
-fn a_fenced_initiator_stays_fenced_when_the_daemon_is_killed() {
+fn fencing_survives_killed_daemon() {
     let host = "127.97.0.1";
     let mut daemon = Daemon::start("fenced", host);
     let (mut one, mut two) = (log_in(host, 1), log_in(host, 2));
@@ -95,7 +95,7 @@ fn a_fenced_initiator_stays_fenced_when_the_daemon_is_killed() {
 /// After the daemon was killed, all acknowledged registrations must exist, and no others except for
 /// a pending one.
 #[test]
-fn a_kill_loses_no_registration_that_was_answered() {
+fn killed_daemon_keeps_acknowledged_registrations() {
     let host = "127.97.0.2";
     let mut daemon = Daemon::start("killed", host);
     let mut key = 0;
@@ -139,7 +139,7 @@ fn a_kill_loses_no_registration_that_was_answered() {
 /// If a file is damaged, we don't know which initiators may write: this unit is not ready, but all
 /// other units must be served.
 #[test]
-fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
+fn unit_without_readable_reservations_is_not_ready() {
     let host = "127.97.0.3";
     let mut daemon = Daemon::start("damaged", host);
     daemon.configure(host, "{ 0: a, 1: b }");
@@ -208,7 +208,7 @@ fn stuck_writes(blocks: &[u64]) -> Arc<Faults> {
 /// PREEMPT AND ABORT aborts disk operations of the preempted initiator, and must not wait for other
 /// operations.
 #[test]
-fn preempt_and_abort_ends_the_commands_of_the_preempted() {
+fn preempt_and_abort_aborts_preempted_commands() {
     let host = "127.97.0.4";
     let text = format!(
         "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\

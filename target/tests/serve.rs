@@ -35,7 +35,7 @@ fn connect(server: &Server, net: u8, host: u8) -> Mini<Roce> {
 }
 
 #[test]
-fn a_disk_over_udp_and_a_clean_end() {
+fn disk_over_udp_shuts_down_cleanly() {
     let server = start(1, 1, "");
     assert_eq!(server.addresses(), [SocketAddr::new(addr(1, 1), 5555)]);
     let mut mini = connect(&server, 1, 2);
@@ -112,7 +112,7 @@ fn pair(server: &Server, net: u8) -> (Mini<Roce>, Mini<Roce>) {
 }
 
 #[test]
-fn a_reset_waits_for_tasks_at_another_worker() {
+fn reset_waits_for_other_workers() {
     let mut parsed = Config::parse(&config(addr(6, 1), 2, ""), "test.yaml").unwrap();
     let slow = Fault {
         on: FaultOn::Read,
@@ -175,7 +175,7 @@ fn a_reset_waits_for_tasks_at_another_worker() {
 }
 
 #[test]
-fn a_new_login_ends_channels_at_other_workers() {
+fn new_login_closes_channels_on_other_workers() {
     let server = start(7, 2, "");
     let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(7, 1), 5555);
@@ -250,7 +250,7 @@ fn half_open_login_takes_no_pool_memory() {
 /// A worker that doesn't sleep for no reason would run one or more iterations for each query of its
 /// sleep counter. A sleeping worker only wakes up for the query, and rarely for a timer.
 #[test]
-fn an_idle_server_sleeps() {
+fn idle_server_sleeps() {
     const QUESTIONS: u64 = 20;
     let server = start(3, 1, "");
     let _mini = connect(&server, 3, 2);
@@ -268,7 +268,7 @@ fn an_idle_server_sleeps() {
 }
 
 #[test]
-fn a_backend_in_use_is_an_error_that_names_it() {
+fn backend_in_use_is_reported_by_name() {
     let file = std::env::temp_dir().join(format!("riser-serve-{}.img", std::process::id()));
     let text = |net| {
         config(addr(net, 1), 1, "").replace(

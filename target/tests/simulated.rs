@@ -92,7 +92,7 @@ fn run(seed: u64) -> Trace {
 }
 
 #[test]
-fn one_seed_gives_one_trace_without_a_kernel_a_thread_or_a_descriptor() {
+fn same_seed_repeats_trace() {
     let before = footprint();
     let kept = Simulation::new(1);
     assert_eq!(footprint(), before, "descriptors and threads");

@@ -103,7 +103,7 @@ fn start() -> Option<(Mount, Server, u16)> {
 /// if many block operations are waiting: each connection must respond to a ping after its commands,
 /// and all commands must be executed.
 #[test]
-fn a_disk_that_takes_its_time_costs_no_connection() {
+fn slow_disk_closes_no_connection() {
     let Some((mount, server, port)) = start() else {
         return;
     };
@@ -166,7 +166,7 @@ fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
 /// if it completed earlier, the next owner could write, and then the write of the fenced host would
 /// overwrite the data.
 #[test]
-fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
+fn preempt_and_abort_waits_for_started_operations() {
     let Some((mount, server, port)) = start() else {
         return;
     };
@@ -207,7 +207,7 @@ fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
 /// The logout must not be completed until no command of the session can reach the disk. The logout
 /// of a connection that doesn't exist doesn't have to wait.
 #[test]
-fn the_end_of_a_session_waits_for_all_of_its_connections() {
+fn logout_waits_for_all_connections() {
     let Some((mount, server, port)) = start() else {
         return;
     };

@@ -110,7 +110,7 @@ fn check(spent: &[Duration], slow: Stage, least: Duration) {
 }
 
 #[test]
-fn a_slow_disk_is_distinguished_from_a_slow_initiator() {
+fn stages_distinguish_slow_disk_and_initiator() {
     let mut bench = Bench::new();
     bench.faults.set(vec![Fault {
         on: FaultOn::Read,

@@ -97,7 +97,7 @@ fn ready(client: &mut Client) -> (u8, Option<[u8; 3]>) {
 const FILLING: (u8, Option<[u8; 3]>) = (2, Some([6, 0x38, 0x07]));
 
 #[test]
-fn each_initiator_is_warned_once_for_each_time_that_the_disk_fills_up() {
+fn initiators_are_warned_once_per_threshold() {
     let bench = Bench::new();
     let (mut one, mut other) = (bench.login(1), bench.login(2));
     bench.measure();
@@ -121,7 +121,7 @@ fn each_initiator_is_warned_once_for_each_time_that_the_disk_fills_up() {
 
 /// After a restart, the daemon checks the usage of a disk before initiators log in again.
 #[test]
-fn an_initiator_that_logs_in_later_is_warned_too() {
+fn later_initiator_is_warned() {
     let bench = Bench::new();
     let mut one = bench.login(1);
     write(&mut one, 0, 5 * MIB);

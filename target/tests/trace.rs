@@ -65,7 +65,7 @@ fn until_found(mut trace: Child, client: &mut Client, mut lba: impl FnMut() -> u
 }
 
 #[test]
-fn commands_are_reported_with_their_tags_and_stages() {
+fn trace_reports_tags_and_stages() {
     let daemon = Daemon::start("trace", "127.81.0.20");
     let to = "127.81.0.20:3290".parse().unwrap();
     let mut client = Client::login_at(to, IQN, 1, None).unwrap();
@@ -154,7 +154,7 @@ fn commands_are_reported_with_their_tags_and_stages() {
 }
 
 #[test]
-fn one_client_looks_at_a_time_and_makes_room_when_it_goes() {
+fn trace_stops_when_client_exits() {
     let daemon = Daemon::start("traces", "127.81.0.21");
     let mut first = trace_under_way(&daemon, &["--for", "60s"]);
     first.kill().unwrap();

@@ -78,7 +78,7 @@ fn script(dir: &Path, name: &str, text: &str) -> PathBuf {
 }
 
 #[test]
-fn reservations_ram_disks_and_waiting_connections_outlive_a_program() {
+fn upgrade_keeps_reservations_and_ram_disks() {
     const HOST: &str = "127.81.0.20";
     let mut daemon = Daemon::start("upgraded", HOST);
     let file = daemon.dir.join("riserd.yaml");
@@ -153,7 +153,7 @@ fn reservations_ram_disks_and_waiting_connections_outlive_a_program() {
 }
 
 #[test]
-fn what_cannot_take_over_is_refused_and_nothing_changes() {
+fn unsuitable_program_is_rejected() {
     let mut daemon = Daemon::start("refused", "127.81.0.21");
     let dir = daemon.dir.clone();
     let plain = dir.join("plain");
@@ -225,7 +225,7 @@ fn what_cannot_take_over_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn a_program_that_is_gone_at_the_last_moment_leaves_the_old_one_serving() {
+fn vanished_program_keeps_old_one_serving() {
     const HOST: &str = "127.81.0.22";
     let daemon = Daemon::start("gone", HOST);
     let mut a = log_in(HOST, 1);
@@ -257,7 +257,7 @@ fn a_program_that_is_gone_at_the_last_moment_leaves_the_old_one_serving() {
 }
 
 #[test]
-fn a_hand_over_that_is_of_no_use_is_reported_and_the_start_is_an_ordinary_one() {
+fn invalid_handover_causes_normal_start() {
     let mut daemon = Daemon::start("broken", "127.81.0.23");
     let log = daemon.dir.join("log");
     for (state, descriptors, why) in [
@@ -304,7 +304,7 @@ fn a_hand_over_that_is_of_no_use_is_reported_and_the_start_is_an_ordinary_one() 
 }
 
 #[test]
-fn the_service_manager_is_notified() {
+fn service_manager_is_notified() {
     let mut daemon = Daemon::start("notify", "127.81.0.24");
     daemon.kill();
     let path = daemon.dir.join("notify");

@@ -55,7 +55,7 @@ fn build(daemon: &Daemon, address: &str) {
 }
 
 #[test]
-fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
+fn target_is_created_changed_and_removed() {
     let daemon = Daemon::start_empty("verbs");
     assert_eq!(document(&daemon, &["get", "/targets"]), json!([]));
     build(&daemon, "127.82.0.1");
@@ -129,7 +129,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
 }
 
 #[test]
-fn what_is_refused_is_named_and_changes_nothing() {
+fn rejected_change_is_named() {
     let daemon = Daemon::start_empty("refusals");
     build(&daemon, "127.82.0.2");
     let before = ok(&daemon, &["save"]);
@@ -306,7 +306,7 @@ fn between(daemon: &Daemon, connections: usize, before: impl Fn(usize) + Send + 
 }
 
 #[test]
-fn a_user_who_comes_in_between_loses_nothing() {
+fn concurrent_change_is_not_lost() {
     let daemon = Daemon::start_empty("between");
     build(&daemon, "127.82.0.4");
     let keys = ["address=127.0.0.1", "address=127.0.0.2"];
@@ -341,7 +341,7 @@ fn a_user_who_comes_in_between_loses_nothing() {
 }
 
 #[test]
-fn many_at_once_all_get_what_they_asked_for() {
+fn concurrent_changes_all_succeed() {
     let daemon = Daemon::start_empty("many");
     let made: Vec<_> = (0..8)
         .map(|n| {
@@ -359,7 +359,7 @@ fn many_at_once_all_get_what_they_asked_for() {
 }
 
 #[test]
-fn a_file_that_has_grown_is_measured_again() {
+fn grown_file_is_measured_again() {
     let daemon = Daemon::start_empty("rescan");
     let image = daemon.dir.join("disk.img");
     let file = std::fs::File::create(&image).unwrap();

@@ -58,7 +58,7 @@ fn thread(process: u32, name: &str) -> libc::pid_t {
 }
 
 #[test]
-fn one_worker_that_hangs_silences_the_daemon_until_it_goes_on() {
+fn hung_worker_stops_watchdog_notifications() {
     let mut daemon = Daemon::start("hung", "127.81.0.29");
     daemon.kill();
     let file = daemon.dir.join("riserd.yaml");

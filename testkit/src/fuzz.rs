@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_make_a_history_too() {
+    fn zeros_create_history() {
         let bytes = [0; HEAD + 1];
         let (head, actions) = history(&any::<u8>(), &numbers(), &bytes).unwrap();
         assert_eq!((head, actions.len()), (0, 1));

@@ -160,7 +160,7 @@ fn addresses() -> [(&'static str, TargetUrl); 3] {
 }
 
 #[test]
-fn reads_and_writes_of_4_kib_allocate_nothing_in_either_program() {
+fn small_io_allocates_nothing() {
     let shm = Path::new("/dev/shm");
     let folder = match shm.is_dir() {
         true => shm.to_owned(),

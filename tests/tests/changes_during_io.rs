@@ -197,7 +197,7 @@ fn nexuses(server: &Server) -> Vec<(&'static str, u64)> {
 }
 
 #[test]
-fn a_session_that_a_change_does_not_concern_does_not_notice_it() {
+fn changes_spare_unaffected_sessions() {
     let changes: u64 = std::env::var("RISER_CHANGES").map_or(40, |n| n.parse().unwrap());
     let name = format!("riser-apply-{}.img", std::process::id());
     let image = Image(std::env::temp_dir().join(name));

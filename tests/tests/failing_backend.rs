@@ -375,7 +375,7 @@ fn fault(on: FaultOn, times: Option<u32>, error: BackendError) -> Fault {
 }
 
 #[test]
-fn a_medium_that_fails_fails_only_the_commands_that_touch_it() {
+fn medium_error_affects_only_its_commands() {
     let (seed, rounds) = seed("a_medium_that_fails");
     let mut bench = Bench::new(161, History::new(DISK.end as usize));
     bench.load(seed);
@@ -446,7 +446,7 @@ fn a_medium_that_fails_fails_only_the_commands_that_touch_it() {
 }
 
 #[test]
-fn a_flush_that_failed_fails_until_it_is_cleared() {
+fn failed_flush_persists_until_cleared() {
     let (seed, rounds) = seed("a_flush_that_failed");
     let mut bench = Bench::new(162, History::new(DISK.end as usize));
     bench.load(seed);
@@ -495,7 +495,7 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
 /// If the disk hangs, pending commands will time out in the initiator and complete later. They must
 /// not overwrite any newer data, and operations on other blocks must continue to work.
 #[test]
-fn a_disk_that_hangs_stops_only_what_touches_it() {
+fn hung_blocks_affect_only_their_commands() {
     let (seed, rounds) = seed("a_disk_that_hangs");
     // Commands that time out will be retried.
     let history = History::new(DISK.end as usize).with_repeats();

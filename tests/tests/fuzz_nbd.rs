@@ -182,7 +182,7 @@ fn go() -> Piece {
 /// Checks that the messages in [`nbd_session`] can reach the transmission phase and that requests
 /// are accepted.
 #[test]
-fn sessions_reach_the_disk() {
+fn sessions_reach_disk() {
     let write = Piece::Request(0, 1, 4096, 512, Place::Anywhere);
     let read = Piece::Request(0, 0, 4096, 512, Place::Anywhere);
     let (output, events) = run(&put(&[go(), write, read], 3), 5, false);

@@ -518,7 +518,7 @@ fn remove(target: &str, prefix: &str) {
 
 /// The files in the repository must be the same as those created from the captures.
 #[test]
-fn seeds_are_those_of_the_captures() {
+fn seeds_match_captures() {
     let made = of_captures().0;
     for (target, of_target) in &made {
         if std::env::var_os("RISER_WRITE_SEEDS").is_some() {
@@ -539,7 +539,7 @@ fn seeds_are_those_of_the_captures() {
 
 /// All seeds must be accepted by the decoder.
 #[test]
-fn decoders_take_the_seeds() {
+fn decoders_accept_seeds() {
     type Takes = fn(&[u8]) -> bool;
     let takes: [(&str, usize, Takes); 9] = [
         ("packet", 15, |b| Packet::parse(b).is_ok()),

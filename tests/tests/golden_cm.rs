@@ -41,7 +41,7 @@ fn passive() -> Cm {
 }
 
 #[test]
-fn requests_of_the_kernel_are_offered_with_what_the_queue_pair_needs() {
+fn kernel_requests_have_queue_pair_parameters() {
     // Capture, queue pair, first PSN, MTU, retries, RNR retries, responder resources and initiator
     // depth, as shown by another dissector.
     let cases = [
@@ -82,7 +82,7 @@ fn requests_of_the_kernel_are_offered_with_what_the_queue_pair_needs() {
 }
 
 #[test]
-fn two_channels_of_one_initiator_are_two_connections() {
+fn channels_of_initiator_are_separate_connections() {
     let mut cm = passive();
     let now = Instant::now();
     let mut requests = 0;
@@ -101,7 +101,7 @@ fn two_channels_of_one_initiator_are_two_connections() {
 }
 
 #[test]
-fn a_kernel_that_ends_an_unknown_connection_is_answered_as_a_kernel_would() {
+fn unknown_disconnect_gets_kernel_like_reply() {
     let mads = mads("golden_srp.pcap");
     let dreq = &mads[6];
     let kernel_drep = CmMessage::parse(&mads[8].1).unwrap();
@@ -113,7 +113,7 @@ fn a_kernel_that_ends_an_unknown_connection_is_answered_as_a_kernel_would() {
 }
 
 #[test]
-fn a_request_for_another_service_is_refused_with_its_transaction() {
+fn unknown_service_is_rejected_with_transaction() {
     let (from, mad) = mads("golden_iser.pcap").remove(0);
     let mut cm = Cm::new(CmConfig::new(CaGuid(1)), 0, 0, [1; 32]);
     cm.handle_mad(Instant::now(), from, &mad).unwrap();

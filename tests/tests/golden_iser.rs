@@ -73,7 +73,7 @@ fn control(bytes: &[u8]) -> (Buffers, Frame<'_>) {
 }
 
 #[test]
-fn private_data_of_both_kernels_read_and_write_back() {
+fn kernel_private_data_round_trips() {
     let mut seen = Vec::new();
     for packet in packets(CAPTURE).filter(|p| p.opcode == 0x64) {
         let mad = &packet.rest[8..];
@@ -92,7 +92,7 @@ fn private_data_of_both_kernels_read_and_write_back() {
 }
 
 #[test]
-fn every_message_of_the_capture_reads_and_writes_back() {
+fn captured_messages_round_trip() {
     let (mut from_initiator, mut from_target) = (0, 0);
     for sent in sends() {
         let (buffers, frame) = control(&sent.bytes);
@@ -116,7 +116,7 @@ fn every_message_of_the_capture_reads_and_writes_back() {
 
 /// If a response invalidates a key, it must have been advertised by the command with the same tag.
 #[test]
-fn answers_invalidate_what_commands_advertised() {
+fn responses_invalidate_advertised_keys() {
     let mut advertised = HashMap::new();
     let mut invalidated = 0;
     for sent in sends() {
@@ -135,7 +135,7 @@ fn answers_invalidate_what_commands_advertised() {
 
 /// The buffer advertised for a write starts after the data that was sent with the command.
 #[test]
-fn a_write_advertises_what_is_still_to_come() {
+fn write_advertises_remaining_data() {
     let mut commands = HashMap::new();
     for sent in sends().into_iter().filter(|s| s.source == INITIATOR) {
         let (buffers, frame) = control(&sent.bytes);
@@ -191,7 +191,7 @@ impl Gatekeeper for Gate {
 /// Our login state machine must accept the keys offered by the kernel and return a value for each
 /// key that needs a response.
 #[test]
-fn the_login_of_a_kernel_is_taken() {
+fn kernel_login_is_accepted() {
     let sent = sends();
     let (_, frame) = control(&sent[0].bytes);
     let Ok(FromInitiator::LoginRequest(request)) = FromInitiator::parse(&frame) else {

@@ -87,7 +87,7 @@ fn rebuilt(ext: &ExtHeaders, opcode: u8) -> ExtHeaders {
 }
 
 #[test]
-fn every_captured_packet_parses_and_encodes_to_the_same_bytes() {
+fn captured_packets_round_trip() {
     for (name, count) in CAPTURES {
         let packets = capture(name);
         assert_eq!(packets.len(), count, "{name}");
@@ -118,7 +118,7 @@ fn every_captured_packet_parses_and_encodes_to_the_same_bytes() {
 }
 
 #[test]
-fn every_captured_icrc_matches_with_and_without_the_identification() {
+fn captured_icrcs_match() {
     for (name, _) in CAPTURES {
         for (i, captured) in capture(name).iter().enumerate() {
             let at = format!("{name} packet {}", i + 1);
@@ -143,7 +143,7 @@ fn every_captured_icrc_matches_with_and_without_the_identification() {
 }
 
 #[test]
-fn a_verifier_per_sender_accepts_a_whole_capture() {
+fn verifier_per_sender_accepts_capture() {
     for (name, _) in CAPTURES {
         let mut verifiers: Vec<(SocketAddr, IcrcVerifier)> = Vec::new();
         for captured in capture(name) {
@@ -181,7 +181,7 @@ fn cm_messages(name: &str) -> Vec<(CmMessage, Vec<u8>)> {
 }
 
 #[test]
-fn every_captured_cm_mad_encodes_to_the_same_bytes() {
+fn captured_cm_mads_round_trip() {
     let counts: Vec<usize> = CAPTURES
         .iter()
         .map(|(name, _)| cm_messages(name).len())
@@ -191,7 +191,7 @@ fn every_captured_cm_mad_encodes_to_the_same_bytes() {
 
 /// Expected values as shown by tshark's dissector for the first packet in `rej.pcap`.
 #[test]
-fn the_fields_of_a_kernel_req_are_what_another_dissector_says() {
+fn kernel_req_fields_match_other_dissector() {
     let messages = cm_messages("rej.pcap");
     let CmMessage::Req(req) = messages[0].0 else {
         panic!("{:?}", messages[0])
@@ -269,7 +269,7 @@ fn the_fields_of_a_kernel_req_are_what_another_dissector_says() {
 }
 
 #[test]
-fn the_handshake_of_two_kernels_refers_to_itself() {
+fn kernel_handshake_is_consistent() {
     let messages: Vec<CmMessage> = cm_messages("golden_srp.pcap")
         .into_iter()
         .map(|(m, _)| m)
@@ -315,7 +315,7 @@ fn the_handshake_of_two_kernels_refers_to_itself() {
 }
 
 #[test]
-fn an_mra_is_laid_out_as_specified() {
+fn mra_layout_matches_specification() {
     // Written by hand: MAD header, IDs, "REQ acknowledged" in the top bits, service timeout 21 in
     // the top five bits, and private data.
     let mut mad = [0u8; 256];
@@ -343,7 +343,7 @@ fn an_mra_is_laid_out_as_specified() {
 
 /// Headers of a single opcode with the expected bytes. Each field is on a separate line.
 #[test]
-fn each_header_has_the_bytes_of_the_specification() {
+fn headers_match_specification() {
     let bth = |opcode: Opcode| {
         Bth::new(opcode, Qpn::new(0x00_0102), Psn::new(0x0a_0b0c)).with_migrated(false)
     };

@@ -46,7 +46,7 @@ fn mads() -> impl Iterator<Item = (u16, &'static [u8])> {
 }
 
 #[test]
-fn every_login_of_the_capture_reads_and_writes_back() {
+fn captured_logins_round_trip() {
     let mut seen = (Vec::new(), Vec::new());
     for (attribute, message) in mads() {
         match attribute {
@@ -94,7 +94,7 @@ fn every_login_of_the_capture_reads_and_writes_back() {
 }
 
 #[test]
-fn every_information_unit_of_the_capture_reads_and_writes_back() {
+fn captured_information_units_round_trip() {
     let immediate = ImmediateDataOffset::new(68);
     let (mut commands, mut responses, mut immediates) = (0, 0, 0);
     for (_, message) in sends() {
@@ -132,7 +132,7 @@ fn every_information_unit_of_the_capture_reads_and_writes_back() {
 }
 
 #[test]
-fn an_inquiry_from_the_capture_means_what_it_says() {
+fn captured_inquiry_is_decoded() {
     let (source, inquiry) = &sends()[0];
     assert_eq!(*source, [10, 99, 1, 2]);
     let cmd = Cmd::parse(inquiry, None).unwrap();

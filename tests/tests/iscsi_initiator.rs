@@ -20,7 +20,7 @@ use riser_tests::iscsi_rig::{
 };
 
 #[test]
-fn a_disk_is_a_disk_over_tcp_too() {
+fn disk_works_over_tcp() {
     let rig = Rig::tcp(81, "{ kind: ram, size: 64MiB, thin: true }", "");
     let session = rig.connect("");
     let luns = block_on(session.luns()).unwrap();
@@ -61,7 +61,7 @@ fn a_disk_is_a_disk_over_tcp_too() {
 }
 
 #[test]
-fn every_way_of_moving_data_moves_the_same() {
+fn data_transfer_modes_are_equivalent() {
     let rig = Rig::tcp(82, "{ kind: ram, size: 16MiB }", "");
     for digests in ["none", "crc32c"] {
         for (initial_r2t, immediate) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -80,7 +80,7 @@ fn every_way_of_moving_data_moves_the_same() {
 }
 
 #[test]
-fn both_sides_prove_themselves_or_no_session_begins() {
+fn session_requires_mutual_authentication() {
     let rig = Rig::tcp(83, "{ kind: ram, size: 1MiB }", CHAP);
     let me = format!("me%{SECRET}@");
     let you = format!("?target_user=you&target_password={TARGET_SECRET}");
@@ -107,7 +107,7 @@ fn both_sides_prove_themselves_or_no_session_begins() {
 }
 
 #[test]
-fn a_portal_names_its_targets() {
+fn portal_lists_targets() {
     let rig = Rig::tcp(84, "{ kind: ram, size: 1MiB }", "");
     let url = rig.url("", "");
     let found = block_on(rig.client.discover_targets(&url)).unwrap();
@@ -123,7 +123,7 @@ fn a_portal_names_its_targets() {
 }
 
 #[test]
-fn a_restarted_server_is_found_again_under_load() {
+fn session_reconnects_under_load() {
     let path = std::env::temp_dir().join(format!("riser-ini-{}.img", std::process::id()));
     let backend = format!(
         "{{ kind: file, path: {}, size: 16MiB, create: true }}",
@@ -174,7 +174,7 @@ fn a_restarted_server_is_found_again_under_load() {
 }
 
 #[test]
-fn many_sessions_share_a_server() {
+fn many_sessions_share_server() {
     let rig = Rig::tcp(86, "{ kind: ram, size: 64MiB }", "");
     let sessions: Vec<Session> = (0..32)
         .map(|i| match i {
@@ -211,7 +211,7 @@ fn many_sessions_share_a_server() {
 }
 
 #[test]
-fn the_command_line_takes_iscsi_addresses() {
+fn command_line_accepts_iscsi_addresses() {
     let pair = pair(87, "iscsi", CHAP);
     let portal = "iscsi://me@127.0.87.1";
     let url = format!("{portal}/{IQN}/0");
@@ -268,7 +268,7 @@ fn the_command_line_takes_iscsi_addresses() {
 }
 
 #[test]
-fn an_attached_disk_survives_its_target_and_shows_no_password() {
+fn attached_disk_hides_password_and_reconnects() {
     if let Some(tool) = missing(&["fio", "nbdinfo"]) {
         return skip("iscsi_initiator", &format!("{tool} is not installed"));
     }

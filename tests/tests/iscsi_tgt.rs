@@ -111,7 +111,7 @@ fn buffer_of(lun: &Lun, byte: u8, len: usize) -> Buffer {
 }
 
 #[test]
-fn tgt_is_a_target_like_any_other() {
+fn tgt_works_as_target() {
     if let Some(tool) = missing(&["tgtd", "tgtadm"]) {
         return skip("iscsi_tgt", &format!("{tool} is not installed"));
     }

@@ -27,7 +27,7 @@ const SIZES: [(u64, u64, usize); 6] = [
 ];
 
 #[test]
-fn a_disk_is_a_disk_over_iser_too() {
+fn disk_works_over_iser() {
     let rig = Rig::iser(91, "{ kind: ram, size: 64MiB, thin: true }", "", None);
     for keys in ["", "?immediate_data=0", "?first_burst=1024&queue_size=2"] {
         let session = rig.connect(keys);
@@ -55,7 +55,7 @@ fn a_disk_is_a_disk_over_iser_too() {
 }
 
 #[test]
-fn a_buffer_in_more_pieces_than_a_key_covers_is_refused() {
+fn buffer_with_too_many_pieces_is_rejected() {
     let rig = Rig::iser(92, "{ kind: ram, size: 1MiB }", "", None);
     let session = rig.connect("");
     let lun = block_on(session.lun(0)).unwrap();
@@ -78,7 +78,7 @@ fn a_buffer_in_more_pieces_than_a_key_covers_is_refused() {
 }
 
 #[test]
-fn many_commands_at_once_keep_their_data_apart() {
+fn concurrent_commands_keep_data_separate() {
     let rig = Rig::iser(93, "{ kind: ram, size: 64MiB }", "", None);
     let session = rig.connect("?queue_size=8");
     let lun = block_on(session.lun(0)).unwrap();
@@ -99,7 +99,7 @@ fn many_commands_at_once_keep_their_data_apart() {
 }
 
 #[test]
-fn a_lossy_wire_loses_nothing() {
+fn lossy_wire_loses_nothing() {
     let faults = FaultConfig::percent(3, 2.0, 1.0, 1.0, 2.0);
     let rig = Rig::iser(94, "{ kind: ram, size: 32MiB }", "", Some(faults));
     let session = rig.connect("");
@@ -112,7 +112,7 @@ fn a_lossy_wire_loses_nothing() {
 }
 
 #[test]
-fn a_portal_names_its_targets_and_asks_for_proof() {
+fn portal_lists_targets_and_requires_chap() {
     let rig = Rig::iser(95, "{ kind: ram, size: 1MiB }", CHAP, None);
     let me = format!("me%{SECRET}@");
     let found = block_on(rig.client.discover_targets(&rig.url(&me, ""))).unwrap();
@@ -127,7 +127,7 @@ fn a_portal_names_its_targets_and_asks_for_proof() {
 }
 
 #[test]
-fn a_restarted_server_is_found_again() {
+fn session_reconnects_after_server_restart() {
     let path = std::env::temp_dir().join(format!("riser-iser-{}.img", std::process::id()));
     let backend = format!(
         "{{ kind: file, path: {}, size: 16MiB, create: true }}",
@@ -153,7 +153,7 @@ fn a_restarted_server_is_found_again() {
 }
 
 #[test]
-fn an_attached_disk_keeps_what_is_written() {
+fn attached_disk_keeps_data() {
     if let Some(tool) = missing(&["fio", "nbdinfo"]) {
         return skip("iser_initiator", &format!("{tool} is not installed"));
     }

@@ -63,7 +63,7 @@ fn is_mounted(dir: &str) -> bool {
 }
 
 #[test]
-fn a_mounted_file_system_keeps_what_was_written() {
+fn mounted_file_system_keeps_data() {
     const NAME: &str = "mount_end_to_end";
     let backend = "{ kind: file, path: DIR/disk.img, size: 64MiB, create: true }";
     let Some((mut pair, url, dir)) = formatted(NAME, 72, backend) else {
@@ -106,8 +106,8 @@ fn a_mounted_file_system_keeps_what_was_written() {
 }
 
 #[test]
-fn a_file_system_whose_target_is_gone_is_detached_at_once() {
-    const NAME: &str = "a_file_system_whose_target_is_gone_is_detached_at_once";
+fn file_system_without_target_detaches() {
+    const NAME: &str = "file_system_without_target_detaches";
     let backend = "{ kind: ram, size: 64MiB }";
     let Some((mut pair, url, dir)) = formatted(NAME, 198, backend) else {
         return;
@@ -139,8 +139,8 @@ fn a_file_system_whose_target_is_gone_is_detached_at_once() {
 }
 
 #[test]
-fn a_mount_on_top_of_a_mounted_file_system_stays() {
-    const NAME: &str = "a_mount_on_top_of_a_mounted_file_system_stays";
+fn stacked_mount_stays() {
+    const NAME: &str = "stacked_mount_stays";
     let Some((pair, url, dir)) = formatted(NAME, 211, "{ kind: ram, size: 64MiB }") else {
         return;
     };
@@ -175,8 +175,8 @@ fn a_mount_on_top_of_a_mounted_file_system_stays() {
 }
 
 #[test]
-fn a_bind_mount_over_what_is_attached_stays() {
-    const NAME: &str = "a_bind_mount_over_what_is_attached_stays";
+fn bind_mount_over_attachment_stays() {
+    const NAME: &str = "bind_mount_over_attachment_stays";
     let Some((pair, url, dir)) = formatted(NAME, 213, "{ kind: ram, size: 64MiB }") else {
         return;
     };
@@ -209,8 +209,8 @@ fn a_bind_mount_over_what_is_attached_stays() {
 }
 
 #[test]
-fn a_file_system_that_is_mounted_elsewhere_too_is_served_on() {
-    const NAME: &str = "a_file_system_that_is_mounted_elsewhere_too_is_served_on";
+fn file_system_mounted_twice_stays_served() {
+    const NAME: &str = "file_system_mounted_twice_stays_served";
     let Some((pair, url, dir)) = formatted(NAME, 214, "{ kind: ram, size: 64MiB }") else {
         return;
     };
@@ -242,8 +242,8 @@ fn a_file_system_that_is_mounted_elsewhere_too_is_served_on() {
 }
 
 #[test]
-fn a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use() {
-    const NAME: &str = "a_mount_that_cannot_be_reported_is_undone_though_it_is_in_use";
+fn unreported_mount_is_undone() {
+    const NAME: &str = "unreported_mount_is_undone";
     let Some((pair, url, dir)) = formatted(NAME, 212, "{ kind: ram, size: 64MiB }") else {
         return;
     };

@@ -304,7 +304,7 @@ fn forward(mut from: &TcpStream, mut to: &TcpStream, hold: &Hold) {
 }
 
 #[test]
-fn a_write_that_the_network_delivers_late_does_not_undo_a_newer_one() {
+fn late_write_does_not_undo_newer() {
     let rig = Rig::new("iscsi", 104);
     let at = |host: u8| SocketAddr::from(([127, 0, 104, host], 3260));
     let proxy = Proxy::new(at(4), at(3));
@@ -375,7 +375,7 @@ fn portals_of_different_disks_are_never_mixed() {
 }
 
 #[test]
-fn all_portals_that_a_target_names_are_used() {
+fn all_listed_portals_are_used() {
     let rig = Rig::new("iscsi", 107);
     let session = block_on(rig.client.connect(rig.url(3, "paths=all"))).unwrap();
     let mut portals: Vec<_> = session.status().report().paths.into_iter().collect();
@@ -389,7 +389,7 @@ fn all_portals_that_a_target_names_are_used() {
 }
 
 #[test]
-fn an_attachment_shows_its_paths() {
+fn attachment_shows_paths() {
     let portals = |hosts: &[u8]| {
         let all = hosts.iter();
         let all = all.map(|h| format!("{{ protocol: iscsi, listen: 127.0.108.{h} }}"));

@@ -42,7 +42,7 @@ fn image(pair: &Pair) -> String {
 }
 
 #[test]
-fn images_pass_through_an_nbd_attachment_unchanged() {
+fn images_round_trip_through_nbd() {
     let tools = [
         "nbdcopy",
         "nbdinfo",

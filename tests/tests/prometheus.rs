@@ -105,8 +105,8 @@ fn expressions() -> Vec<(String, String)> {
 }
 
 #[test]
-fn rules_do_what_their_tests_say() {
-    let name = "rules_do_what_their_tests_say";
+fn rules_pass_their_tests() {
+    let name = "rules_pass_their_tests";
     if let Some(tool) = missing(&["promtool"]) {
         return skip(name, &format!("no {tool}"));
     }
@@ -122,7 +122,7 @@ fn rules_do_what_their_tests_say() {
 /// A dashboard can show several hosts, so all queries must be grouped by instance, and each legend
 /// must contain the host.
 #[test]
-fn every_panel_goes_by_instance() {
+fn panels_group_by_instance() {
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
     let variables = dashboard["templating"]["list"].as_array().unwrap();
     assert!(
@@ -150,7 +150,7 @@ fn every_panel_goes_by_instance() {
 
 /// Shared memory is not a network, although its series use the same names.
 #[test]
-fn panels_of_the_network_leave_shared_memory_out() {
+fn network_panels_exclude_shared_memory() {
     let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
     let panels = dashboard["panels"].as_array().unwrap();
     let targets = panels.iter().flat_map(|panel| panel["targets"].as_array());
@@ -179,7 +179,7 @@ fn alerts() -> Vec<String> {
 
 /// There must be a test for every alert, both firing and not firing.
 #[test]
-fn every_alert_has_a_test() {
+fn alerts_have_tests() {
     let tests = fs::read_to_string(format!("{RULES}riserd.test.yml")).unwrap();
     for alert in alerts() {
         let case = format!("alertname: {alert}\n        exp_alerts:");
@@ -196,8 +196,8 @@ fn every_alert_has_a_test() {
 }
 
 #[test]
-fn every_panel_of_the_dashboard_shows_something_under_load() {
-    let name = "every_panel_of_the_dashboard_shows_something_under_load";
+fn dashboard_panels_show_data_under_load() {
+    let name = "dashboard_panels_show_data_under_load";
     if let Some(tool) = missing(&["prometheus", "promtool"]) {
         return skip(name, &format!("no {tool}"));
     }

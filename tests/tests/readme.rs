@@ -116,8 +116,8 @@ fn shell(script: &str) -> Result<Command, String> {
 }
 
 #[test]
-fn the_quickstart_runs_as_it_is_pasted() {
-    const NAME: &str = "the_quickstart_runs_as_it_is_pasted";
+fn quickstart_runs_as_pasted() {
+    const NAME: &str = "quickstart_runs_as_pasted";
     let install = commands(&block("README.md", "Install", "sh"));
     assert_eq!(install[0], "cargo build --release");
     let configured = include_str!("../../.cargo/config.toml");
@@ -146,8 +146,8 @@ fn the_quickstart_runs_as_it_is_pasted() {
 }
 
 #[test]
-fn the_first_steps_run_as_they_are_written() {
-    const NAME: &str = "the_first_steps_run_as_they_are_written";
+fn first_steps_run_as_written() {
+    const NAME: &str = "first_steps_run_as_written";
     let has_fuse = Path::new("/dev/fuse").exists();
     let written = [
         block("docs/src/configure.md", "Configure", "sh"),

@@ -176,7 +176,7 @@ fn of_threads(pid: u32, key: &str, base: u32) -> Vec<u64> {
 }
 
 #[test]
-fn a_confined_process_is_refused_what_reaches_beyond_it() {
+fn confined_process_is_restricted() {
     // A filter can't be removed, so we need a separate process.
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "--ignored", "--nocapture", "inside"]);
@@ -212,7 +212,7 @@ fn inside() {
 
 /// Start the daemon as root first, and then without privileges, same as the service.
 #[test]
-fn a_daemon_is_confined_and_stays_so_over_upgrades() {
+fn daemon_stays_confined_after_upgrade() {
     assert!(folder().join("riserd").exists());
     let mut daemon = Daemon::start("confined", "127.0.118.1");
     daemon.kill();
@@ -259,7 +259,7 @@ fn stays_confined(daemon: &Daemon, had: u64) {
 }
 
 #[test]
-fn the_sandbox_can_be_left_out() {
+fn sandbox_can_be_disabled() {
     assert!(folder().join("riserd").exists());
     let mut daemon = Daemon::start("unconfined", "127.0.118.2");
     daemon.kill();

@@ -67,7 +67,7 @@ fn pattern(session: u64, round: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn sixty_four_sessions_write_and_read_at_once() {
+fn many_sessions_write_and_read_concurrently() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (server, addr) = serve("127.0.0.81");
     let client = Client::builder()
@@ -128,7 +128,7 @@ fn sixty_four_sessions_write_and_read_at_once() {
 }
 
 #[test]
-fn many_searches_at_once_find_what_there_is() {
+fn concurrent_discovery_finds_all_targets() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (server, addr) = serve("127.0.0.83");
     let client = Client::builder()
@@ -157,7 +157,7 @@ const BLOCK: u64 = 4096;
 const IQN: &str = "iqn.2026-01.com.example:scale";
 
 #[test]
-fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
+fn many_sessions_use_deep_queues() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let text = format!(
         "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
@@ -293,7 +293,7 @@ fn come(client: &Client, addr: SocketAddr, n: u64) -> Lun {
 }
 
 #[test]
-fn sessions_that_come_and_go_leave_nothing() {
+fn short_sessions_leave_nothing() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let cycles: u64 = std::env::var("RISER_CONNECT_CYCLES").map_or(200, |n| n.parse().unwrap());
     let text = format!(

@@ -195,22 +195,22 @@ fn deep(host: u8, fabric: &str) {
 }
 
 #[test]
-fn a_deep_session_of_srp_occupies_little() {
+fn deep_srp_session_uses_little_memory() {
     deep(1, "srp");
 }
 
 #[test]
-fn a_deep_session_of_iscsi_occupies_little() {
+fn deep_iscsi_session_uses_little_memory() {
     deep(2, "iscsi");
 }
 
 #[test]
-fn a_deep_session_of_iser_occupies_little() {
+fn deep_iser_session_uses_little_memory() {
     deep(3, "iser");
 }
 
 #[test]
-fn a_thousand_idle_sessions_occupy_little() {
+fn idle_sessions_use_little_memory() {
     let daemon = Daemon::start("127.89.0.4".to_owned(), 2);
     // Keep one session for each protocol open, so that initialization in the daemon is not counted
     // for the other sessions.

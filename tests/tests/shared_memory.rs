@@ -119,7 +119,7 @@ impl Drop for Daemon {
 }
 
 #[test]
-fn a_daemon_of_shared_memory_serves_every_rdma_protocol() {
+fn shared_memory_serves_rdma_protocols() {
     let daemon = Daemon::start(1, "{ provider: shm }");
     let shm = format!("shm-{}", daemon.addr);
     for url in daemon.urls() {
@@ -140,7 +140,7 @@ fn a_daemon_of_shared_memory_serves_every_rdma_protocol() {
 }
 
 #[test]
-fn shared_memory_beside_the_network_is_for_those_who_ask_for_it() {
+fn shared_memory_is_optional_with_network() {
     let daemon = Daemon::start(2, "{ shm: true }");
     let shm = format!("shm-{}", daemon.addr);
     for url in daemon.urls() {
@@ -156,7 +156,7 @@ fn shared_memory_beside_the_network_is_for_those_who_ask_for_it() {
 }
 
 #[test]
-fn where_a_daemon_offers_no_shared_memory_the_network_is_used() {
+fn network_is_used_without_shared_memory() {
     let daemon = Daemon::start(3, "{ provider: roce }");
     let url = &daemon.urls()[0];
     let found = daemon.device(url, "auto", &["--rw", "read"]);
@@ -170,7 +170,7 @@ fn where_a_daemon_offers_no_shared_memory_the_network_is_used() {
 }
 
 #[test]
-fn metrics_tell_two_devices_of_one_address_apart() {
+fn metrics_distinguish_devices_of_one_address() {
     let daemon = Daemon::start(4, "{ shm: true }");
     daemon.device(&daemon.urls()[0], "shm", &["--rw", "read"]);
     let metrics = daemon.metrics();
@@ -195,7 +195,7 @@ fn metrics_tell_two_devices_of_one_address_apart() {
 }
 
 #[test]
-fn discovery_is_logged_with_the_address_of_the_initiator() {
+fn discovery_log_contains_initiator_address() {
     let daemon = Daemon::start(6, "{ shm: true }");
     let output = Command::new(folder().join("riser"))
         .args(["discover", &format!("srp://{}", daemon.addr)])
@@ -213,7 +213,7 @@ fn discovery_is_logged_with_the_address_of_the_initiator() {
 }
 
 #[test]
-fn no_memory_is_shared_at_an_address_whose_portals_cannot_be_served() {
+fn unserved_address_shares_no_memory() {
     let addr = IpAddr::from([127, 88, 0, 7]);
     // The port used for the software NIC.
     let _taken = UdpSocket::bind((addr, 4791)).unwrap();
@@ -224,7 +224,7 @@ fn no_memory_is_shared_at_an_address_whose_portals_cannot_be_served() {
 }
 
 #[test]
-fn a_process_that_has_taken_the_name_for_shared_memory_leaves_the_network_alone() {
+fn shared_memory_name_conflict_keeps_network() {
     let addr = IpAddr::from([127, 88, 0, 5]);
     let _taken = ShmListener::bind(addr).unwrap();
     let daemon = Daemon::start(5, "{ shm: true }");
@@ -235,7 +235,7 @@ fn a_process_that_has_taken_the_name_for_shared_memory_leaves_the_network_alone(
 }
 
 #[test]
-fn memory_is_shared_as_soon_as_its_name_is_free() {
+fn memory_is_shared_when_name_is_free() {
     let addr = IpAddr::from([127, 88, 0, 8]);
     let taken = ShmListener::bind(addr).unwrap();
     let daemon = Daemon::start(8, "{ shm: true }");
@@ -258,7 +258,7 @@ fn memory_is_shared_as_soon_as_its_name_is_free() {
 }
 
 #[test]
-fn a_target_of_another_daemon_at_the_address_is_reached_by_the_network() {
+fn other_daemon_is_reached_by_network() {
     let others = "iqn.2026-01.com.example:shared";
     let network = Daemon::of_target(9, IQN, 3260, "{ provider: roce }");
     let shared = Daemon::of_target(9, others, 3261, "{ provider: shm }");
@@ -282,7 +282,7 @@ fn a_target_of_another_daemon_at_the_address_is_reached_by_the_network() {
 }
 
 #[test]
-fn a_failed_login_over_all_paths_is_no_question_of_other_hosts() {
+fn failed_login_does_not_mention_hosts() {
     let daemon = Daemon::start(10, "{ provider: shm }");
     let url = format!("iser://{}:3266/{IQN}.none/0?paths=all", daemon.addr);
     let output = daemon.bench(&url, "shm", &["--rw", "read"]);

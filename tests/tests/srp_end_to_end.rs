@@ -99,7 +99,7 @@ fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_disk_of_the_server_is_a_disk() {
+fn disk_works_over_srp() {
     let rig = Rig::new(61, "{ kind: ram, size: 64MiB, thin: true }");
     let session = rig.connect("?channels=2");
     let luns = block_on(session.luns()).unwrap();
@@ -202,7 +202,7 @@ fn errors_come_with_their_sense() {
 }
 
 #[test]
-fn a_lossy_wire_loses_nothing() {
+fn lossy_wire_loses_nothing() {
     let rig = Rig::new(64, "{ kind: ram, size: 32MiB }");
     let client = Rig::client(65, Some(FaultConfig::percent(3, 2.0, 1.0, 1.0, 2.0)));
     let url: SrpUrl = "srp://127.0.64.1/0?channels=2".parse().unwrap();
@@ -219,7 +219,7 @@ fn a_lossy_wire_loses_nothing() {
 }
 
 #[test]
-fn a_restarted_server_is_found_again() {
+fn session_reconnects_after_server_restart() {
     let path: PathBuf = std::env::temp_dir().join(format!("riser-e2e-{}.img", std::process::id()));
     let backend = format!(
         "{{ kind: file, path: {}, size: 16MiB, create: true }}",
@@ -250,7 +250,7 @@ fn a_restarted_server_is_found_again() {
 }
 
 #[test]
-fn many_sessions_share_a_server() {
+fn many_sessions_share_server() {
     let rig = Rig::new(67, "{ kind: ram, size: 64MiB }");
     let sessions: Vec<Session> = (1..=32)
         .map(|i| rig.connect(&format!("?initiator_ext={i:x}&queue_size=8")))

@@ -15,8 +15,8 @@ fn host_name() -> String {
 }
 
 #[test]
-fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
-    let name = "the_page_shows_what_the_daemon_does_and_that_it_is_gone";
+fn page_shows_activity_and_lost_daemon() {
+    let name = "page_shows_activity_and_lost_daemon";
     if let Some(tool) = missing(&["chromium", "timeout", "mkfifo"]) {
         return skip(name, &format!("no {tool}"));
     }

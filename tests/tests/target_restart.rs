@@ -148,22 +148,22 @@ fn a_restart_fails_a_flush_once(network: u8, scheme: &str) {
 }
 
 #[test]
-fn a_restart_fails_a_flush_once_over_iscsi() {
+fn restart_fails_one_flush_over_iscsi() {
     a_restart_fails_a_flush_once(141, "iscsi");
 }
 
 #[test]
-fn a_restart_fails_a_flush_once_over_iser() {
+fn restart_fails_one_flush_over_iser() {
     a_restart_fails_a_flush_once(142, "iser");
 }
 
 #[test]
-fn a_restart_fails_a_flush_once_over_srp() {
+fn restart_fails_one_flush_over_srp() {
     a_restart_fails_a_flush_once(143, "srp");
 }
 
 #[test]
-fn a_restart_fails_a_flush_once_with_several_paths() {
+fn restart_fails_one_flush_with_multipath() {
     let mut pair = {
         let portal = |host| format!("{{ protocol: iscsi, listen: 127.0.144.{host} }}");
         let target = format!("iqn: {IQN}\nportals: [{}, {}]", portal(1), portal(3));
@@ -206,7 +206,7 @@ fn a_restart_fails_a_flush_once_with_several_paths() {
 /// The path that was in use is not available again, and another path is the first to detect the
 /// lost cache.
 #[test]
-fn a_restart_fails_a_flush_once_on_a_path_that_was_not_there_before() {
+fn restart_fails_one_flush_on_new_path() {
     let portal = |host| format!("portals: [{{ protocol: iscsi, listen: 127.0.247.{host} }}]");
     let mut pair = Pair::with_target(
         247,
@@ -229,7 +229,7 @@ fn a_restart_fails_a_flush_once_on_a_path_that_was_not_there_before() {
 }
 
 #[test]
-fn a_restart_over_a_file_fails_no_flush() {
+fn restart_with_file_fails_no_flush() {
     let backend = "{ kind: file, path: DIR/disk, size: 16MiB, create: true, write_cache: true }";
     let mut pair = pair(145, backend);
     let session = connect(145, &url(145, "iscsi"), "iscsi");
@@ -243,7 +243,7 @@ fn a_restart_over_a_file_fails_no_flush() {
 /// After a daemon is killed, the kernel can take some time to complete its I/O and will keep its
 /// locks during this time.
 #[test]
-fn a_restart_over_a_file_whose_lock_is_still_held_fails_nothing() {
+fn restart_with_locked_file_fails_nothing() {
     let backend = "{ kind: file, path: DIR/disk, size: 16MiB, create: true, write_cache: true }";
     let mut pair = pair(248, backend);
     let session = connect(248, &url(248, "iscsi"), "iscsi");
@@ -323,7 +323,7 @@ impl Proxy {
 }
 
 #[test]
-fn a_connection_that_flaps_fails_no_flush() {
+fn flapping_connection_fails_no_flush() {
     let _pair = pair(146, "{ kind: ram, size: 16MiB, write_cache: true }");
     let proxy = Proxy::new("127.0.146.1:3260");
     let url = format!("iscsi://{}/{IQN}/0", proxy.address);
@@ -376,17 +376,17 @@ fn another_disk_is_not_written_to(network: u8, scheme: &str) {
 }
 
 #[test]
-fn another_disk_is_not_written_to_over_iscsi() {
+fn replaced_disk_is_not_written_over_iscsi() {
     another_disk_is_not_written_to(147, "iscsi");
 }
 
 #[test]
-fn another_disk_is_not_written_to_over_srp() {
+fn replaced_disk_is_not_written_over_srp() {
     another_disk_is_not_written_to(148, "srp");
 }
 
 #[test]
-fn an_attachment_says_why_it_has_ended() {
+fn attachment_reports_why_it_stopped() {
     let one = named("disk-one", "16MiB");
     let mut pair = pair(149, &one);
     let socket = pair.path("nbd");
@@ -404,7 +404,7 @@ fn an_attachment_says_why_it_has_ended() {
 }
 
 #[test]
-fn a_disk_that_comes_back_smaller_is_no_longer_used_and_one_that_has_grown_is() {
+fn returned_disk_must_not_be_smaller() {
     let one = named("disk-one", "16MiB");
     let mut pair = pair(150, &one);
     let session = connect(150, &url(150, "iscsi"), "iscsi");
@@ -420,7 +420,7 @@ fn a_disk_that_comes_back_smaller_is_no_longer_used_and_one_that_has_grown_is() 
 }
 
 #[test]
-fn a_disk_that_is_away_for_a_while_is_waited_for() {
+fn session_waits_for_missing_disk() {
     let one = named("disk-one", "16MiB");
     let mut pair = pair(151, &one);
     let session = connect(151, &url(151, "iscsi"), "iscsi");

@@ -283,7 +283,7 @@ fn session() -> String {
 }
 
 #[test]
-fn targetcli_configures_a_running_daemon() {
+fn targetcli_configures_running_daemon() {
     let Some(mut rig) = Rig::new("targetcli") else {
         return;
     };

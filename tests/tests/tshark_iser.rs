@@ -61,7 +61,7 @@ fn session(capture: &Path) {
 }
 
 #[test]
-fn tshark_understands_a_session_over_iser() {
+fn tshark_decodes_iser_session() {
     if missing(&["tshark"]).is_some() {
         return skip("tshark_iser", "tshark is not installed");
     }

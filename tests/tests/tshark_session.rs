@@ -65,7 +65,7 @@ fn session(capture: &Path) {
 }
 
 #[test]
-fn tshark_understands_a_whole_session() {
+fn tshark_decodes_srp_session() {
     if missing(&["tshark"]).is_some() {
         return skip("tshark_session", "tshark is not installed");
     }

@@ -138,10 +138,10 @@ fn try_out(world: &Arc<World>, target: Ipv4Addr, host: Ipv4Addr) -> Outside {
 
 /// Without a tunnel, all data must be visible.
 #[test]
-fn without_a_tunnel_data_are_seen() {
+fn data_is_visible_without_tunnel() {
     let world = match World::new() {
         Ok(world) => Arc::new(world),
-        Err(why) => return skip("without_a_tunnel_data_are_seen", &why),
+        Err(why) => return skip("data_is_visible_without_tunnel", &why),
     };
     let outside = try_out(&world, TARGET, HONEST);
     assert!(outside.marks > 0, "{:?}", outside.kinds);

@@ -52,7 +52,7 @@ killed_under_load() {
     local round enough=/tmp/enough progress=/tmp/progress before
     rm -f $enough $progress
     RISER_CRASH_DISKS=$DISKS RISER_CRASH_STOP=$enough RISER_CRASH_PROGRESS=$progress \
-        "$RISER_TESTS/crash" --ignored --nocapture disks_of_a_kernel >"$KEEP/load.log" 2>&1 &
+        "$RISER_TESTS/crash" --ignored --nocapture kernel_disks >"$KEEP/load.log" 2>&1 &
     LOAD=$!
     for ((round = 0; round < ROUNDS; round++)); do
         before=$(cat $progress 2>/dev/null || echo 0)

@@ -36,7 +36,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
     let mut command = crash::optimized_test("adversary")?;
     command.args(["--ignored", "--nocapture"]);
-    command.arg("messages_that_are_almost_right_harm_no_other_session");
+    command.arg("almost_valid_messages_spare_other_sessions");
     command.env("RISER_HOSTILE_MESSAGES", options.messages.to_string());
     command.env("RISER_HOSTILE_RATE", options.rate.to_string());
     command.env("RISER_HOSTILE_IS_TIMED", "1");

@@ -68,17 +68,17 @@ fn check(program: &str, mut command: Command, at_least: usize) {
 }
 
 #[test]
-fn riserd_takes_what_documents_say() {
+fn riserd_accepts_documented_commands() {
     check("riserd", riser_target::cli::command(), 30);
 }
 
 #[test]
-fn riser_takes_what_documents_say() {
+fn riser_accepts_documented_commands() {
     check("riser", riser_initiator::cli::args::Args::command(), 25);
 }
 
 #[test]
-fn what_programs_lack_is_found() {
+fn unknown_options_are_detected() {
     let mut command = riser_target::cli::command();
     command.build();
     let words = |line: &str| -> Vec<_> { line.split(' ').map(str::to_owned).collect() };

@@ -59,7 +59,7 @@ fn literals(text: &str, start: &str, is_part: impl Fn(char) -> bool) -> BTreeSet
 }
 
 #[test]
-fn paths_of_the_api_exist_and_are_described() {
+fn api_paths_exist_and_are_documented() {
     let is_part = |c: char| c.is_ascii_lowercase() || "/-0123456789".contains(c);
     let mut paths = BTreeSet::new();
     for route in sources().split(".route(").skip(1) {

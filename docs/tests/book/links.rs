@@ -84,7 +84,7 @@ fn runbook_urls_lead_to_headings() {
 }
 
 #[test]
-fn the_summary_has_every_page_once() {
+fn summary_lists_pages_once() {
     let summary = Page::read(&Path::new(BOOK).join("SUMMARY.md"));
     let listed: Vec<_> = summary.links().into_iter().map(|link| link.text).collect();
     let pages = book().into_iter().map(|page| page.path);

@@ -66,7 +66,7 @@ fn escaped(text: &str) -> String {
 }
 
 #[test]
-fn the_reference_is_up_to_date() {
+fn reference_is_up_to_date() {
     let (file, page) = (root().join(BOOK).join(PAGE), page());
     if std::env::var_os("UPDATE").is_some() {
         fs::write(&file, page).expect("the page can be written");

@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn pings_of_a_target_are_answered() {
+    fn target_pings_get_response() {
         let nop_in = |itt, ttt| {
             let lun = [0; 8];
             let mut bytes = Vec::new();

@@ -34,11 +34,7 @@ fn processes_send_same_bytes() {
     }
     for seed in COMPARED {
         let child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "processes_send_same_bytes",
-                "--nocapture",
-            ])
+            .args(["--exact", "processes_send_same_bytes", "--nocapture"])
             .env(SEED, seed.to_string())
             .output()
             .unwrap();

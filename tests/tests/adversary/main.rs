@@ -449,7 +449,7 @@ impl Drop for Attack {
 
 #[test]
 #[ignore = "keeps the machine busy, and is run by itself"]
-fn a_stranger_on_the_network_spoils_nothing() {
+fn attacker_does_not_affect_hosts() {
     let seed = setting("RISER_ADVERSARY_SEED", 0xadd);
     let seconds = setting("RISER_ADVERSARY_SECONDS", 10);
     println!(
@@ -458,7 +458,7 @@ fn a_stranger_on_the_network_spoils_nothing() {
     );
     let world = match World::new() {
         Ok(world) => world,
-        Err(why) => return skip("a_stranger_on_the_network_spoils_nothing", &why),
+        Err(why) => return skip("attacker_does_not_affect_hosts", &why),
     };
     let mut sniffer = world.switch.run(Sniffer::new);
     let mut scene = Scene::new(world, seed, Duration::ZERO);

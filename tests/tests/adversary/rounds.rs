@@ -232,7 +232,7 @@ impl std::ops::AddAssign for Tally {
 
 #[test]
 #[ignore = "keeps the machine busy, and is run by itself"]
-fn messages_that_are_almost_right_harm_no_other_session() {
+fn almost_valid_messages_spare_other_sessions() {
     let seed = setting("RISER_ADVERSARY_SEED", 0xadd);
     let count = setting("RISER_HOSTILE_MESSAGES", 2_000);
     let rate = setting("RISER_HOSTILE_RATE", 0);
@@ -245,7 +245,7 @@ fn messages_that_are_almost_right_harm_no_other_session() {
     println!("cargo xtask hostile --messages {count} --rate {rate} --seed {seed}{protocol}");
     let world = match World::new() {
         Ok(world) => world,
-        Err(why) => return skip("messages_that_are_almost_right_harm_no_other_session", &why),
+        Err(why) => return skip("almost_valid_messages_spare_other_sessions", &why),
     };
     let mut scene = Scene::new(world, seed, PAUSE_BETWEEN);
     let world = scene.world.clone();
@@ -333,13 +333,13 @@ mod tests {
     }
 
     #[test]
-    fn a_round_that_the_machine_has_slowed_down_does_not_count() {
+    fn machine_slowdown_is_ignored() {
         let (alone, _) = rounds([100, 100, 900], [150, 900, 900]).ratios();
         assert_eq!(alone, [1.0, 1.5, 1.0]);
     }
 
     #[test]
-    fn an_attack_that_slows_down_one_protocol_shows() {
+    fn slowed_protocol_is_detected() {
         let (alone, _) = rounds([100, 200, 100], [300, 600, 100]).ratios();
         assert_eq!(alone, [1.0, 3.0, 1.0]);
     }

@@ -245,12 +245,9 @@ fn attack(name: &str, attacks: &[fn(&mut Scene)]) {
 }
 
 #[test]
-fn forged_packets_and_messages_are_refused_and_counted() {
+fn forged_packets_are_rejected_and_counted() {
     let attacks = [guessed_numbers, spoiled_packets, forged_messages];
-    attack(
-        "forged_packets_and_messages_are_refused_and_counted",
-        &attacks,
-    );
+    attack("forged_packets_are_rejected_and_counted", &attacks);
 }
 
 #[test]
@@ -259,8 +256,8 @@ fn icmp_changes_nothing() {
 }
 
 #[test]
-fn memory_of_other_sessions_is_refused_and_counted() {
-    let name = "memory_of_other_sessions_is_refused_and_counted";
+fn foreign_memory_is_rejected_and_counted() {
+    let name = "foreign_memory_is_rejected_and_counted";
     attack(name, &[memory_of_others]);
 }
 
@@ -279,14 +276,14 @@ fn guessed_keys_are_refused_and_counted() {
 }
 
 #[test]
-fn requests_that_break_the_rules_are_refused_and_counted() {
-    let name = "requests_that_break_the_rules_are_refused_and_counted";
+fn illegal_requests_are_rejected_and_counted() {
+    let name = "illegal_requests_are_rejected_and_counted";
     attack(name, &[rules_broken]);
 }
 
 #[test]
-fn memory_of_an_initiator_is_not_reached() {
-    let name = "memory_of_an_initiator_is_not_reached";
+fn initiator_memory_is_not_accessible() {
+    let name = "initiator_memory_is_not_accessible";
     attack(name, &[memory_of_initiators]);
 }
 

@@ -28,7 +28,7 @@ fn list(pair: &Pair) -> Value {
 }
 
 #[test]
-fn discovery_lists_each_port_once_and_fails_if_nothing_lets_us_in() {
+fn discovery_lists_ports_once() {
     let pair = Pair::new(181, RAM);
     for url in ["srp://127.0.181.1", "srp://127.0.181.1:5556"] {
         let mut found = Value::Null;
@@ -100,7 +100,7 @@ fn nothing_is_attached_over_something_else() {
 }
 
 #[test]
-fn an_attachment_that_nothing_uses_notices_that_its_target_is_gone() {
+fn idle_attachment_detects_lost_target() {
     let mut pair = Pair::new(189, RAM);
     attach_first(&pair, &["attach", &pair.url(), "--nbd", &pair.path("nbd")]);
     let state = |pair: &Pair| list(pair)[0]["link"]["state"].clone();
@@ -112,7 +112,7 @@ fn an_attachment_that_nothing_uses_notices_that_its_target_is_gone() {
 }
 
 #[test]
-fn the_list_says_since_when_a_target_is_away() {
+fn list_shows_time_of_disconnect() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.184.1 }]";
     let mut pair = Pair::with_target(184, RAM, target);
@@ -145,7 +145,7 @@ fn the_list_says_since_when_a_target_is_away() {
 }
 
 #[test]
-fn an_operation_waits_for_its_target_as_long_as_it_was_asked_to() {
+fn operation_waits_for_its_timeout() {
     let mut pair = Pair::new(
         185,
         "{ kind: file, path: DIR/disk, size: 64MiB, create: true }",
@@ -189,7 +189,7 @@ fn an_operation_waits_for_its_target_as_long_as_it_was_asked_to() {
 }
 
 #[test]
-fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
+fn disk_contents_are_not_overwritten_accidentally() {
     let pair = Pair::new(192, RAM);
     let (url, file) = (pair.url(), pair.path("image"));
     let write = ["write", &url, &file, "-q"];
@@ -236,7 +236,7 @@ fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
 }
 
 #[test]
-fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
+fn detach_without_target_reports_loss() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.193.1 }]";
     let mut pair = Pair::with_target(193, RAM, target);
@@ -270,7 +270,7 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
 }
 
 #[test]
-fn what_waits_for_a_target_is_counted_when_it_comes_on_every_path() {
+fn pending_operations_are_counted_immediately() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.199.1 }, \
                   { protocol: iscsi, listen: 127.0.199.2 }]";
@@ -299,7 +299,7 @@ fn what_waits_for_a_target_is_counted_when_it_comes_on_every_path() {
 }
 
 #[test]
-fn a_target_without_its_unit_is_down_until_the_unit_is_back() {
+fn target_without_unit_is_down() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.200.1 }]";
     let mut pair = Pair::with_target(200, RAM, target);
@@ -337,7 +337,7 @@ fn a_target_without_its_unit_is_down_until_the_unit_is_back() {
 
 /// The list can be slightly older than the state of the session.
 #[test]
-fn a_disk_whose_target_has_just_come_back_is_detached() {
+fn detach_succeeds_after_target_returns() {
     let pair = Pair::new(208, RAM);
     attach_first(&pair, &["attach", &pair.url(), "--nbd", &pair.path("nbd")]);
     eventually("it is live", || list(&pair)[0]["link"]["state"] == "live");
@@ -354,7 +354,7 @@ fn a_disk_whose_target_has_just_come_back_is_detached() {
 }
 
 #[test]
-fn a_detach_whose_last_flush_fails_is_a_failure() {
+fn detach_fails_if_flush_fails() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.201.1 }]";
     let pair = Pair::with_target(201, RAM, target);
@@ -375,7 +375,7 @@ fn a_detach_whose_last_flush_fails_is_a_failure() {
 }
 
 #[test]
-fn what_a_killed_riser_had_written_is_not_taken_for_safe() {
+fn killed_riser_invalidates_unflushed_writes() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.205.1 }]";
     let mut pair = Pair::with_target(205, RAM, target);
@@ -402,7 +402,7 @@ fn what_a_killed_riser_had_written_is_not_taken_for_safe() {
 }
 
 #[test]
-fn what_another_user_has_attached_is_not_overwritten() {
+fn disk_of_other_user_is_not_overwritten() {
     let pair = Pair::new(207, RAM);
     if !Path::new("/dev/fuse").exists() {
         return riser_testkit::programs::skip("what another user has attached", "/dev/fuse");
@@ -430,7 +430,7 @@ fn what_another_user_has_attached_is_not_overwritten() {
 }
 
 #[test]
-fn what_cannot_be_judged_is_not_overwritten() {
+fn unknown_attachment_prevents_overwriting() {
     let pair = Pair::new(202, RAM);
     let (url, file) = (pair.url(), pair.path("image"));
     fs::write(&file, [0; 4096]).unwrap();
@@ -460,7 +460,7 @@ fn what_cannot_be_judged_is_not_overwritten() {
 }
 
 #[test]
-fn a_disk_whose_first_bytes_cannot_be_read_is_not_overwritten() {
+fn unreadable_disk_is_not_overwritten() {
     let mut pair = Pair::new(
         203,
         "{ kind: file, path: DIR/disk, size: 64MiB, create: true }",
@@ -480,7 +480,7 @@ fn a_disk_whose_first_bytes_cannot_be_read_is_not_overwritten() {
 }
 
 #[test]
-fn discovery_says_that_there_is_no_target() {
+fn discovery_reports_missing_target() {
     let target = "iqn: iqn.2026-01.com.example:closed\n\
                   portals: [{ protocol: iscsi, listen: 127.0.204.1 }]";
     let mut pair = Pair::with_target(204, RAM, target);

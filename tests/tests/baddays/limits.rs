@@ -119,7 +119,7 @@ fn check_live(daemon: &Daemon, url: &str, options: &[&str], path: &str, slow: &s
 }
 
 #[test]
-fn a_limited_disk_is_as_fast_as_it_may_be_over_any_protocol() {
+fn disk_limit_applies_to_all_protocols() {
     let mut daemon = Daemon::new(&config(196, ", limits: { iops: 4 }", "open"));
     daemon.serve();
     let (limited, free) = (urls("127.0.196.1", 0), urls("127.0.196.1", 1));
@@ -150,7 +150,7 @@ fn a_limited_disk_is_as_fast_as_it_may_be_over_any_protocol() {
 }
 
 #[test]
-fn a_limited_host_does_not_slow_another_down() {
+fn host_limit_spares_other_hosts() {
     let rules = "
       - { iqn: iqn.2026-01.com.example:noisy, limits: { bandwidth: 16KiB } }
       - { address: 127.0.197.2, limits: { bandwidth: 16KiB } }

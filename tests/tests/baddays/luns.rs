@@ -54,7 +54,7 @@ fn fill(daemon: &Daemon, host: u8, url: &str, byte: u8) -> bool {
 }
 
 #[test]
-fn each_host_has_lun_numbers_of_its_own() {
+fn hosts_have_separate_luns() {
     let mut daemon = Daemon::new(&config("{ 0: b }"));
     daemon.serve();
     for (n, (zero, five)) in urls(0).iter().zip(&urls(5)).enumerate() {

@@ -116,7 +116,7 @@ fn read(daemon: &Daemon, url: &str) -> u8 {
 }
 
 #[test]
-fn wildcard_portals_are_at_the_addresses_that_there_are() {
+fn wildcard_portals_follow_host_addresses() {
     let Some(netns) = Netns::new("wildcard") else {
         return;
     };
@@ -196,7 +196,7 @@ fn wildcard_portals_are_at_the_addresses_that_there_are() {
 }
 
 #[test]
-fn discovery_over_a_wildcard_portal_names_addresses_that_can_be_reached() {
+fn wildcard_discovery_lists_reachable_addresses() {
     let Some(netns) = Netns::new("sendtargets") else {
         return;
     };
@@ -225,7 +225,7 @@ fn discovery_over_a_wildcard_portal_names_addresses_that_can_be_reached() {
 }
 
 #[test]
-fn an_interface_may_come_later_than_the_daemon() {
+fn interface_may_appear_after_start() {
     let Some(netns) = Netns::new("late") else {
         return;
     };
@@ -274,7 +274,7 @@ fn an_interface_may_come_later_than_the_daemon() {
 }
 
 #[test]
-fn a_second_daemon_with_the_same_wildcard_is_refused() {
+fn second_wildcard_daemon_is_rejected() {
     let Some(netns) = Netns::new("second") else {
         return;
     };

@@ -74,10 +74,10 @@ impl Daemon {
 }
 
 #[test]
-fn a_disk_that_fills_up_is_reported_before_writes_fail() {
+fn filling_disk_is_reported_before_failure() {
     let mut daemon = Daemon::new(THIN);
     let Some(small) = Small::new(daemon.path("small").to_str().unwrap()) else {
-        let name = "a_disk_that_fills_up_is_reported_before_writes_fail";
+        let name = "filling_disk_is_reported_before_failure";
         return skip(name, "nothing may be mounted");
     };
     daemon.serve();

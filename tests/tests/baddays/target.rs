@@ -206,7 +206,7 @@ targets:
 metrics: { listen: 127.0.186.1:9909 }";
 
 #[test]
-fn a_missing_disk_or_address_leaves_the_rest_served() {
+fn missing_parts_do_not_affect_others() {
     let mut daemon = Daemon::new(HALF);
     daemon.serve();
     let problems = || daemon.json(&["status"])["problems"].clone();
@@ -300,7 +300,7 @@ targets:
 metrics: { listen: 127.0.188.9:9909 }";
 
 #[test]
-fn metrics_whose_address_is_in_use_are_served_later() {
+fn metrics_address_in_use_is_retried() {
     let taken = TcpListener::bind("127.0.188.9:9909").unwrap();
     let mut daemon = Daemon::new(METRICS);
     daemon.serve();
@@ -320,7 +320,7 @@ fn metrics_whose_address_is_in_use_are_served_later() {
 }
 
 #[test]
-fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
+fn attached_disk_returns_after_missing_start() {
     let config = HALF.replace("127.0.186.1", "127.0.187.1");
     let config = config.replace(
         "path: DIR/gone",
@@ -366,7 +366,7 @@ fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
 }
 
 #[test]
-fn a_strict_daemon_starts_with_everything_or_not_at_all() {
+fn strict_daemon_requires_all_parts() {
     let config = HALF.replace("127.0.186.1", "127.0.188.1");
     let mut daemon = Daemon::new(&format!("strict: true{config}"));
     let (code, _, _) = ended(&mut daemon.command());
@@ -381,7 +381,7 @@ fn a_strict_daemon_starts_with_everything_or_not_at_all() {
 }
 
 #[test]
-fn what_was_grown_stays_grown() {
+fn grown_disk_keeps_its_size() {
     const MIB: u64 = 1 << 20;
     let config = "
 backends:
@@ -462,7 +462,7 @@ fn check_served(daemon: &Daemon, network: u8) {
 }
 
 #[test]
-fn a_second_daemon_is_refused_and_names_the_first() {
+fn second_daemon_reports_first() {
     let mut first = Daemon::new(&both_fabrics(190));
     first.serve();
     let pid = first.process.as_ref().unwrap().id();
@@ -494,7 +494,7 @@ fn a_second_daemon_is_refused_and_names_the_first() {
 }
 
 #[test]
-fn a_daemon_that_starts_while_the_one_before_ends_takes_over() {
+fn new_daemon_waits_for_exiting_one() {
     let mut daemon = Daemon::new(&both_fabrics(191));
     daemon.serve();
     for round in 0..3 {
@@ -514,7 +514,7 @@ fn a_daemon_that_starts_while_the_one_before_ends_takes_over() {
 }
 
 #[test]
-fn a_portal_in_use_is_done_without_after_the_wait_for_a_predecessor() {
+fn portal_in_use_is_skipped_after_wait() {
     let taken = TcpListener::bind("127.0.199.9:3260").unwrap();
     let portals = "portals:\n      - { protocol: iscsi, listen: 127.0.199.9 }";
     let config = both_fabrics(199).replace("portals:", portals);
@@ -535,7 +535,7 @@ fn a_portal_in_use_is_done_without_after_the_wait_for_a_predecessor() {
 /// If the reservations of a disk are not known, it must not be served, but this must not affect the
 /// other disk.
 #[test]
-fn unreadable_reservations_keep_one_disk_from_being_served() {
+fn unreadable_reservations_affect_one_disk() {
     let config = HALF.replace("127.0.186.1", "127.0.194.1");
     let config = config.replace(
         "path: DIR/gone",
@@ -580,7 +580,7 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
 }
 
 #[test]
-fn a_disk_keeps_its_names_wherever_its_image_goes() {
+fn moved_image_keeps_disk_names() {
     let config = both_fabrics(195);
     let mut daemon = Daemon::new(&config);
     daemon.serve();

@@ -511,7 +511,7 @@ impl Recorded {
 }
 
 #[test]
-fn a_power_cut_at_any_step_leaves_the_state_before_or_after_a_change() {
+fn power_cut_keeps_state_consistent() {
     if let Some(tool) = missing(&["strace"]) {
         return skip("crash cuts", &format!("{tool} is not installed"));
     }
@@ -600,7 +600,7 @@ mod model {
     }
 
     #[test]
-    fn what_is_synced_is_there() {
+    fn synced_data_is_present() {
         let open = |path: &str, fd| Call::Open {
             path: path.into(),
             flags: "O_CREAT".into(),

@@ -888,16 +888,16 @@ fn each_call_fails_once(protocol: Protocol) {
 }
 
 #[test]
-fn each_call_that_fails_once_loses_nothing_over_iscsi() {
+fn failed_calls_lose_nothing_over_iscsi() {
     each_call_fails_once(Protocol::Iscsi);
 }
 
 #[test]
-fn each_call_that_fails_once_loses_nothing_over_srp() {
+fn failed_calls_lose_nothing_over_srp() {
     each_call_fails_once(Protocol::Srp);
 }
 
 #[test]
-fn each_call_that_fails_once_loses_nothing_over_iser() {
+fn failed_calls_lose_nothing_over_iser() {
     each_call_fails_once(Protocol::Iser);
 }

@@ -92,7 +92,7 @@ impl Disk for KernelDisk {
 
 #[test]
 #[ignore = "works on disks of kernel initiators, in a case of `cargo xtask interop`"]
-fn disks_of_a_kernel_keep_what_was_acknowledged() {
+fn kernel_disks_keep_acknowledged_data() {
     let variable = |name: &str| std::env::var(name).unwrap_or_else(|_| panic!("{name} is set"));
     let disks = variable("RISER_CRASH_DISKS");
     let disks: Vec<&str> = disks.split_whitespace().collect();

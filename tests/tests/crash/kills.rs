@@ -104,9 +104,9 @@ fn killed_over_iser_and_iscsi() {
 }
 
 #[test]
-fn killed_over_iscsi_and_srp_without_a_write_cache() {
+fn killed_over_iscsi_and_srp_uncached() {
     killed(&Case {
-        name: "killed_over_iscsi_and_srp_without_a_write_cache",
+        name: "killed_over_iscsi_and_srp_uncached",
         schemes: ["iscsi", "srp"],
         network: 169,
         write_cache: false,

@@ -633,19 +633,19 @@ fn log_in(network: u8, scheme: &str) -> Lun {
 }
 
 #[test]
-fn power_is_lost_behind_a_write_cache() {
-    power_is_lost("power_is_lost_behind_a_write_cache", 171, true, 512, "");
+fn power_loss_with_write_cache() {
+    power_is_lost("power_loss_with_write_cache", 171, true, 512, "");
 }
 
 #[test]
-fn power_is_lost_behind_a_write_cache_with_direct_transfers() {
-    let name = "power_is_lost_behind_a_write_cache_with_direct_transfers";
+fn power_loss_with_cache_and_direct_io() {
+    let name = "power_loss_with_cache_and_direct_io";
     power_is_lost(name, 172, true, 4096, ", direct: on");
 }
 
 #[test]
-fn power_is_lost_without_a_write_cache() {
-    power_is_lost("power_is_lost_without_a_write_cache", 173, false, 512, "");
+fn power_loss_without_write_cache() {
+    power_is_lost("power_loss_without_write_cache", 173, false, 512, "");
 }
 
 mod oracle {
@@ -669,7 +669,7 @@ mod oracle {
     }
 
     #[test]
-    fn a_cut_leaves_what_is_stable_or_any_write_behind_it() {
+    fn cut_keeps_stable_or_later_data() {
         let events = [
             written(1, false),
             Event::Flushed,
@@ -685,7 +685,7 @@ mod oracle {
     }
 
     #[test]
-    fn a_promise_behind_a_flush_is_kept() {
+    fn guarantee_during_flush_is_kept() {
         check_all(&[
             written(1, false),
             Event::Flushed,
@@ -697,19 +697,19 @@ mod oracle {
 
     #[test]
     #[should_panic(expected = "block 7 may hold write 0, although write 1")]
-    fn a_flush_that_was_forgotten_is_found() {
+    fn missing_flush_is_detected() {
         check_all(&[written(1, false), promised(1)]);
     }
 
     #[test]
     #[should_panic(expected = "block 7 may hold write 0, although write 1")]
-    fn a_flush_before_the_write_is_found() {
+    fn early_flush_is_detected() {
         check_all(&[Event::Flushed, written(1, false), promised(1)]);
     }
 
     #[test]
     #[should_panic(expected = "block 7 may hold write 1, although write 2")]
-    fn an_older_write_behind_a_later_one_is_found() {
+    fn reordered_older_write_is_detected() {
         check_all(&[
             written(2, false),
             Event::Flushed,

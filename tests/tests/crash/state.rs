@@ -152,7 +152,7 @@ fn calls_on<'a>(trace: &'a str, path: &str) -> BTreeSet<&'a str> {
 }
 
 #[test]
-fn a_kill_at_any_step_leaves_the_state_before_or_after_a_change() {
+fn kill_keeps_state_consistent() {
     if let Some(tool) = missing(&["strace"]) {
         return skip("crash state", &format!("{tool} is not installed"));
     }

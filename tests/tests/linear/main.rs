@@ -186,7 +186,7 @@ fn trouble(wire: &Wire, contest: &Contest, chance: &mut Chance, kind: u64) -> &'
 }
 
 #[test]
-fn initiators_on_networks_that_fail_agree_about_every_block() {
+fn failing_networks_keep_blocks_linearizable() {
     let seed = setting("RISER_LINEAR_SEED", 0x11ea);
     let operations = setting("RISER_LINEAR_OPERATIONS", 3_000);
     println!(
@@ -196,10 +196,7 @@ fn initiators_on_networks_that_fail_agree_about_every_block() {
     let wire = match Wire::new(HOSTS, seed) {
         Ok(wire) => Arc::new(wire),
         Err(why) => {
-            return skip(
-                "initiators_on_networks_that_fail_agree_about_every_block",
-                &why,
-            );
+            return skip("failing_networks_keep_blocks_linearizable", &why);
         }
     };
     let mut pair = serve(&wire);

@@ -245,7 +245,7 @@ fn print_kinds(guests: &[Guest]) {
 }
 
 #[test]
-fn sessions_that_come_and_go_by_the_thousand_leave_nothing_in_the_daemon() {
+fn thousands_of_sessions_leave_nothing() {
     let connects = setting("RISER_SOAK_CONNECTS", 600);
     let sessions = setting("RISER_SOAK_SESSIONS", 48);
     let seed = setting("RISER_SOAK_SEED", 0x50a4);

@@ -1,7 +1,7 @@
 //! The audit log: records logins and logouts, refused and disconnected initiators, and changes to
 //! the configuration or program.
 //!
-//! Every line is a log event with the target [`TARGET`], which isn't affected by the log filter.
+//! Every line is a log event with the target [`TARGET`], which is not affected by the log filter.
 //! These are the events and their fields:
 //!
 //! | event | when | fields |

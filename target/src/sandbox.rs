@@ -10,9 +10,9 @@
 //! # Limitations
 //! Access to files is not restricted. Disks can be added at run time, so the files that can be
 //! opened depend on the user, the systemd unit and its device rules. `execve` is allowed, because
-//! it is required for upgrades and seccomp can't inspect the path. The new program inherits the
-//! filter. `io_uring` operations aren't system calls, so the filter can't see them: they can still
-//! open files and sockets, if the user and capabilities permit this.
+//! it is required for upgrades and seccomp cannot inspect the path. The new program inherits the
+//! filter. `io_uring` operations are not system calls, so the filter cannot see them: they can
+//! still open files and sockets, if the user and capabilities permit this.
 //!
 //! # Refused calls
 //! A refused call fails with `ENOSYS` and is logged by the kernel. If we killed the process
@@ -22,7 +22,7 @@
 //! others.
 //!
 //! # Upgrades
-//! After an upgrade, the new program doesn't enter the sandbox again, because the sandbox survives
+//! After an upgrade, the new program does not enter the sandbox again, because the sandbox survives
 //! `execve`. This ensures that no failure is possible here while RAM disks are at stake. The new
 //! program may require calls that the filter refuses, so we request its list of calls before the
 //! upgrade.
@@ -49,13 +49,13 @@ const NEEDED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
 /// An error when entering the sandbox, which is then incomplete or not active.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
-    /// Capabilities or their inheritance can't be changed.
+    /// Capabilities or their inheritance cannot be changed.
     #[error("capabilities cannot be given up: {0}")]
     Capabilities(#[source] io::Error),
     /// There is no list of system calls for this architecture.
     #[error("no system call filter is known for {}", std::env::consts::ARCH)]
     Architecture,
-    /// The filter can't be compiled.
+    /// The filter cannot be compiled.
     #[error("the system call filter cannot be made: {0}")]
     Compile(#[from] seccompiler::BackendError),
     /// The kernel rejected the filter.
@@ -153,7 +153,7 @@ fn drop_capabilities() -> rustix::io::Result<()> {
 }
 
 /// Returns true if `io_uring` is restricted to privileged processes and a group, and this process
-/// isn't in the group.
+/// is not in the group.
 fn rings_are_privileged() -> bool {
     let setting = |name: &str| {
         let value = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).ok()?;

@@ -14,11 +14,11 @@ pub enum Cause {
     NotReady,
     /// Operations fail for another reason.
     Internal,
-    /// Operations don't complete, because the file system or device isn't responding.
+    /// Operations do not complete, because the file system or device is not responding.
     Hanging,
     /// A flush failed. Acknowledged writes may be lost, and flushes fail until this is cleared.
     FlushFailed,
-    /// The served file was deleted. Its data will be lost when it's closed.
+    /// The served file was deleted. Its data will be lost when it is closed.
     Deleted,
     /// The path refers to a different file, which would be served after a restart.
     Replaced,
@@ -88,7 +88,7 @@ impl Cause {
         )
     }
 
-    /// Returns true if the daemon is still ready. It isn't ready if no commands can complete. This
+    /// Returns true if the daemon is still ready. It is not ready if no commands can complete. This
     /// also applies if different data or no data would be served after a restart, because all
     /// acknowledged writes are at risk.
     #[must_use]

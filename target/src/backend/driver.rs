@@ -136,8 +136,8 @@ impl std::fmt::Debug for Driver {
     }
 }
 
-/// Opens a descriptor for flushes. Returns true if it's the same as for writes, because `/proc`
-/// isn't available or the process has reached its limit.
+/// Opens a descriptor for flushes. Returns true if it is the same as for writes, because `/proc` is
+/// not available or the process has reached its limit.
 fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
     match medium {
         Medium::File { file, .. } => match sys::reopen(file) {
@@ -158,14 +158,14 @@ fn note_success(store: &Store, now: Instant, op: &BlockOp) -> bool {
     store.note_success(now, matches!(op, BlockOp::Write { .. }))
 }
 
-/// Size of a buffer with zeroes, for media that don't support zeroing.
+/// Size of a buffer with zeroes, for media that do not support zeroing.
 const ZEROES: usize = 64 << 10;
 
 /// Interval to retry requests held by an injected fault.
 const HELD: Duration = Duration::from_millis(2);
 
 /// Maximum number of bytes to read or write synchronously in a round, on files in memory. The
-/// worker can't serve other clients during this time.
+/// worker cannot serve other clients during this time.
 const AT_ONCE: u64 = 1 << 20;
 
 /// Maximum length of a synchronous read or write in bytes.
@@ -184,7 +184,7 @@ impl Driver {
     /// Creates a driver for the worker that owns the ring.
     ///
     /// # Errors
-    /// Fails if bounce memory can't be mapped.
+    /// Fails if bounce memory cannot be mapped.
     ///
     /// # Panics
     /// Panics if a configured size is zero or not a multiple as specified.
@@ -263,7 +263,7 @@ impl Driver {
     /// Detaches a store without requests. Returns false if it still has requests.
     ///
     /// # Panics
-    /// Panics if the store isn't attached.
+    /// Panics if the store is not attached.
     pub fn detach(&mut self, id: StoreId) -> bool {
         let idle = self.stores[id.0].requests == 0;
         if idle {
@@ -278,13 +278,13 @@ impl Driver {
     /// Returns an attached store.
     ///
     /// # Panics
-    /// Panics if the store isn't attached.
+    /// Panics if the store is not attached.
     #[must_use]
     pub fn store(&self, id: StoreId) -> &Arc<Store> {
         &self.stores[id.0].store
     }
 
-    /// Returns the number of accepted requests with results that weren't returned yet.
+    /// Returns the number of accepted requests with results that were not returned yet.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.requests.len() + self.done.len()
@@ -314,8 +314,8 @@ impl Driver {
     /// The operation is not submitted.
     ///
     /// # Panics
-    /// Panics if the store isn't attached, if the range doesn't consist of whole blocks, or if the
-    /// buffer is too short for the operation. The logical unit must ensure all this.
+    /// Panics if the store is not attached, if the range does not consist of whole blocks, or if
+    /// the buffer is too short for the operation. The logical unit must ensure all this.
     pub fn submit(
         &mut self,
         ring: &mut Ring,
@@ -468,7 +468,7 @@ impl Driver {
 
     /// Returns true if a store may have another request. Half of the depth is shared by all stores
     /// on a first-come basis. Each store has its own share of the other half, so a hanging store
-    /// can't block other stores.
+    /// cannot block other stores.
     fn has_room(&self, store: StoreId) -> bool {
         let (depth, stores) = (self.config.depth, self.stores.len());
         let in_flight = self.in_flight();
@@ -517,7 +517,7 @@ impl Driver {
     /// Handles a completion of a ring operation of this driver.
     ///
     /// # Panics
-    /// Panics if the token isn't from this driver. The worker must use [`owns`](Driver::owns) to
+    /// Panics if the token is not from this driver. The worker must use [`owns`](Driver::owns) to
     /// check this.
     pub fn handle_completion(&mut self, ring: &mut Ring, completion: &Completion) {
         assert!(self.owns(completion.token), "a completion of another's");
@@ -681,7 +681,7 @@ impl Driver {
         self.finish(index, result);
     }
 
-    /// Returns whether a request that reads or changes the medium doesn't have to wait for older
+    /// Returns whether a request that reads or changes the medium does not have to wait for older
     /// requests for the same bytes.
     fn takes_turn(&mut self, ring: &Ring, index: usize) -> bool {
         let request = &mut self.requests[index];
@@ -1012,7 +1012,7 @@ impl Driver {
     /// Returns whether the error of an operation may be due to data written by other requests,
     /// because a durable write syncs its descriptor. The kernel then considers the error as
     /// reported, even if another process opens the file later. A flush using the descriptor for
-    /// flushes will report it again, so it's remembered.
+    /// flushes will report it again, so it is remembered.
     fn may_report_a_loss(&self, index: usize, errno: i32) -> bool {
         let request = &self.requests[index];
         let store = &self.stores[request.store.0].store;
@@ -1022,9 +1022,9 @@ impl Driver {
     }
 
     /// Opens another descriptor for flushes after a failure was cleared, because the old descriptor
-    /// may still report an error already handled by the administrator. Also retries this if it's
+    /// may still report an error already handled by the administrator. Also retries this if it is
     /// the same as the descriptor for writes. Active durable writes may have received an error that
-    /// the new descriptor doesn't report, so their errors are treated as lost data.
+    /// the new descriptor does not report, so their errors are treated as lost data.
     fn renew_sync(&mut self, store: StoreId) {
         let attached = &mut self.stores[store.0];
         let clears = attached.store.flush_clears();
@@ -1230,7 +1230,7 @@ impl Driver {
     }
 
     /// Logs that a store works again, at most once every ten seconds, with the number of failures
-    /// that weren't logged.
+    /// that were not logged.
     fn report_recovery(&mut self, id: StoreId) {
         let attached = &mut self.stores[id.0];
         let suppressed = attached.complaints.take_suppressed();

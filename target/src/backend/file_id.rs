@@ -1,4 +1,4 @@
-//! File identifiers that don't depend on the path.
+//! File identifiers that do not depend on the path.
 
 use std::fs::File;
 use std::io;

@@ -5,17 +5,17 @@
 //! that an initiator never receives such a success:
 //!
 //! - The [`Store`](super::Store) remembers a failure: all subsequent flushes on all workers fail,
-//!   until an administrator clears it. A write with FUA is checked individually and isn't affected.
-//!   However, its error may be the only report of data lost by other writes, so a flush is executed
-//!   after a failed FUA write.
-//! - Each worker uses a separate descriptor for flushes, so that it doesn't receive errors intended
-//!   for other workers. After a failure was cleared, it opens a new descriptor. The kernel doesn't
-//!   report the old error for this one again.
+//!   until an administrator clears it. A write with FUA is checked individually and is not
+//!   affected. However, its error may be the only report of data lost by other writes, so a flush
+//!   is executed after a failed FUA write.
+//! - Each worker uses a separate descriptor for flushes, so that it does not receive errors
+//!   intended for other workers. After a failure was cleared, it opens a new descriptor. The kernel
+//!   does not report the old error for this one again.
 //! - A worker executes one flush at a time for a backend, on behalf of all commands waiting for a
-//!   flush, so that two flushes can't compete for an error.
+//!   flush, so that two flushes cannot compete for an error.
 //!
-//! A failure also survives a restart, because it's saved by a [`FlushKeeper`]. This uses a separate
-//! thread, so that workers don't have to wait for the file system where it's saved.
+//! A failure also survives a restart, because it is saved by a [`FlushKeeper`]. This uses a
+//! separate thread, so that workers do not have to wait for the file system where it is saved.
 
 use std::fmt::Debug;
 use std::io;
@@ -36,10 +36,10 @@ pub struct FlushFailure {
 
 /// Persistent storage for flush failures, by logical unit.
 pub trait FlushKeeper: Debug + Send + Sync {
-    /// Returns the failure of a unit's backend that wasn't cleared.
+    /// Returns the failure of a unit's backend that was not cleared.
     ///
     /// # Errors
-    /// Fails if the saved state can't be read, so there may be a failure.
+    /// Fails if the saved state cannot be read, so there may be a failure.
     fn load(&self, unit: &Identity) -> io::Result<Option<FlushFailure>>;
 
     /// Replaces the saved failure durably.
@@ -53,7 +53,7 @@ pub trait FlushKeeper: Debug + Send + Sync {
 #[derive(Debug, Default)]
 pub(super) struct FlushState {
     inner: Arc<Inner>,
-    /// Thread that saves the failure, until it's joined.
+    /// Thread that saves the failure, until it is joined.
     saver: Mutex<Option<Box<dyn Spawned>>>,
 }
 
@@ -115,7 +115,7 @@ impl FlushState {
         lock(&self.inner.state).clears
     }
 
-    /// Loads a saved failure for a unit, and saves future failures. If the saved state can't be
+    /// Loads a saved failure for a unit, and saves future failures. If the saved state cannot be
     /// read, this is treated as a failure at `date`.
     pub(super) fn keep(
         &self,

@@ -32,7 +32,7 @@ fn cause_of(error: BackendError) -> Option<Cause> {
     }
 }
 
-/// Counts failed operations of a medium by cause, and detects whether it's still failing.
+/// Counts failed operations of a medium by cause, and detects whether it is still failing.
 #[derive(Debug)]
 pub(super) struct Errors {
     counts: [AtomicU64; KINDS.len()],
@@ -122,7 +122,8 @@ impl Failing {
 #[derive(Debug)]
 struct Failure {
     since: Instant,
-    /// Date for `since`, set by the first report. It doesn't change if the clock is adjusted later.
+    /// Date for `since`, set by the first report. It does not change if the clock is adjusted
+    /// later.
     date: Option<SystemTime>,
     why: String,
     cause: Cause,
@@ -132,7 +133,7 @@ struct Failure {
 /// Duration of a medium error, because other blocks may be readable in the meantime.
 const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 
-/// Time after the last failure during which a successful operation doesn't clear it. If a file
+/// Time after the last failure during which a successful operation does not clear it. If a file
 /// system is full, writes to allocated blocks still succeed, and such a success between two
 /// failures must not clear them.
 const QUIET: Duration = Duration::from_secs(10);
@@ -225,7 +226,7 @@ impl Errors {
         })
     }
 
-    /// Returns true if a failure is still active without another operation. Failures that don't
+    /// Returns true if a failure is still active without another operation. Failures that do not
     /// expire are active until they are cleared.
     fn lasts(&self, failing: &Failure, now: Instant) -> bool {
         // A bad block might not be accessed again, so this error expires. A file system that is
@@ -241,7 +242,7 @@ impl Errors {
         KINDS.map(Cause::label).into_iter().zip(counts)
     }
 
-    /// Updates can't be partial, so ignore poisoning.
+    /// Updates cannot be partial, so ignore poisoning.
     fn lock(&self) -> MutexGuard<'_, Option<Failure>> {
         self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! Advice if a file can't be opened, and notes about an open backend.
+//! Advice if a file cannot be opened, and notes about an open backend.
 
 use std::io;
 use std::path::Path;

@@ -1,5 +1,5 @@
 //! Inspects the medium of an open backend: whether its path still refers to the open file or
-//! device, and whether it's large enough for the served capacity.
+//! device, and whether it is large enough for the served capacity.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -70,7 +70,7 @@ fn path_fault(open: &Stat, at_path: Option<&Stat>, is_device: bool) -> Option<Ca
 }
 
 /// Describes a fault of the path, including a command to save the data. Root can access the file
-/// using its descriptor in `/proc` while it's open in this process.
+/// using its descriptor in `/proc` while it is open in this process.
 fn describe(cause: Cause, path: &Path, fd: BorrowedFd<'_>) -> String {
     let path = path.display();
     let copy = format!(

@@ -143,11 +143,11 @@ impl Store {
         }
     }
 
-    /// Measures the space and inspects the medium. If the space can't be measured, the previous
-    /// measurement is discarded. In this case, faults of the medium don't change.
+    /// Measures the space and inspects the medium. If the space cannot be measured, the previous
+    /// measurement is discarded. In this case, faults of the medium do not change.
     ///
     /// # Errors
-    /// Returns file system errors, or an error with kind `TimedOut` if the file system isn't
+    /// Returns file system errors, or an error with kind `TimedOut` if the file system is not
     /// responding.
     pub fn examine(self: &Arc<Self>) -> io::Result<()> {
         if !matches!(self.medium, Medium::File { .. }) {
@@ -166,7 +166,7 @@ impl Store {
         answer.inspect_err(|_| self.space.forget()).flatten()
     }
 
-    /// Returns the time since when its file system hasn't responded to [`Store::examine`].
+    /// Returns the time since when its file system has not responded to [`Store::examine`].
     #[must_use]
     pub fn silent_since(&self) -> Option<Instant> {
         *self.silent.lock().unwrap_or_else(PoisonError::into_inner)
@@ -235,8 +235,8 @@ impl Store {
             .map_err(|error| self.unanswered(error))?
     }
 
-    /// Same as [`Store::undo`], if there are any changes. The path can't be opened again until this
-    /// is done.
+    /// Same as [`Store::undo`], if there are any changes. The path cannot be opened again until
+    /// this is done.
     pub(super) fn look_undo(self: &Arc<Self>) -> Option<io::Result<Look<()>>> {
         let marked = Mark::set(&self.changed_file()?).map(Marked);
         let undo = move |store: &Self| {

@@ -1,4 +1,4 @@
-//! Changes made on disk when opening or growing a backend, to be reverted if it isn't served.
+//! Changes made on disk when opening or growing a backend, to be reverted if it is not served.
 
 use std::fs::File;
 use std::io;

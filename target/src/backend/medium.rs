@@ -33,7 +33,7 @@ pub struct Geometry {
     pub block_size: u32,
     /// Physical block size in bytes, at least `block_size`.
     pub physical_block: u32,
-    /// Granularity of UNMAP in bytes, or `None` if it's not supported.
+    /// Granularity of UNMAP in bytes, or `None` if it is not supported.
     pub unmap_granularity: Option<u32>,
     /// Writes fail, and the file is opened read-only.
     pub read_only: bool,
@@ -57,8 +57,8 @@ pub(super) enum Medium {
         /// Minimum size for zeroing and discarding, in bytes.
         unit: u64,
         /// The device can discard and zero ranges. Otherwise the kernel would write zeroes to the
-        /// whole range in a single call, which may take long and can't be cancelled. For a file, we
-        /// try it.
+        /// whole range in a single call, which may take long and cannot be cancelled. For a file,
+        /// we try it.
         can_zero: bool,
         /// The file system is stored in memory.
         in_memory: bool,
@@ -73,8 +73,8 @@ pub(super) enum Medium {
     Absent,
 }
 
-/// Returns the geometry of a medium that isn't a file. Such a medium doesn't survive a restart, so
-/// a volatile cache doesn't matter, but the initiator sees the configured cache.
+/// Returns the geometry of a medium that is not a file. Such a medium does not survive a restart,
+/// so a volatile cache does not matter, but the initiator sees the configured cache.
 pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
     Geometry {
         capacity,
@@ -238,7 +238,7 @@ fn open_or_create(
     Ok(file)
 }
 
-/// Extends a file of `actual` bytes to its configured size, if it's shorter and `may_extend` is
+/// Extends a file of `actual` bytes to its configured size, if it is shorter and `may_extend` is
 /// set.
 fn to_size(
     file: File,
@@ -400,8 +400,8 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
     Ok((medium, geometry))
 }
 
-/// Creates the medium. `logical_block` is the block size of a device in bytes. Ranges of a file
-/// don't have to be aligned.
+/// Creates the medium. `logical_block` is the block size of a device in bytes. Ranges of a file do
+/// not have to be aligned.
 fn medium(file: File, align: Option<Align>, logical_block: Option<u32>, can_zero: bool) -> Medium {
     let device = logical_block.is_some();
     // The special file of a device may be stored on a file system in memory.
@@ -474,7 +474,7 @@ impl Queue {
         Self(found)
     }
 
-    /// Returns the value of an attribute, or 0 if it doesn't exist.
+    /// Returns the value of an attribute, or 0 if it does not exist.
     fn number(&self, name: &str) -> u64 {
         self.0
             .as_ref()

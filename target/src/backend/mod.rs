@@ -13,14 +13,14 @@
 //! - `flush`: handling of failed flushes.
 //! - `turns`: prevents concurrent reads and changes of the same blocks.
 //! - `ram`: sparse memory of a RAM disk.
-//! - `file_id`: file identifiers that don't depend on the path.
+//! - `file_id`: file identifiers that do not depend on the path.
 //! - `health`: counts failures and measures available space. `inspection`: checks the medium of an
 //!   open backend. `cause`: reasons why a backend requires an operator.
-//! - `hints`: advice if a file can't be opened, and notes about an open backend.
+//! - `hints`: advice if a file cannot be opened, and notes about an open backend.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
 //! - `look`: queries size and space on file systems that may not respond.
-//! - `open_error`: [`OpenError`], reasons why a backend can't be opened.
+//! - `open_error`: [`OpenError`], reasons why a backend cannot be opened.
 //! - `opening`: opens backends on file systems that may not respond. `waiting`: threads waiting for
 //!   a file system.
 //! - `errno`: maps host errors to errors of a logical unit.
@@ -44,16 +44,16 @@
 //!
 //! # Direct I/O and small blocks
 //! `O_DIRECT` transfers whole device blocks. If a unit has 512-byte blocks but the file system
-//! requires 4096, a small write would be a read-modify-write. This isn't atomic, so two workers
+//! requires 4096, a small write would be a read-modify-write. This is not atomic, so two workers
 //! could overwrite each other's data. Therefore such a unit uses the page cache: `direct: auto`
-//! falls back, and `direct: on` is rejected with the reason. Insufficiently aligned memory isn't a
+//! falls back, and `direct: on` is rejected with the reason. Insufficiently aligned memory is not a
 //! problem, because we can use a bounce buffer.
 //!
 //! # Discard
 //! We always discard by punching holes, even on block devices, because the kernel guarantees zeroes
-//! afterwards, as we do to the initiator. `BLKDISCARD` doesn't guarantee this. If the medium
-//! doesn't support holes, UNMAP doesn't change any blocks, and a unit on a device without holes
-//! doesn't support UNMAP. If the logical blocks of a device are larger than the unit's blocks, only
+//! afterwards, as we do to the initiator. `BLKDISCARD` does not guarantee this. If the medium does
+//! not support holes, UNMAP does not change any blocks, and a unit on a device without holes does
+//! not support UNMAP. If the logical blocks of a device are larger than the unit's blocks, only
 //! whole device blocks are discarded and the remaining blocks are unchanged. If zeroes are
 //! required, they are written to the remaining blocks.
 

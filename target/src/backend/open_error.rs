@@ -1,4 +1,4 @@
-//! Reasons why a backend can't be opened.
+//! Reasons why a backend cannot be opened.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::file_id::FileId;
 use crate::holder::Holder;
 
-/// Reason why a backend can't be opened.
+/// Reason why a backend cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// A system call failed.
@@ -19,7 +19,7 @@ pub enum OpenError {
         /// System error.
         source: io::Error,
     },
-    /// A file can't be opened, and advice is available.
+    /// A file cannot be opened, and advice is available.
     #[error("{}: cannot {action}: {source}; {hint}", path.display())]
     File {
         /// Path of the file.
@@ -31,7 +31,7 @@ pub enum OpenError {
         /// Advice on permissions or on suitable locations for this file.
         hint: String,
     },
-    /// The path doesn't refer to the open file.
+    /// The path does not refer to the open file.
     #[error("{}: is not what is served any more; another file has taken its place", path.display())]
     Moved {
         /// Path of the backend.
@@ -69,7 +69,7 @@ pub enum OpenError {
         /// Path of the file.
         path: PathBuf,
     },
-    /// The names of its unit are not available, because the file with names can't be read.
+    /// The names of its unit are not available, because the file with names cannot be read.
     #[error(
         "the names of logical units cannot be read: {why}; restore the file from a backup, or move it away and \
          restart riserd: then there are new names, and initiators see new disks"
@@ -78,7 +78,7 @@ pub enum OpenError {
         /// Error with the path of the file.
         why: String,
     },
-    /// The file is too small, and it's not configured to be extended.
+    /// The file is too small, and it is not configured to be extended.
     #[error(
         "{}: is {actual} bytes, fewer than {wanted}; `create: true` extends a file",
         path.display()
@@ -124,7 +124,7 @@ pub enum OpenError {
     /// The block size is not supported.
     #[error("a block size of {0} bytes; 512 and 4096 are supported")]
     BlockSize(u32),
-    /// `direct: on` isn't supported for this file or device.
+    /// `direct: on` is not supported for this file or device.
     #[error("{}: cannot be served with direct I/O: {reason}", path.display())]
     Direct {
         /// Path of the backend.
@@ -135,7 +135,7 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// Returns true if the path doesn't exist or doesn't respond.
+    /// Returns true if the path does not exist or does not respond.
     pub(super) fn is_missing(&self) -> bool {
         match self {
             Self::Gone { .. } => true,

@@ -1,4 +1,4 @@
-//! Opens backends with a timeout, because a file system that isn't responding, such as a network
+//! Opens backends with a timeout, because a file system that is not responding, such as a network
 //! share with an unavailable server, must not block the caller.
 
 use std::collections::BTreeMap;
@@ -32,12 +32,12 @@ pub struct Wish {
     pub spec: Spec,
     /// Wait for a lock of another process.
     pub is_patient: bool,
-    /// The file existed before, so it isn't created if it's missing, because its file system may
+    /// The file existed before, so it is not created if it is missing, because its file system may
     /// not be mounted.
     pub is_known: bool,
 }
 
-/// Open stores by backend name. If a store isn't taken, it's closed and all changes are reverted.
+/// Open stores by backend name. If a store is not taken, it is closed and all changes are reverted.
 #[derive(Debug, Default)]
 pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
 
@@ -54,7 +54,7 @@ impl OpenedStores {
         self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
     }
 
-    /// Returns the names and paths of missing backends. This excludes existing backends that can't
+    /// Returns the names and paths of missing backends. This excludes existing backends that cannot
     /// be served.
     pub(crate) fn missing(&self) -> Vec<(String, PathBuf)> {
         let all = self.0.iter();
@@ -108,7 +108,7 @@ pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
 }
 
 /// Opens all backends concurrently with [`Store::open`], for up to eight seconds. If opening a
-/// backend takes longer, it's closed again afterwards, and until then any other attempt for the
+/// backend takes longer, it is closed again afterwards, and until then any other attempt for the
 /// same path fails immediately.
 ///
 /// # Errors
@@ -123,9 +123,9 @@ pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
     all
 }
 
-/// Same as [`open_all`], but doesn't wait for a file system that isn't responding. `take` is called
-/// with the results available after a short time, which may be empty, and again for any later
-/// results.
+/// Same as [`open_all`], but does not wait for a file system that is not responding. `take` is
+/// called with the results available after a short time, which may be empty, and again for any
+/// later results.
 pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
     Round::start(wishes).give_each(take);
 }
@@ -136,7 +136,7 @@ struct Round {
     openings: BTreeMap<PathBuf, (Wish, Opening, Instant)>,
     /// Requests waiting for another pending operation with the same path.
     doubled: Vec<Wish>,
-    /// Requests that couldn't be started.
+    /// Requests that could not be started.
     failed: Vec<(Wish, OpenError)>,
     wake: Sender<()>,
     woken: Receiver<()>,
@@ -240,7 +240,7 @@ impl Round {
 }
 
 /// Opens a single backend in the same way, including RAM disks and null devices. A missing file
-/// with `is_known` isn't created.
+/// with `is_known` is not created.
 ///
 /// # Errors
 /// Same as [`open_all`].

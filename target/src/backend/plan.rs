@@ -53,7 +53,7 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 /// `Punch` and `Zero` only apply to whole device blocks within the range. Zeroes are written to the
 /// edges for an operation that requires zeroes, but a discard leaves the edges unchanged.
 ///
-/// A discard doesn't write. If holes aren't supported, the blocks remain mapped (SBC-3 5.28).
+/// A discard does not write. If holes are not supported, the blocks remain mapped (SBC-3 5.28).
 /// Otherwise an UNMAP with a few bytes of parameters could write gigabytes, which are not covered
 /// by the limits of the unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +64,7 @@ pub(super) enum Stage {
     Punch,
     /// Zeroes the range without deallocating it.
     Zero,
-    /// Writes zeroes, if the medium doesn't support a better way.
+    /// Writes zeroes, if the medium does not support a better way.
     Fill,
     /// Writes zeroes before and after the whole units of the medium.
     Edges,
@@ -114,7 +114,7 @@ pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u
 }
 
 /// Returns the piece of a range that contains the next byte to fill with zeroes. Reads can be
-/// executed between pieces of `most` bytes, so that they don't have to wait for long ranges.
+/// executed between pieces of `most` bytes, so that they do not have to wait for long ranges.
 pub(super) fn fill_piece(op: &BlockOp, done: u64, most: u64) -> Range<u64> {
     let (start, len) = range(op);
     let begin = start + done - done % most;

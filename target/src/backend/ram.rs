@@ -86,7 +86,7 @@ impl Ram {
         }
     }
 
-    /// Identifies the content. It's unique, so a RAM disk with the same name has a different
+    /// Identifies the content. It is unique, so a RAM disk with the same name has a different
     /// generation after a restart.
     #[must_use]
     pub fn generation(&self) -> [u8; 16] {
@@ -190,7 +190,7 @@ impl Ram {
     /// in both at any time.
     ///
     /// # Errors
-    /// Fails if the file can't be extended. In this case, each chunk is stored either here or in
+    /// Fails if the file cannot be extended. In this case, each chunk is stored either here or in
     /// the file. Use [`Ram::take_back`] to restore all data.
     pub fn give_away(&self, file: &File) -> io::Result<()> {
         let mut end = 0;

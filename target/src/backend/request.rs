@@ -12,7 +12,7 @@ use super::turns::Turn;
 /// Maximum number of bytes in a ring operation.
 pub(super) const MAX_OPERATION: usize = 1 << 30;
 
-/// Sizes of a driver, fixed when it's created.
+/// Sizes of a driver, fixed when it is created.
 #[derive(Debug, Clone, Copy)]
 pub struct DriverConfig {
     /// Top byte of all ring tokens of this driver, used by the worker to identify its completions.
@@ -73,7 +73,7 @@ pub(super) struct BlockCommand {
     pub(super) renewals: u32,
     /// Bounce buffer in use, which replaces a part of the command's memory.
     pub(super) bounce: Option<Bounce>,
-    /// It's counted as one of the long changes of the store in a ring.
+    /// It is counted as one of the long changes of the store in a ring.
     pub(super) is_changing: bool,
     /// Position among requests for the same bytes, if required.
     pub(super) turn: Option<Turn>,
@@ -115,9 +115,9 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     }
 }
 
-/// Returns the part of a command's buffer used by an operation, if this doesn't require creating a
+/// Returns the part of a command's buffer used by an operation, if this does not require creating a
 /// list: either the whole buffer, or a part of its first piece, which is stored in `part`. Returns
-/// `None` if a list is required, or if direct I/O isn't possible with this memory.
+/// `None` if a list is required, or if direct I/O is not possible with this memory.
 pub(super) fn uncut<'a>(
     op: &BlockOp,
     data: &'a [MemSlice],
@@ -145,7 +145,7 @@ pub(super) fn uncut<'a>(
 #[derive(Debug)]
 pub(super) struct Bounce {
     pub(super) memory: MemSlice,
-    /// It's one of the buffers shared by all stores.
+    /// It is one of the buffers shared by all stores.
     pub(super) is_shared: bool,
 }
 

@@ -42,7 +42,7 @@ pub struct Resized {
 }
 
 /// An open backend, shared by all workers. Each worker accesses it via its own
-/// [`Driver`](super::Driver). It's unlocked when the last reference is dropped.
+/// [`Driver`](super::Driver). It is unlocked when the last reference is dropped.
 #[derive(Debug)]
 pub struct Store {
     pub(super) medium: Medium,
@@ -70,7 +70,7 @@ pub struct Store {
     pub(super) waiting: Waiting,
     /// Time of the first query to its file system without a response, until there is a response.
     pub(super) silent: Mutex<Option<Instant>>,
-    /// File identifier from when it was opened, if it's a file.
+    /// File identifier from when it was opened, if it is a file.
     file: Option<FileId>,
     notes: Vec<String>,
 }
@@ -100,7 +100,7 @@ impl Store {
     /// Same as [`Store::open`].
     ///
     /// # Panics
-    /// Panics if the specification isn't for a file or device.
+    /// Panics if the specification is not for a file or device.
     pub fn on_disk(spec: &Spec, disk: &Disk, host: Arc<dyn Host>) -> Result<Arc<Self>, OpenError> {
         Self::open_by(spec, host, |made| {
             let (medium, geometry) = simulated(spec, disk, made)?;
@@ -139,9 +139,9 @@ impl Store {
         }))
     }
 
-    /// Creates a placeholder for a backend that can't be opened. All reads and writes fail because
-    /// it isn't ready. The geometry is based on the specification. If this doesn't include the
-    /// capacity, it's a single block.
+    /// Creates a placeholder for a backend that cannot be opened. All reads and writes fail because
+    /// it is not ready. The geometry is based on the specification. If this does not include the
+    /// capacity, it is a single block.
     #[must_use]
     pub fn absent(spec: &Spec) -> Arc<Self> {
         let capacity = match &spec.source {
@@ -238,9 +238,9 @@ impl Store {
         &self.notes
     }
 
-    /// Returns whether reads never return a block with a mix of old and new data. Disks don't split
-    /// their own blocks, but the page cache does, and file systems may use it for direct I/O as
-    /// well.
+    /// Returns whether reads never return a block with a mix of old and new data. Disks do not
+    /// split their own blocks, but the page cache does, and file systems may use it for direct I/O
+    /// as well.
     pub(super) fn keeps_blocks_whole(&self) -> bool {
         let least = match self.medium {
             Medium::File {
@@ -264,8 +264,8 @@ impl Store {
     }
 
     /// Identifies the cache that holds data before a flush. This is the content of a RAM disk,
-    /// which is lost together with it. Otherwise, it's the page cache of the kernel and the devices
-    /// below, which survive this process but not a reboot.
+    /// which is lost together with it. Otherwise, it is the page cache of the kernel and the
+    /// devices below, which survive this process but not a reboot.
     #[must_use]
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
@@ -274,7 +274,7 @@ impl Store {
         }
     }
 
-    /// Returns the content if it's a RAM disk.
+    /// Returns the content if it is a RAM disk.
     #[must_use]
     pub fn ram(&self) -> Option<Arc<Ram>> {
         match &self.medium {
@@ -284,7 +284,7 @@ impl Store {
     }
 
     /// Checks that the backend could be opened again. This fails if a file was renamed, replaced or
-    /// truncated, or is shorter than configured. It also fails if a flush failure wasn't cleared,
+    /// truncated, or is shorter than configured. It also fails if a flush failure was not cleared,
     /// because the shutdown before starting the next program would fail.
     ///
     /// # Errors
@@ -342,8 +342,8 @@ impl Store {
     }
 
     /// Grows the medium to the configured size of the backend. Returns the new capacity, to be
-    /// applied by [`Store::set_capacity`], or `None` if it's unchanged. A file that is larger than
-    /// configured isn't changed.
+    /// applied by [`Store::set_capacity`], or `None` if it is unchanged. A file that is larger than
+    /// configured is not changed.
     ///
     /// # Errors
     /// Returns [`OpenError`] if it would shrink, or if its file is too small and must not be
@@ -397,13 +397,13 @@ impl Store {
         });
     }
 
-    /// Returns true for a placeholder of a backend that can't be opened. See [`Store::absent`].
+    /// Returns true for a placeholder of a backend that cannot be opened. See [`Store::absent`].
     #[must_use]
     pub fn is_absent(&self) -> bool {
         matches!(self.medium, Medium::Absent)
     }
 
-    /// Returns the file identifier from when it was opened, if it's a file.
+    /// Returns the file identifier from when it was opened, if it is a file.
     #[must_use]
     pub const fn file(&self) -> Option<FileId> {
         self.file
@@ -501,14 +501,14 @@ impl Store {
         self.errors.counts()
     }
 
-    /// Returns the last measurement of available space. `None` if it's not a file, or was not
+    /// Returns the last measurement of available space. `None` if it is not a file, or was not
     /// measured yet.
     #[must_use]
     pub fn space(&self) -> Option<Space> {
         self.space.get()
     }
 
-    /// Returns the flush failure that wasn't cleared, if any. Acknowledged writes may be lost.
+    /// Returns the flush failure that was not cleared, if any. Acknowledged writes may be lost.
     #[must_use]
     pub fn flush_failure(&self) -> Option<FlushFailure> {
         self.flush.failure()
@@ -520,7 +520,7 @@ impl Store {
         self.flush.clear()
     }
 
-    /// Loads a saved flush failure for a unit, and saves future failures. If the saved state can't
+    /// Loads a saved flush failure for a unit, and saves future failures. If the saved state cannot
     /// be read, this is treated as a failure at `now`.
     pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity, now: Instant) {
         if let Some(failure) = self.flush.keep(keeper, unit, self.host.date(now)) {
@@ -596,7 +596,7 @@ impl Store {
     /// change, to be applied by [`Store::set_capacity`].
     ///
     /// # Errors
-    /// Fails if the file or device can't be measured.
+    /// Fails if the file or device cannot be measured.
     pub fn measure(&self) -> io::Result<Option<Resized>> {
         let Medium::File { file, device, .. } = &self.medium else {
             return Ok(None);
@@ -615,7 +615,7 @@ impl Store {
     }
 }
 
-/// Rounds the capacity down to whole blocks, because the size of files and devices doesn't have to
+/// Rounds the capacity down to whole blocks, because the size of files and devices does not have to
 /// be a multiple of the configured block size.
 fn whole_blocks(
     spec: &Spec,

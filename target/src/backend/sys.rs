@@ -92,8 +92,8 @@ pub(super) enum Lock {
     Shared,
 }
 
-/// Locks the whole file for this open file description. Returns false if it's locked by another
-/// one. Unlike a POSIX lock, it isn't released when another descriptor of the same file is closed
+/// Locks the whole file for this open file description. Returns false if it is locked by another
+/// one. Unlike a POSIX lock, it is not released when another descriptor of the same file is closed
 /// (fcntl(2)).
 pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
     let kind = match lock {
@@ -145,8 +145,8 @@ pub(super) struct Align {
     pub(super) offset: u32,
 }
 
-/// Returns the alignment reported by the kernel. Returns `None` if direct I/O isn't supported for
-/// this file, and a page size for both if the kernel or file system doesn't report it.
+/// Returns the alignment reported by the kernel. Returns `None` if direct I/O is not supported for
+/// this file, and a page size for both if the kernel or file system does not report it.
 pub(super) fn direct_alignment(fd: BorrowedFd<'_>) -> io::Result<Option<Align>> {
     let st = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
     // This applies to Linux versions before 6.1, and to file systems that don't report it. The
@@ -165,7 +165,7 @@ pub(super) fn direct_alignment(fd: BorrowedFd<'_>) -> io::Result<Option<Align>> 
 
 /// Returns the size of a block device in bytes.
 ///
-/// Changes the file position of the open file description, which we don't use.
+/// Changes the file position of the open file description, which we do not use.
 pub(super) fn device_size(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(rustix::fs::seek(fd, SeekFrom::End(0))?)
 }
@@ -190,7 +190,7 @@ pub(super) fn can_punch(fd: BorrowedFd<'_>, beyond: u64, len: u64) -> bool {
 
 /// Returns whether there is data at `offset`, and the length of this extent, up to `len` bytes.
 ///
-/// Changes the file position of the open file description, which we don't use.
+/// Changes the file position of the open file description, which we do not use.
 pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, u64)> {
     let fd = match open_file(file) {
         OpenFile::Fd(fd) => fd,
@@ -211,7 +211,7 @@ pub(super) fn extent(file: &Handle, offset: u64, len: u64) -> io::Result<(bool, 
 /// Maximum number of pieces to read or write in a single call.
 const PIECES: usize = 32;
 
-/// Returns whether reads and writes of an open file are copies in memory, which don't wait for a
+/// Returns whether reads and writes of an open file are copies in memory, which do not wait for a
 /// medium unless data was swapped out.
 pub(super) fn is_in_memory(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fstatfs(fd)
@@ -221,7 +221,7 @@ pub(super) fn is_in_memory(fd: BorrowedFd<'_>) -> bool {
 /// `RAMFS_MAGIC` in `linux/magic.h`.
 const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
 
-/// Maps a file in memory for reading. Returns `None` if this isn't possible and system calls must
+/// Maps a file in memory for reading. Returns `None` if this is not possible and system calls must
 /// be used.
 pub(super) fn map(file: &File) -> Option<MappedFile> {
     let len = file.metadata().ok()?.len();

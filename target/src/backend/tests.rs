@@ -710,7 +710,7 @@ fn reads_of_holes_allocate_no_memory() {
     assert_eq!(blocks(), 0);
 }
 
-/// A file on a ramfs, which doesn't support fallocate(2). It's unmounted after the test.
+/// A file on a ramfs, which does not support fallocate(2). It is unmounted after the test.
 struct WithoutHoles(PathBuf);
 
 impl WithoutHoles {
@@ -736,7 +736,7 @@ impl Drop for WithoutHoles {
     }
 }
 
-/// Otherwise, an UNMAP of 24 bytes could write gigabytes that aren't covered by a limit.
+/// Otherwise, an UNMAP of 24 bytes could write gigabytes that are not covered by a limit.
 #[test]
 fn discard_without_holes_writes_nothing() {
     let Some(mount) = WithoutHoles::mount("discard") else {
@@ -1905,7 +1905,7 @@ fn durable_write_error_may_reveal_lost_data() {
     assert!(store.flush_failure().is_some(), "the writer alone knows");
 }
 
-/// The same applies to a worker that can't open a descriptor for flushes. It uses the descriptor
+/// The same applies to a worker that cannot open a descriptor for flushes. It uses the descriptor
 /// for writes, which has already reported the loss.
 #[test]
 fn loss_is_detected_with_single_descriptor() {
@@ -1934,7 +1934,7 @@ fn loss_is_detected_with_single_descriptor() {
     );
 }
 
-/// With any overlap of durable writes, a failure cleared by an administrator isn't reported again.
+/// With any overlap of durable writes, a failure cleared by an administrator is not reported again.
 #[test]
 fn cleared_failure_ends_despite_durable_writes() {
     let (store, disk) = store_in_memory();
@@ -2051,8 +2051,8 @@ impl InMemory {
     }
 }
 
-/// Copies by the page cache can split a block, and we don't know which file systems use it. A
-/// device doesn't split its own blocks.
+/// Copies by the page cache can split a block, and we do not know which file systems use it. A
+/// device does not split its own blocks.
 #[test]
 fn read_waits_for_divisible_write() {
     let file = file("/in/memory".into(), 16 << 20);
@@ -2094,7 +2094,7 @@ fn read_waits_for_divisible_write() {
     }
 }
 
-/// A flush doesn't access any data, and may take a long time.
+/// A flush does not access any data, and may take a long time.
 #[test]
 fn requests_do_not_wait_for_other_flushes() {
     let (fua, unmap, buffer_offset) = (true, false, 0);

@@ -4,15 +4,15 @@
 //! systems prevent this. A read could return a block with a mix of old and new data. Disks never do
 //! this, and hosts sharing a disk depend on it: cluster leases and heartbeats are blocks that a
 //! host writes while other hosts are reading them. Therefore a request waits for older requests for
-//! the same bytes if either of them changes the data. Changes don't wait for each other, because
+//! the same bytes if either of them changes the data. Changes do not wait for each other, because
 //! the kernel serializes writes to a file.
 //!
-//! A disk doesn't split its own blocks, and memory has separate locks (`ram`), so turns aren't
+//! A disk does not split its own blocks, and memory has separate locks (`ram`), so turns are not
 //! required for direct I/O on a device. They are required for all files, because some file systems
 //! use the page cache for direct I/O as well.
 //!
-//! A request only checks requests of the other kind, when joining and leaving. Reads therefore
-//! don't have to check anything if there are no changes.
+//! A request only checks requests of the other kind, when joining and leaving. Reads therefore do
+//! not have to check anything if there are no changes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -56,7 +56,7 @@ impl Place {
     }
 }
 
-/// Position of a request that doesn't have to wait and completes synchronously. This doesn't
+/// Position of a request that does not have to wait and completes synchronously. This does not
 /// require any other state. Dropping it leaves the queue.
 #[derive(Debug)]
 pub(super) struct ShortTurn<'a> {
@@ -71,7 +71,7 @@ pub(super) struct Turn {
     turns: Arc<Turns>,
     key: usize,
     changes: bool,
-    /// `None` if it didn't have to wait.
+    /// `None` if it did not have to wait.
     is_over: Option<Arc<AtomicBool>>,
 }
 
@@ -108,7 +108,7 @@ impl Turns {
         }
     }
 
-    /// Same as [`Turns::join`], but only if it doesn't have to wait for an older request.
+    /// Same as [`Turns::join`], but only if it does not have to wait for an older request.
     pub(super) fn enter(
         self: &Arc<Self>,
         bytes: Range<u64>,
@@ -157,7 +157,7 @@ impl Turns {
         }
     }
 
-    /// A panic in another thread can't leave a partial entry.
+    /// A panic in another thread cannot leave a partial entry.
     fn line(&self) -> MutexGuard<'_, Line> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -178,7 +178,7 @@ impl Drop for Turn {
 }
 
 impl ShortTurn<'_> {
-    /// Keeps the position for a request that doesn't complete synchronously.
+    /// Keeps the position for a request that does not complete synchronously.
     pub(super) fn into_turn(self) -> Turn {
         let this = std::mem::ManuallyDrop::new(self);
         Turn {

@@ -50,13 +50,13 @@ impl Drop for Marked {
     }
 }
 
-/// Returns true if a thread is waiting for a path. Until it exits, this program can't be replaced
+/// Returns true if a thread is waiting for a path. Until it exits, this program cannot be replaced
 /// by another one.
 pub(super) fn is_waiting(path: &Path) -> bool {
     waiting().contains_key(path)
 }
 
-/// Updates can't be partial, so ignore poisoning.
+/// Updates cannot be partial, so ignore poisoning.
 fn waiting() -> std::sync::MutexGuard<'static, HashMap<PathBuf, u64>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,7 +8,7 @@
 //!   finish: releases the buffer, returns watchers        ←── leave: out of the task set ←─┘
 //! ```
 //!
-//! A command receives its Data-Out before it's added to the order, so that it doesn't block other
+//! A command receives its Data-Out before it is added to the order, so that it does not block other
 //! commands while waiting for its initiator and for memory. It is validated when it starts, so any
 //! change during the data transfer is taken into account.
 //!
@@ -16,7 +16,7 @@
 //! receiving Data-Out.
 //!
 //! The request context of a fabric contains an [`Execution`], together with fabric-specific state:
-//! data transfer, credits, and response format. This module doesn't send or post anything.
+//! data transfer, credits, and response format. This module does not send or post anything.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -44,7 +44,7 @@ use crate::stats::{CDB_TRACED, CommandTimer, Stage, Throttle, TraceKey};
 /// other commands may be waiting for this command.
 pub const MAX_DATA_TIMEOUTS: u32 = 8;
 
-/// Maximum CDB length to store, in bytes. Units don't support longer commands.
+/// Maximum CDB length to store, in bytes. Units do not support longer commands.
 pub const MAX_CDB: usize = 32;
 
 /// Length of a VPD page header in bytes (SPC-4 7.8.1).
@@ -75,7 +75,7 @@ pub struct Descriptors {
     pub pooled: bool,
 }
 
-/// Data or descriptors that a command receives from its initiator before it's added to the order.
+/// Data or descriptors that a command receives from its initiator before it is added to the order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Early {
     /// Not required, or not pending any more.
@@ -90,7 +90,7 @@ enum Early {
 /// An active command.
 #[derive(Debug)]
 pub struct Execution {
-    /// The unit, if any. This doesn't change if the LUN map is updated.
+    /// The unit, if any. This does not change if the LUN map is updated.
     pub unit: Option<Arc<Unit>>,
     /// LUN of the unit.
     lun: LunId,
@@ -272,7 +272,7 @@ impl Execution {
     }
 
     /// Adds the command to the task set of its unit. A command without a unit starts immediately.
-    /// `limited` is set if the command must wait for limits first. It's true for a write and false
+    /// `limited` is set if the command must wait for limits first. It is true for a write and false
     /// for a read.
     pub fn register(
         &mut self,
@@ -342,8 +342,8 @@ impl Execution {
         }
     }
 
-    /// Returns whether the command isn't in the order yet, because [`Execution::data_arrived`]
-    /// wasn't called.
+    /// Returns whether the command is not in the order yet, because [`Execution::data_arrived`] was
+    /// not called.
     #[must_use]
     pub fn is_gathering(&self) -> bool {
         matches!(self.early, Early::Awaited(_))
@@ -373,7 +373,7 @@ impl Execution {
     /// command may start immediately, and other tasks that may start.
     ///
     /// # Panics
-    /// Panics if the command isn't waiting for data or descriptors.
+    /// Panics if the command is not waiting for data or descriptors.
     #[must_use]
     pub fn data_arrived(&mut self, result: StepResult, now: Instant) -> (bool, Vec<TaskRef>) {
         assert!(self.is_gathering(), "data come once");
@@ -408,7 +408,7 @@ impl Execution {
         }
     }
 
-    /// Starts the command, and returns its first step that isn't done yet. A command is refused if
+    /// Starts the command, and returns its first step that is not done yet. A command is refused if
     /// its data exceeds the maximum buffer size of the pool.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
         self.timer.enter(Stage::Scsi, now);
@@ -511,7 +511,7 @@ impl Execution {
 
     /// Allocates memory from the pool's reserve if the command has started and is waiting for
     /// memory, because other commands may be waiting for it while using memory. Returns `false` if
-    /// this isn't the case, or while another command of the unit is using the reserve.
+    /// this is not the case, or while another command of the unit is using the reserve.
     pub fn take_reserve(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         if self.is_held_up() {
             self.buffer = pool.grant_reserve(self.claim(owner), self.buffer_len());
@@ -529,7 +529,7 @@ impl Execution {
         runs && self.buffer.is_none() && !self.is_gathering()
     }
 
-    /// Copies the response data to the buffer, if it isn't there already. Returns the number of
+    /// Copies the response data to the buffer, if it is not there already. Returns the number of
     /// bytes to send to the initiator, or `None` if no memory is available.
     pub fn gather(
         &mut self,
@@ -557,7 +557,7 @@ impl Execution {
         Some(len)
     }
 
-    /// Called when the response was sent. Until then, the initiator doesn't know the unit
+    /// Called when the response was sent. Until then, the initiator does not know the unit
     /// identified by the response, and other commands in flight may be intended for the previous
     /// unit.
     pub fn arrive(&mut self, now: Instant) {
@@ -605,7 +605,7 @@ impl Execution {
         started
     }
 
-    /// Notes that the command was aborted by its own nexus, which doesn't expect a status
+    /// Notes that the command was aborted by its own nexus, which does not expect a status
     /// afterwards, even if the command is aborted by other nexuses as well.
     pub fn renounce(&mut self) {
         self.is_renounced = true;
@@ -636,7 +636,7 @@ impl Execution {
     }
 
     /// Releases the data of a command that completes with a status only, when no device is using
-    /// the data. Returns the functions waiting for this command. They don't wait for the initiator
+    /// the data. Returns the functions waiting for this command. They do not wait for the initiator
     /// to receive the response.
     #[must_use]
     pub fn interrupt(&mut self, pool: &mut Pool) -> Vec<TaskRef> {

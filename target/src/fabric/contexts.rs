@@ -2,11 +2,11 @@
 //!
 //! A connection has as many context numbers as the maximum number of concurrent commands. The
 //! memory of a context is allocated for a command from the worker's spare contexts, and returned
-//! when the command completes. An idle session therefore doesn't use any contexts, and all sessions
-//! of a worker together use as many as they have commands. A session can't prevent another session
-//! from getting a context: if there are no spare contexts, the worker allocates a new one. The
-//! maximum number of contexts of a session is determined by its login and included in its memory
-//! usage ([`Contexts::memory`]).
+//! when the command completes. An idle session therefore does not use any contexts, and all
+//! sessions of a worker together use as many as they have commands. A session cannot prevent
+//! another session from getting a context: if there are no spare contexts, the worker allocates a
+//! new one. The maximum number of contexts of a session is determined by its login and included in
+//! its memory usage ([`Contexts::memory`]).
 
 use std::ops::{Index, IndexMut};
 
@@ -20,7 +20,7 @@ const KEPT: usize = 1024;
 ///
 /// They were previously used by commands of any session. Their old contents must never be used or
 /// sent, so all fields must be set when a context is allocated, and all resources must be released
-/// before it's returned.
+/// before it is returned.
 #[derive(Debug)]
 pub struct Spare<T> {
     // Boxed, to avoid copying a context for each command.
@@ -137,7 +137,7 @@ impl<T> Contexts<T> {
     /// Removes the context of a completed command.
     ///
     /// # Panics
-    /// Panics if the number isn't in use.
+    /// Panics if the number is not in use.
     pub(crate) fn remove(&mut self, idx: TaskIdx) -> Box<T> {
         let context = self.slots[usize::from(idx.0)].context.take();
         self.idle.push(idx);

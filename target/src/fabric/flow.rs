@@ -74,7 +74,7 @@ pub(crate) struct Backlog {
 ///
 /// The pool has separate memory for commands that are receiving their data and for commands that
 /// have started, because the former may be waiting for the latter in the order of the task set.
-/// Therefore the two kinds of commands don't queue behind each other.
+/// Therefore the two kinds of commands do not queue behind each other.
 #[derive(Debug)]
 struct MemoryQueue {
     unit: Option<UnitIdx>,
@@ -151,7 +151,7 @@ impl Backlog {
     }
 
     /// Returns whether a command with `staged` bytes of unsolicited data may wait for memory. This
-    /// data isn't stored in the pool, so its size per worker is limited by the pool size plus
+    /// data is not stored in the pool, so its size per worker is limited by the pool size plus
     /// [`MAX_STAGED`] for each connection.
     fn may_stage(&self, pool: &Pool, staged: usize) -> bool {
         self.staged == 0
@@ -237,7 +237,7 @@ pub(crate) trait CommandFlow {
     /// Changes the state of a command that must wait.
     fn hold(&mut self, task: TaskIdx, hold: Hold);
 
-    /// Starts a command when it's next in the order, and returns its first step.
+    /// Starts a command when it is next in the order, and returns its first step.
     fn first_step(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) -> Step;
 
     /// Starts reading the external descriptors of a command, if any. Returns whether they are
@@ -280,7 +280,7 @@ pub(crate) trait CommandFlow {
         0
     }
 
-    /// Checks whether a command may wait for limits with the resources it's using.
+    /// Checks whether a command may wait for limits with the resources it is using.
     ///
     /// # Errors
     /// Returns the status if the command must be refused.
@@ -294,7 +294,7 @@ pub(crate) trait CommandFlow {
     /// Adds a command to the task set of its unit, and executes it until it has to wait.
     ///
     /// Limits are checked first. A command waiting for limits is in the task set, so that functions
-    /// can find it and the order is preserved, but doesn't have a buffer yet.
+    /// can find it and the order is preserved, but does not have a buffer yet.
     fn enter_task_set(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -371,13 +371,13 @@ pub(crate) trait CommandFlow {
         }
     }
 
-    /// Starts a task when it's next in the order.
+    /// Starts a task when it is next in the order.
     fn start(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx) {
         let step = self.first_step(cx, task);
         self.run(cx, task, step);
     }
 
-    /// Executes steps until a step can't complete immediately.
+    /// Executes steps until a step cannot complete immediately.
     fn run(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, mut step: Step) {
         let owner = self.backlog().owner;
         loop {
@@ -415,7 +415,7 @@ pub(crate) trait CommandFlow {
     }
 
     /// Processes the result of the last step of a command, and returns the next step. If the
-    /// command has received its data, it's added to the order and may have to wait there.
+    /// command has received its data, it is added to the order and may have to wait there.
     fn advance(
         &mut self,
         cx: &mut Self::Cx<'_>,

@@ -111,7 +111,7 @@ impl Worker {
         self.end(task);
     }
 
-    /// Removes a completed task, if it wasn't removed already.
+    /// Removes a completed task, if it was not removed already.
     fn end(&mut self, task: TaskRef) {
         let Some(at) = self.tasks.iter().position(|(own, _)| *own == task) else {
             return;

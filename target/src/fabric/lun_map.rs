@@ -29,7 +29,7 @@ const MAX_FORMER: usize = 64;
 /// Maximum number of unmapped LUNs with a known unit.
 const MAX_GONE: usize = 256;
 
-/// A flag that is set while a LUN is mapped to a different unit than its initiator expects. It's
+/// A flag that is set while a LUN is mapped to a different unit than its initiator expects. It is
 /// shared by all maps of a session with the same unit at this LUN.
 #[derive(Clone, Debug, Default)]
 pub struct StaleLun(Arc<AtomicBool>);
@@ -49,7 +49,7 @@ impl StaleLun {
     }
 }
 
-/// Identity of a unit for initiators. The unit itself can't be used, because it's replaced when a
+/// Identity of a unit for initiators. The unit itself cannot be used, because it is replaced when a
 /// missing disk becomes available.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct KnownUnit {
@@ -62,7 +62,7 @@ struct KnownUnit {
 #[derive(Clone, Debug, Default)]
 pub struct KnownUnits {
     units: BTreeMap<LunId, KnownUnit>,
-    /// Some units were dropped due to the limit. Any unit may be expected at a LUN that isn't in
+    /// Some units were dropped due to the limit. Any unit may be expected at a LUN that is not in
     /// `units`.
     is_partial: bool,
 }
@@ -197,7 +197,7 @@ impl LunMap {
         known
     }
 
-    /// Returns the identity of the unit at this position, or `None` if its names aren't available
+    /// Returns the identity of the unit at this position, or `None` if its names are not available
     /// yet.
     fn known_unit(&self, place: usize) -> Option<KnownUnit> {
         let lu = &self.mappings[place].unit.lu;
@@ -229,13 +229,13 @@ impl LunMap {
         self.stale[place].is_set()
     }
 
-    /// Returns the flag for the LUN at this position if it's stale.
+    /// Returns the flag for the LUN at this position if it is stale.
     #[must_use]
     pub fn stale(&self, place: usize) -> Option<&StaleLun> {
         Some(&self.stale[place]).filter(|stale| stale.is_set())
     }
 
-    /// Returns whether a LUN is stale. Functions for a stale LUN don't abort commands of other
+    /// Returns whether a LUN is stale. Functions for a stale LUN do not abort commands of other
     /// initiators, because they refer to commands on the previous unit.
     #[must_use]
     pub fn is_stale(&self, lun: WireLun) -> bool {
@@ -295,8 +295,8 @@ impl LunMap {
         Some(Arc::clone(&self.mappings[place].unit))
     }
 
-    /// Returns whether the LUN is read-only. Functions for such a LUN don't abort commands of other
-    /// initiators, because this requires write access.
+    /// Returns whether the LUN is read-only. Functions for such a LUN do not abort commands of
+    /// other initiators, because this requires write access.
     #[must_use]
     pub fn is_read_only(&self, lun: WireLun) -> bool {
         let place = self.find(lun);

@@ -2,7 +2,7 @@
 //!
 //! A *fabric* is a way to send SCSI commands to the target: SRP, iSCSI over TCP, or iSER. Each
 //! fabric implements its connections as state machines without I/O. This module contains building
-//! blocks for these. It doesn't depend on any protocol: [`srp`](crate::srp),
+//! blocks for these. It does not depend on any protocol: [`srp`](crate::srp),
 //! [`iscsi`](crate::iscsi) and [`iser`](crate::iser) are based on it.
 //!
 //! # Modules

@@ -4,9 +4,9 @@
 //! slow link and a deep queue of long commands, this can take several minutes even if data is
 //! transferred all the time. Therefore we subtract the time required for the data transferred by
 //! the connection since then, at the rate [`SLOWEST`]. A faster connection is never too slow.
-//! Transferring a small amount of data isn't sufficient to keep a command waiting. Each piece of
-//! data is queued behind at most one piece of every other command. We don't subtract time for more
-//! data than this, so an initiator can't keep a command waiting forever by transferring data of
+//! Transferring a small amount of data is not sufficient to keep a command waiting. Each piece of
+//! data is queued behind at most one piece of every other command. We do not subtract time for more
+//! data than this, so an initiator cannot keep a command waiting forever by transferring data of
 //! other commands.
 
 use std::time::{Duration, Instant};
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(most, Some(LIMIT + all), "and not for ever");
     }
 
-    /// Data transferred before the wait doesn't extend it.
+    /// Data transferred before the wait does not extend it.
     #[test]
     fn wait_ignores_earlier_transfers() {
         let start = Instant::now();
@@ -174,8 +174,8 @@ mod tests {
         assert_eq!(pace.waited(wait, start + SECOND), SECOND / 2);
     }
 
-    /// A deep queue isn't too slow, even if other initiators are waiting for its memory, while data
-    /// is transferred at the required rate.
+    /// A deep queue is not too slow, even if other initiators are waiting for its memory, while
+    /// data is transferred at the required rate.
     #[test]
     fn awaited_queue_survives_at_its_rate() {
         let cut_after = |rate: u64| {

@@ -39,8 +39,8 @@ impl TaskRef {
         }
     }
 
-    /// Returns the tag for the unit's task set. It contains all fields, so it's unique. Tags of the
-    /// fabric can't be used: SRP tags are only unique within a channel, and a nexus can have
+    /// Returns the tag for the unit's task set. It contains all fields, so it is unique. Tags of
+    /// the fabric cannot be used: SRP tags are only unique within a channel, and a nexus can have
     /// channels on several workers.
     pub(super) fn tag(self) -> TaskTag {
         TaskTag(

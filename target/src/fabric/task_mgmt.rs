@@ -35,7 +35,7 @@ pub enum Function {
     LogicalUnitReset,
     /// TARGET WARM RESET: reset all units that the initiator may reset.
     TargetWarmReset,
-    /// TARGET COLD RESET, which isn't supported.
+    /// TARGET COLD RESET, which is not supported.
     TargetColdReset,
     /// TASK REASSIGN, handled by iSCSI connections.
     TaskReassign,
@@ -81,21 +81,21 @@ impl Function {
 /// Response to a function (SAM-5 7.1, RFC 7143 11.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FunctionAnswer {
-    /// FUNCTION COMPLETE: the function was executed, or a query didn't find a task.
+    /// FUNCTION COMPLETE: the function was executed, or a query did not find a task.
     Complete,
     /// FUNCTION SUCCEEDED: a query has found a task.
     Succeeded,
-    /// The task doesn't exist.
+    /// The task does not exist.
     NoSuchTask,
     /// INCORRECT LOGICAL UNIT NUMBER.
     NoSuchLun,
     /// The task is still allegiant to its connection.
     StillAllegiant,
-    /// Task reassignment isn't supported.
+    /// Task reassignment is not supported.
     ReassignmentNotSupported,
-    /// The function isn't supported.
+    /// The function is not supported.
     NotSupported,
-    /// The initiator isn't authorized for this function.
+    /// The initiator is not authorized for this function.
     NotAuthorized,
     /// FUNCTION REJECTED: no context is available.
     Rejected,
@@ -163,7 +163,7 @@ impl From<TmfOutcome> for Effect {
     }
 }
 
-/// Executes a function of a nexus that doesn't specify a task, for the unit addressed by `lun` or
+/// Executes a function of a nexus that does not specify a task, for the unit addressed by `lun` or
 /// for all units.
 ///
 /// # Errors
@@ -192,7 +192,7 @@ pub fn manage(
 }
 
 /// Resets all units. A reset aborts commands of other initiators, so units are excluded if the
-/// initiator doesn't have write access or may expect a different unit.
+/// initiator does not have write access or may expect a different unit.
 fn reset_target(luns: &LunMap, nexus: NexusId) -> Result<Effect, FunctionAnswer> {
     let units = luns.resettable();
     if units.is_empty() {
@@ -252,7 +252,7 @@ pub struct PendingFunction<F> {
 }
 
 impl<F> PendingFunction<F> {
-    /// Creates a pending function that doesn't wait for any tasks yet.
+    /// Creates a pending function that does not wait for any tasks yet.
     #[must_use]
     pub fn new(function: F) -> Self {
         Self {

@@ -55,7 +55,7 @@ impl Toll {
     }
 
     /// Books the command, starting with the limits `from`. If it has to wait, returns these limits
-    /// and the time until then. The unit isn't booked until the limits of the initiator allow the
+    /// and the time until then. The unit is not booked until the limits of the initiator allow the
     /// command to start. Otherwise the command would delay other initiators while waiting for its
     /// own limits.
     fn book(&mut self, from: Gate, now: Instant) -> Option<(Gate, Instant)> {
@@ -297,10 +297,10 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.waiting.iter().map(|waiting| waiting.command)
     }
 
-    /// Removes an aborted command if it's waiting, so that the next command is booked. This cancels
-    /// the booking with the limits it's waiting for. If it has already passed the initiator's
-    /// limits, these are not refunded, because an initiator could delay a unit at no cost
-    /// otherwise.
+    /// Removes an aborted command if it is waiting, so that the next command is booked. This
+    /// cancels the booking with the limits it is waiting for. If it has already passed the
+    /// initiator's limits, these are not refunded, because an initiator could delay a unit at no
+    /// cost otherwise.
     pub fn remove(&mut self, command: I) {
         self.take(command, Toll::refund_at);
     }
@@ -486,7 +486,7 @@ mod tests {
         assert!(throttle.is_empty());
     }
 
-    /// A command waiting for the initiator's own limits doesn't use any capacity of a shared unit,
+    /// A command waiting for the initiator's own limits does not use any capacity of a shared unit,
     /// even if this is repeated.
     #[test]
     fn initiator_limit_does_not_delay_other_initiators() {
@@ -573,7 +573,7 @@ mod tests {
         assert_eq!(throttle.poll(now + MAX_WAIT), Some(1));
     }
 
-    /// Debt forgiven by changed limits isn't refunded as well.
+    /// Debt forgiven by changed limits is not refunded as well.
     #[test]
     fn changed_limit_grants_no_free_command() {
         let (unit, now) = (limiter(1), Instant::now());

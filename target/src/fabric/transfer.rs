@@ -4,7 +4,7 @@
 //! advances it to the end of a portion, to count the work requests before allocating send-queue
 //! credits. [`Transfer::requests`] repeats the same iteration in order to post them, so the number
 //! of posted requests is always the planned number. A transfer that exceeds a portion continues
-//! with another portion when credits are available. This ensures that peers can't cause chains
+//! with another portion when credits are available. This ensures that peers cannot cause chains
 //! longer than the queue.
 
 use std::ops::Range;
@@ -93,7 +93,7 @@ struct Position {
     bytes: u32,
     /// Index of a remote range.
     range: u32,
-    /// Offset from the beginning of this range, in bytes. If it's not less than the length of the
+    /// Offset from the beginning of this range, in bytes. If it is not less than the length of the
     /// range, the position is in a later range.
     offset: u32,
 }
@@ -302,7 +302,7 @@ mod tests {
     }
 
     /// Returns a fragmented buffer of a pool, together with the buffers that fragment it. Returns
-    /// `None` if there isn't enough memory.
+    /// `None` if there is not enough memory.
     fn fragmented(pool: &mut Pool, holes: &[u32], len: u32) -> Option<(Buffer, Vec<Buffer>)> {
         let mut held: Vec<_> = holes.iter().filter_map(|&n| pool.take(n)).collect();
         for i in (0..held.len()).rev().step_by(2) {

@@ -14,7 +14,7 @@ use super::TaskRef;
 use crate::qos::Limiter;
 use crate::stats::Throttle;
 
-/// Number of a logical unit on the server. It's the same for all workers, portals and initiators.
+/// Number of a logical unit on the server. It is the same for all workers, portals and initiators.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitIdx(pub u32);
 
@@ -119,7 +119,7 @@ pub struct TmfOutcome {
 
 impl Unit {
     /// Creates a unit with a task set for up to `capacity` tasks of all connections. A single nexus
-    /// can use up to a quarter of this, so that a host can't exclude other hosts.
+    /// can use up to a quarter of this, so that a host cannot exclude other hosts.
     #[must_use]
     pub fn new(index: UnitIdx, lu: Arc<LogicalUnit>, capacity: u32) -> Self {
         let share = (capacity / 4).max(MIN_SHARE).min(capacity);
@@ -152,9 +152,9 @@ impl Unit {
         }
     }
 
-    /// Removes a nexus that no longer has access to the unit, when its last task completes. It's
-    /// kept until then, because an unknown nexus conflicts with any reservation. There won't be any
-    /// new tasks of this nexus.
+    /// Removes a nexus that no longer has access to the unit, when its last task completes. It is
+    /// kept until then, because an unknown nexus conflicts with any reservation. There will not be
+    /// any new tasks of this nexus.
     pub fn dismiss(&self, nexus: NexusId) {
         // Lock the task set here, as in `admit` and `remove`. If a nexus is added again, it must
         // not be removed because of a task that completes at the same time.
@@ -167,7 +167,7 @@ impl Unit {
         }
     }
 
-    /// Called when a nexus replaces another nexus with the same ports. The old nexus can't start
+    /// Called when a nexus replaces another nexus with the same ports. The old nexus cannot start
     /// any tasks on this unit. While it has tasks in the set, a hanging disk may still execute
     /// them. Therefore tasks of the new nexus are refused, and a RESERVE of the old nexus continues
     /// to exclude other initiators.
@@ -184,7 +184,7 @@ impl Unit {
         }
     }
 
-    /// Called when the session of a nexus is closed. It doesn't have any tasks.
+    /// Called when the session of a nexus is closed. It does not have any tasks.
     pub fn end_nexus(&self, nexus: NexusId) {
         let is_of = |s: &Succession| s.old == nexus || s.new == nexus;
         self.lock().successions.retain(|s| !is_of(s));
@@ -244,12 +244,12 @@ impl Unit {
     }
 
     /// Adds a task to the set. Returns whether it may start immediately. The initiator uses `lun`
-    /// for the unit. `limited` is set if the task must wait for limits first. It's true for a write
-    /// and false for a read.
+    /// for the unit. `limited` is set if the task must wait for limits first. It is true for a
+    /// write and false for a read.
     ///
     /// A task with `keeps_memory` (data or descriptor tables) is refused if it would have to wait
-    /// for a task that waits for limits, because it would keep the memory until then. This doesn't
-    /// apply if it's queued behind this task for the same limits.
+    /// for a task that waits for limits, because it would keep the memory until then. This does not
+    /// apply if it is queued behind this task for the same limits.
     ///
     /// # Errors
     /// Returns [`TaskRefused`].
@@ -357,7 +357,7 @@ impl Unit {
     /// start now.
     ///
     /// # Panics
-    /// Panics if the task isn't in the set.
+    /// Panics if the task is not in the set.
     pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks {
@@ -400,7 +400,7 @@ impl Unit {
     /// Changes the identifier of a task.
     ///
     /// # Panics
-    /// Panics if the task isn't in the set.
+    /// Panics if the task is not in the set.
     pub fn rename(&self, key: TaskKey, name: TaskRef) {
         let mut tasks = self.lock();
         let known = tasks.refs[key.slot()].as_mut();
@@ -408,7 +408,7 @@ impl Unit {
     }
 
     /// Notes that a task is about to leave the set while its response is delayed. Functions of its
-    /// own nexus will find it until [`Unit::forget_left`] is called, so that the response isn't
+    /// own nexus will find it until [`Unit::forget_left`] is called, so that the response is not
     /// sent after theirs.
     pub fn note_left(&self, nexus: NexusId, (task, lun): (TaskRef, LunId)) {
         self.lock().left.push(PendingAnswer {
@@ -445,7 +445,7 @@ impl Unit {
     /// Executes a task management function on the set, and on tasks of the nexus that have left it.
     ///
     /// All effects on other nexuses are applied here, including aborting their tasks, which
-    /// complete with TASK ABORTED, and resetting the unit. Therefore it doesn't matter if the
+    /// complete with TASK ABORTED, and resetting the unit. Therefore it does not matter if the
     /// connection with the function is closed before the function completes.
     pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
         let (response, aborted) = {
@@ -534,7 +534,7 @@ impl Unit {
         self.manage(nexus, TaskManagement::AbortTask(task.tag()))
     }
 
-    /// A panic in another thread can't leave the task set in an inconsistent state, so ignore
+    /// A panic in another thread cannot leave the task set in an inconsistent state, so ignore
     /// poisoning.
     fn lock(&self) -> MutexGuard<'_, Tasks> {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
@@ -542,7 +542,7 @@ impl Unit {
 }
 
 impl Tasks {
-    /// Returns whether a nexus can't start tasks, because it was replaced, or because the nexus it
+    /// Returns whether a nexus cannot start tasks, because it was replaced, or because the nexus it
     /// has replaced still has tasks on this unit.
     fn is_succession_pending(&self, nexus: NexusId) -> bool {
         let mut all = self.successions.iter();

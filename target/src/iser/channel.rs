@@ -8,7 +8,7 @@
 //!    [`Channel`] via [`IserChannel::input`].
 //! 3. After every input, [`IserChannel::poll_action`] until there are no more actions, then
 //!    [`IserChannel::poll_post`] until it returns false.
-//! 4. After [`IserAction::Release`], it doesn't use any resources and may be dropped.
+//! 4. After [`IserAction::Release`], it does not use any resources and may be dropped.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -52,7 +52,7 @@ pub enum ConnState {
     /// The queue pair is in the error state and flushes its work requests. Devices may still be
     /// using buffers.
     Terminating,
-    /// Doesn't use any resources and may be dropped.
+    /// Does not use any resources and may be dropped.
     Down,
 }
 
@@ -105,8 +105,8 @@ pub struct IserConfig {
 enum Hello {
     /// A Hello is a protocol error.
     None,
-    /// The next message may be a Hello, because an RFC 5046 initiator doesn't announce it (RFC 7145
-    /// 5.1.3).
+    /// The next message may be a Hello, because an RFC 5046 initiator does not announce it (RFC
+    /// 7145 5.1.3).
     Possible,
     /// The next message must be a Hello.
     Due,
@@ -120,11 +120,11 @@ pub struct IserChannel {
     receive_ring: MemSlice,
     state: ConnState,
     posted_receives: u32,
-    /// Receives of a new connection that weren't posted yet.
+    /// Receives of a new connection that were not posted yet.
     first_receives: Range<u16>,
     /// Messages received before the connection was established, each with its receive descriptor.
     deferred: VecDeque<(RxIdx, u32)>,
-    /// Receives that aren't posted again while too many messages are queued for sending. Each is
+    /// Receives that are not posted again while too many messages are queued for sending. Each is
     /// listed once.
     held_back: VecDeque<RxIdx>,
     /// Maximum data segment length to receive, in bytes.
@@ -140,7 +140,7 @@ pub struct IserChannel {
 }
 
 impl IserChannel {
-    /// Creates a connection that isn't established yet.
+    /// Creates a connection that is not established yet.
     ///
     /// # Panics
     /// Panics if the rings are too short for the parameters.
@@ -227,7 +227,7 @@ impl IserChannel {
         self.actions.pop_front()
     }
 
-    /// Sets `post` to the next chain to post. Returns `false` if there isn't any at this time.
+    /// Sets `post` to the next chain to post. Returns `false` if there is not any at this time.
     pub fn poll_post(&mut self, now: Instant, post: &mut Post) -> bool {
         let is_posted = self
             .channel
@@ -292,7 +292,7 @@ impl IserChannel {
     /// Called when a chain has completed or failed.
     ///
     /// # Panics
-    /// Panics if the chain wasn't posted.
+    /// Panics if the chain was not posted.
     pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, chain: ChainIdx, ok: bool) {
         self.end_chain(cx, chain, ok);
         if !ok {
@@ -336,7 +336,7 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// Passes an input to the channel that isn't a completion.
+    /// Passes an input to the channel that is not a completion.
     pub fn input(&mut self, cx: &mut Cx<'_>, f: impl FnOnce(&mut Channel<Iser>, &mut Cx<'_>)) {
         f(&mut self.channel, cx);
         self.settle(cx);
@@ -358,13 +358,14 @@ impl IserChannel {
         self.settle(cx);
     }
 
-    /// Same as [`Channel::handle_luns`], which doesn't cause any actions.
+    /// Same as [`Channel::handle_luns`], which does not cause any actions.
     pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
         self.channel.handle_luns(luns);
     }
 
     /// Aborts everything immediately, if a worker terminates without a shutdown. The connection
-    /// can't be used afterwards. The devices must already be closed, so the buffers aren't in use.
+    /// cannot be used afterwards. The devices must already be closed, so the buffers are not in
+    /// use.
     pub fn abandon(&mut self, pool: &mut Pool) {
         self.first_receives = 0..0;
         self.actions.clear();
@@ -490,8 +491,8 @@ impl IserChannel {
         }
     }
 
-    /// Posts a receive again, unless too many messages are queued for sending. We don't receive
-    /// more requests from a peer that doesn't read our responses.
+    /// Posts a receive again, unless too many messages are queued for sending. We do not receive
+    /// more requests from a peer that does not read our responses.
     fn recycle(&mut self, rx: RxIdx) {
         match self.state {
             ConnState::Terminating | ConnState::Down => {}

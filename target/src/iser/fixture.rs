@@ -41,7 +41,7 @@ pub(super) enum Got {
     Hello(HelloReply),
 }
 
-/// A posted chain that the device hasn't executed yet.
+/// A posted chain that the device has not executed yet.
 #[derive(Debug)]
 pub(super) struct Chain {
     idx: ChainIdx,
@@ -97,7 +97,7 @@ pub(super) fn params() -> IserParams {
 }
 
 impl Rig {
-    /// Returns an accepted connection that isn't established yet.
+    /// Returns an accepted connection that is not established yet.
     pub(super) fn accepted(params: IserParams) -> Self {
         let now = Instant::now();
         let memory = params.memory();
@@ -156,7 +156,7 @@ impl Rig {
         rig
     }
 
-    /// Returns a connection that has logged in and hasn't sent any requests yet.
+    /// Returns a connection that has logged in and has not sent any requests yet.
     pub(super) fn in_full_feature(window: u32, keys: &str) -> Self {
         let mut rig = Self::up();
         rig.gate.unit = unit(window);
@@ -559,7 +559,7 @@ impl Rig {
     }
 
     /// Called when the last message was sent. Checks that the initiator has time to disconnect, and
-    /// that the connection is terminated if it doesn't.
+    /// that the connection is terminated if it does not.
     pub(super) fn check_parting(mut self) {
         assert!(!self.in_error && !self.released);
         let until = self.conn.deadline().expect("patience ends");

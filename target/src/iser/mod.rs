@@ -3,7 +3,7 @@
 //! An [`IserChannel`] is a [`Channel`](crate::iscsi::Channel) using the datamover [`Iser`],
 //! together with the descriptor rings. It receives completions, and returns receives to post and
 //! chains of work requests ([`Post`]). All other actions are those of the channel. Layers above the
-//! datamover don't depend on RDMA.
+//! datamover do not depend on RDMA.
 //!
 //! ```text
 //!   receive completion ──→ IserChannel ── frame ──→ Channel ── Action ──→ worker
@@ -22,13 +22,13 @@
 //! There is a posted receive for every message that a well-behaved initiator may send: for all
 //! commands in the window, the unsolicited data of each command, immediate requests and ping
 //! responses. A receive is posted again as soon as its message was processed, so such a peer never
-//! receives an RNR NAK. A peer that sends too many messages may receive RNR NAKs, but doesn't slow
-//! down other peers. The same applies to a peer that doesn't negotiate FirstBurstLength and sends
+//! receives an RNR NAK. A peer that sends too many messages may receive RNR NAKs, but does not slow
+//! down other peers. The same applies to a peer that does not negotiate FirstBurstLength and sends
 //! unsolicited data up to its default value, which exceeds ours.
 //!
 //! # Invariants
 //! - Responses are sent in StatSN order, because there is a single FIFO queue.
-//! - A buffer isn't returned to the pool until all chains using it have completed.
+//! - A buffer is not returned to the pool until all chains using it have completed.
 //! - [`IserAction::Release`] follows the last completion, including all receives, chains, and the
 //!   drain marker.
 //!

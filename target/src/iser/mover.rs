@@ -204,8 +204,8 @@ impl Iser {
         self.fault.take()
     }
 
-    /// Returns whether the full-feature phase starts with a Hello, or `None` if the initiator
-    /// didn't specify this.
+    /// Returns whether the full-feature phase starts with a Hello, or `None` if the initiator did
+    /// not specify this.
     pub(super) fn hello_required(&self) -> Option<bool> {
         self.hello_required
     }
@@ -316,7 +316,7 @@ impl Iser {
     }
 
     /// Returns the limits for the next portion, excluding `reserve` work requests for the message.
-    /// A portion can't exceed half of the queue, so that long and short transfers can be in flight
+    /// A portion cannot exceed half of the queue, so that long and short transfers can be in flight
     /// concurrently.
     fn portion(&self, reserve: u32) -> PortionLimits {
         let half = (self.params.credits() / 2).max(1);
@@ -379,7 +379,7 @@ impl Iser {
     /// Called when a chain has completed or failed.
     ///
     /// # Panics
-    /// Panics if the chain wasn't posted.
+    /// Panics if the chain was not posted.
     pub(super) fn complete(&mut self, idx: ChainIdx) -> ChainEnd {
         let chain = self.chains[usize::from(idx.0)]
             .take()
@@ -448,7 +448,7 @@ impl Datamover for Iser {
         self.hello_required = session.hello_required;
     }
 
-    /// This key isn't used for RDMA (RFC 7145 6.2).
+    /// This key is not used for RDMA (RFC 7145 6.2).
     fn set_max_send_segment(&mut self, _: u32) {}
 
     fn max_send_segment(&self) -> u32 {
@@ -521,7 +521,7 @@ impl Datamover for Iser {
         0
     }
 
-    /// R2Ts aren't used, so solicited Data-Out is a protocol error.
+    /// R2Ts are not used, so solicited Data-Out is a protocol error.
     fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
         self.fault = Some("data that answer an R2T");
         SolicitedData::Stale { was_asked: false }

@@ -122,7 +122,7 @@ fn write_combines_all_kinds_of_data() {
     }
 }
 
-/// A write with all its data in the command doesn't advertise a buffer, and doesn't need it.
+/// A write with all its data in the command does not advertise a buffer, and does not need it.
 #[test]
 fn short_write_needs_no_buffer() {
     let mut rig = Rig::logged_in("");
@@ -459,8 +459,8 @@ fn logout_responds_then_disconnects() {
     rig.check_parting();
 }
 
-/// The units have removed a session when its logout response is sent, even if the initiator doesn't
-/// disconnect.
+/// The units have removed a session when its logout response is sent, even if the initiator does
+/// not disconnect.
 #[test]
 fn logout_removes_nexus_before_disconnect() {
     let mut rig = Rig::logged_in("");
@@ -749,7 +749,7 @@ fn command_without_buffer_closes_connection() {
     rig.check_gone();
 }
 
-/// Data-Out with a target transfer tag of an R2T, which doesn't exist over RDMA.
+/// Data-Out with a target transfer tag of an R2T, which does not exist over RDMA.
 #[test]
 fn unsolicited_ttt_closes_connection() {
     let mut rig = Rig::logged_in("");
@@ -864,7 +864,7 @@ fn abort_between_pieces_waits_for_device() {
     }
 }
 
-/// An initiator that doesn't post receives blocks the chains after a response, even if their
+/// An initiator that does not post receives blocks the chains after a response, even if their
 /// commands are aborted.
 #[test]
 fn aborted_command_cannot_linger() {
@@ -887,7 +887,7 @@ fn aborted_command_cannot_linger() {
     }
 }
 
-/// An initiator that responds but doesn't post receives can't keep the data of responses in use
+/// An initiator that responds but does not post receives cannot keep the data of responses in use
 /// forever.
 #[test]
 fn unread_response_is_not_kept_forever() {

@@ -14,11 +14,11 @@
 //! ```
 //! A delayed command is in the task set of its unit, like a command that is waiting for data. Task
 //! management functions include it. Newer commands of the same nexus wait for it if required by the
-//! task attributes, but commands of other nexuses do not. It doesn't use data memory, except for
+//! task attributes, but commands of other nexuses do not. It does not use data memory, except for
 //! unsolicited iSCSI data, which is limited per connection.
 //!
 //! A command waits for its initiator's limits first. It is booked with the unit only when these
-//! allow it to start, so an initiator delayed by its own limit doesn't delay other initiators of
+//! allow it to start, so an initiator delayed by its own limit does not delay other initiators of
 //! the unit.
 //!
 //! A quarter of the commands of a channel can be delayed, as well as the first command for each
@@ -37,8 +37,8 @@
 //! # Cost of a command
 //! Limits apply to commands that read, write, compare, verify or unmap blocks. Reads and WRITE SAME
 //! are charged for the blocks in their range, and all other commands for the data they receive.
-//! UNMAP is charged only for its parameter list, because it doesn't write, even to media that can't
-//! deallocate blocks. WRITE SAME must write zeroes to such media. All other commands are not
+//! UNMAP is charged only for its parameter list, because it does not write, even to media that
+//! cannot deallocate blocks. WRITE SAME must write zeroes to such media. All other commands are not
 //! limited. Neither are commands that will fail, due to a reservation, write protection or an LBA
 //! out of range. A command that exceeds the burst can start as soon as the previous command is paid
 //! for, and subsequent commands wait until it is paid for as well.

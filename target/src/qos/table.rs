@@ -16,14 +16,14 @@ pub struct LimiterKey {
     /// Rule that sets the limits. The limits are not shared with an initiator at another address or
     /// without authentication, which must not use up the capacity granted by this rule.
     pub rule: config::RuleSubject,
-    /// Name of the initiator, or its address if the rule doesn't match names.
+    /// Name of the initiator, or its address if the rule does not match names.
     pub initiator: String,
     /// Limits.
     pub limits: IoLimits,
 }
 
 /// Limiters for initiators. All sessions of an initiator on a target share a limiter if the same
-/// rule applies. An initiator with debt can't get rid of it by logging in again.
+/// rule applies. An initiator with debt cannot get rid of it by logging in again.
 #[derive(Debug, Default)]
 pub struct Initiators(Mutex<HashMap<LimiterKey, Arc<Limiter>>>);
 

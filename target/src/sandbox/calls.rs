@@ -74,7 +74,7 @@ const OLDER: Calls = calls![
 const OLDER: Calls = &[];
 
 /// clone(2) flags for namespaces, because a process has all capabilities in a new user namespace.
-/// (`CLONE_NEWTIME` isn't supported by clone(2).)
+/// (`CLONE_NEWTIME` is not supported by clone(2).)
 const NAMESPACES: u64 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUTS
@@ -135,7 +135,7 @@ pub(super) fn conditional() -> Result<[Conditional; 3], BackendError> {
     ])
 }
 
-/// A prctl(2) option that doesn't exist. The call fails with `EINVAL` unless our filters are
+/// A prctl(2) option that does not exist. The call fails with `EINVAL` unless our filters are
 /// active. Other filters allow prctl(2), so it is safe to try.
 pub(super) const PROBE: i32 = 0x5269_7365;
 

@@ -18,8 +18,8 @@ pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
 pub const SAMPLE: u64 = 16;
 
 /// Returns true if the command with this number is in the sample. Multiples of the golden ratio are
-/// evenly distributed, so a periodic workload (a read, a write, a read, …) doesn't exclude any kind
-/// of command.
+/// evenly distributed, so a periodic workload (a read, a write, a read, …) does not exclude any
+/// kind of command.
 fn is_sampled(n: u64) -> bool {
     n.wrapping_mul(0x9e37_79b9_7f4a_7c15) < u64::MAX / SAMPLE
 }
@@ -327,7 +327,7 @@ impl SessionStats {
         tracer.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Counts a new command. Returns true if it's in the sample of timed commands.
+    /// Counts a new command. Returns true if it is in the sample of timed commands.
     pub(super) fn begin(&self) -> bool {
         let n = self.stats.begun.get();
         self.stats.begun.add(1);

@@ -15,7 +15,7 @@
 //! each has separate counters and the reader adds them.
 //!
 //! # Clock
-//! Reading a clock isn't necessary for most commands. They start and end at the start time of a
+//! Reading a clock is not necessary for most commands. They start and end at the start time of a
 //! worker round. One command in [`SAMPLE`], and each traced command, is *timed*: the clock of the
 //! unit ([`LunStats::new`]) is read at each stage. The durations by stage only include timed
 //! commands.
@@ -23,7 +23,7 @@
 //! # Limits
 //! A logical unit of a target uses [`lun::WORKER_BYTES`] for each worker that has served it. A
 //! session uses a [`SessionStats`] for each unit it has accessed. Both are allocated for the first
-//! command, so later commands don't allocate memory. A unit keeps the names of up to
+//! command, so later commands do not allocate memory. A unit keeps the names of up to
 //! [`lun::MAX_INITIATORS`] initiators with closed sessions.
 
 mod histogram;

@@ -31,7 +31,8 @@ pub struct Fault {
     pub status: u8,
     /// Sense key, if the response includes sense data.
     pub sense_key: Option<u8>,
-    /// Reason for flow control. This isn't a failure, because the initiator will retry the command.
+    /// Reason for flow control. This is not a failure, because the initiator will retry the
+    /// command.
     pub throttle: Option<Throttle>,
 }
 
@@ -40,7 +41,7 @@ pub struct Fault {
 pub enum Throttle {
     /// Too many commands are delayed by the limits of their unit or initiator.
     Limit,
-    /// The task set is full, or there isn't enough memory for the command.
+    /// The task set is full, or there is not enough memory for the command.
     Queue,
 }
 
@@ -61,7 +62,7 @@ impl Throttle {
 impl Fault {
     /// Returns true if this is an error. A unit attention reports an event on the unit, and the
     /// command will be retried. NO SENSE and RECOVERED ERROR are reported for successful commands.
-    /// Flow control isn't an error either.
+    /// Flow control is not an error either.
     #[must_use]
     pub fn is_error(&self) -> bool {
         self.throttle.is_none() && !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))

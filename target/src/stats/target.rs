@@ -17,7 +17,7 @@ pub enum SessionEvent {
     LoggedOutInPart,
     /// A PDU had an invalid digest.
     DigestError,
-    /// The initiator didn't respond in time.
+    /// The initiator did not respond in time.
     TimedOut,
     /// A PDU was malformed.
     FormatError,

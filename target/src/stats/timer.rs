@@ -118,7 +118,7 @@ impl CommandTimer {
     }
 
     /// Takes over a command that was reassigned to this connection. If it was already counted by
-    /// the other connection, because only its response is sent again, it isn't counted here.
+    /// the other connection, because only its response is sent again, it is not counted here.
     pub fn join(&mut self, account: Option<Arc<SessionStats>>) {
         // If it was already counted by the other connection, counting it here would add a second
         // command.
@@ -128,7 +128,7 @@ impl CommandTimer {
         }
     }
 
-    /// Enters another stage. This has no effect if it's the current one.
+    /// Enters another stage. This has no effect if it is the current one.
     #[inline]
     pub fn enter(&mut self, stage: Stage, now: Instant) {
         if self.stage != stage {

@@ -5,7 +5,7 @@
 //! Without a tracer, the overhead of a command is to check a flag.
 //!
 //! The number of records is limited by the tracer. [`Tracer::take`] removes all records. Records
-//! that don't fit until then are counted.
+//! that do not fit until then are counted.
 //!
 //! [`LunStats::trace`]: super::LunStats::trace
 
@@ -33,7 +33,7 @@ pub struct TraceKey {
     pub tag: u64,
     /// I_T nexus number.
     pub nexus: u64,
-    /// The CDB, truncated if it's too long.
+    /// The CDB, truncated if it is too long.
     pub cdb: ArrayVec<u8, CDB_TRACED>,
 }
 
@@ -112,7 +112,7 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// Starts tracing a command. Returns `None` if it doesn't match the filter.
+    /// Starts tracing a command. Returns `None` if it does not match the filter.
     pub(super) fn begin(
         tracer: Arc<Tracer>,
         (target, lun): (&str, u16),

@@ -10,7 +10,7 @@
 //! | `end` | a logged-in connection was closed | all fields of [`Who`], `reason` ([`Parting`]) |
 //! | `denied` | a login was refused | all fields of [`Who`], `reason`, `detail` |
 //! | `discovery` | an initiator requested the list of targets | all fields of [`Who`], `found` |
-//! | `config_changed` | a new configuration is active | `who`, `how`, `revision`, `changes`, `paths` |
+//! | `config_changed` | new configuration is active | `who`, `how`, `revision`, `changes`, `paths` |
 //! | `config_rolled_back` | a previous configuration is active again | same as `config_changed` |
 //! | `config_rejected` | a configuration was rejected | `who`, `how`, active `revision`, `reason` |
 //! | `disconnect` | sessions are requested to log out | `who`, `initiator`, `connections` |

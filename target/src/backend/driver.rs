@@ -85,7 +85,7 @@ pub struct Driver {
     config: DriverConfig,
     stores: Slab<Attached>,
     requests: Slab<BlockCommand>,
-    /// Limited to `depth`, like all fields below.
+    /// Limited to `depth`, like `stalled` and `delayed`.
     done: VecDeque<Done>,
     stalled: VecDeque<usize>,
     delayed: Vec<usize>,
@@ -1011,7 +1011,7 @@ impl Driver {
 
     /// Returns whether the error of an operation may be due to data written by other requests,
     /// because a durable write syncs its descriptor. The kernel then considers the error as
-    /// reported, even if another process opens the file later. A flush using the descriptor for
+    /// reported, also for a process that opens the file later. A flush using the descriptor for
     /// flushes will report it again, so it is remembered.
     fn may_report_a_loss(&self, index: usize, errno: i32) -> bool {
         let request = &self.requests[index];

@@ -54,10 +54,10 @@ impl Toll {
         self.cost.is_write
     }
 
-    /// Books the command, starting with the limits `from`. If it has to wait, returns these limits
-    /// and the time until then. The unit is not booked until the limits of the initiator allow the
-    /// command to start. Otherwise the command would delay other initiators while waiting for its
-    /// own limits.
+    /// Books the command, starting with the limits `from`. If it has to wait, returns the limits it
+    /// is waiting for and the time when they allow it to start. The unit is not booked until the
+    /// limits of the initiator allow the command to start. Otherwise the command would delay other
+    /// initiators while waiting for its own limits.
     fn book(&mut self, from: Gate, now: Instant) -> Option<(Gate, Instant)> {
         let gates = [Gate::Initiator, Gate::Unit];
         for gate in &gates[from as usize..] {

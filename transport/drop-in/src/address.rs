@@ -27,11 +27,11 @@ pub(crate) unsafe extern "C" fn ibv_create_ah(
     pd: *mut ibv_pd,
     attr: *mut ibv_ah_attr,
 ) -> *mut ibv_ah {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
-        // Without a global route there is no address on RoCE.
+        // On RoCE, we need a GRH to determine the address.
         if attr.is_global == 0 {
             return Err(Errno::INVALID);
         }
@@ -50,19 +50,19 @@ fn create(pd: Ref<Pd>, attr: AhAttr) -> Result<Ref<Ah>, Errno> {
     Ok(Ref::new(c, Ah { context, id }))
 }
 
-/// The way back to the sender of a datagram.
+/// Returns the path to the sender of a datagram.
 ///
 /// # Safety
-/// The completion is the program's, and the header the 40 bytes before the datagram.
+/// `wc` must be a completion of the program, and `grh` the 40 bytes in front of the datagram.
 unsafe fn way_back(
     context: Ref<Context>,
     port: u8,
     wc: *const ibv_wc,
     grh: *const [u8; GRH_LEN],
 ) -> Result<AhAttr, Errno> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let (wc, grh) = unsafe { (wc.as_ref().ok_or(Errno::INVALID)?, grh.as_ref()) };
-    // On RoCE there is no way without the header.
+    // On RoCE, we need the GRH to determine the path.
     let grh = grh.filter(|_| wc.wc_flags & IBV_WC_GRH != 0);
     let grh = grh.ok_or(Errno::INVALID)?;
     let placeholder = QpId(Handle::new(0, 0));
@@ -88,7 +88,7 @@ pub(crate) unsafe extern "C" fn ibv_init_ah_from_wc(
     grh: *mut [u8; GRH_LEN],
     attr: *mut ibv_ah_attr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe {
         context_of(context).and_then(|context| {
             let ours = way_back(context, port, wc, grh)?;
@@ -105,7 +105,7 @@ pub(crate) unsafe extern "C" fn ibv_create_ah_from_wc(
     grh: *mut [u8; GRH_LEN],
     port: u8,
 ) -> *mut ibv_ah {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe {
         Ref::<Pd>::get(pd).and_then(|pd| {
             let attr = way_back(pd.context, port, wc, grh)?;
@@ -116,7 +116,7 @@ pub(crate) unsafe extern "C" fn ibv_create_ah_from_wc(
 
 /// `ibv_destroy_ah(3)`.
 pub(crate) unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Ah>::get(ah) }.and_then(|ah| {
         ah.context.lock().nic.destroy_ah(ah.id)?;
         ah.retire()

@@ -1,13 +1,14 @@
-//! Subnet administration for programs with libibumad.
+//! Subnet administration for programs that use libibumad.
 //!
-//! On RoCE an administrator has no LID, so `RISER_SA` says at which address it is, such as that of a
-//! `riser-sa`: what programs send to it goes there by queue pair 1. Without the variable each process
-//! has one of its own, which knows of no other host: it answers paths, as far as these are computed.
-//! A program may also name a host by its GID.
+//! On RoCE, subnet administrators have no LID, so `RISER_SA` contains the address of the
+//! administrator, for example of a `riser-sa`. MADs from programs are sent there using queue pair
+//! 1. If this variable is not set, each process uses its own administrator, which doesn't know any
+//! other hosts, but responds to queries for paths that can be computed. A program can also specify
+//! a host by its GID.
 //!
-//! The kernel has an agent's number in the upper half of a transaction identifier. So does this, with
-//! the process's part of the address in its low bits, by which answers find it
-//! ([`crate::share::slot_of_answer`]).
+//! The kernel puts the number of an agent into the upper half of a transaction identifier. We do
+//! the same, and use its low bits for the slot number of the process, so that responses can be
+//! delivered to the correct process ([`crate::share::slot_of_answer`]).
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -28,43 +29,44 @@ use crate::share::BITS;
 /// Offset of the transaction identifier in a MAD.
 const TRANSACTION: usize = 8;
 
-/// A question of a program that waits for its answer.
+/// A request of a program that is waiting for its response.
 struct Question {
     head: UserMad,
     mad: Mad,
     to: IpAddr,
-    /// Where the answer goes.
+    /// Queue for the response.
     answers: Arc<EventQueue<Answer>>,
     deadline: Instant,
     retries: u32,
-    /// The answer, as far as its segments have arrived, and the first of them.
+    /// The segments of the response received so far, and the first segment.
     partly: Option<(Box<Mad>, Receiver)>,
 }
 
-/// What a process has to do with administrators.
+/// Administration requests of a process.
 pub(crate) struct Administration {
     /// GID of the device.
     own: Gid,
-    /// Its part of the address.
+    /// Slot number of the process.
     slot: u32,
-    /// Number of the last question.
+    /// Number of the last request.
     last: u32,
-    /// One of its own, where no other is named.
+    /// The process's own administrator, if no other is configured.
     local: Option<Administrator>,
-    /// Address of the one that is meant by no GID.
+    /// Address of the administrator to use if no GID is specified.
     addr: IpAddr,
     questions: Vec<Question>,
 }
 
 impl Administration {
     pub(crate) fn new(own: IpAddr, mtu: Mtu, slot: u32, named: Option<IpAddr>) -> Self {
-        // One of its own has no other host, which could forge something.
+        // The private administrator has no other hosts, which could guess its probe identifiers, so
+        // it needs no secret.
         let local = || Administrator::new(AdministratorConfig::new(own, mtu, [0; 16]));
         Self {
             own: own.into(),
             slot,
-            // By chance, so that others do not know what they would have to answer, and that late answers
-            // to a process that had the slot before are not taken for this one's.
+            // This is random, so that other hosts can't guess it and forge responses, and so that
+            // late responses to a process that used the slot before are not mistaken for ours.
             last: getrandom::u32().unwrap_or_default(),
             local: named.is_none().then(local),
             addr: named.unwrap_or(own),
@@ -72,7 +74,7 @@ impl Administration {
         }
     }
 
-    /// Takes a datagram of a program, with its head; `host` is that of its GID, if it has one.
+    /// Sends a datagram of a program, with its header. `host` is the host specified by GID, if any.
     pub(crate) fn send(
         &mut self,
         nic: &mut Roce,
@@ -105,12 +107,12 @@ impl Administration {
     fn transmit(&mut self, nic: &mut Roce, to: IpAddr, mad: &Mad) {
         match &mut self.local {
             Some(local) if to == self.addr => local.handle_mad(Instant::now(), self.own, mad),
-            // One that is lost is sent once more, like any other.
+            // If this fails, it is retransmitted like a lost request.
             _ => drop(nic.send_mad(to, mad)),
         }
     }
 
-    /// Takes what has come, and does what is due.
+    /// Processes received MADs and expired timers.
     pub(crate) fn progress(&mut self, nic: &mut Roce) {
         while let Some((from, mad)) = nic.poll_mad() {
             self.handle_mad(nic, from, &mad);
@@ -177,13 +179,13 @@ impl Administration {
         let begin = || (Box::new(*mad), Receiver::default());
         let (first, receiver) = question.partly.get_or_insert_with(begin);
         if header.rmpp.segment.get() == 1 {
-            // A later one may have come before it.
+            // A later segment may have been received before the first one.
             **first = *mad;
         }
         let before = receiver.arrived();
         let (reply, is_done) = match receiver.handle(&header, data) {
             Received::Going(reply) => {
-                // What has arrived before gives no time.
+                // Retransmitted segments do not extend the deadline.
                 if receiver.arrived() > before {
                     question.deadline = Instant::now() + question.head.timeout();
                 }
@@ -191,13 +193,14 @@ impl Administration {
             }
             Received::Done(reply) => (Some(reply), true),
             Received::Failed(reply) => {
-                // It begins again when its time is over.
+                // The request will be retried when its deadline expires.
                 question.partly = None;
                 (reply, false)
             }
         };
         if is_done && let Some((first, receiver)) = question.partly.take() {
-            // As the kernel gives it: the first header, and the data of all.
+            // We use the same format as the kernel: the first header, followed by the data of all
+            // segments.
             let mut bytes = first[..DATA].to_vec();
             bytes.extend(receiver.into_data());
             self.answer(at, bytes);
@@ -216,13 +219,13 @@ impl Administration {
         answers.push(Answer::new(head, bytes));
     }
 
-    /// Forgets the questions of a port that is closed.
+    /// Drops the requests of a closed port.
     pub(crate) fn forget(&mut self, answers: &Arc<EventQueue<Answer>>) {
         self.questions
             .retain(|question| !Arc::ptr_eq(&question.answers, answers));
     }
 
-    /// Time at which [`Self::progress`] has something to do.
+    /// Returns the time when [`Self::progress`] must be called.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let questions = self.questions.iter().map(|question| question.deadline);
         let local = self.local.as_ref().and_then(Administrator::poll_timeout);
@@ -246,7 +249,7 @@ mod tests {
     use super::*;
     use crate::share::slot_of_answer;
 
-    /// A device, what asks for it, and where answers go.
+    /// Creates a device, an administration object and a queue for responses.
     fn open(last: u8, named: Option<IpAddr>) -> (Roce, Administration, Arc<EventQueue<Answer>>) {
         let addr = IpAddr::from([127, 98, 0, last]);
         let mut nic = Roce::open(&RoceConfig::new(addr)).unwrap();
@@ -273,12 +276,13 @@ mod tests {
         administration.send(&mut nic, request, None, Arc::clone(&answers));
         let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (0, DATA + DATA_LEN));
-        // The lower half of the transaction is the program's, the low bits of the other its process's.
+        // The lower half of the transaction identifier was set by the program. The low bits of the
+        // upper half identify the process.
         assert_eq!(bytes[12..16], [0x12, 0x34, 0x56, 0x78]);
         assert_eq!(slot_of_answer(&bytes), Some(9));
         let path = PathRecord::read(&bytes[DATA..]).unwrap();
         assert_eq!(path.dgid().ip(), IpAddr::from([127, 98, 0, 77]));
-        // Of a table the header is followed by the records of all MADs.
+        // For a table, the header is followed by the records from all MADs.
         let request = (head, mad(SaMethod::GetTable));
         administration.send(&mut nic, request, None, Arc::clone(&answers));
         let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
@@ -300,7 +304,7 @@ mod tests {
         assert!(sent.elapsed() >= Duration::from_millis(30));
         let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (libc::ETIMEDOUT, DATA + DATA_LEN));
-        // Of a port that is closed none comes back.
+        // No response is returned after the port was closed.
         administration.send(&mut nic, request, None, Arc::clone(&answers));
         administration.forget(&answers);
         assert_eq!(administration.deadline(), None);
@@ -314,7 +318,7 @@ mod tests {
         administration.send(&mut nic, request, None, answers);
         let mut segment = administration.questions[0].mad;
         segment[3] = 0x92;
-        // The first one of several, and one that comes too early.
+        // The first of several segments, and a segment that arrives too early.
         segment[24..27].copy_from_slice(&[1, 1, 3]);
         segment[31] = 1;
         let mut early = segment;

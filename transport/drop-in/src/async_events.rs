@@ -1,4 +1,4 @@
-//! Asynchronous events as programs get them.
+//! Asynchronous events, as returned to programs.
 
 use std::ffi::c_int;
 use std::mem::zeroed;
@@ -18,25 +18,25 @@ pub(crate) unsafe extern "C-unwind" fn ibv_get_async_event(
     context: *mut ibv_context,
     event: *mut ibv_async_event,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let fd = step(|| unsafe { context_of(context) }.map(|context| context.events.raw_fd()));
     let Ok(fd) = fd else {
         return step(|| minus(Err(Errno::INVALID)));
     };
     loop {
-        // SAFETY: the program has the context, and no frame has anything to drop.
+        // SAFETY: the program owns the context, and no frame has anything to drop.
         let error = unsafe { read_count(fd) };
-        // SAFETY: the program's pointers, as the manual page demands.
+        // SAFETY: the program passes valid pointers, as required by the manual page.
         if let Some(result) = step(|| unsafe { take(context, error, event) }) {
             return result;
         }
     }
 }
 
-/// Passes the next event to the program; `None` if it has to wait again.
+/// Returns the next event to the program. Returns `None` if it must wait again.
 ///
 /// # Safety
-/// The pointers are the program's, as the manual page demands.
+/// The program must pass valid pointers, as required by the manual page.
 unsafe fn take(
     context: *mut ibv_context,
     error: c_int,
@@ -45,7 +45,7 @@ unsafe fn take(
     if error != 0 {
         return Some(minus(Err(Errno(error))));
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let context = match unsafe { context_of(context) } {
         Ok(context) => context,
         Err(errno) => return Some(minus(Err(errno))),
@@ -61,11 +61,11 @@ unsafe fn take(
 }
 
 fn async_event(event: Event) -> ibv_async_event {
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut theirs: ibv_async_event = unsafe { zeroed() };
     match event.object {
         Some(subject) => {
-            // Each object is at the same place of the union.
+            // All members of the union are pointers at the same offset.
             theirs.element.cq = subject.handle.cast();
         }
         None => theirs.element.port_num = 1,
@@ -91,8 +91,9 @@ fn async_event(event: Event) -> ibv_async_event {
 
 /// `ibv_ack_async_event(3)`.
 pub(crate) unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
-    // SAFETY: the program's pointer, as the manual page demands; the type says which member of the
-    // union is meant. An object that is gone has no event to be acknowledged.
+    // SAFETY: the program passes a valid pointer, as required by the manual page, and the type
+    // determines the active member of the union. If the object was destroyed, it has no
+    // unacknowledged events.
     unsafe {
         match (*event).event_type {
             IBV_EVENT_CQ_ERR => {

@@ -1,4 +1,4 @@
-//! Batches of work requests that programs build by calls.
+//! Batches of work requests that programs build using function calls.
 
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
@@ -30,10 +30,10 @@ const RELIABLE: u32 = UNRELIABLE
 
 /// The part of a queue pair that builds requests.
 pub(crate) struct Builder {
-    /// Operations that were asked for when the queue pair was created.
+    /// Operations that were requested when the queue pair was created.
     pub(crate) ops: u32,
     pub(crate) cap: QpCap,
-    /// The batch, from its begin to its end.
+    /// Held from the start of a batch to its end.
     pub(crate) turn: Turn,
     batch: Mutex<Batch>,
 }
@@ -46,7 +46,7 @@ pub(crate) struct Batch {
     pub(crate) sges: Vec<Sge>,
     /// Inline data of the requests.
     pub(crate) inline: Vec<u8>,
-    /// The first mistake of the program in the batch.
+    /// The first error of the program in this batch.
     pub(crate) mistake: Option<Errno>,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Request {
     pub(crate) remote_srqn: Option<u32>,
 }
 
-/// Data of a request, in those of the batch.
+/// Data of a request, as a range in the data of the batch.
 pub(crate) enum Data {
     None,
     Sges(Range<usize>),
@@ -68,16 +68,16 @@ pub(crate) enum Data {
 }
 
 impl Builder {
-    /// Makes the builder of a queue pair.
+    /// Creates a builder for a queue pair.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` for an operation that queue pairs of this kind do not have.
+    /// Returns `EOPNOTSUPP` if this type of queue pair does not support one of the operations.
     pub(crate) fn new(qp_type: QpType, cap: QpCap, ops: u64) -> Result<Self, Errno> {
         let known = match qp_type {
             QpType::Rc | QpType::XrcIni => RELIABLE,
             QpType::Uc => UNRELIABLE,
             QpType::Ud | QpType::Gsi | QpType::Smi => DATAGRAM,
-            // It has no send queue.
+            // These have no send queue.
             QpType::XrcTgt | QpType::RawPacket => 0,
         };
         let ops = u32::try_from(ops).map_err(|_| Errno::UNSUPPORTED)?;
@@ -92,14 +92,14 @@ impl Builder {
         })
     }
 
-    /// The batch that is being built.
+    /// Returns the current batch.
     pub(crate) fn batch(&self) -> MutexGuard<'_, Batch> {
         unpoisoned(self.batch.lock())
     }
 }
 
 impl Batch {
-    /// Empties it.
+    /// Removes all requests.
     pub(crate) fn clear(&mut self) {
         self.requests.clear();
         self.sges.clear();
@@ -107,18 +107,19 @@ impl Batch {
         self.mistake = None;
     }
 
-    /// The request that setters belong to.
+    /// Returns the request that setters modify.
     ///
     /// # Errors
-    /// `EINVAL` where no request has been begun.
+    /// Returns `EINVAL` if no request was started.
     pub(crate) fn last(&mut self) -> Result<&mut Request, Errno> {
         self.requests.last_mut().ok_or(Errno::INVALID)
     }
 
-    /// Gives the last request its data.
+    /// Sets the data of the last request.
     ///
     /// # Errors
-    /// `EINVAL` where it has some already, or takes none of this kind.
+    /// Returns `EINVAL` if the data was already set, or if the request does not support data of
+    /// this kind.
     pub(crate) fn set_data(&mut self, data: Data) -> Result<(), Errno> {
         let request = self.last()?;
         let is_allowed = match request.op {
@@ -135,7 +136,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The requests as they are posted.
+    /// Converts requests to the form in which they are posted.
     pub(crate) fn posts<const N: usize>(&self, requests: &[Request]) -> ArrayVec<SendWr<'_>, N> {
         let posts = requests.iter().map(|request| {
             let (sges, inline) = match &request.data {

@@ -1,14 +1,14 @@
 //! Cancellation of threads (pthread_cancel(3)).
 //!
-//! In rdma-core, the calls that wait for an event are cancellation points. Cancellation unwinds the
+//! In rdma-core, calls that wait for an event are cancellation points. Cancellation unwinds the
 //! stack of the thread, which must not happen while a frame holds a lock. Therefore:
 //!
-//! - A call that waits is `extern "C-unwind"` and sleeps by a function of this module. No frame
+//! - A call that waits is `extern "C-unwind"` and sleeps using a function of this module. No frame
 //!   between the program and the sleep has anything to drop.
-//! - Everything else of such a call is a [`step`], which holds cancellation back. So does the lock of
-//!   a device, because the C library's system calls are cancellation points too.
-//! - [`Cleanup`] undoes the state of a thread that is cancelled in its sleep. In glibc, it also runs
-//!   when a signal handler leaves the sleep by `siglongjmp`.
+//! - Everything else in such a call is a [`step`], which disables cancellation. The lock of a
+//!   device also disables it, because system calls of the C library are cancellation points too.
+//! - [`Cleanup`] restores the state of a thread that is cancelled while it sleeps. In glibc, it
+//!   also runs if a signal handler leaves the sleep using `siglongjmp`.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -19,7 +19,7 @@ use std::{process, ptr};
 /// `PTHREAD_CANCEL_DISABLE`.
 const DISABLE: c_int = 1;
 
-/// `struct _pthread_cleanup_buffer`, which the C library fills.
+/// `struct _pthread_cleanup_buffer`, initialized by the C library.
 type Buffer = MaybeUninit<[usize; 4]>;
 
 unsafe extern "C" {
@@ -32,7 +32,7 @@ unsafe extern "C" {
     fn _pthread_cleanup_pop(buffer: *mut Buffer, execute: c_int);
 }
 
-// As in the crate `libc`, but a thread may be unwound here.
+// Same as in the `libc` crate, but these functions may unwind.
 unsafe extern "C-unwind" {
     fn read(fd: c_int, buffer: *mut c_void, length: usize) -> isize;
     fn ppoll(
@@ -43,7 +43,7 @@ unsafe extern "C-unwind" {
     ) -> c_int;
 }
 
-/// Holds back the cancellation of this thread until it is dropped.
+/// Disables cancellation of this thread until it is dropped.
 pub(crate) struct Uncancellable {
     previous: c_int,
     /// The state belongs to the thread.
@@ -64,37 +64,38 @@ impl Uncancellable {
 
 impl Drop for Uncancellable {
     fn drop(&mut self) {
-        // SAFETY: the state is that of `new`.
+        // SAFETY: the state was returned by `new`.
         unsafe { pthread_setcancelstate(self.previous, ptr::null_mut()) };
     }
 }
 
-/// Executes a part of a call that waits. The thread is not cancelled during it, and a panic aborts
-/// the process as in any other call.
+/// Executes a part of a call that waits. Cancellation is disabled, and a panic aborts the process
+/// like in any other call.
 pub(crate) fn step<R>(act: impl FnOnce() -> R) -> R {
     let _uncancellable = Uncancellable::new();
     catch_unwind(AssertUnwindSafe(act)).unwrap_or_else(|_| process::abort())
 }
 
-/// Function that runs if the thread is cancelled in its sleep, with its argument.
+/// A function, and its argument, that is called if the thread is cancelled while it sleeps.
 #[derive(Clone, Copy)]
 pub(crate) struct Cleanup {
     pub(crate) routine: extern "C" fn(*mut c_void),
     pub(crate) argument: *mut c_void,
 }
 
-/// Reads the count of an eventfd, and sleeps for it unless the descriptor is non-blocking. Returns 0
-/// or an error number.
+/// Reads the counter of an eventfd. Blocks until it is nonzero, unless the descriptor is
+/// non-blocking. Returns 0 or an error number.
 ///
 /// # Safety
-/// The descriptor is open. No frame up to the program's has anything to drop, or cancellation is
-/// held back.
+/// The descriptor must be open. No frame up to the program's may have anything to drop, unless
+/// cancellation is disabled.
 pub(crate) unsafe fn read_count(fd: c_int) -> c_int {
     let mut count = 0u64;
-    // SAFETY: there is room for the count; the thread may be unwound, as the caller promises.
+    // SAFETY: the buffer is large enough for the counter. The thread may be unwound, as guaranteed
+    // by the caller.
     match unsafe { read(fd, (&raw mut count).cast(), size_of::<u64>()) } {
         0.. => 0,
-        // SAFETY: the C library gives each thread a place for its error.
+        // SAFETY: the C library provides a location for each thread.
         _ => unsafe { *libc::__errno_location() },
     }
 }
@@ -102,7 +103,7 @@ pub(crate) unsafe fn read_count(fd: c_int) -> c_int {
 /// Waits for descriptors. Returns the number of ready descriptors, or a negative error number.
 ///
 /// # Safety
-/// As [`read_count`].
+/// Same as for [`read_count`].
 pub(crate) unsafe fn wait(
     fds: &mut [libc::pollfd],
     timeout: Option<libc::timespec>,
@@ -110,8 +111,8 @@ pub(crate) unsafe fn wait(
 ) -> c_int {
     let timeout = timeout.as_ref().map_or(ptr::null(), ptr::from_ref);
     let mut buffer = Buffer::uninit();
-    // SAFETY: the buffer stays in this frame from push to pop; the thread may be unwound, as the
-    // caller promises.
+    // SAFETY: the buffer stays in this frame from push to pop. The thread may be unwound, as
+    // guaranteed by the caller.
     let ready = unsafe {
         if let Some(cleanup) = cleanup {
             _pthread_cleanup_push(&raw mut buffer, cleanup.routine, cleanup.argument);

@@ -1,10 +1,10 @@
-//! Command descriptors of contexts (`cmd_fd`), by which a device is imported.
+//! Command descriptors of contexts (`cmd_fd`), which are used to import a device.
 //!
-//! A kernel's device takes commands there. This one has no kernel behind it, so the descriptor is a
-//! file in memory that says whose context it is. Its inode is the number of what contexts share that
-//! were imported by duplicates of one descriptor: handles of protection domains, regions and device
-//! memory. They are those of a NIC in this process, and no other process reaches its objects: there,
-//! importing the device is refused with `EOPNOTSUPP`.
+//! In a kernel device, this descriptor is used for commands. Our device has no kernel driver, so it
+//! is a memory file that identifies the context. Its inode number identifies a group of contexts
+//! that were imported using duplicates of the same descriptor, and that share handles of protection
+//! domains, regions and device memory. The objects belong to a NIC in this process and can't be
+//! accessed by other processes: there, importing the device fails with `EOPNOTSUPP`.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -16,13 +16,14 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use crate::errno::Errno;
 use crate::lock::shielded;
 
-/// Beginning of the file.
+/// Magic number at the start of the file.
 const MAGIC: [u8; 8] = *b"riserctx";
 
-/// Bytes of the file: then the number of the process and the index of the device.
+/// Size of the file in bytes. The magic number is followed by the process ID and the index of the
+/// device.
 const LEN: usize = 16;
 
-/// What contexts share that were imported from one.
+/// Identifies contexts that were imported from the same context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Family(u64);
 
@@ -30,15 +31,15 @@ pub(crate) struct Family(u64);
 pub(crate) struct Command {
     number: c_int,
     pub(crate) family: Family,
-    /// None once the context is closed.
+    /// `None` after the context was closed.
     fd: Mutex<Option<OwnedFd>>,
 }
 
 impl Command {
-    /// The first one of a family, for a device by its index.
+    /// Creates the first descriptor of a family, for a device index.
     ///
     /// # Errors
-    /// Those of `memfd_create(2)` and `write(2)`.
+    /// Returns errors of `memfd_create(2)` and `write(2)`.
     pub(crate) fn new(device: usize) -> Result<Self, Errno> {
         let fd = memfd_create("riser-context", MemfdFlags::CLOEXEC)?;
         let mut label = [0; LEN];
@@ -67,7 +68,7 @@ impl Command {
     }
 }
 
-/// A descriptor of a program's that is to become that of a context.
+/// A descriptor of the program that will be used by a context.
 pub(crate) struct Duplicate {
     fd: c_int,
     family: Family,
@@ -76,15 +77,16 @@ pub(crate) struct Duplicate {
 }
 
 impl Duplicate {
-    /// Looks at a descriptor.
+    /// Checks a descriptor.
     ///
     /// # Errors
-    /// `EINVAL` for one that is of no context, `EOPNOTSUPP` for one of another process's.
+    /// Returns `EINVAL` if it does not belong to a context, or `EOPNOTSUPP` if it belongs to
+    /// another process.
     pub(crate) fn get(fd: c_int) -> Result<Self, Errno> {
         if fd < 0 {
             return Err(Errno::INVALID);
         }
-        // SAFETY: used for the call only, which fails for a number that is no descriptor.
+        // SAFETY: only used for this call, which fails if the descriptor is not open.
         let file = unsafe { BorrowedFd::borrow_raw(fd) };
         let mut label = [0; LEN];
         let read = rustix::io::pread(file, &mut label, 0);
@@ -102,19 +104,19 @@ impl Duplicate {
         })
     }
 
-    /// Takes the descriptor.
+    /// Takes ownership of the descriptor.
     ///
     /// # Safety
-    /// Nothing else closes it from now on.
+    /// It must not be closed by anything else.
     pub(crate) unsafe fn take(self) -> Command {
-        // SAFETY: it was open when it was looked at, and is the caller's to give away.
+        // SAFETY: it was open when it was checked, and is owned by the caller.
         Command::of(unsafe { OwnedFd::from_raw_fd(self.fd) }, self.family)
     }
 }
 
 fn inode(fd: c_int) -> Result<u64, Errno> {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: the call fills the structure where it succeeds.
+    // SAFETY: on success, the call initializes the structure.
     unsafe {
         match libc::fstat(fd, stat.as_mut_ptr()) {
             0 => Ok(stat.assume_init().st_ino),

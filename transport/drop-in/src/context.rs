@@ -20,23 +20,25 @@ use crate::errno::{Errno, minus, number};
 use crate::object::{Kind, Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
 
-/// Version of the hardware that the device reports: there is none.
+/// Hardware version reported by the device. There is no hardware.
 const HW_VERSION: u32 = 0;
 
-/// Vendor that the device reports, an OUI: the broadcast one, which belongs to no organisation, as
-/// Linux's software devices do. Programs take 0 for an attribute that was not filled in.
+/// Vendor ID reported by the device, which is an OUI. Like Linux's software devices, we use the
+/// broadcast OUI, which does not belong to any organization. Programs treat 0 as an attribute that
+/// was not set.
 const VENDOR_ID: u32 = 0xff_ffff;
 
-/// Part of that vendor that the device reports, which distinguishes it from Linux's: theirs is 0.
+/// Vendor part ID reported by the device, to distinguish it from Linux's software devices, which
+/// use 0.
 const VENDOR_PART_ID: u32 = 1;
 
 /// Frequency of the device's clock, which counts nanoseconds.
 const CLOCK_KHZ: u64 = 1_000_000;
 
-/// Bytes of device memory that a process may have.
+/// Maximum amount of device memory per process, in bytes.
 pub(crate) const DEVICE_MEMORY: usize = 1 << 20;
 
-/// Link layers of a port, and a flag of one whose packets need a global route.
+/// Link layers of a port, and the flag of a port that requires a GRH.
 const LINK_LAYER_INFINIBAND: u8 = 1;
 const LINK_LAYER_ETHERNET: u8 = 2;
 const GRH_REQUIRED: u8 = 1;
@@ -51,7 +53,7 @@ const ODP_SUPPORT_IMPLICIT: u64 = 2;
 const ODP_SEND: u32 = 1;
 const ODP_RECV: u32 = 2;
 const ODP_WRITE: u32 = 4;
-/// Sends, receives, also shared ones, WRITEs, READs and atomics.
+/// Sends, receives (including shared receive queues), WRITEs, READs and atomics.
 const ODP_ALL: u32 = 63;
 
 /// An opened device.
@@ -70,41 +72,42 @@ kind!(
     b"cntx"
 );
 
-/// An asynchronous event on its way to the program.
+/// An asynchronous event that was not yet returned to the program.
 #[derive(Clone, Copy)]
 pub(crate) struct Event {
     pub(crate) kind: AsyncEvent,
-    /// The object that it is about; none for a port or the device.
+    /// The affected object. `None` if it is an event of the port or device.
     pub(crate) object: Option<Subject>,
 }
 
-/// Object of an event: the program's pointer, and the account of what the program has been given.
+/// The affected object of an event: the program's pointer, and the counter of unacknowledged
+/// events.
 #[derive(Clone, Copy)]
 pub(crate) struct Subject {
     pub(crate) handle: *mut c_void,
     pub(crate) unacknowledged: &'static Unacknowledged,
 }
 
-// SAFETY: the pointer is given to the program and not followed.
+// SAFETY: the pointer is only returned to the program and never dereferenced.
 unsafe impl Send for Subject {}
 
 impl Context {
-    /// Takes the lock of the device.
+    /// Locks the device.
     pub(crate) fn lock(&self) -> Locked<'_> {
         self.engine.lock()
     }
 
-    /// Number among the contexts that are open: that of its descriptor.
+    /// Returns a unique number among open contexts. It is the number of the descriptor.
     pub(crate) fn number(&self) -> u64 {
         self.events.raw_fd() as u64
     }
 
-    /// Whether it belongs to the process that this one was forked from.
+    /// Returns whether it belongs to a parent process.
     pub(crate) fn is_inherited(&self) -> bool {
         self.engine.is_inherited()
     }
 
-    /// Whether its device was removed.
+    /// Returns whether its device was removed.
     pub(crate) fn is_removed(&self) -> bool {
         self.engine.is_removed()
     }
@@ -115,8 +118,8 @@ impl Context {
         self.events.push(Event { kind, object });
     }
 
-    /// Takes back the events of an object that is going away, and waits until the program has
-    /// acknowledged those that it has been given.
+    /// Drops the events of an object that is being destroyed, and waits until the program has
+    /// acknowledged events that were already returned.
     pub(crate) fn settle(&self, object: &Unacknowledged) {
         let is_its = |event: &Event| {
             let subject = event.object.as_ref();
@@ -127,11 +130,11 @@ impl Context {
     }
 }
 
-/// An object that has asynchronous events of its own.
+/// An object that has its own asynchronous events.
 pub(crate) trait HasEvents: Kind {
     fn context(&self) -> Ref<Context>;
 
-    /// Events that the program has been given.
+    /// Returns the counter of events that were returned to the program.
     fn async_events(&self) -> &Unacknowledged;
 }
 
@@ -168,10 +171,10 @@ impl Reports for Ref<Context> {
     }
 }
 
-/// Checks that an object may be used with one of another context: only where that is the same.
+/// Checks that two objects belong to the same context.
 ///
 /// # Errors
-/// `EINVAL` where it is not.
+/// Returns `EINVAL` if they do not.
 pub(crate) fn check_same(ours: Ref<Context>, theirs: Ref<Context>) -> Result<(), Errno> {
     if ours == theirs {
         Ok(())
@@ -180,21 +183,21 @@ pub(crate) fn check_same(ours: Ref<Context>, theirs: Ref<Context>) -> Result<(),
     }
 }
 
-/// The context that a program's pointer names.
+/// Returns the context for a program's pointer.
 ///
 /// # Errors
-/// `EINVAL` where it names none.
+/// Returns `EINVAL` if the pointer is invalid.
 ///
 /// # Safety
-/// As [`Ref::get`].
+/// Same as for [`Ref::get`].
 pub(crate) unsafe fn context_of(context: *mut ibv_context) -> Result<Ref<Context>, Errno> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { Ref::get(context) }
 }
 
 /// `ibv_close_device(3)`.
 pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { context_of(context) }.and_then(|context| {
         let mut locked = context.lock();
         locked.contexts.remove(&context.number());
@@ -207,19 +210,18 @@ pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c
         context.events.close();
         context.command.close();
         match has_objects {
-            // They still refer to it.
+            // There are objects that still refer to the context.
             true => context.bury(),
             false => context.retire(),
         }
     }))
 }
 
-/// Writes the counters of a device that the program has closed to the log, those that are not 0, if
-/// there are any.
+/// Logs the nonzero counters of a device when it is closed by the program.
 fn log_counters(device: &Device, nic: &Roce) {
     let mut text = String::new();
     for (name, value) in nic.hw_counters().filter(|(_, value)| *value > 0) {
-        // A string takes all text.
+        // Writing to a string can't fail.
         let _ = write!(text, " {name}={value}");
     }
     if !text.is_empty() {
@@ -232,9 +234,9 @@ pub(crate) unsafe extern "C" fn ibv_query_device(
     context: *mut ibv_context,
     attr: *mut ibv_device_attr,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { context_of(context) }.map(|context| {
-        // SAFETY: the program gives a place for the attributes.
+        // SAFETY: the program provides memory for the attributes.
         unsafe { attr.write(device_attr(&context)) };
     }))
 }
@@ -252,7 +254,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
         node_guid: ours.node_guid.to_be(),
         sys_image_guid: ours.node_guid.to_be(),
         max_mr_size: ours.max_mr_size,
-        // Any power of two from a page on: addresses are virtual.
+        // Any power of two of at least one page, because addresses are virtual.
         page_size_cap: !0xfff,
         vendor_id: VENDOR_ID,
         vendor_part_id: VENDOR_PART_ID,
@@ -278,7 +280,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
         max_qp_rd_atom: ours.max_qp_rd_atom.into(),
         max_res_rd_atom: int(u32::from(ours.max_qp_rd_atom).saturating_mul(ours.max_qp)),
         max_qp_init_rd_atom: ours.max_qp_init_rd_atom.into(),
-        // Atomics of the device are atomic to each other, not to the processor's.
+        // Atomics are atomic with respect to other atomics of the device, but not of the processor.
         atomic_cap: IBV_ATOMIC_HCA,
         max_ah: int(ours.max_ah),
         max_srq: int(ours.max_srq),
@@ -301,9 +303,9 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     attr: *mut ibv_device_attr_ex,
     size: usize,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { context_of(context) }.and_then(|context| {
-        // SAFETY: an input is a structure with a mask; no bit of it is known.
+        // SAFETY: an input is a structure with a mask, none of whose bits are supported.
         if !input.is_null() && unsafe { (*input).comp_mask } != 0 {
             return Err(Errno::INVALID);
         }
@@ -336,7 +338,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
             device_cap_flags_ex: device_attr(&context).device_cap_flags.into(),
             phys_port_cnt_ex: 1,
             odp_caps: ibv_odp_caps {
-                // Also of regions that are the whole address space.
+                // This includes regions that cover the whole address space.
                 general_caps: ODP_SUPPORT | ODP_SUPPORT_IMPLICIT,
                 per_transport_caps: ibv_odp_caps__bindgen_ty_1 {
                     rc_odp_caps: ODP_ALL,
@@ -346,8 +348,8 @@ pub(crate) unsafe extern "C" fn query_device_ex(
             },
             ..Default::default()
         };
-        // A program that was built for another version has another size: it gets the part that it
-        // knows.
+        // A program built for a different version uses a different size, and gets the fields that
+        // it knows.
         // SAFETY: the program's structure has `size` bytes.
         unsafe {
             ptr::write_bytes(attr.cast::<u8>(), 0, size);
@@ -363,14 +365,14 @@ pub(crate) unsafe extern "C" fn query_rt_values(
     context: *mut ibv_context,
     values: *mut ibv_values_ex,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { context_of(context) }.map(|context| {
         let time = context.lock().nic.device_time(Instant::now());
-        // SAFETY: the program gives a place for the values.
+        // SAFETY: the program provides memory for the values.
         unsafe {
             (*values).comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
-            // The device's clock in its own unit, as completions have it. No part of it is in
-            // seconds, so that programs need not add them.
+            // This uses the unit of the device's clock, like completions. We don't use seconds, so
+            // that programs don't need to add them.
             (*values).raw_clock.tv_sec = 0;
             (*values).raw_clock.tv_nsec = time as _;
         }
@@ -395,7 +397,7 @@ fn port_attr(context: &Context, port: u8) -> Result<ibv_port_attr, Errno> {
         lid: lid(),
         sm_lid: lid(),
         max_vl_num: 1,
-        // One lane of 2.5 Gbit/s, the least that can be said: a socket has no speed.
+        // One lane of 2.5 Gbit/s, which is the minimum value: a socket has no speed.
         active_width: 1,
         active_speed: 1,
         // Link up, or polling.
@@ -409,14 +411,14 @@ fn port_attr(context: &Context, port: u8) -> Result<ibv_port_attr, Errno> {
     })
 }
 
-/// `ibv_query_port(3)` for programs built for another size of the structure.
+/// `ibv_query_port(3)` for programs built for a different size of the structure.
 pub(crate) unsafe extern "C" fn query_port(
     context: *mut ibv_context,
     port: u8,
     attr: *mut ibv_port_attr,
     size: usize,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { context_of(context) }.and_then(|context| {
         let ours = port_attr(&context, port)?;
         // SAFETY: the program's structure has `size` bytes.
@@ -429,14 +431,14 @@ pub(crate) unsafe extern "C" fn query_port(
     }))
 }
 
-/// `ibv_query_port(3)` as programs call that do not know the table: the structure ends before
-/// `port_cap_flags2`.
+/// `ibv_query_port(3)` for programs that do not use the operation table. Their structure ends
+/// before `port_cap_flags2`.
 pub(crate) unsafe extern "C" fn ibv_query_port(
     context: *mut ibv_context,
     port: u8,
     attr: *mut ibv_port_attr,
 ) -> c_int {
-    // SAFETY: as the program promises.
+    // SAFETY: guaranteed by the program.
     unsafe {
         query_port(
             context,
@@ -454,11 +456,11 @@ pub(crate) unsafe extern "C" fn ibv_query_gid(
     index: c_int,
     gid: *mut ibv_gid,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { context_of(context) }.and_then(|context| {
         let index = u16::try_from(index).map_err(|_| Errno::INVALID)?;
         let ours = context.lock().nic.query_gid(port, index)?;
-        // SAFETY: the program gives a place for the GID.
+        // SAFETY: the program provides memory for the GID.
         unsafe { gid.write(ibv_gid { raw: ours.0 }) };
         Ok(())
     }))
@@ -473,12 +475,12 @@ fn gid_entry(context: &Context, port: u32, index: u32) -> Result<ibv_gid_entry, 
         gid_index: index,
         port_num: port,
         gid_type: GID_TYPE_ROCE_V2,
-        // A socket has an address, and its interface may change.
+        // The socket is bound to an address, whose interface may change.
         ndev_ifindex: 0,
     })
 }
 
-/// `ibv_query_gid_ex(3)`: an entry of the GID table.
+/// `ibv_query_gid_ex(3)`: returns an entry of the GID table.
 pub(crate) unsafe extern "C" fn _ibv_query_gid_ex(
     context: *mut ibv_context,
     port: u32,
@@ -487,19 +489,19 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_ex(
     flags: u32,
     size: usize,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { context_of(context) }.and_then(|context| {
         if flags != 0 || size < size_of::<ibv_gid_entry>() {
             return Err(Errno::INVALID);
         }
         let ours = gid_entry(&context, port, index)?;
-        // SAFETY: the program gives a place for an entry.
+        // SAFETY: the program provides memory for an entry.
         unsafe { entry.write(ours) };
         Ok(())
     }))
 }
 
-/// `ibv_query_gid_table(3)`: the entries of all ports.
+/// `ibv_query_gid_table(3)`: returns the entries of all ports.
 pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
     context: *mut ibv_context,
     entries: *mut ibv_gid_entry,
@@ -507,7 +509,7 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
     flags: u32,
     size: usize,
 ) -> isize {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let result = unsafe { context_of(context) }.and_then(|context| {
         if flags != 0 || size < size_of::<ibv_gid_entry>() || max == 0 {
             return Err(Errno::INVALID);
@@ -518,7 +520,7 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
         }
         for index in 0..count {
             let ours = gid_entry(&context, 1, index as u32)?;
-            // SAFETY: the program gives a place for `max` entries.
+            // SAFETY: the program provides memory for `max` entries.
             unsafe { entries.add(index).write(ours) };
         }
         Ok(count as isize)
@@ -526,34 +528,34 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
     result.unwrap_or_else(|errno| -(errno.0 as isize))
 }
 
-/// Type of an entry of the GID table, for rdma-core's own tools.
+/// Returns the type of an entry of the GID table. Used by rdma-core's own tools.
 pub(crate) unsafe extern "C" fn ibv_query_gid_type(
     context: *mut ibv_context,
     port: u8,
     index: u32,
     kind: *mut u32,
 ) -> c_int {
-    // SAFETY: the program's pointer.
+    // SAFETY: the program passes a valid pointer.
     minus(unsafe { context_of(context) }.and_then(|context| {
         gid_entry(&context, port.into(), index)?;
-        // SAFETY: the program gives a place for the type.
+        // SAFETY: the program provides memory for the type.
         unsafe { kind.write(GID_SYSFS_ROCE_V2) };
         Ok(())
     }))
 }
 
-/// `ibv_query_pkey(3)`: in network byte order.
+/// `ibv_query_pkey(3)`: returns the key in network byte order.
 pub(crate) unsafe extern "C" fn ibv_query_pkey(
     context: *mut ibv_context,
     port: u8,
     index: c_int,
     pkey: *mut __be16,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { context_of(context) }.and_then(|context| {
         let index = u16::try_from(index).map_err(|_| Errno::INVALID)?;
         let ours = context.lock().nic.query_pkey(port, index)?;
-        // SAFETY: the program gives a place for the key.
+        // SAFETY: the program provides memory for the key.
         unsafe { pkey.write(ours.0.to_be()) };
         Ok(())
     }))
@@ -565,10 +567,10 @@ pub(crate) unsafe extern "C" fn ibv_get_pkey_index(
     port: u8,
     pkey: __be16,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let found = unsafe { context_of(context) }.and_then(|context| {
         let ours = context.lock().nic.query_pkey(port, 0)?;
-        // The membership bit is no part of the partition.
+        // The membership bit is not part of the partition.
         let partition = |key: u16| key & 0x7fff;
         let is_it = partition(ours.0) == partition(u16::from_be(pkey));
         is_it.then_some(0).ok_or(Errno::INVALID)

@@ -21,7 +21,7 @@ use crate::object::{Ref, kind};
 use crate::queue::{EventQueue, Unacknowledged};
 use crate::turn::Turn;
 
-/// Service levels of datagrams with a route header of RoCEv2: a bit for UDP, and the kind of header.
+/// Service levels of datagrams with a RoCEv2 network header: a bit for UDP, and the type of header.
 const IPV4_OVER_UDP: u8 = 0b1010;
 const IPV6_OVER_UDP: u8 = 0b1001;
 
@@ -29,7 +29,7 @@ const IPV6_OVER_UDP: u8 = 0b1001;
 pub(crate) struct Channel {
     context: Ref<Context>,
     events: EventQueue<Ref<Cq>>,
-    /// Completion queues that use it.
+    /// Number of completion queues that use it.
     users: AtomicU32,
 }
 
@@ -40,17 +40,17 @@ pub(crate) struct Cq {
     pub(crate) context: Ref<Context>,
     pub(crate) id: CqId,
     channel: Option<Ref<Channel>>,
-    /// The program waits for a notification.
+    /// Set if the program is waiting for a notification.
     is_armed: AtomicBool,
     events: Unacknowledged,
     pub(crate) async_events: Unacknowledged,
-    /// The batch of an extended poll.
+    /// Held during a batch of extended polling.
     pub(crate) polling: Turn,
-    /// Completions have their times.
+    /// Set if completions have timestamps.
     pub(crate) is_timed: bool,
 }
 
-/// A completion queue as the program sees it, and the completion at which an extended poll is.
+/// A completion queue as seen by the program, and the current completion of extended polling.
 #[repr(C)]
 pub(crate) struct Shown {
     pub(crate) ex: ibv_cq_ex,
@@ -93,20 +93,21 @@ impl Fires for Ref<Cq> {
 }
 
 impl Channel {
-    /// Whether a thread that takes a notification waits for it.
+    /// Returns whether a thread that gets a notification blocks.
     fn is_blocking(&self) -> Result<bool, Errno> {
-        // SAFETY: the program has the channel, so that its descriptor is not closed.
+        // SAFETY: the program owns the channel, so its descriptor is open.
         let fd = unsafe { BorrowedFd::borrow_raw(self.events.raw_fd()) };
         Ok(!rustix::fs::fcntl_getfl(fd)?.contains(OFlags::NONBLOCK))
     }
 }
 
-/// Whether the program has a handler of a signal that ends calls which wait.
+/// Returns whether the program has a signal handler that interrupts blocking calls.
 fn has_interrupting_handler() -> bool {
     (1..=libc::SIGRTMAX()).any(|signal| {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut action: libc::sigaction = unsafe { zeroed() };
-        // SAFETY: the action is only read. Signals of the C library's own are refused.
+        // SAFETY: the action is only read. The call fails for signals that are reserved for the C
+        // library.
         let result = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
         let is_handled = ![libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction);
         result == 0 && is_handled && action.sa_flags & libc::SA_RESTART == 0
@@ -117,7 +118,7 @@ fn has_interrupting_handler() -> bool {
 pub(crate) unsafe extern "C" fn ibv_create_comp_channel(
     context: *mut ibv_context,
 ) -> *mut ibv_comp_channel {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         let events = EventQueue::new()?;
         let c = ibv_comp_channel {
@@ -137,7 +138,7 @@ pub(crate) unsafe extern "C" fn ibv_create_comp_channel(
 
 /// `ibv_destroy_comp_channel(3)`.
 pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Channel>::get(channel) }.and_then(|channel| {
         if channel.users.load(Ordering::Acquire) > 0 {
             return Err(Errno(libc::EBUSY));
@@ -154,7 +155,7 @@ pub(crate) unsafe extern "C" fn ibv_create_cq(
     channel: *mut ibv_comp_channel,
     vector: c_int,
 ) -> *mut ibv_cq {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         let params = CqParams {
             entries: u32::try_from(entries).map_err(|_| Errno::INVALID)?,
@@ -171,10 +172,10 @@ pub(crate) unsafe extern "C" fn ibv_create_cq(
 /// Creates a completion queue.
 ///
 /// # Safety
-/// The channel is null, or one that this library has given out.
+/// The channel must be null or a pointer returned by this library.
 pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<Ref<Cq>, Errno> {
     let channel = (!params.channel.is_null())
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         .then(|| unsafe { Ref::<Channel>::get(params.channel) })
         .transpose()?;
     let mut locked = context.lock();
@@ -183,7 +184,7 @@ pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<
         vector: params.vector,
         is_timed: params.is_timed,
     })?;
-    // SAFETY: all-zero bytes are valid: no function, an unlocked mutex, plain numbers.
+    // SAFETY: all zeroes is valid: no functions, an unlocked mutex, plain integers.
     let mut c: Shown = unsafe { zeroed() };
     c.ex.context = context.handle();
     c.ex.channel = params.channel;
@@ -212,7 +213,7 @@ pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<
 
 /// `ibv_resize_cq(3)`.
 pub(crate) unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
         let count = u32::try_from(entries).map_err(|_| Errno::INVALID)?;
         cq.context.lock().nic.resize_cq(cq.id, count)?;
@@ -224,7 +225,7 @@ pub(crate) unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -
 
 /// `ibv_modify_cq(3)`.
 pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -241,7 +242,7 @@ pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify
 
 /// `ibv_destroy_cq(3)`.
 pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
         {
             let mut locked = cq.context.lock();
@@ -251,7 +252,8 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
                 locked.disarm();
             }
         }
-        // What the program has not taken yet goes; what it has taken it must acknowledge.
+        // Drop events that were not yet returned to the program, and wait until it has acknowledged
+        // the rest.
         if let Some(channel) = cq.channel {
             channel.events.retract(|c| *c == cq);
         }
@@ -266,7 +268,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
 
 /// `ibv_req_notify_cq(3)`.
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Cq>::get(cq) }.and_then(|cq| {
         let notify = if solicited_only == 0 {
             Notify::Next
@@ -287,15 +289,15 @@ pub(crate) unsafe extern "C-unwind" fn ibv_get_cq_event(
     cq: *mut *mut ibv_cq,
     cq_context: *mut *mut c_void,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let (fd, engine) = match step(|| unsafe { wait_of(channel) }) {
         Ok(wait) => wait,
         Err(errno) => return step(|| minus(Err(errno))),
     };
     if let Some(engine) = engine
-        // SAFETY: the program has the channel, and no frame has anything to drop.
+        // SAFETY: the program owns the channel, and no frame has anything to drop.
         && unsafe { engine.drive_until(fd) }
-        // `read(2)` would resume after a handler that was installed with `SA_RESTART`.
+        // `read(2)` would be restarted after a handler that was installed with `SA_RESTART`.
         && step(has_interrupting_handler)
     {
         return step(|| minus(Err(Errno(libc::EINTR))));
@@ -303,21 +305,22 @@ pub(crate) unsafe extern "C-unwind" fn ibv_get_cq_event(
     loop {
         // SAFETY: as above.
         let error = unsafe { read_count(fd) };
-        // SAFETY: the program's pointers, as the manual page demands.
+        // SAFETY: the program passes valid pointers, as required by the manual page.
         if let Some(result) = step(|| unsafe { take(channel, error, cq, cq_context) }) {
             return result;
         }
     }
 }
 
-/// The descriptor of a channel, and the engine to drive if the thread waits for a notification.
+/// Returns the descriptor of a channel, and the engine to drive if the thread waits for a
+/// notification.
 ///
 /// # Safety
-/// The pointer is the program's, as the manual page demands.
+/// The program must pass a valid pointer, as required by the manual page.
 unsafe fn wait_of(
     channel: *mut ibv_comp_channel,
 ) -> Result<(c_int, Option<&'static Engine>), Errno> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let channel = unsafe { Ref::<Channel>::get(channel) }?.kind();
     let engine = channel
         .is_blocking()?
@@ -325,10 +328,10 @@ unsafe fn wait_of(
     Ok((channel.events.raw_fd(), engine))
 }
 
-/// Passes the next notification to the program; `None` if it has to wait again.
+/// Returns the next notification to the program. Returns `None` if it must wait again.
 ///
 /// # Safety
-/// The pointers are the program's, as the manual page demands.
+/// The program must pass valid pointers, as required by the manual page.
 unsafe fn take(
     channel: *mut ibv_comp_channel,
     error: c_int,
@@ -338,13 +341,14 @@ unsafe fn take(
     if error != 0 {
         return Some(minus(Err(Errno(error))));
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let channel = match unsafe { Ref::<Channel>::get(channel) } {
         Ok(channel) => channel,
         Err(errno) => return Some(minus(Err(errno))),
     };
     let next = channel.events.pop(|cq| cq.events.add())?;
-    // SAFETY: the program provides memory for both; the queue waits for its acknowledgement.
+    // SAFETY: the program provides memory for both, and the queue can't be destroyed before the
+    // event is acknowledged.
     unsafe {
         cq.write(next.handle());
         cq_context.write((*next.handle()).cq_context);
@@ -354,15 +358,15 @@ unsafe fn take(
 
 /// `ibv_ack_cq_events(3)`.
 pub(crate) unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: u32) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(cq) = unsafe { Ref::<Cq>::get(cq) } {
         cq.events.acknowledge(count);
     }
 }
 
-/// `ibv_poll_cq(3)`: number of completions, or a negative number.
+/// `ibv_poll_cq(3)`: returns the number of completions, or a negative number on error.
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, wc: *mut ibv_wc) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let Ok(cq) = (unsafe { Ref::<Cq>::get(cq) }) else {
         return -libc::EINVAL;
     };
@@ -373,7 +377,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, wc: *mut ib
     match locked.poll_cq(cq.id, max) {
         Ok(completions) => {
             for (i, completion) in completions.iter().enumerate() {
-                // SAFETY: the program has room for `max` completions.
+                // SAFETY: the program provides memory for `max` completions.
                 unsafe { wc.add(i).write(convert(completion)) };
             }
             completions.len() as c_int
@@ -382,9 +386,9 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, wc: *mut ib
     }
 }
 
-/// A completion as programs read it.
+/// Converts a completion for the program.
 pub(crate) fn convert(ours: &Completion) -> ibv_wc {
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut wc: ibv_wc = unsafe { zeroed() };
     wc.wr_id = ours.wr_id.0;
     wc.status = wc_status_code(ours.status);
@@ -402,12 +406,12 @@ pub(crate) fn convert(ours: &Completion) -> ibv_wc {
             wc.__bindgen_anon_1.invalidated_rkey = key.0;
             wc.wc_flags |= IBV_WC_WITH_INV;
         }
-        // Only datagrams have a sender's number, and on RoCE always a route header.
+        // Only datagrams have a source queue pair, and on RoCE they always have a GRH.
         if ours.src_qp != 0 {
             wc.wc_flags |= IBV_WC_GRH;
         }
-        // The completion says of which kind the header is (IBTA annex A17, 4.5.1), in this structure
-        // where adapters of the ConnectX family do: UCX looks there for the address.
+        // The completion indicates the type of header (IBTA annex A17, 4.5.1). We use the same
+        // field as adapters of the ConnectX family, because UCX uses it to find the address.
         match ours.network {
             Some(NetworkHeader::Ipv4) => wc.sl = IPV4_OVER_UDP,
             Some(NetworkHeader::Ipv6) => wc.sl = IPV6_OVER_UDP,

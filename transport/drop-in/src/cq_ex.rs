@@ -1,4 +1,4 @@
-//! Extended completion queues: completions that are polled one by one, and read by calls.
+//! Extended completion queues: completions are polled one by one, and read using function calls.
 
 use std::ffi::{c_int, c_uint};
 
@@ -14,7 +14,7 @@ use crate::object::Ref;
 const SINGLE_THREADED: u32 = 1;
 const IGNORE_OVERRUN: u32 = 2;
 
-/// What completions have here; the others are of raw packets and of tag matching.
+/// Supported fields of completions. All other fields belong to raw packets and tag matching.
 const SUPPORTED: u64 = (IBV_WC_EX_WITH_BYTE_LEN
     | IBV_WC_EX_WITH_IMM
     | IBV_WC_EX_WITH_QP_NUM
@@ -33,7 +33,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
     context: *mut ibv_context,
     attr: *mut ibv_cq_init_attr_ex,
 ) -> *mut ibv_cq_ex {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -55,23 +55,23 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
         // SAFETY: as above.
         let cq = unsafe { create(context, &params) }?;
         let shown = cq.c();
-        // SAFETY: the queue is alive, and the program does not know it yet.
+        // SAFETY: the queue is alive, and the program has no access to it yet.
         unsafe { set_calls(&mut (*shown).ex) };
         Ok(shown.cast())
     }))
 }
 
-/// Refuses what the device does not have.
+/// Rejects attributes that are not supported by the device.
 fn check(attr: &ibv_cq_init_attr_ex) -> Result<(), Errno> {
     if attr.comp_mask & !(IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD) != 0 {
         return Err(Errno::INVALID);
     }
     if attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS != 0 {
-        // A queue that is full is never silent about it.
+        // The device always reports overruns.
         if attr.flags & IGNORE_OVERRUN != 0 {
             return Err(Errno::UNSUPPORTED);
         }
-        // The device has one lock, so a program of one thread gains nothing and loses nothing.
+        // The device has a single lock, so this flag makes no difference.
         if attr.flags & !SINGLE_THREADED != 0 {
             return Err(Errno::INVALID);
         }
@@ -100,16 +100,16 @@ fn set_calls(cq: &mut ibv_cq_ex) {
     cq.read_completion_wallclock_ns = Some(read_completion_wallclock_ns);
 }
 
-/// What a poll returns. Nothing there is no failure, so it leaves `errno` alone.
+/// Converts the result of a poll. An empty queue is not an error, so `errno` is not set.
 fn polled(result: Result<(), Errno>) -> c_int {
     result.map_or_else(|errno| errno.0, |()| 0)
 }
 
-/// `ibv_start_poll`: begins a batch with its first completion.
+/// `ibv_start_poll`: starts a batch with its first completion.
 unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     polled(unsafe { Ref::<Cq>::get(cq.cast()) }.and_then(|cq| {
-        // SAFETY: as above. No bit of the mask is known.
+        // SAFETY: as above. No bit of the mask is supported.
         if unsafe { attr.as_ref() }.is_some_and(|attr| attr.comp_mask != 0) {
             return Err(Errno::INVALID);
         }
@@ -118,9 +118,9 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
     }))
 }
 
-/// `ibv_next_poll`: goes on to the next completion.
+/// `ibv_next_poll`: advances to the next completion.
 unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     polled(unsafe { Ref::<Cq>::get(cq.cast()) }.and_then(|cq| {
         if !cq.polling.is_taken() {
             return Err(Errno::INVALID);
@@ -129,25 +129,25 @@ unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
     }))
 }
 
-/// `ibv_end_poll`: ends a batch.
+/// `ibv_end_poll`: finishes a batch.
 unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(cq) = unsafe { Ref::<Cq>::get(cq.cast()) } {
         cq.polling.end();
     }
 }
 
-/// Makes the next completion the current one.
+/// Advances to the next completion.
 ///
 /// # Errors
-/// `ENOENT` where there is none; the current one then stays.
+/// Returns `ENOENT` if the queue is empty. In this case, the current completion does not change.
 fn step(cq: Ref<Cq>) -> Result<(), Errno> {
     const NONE: Errno = Errno(libc::ENOENT);
     let shown = cq.c();
     let mut locked = cq.context.lock();
     let wc = if cq.is_timed {
         let timed = locked.poll_cq_timed(cq.id)?.ok_or(NONE)?;
-        // SAFETY: the queue is alive, and the thread has it for the batch.
+        // SAFETY: the queue is alive, and this thread owns it during the batch.
         unsafe {
             (*shown).device_time = timed.device_time;
             (*shown).wall_time = timed.wall_time.as_nanos() as u64;
@@ -166,12 +166,12 @@ fn step(cq: Ref<Cq>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Reads a member of the current completion; 0 for a queue that is gone.
+/// Reads a field of the current completion. Returns 0 if the queue was destroyed.
 ///
 /// # Safety
-/// As [`Ref::get`].
+/// Same as for [`Ref::get`].
 unsafe fn read<T: Default>(cq: *mut ibv_cq_ex, member: impl FnOnce(&Shown) -> T) -> T {
-    // SAFETY: as the caller promises. The thread that polls is the only one that writes it.
+    // SAFETY: guaranteed by the caller. Only the polling thread writes to it.
     match unsafe { Ref::<Cq>::get(cq.cast()) } {
         // SAFETY: as above.
         Ok(cq) => member(unsafe { &*cq.c() }),
@@ -179,13 +179,13 @@ unsafe fn read<T: Default>(cq: *mut ibv_cq_ex, member: impl FnOnce(&Shown) -> T)
     }
 }
 
-/// Declares functions that read a member of the current completion.
+/// Declares functions that read a field of the current completion.
 macro_rules! readers {
     ($($(#[$doc:meta])* $name:ident() -> $ty:ty { |$shown:ident| $value:expr })*) => {
         $(
             $(#[$doc])*
             unsafe extern "C" fn $name(cq: *mut ibv_cq_ex) -> $ty {
-                // SAFETY: the program's pointer, as the manual page demands.
+                // SAFETY: the program passes a valid pointer, as required by the manual page.
                 unsafe { read(cq, |$shown| $value) }
             }
         )*
@@ -199,8 +199,8 @@ readers! {
     read_vendor_err() -> u32 { |shown| shown.current.vendor_err }
     /// `ibv_wc_read_byte_len`.
     read_byte_len() -> u32 { |shown| shown.current.byte_len }
-    /// `ibv_wc_read_imm_data`, and `ibv_wc_read_invalidated_rkey`: a completion has one of them.
-    /// Both members of the union are numbers of this size.
+    /// `ibv_wc_read_imm_data` and `ibv_wc_read_invalidated_rkey`: a completion has one of them.
+    /// Both members of the union are integers of the same size.
     read_imm_data() -> __be32 { |shown| shown.current.__bindgen_anon_1.imm_data }
     /// `ibv_wc_read_qp_num`.
     read_qp_num() -> u32 { |shown| shown.current.qp_num }
@@ -208,14 +208,15 @@ readers! {
     read_src_qp() -> u32 { |shown| shown.current.src_qp }
     /// `ibv_wc_read_wc_flags`.
     read_wc_flags() -> c_uint { |shown| shown.current.wc_flags }
-    /// `ibv_wc_read_slid`: Ethernet has none.
+    /// `ibv_wc_read_slid`: not used on Ethernet.
     read_slid() -> u32 { |shown| shown.current.slid.into() }
     /// `ibv_wc_read_sl`.
     read_sl() -> u8 { |shown| shown.current.sl }
-    /// `ibv_wc_read_dlid_path_bits`: Ethernet has none.
+    /// `ibv_wc_read_dlid_path_bits`: not used on Ethernet.
     read_dlid_path_bits() -> u8 { |shown| shown.current.dlid_path_bits }
-    /// `ibv_wc_read_completion_ts`: when it came into the queue, by the device's clock.
+    /// `ibv_wc_read_completion_ts`: when the completion was added to the queue, using the device's
+    /// clock.
     read_completion_ts() -> u64 { |shown| shown.device_time }
-    /// `ibv_wc_read_completion_wallclock_ns`: the same, as time of day.
+    /// `ibv_wc_read_completion_wallclock_ns`: the same, using wall-clock time.
     read_completion_wallclock_ns() -> u64 { |shown| shown.wall_time }
 }

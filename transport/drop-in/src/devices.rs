@@ -1,10 +1,11 @@
 //! The list of devices.
 //!
-//! The environment says which there are: `RISER_DEVICES` has `NAME=ADDRESS`, separated by commas. A part
-//! without a name is one more address of the device before it, which has a GID for each.
-//! `riser run` sets it. Without it there is one, `riser0` at 127.0.0.1. `RISER_SA` is the address of the
-//! fabric's subnet administrator, and `RISER_LINK_LAYER=infiniband` has ports say that they are
-//! InfiniBand's, with a LID, for programs that ask for paths and take no other port, such as `ibacm`.
+//! The devices are specified by the environment: `RISER_DEVICES` contains a list of `NAME=ADDRESS`,
+//! separated by commas. An element without a name is an additional address of the preceding device,
+//! which has a GID for each address. The variable is set by `riser run`. If it is not set, there is
+//! one device, `riser0` at 127.0.0.1. `RISER_SA` is the address of the fabric's subnet
+//! administrator. `RISER_LINK_LAYER=infiniband` makes ports report InfiniBand and a LID, for
+//! programs that query paths and don't support other link layers, such as `ibacm`.
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::io::{IsTerminal as _, Stderr, Write};
@@ -26,27 +27,29 @@ use crate::errno::{Errno, pointer};
 use crate::fork;
 use crate::lock::{LISTING, unpoisoned};
 
-/// A device that can be opened. It lives as long as the process, since programs keep the pointer.
+/// A device that can be opened. It exists until the process exits, because programs keep the
+/// pointer.
 #[repr(C)]
 pub(crate) struct Device {
     c: ibv_device,
     pub(crate) config: Config,
     pub(crate) index: usize,
-    /// Its shared context for identifiers ([`crate::cm::Shared`]), null where it has none yet. It has no
-    /// lock, which the child of a process that forks meanwhile would find taken.
+    /// Its shared context for identifiers ([`crate::cm::Shared`]), or null if it was not created
+    /// yet. It has no lock, because the lock could be held during a fork, and would then never be
+    /// released in the child.
     pub(crate) shared: AtomicPtr<c_void>,
 }
 
-// SAFETY: nothing changes a device once it is made, but the place of its context, which is atomic.
+// SAFETY: a device is immutable, except for the shared context, which is atomic.
 unsafe impl Sync for Device {}
 // SAFETY: as above.
 unsafe impl Send for Device {}
 
 impl Device {
-    /// The device that a program's pointer names.
+    /// Returns the device for a program's pointer.
     ///
     /// # Errors
-    /// `EINVAL` where it names none.
+    /// Returns `EINVAL` if the pointer is invalid.
     pub(crate) fn get(device: *mut ibv_device) -> Result<&'static Self, Errno> {
         let known = devices().iter().find(|d| ptr::eq(&raw const d.c, device));
         known.ok_or(Errno::INVALID)
@@ -56,13 +59,13 @@ impl Device {
         (&raw const self.c).cast_mut()
     }
 
-    /// GUID of the device.
+    /// Returns the GUID of the device.
     pub(crate) fn guid(&self) -> u64 {
         device_guid(self.config.addr)
     }
 }
 
-/// All devices, in the order of their names in the environment.
+/// Returns all devices, in the order of the environment variable.
 pub(crate) fn devices() -> &'static [Device] {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     if let Some(devices) = DEVICES.get() {
@@ -75,8 +78,8 @@ pub(crate) fn devices() -> &'static [Device] {
         start_log();
         let value = |name: &str| env::var_os(name).filter(|value| !value.is_empty());
         let (listed, faults) = (value("RISER_DEVICES"), value("RISER_INJECT"));
-        // A wire that is better than was asked for would make a test succeed that should not: no
-        // devices then, either.
+        // If invalid faults were ignored, a test could pass although it should fail, so we return
+        // no devices in this case too.
         let (sa, layer) = (value("RISER_SA"), value("RISER_LINK_LAYER"));
         let configs = read_link_layer(layer.as_deref()).and_then(|layer| {
             LINK_LAYER.get_or_init(|| layer);
@@ -108,7 +111,7 @@ pub(crate) fn devices() -> &'static [Device] {
     })
 }
 
-/// Kind of network that ports report.
+/// Link layer reported by ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LinkLayer {
     Ethernet,
@@ -117,13 +120,13 @@ pub(crate) enum LinkLayer {
 
 static LINK_LAYER: OnceLock<LinkLayer> = OnceLock::new();
 
-/// Link layer that ports report.
+/// Returns the link layer reported by ports.
 pub(crate) fn link_layer() -> LinkLayer {
     *LINK_LAYER.get().unwrap_or(&LinkLayer::Ethernet)
 }
 
-/// LID of ports, and of the administrator: RoCE has none, and programs that want InfiniBand's ports
-/// want them to have one.
+/// Returns the LID of ports, which is also used for the administrator. RoCE has no LIDs, but
+/// programs that require InfiniBand ports require a LID too.
 pub(crate) fn lid() -> u16 {
     match link_layer() {
         LinkLayer::Ethernet => 0,
@@ -153,7 +156,7 @@ fn read_administrator(addr: Option<&OsStr>) -> Result<Option<IpAddr>, String> {
     parsed.map(Some).ok_or_else(wrong)
 }
 
-/// Standard error, for a thread that is not cancelled while it logs.
+/// Standard error, for a thread that must not be cancelled while it is logging.
 struct Log {
     stderr: Stderr,
     _uncancellable: Uncancellable,
@@ -182,12 +185,12 @@ fn start_log() {
     let chosen = env::var("RISER_LOG").unwrap_or_else(|_| "warn".to_owned());
     let filter = EnvFilter::try_new(&chosen);
     let wrong = filter.as_ref().err().map(ToString::to_string);
-    // Another part of the process may have a subscriber already.
+    // This fails if another part of the process has already installed a subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new("warn")))
         .with_writer(Log::default)
         .with_ansi(std::io::stderr().is_terminal())
-        // It would report there what cannot be written there, and panic.
+        // Otherwise it would report failed writes to standard error, which fails too, and panic.
         .log_internal_errors(false)
         .try_init();
     if let Some(wrong) = wrong {
@@ -195,7 +198,7 @@ fn start_log() {
     }
 }
 
-/// Reads the devices, and the faults of their wires, as the environment has them.
+/// Reads the devices, and the faults of their wires, from environment variables.
 fn read(listed: Option<&OsStr>, faults: Option<&OsStr>) -> Result<Vec<Config>, String> {
     let text = |name: &str, value: &OsStr| {
         let text = value.to_str().map(str::to_owned);
@@ -273,7 +276,8 @@ fn make(index: usize, config: Config) -> Device {
             transport_type: IBV_TRANSPORT_IB,
             name: copy(name),
             dev_name: copy(&format!("uverbs{index}")),
-            // Programs read more about a device there; there is nothing of a software device.
+            // Programs read more information about a device there, but these directories don't
+            // exist for a software device.
             dev_path: copy(&format!("/sys/class/infiniband_verbs/uverbs{index}")),
             ibdev_path: copy(&format!("/sys/class/infiniband/{name}")),
         },
@@ -286,18 +290,18 @@ fn make(index: usize, config: Config) -> Device {
 /// `ibv_get_device_list(3)`.
 pub(crate) unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_device {
     let devices = devices();
-    // SAFETY: the size is that of the pointers and a null pointer after them.
+    // SAFETY: this is the size of the pointers plus a null pointer.
     let list = unsafe { libc::calloc(devices.len() + 1, size_of::<*mut ibv_device>()) };
     let list = list.cast::<*mut ibv_device>();
     if list.is_null() {
         return pointer(Err(Errno::NO_MEMORY));
     }
     for (i, device) in devices.iter().enumerate() {
-        // SAFETY: the list has room for all devices.
+        // SAFETY: the list has enough space for all devices.
         unsafe { list.add(i).write(device.handle()) };
     }
     if !count.is_null() {
-        // SAFETY: the program gives a place for the number.
+        // SAFETY: the program provides memory for the number.
         unsafe { count.write(devices.len() as c_int) };
     }
     list
@@ -305,7 +309,7 @@ pub(crate) unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *
 
 /// `ibv_free_device_list(3)`.
 pub(crate) unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
-    // SAFETY: the list came from `calloc`.
+    // SAFETY: the list was allocated by `calloc`.
     unsafe { libc::free(list.cast()) };
 }
 
@@ -317,7 +321,7 @@ pub(crate) unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> 
     }
 }
 
-/// `ibv_get_device_guid(3)`: in network byte order.
+/// `ibv_get_device_guid(3)`: returns the GUID in network byte order.
 pub(crate) unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> __be64 {
     Device::get(device).map_or(0, |d| d.guid().to_be())
 }
@@ -327,13 +331,13 @@ pub(crate) unsafe extern "C" fn ibv_get_device_index(device: *mut ibv_device) ->
     Device::get(device).map_or(-1, |d| d.index as c_int)
 }
 
-/// Path at which kernel devices are mounted.
+/// Returns the path where sysfs is mounted.
 pub(crate) unsafe extern "C" fn ibv_get_sysfs_path() -> *const c_char {
     const PATH: &CStr = c"/sys";
     PATH.as_ptr()
 }
 
-/// Reads a file of a device's folder in sysfs, which a software device has not.
+/// Reads a file in a device's sysfs directory, which doesn't exist for a software device.
 pub(crate) unsafe extern "C" fn ibv_read_sysfs_file(
     _folder: *const c_char,
     _file: *const c_char,
@@ -344,18 +348,18 @@ pub(crate) unsafe extern "C" fn ibv_read_sysfs_file(
     -1
 }
 
-/// `ibv_fork_init(3)`. Nothing of a program's memory is pinned, so a copy of it is as good as the
-/// original.
+/// `ibv_fork_init(3)`. We don't pin any memory of a program, so copy-on-write has no effect on the
+/// device.
 pub(crate) unsafe extern "C" fn ibv_fork_init() -> c_int {
     0
 }
 
-/// Whether a process may fork without further ado: it may.
+/// Returns whether a process can fork without any preparation, which is always the case.
 pub(crate) unsafe extern "C" fn ibv_is_fork_initialized() -> ibv_fork_status {
     IBV_FORK_UNNEEDED
 }
 
-/// A range that a child does not need; see [`ibv_fork_init`].
+/// Marks a range that is not needed in a child. See [`ibv_fork_init`].
 pub(crate) unsafe extern "C" fn ibv_dontfork_range(
     _base: *mut libc::c_void,
     _size: usize,
@@ -363,7 +367,7 @@ pub(crate) unsafe extern "C" fn ibv_dontfork_range(
     0
 }
 
-/// A range that a child needs again; see [`ibv_fork_init`].
+/// Marks a range that is needed in a child again. See [`ibv_fork_init`].
 pub(crate) unsafe extern "C" fn ibv_dofork_range(_base: *mut libc::c_void, _size: usize) -> c_int {
     0
 }

@@ -1,5 +1,5 @@
-//! Device memory (`ibv_alloc_dm(3)`): memory of the library that programs reach by calls only, and
-//! the device by regions.
+//! Device memory (`ibv_alloc_dm(3)`): memory of the library that can only be accessed by programs
+//! using function calls, and by the device using regions.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
@@ -19,26 +19,26 @@ use crate::lock::shielded;
 use crate::memory::{register, rights_of};
 use crate::object::{Ref, kind};
 
-/// Alignment of what is copied, in bytes.
+/// Alignment of copies in bytes.
 const WORD: u64 = 4;
 
-/// Logarithm of the largest alignment: that of pages.
+/// Logarithm of the maximum alignment, which is the page size.
 const MAX_ALIGN: u32 = 12;
 
-/// Bytes that are taken.
+/// Number of allocated bytes.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Handle of the next piece.
 static NEXT: AtomicU32 = AtomicU32::new(1);
 
-/// Pieces by their handles, with the contexts that may import them.
+/// Pieces by handle, with the contexts that can import them.
 static PIECES: Mutex<BTreeMap<u32, (Family, Arc<DeviceMemory>)>> = Mutex::new(BTreeMap::new());
 
-/// A piece of device memory, which all structures share that were imported from one.
+/// A piece of device memory. It is shared by all structures that were imported from the same piece.
 struct DeviceMemory {
     memory: Memory,
     length: usize,
-    /// Has another owner for each region.
+    /// Its reference count includes one reference for each region.
     users: Arc<()>,
 }
 
@@ -57,17 +57,17 @@ impl Drop for DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// A range of the memory, as offset and length.
+    /// Returns a range of the memory, as offset and length.
     fn range(&self, offset: u64, length: usize) -> Option<(usize, usize)> {
         let offset = usize::try_from(offset).ok()?;
         let end = offset.checked_add(length)?;
         (end <= self.length).then_some((offset, length))
     }
 
-    /// A range to copy from or to.
+    /// Returns a range to copy from or to.
     ///
     /// # Errors
-    /// `EFAULT` for one that is not aligned, or not within the memory.
+    /// Returns `EFAULT` if it is not aligned or out of bounds.
     fn words(&self, offset: u64, length: usize) -> Result<(usize, usize), Errno> {
         let is_aligned = offset.is_multiple_of(WORD) && (length as u64).is_multiple_of(WORD);
         let range = self.range(offset, length).filter(|_| is_aligned);
@@ -80,7 +80,7 @@ pub(crate) unsafe extern "C" fn alloc_dm(
     context: *mut ibv_context,
     attr: *mut ibv_alloc_dm_attr,
 ) -> *mut ibv_dm {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -123,12 +123,12 @@ fn hand_out(context: Ref<Context>, handle: u32, piece: Arc<DeviceMemory>) -> *mu
     Ref::new(c, dm).handle()
 }
 
-/// `ibv_import_dm(3)`: device memory of a context of the same family.
+/// `ibv_import_dm(3)`: imports device memory from a context of the same family.
 pub(crate) unsafe extern "C" fn ibv_import_dm(
     context: *mut ibv_context,
     handle: u32,
 ) -> *mut ibv_dm {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         let piece = {
             let pieces = shielded(&PIECES);
@@ -140,33 +140,33 @@ pub(crate) unsafe extern "C" fn ibv_import_dm(
     }))
 }
 
-/// `ibv_unimport_dm(3)`: forgets device memory without freeing it.
+/// `ibv_unimport_dm(3)`: drops device memory without freeing it.
 pub(crate) unsafe extern "C" fn ibv_unimport_dm(dm: *mut ibv_dm) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(dm) = unsafe { Ref::<Dm>::get(dm) } {
-        // There is nothing to return.
+        // There is no way to report an error.
         let _ = dm.retire();
     }
 }
 
 /// `ibv_free_dm(3)`.
 pub(crate) unsafe extern "C" fn free_dm(dm: *mut ibv_dm) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
         {
             let mut pieces = shielded(&PIECES);
             if Arc::strong_count(&dm.piece.users) > 1 {
                 return Err(Errno(libc::EBUSY));
             }
-            // Another structure of the same piece may have freed it.
+            // It may already have been freed using another structure of the same piece.
             pieces.remove(&dm.handle).ok_or(Errno::NOT_FOUND)?;
         }
         dm.retire()
     }))
 }
 
-/// `ibv_reg_dm_mr(3)`: addresses of the region count from 0, as those of device memory do. It may have
-/// no bytes, as with adapters.
+/// `ibv_reg_dm_mr(3)`: addresses of the region start at 0, as in device memory. Like with adapters,
+/// it can be empty.
 pub(crate) unsafe extern "C" fn reg_dm_mr(
     pd: *mut ibv_pd,
     dm: *mut ibv_dm,
@@ -174,7 +174,7 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
     length: usize,
     access: c_uint,
 ) -> *mut ibv_mr {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     let objects = unsafe { Ref::<Pd>::get(pd).and_then(|pd| Ok((pd, Ref::<Dm>::get(dm)?))) };
     pointer(objects.and_then(|(pd, dm)| {
         let rights = rights_of(access)?;
@@ -194,7 +194,7 @@ unsafe extern "C" fn memcpy_to_dm(
     from: *const c_void,
     length: usize,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
         let (offset, length) = dm.piece.words(offset, length)?;
         if length > 0 {
@@ -214,11 +214,11 @@ unsafe extern "C" fn memcpy_from_dm(
     offset: u64,
     length: usize,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Dm>::get(dm) }.and_then(|dm| {
         let (offset, length) = dm.piece.words(offset, length)?;
         if length > 0 {
-            // SAFETY: as above; nothing else uses the program's memory meanwhile.
+            // SAFETY: as above, and nothing else accesses the program's memory at the same time.
             dm.piece.memory.read(offset, unsafe {
                 slice::from_raw_parts_mut(to.cast(), length)
             });

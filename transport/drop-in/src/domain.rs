@@ -1,11 +1,11 @@
-//! Protection domains, the parent and thread domains around them, and XRC domains.
+//! Protection domains, parent domains, thread domains and XRC domains.
 //!
-//! A thread domain says that one thread uses what belongs to it; the device has one lock, so nothing
-//! comes of it. A parent domain is a protection domain with a thread domain and allocators for the
-//! memory of queues; these are the device's own, so the allocators are never called. An XRC domain
-//! that is opened by a file is shared by all of the process that open it by the same file. Each process
-//! has a NIC of its own, and so other domains, also by the same file: a queue pair of another process
-//! is not found in it (`ibv_open_qp`, `EINVAL`).
+//! A thread domain indicates that its objects are only used by one thread. Because the device has a
+//! single lock, this has no effect. A parent domain is a protection domain with a thread domain and
+//! allocators for the memory of queues. We allocate queues ourselves, so the allocators are never
+//! called. An XRC domain that is opened using a file is shared by everything in the process that
+//! opens it using the same file. Each process has its own NIC, and so its own domains, even for the
+//! same file: queue pairs of other processes can't be found (`ibv_open_qp`, `EINVAL`).
 
 use std::ffi::c_int;
 use std::mem::zeroed;
@@ -26,13 +26,13 @@ const BUSY: Errno = Errno(libc::EBUSY);
 const ALLOCATORS: u32 = 1;
 const PD_CONTEXT: u32 = 2;
 
-/// A protection domain, or a parent domain, which stands for the one that it was made for.
+/// A protection domain, or a parent domain, which uses an existing protection domain.
 pub(crate) struct Pd {
     pub(crate) context: Ref<Context>,
     pub(crate) id: PdId,
-    /// What a parent domain was made for.
+    /// The domains that a parent domain was created for.
     made_for: Option<(Ref<Pd>, Option<Ref<Td>>)>,
-    /// Parent domains that were made for it.
+    /// Number of parent domains that use it.
     parents: AtomicU32,
 }
 
@@ -41,7 +41,7 @@ kind!(Pd, ibv_pd, b"pdom");
 /// A thread domain.
 pub(crate) struct Td {
     context: Ref<Context>,
-    /// Parent domains that were made for it.
+    /// Number of parent domains that use it.
     parents: AtomicU32,
 }
 
@@ -62,7 +62,7 @@ kind!(Xrcd, ibv_xrcd, b"xrcd");
 
 /// `ibv_alloc_pd(3)`.
 pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|c| alloc_pd(c).map(Ref::handle)))
 }
 
@@ -73,12 +73,12 @@ pub(crate) fn alloc_pd(context: Ref<Context>) -> Result<Ref<Pd>, Errno> {
     Ok(make(context, id, None))
 }
 
-/// `ibv_import_pd(3)`: a domain of a context of the same family.
+/// `ibv_import_pd(3)`: imports a domain from a context of the same family.
 pub(crate) unsafe extern "C" fn ibv_import_pd(
     context: *mut ibv_context,
     handle: u32,
 ) -> *mut ibv_pd {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         let is_it = |(id, family): &(&PdId, &Family)| {
             id.0.index() == handle as usize && **family == context.command.family
@@ -89,13 +89,13 @@ pub(crate) unsafe extern "C" fn ibv_import_pd(
     }))
 }
 
-/// `ibv_unimport_pd(3)`: forgets a domain without destroying it.
+/// `ibv_unimport_pd(3)`: drops a domain without destroying it.
 pub(crate) unsafe extern "C" fn ibv_unimport_pd(pd: *mut ibv_pd) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(pd) = unsafe { Ref::<Pd>::get(pd) }
         && pd.parents.load(Ordering::Acquire) == 0
     {
-        // There is nothing to return.
+        // There is no way to report an error.
         let _ = pd.retire();
     }
 }
@@ -114,9 +114,9 @@ fn make(context: Ref<Context>, id: PdId, made_for: Option<(Ref<Pd>, Option<Ref<T
     Ref::new(c, pd)
 }
 
-/// `ibv_dealloc_pd(3)`, also of a parent domain.
+/// `ibv_dealloc_pd(3)`, which also supports parent domains.
 pub(crate) unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         if pd.parents.load(Ordering::Acquire) > 0 {
             return Err(BUSY);
@@ -147,9 +147,9 @@ pub(crate) unsafe extern "C" fn alloc_td(
     context: *mut ibv_context,
     attr: *mut ibv_td_init_attr,
 ) -> *mut ibv_td {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
-        // SAFETY: as above. No bit of the mask is known.
+        // SAFETY: as above. No bit of the mask is supported.
         if unsafe { attr.as_ref() }.is_none_or(|attr| attr.comp_mask != 0) {
             return Err(Errno::INVALID);
         }
@@ -163,7 +163,7 @@ pub(crate) unsafe extern "C" fn alloc_td(
 
 /// `ibv_dealloc_td(3)`.
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Td>::get(td) }.and_then(|td| {
         if td.parents.load(Ordering::Acquire) > 0 {
             return Err(BUSY);
@@ -177,7 +177,7 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
     context: *mut ibv_context,
     attr: *mut ibv_parent_domain_init_attr,
 ) -> *mut ibv_pd {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -209,7 +209,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(
     context: *mut ibv_context,
     attr: *mut ibv_xrcd_init_attr,
 ) -> *mut ibv_xrcd {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -235,7 +235,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(
                         *users += 1;
                         *id
                     }
-                    // As the kernel answers where there is none to be opened.
+                    // The kernel returns the same error if the domain doesn't exist.
                     None if attr.oflags & libc::O_CREAT == 0 => return Err(Errno(libc::EAGAIN)),
                     None => {
                         let id = locked.nic.open_xrcd()?;
@@ -252,10 +252,10 @@ pub(crate) unsafe extern "C" fn open_xrcd(
     }))
 }
 
-/// Opens an XRC domain of no file.
+/// Opens an XRC domain without a file.
 ///
 /// # Errors
-/// Those of the device.
+/// Returns errors of the device.
 pub(crate) fn open_unnamed_xrcd(context: Ref<Context>) -> Result<Ref<Xrcd>, Errno> {
     let id = context.lock().nic.open_xrcd()?;
     let c = ibv_xrcd {
@@ -265,9 +265,9 @@ pub(crate) fn open_unnamed_xrcd(context: Ref<Context>) -> Result<Ref<Xrcd>, Errn
     Ok(Ref::new(c, Xrcd { context, id, file }))
 }
 
-/// The name of the domain of a file.
+/// Returns the name of a file's domain.
 fn file_of(fd: c_int) -> Result<File, Errno> {
-    // SAFETY: all-zero bytes are valid for the structure, which the call fills.
+    // SAFETY: all zeroes is valid for the structure, which is initialized by the call.
     unsafe {
         let mut stat: libc::stat = zeroed();
         if libc::fstat(fd, &raw mut stat) != 0 {
@@ -279,7 +279,7 @@ fn file_of(fd: c_int) -> Result<File, Errno> {
 
 /// `ibv_close_xrcd(3)`.
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Xrcd>::get(xrcd) }.and_then(|xrcd| {
         let mut locked = xrcd.context.lock();
         let mut shared = locked.xrc_domains.iter();

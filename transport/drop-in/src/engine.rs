@@ -1,24 +1,28 @@
 //! A NIC, its lock and its thread.
 //!
-//! All contexts of a process on one device share one [`Engine`]. A call of the program takes the
-//! lock, does its work, and drives the NIC where it may have to wait for something: so a program
-//! that polls needs no other thread. The engine's thread drives the NIC where no call does:
+//! All contexts of a device in a process share one [`Engine`]. A call of the program acquires the
+//! lock, does its work, and drives the NIC if it may have to wait for something, so a program that
+//! polls does not need another thread. At any time the NIC has exactly one driver:
 //!
-//! - While polls drive the NIC it only looks once in a [`TICK`] whether they still do. Other calls
-//!   only send: meanwhile it watches the socket as well.
-//! - Otherwise it drives the NIC itself, and sleeps until a packet comes or a timer is due. The next
-//!   call that drives the NIC wakes it once, since its sleep may be too long for the timers of what
-//!   that call has started.
-//! - A program may wait for a peer's WRITE by looking at its memory. Where packets come while no call
-//!   drives the NIC, calls leave the socket watched, so that the next packet wakes the thread at once,
-//!   until the program polls for what it waits for again.
-//! - It also takes in what comes to the sockets that processes share (`share`).
-//! - A device whose interface is gone is removed: its thread ends, and a call that opens the
-//!   device after that gets another engine.
-//! - A program that has armed a completion queue is about to sleep itself. Its next poll that finds
-//!   nothing has the socket watched, so that a packet wakes the thread at once.
-//! - A call that waits for a notification ([`Engine::drive_until`]) drives the NIC in the thread's
-//!   place: a packet then wakes the program, and not the thread which wakes the program.
+//! - An application thread that polls a completion queue. The engine's thread only checks every
+//!   [`TICK`] that polling continues. It keeps watching the socket if only other calls are used,
+//!   because they send but do not receive.
+//! - The engine's thread, if no call drives the NIC. It sleeps until a packet arrives or a timer
+//!   expires. The next call that drives the NIC wakes it once, because that call may have started
+//!   an earlier timer.
+//! - A call that waits for a notification ([`Engine::drive_until`]). It replaces the engine's
+//!   thread, so that a packet wakes the program directly.
+//!
+//! Some special cases:
+//!
+//! - A program may wait for a peer's WRITE by polling its memory. If packets arrive while no call
+//!   drives the NIC, calls leave the socket armed, so that the next packet wakes the thread
+//!   immediately, until the program polls for completions again.
+//! - A program that has armed a completion queue is about to sleep. Its next poll that finds no
+//!   completions arms the socket, so that a packet wakes the thread immediately.
+//! - The thread also receives messages on the sockets that are shared by processes (`share`).
+//! - If its interface disappears, a device is removed: its thread exits, and a call that opens the
+//!   device later creates a new engine.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -51,45 +55,48 @@ use crate::errno::Errno;
 use crate::lock::unpoisoned;
 use crate::share::{self, Opening, Share};
 
-/// Interval at which the thread looks whether calls still drive the NIC.
+/// Interval at which the thread checks whether calls still drive the NIC.
 const TICK: Duration = Duration::from_millis(1);
 
-/// Polls with completions after which the thread no longer expects packets that no poll takes in.
+/// Number of polls with completions after which the thread no longer expects packets that are not
+/// received by polling.
 const EAGER: u32 = 64;
 
-/// Posts that follow each other within this time belong together.
+/// Posts within this time are sent together.
 const BURST: Duration = Duration::from_micros(10);
 
-/// Most rounds of the NIC in a row under the lock, so that calls get it in between.
+/// Maximum number of consecutive rounds of the NIC under the lock, so that calls can acquire the
+/// lock in between.
 const ROUNDS: usize = 16;
 
-/// Most descriptors that a sleep is about.
+/// Maximum number of descriptors to wait for.
 const MAX_INPUTS: usize = 8;
 
-/// Most packets from elsewhere than the NIC's socket in a row, likewise.
+/// Maximum number of consecutive packets from other sockets than the NIC's, for the same reason.
 const PACKETS: usize = 64;
 
-/// A device as the environment configures it.
+/// A device as configured by the environment.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
     pub(crate) name: String,
     pub(crate) addr: IpAddr,
-    /// Its further addresses, for paths of connections.
+    /// Additional addresses for paths of connections.
     pub(crate) other_addrs: Vec<IpAddr>,
-    /// Address of the fabric's subnet administrator, if it has one.
+    /// Address of the fabric's subnet administrator, if any.
     pub(crate) administrator: Option<IpAddr>,
     pub(crate) faults: RoceFaults,
-    /// File to capture packets to, without the process id that follows.
+    /// File for captured packets, without the process ID that is appended to it.
     pub(crate) capture: Option<PathBuf>,
 }
 
 impl Config {
-    /// All its addresses, in the order of the GID table.
+    /// Returns all addresses, in the order of the GID table.
     pub(crate) fn addrs(&self) -> impl Iterator<Item = IpAddr> {
         iter::once(self.addr).chain(self.other_addrs.iter().copied())
     }
 
-    /// This process's file to capture packets to. One that is forked has another.
+    /// Returns the file for captured packets of this process. A forked process uses a different
+    /// file.
     fn capture_file(&self) -> Option<PathBuf> {
         let mut file = self.capture.clone()?.into_os_string();
         file.push(format!(".{}", std::process::id()));
@@ -102,89 +109,90 @@ pub(crate) struct Engine {
     state: Mutex<State>,
     /// Wakes the thread.
     wake: OwnedFd,
-    /// Wakes a call that drives the NIC in the thread's place. Each has its own, since what one reads
-    /// does not wake the other.
+    /// Wakes a call that drives the NIC. The thread and the call need separate descriptors, because
+    /// reading a shared one would prevent the other from being woken.
     wake_call: OwnedFd,
-    /// What becomes readable when something comes to the NIC. Numbers, not duplicates, which a
-    /// process that is forked would keep open.
+    /// Descriptors that become readable when the NIC receives something. These are numbers, not
+    /// duplicates, because a forked process would keep duplicates open.
     inputs: Vec<RawFd>,
-    /// It belongs to the process that this one was forked from: its sockets are gone.
+    /// Set if it belongs to a parent process, and its sockets can't be used.
     is_inherited: AtomicBool,
-    /// The device was removed, as its state says under the lock.
+    /// Set if the device was removed. Same as in the state, but without the lock.
     is_removed: Arc<AtomicBool>,
 }
 
-/// An object of the program that asynchronous events are about.
+/// An object of the program that can have asynchronous events.
 pub(crate) trait Reports: Send {
     fn report(&self, event: AsyncEvent);
 
-    /// Address of the program's structure.
+    /// Returns the address of the program's structure.
     fn address(&self) -> usize;
 
-    /// Whether it belongs to the context of a number.
+    /// Returns whether it belongs to the context with this number.
     fn is_of(&self, context: u64) -> bool;
 }
 
 /// A completion queue of the program.
 pub(crate) trait Fires: Reports {
-    /// Notifies the program. Returns whether it waited for that.
+    /// Notifies the program. Returns whether it was waiting for the notification.
     fn fire(&self) -> bool;
 }
 
 /// Name of an XRC domain: device and inode of its file.
 pub(crate) type File = (u64, u64);
 
-/// What the lock protects.
+/// State protected by the lock.
 pub(crate) struct State {
     pub(crate) nic: Roce,
-    /// Objects of the program by the handles of the NIC.
+    /// Objects of the program by handle of the NIC.
     pub(crate) cqs: HashMap<CqId, Box<dyn Fires>>,
-    /// Those of a queue pair that is shared are several.
+    /// A shared queue pair has several objects.
     pub(crate) qps: HashMap<QpId, Vec<Box<dyn Reports>>>,
-    /// Queue pairs that can be opened, by their domains and numbers.
+    /// Queue pairs that can be opened, by domain and number.
     pub(crate) targets: HashMap<(XrcdId, u32), QpId>,
-    /// XRC domains that have a file, and how often they are open.
+    /// XRC domains with a file, and how often they are open.
     pub(crate) xrc_domains: Vec<(File, XrcdId, u32)>,
-    /// Protection domains, with the contexts that may import them.
+    /// Protection domains, with the contexts that can import them.
     pub(crate) pds: HashMap<PdId, Family>,
     pub(crate) srqs: HashMap<SrqId, Box<dyn Reports>>,
-    /// The contexts, by numbers of their own.
+    /// Contexts by number.
     pub(crate) contexts: HashMap<u64, Box<dyn Reports>>,
-    /// What takes the events of the connection manager, once it is used.
+    /// Handler for events of the connection manager, once it is used.
     pub(crate) on_cm_event: Option<fn(&mut State, CmEvent)>,
-    /// What programs with libibumad ask of administrators, once one has done so.
+    /// Requests to administrators from programs that use libibumad, once there were any.
     pub(crate) administration: Option<Administration>,
     administrator: Option<IpAddr>,
     share: Share,
-    /// Ports of identifiers with whether these listen, and the number of identifiers of each.
+    /// Ports of identifiers and whether they are listening, and the number of identifiers for each
+    /// port.
     ports: HashMap<CmId, (share::Port, bool)>,
     port_users: HashMap<share::Port, u32>,
-    /// Completions on their way to the program.
+    /// Completions to be returned to the program.
     completions: Vec<Completion>,
     timed: Vec<TimedCompletion>,
-    /// Completion queues that a program has armed and that have not fired.
+    /// Number of completion queues that were armed by a program and have not fired yet.
     armed: usize,
-    /// Polls that must still find completions by themselves before the socket is no longer watched at
-    /// all times: packets have come while no call drove the NIC.
+    /// Number of polls that must find completions before we stop keeping the socket armed, because
+    /// packets have arrived while no call was driving the NIC.
     eager: u32,
-    /// When posts were sent last.
+    /// Time when posts were last sent.
     sent_at: Instant,
-    /// A call has driven the NIC since the thread looked.
+    /// Set if a call has driven the NIC since the thread last checked.
     is_driven: bool,
-    /// That call was a poll, which takes packets in as well.
+    /// Set if that call was a poll, which also receives packets.
     is_polled: bool,
-    /// What drives the NIC may sleep for longer than a tick.
+    /// Set if the driver of the NIC may sleep for longer than a tick.
     is_asleep: bool,
-    /// A call waits and drives the NIC, in the thread's place.
+    /// Set while a call waits and drives the NIC instead of the thread.
     is_waited: bool,
-    /// It has waited since the thread looked.
+    /// Set if such a call has waited since the thread last checked.
     was_waited: bool,
-    /// The thread sleeps until the call wakes it.
+    /// Set while the thread sleeps until it is woken by that call.
     is_away: bool,
     is_removed: Arc<AtomicBool>,
 }
 
-/// The locked engine. What has happened is reported to the program when it is dropped.
+/// The locked engine. When it is dropped, pending events are reported to the program.
 pub(crate) struct Locked<'a> {
     state: MutexGuard<'a, State>,
     engine: &'a Engine,
@@ -192,19 +200,20 @@ pub(crate) struct Locked<'a> {
     _uncancellable: Uncancellable,
 }
 
-/// Engines by the names of their devices.
+/// Engines by device name.
 pub(crate) type Engines = Vec<(String, Arc<Engine>)>;
 
-/// The engines of this process. They stay when their last context is closed: programs open a device
-/// again and again, and a process that forks has to know every socket that it has.
+/// The engines of this process. They are kept when their last context is closed, because programs
+/// open a device repeatedly, and because all sockets of the process must be known when it forks.
 pub(crate) static ENGINES: Mutex<Engines> = Mutex::new(Vec::new());
 
 impl Engine {
-    /// The engine of a device, which is opened where this process has not done so. That may take a few
-    /// seconds, where a process at its address is stopped.
+    /// Returns the engine of a device, and opens it if this process has not opened it yet. This may
+    /// take a few seconds if a process at its address is stopped.
     ///
     /// # Errors
-    /// Those of [`share::await_others`] and [`Share::open`], of [`Roce::open_shared`], and of making a thread.
+    /// Returns errors of [`share::await_others`], [`Share::open`], [`Roce::open_shared`], and of
+    /// starting a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
         let _uncancellable = Uncancellable::new();
         let lock = || {
@@ -219,13 +228,13 @@ impl Engine {
         }
         let until = Instant::now() + share::LONGEST;
         let (mut engines, share) = loop {
-            // Without the lock, for which a thread that forks waits.
+            // We must not hold the lock here, because a thread that forks waits for it.
             let silent = share::await_others(config.addr, until)?;
             let (engines, known) = lock();
             if let Some(engine) = known {
                 return Ok(engine);
             }
-            // Another process may have been sooner.
+            // Another process may have been faster.
             if let Some(opening) = Opening::begin(config.addr)? {
                 break (engines, Share::open(opening, silent)?);
             }
@@ -290,7 +299,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Takes the lock.
+    /// Acquires the lock.
     pub(crate) fn lock(&self) -> Locked<'_> {
         let uncancellable = Uncancellable::new();
         let state = unpoisoned(self.state.lock());
@@ -301,32 +310,33 @@ impl Engine {
         }
     }
 
-    /// The lock itself, for `fork`.
+    /// Returns the lock itself, for `fork`.
     pub(crate) fn state(&self) -> &Mutex<State> {
         &self.state
     }
 
-    /// Notes that this process is a copy of the one that has the engine.
+    /// Marks the engine as belonging to the parent of this process.
     pub(crate) fn inherit(&self) {
         self.is_inherited.store(true, Ordering::Release);
     }
 
-    /// Whether it belongs to the process that this one was forked from.
+    /// Returns whether it belongs to a parent process.
     pub(crate) fn is_inherited(&self) -> bool {
         self.is_inherited.load(Ordering::Acquire)
     }
 
-    /// Whether the device was removed: its objects fail, and another engine can be opened.
+    /// Returns whether the device was removed. In this case, its objects fail, and another engine
+    /// can be opened.
     pub(crate) fn is_removed(&self) -> bool {
         self.is_removed.load(Ordering::Acquire)
     }
 
-    /// The descriptors that wake threads.
+    /// Returns the descriptors that wake threads.
     pub(crate) fn wake_fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.wake.as_fd(), self.wake_call.as_fd()]
     }
 
-    /// Wakes the thread, or the call that drives the NIC in its place.
+    /// Wakes the thread, or the call that drives the NIC instead.
     fn wake(&self, is_waited: bool) {
         let fd = if is_waited {
             &self.wake_call
@@ -336,13 +346,15 @@ impl Engine {
         let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
     }
 
-    /// Drives the NIC in the place of the thread until a queue of events has one, for a call that
-    /// waits for that. Returns early if another call already does so, and for a signal: true then.
+    /// Drives the NIC instead of the thread until an event queue has an event, for a call that
+    /// waits for it. Returns early if another call already does this, or on a signal, and returns
+    /// true in the latter case.
     ///
-    /// The thread may be cancelled in its sleep. Then the engine's thread drives the NIC again.
+    /// The thread may be cancelled while it sleeps. In this case, the engine's thread becomes the
+    /// driver again.
     ///
     /// # Safety
-    /// The descriptor is open. No frame up to the program's has anything to drop.
+    /// The descriptor must be open. No frame up to the program's may have anything to drop.
     pub(crate) unsafe fn drive_until(&'static self, events: RawFd) -> bool {
         if !step(|| self.begin_driving()) {
             return false;
@@ -357,7 +369,7 @@ impl Engine {
                 let timeout = self.lock().take_turn(woken.has_input);
                 self.plan_sleep(timeout, Some(events))
             });
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             let ready = unsafe { sleep.wait(Some(cleanup)) };
             woken = step(|| self.end_sleep(&sleep, ready));
         }
@@ -365,8 +377,8 @@ impl Engine {
         woken.is_interrupted
     }
 
-    /// Makes a waiting call the driver of the NIC, unless another call is or the engine belongs to the
-    /// parent process.
+    /// Makes a waiting call the driver of the NIC, unless another call already is, or the engine
+    /// belongs to a parent process.
     fn begin_driving(&self) -> bool {
         if self.is_inherited() {
             return false;
@@ -376,7 +388,7 @@ impl Engine {
             return false;
         }
         state.was_waited = true;
-        // The thread no longer has to check arriving packets.
+        // The thread no longer has to handle arriving packets.
         if std::mem::take(&mut state.is_asleep) {
             self.wake(false);
         }
@@ -387,17 +399,16 @@ impl Engine {
     fn end_driving(&self) {
         let mut locked = self.lock();
         locked.state.is_waited = false;
-        // The thread looks within a tick, unless it is away.
+        // The thread will check this within a tick, unless it is sleeping until it is woken.
         locked.state.is_asleep = false;
         if std::mem::take(&mut locked.state.is_away) {
             self.wake(false);
         }
     }
 
-    /// Prepares a sleep until something comes to the NIC or to a queue of events, or the timeout
-    /// expires.
+    /// Prepares to sleep until the NIC or an event queue is ready, or the timeout expires.
     fn plan_sleep(&self, timeout: Option<Duration>, events: Option<RawFd>) -> Sleep {
-        // Those of a device that was removed are closed.
+        // The descriptors of a removed device are closed.
         let inputs = if self.is_removed() {
             &[][..]
         } else {
@@ -425,7 +436,7 @@ impl Engine {
         sleep
     }
 
-    /// Evaluates a sleep by its return value.
+    /// Evaluates the return value of a sleep.
     fn end_sleep(&self, sleep: &Sleep, ready: c_int) -> Woken {
         let is_interrupted = ready == -libc::EINTR;
         if ready < 0 {
@@ -442,7 +453,7 @@ impl Engine {
         let is_ready = |fd: &libc::pollfd| fd.fd >= 0 && fd.revents != 0;
         let (inputs, others) = sleep.fds.split_at(sleep.inputs);
         if is_ready(&others[0]) {
-            // SAFETY: the engine has the descriptor.
+            // SAFETY: the engine owns the descriptor.
             let wake = unsafe { BorrowedFd::borrow_raw(others[0].fd) };
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }
@@ -454,15 +465,17 @@ impl Engine {
     }
 }
 
-/// Cleanup of a call that is cancelled while it drives the NIC of an engine.
+/// Cleanup for a call that is cancelled while it drives the NIC of an engine.
 extern "C" fn stop_driving(engine: *mut c_void) {
-    // SAFETY: the argument of `Engine::drive_until`, whose engine stays.
+    // SAFETY: this is the argument of `Engine::drive_until`, whose engine is never freed.
     unsafe { &*engine.cast::<Engine>() }.end_driving();
 }
 
-/// Descriptors and time of a sleep, as plain data: a cancelled thread drops nothing.
+/// Descriptors and timeout of a sleep. This is plain data, because a cancelled thread must not have
+/// anything to drop.
 struct Sleep {
-    /// Inputs of the NIC, the descriptor that wakes the sleeper, and the queue of events, if any.
+    /// Inputs of the NIC, the descriptor that wakes the sleeping thread, and the event queue, if
+    /// any.
     fds: [libc::pollfd; MAX_INPUTS],
     inputs: usize,
     has_events: bool,
@@ -471,19 +484,19 @@ struct Sleep {
 
 impl Sleep {
     /// # Safety
-    /// As [`cancel::wait`].
+    /// Same as for [`cancel::wait`].
     unsafe fn wait(&mut self, cleanup: Option<Cleanup>) -> c_int {
         let count = self.inputs + 1 + usize::from(self.has_events);
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { cancel::wait(&mut self.fds[..count], self.timeout, cleanup) }
     }
 }
 
-/// Opens a NIC at a process's part of its address. Only the first address is shared: where another
-/// process has the further ones, the NIC has none of them.
+/// Opens a NIC for a process's part of the address. Only the first address is shared: if another
+/// process uses the additional addresses, the NIC is opened without them.
 ///
 /// # Errors
-/// Those of [`Roce::open_shared`].
+/// Returns errors of [`Roce::open_shared`].
 fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<Roce> {
     Roce::open_shared(config, share.socket()?).or_else(|error| {
         if error.kind() != io::ErrorKind::AddrInUse || config.other_addrs.is_empty() {
@@ -502,7 +515,7 @@ fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<R
     })
 }
 
-/// Why a sleep has ended, beside its time.
+/// Reasons for waking up, other than a timeout.
 #[derive(Clone, Copy, Default)]
 struct Woken {
     has_input: bool,
@@ -519,19 +532,19 @@ fn timespec(time: Duration) -> libc::timespec {
 
 static HANDLERS: Once = Once::new();
 
-/// Longest wait for a device's lock when the process ends.
+/// Maximum time to wait for a device's lock when the process exits.
 const FLUSH: Duration = Duration::from_millis(100);
 
-/// Sends what waits to be sent when the process ends: acknowledgements of a peer's last messages
-/// above all, which an adapter would have sent by itself, and the end of each connection, which the
-/// kernel would send. The last packets reach the capture.
+/// Sends pending packets when the process exits. This includes acknowledgements for a peer's last
+/// messages, which an adapter would have sent by now, and disconnects, which the kernel would send.
+/// The last packets are also captured.
 extern "C" fn flush() {
     let Ok(engines) = ENGINES.try_lock() else {
         return;
     };
     for (_, engine) in engines.iter() {
         let until = Instant::now() + FLUSH;
-        // Bounded: a thread that ended amid a call may have left the lock taken.
+        // With a timeout, because a thread that has exited during a call may still hold the lock.
         let state = loop {
             match engine.state.try_lock() {
                 Err(_) if Instant::now() < until => thread::sleep(TICK),
@@ -547,10 +560,12 @@ extern "C" fn flush() {
     }
 }
 
-/// Limits of a device whose user is one program, which may do as it likes with its own memory.
+/// Returns the limits of a device. It is used by a single program, which can use as much of its own
+/// memory as it likes.
 fn limits() -> NicLimits {
     NicLimits {
-        // Libraries create queues for more peers than they ever have. Only what is used takes memory.
+        // Libraries create queues that are large enough for more peers than they will ever have.
+        // Unused entries don't need memory.
         max_cqe: 1 << 22,
         max_ah: 1 << 16,
         max_qps_per_peer: u32::MAX,
@@ -558,7 +573,7 @@ fn limits() -> NicLimits {
     }
 }
 
-/// The thread: drives the NIC while no call does.
+/// Entry point of the thread, which drives the NIC while no call does.
 fn run(engine: &Engine) {
     let mut has_input = false;
     loop {
@@ -574,7 +589,7 @@ fn run(engine: &Engine) {
             }
             None => locked.take_turn(has_input),
         };
-        // The capture of a program that is killed ends a tick before it.
+        // If a program is killed, at most the last tick is missing from its capture.
         locked.nic.flush_capture();
         drop(locked);
         if engine.is_removed() {
@@ -588,20 +603,20 @@ fn run(engine: &Engine) {
 }
 
 impl Locked<'_> {
-    /// How long the thread sleeps, `Some(None)` without end, where a call drives the NIC in its
-    /// place; none where it has to do that itself.
+    /// Returns how long the thread should sleep (`Some(None)` for no timeout) if a call drives the
+    /// NIC, or `None` if the thread must drive it.
     fn make_way(&mut self) -> Option<Option<Duration>> {
         let state = &mut *self.state;
         if !state.is_waited {
             return None;
         }
-        // Calls that come again and again do not wake the thread each time that they return.
+        // If calls are made repeatedly, we avoid waking the thread each time they return.
         state.is_away = !std::mem::take(&mut state.was_waited);
         Some((!state.is_away).then_some(TICK))
     }
 
-    /// A turn of what drives the NIC, the thread or a call that waits; answers how long it may sleep,
-    /// `None` without end.
+    /// Runs one turn of the driver, which is the thread or a waiting call. Returns how long it may
+    /// sleep, or `None` for no timeout.
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
         let now = Instant::now();
@@ -610,14 +625,14 @@ impl Locked<'_> {
         let is_polled = std::mem::take(&mut state.is_polled);
         let is_due = state.share.deadline().is_some_and(|at| at <= now);
         if is_polled && !has_input && !is_due && state.eager == 0 && state.armed == 0 {
-            // Posts that were to leave with the next poll do not wait any longer.
+            // Posts that were waiting for the next poll are sent now.
             state.nic.transmit(now);
             state.is_asleep = false;
             return Some(TICK);
         }
         let rounds = state.receive_elsewhere() + state.drive();
         state.eager = match (rounds > 0, is_driven) {
-            // Idle: no transfer depends on the thread.
+            // The NIC is idle, so no transfer depends on the thread.
             (false, false) => 0,
             (false, true) => state.eager,
             (true, _) => EAGER,
@@ -638,7 +653,7 @@ impl Locked<'_> {
         Some(deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Sends what has to leave before the program goes on.
+    /// Sends packets that must be sent before the program continues.
     pub(crate) fn transmit(&mut self) {
         let now = Instant::now();
         self.state.nic.transmit(now);
@@ -646,8 +661,8 @@ impl Locked<'_> {
         self.state.is_driven = true;
     }
 
-    /// Sends what a call has posted, unless posts follow each other quickly: then they leave together
-    /// with the next poll, or with the thread's next look.
+    /// Sends the packets of a posting call. If posts follow each other quickly, they are sent
+    /// together by the next poll, or the next time the thread checks.
     pub(crate) fn transmit_soon(&mut self) {
         if self.state.armed == 0 && self.state.sent_at.elapsed() < BURST {
             self.state.is_driven = true;
@@ -656,10 +671,10 @@ impl Locked<'_> {
         }
     }
 
-    /// Takes up to `max` completions, of which there are none before the NIC has been driven.
+    /// Polls up to `max` completions. If the queue is empty, drives the NIC and tries again.
     ///
     /// # Errors
-    /// Those of [`Verbs::poll_cq`].
+    /// Returns errors of [`Verbs::poll_cq`].
     pub(crate) fn poll_cq(&mut self, cq: CqId, max: usize) -> Result<&[Completion], VerbsError> {
         self.poll(|state| {
             state.completions.clear();
@@ -668,11 +683,11 @@ impl Locked<'_> {
         Ok(&self.state.completions)
     }
 
-    /// Takes a completion with its time from a queue that was created for that, as
+    /// Polls a single completion with its timestamp, from a queue that supports timestamps, like
     /// [`Locked::poll_cq`].
     ///
     /// # Errors
-    /// Those of [`Verbs::poll_cq_timed`].
+    /// Returns errors of [`Verbs::poll_cq_timed`].
     pub(crate) fn poll_cq_timed(
         &mut self,
         cq: CqId,
@@ -696,7 +711,7 @@ impl Locked<'_> {
             state.is_polled = true;
             taken = take(state)?;
             if taken == 0 && state.armed > 0 && state.nic.arm_fds() {
-                // The thread looks at once instead of waiting for the descriptor.
+                // The thread should check immediately instead of waiting for the descriptor.
                 self.engine.wake(state.is_waited);
             }
         }
@@ -706,7 +721,7 @@ impl Locked<'_> {
         Ok(())
     }
 
-    /// Counts a completion queue that the program arms: a packet has to wake the thread from now on.
+    /// Counts a completion queue that was armed by the program. Packets must wake the thread now.
     pub(crate) fn arm(&mut self, is_first: bool) {
         if is_first {
             self.state.armed += 1;
@@ -717,7 +732,7 @@ impl Locked<'_> {
         }
     }
 
-    /// Forgets a completion queue that was armed.
+    /// Removes an armed completion queue from the count.
     pub(crate) fn disarm(&mut self) {
         self.state.armed -= 1;
     }
@@ -753,11 +768,11 @@ impl std::ops::DerefMut for Locked<'_> {
 }
 
 impl State {
-    /// Takes in packets that have come to other sockets than the NIC's. Returns the number of rounds
-    /// that the NIC has had.
+    /// Receives packets from other sockets than the NIC's. Returns the number of rounds of the NIC.
     ///
-    /// What has come to the NIC's own before one of them goes first: a peer that confirms a connection
-    /// and asks for another at once sends to both, and programs expect the events in that order.
+    /// Packets that were received by the NIC's own socket earlier are processed first, because a
+    /// peer that confirms a connection and immediately requests another one sends to both sockets,
+    /// and programs expect the events in this order.
     fn receive_elsewhere(&mut self) -> usize {
         let mut rounds = 0;
         for _ in 0..PACKETS {
@@ -773,7 +788,8 @@ impl State {
         rounds
     }
 
-    /// Drives the NIC until it has nothing to do, or has had its turn. Returns the number of rounds.
+    /// Drives the NIC until it has nothing to do, or until the maximum number of rounds. Returns
+    /// the number of rounds.
     fn drive(&mut self) -> usize {
         let mut rounds = 0;
         while self.nic.progress(Instant::now()) > 0 && rounds < ROUNDS {
@@ -782,10 +798,10 @@ impl State {
         rounds
     }
 
-    /// Has something done by what asks administrators.
+    /// Calls a function with the administration requests, which are created on first use.
     ///
     /// # Errors
-    /// Those of [`Verbs::query_port`].
+    /// Returns errors of [`Verbs::query_port`].
     pub(crate) fn administrate(
         &mut self,
         act: impl FnOnce(&mut Administration, &mut Roce),
@@ -803,11 +819,11 @@ impl State {
         Ok(())
     }
 
-    /// Takes a port of the RDMA CM for an identifier, a free one where it is 0; answers which. An
-    /// identifier that has one keeps it.
+    /// Allocates a port of the RDMA CM for an identifier, or any free port if `port` is 0. Returns
+    /// the port. If the identifier already has a port, it is not changed.
     ///
     /// # Errors
-    /// Those of [`Share::take_port`].
+    /// Returns errors of [`Share::take_port`].
     pub(crate) fn take_port(
         &mut self,
         id: CmId,
@@ -826,10 +842,10 @@ impl State {
         Ok(port)
     }
 
-    /// Listens with an identifier, at its port if it has one.
+    /// Listens with an identifier, and on its port, if any.
     ///
     /// # Errors
-    /// Those of [`RdmaCm::listen`].
+    /// Returns errors of [`RdmaCm::listen`].
     pub(crate) fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), Errno> {
         self.nic.listen(id, backlog)?;
         if let Some((port, listens)) = self.ports.get_mut(&id) {
@@ -839,12 +855,12 @@ impl State {
         Ok(())
     }
 
-    /// Gives the port of an identifier back, where it has one.
+    /// Releases the port of an identifier, if any.
     pub(crate) fn give_back_port(&mut self, id: CmId) {
         let Some((port, listened)) = self.ports.remove(&id) else {
             return;
         };
-        // Others that have the port do not listen.
+        // Other identifiers that use this port may not be listening.
         if listened && !self.ports.values().any(|other| *other == (port, true)) {
             self.share.stop_listening(port);
         }
@@ -857,14 +873,14 @@ impl State {
         }
     }
 
-    /// Gives up the ports without giving them back: they are another process's.
+    /// Forgets all ports without releasing them, because they belong to another process.
     pub(crate) fn forget_ports(&mut self) {
         self.ports.clear();
         self.port_users.clear();
     }
 
-    /// Gives up a queue pair of a program's, by the address of its structure. Returns whether no other
-    /// structure is of the same queue pair: then it is to be destroyed.
+    /// Removes a structure of a queue pair, identified by its address. Returns whether the queue
+    /// pair has no other structures and should be destroyed.
     pub(crate) fn close_qp(&mut self, id: QpId, address: usize) -> bool {
         let Some(users) = self.qps.get_mut(&id) else {
             return true;
@@ -876,11 +892,11 @@ impl State {
         false
     }
 
-    /// Destroys a queue pair. What was posted to it leaves before, as an adapter would have sent it by
-    /// now: datagrams that complete unseen, for example.
+    /// Destroys a queue pair. Posted requests are sent first, for example datagrams whose
+    /// completions were not polled, because an adapter would already have sent them.
     ///
     /// # Errors
-    /// Those of [`Verbs::destroy_qp`].
+    /// Returns errors of [`Verbs::destroy_qp`].
     pub(crate) fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
         self.nic.transmit(Instant::now());
         self.nic.destroy_qp(id)?;
@@ -889,8 +905,8 @@ impl State {
         Ok(())
     }
 
-    /// Ends the queues of a context that is closed, as the kernel does. Returns whether the program
-    /// still has objects of it.
+    /// Destroys the queues of a closed context, like the kernel does. Returns whether the program
+    /// still has objects of the context.
     pub(crate) fn end_queues(&mut self, context: u64) -> bool {
         let mut has_qps = false;
         self.nic.transmit(Instant::now());
@@ -900,7 +916,7 @@ impl State {
             has_qps |= users.len() < before;
             if users.is_empty() {
                 self.targets.retain(|_, target| target != id);
-                // One that is attached to a group stays, and reports nothing.
+                // If it is attached to a group, this fails, but it no longer reports events.
                 let _ = self.nic.destroy_qp(*id);
             }
             !users.is_empty()
@@ -914,12 +930,12 @@ impl State {
         has_cqs || has_qps || !srqs.is_empty()
     }
 
-    /// Every descriptor of the sockets.
+    /// Returns all descriptors of the sockets.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.nic.descriptors().chain(self.share.descriptors())
     }
 
-    /// Reports what has happened to the program.
+    /// Reports pending events to the program.
     fn report(&mut self) {
         while let Some(packet) = self.nic.poll_forwarded() {
             if let Some(ours) = self.share.pass_on(Instant::now(), packet) {
@@ -947,7 +963,7 @@ impl State {
         }
     }
 
-    /// Gives the address up for a device that was removed.
+    /// Releases the address of a removed device.
     fn end(&mut self) {
         let ids: Vec<CmId> = self.ports.keys().copied().collect();
         for id in ids {

@@ -7,7 +7,7 @@ use std::ptr;
 use riser_transport::verbs::{PostReason, VerbsError};
 use tracing::debug;
 
-/// An error number of the operating system, greater than 0.
+/// A positive error number of the operating system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Errno(pub(crate) c_int);
 
@@ -17,22 +17,22 @@ impl Errno {
     pub(crate) const NOT_FOUND: Self = Self(libc::ENOENT);
     pub(crate) const NO_MEMORY: Self = Self(libc::ENOMEM);
 
-    /// The error that the last failed system call of this thread left.
+    /// Returns the error of the last failed system call of this thread.
     pub(crate) fn last() -> Self {
         let error = std::io::Error::last_os_error();
         Self(error.raw_os_error().unwrap_or(libc::EIO))
     }
 
-    /// Makes it the thread's `errno`.
+    /// Sets the thread's `errno`.
     pub(crate) fn set(self) {
-        // SAFETY: the C library gives each thread a place for its error.
+        // SAFETY: the C library provides a location for each thread.
         unsafe { *libc::__errno_location() = self.0 };
     }
 }
 
 impl From<VerbsError> for Errno {
     fn from(error: VerbsError) -> Self {
-        // The number says little; the log says which value or attribute it is about.
+        // The error number is not very specific, so we log which value or attribute was rejected.
         debug!("refused: {error}");
         Self(match error {
             VerbsError::ResourceBusy(_) => libc::EBUSY,
@@ -60,7 +60,7 @@ impl From<PostReason> for Errno {
 impl From<std::io::Error> for Errno {
     fn from(error: std::io::Error) -> Self {
         Self(error.raw_os_error().unwrap_or_else(|| match error.kind() {
-            // Those of this library have a kind only.
+            // Errors of our own libraries only have a kind.
             ErrorKind::AddrInUse => libc::EADDRINUSE,
             ErrorKind::AddrNotAvailable => libc::EADDRNOTAVAIL,
             ErrorKind::InvalidInput => libc::EINVAL,
@@ -80,7 +80,7 @@ impl From<rustix::io::Errno> for Errno {
     }
 }
 
-/// What a function returns that returns 0 or an error number.
+/// Converts the result of a function that returns 0 or an error number.
 pub(crate) fn number(result: Result<(), Errno>) -> c_int {
     match result {
         Ok(()) => 0,
@@ -91,7 +91,7 @@ pub(crate) fn number(result: Result<(), Errno>) -> c_int {
     }
 }
 
-/// What a function returns that returns 0, or -1 with the reason in `errno`.
+/// Converts the result of a function that returns 0, or -1 with the error in `errno`.
 pub(crate) fn minus(result: Result<(), Errno>) -> c_int {
     match result {
         Ok(()) => 0,
@@ -102,7 +102,7 @@ pub(crate) fn minus(result: Result<(), Errno>) -> c_int {
     }
 }
 
-/// What a function returns that returns a pointer, or none with the reason in `errno`.
+/// Converts the result of a function that returns a pointer, or null with the error in `errno`.
 pub(crate) fn pointer<T>(result: Result<*mut T, Errno>) -> *mut T {
     result.unwrap_or_else(|errno| {
         errno.set();

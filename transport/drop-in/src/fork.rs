@@ -1,12 +1,12 @@
-//! Processes that begin as copies of one that uses a device.
+//! Forks of a process that uses a device.
 //!
-//! The child has the parent's memory, and shares its sockets. The device stays the parent's: in the
-//! child nothing is sent or received for the objects that the parent has made, and destroying them
-//! there changes nothing at the parent: neither its events nor its ports. A device that the child
-//! opens is another one at the same address (`share`).
+//! The child has the parent's memory, and shares its sockets. The device still belongs to the
+//! parent: in the child, nothing is sent or received for objects created by the parent, and
+//! destroying them there has no effect on the parent, including its events and ports. A device that
+//! is opened by the child is a separate device with the same address (`share`).
 //!
-//! Threads are not copied. So no lock is taken by another thread while the process forks, and the
-//! child's device has a thread of its own.
+//! Threads are not copied. So no lock may be held by another thread during a fork, and the child's
+//! device gets its own thread.
 
 use std::collections::BTreeSet;
 use std::ffi::c_int;
@@ -18,38 +18,38 @@ use crate::engine::{ENGINES, Engine, Engines, State};
 use crate::lock::{AT_ALL, LISTING, PORTS, SHIELDS, unpoisoned};
 use crate::queue::{DESCRIPTORS, descriptor};
 
-/// The locks that are held while the process forks. What they refer to lives as long as the engine
-/// beside them.
+/// The locks that are held during a fork. The engines are stored with them, so that the guards stay
+/// valid.
 struct Held {
     states: Vec<MutexGuard<'static, State>>,
     engines: Vec<Arc<Engine>>,
     list: MutexGuard<'static, Engines>,
-    /// Of the queues of events.
+    /// Lock of the event queues.
     queues: MutexGuard<'static, BTreeSet<c_int>>,
-    /// Of the list of devices while it is made.
+    /// Held while the list of devices is being created.
     _listing: MutexGuard<'static, ()>,
-    /// Of the identifiers at all devices. A thread puts them on devices that are back.
+    /// Lock of identifiers that use all devices. A thread binds them to devices that return.
     _at_all: MutexGuard<'static, ()>,
-    /// Of the open ports for management datagrams.
+    /// Lock of the open ports for management datagrams.
     _ports: MutexGuard<'static, ()>,
-    /// Of single objects.
+    /// Locks of individual objects.
     _shields: RwLockWriteGuard<'static, ()>,
 }
 
-// SAFETY: the thread that forks releases the locks: it goes on in both processes.
+// SAFETY: the locks are released by the forking thread, which exists in both processes.
 unsafe impl Send for Held {}
 
-/// Forks between this process and the one that has loaded the library.
+/// Number of forks between this process and the process that has loaded the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// A number that a process shares with neither its parent nor its children.
+/// Returns a number that is different in the parent and in children of this process.
 pub(crate) fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
 static HELD: Mutex<Option<Held>> = Mutex::new(None);
 
-/// Has the handlers called at each `fork` from now on.
+/// Installs the handlers for `fork`.
 pub(crate) fn install() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(add_handlers);
@@ -72,13 +72,13 @@ extern "C" fn prepare() {
     let list = unpoisoned(ENGINES.lock());
     let engines: Vec<_> = list.iter().map(|(_, engine)| Arc::clone(engine)).collect();
     let states = engines.iter().map(|engine| {
-        // SAFETY: the engine is kept beside the guard, which is dropped first.
+        // SAFETY: the engine is stored with the guard, which is dropped first.
         let state: &'static Mutex<State> = unsafe { &*std::ptr::from_ref(engine.state()) };
         unpoisoned(state.lock())
     });
     let states = states.collect();
     let listing = unpoisoned(LISTING.lock());
-    // A thread with the lock of a queue may wait for that of the descriptors.
+    // A thread that holds the lock of a queue may be waiting for the lock of the descriptors.
     let shields = unpoisoned(SHIELDS.write());
     let held = Held {
         states,
@@ -93,7 +93,7 @@ extern "C" fn prepare() {
     *unpoisoned(HELD.lock()) = Some(held);
 }
 
-/// Releases the locks, in the order that `Held` has its members in.
+/// Releases the locks, in the order of the fields of `Held`.
 extern "C" fn release() {
     drop(unpoisoned(HELD.lock()).take());
 }
@@ -109,40 +109,41 @@ extern "C" fn begin_child() {
             let fds = state.descriptors().chain(engine.wake_fds());
             all.extend(fds.map(|fd| fd.as_raw_fd()));
         }
-        // The numbers stay in use, because the objects that have them close them later.
+        // The descriptor numbers must stay in use, because their owners will close them later.
         for fd in all {
             replace(fd);
         }
         for fd in held.queues.iter() {
             replace(*fd);
         }
-        // What the child opens is new. The parent's is not closed: its ports are still in use.
+        // The child will open new engines. We leak the parent's, because dropping them would
+        // release ports that are still in use.
         std::mem::forget(std::mem::take(&mut *held.list));
     }
     drop(held);
     release();
 }
 
-/// Gives a descriptor's number to an eventfd of the child: it must not keep a socket of the parent
-/// open, nor read the count of a queue of events, which the parent would miss.
+/// Replaces a descriptor with an eventfd of the child. Otherwise the child would keep a socket of
+/// the parent open, or read the counter of an event queue, which the parent would then miss.
 fn replace(fd: c_int) {
-    // SAFETY: the descriptor is the library's.
+    // SAFETY: the descriptor belongs to the library.
     let is_nonblocking = unsafe { libc::fcntl(fd, libc::F_GETFL) } & libc::O_NONBLOCK;
     let own = descriptor().or_else(|_| {
-        // The table is full. The child has no other thread that could take the number.
-        // SAFETY: as above; the number is in use again at once.
+        // The table is full. The child has no other threads that could use the number.
+        // SAFETY: as above, and the number is reused immediately.
         unsafe { libc::close(fd) };
         descriptor()
     });
     let Ok(own) = own else {
         return;
     };
-    // SAFETY: the descriptor is the child's.
+    // SAFETY: the descriptor belongs to the child.
     unsafe { libc::fcntl(own.as_raw_fd(), libc::F_SETFL, is_nonblocking) };
     if own.as_raw_fd() == fd {
         std::mem::forget(own);
         return;
     }
-    // SAFETY: the number is the library's.
+    // SAFETY: the number belongs to the library.
     unsafe { libc::dup3(own.as_raw_fd(), fd, libc::O_CLOEXEC) };
 }

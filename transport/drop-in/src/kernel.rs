@@ -1,5 +1,5 @@
-//! Structures of the kernel's interface, which programs that speak to it themselves convert by the
-//! library.
+//! Structures of the kernel interface, and conversions for programs that use this interface
+//! directly.
 
 #![allow(dead_code, reason = "the layout is the kernel's")]
 
@@ -89,7 +89,7 @@ pub(crate) struct KernelPathRec {
     preference: u8,
 }
 
-// As the headers lay them out.
+// Sizes as in the kernel headers.
 const _: () = {
     assert!(size_of::<KernelAhAttr>() == 32);
     assert!(size_of::<KernelQpAttr>() == 144);
@@ -114,22 +114,22 @@ fn ah_attr(from: &KernelAhAttr) -> ibv_ah_attr {
     }
 }
 
-/// Converts an address vector of the kernel's.
+/// Converts an address vector from the kernel.
 pub(crate) unsafe extern "C" fn ibv_copy_ah_attr_from_kern(
     to: *mut ibv_ah_attr,
     from: *const KernelAhAttr,
 ) {
-    // SAFETY: the program gives both structures.
+    // SAFETY: the program provides both structures.
     unsafe { to.write(ah_attr(&*from)) };
 }
 
-/// Converts attributes of a queue pair of the kernel's. What the kernel does not give stays as it
-/// is.
+/// Converts queue pair attributes from the kernel. Attributes that the kernel does not provide are
+/// not changed.
 pub(crate) unsafe extern "C" fn ibv_copy_qp_attr_from_kern(
     to: *mut ibv_qp_attr,
     from: *const KernelQpAttr,
 ) {
-    // SAFETY: the program gives both structures.
+    // SAFETY: the program provides both structures.
     let (to, from) = unsafe { (&mut *to, &*from) };
     *to = ibv_qp_attr {
         qp_state: from.qp_state,
@@ -167,12 +167,12 @@ pub(crate) unsafe extern "C" fn ibv_copy_qp_attr_from_kern(
     };
 }
 
-/// Converts a path record of the kernel's.
+/// Converts a path record from the kernel.
 pub(crate) unsafe extern "C" fn ibv_copy_path_rec_from_kern(
     to: *mut ibv_sa_path_rec,
     from: *const KernelPathRec,
 ) {
-    // SAFETY: the program gives both structures.
+    // SAFETY: the program provides both structures.
     unsafe {
         let from = &*from;
         to.write(ibv_sa_path_rec {
@@ -189,7 +189,7 @@ pub(crate) unsafe extern "C" fn ibv_copy_path_rec_from_kern(
             pkey: from.pkey,
             sl: from.sl,
             mtu_selector: from.mtu_selector,
-            // A code of 6 bits.
+            // This is a code of 6 bits.
             mtu: from.mtu as u8,
             rate_selector: from.rate_selector,
             rate: from.rate,
@@ -205,7 +205,7 @@ pub(crate) unsafe extern "C" fn ibv_copy_path_rec_to_kern(
     to: *mut KernelPathRec,
     from: *const ibv_sa_path_rec,
 ) {
-    // SAFETY: the program gives both structures; a GID is 16 bytes.
+    // SAFETY: the program provides both structures, and a GID is 16 bytes.
     unsafe {
         let from = &*from;
         to.write(KernelPathRec {

@@ -1,32 +1,34 @@
-//! Locks after a panic, the lock that comes before all others, and the locks that come after them.
+//! Lock poisoning, the lock that must be acquired before all other locks, and the locks that must
+//! be acquired after them.
 
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
-/// Its holder may change on which devices identifiers at all devices are (`cm::returns`).
+/// Protects which devices are used by identifiers that are bound to all devices (`cm::returns`).
 pub(crate) static AT_ALL: Mutex<()> = Mutex::new(());
 
-/// Held while the list of devices is made: a process that forks waits for its end, as the child does
-/// not have the thread that makes it. No lock is taken with it.
+/// Held while the list of devices is being created. A fork waits until it is released, because the
+/// child doesn't have the thread that creates the list. No other lock may be acquired while it is
+/// held.
 pub(crate) static LISTING: Mutex<()> = Mutex::new(());
 
-/// Held with the list of open ports for management datagrams (`umad`), and while the process forks.
+/// Held with the list of open ports for management datagrams (`umad`), and during a fork.
 pub(crate) static PORTS: Mutex<()> = Mutex::new(());
 
-/// Held for writing while the process forks, and for reading by each [`Shield`].
+/// Write-locked during a fork, and read-locked by each [`Shield`].
 pub(crate) static SHIELDS: RwLock<()> = RwLock::new(());
 
 thread_local! {
-    /// Shields of the thread.
+    /// Number of shields of this thread.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Delays forks of the process while the thread holds the lock of an object, which the child would
-/// find taken. A thread has it before such a lock, and takes no lock of a device with it: `fork` waits
-/// with those.
+/// Delays forks of the process while this thread holds the lock of an object, because otherwise the
+/// lock would never be released in the child. It must be acquired before such a lock. While it is
+/// held, the thread must not lock a device, because `fork` holds these locks while it waits.
 pub(crate) struct Shield {
-    /// None for a shield within another.
+    /// `None` for a nested shield.
     _held: Option<RwLockReadGuard<'static, ()>>,
 }
 
@@ -66,7 +68,7 @@ impl<T> DerefMut for Shielded<'_, T> {
     }
 }
 
-/// Takes the lock of an object.
+/// Locks an object.
 pub(crate) fn shielded<T>(lock: &Mutex<T>) -> Shielded<'_, T> {
     let shield = Shield::new();
     Shielded {
@@ -75,9 +77,9 @@ pub(crate) fn shielded<T>(lock: &Mutex<T>) -> Shielded<'_, T> {
     }
 }
 
-/// The guard of a lock, also after a thread has panicked with it. A C interface has no way to report
-/// that, and a call of a program that panics ends the process: only a thread of this library's can
-/// leave a lock like this, and no change that it may have left half done keeps calls from working.
+/// Returns the guard of a lock, ignoring poisoning. A C interface has no way to report it, and a
+/// call of a program that panics aborts the process: only a thread of this library can poison a
+/// lock, and calls still work if it was interrupted by a panic.
 pub(crate) fn unpoisoned<G>(locked: LockResult<G>) -> G {
     locked.unwrap_or_else(PoisonError::into_inner)
 }

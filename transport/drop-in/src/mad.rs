@@ -1,9 +1,9 @@
-//! Management datagrams as programs with libibumad have them.
+//! Management datagrams, as used by programs with libibumad.
 
 use std::ffi::c_int;
 use std::time::Duration;
 
-/// Address of a datagram's other end (`ib_mad_addr_t`), in network byte order but for
+/// Address of the other end of a datagram (`ib_mad_addr_t`), in network byte order except for
 /// `pkey_index`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -23,7 +23,7 @@ pub(crate) struct MadAddr {
     pub(crate) reserved: [u8; 6],
 }
 
-/// A datagram with its address (`ib_user_mad_t`); its bytes follow.
+/// A datagram with its address (`ib_user_mad_t`), followed by its bytes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct UserMad {
@@ -37,10 +37,10 @@ pub(crate) struct UserMad {
 
 const _: () = assert!(size_of::<UserMad>() == 64);
 
-/// What a program is to receive: an answer, or its own datagram with the reason why there is none.
+/// A datagram for a program: either a response, or its own request with an error.
 pub(crate) struct Answer {
     pub(crate) head: UserMad,
-    /// A MAD, or the header of one and the data of a transfer of several.
+    /// A MAD, or the header of a MAD and the data of a multi-segment transfer.
     pub(crate) bytes: Vec<u8>,
 }
 
@@ -58,7 +58,7 @@ impl Answer {
 impl UserMad {
     #[cfg(test)]
     pub(crate) fn with_timeout(timeout_ms: u32, retries: u32) -> Self {
-        // SAFETY: it has numbers only.
+        // SAFETY: it only contains integers.
         let zero: Self = unsafe { std::mem::zeroed() };
         Self {
             timeout_ms,
@@ -67,12 +67,12 @@ impl UserMad {
         }
     }
 
-    /// Time to wait for an answer; 0 for none that is waited for.
+    /// Returns the response timeout, or 0 if no response is expected.
     pub(crate) fn timeout(&self) -> Duration {
         Duration::from_millis(self.timeout_ms.into())
     }
 
-    /// Number of repetitions.
+    /// Returns the number of retries.
     pub(crate) fn retries(&self) -> u32 {
         self.retries
     }
@@ -81,7 +81,7 @@ impl UserMad {
         self.status = status.unsigned_abs();
     }
 
-    /// Sets the length to that of the head and the bytes after it.
+    /// Sets the length, which is the size of the header plus this number of bytes.
     pub(crate) fn set_length(&mut self, bytes: usize) {
         self.length = (size_of::<Self>() + bytes) as u32;
     }

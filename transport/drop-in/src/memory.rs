@@ -27,7 +27,7 @@ pub(crate) struct Mr {
 
 kind!(Mr, ibv_mr, b"mreg");
 
-/// Access flags that a region may have.
+/// Access flags supported by regions.
 const KNOWN_ACCESS: c_uint = IBV_ACCESS_LOCAL_WRITE
     | IBV_ACCESS_REMOTE_WRITE
     | IBV_ACCESS_REMOTE_READ
@@ -49,11 +49,11 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr(
     access: c_int,
 ) -> *mut ibv_mr {
     let iova = addr.addr() as u64;
-    // SAFETY: as the program promises.
+    // SAFETY: guaranteed by the program.
     unsafe { ibv_reg_mr_iova2(pd, addr, length, iova, access as c_uint) }
 }
 
-/// `ibv_reg_mr_iova(3)`: a region whose addresses count from `iova`.
+/// `ibv_reg_mr_iova(3)`: creates a region whose addresses start at `iova`.
 pub(crate) unsafe extern "C" fn ibv_reg_mr_iova(
     pd: *mut ibv_pd,
     addr: *mut c_void,
@@ -61,11 +61,11 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova(
     iova: u64,
     access: c_int,
 ) -> *mut ibv_mr {
-    // SAFETY: as the program promises.
+    // SAFETY: guaranteed by the program.
     unsafe { ibv_reg_mr_iova2(pd, addr, length, iova, access as c_uint) }
 }
 
-/// `ibv_reg_mr_iova(3)` as the header's inline functions call it.
+/// `ibv_reg_mr_iova(3)`, as called by the header's inline functions.
 pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     pd: *mut ibv_pd,
     addr: *mut c_void,
@@ -73,12 +73,12 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     iova: u64,
     access: c_uint,
 ) -> *mut ibv_mr {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let rights = rights_of(access)?;
-        // SAFETY: as the program promises.
+        // SAFETY: guaranteed by the program.
         let memory = unsafe { foreign(addr, length, rights) }?;
-        // `ibv_reg_mr` and the header's inline functions give the address of the memory.
+        // `ibv_reg_mr` and the header's inline functions pass the address of the memory.
         let iova = match rights.contains(Access::ZERO_BASED) {
             true => 0,
             false => iova,
@@ -87,15 +87,16 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     }))
 }
 
-/// Memory of the program's.
+/// Creates a handle for memory of the program.
 ///
 /// # Errors
-/// `EINVAL` for no bytes; `EFAULT` for a range that is not mapped, or whose first or last page may not be
-/// accessed as the region's rights demand, unless the region is on demand.
+/// Returns `EINVAL` if the length is zero, or `EFAULT` if the range is not mapped, or if access to
+/// its first or last page is not permitted as required by the region. The latter is not checked for
+/// regions that are on demand.
 ///
 /// # Safety
-/// The device and the program may both write the range. The program keeps it mapped as long as it is
-/// registered, unless that is on demand, or faults are caught.
+/// The device and the program may both write to the range. The program must keep it mapped while it
+/// is registered, unless the region is on demand or faults are caught.
 pub(crate) unsafe fn foreign(
     addr: *mut c_void,
     length: usize,
@@ -108,16 +109,16 @@ pub(crate) unsafe fn foreign(
     if let Err(error) = fault::catch() {
         debug!("memory that is unmapped while it is registered ends the process: {error}");
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     Ok(unsafe { Memory::foreign(addr.cast(), length) })
 }
 
-/// The rights that access flags give.
+/// Converts access flags.
 ///
 /// # Errors
-/// `EINVAL` for flags that the device does not know and may not ignore.
+/// Returns `EINVAL` for unknown flags that the device must not ignore.
 pub(crate) fn rights_of(access: c_uint) -> Result<Access, Errno> {
-    // The upper ones are wishes, which a device may ignore.
+    // The upper flags are optional, and may be ignored by a device.
     let required = access & !OPTIONAL_ACCESS;
     if required & !KNOWN_ACCESS != 0 {
         return Err(Errno::INVALID);
@@ -127,8 +128,8 @@ pub(crate) fn rights_of(access: c_uint) -> Result<Access, Errno> {
     Ok(rights)
 }
 
-/// Registers memory. `addr` is what the program reads in the region, and `user` is given up when the
-/// region is deregistered.
+/// Registers memory. `addr` is the address stored in the program's structure. `user` is released
+/// when the region is deregistered.
 pub(crate) fn register(
     pd: Ref<Pd>,
     memory: &MemSlice,
@@ -140,7 +141,7 @@ pub(crate) fn register(
     let mr = {
         let nic = &mut pd.context.lock().nic;
         match memory.is_empty() {
-            // A region that nothing is mapped to has no bytes.
+            // A region without a mapping is empty.
             true => nic.alloc_fast_mr(pd.id, 1)?,
             false => nic.reg_mr_iova(pd.id, memory, iova, rights)?,
         }
@@ -148,7 +149,7 @@ pub(crate) fn register(
     Ok(hand_out(pd, &mr, addr, user))
 }
 
-/// Makes the program's structure of a region.
+/// Creates the program's structure of a region.
 pub(crate) fn hand_out(
     pd: Ref<Pd>,
     mr: &verbs::Mr,
@@ -176,9 +177,10 @@ pub(crate) fn hand_out(
     )
 }
 
-/// `ibv_import_mr(3)`: a region of a context of the same family, whose memory has no address here.
+/// `ibv_import_mr(3)`: imports a region from a context of the same family. Its memory has no
+/// address here.
 pub(crate) unsafe extern "C" fn ibv_import_mr(pd: *mut ibv_pd, handle: u32) -> *mut ibv_mr {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let attr = {
             let locked = pd.context.lock();
@@ -194,22 +196,22 @@ pub(crate) unsafe extern "C" fn ibv_import_mr(pd: *mut ibv_pd, handle: u32) -> *
     }))
 }
 
-/// `ibv_unimport_mr(3)`: forgets a region without deregistering it.
+/// `ibv_unimport_mr(3)`: drops a region without deregistering it.
 pub(crate) unsafe extern "C" fn ibv_unimport_mr(mr: *mut ibv_mr) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(mr) = unsafe { Ref::<Mr>::get(mr) } {
-        // There is nothing to return.
+        // There is no way to report an error.
         let _ = mr.retire();
     }
 }
 
-/// Checks that a region may have a range of the program's memory, unless it is on demand.
+/// Checks that a region can use a range of the program's memory, unless it is on demand.
 ///
-/// A kernel faults in all pages, for writing if the region has local write access. That would allocate
-/// the memory of a sparse range, so only the first and the last page are faulted in here.
+/// The kernel would fault in all pages, for writing if the region has local write access. This
+/// would allocate the memory of a sparse range, so we only fault in the first and the last page.
 ///
 /// # Errors
-/// `EFAULT` for a range that is not mapped, read-only or inaccessible, as in the kernel.
+/// Like the kernel, returns `EFAULT` if the range is not mapped, read-only or inaccessible.
 pub(crate) fn check_range(addr: *mut c_void, length: usize, rights: Access) -> Result<(), Errno> {
     const FAULT: Errno = Errno(libc::EFAULT);
     const PAGE: usize = riser_memory::PAGE;
@@ -218,11 +220,11 @@ pub(crate) fn check_range(addr: *mut c_void, length: usize, rights: Access) -> R
     }
     let start = addr.addr() & !(PAGE - 1);
     let end = addr.addr().checked_add(length).ok_or(FAULT)?;
-    // `msync` checks that all of the range is mapped, and with this flag it does nothing else.
+    // `msync` checks that the whole range is mapped. With this flag it has no other effect.
     let length = end.checked_sub(start).ok_or(FAULT)?;
     let length = length.checked_next_multiple_of(PAGE).ok_or(FAULT)?;
     let first = addr.with_addr(start);
-    // SAFETY: the call changes nothing.
+    // SAFETY: the call has no side effects.
     unsafe { msync(first, length, MsyncFlags::ASYNC) }.map_err(|_| FAULT)?;
     let advice = match rights.contains(Access::LOCAL_WRITE) {
         true => Advice::LinuxPopulateWrite,
@@ -235,16 +237,16 @@ pub(crate) fn check_range(addr: *mut c_void, length: usize, rights: Access) -> R
     }
 }
 
-/// Faults a page in; returns whether that is possible.
+/// Faults in a page. Returns whether the access is permitted.
 fn populate(page: *mut c_void, advice: Advice) -> bool {
-    // SAFETY: the call has the effect of a fault on the page.
+    // SAFETY: the call has the effect of a page fault.
     let populated = unsafe { madvise(page, riser_memory::PAGE, advice) };
-    // Too little memory for the page is no lack of access.
+    // If there is not enough memory for the page, the access is still permitted.
     !matches!(populated, Err(Os::FAULT | Os::INVAL | Os::ACCESS))
 }
 
-/// Whether the kernel can fault pages in (Linux 5.14): it reports inaccessible memory by the same error as
-/// an unknown request.
+/// Returns whether the kernel can fault in pages (Linux 5.14). We need to check this, because it
+/// returns the same error for inaccessible memory and for unknown requests.
 fn can_populate() -> bool {
     static CAN_POPULATE: OnceLock<bool> = OnceLock::new();
     *CAN_POPULATE.get_or_init(|| {
@@ -257,7 +259,7 @@ fn can_populate() -> bool {
 
 /// `ibv_dereg_mr(3)`.
 pub(crate) unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Mr>::get(mr) }.and_then(|mr| {
         mr.context.lock().nic.dereg_mr(mr.id)?;
         mr.retire()

@@ -1,4 +1,4 @@
-//! Names of values for people, and rates.
+//! Human-readable names of values, and rates.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -109,7 +109,7 @@ pub(crate) extern "C" fn ibv_wc_status_str(value: ibv_wc_status) -> *const c_cha
     )
 }
 
-/// Codes of rates, in the multiple of 2.5 Gbit/s and in Mbit/s (IBTA, `StaticRate`).
+/// Codes of rates, with the multiple of 2.5 Gbit/s and the rate in Mbit/s (IBTA, `StaticRate`).
 const RATES: [(c_int, c_int, c_int); 23] = [
     (2, 1, 2_500),
     (5, 2, 5_000),
@@ -136,26 +136,27 @@ const RATES: [(c_int, c_int, c_int); 23] = [
     (24, 480, 1_200_000),
 ];
 
-/// `ibv_rate_to_mult(3)`: -1 for none.
+/// `ibv_rate_to_mult(3)`: returns -1 for unknown rates.
 pub(crate) extern "C" fn ibv_rate_to_mult(rate: ibv_rate) -> c_int {
-    // Rates that are no multiple have the nearest one, which only speed in Mbit/s tells apart.
+    // Rates that are not a multiple use the nearest multiple, so some can only be distinguished by
+    // their rate in Mbit/s.
     let known = RATES.iter().find(|(code, ..)| *code == rate as c_int);
     known.map_or(-1, |(_, multiple, _)| *multiple)
 }
 
-/// `mult_to_ibv_rate(3)`: the largest rate for none.
+/// `mult_to_ibv_rate(3)`: returns the maximum rate for unknown multiples.
 pub(crate) extern "C" fn mult_to_ibv_rate(multiple: c_int) -> ibv_rate {
     let known = RATES.iter().find(|(_, m, _)| *m == multiple);
     known.map_or(IBV_RATE_MAX, |(code, ..)| *code as ibv_rate)
 }
 
-/// `ibv_rate_to_mbps(3)`: -1 for none.
+/// `ibv_rate_to_mbps(3)`: returns -1 for unknown rates.
 pub(crate) extern "C" fn ibv_rate_to_mbps(rate: ibv_rate) -> c_int {
     let known = RATES.iter().find(|(code, ..)| *code == rate as c_int);
     known.map_or(-1, |(.., mbps)| *mbps)
 }
 
-/// `mbps_to_ibv_rate(3)`: the largest rate for none.
+/// `mbps_to_ibv_rate(3)`: returns the maximum rate for unknown rates.
 pub(crate) extern "C" fn mbps_to_ibv_rate(mbps: c_int) -> ibv_rate {
     let known = RATES.iter().find(|(.., m)| *m == mbps);
     known.map_or(IBV_RATE_MAX, |(code, ..)| *code as ibv_rate)

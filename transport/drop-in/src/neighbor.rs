@@ -1,8 +1,8 @@
-//! Ethernet addresses of destinations (`ibv_resolve_eth_l2_from_gid`), as the kernel knows them.
+//! Ethernet addresses of destinations (`ibv_resolve_eth_l2_from_gid`), as known by the kernel.
 //!
-//! The device does not need them, since it sends by a socket. Programs that build packets for other
-//! devices ask for them. The kernel answers over netlink (RFC 3549): a route to the destination, the
-//! neighbour there, and the interface, which may be a VLAN.
+//! The device does not need them, because it sends using a socket, but programs that build packets
+//! for other devices do. We query the kernel via netlink (RFC 3549) for a route to the destination,
+//! the neighbor, and the interface, which may be a VLAN.
 
 use std::io;
 use std::mem::zeroed;
@@ -17,10 +17,10 @@ use riser_transport::verbs::{Gid, Verbs as _};
 use crate::context::context_of;
 use crate::errno::{Errno, number};
 
-/// VLAN of a destination that is in none.
+/// Returned if a destination is not in a VLAN.
 const NO_VLAN: u16 = 0xffff;
 
-/// Longest wait for a neighbour, and the interval at which it is looked for.
+/// Timeout for resolving a neighbor, and interval between queries.
 const PATIENCE: Duration = Duration::from_secs(3);
 const INTERVAL: Duration = Duration::from_millis(10);
 
@@ -36,27 +36,28 @@ const IFLA_LINKINFO: u16 = 18;
 const IFLA_INFO_DATA: u16 = 2;
 const IFLA_VLAN_ID: u16 = 1;
 
-/// Bytes of a message's header, and of those of routes, neighbours and interfaces behind it.
+/// Size in bytes of a message header, and of the headers of routes, neighbors and interfaces that
+/// follow it.
 const HEADER: usize = 16;
 const ROUTE: usize = 12;
 const NEIGHBOUR: usize = 12;
 const LINK: usize = 16;
 
-/// Bytes that the kernel answers at once, at most.
+/// Maximum number of bytes received from the kernel at a time.
 const ROOM: usize = 32 << 10;
 
 type Mac = [u8; 6];
 
-/// `ibv_resolve_eth_l2_from_gid`: the MAC address and the VLAN of a destination.
+/// `ibv_resolve_eth_l2_from_gid`: returns the MAC address and the VLAN of a destination.
 pub(crate) unsafe extern "C" fn ibv_resolve_eth_l2_from_gid(
     context: *mut ibv_context,
     attr: *mut ibv_ah_attr,
     mac: *mut u8,
     vlan: *mut u16,
 ) -> std::ffi::c_int {
-    // SAFETY: the program's pointers, as the header demands.
+    // SAFETY: the program passes valid pointers, as required by the header.
     number(unsafe { context_of(context) }.and_then(|context| {
-        // SAFETY: as above; a GID is 16 bytes.
+        // SAFETY: as above, and a GID is 16 bytes.
         let (attr, gid) = unsafe {
             let attr = attr.as_ref().ok_or(Errno::INVALID)?;
             (attr, Gid(attr.grh.dgid.raw))
@@ -71,7 +72,7 @@ pub(crate) unsafe extern "C" fn ibv_resolve_eth_l2_from_gid(
         };
         let to = gid.ip();
         let (found, tag) = resolve(from, to)?;
-        // SAFETY: the program gives places for both.
+        // SAFETY: the program provides memory for both.
         unsafe {
             mac.cast::<Mac>().write_unaligned(found);
             vlan.write(tag);
@@ -100,14 +101,14 @@ fn resolve(from: IpAddr, to: IpAddr) -> io::Result<(Mac, u16)> {
         if start.elapsed() > PATIENCE {
             return Err(io::Error::from_raw_os_error(libc::EHOSTUNREACH));
         }
-        // The kernel asks for the neighbour to which something is to be sent: to the port of the
-        // service that discards it.
+        // The kernel only resolves a neighbor if something is sent to it. We use the port of the
+        // discard service.
         UdpSocket::bind(SocketAddr::new(from, 0))?.send_to(&[0], SocketAddr::new(to, 9))?;
         std::thread::sleep(INTERVAL);
     }
 }
 
-/// MAC address of a multicast group (RFC 1112, section 6.4; RFC 2464, section 7).
+/// Returns the MAC address of a multicast group (RFC 1112, section 6.4; RFC 2464, section 7).
 fn group_mac(group: IpAddr) -> Mac {
     match group {
         IpAddr::V4(v4) => {
@@ -121,22 +122,22 @@ fn group_mac(group: IpAddr) -> Mac {
     }
 }
 
-/// A socket to the kernel's tables.
+/// A socket for querying the kernel's tables.
 struct Netlink(OwnedFd);
 
 impl Netlink {
     fn open() -> io::Result<Self> {
         let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
-        // SAFETY: the call makes a descriptor, or fails.
+        // SAFETY: the call creates a descriptor, or fails.
         let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) };
         match fd {
             -1 => Err(io::Error::last_os_error()),
-            // SAFETY: it is new, and nothing else's.
+            // SAFETY: it is new and has no other owner.
             _ => Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) })),
         }
     }
 
-    /// Interface and next hop on the way to an address.
+    /// Returns the interface and the next hop for a destination.
     fn route(&self, to: IpAddr) -> io::Result<(u32, IpAddr)> {
         let dst = bytes_of(to);
         let mut body = vec![0; ROUTE];
@@ -150,7 +151,7 @@ impl Netlink {
         Ok((index.ok_or(io::ErrorKind::NotFound)?, next.unwrap_or(to)))
     }
 
-    /// The MAC address of a neighbour that is known.
+    /// Returns the MAC address of a neighbor, if it is known.
     fn neighbour(&self, index: u32, at: IpAddr) -> io::Result<Option<Mac>> {
         let mut body = vec![0; NEIGHBOUR];
         body[0] = family(at);
@@ -160,7 +161,7 @@ impl Netlink {
             .find_map(|message| neighbour(message, index, at)))
     }
 
-    /// The MAC address of an interface, zeros where it has none, and its VLAN.
+    /// Returns the MAC address of an interface, or zeroes if there is no address, and its VLAN.
     fn interface(&self, index: u32) -> io::Result<(Mac, u16)> {
         let mut body = vec![0; LINK];
         body[4..8].copy_from_slice(&index.to_ne_bytes());
@@ -169,7 +170,7 @@ impl Netlink {
         Ok(interface(message.ok_or(io::ErrorKind::NotFound)?))
     }
 
-    /// Asks for entries of a table. Answers the messages without their headers.
+    /// Queries entries of a table. Returns messages without their headers.
     fn ask(&self, kind: u16, flags: i32, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
         let flags = (libc::NLM_F_REQUEST | flags) as u16;
         let mut request = Vec::with_capacity(HEADER + body.len());
@@ -178,10 +179,10 @@ impl Netlink {
         request.extend(flags.to_ne_bytes());
         request.extend([0; 8]);
         request.extend(body);
-        // SAFETY: all-zero bytes are a valid address, that of the kernel once it has its family.
+        // SAFETY: all zeroes is a valid address. With the family, it is the address of the kernel.
         let mut kernel: libc::sockaddr_nl = unsafe { zeroed() };
         kernel.nl_family = libc::AF_NETLINK as u16;
-        // SAFETY: the request and the address live as long as the call.
+        // SAFETY: the request and the address live until the end of the call.
         let sent = unsafe {
             libc::sendto(
                 self.0.as_raw_fd(),
@@ -199,7 +200,7 @@ impl Netlink {
         let mut all = Vec::new();
         let mut room = vec![0; ROOM];
         loop {
-            // SAFETY: there is room for that many bytes.
+            // SAFETY: the buffer has this size.
             let got = unsafe { libc::recv(self.0.as_raw_fd(), room.as_mut_ptr().cast(), ROOM, 0) };
             let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
             let is_end = take(&room[..got], &mut all)?;
@@ -210,7 +211,7 @@ impl Netlink {
     }
 }
 
-/// Takes the messages of a datagram. Returns whether the list ends with it.
+/// Reads the messages of a datagram. Returns whether it is the last datagram of the list.
 fn take(mut datagram: &[u8], all: &mut Vec<Vec<u8>>) -> io::Result<bool> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
     while datagram.len() >= HEADER {
@@ -220,7 +221,7 @@ fn take(mut datagram: &[u8], all: &mut Vec<Vec<u8>>) -> io::Result<bool> {
             libc::NLMSG_DONE => return Ok(true),
             libc::NLMSG_ERROR => {
                 let error = message.get(..4).and_then(word).ok_or_else(malformed)?;
-                // Negative, and 0 for an acknowledgement, which was not asked for.
+                // This is negative, or 0 for an acknowledgement, which we did not request.
                 return Err(io::Error::from_raw_os_error(-(error as i32)));
             }
             _ => all.push(message.to_vec()),
@@ -230,7 +231,7 @@ fn take(mut datagram: &[u8], all: &mut Vec<Vec<u8>>) -> io::Result<bool> {
     Ok(false)
 }
 
-/// The MAC address in an entry of the neighbours' table, if it is that of an address.
+/// Returns the MAC address in an entry of the neighbor table, if it matches the address.
 fn neighbour(message: &[u8], index: u32, at: IpAddr) -> Option<Mac> {
     let is_there = word(message.get(4..8)?)? == index;
     let is_usable = half(message.get(8..10)?)? & NUD_USABLE != 0;
@@ -240,7 +241,7 @@ fn neighbour(message: &[u8], index: u32, at: IpAddr) -> Option<Mac> {
     (is_there && is_usable && is_it).then(|| mac.try_into().ok())?
 }
 
-/// MAC address and VLAN in the attributes of an interface.
+/// Returns the MAC address and the VLAN in the attributes of an interface.
 fn interface(attributes: &[u8]) -> (Mac, u16) {
     let mac = find(attributes, IFLA_ADDRESS).and_then(|mac| mac.try_into().ok());
     let info = find(attributes, IFLA_LINKINFO);
@@ -254,12 +255,12 @@ fn interface(attributes: &[u8]) -> (Mac, u16) {
     (mac.unwrap_or_default(), tag.unwrap_or(NO_VLAN))
 }
 
-/// The value of an attribute.
+/// Returns the value of an attribute.
 fn find(mut attributes: &[u8], wanted: u16) -> Option<&[u8]> {
     while attributes.len() >= 4 {
         let len = usize::from(half(&attributes[..2])?);
         let value = attributes.get(4..len)?;
-        // The two upper bits say of what kind the value is.
+        // The two upper bits are flags.
         if half(&attributes[2..4])? & 0x3fff == wanted {
             return Some(value);
         }

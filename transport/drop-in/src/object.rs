@@ -1,9 +1,10 @@
-//! Objects that programs hold pointers to.
+//! Objects that programs have pointers to.
 //!
-//! An [`Object`] is a structure of the C interface, whose address the program has, with what the
-//! library keeps about it behind that. Its memory is never given back to the allocator: a destroyed
-//! object's is used for the next one of its kind. So a pointer to a destroyed object can be looked at
-//! and is refused, unless a newer object has taken its place: then it means that one.
+//! An [`Object`] consists of a structure of the C interface, whose address is known to the program,
+//! and the library's own data. Its memory is never returned to the allocator. When an object is
+//! destroyed, it is reused for the next object of the same kind. So a pointer to a destroyed object
+//! can be checked and is rejected, unless its memory was reused. In this case, it refers to the new
+//! object.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
@@ -15,18 +16,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::errno::Errno;
 use crate::lock::shielded;
 
-/// Kind of object.
+/// A kind of object.
 pub(crate) trait Kind: Sized + Send + Sync + 'static {
     /// Structure of the C interface.
     type C: 'static;
-    /// Structure that the program's pointers point to: `C`, or a member of it.
+    /// Structure that the program's pointers refer to: `C`, or a member of it.
     type Handle: 'static;
     /// Offset of the handle in `C`, in bytes.
     const OFFSET: usize = 0;
-    /// Word that marks a live object of this kind.
+    /// Tag of live objects of this kind.
     const TAG: u32;
 
-    /// Memory of destroyed objects of this kind.
+    /// Returns the memory of destroyed objects of this kind.
     fn spares() -> &'static Spares<Self>;
 }
 
@@ -61,14 +62,14 @@ impl<K: Kind> PartialEq for Ref<K> {
     }
 }
 
-// SAFETY: the memory is never freed; what a `Kind` has may be shared between threads, and the
-// structure of the C interface is used by raw pointers only.
+// SAFETY: the memory is never freed. Every `Kind` can be shared between threads, and the structure
+// of the C interface is only accessed via raw pointers.
 unsafe impl<K: Kind> Send for Ref<K> {}
 // SAFETY: as above.
 unsafe impl<K: Kind> Sync for Ref<K> {}
 
 impl<K: Kind> Ref<K> {
-    /// Makes an object.
+    /// Creates an object.
     pub(crate) fn new(c: K::C, kind: K) -> Self {
         let spare = shielded(&K::spares().0).pop();
         let Some(spare) = spare else {
@@ -79,7 +80,7 @@ impl<K: Kind> Ref<K> {
             });
             return Self(NonNull::from(Box::leak(object)));
         };
-        // SAFETY: the memory is never freed, and no other thread uses one that is not live.
+        // SAFETY: the memory is never freed, and unused memory is not accessed by other threads.
         unsafe {
             let object = spare.0.as_ref();
             object.c.get().write(c);
@@ -89,18 +90,19 @@ impl<K: Kind> Ref<K> {
         spare
     }
 
-    /// The object that a pointer of the program's names.
+    /// Returns the object for a program's pointer.
     ///
     /// # Errors
-    /// `EINVAL` where it names none.
+    /// Returns `EINVAL` if the pointer is invalid.
     ///
     /// # Safety
-    /// The pointer is null, or one that this library has given out for an object of this kind.
+    /// The pointer must be null, or must have been returned by this library for an object of this
+    /// kind.
     pub(crate) unsafe fn get(handle: *mut K::Handle) -> Result<Self, Errno> {
         if handle.is_null() {
             return Err(Errno::INVALID);
         }
-        // SAFETY: the pointer was given out for such an object, whose memory is never freed.
+        // SAFETY: the pointer was returned for such an object, whose memory is never freed.
         let object =
             unsafe { NonNull::new_unchecked(handle.byte_sub(K::OFFSET).cast::<Object<K>>()) };
         // SAFETY: as above.
@@ -111,29 +113,30 @@ impl<K: Kind> Ref<K> {
         Ok(Self(object))
     }
 
-    /// The pointer that the program has.
+    /// Returns the program's pointer.
     pub(crate) fn handle(self) -> *mut K::Handle {
         // SAFETY: the handle is a member of the structure, at this offset.
         unsafe { self.c().byte_add(K::OFFSET).cast() }
     }
 
-    /// The structure of the C interface.
+    /// Returns the structure of the C interface.
     pub(crate) fn c(self) -> *mut K::C {
         // SAFETY: the memory is never freed.
         unsafe { (*self.0.as_ptr()).c.get() }
     }
 
-    /// What the library keeps about the object, for as long as it is alive.
+    /// Returns the library's data of the object, which must only be used while it is alive.
     pub(crate) fn kind(self) -> &'static K {
-        // SAFETY: the object was alive when the reference was made. A program that destroys it while
-        // another of its threads uses it breaks the rules of the interface.
+        // SAFETY: the object was alive when the reference was created. A program that destroys it
+        // while another thread uses it violates the rules of the interface.
         unsafe { (*self.0.as_ref().kind.get()).assume_init_ref() }
     }
 
-    /// Ends the object for the program, and leaves it to others that refer to it for ever.
+    /// Destroys the object for the program, but keeps it in memory forever, because there are other
+    /// references to it.
     ///
     /// # Errors
-    /// As [`Ref::retire`].
+    /// Same as for [`Ref::retire`].
     pub(crate) fn bury(self) -> Result<(), Errno> {
         // SAFETY: the memory is never freed.
         let tag = unsafe { &self.0.as_ref().tag };
@@ -142,15 +145,15 @@ impl<K: Kind> Ref<K> {
             .map_err(|_| Errno::INVALID)
     }
 
-    /// Ends the object and keeps its memory for the next one.
+    /// Destroys the object and keeps its memory for the next object.
     ///
     /// # Errors
-    /// `EINVAL` where another thread has ended it.
+    /// Returns `EINVAL` if another thread has already destroyed it.
     pub(crate) fn retire(self) -> Result<(), Errno> {
         self.bury()?;
         // SAFETY: the memory is never freed.
         let object = unsafe { self.0.as_ref() };
-        // SAFETY: it was alive until now, so it is initialised, and only one thread gets here.
+        // SAFETY: it was alive until now, so it is initialized, and only one thread can get here.
         unsafe { (*object.kind.get()).assume_init_drop() };
         shielded(&K::spares().0).push(self);
         Ok(())

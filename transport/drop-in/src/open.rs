@@ -1,4 +1,4 @@
-//! Opening devices: what a context's tables of functions have.
+//! Opening devices: the function tables of a context.
 
 use std::ffi::c_int;
 use std::mem::{size_of, zeroed};
@@ -25,7 +25,7 @@ use crate::qp::{create_srq_ex, get_srq_num, modify_qp_rate_limit, open_qp};
 use crate::queue::EventQueue;
 use crate::window::{advise_mr, alloc_mw, alloc_null_mr, bind_mw, dealloc_mw};
 
-/// Marks a context that has the table of extended functions.
+/// Marks a context that has an extended function table.
 const EXTENDED: usize = usize::MAX;
 
 /// `ibv_open_device(3)`.
@@ -36,36 +36,37 @@ pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut
 /// Opens a device.
 ///
 /// # Errors
-/// Those of [`Engine::open`].
+/// Returns errors of [`Engine::open`].
 pub(crate) fn open(device: &'static Device) -> Result<Ref<Context>, Errno> {
     open_on(device, engine(device)?)
 }
 
-/// Opens a device by its engine.
+/// Opens a device using its engine.
 ///
 /// # Errors
-/// Those of making descriptors.
+/// Returns errors of creating descriptors.
 pub(crate) fn open_on(device: &'static Device, engine: Arc<Engine>) -> Result<Ref<Context>, Errno> {
     open_by(device, engine, || Command::new(device.index))
 }
 
-/// `ibv_import_device(3)`: the device of an open context, by a duplicate of its command descriptor.
+/// `ibv_import_device(3)`: opens the device of an existing context, using a duplicate of its
+/// command descriptor.
 pub(crate) unsafe extern "C" fn ibv_import_device(fd: c_int) -> *mut ibv_context {
     pointer(Duplicate::get(fd).and_then(|duplicate| {
         let device = devices().get(duplicate.device).ok_or(Errno::INVALID)?;
-        // SAFETY: the program gives the descriptor away; where this fails, it keeps it.
+        // SAFETY: the program transfers ownership of the descriptor, but keeps it on error.
         let take = || Ok(unsafe { duplicate.take() });
         open_by(device, engine(device)?, take).map(Ref::handle)
     }))
 }
 
-/// The engine of a device.
+/// Returns the engine of a device.
 ///
 /// # Errors
-/// Those of [`Engine::open`].
+/// Returns errors of [`Engine::open`].
 pub(crate) fn engine(device: &'static Device) -> Result<Arc<Engine>, Errno> {
     let config = &device.config;
-    // Before there is a lock that a copy of the process could find taken.
+    // This must be done before there are any locks that could be held during a fork.
     crate::fork::install();
     Engine::open(config).map_err(|error| {
         let (name, addr) = (&config.name, config.addr);
@@ -74,14 +75,14 @@ pub(crate) fn engine(device: &'static Device) -> Result<Arc<Engine>, Errno> {
     })
 }
 
-/// Opens a device, with the command descriptor that `make` makes at last.
+/// Opens a device. The command descriptor is created last, by `make`.
 fn open_by(
     device: &'static Device,
     engine: Arc<Engine>,
     make: impl FnOnce() -> Result<Command, Errno>,
 ) -> Result<Ref<Context>, Errno> {
     let events = EventQueue::new()?;
-    // SAFETY: all-zero bytes are valid: no function, no descriptor, an unlocked mutex.
+    // SAFETY: all zeroes is valid: no functions, no descriptor, an unlocked mutex.
     let mut c: verbs_context = unsafe { zeroed() };
     c.context.device = device.handle();
     let command = make()?;
@@ -128,7 +129,7 @@ fn open_by(
     );
     let mut locked = context.lock();
     let vectors = locked.nic.device_attr().comp_vectors;
-    // SAFETY: the program does not know the context yet.
+    // SAFETY: the program has no access to the context yet.
     unsafe { (*context.handle()).num_comp_vectors = vectors as c_int };
     locked.contexts.insert(context.number(), Box::new(context));
     drop(locked);

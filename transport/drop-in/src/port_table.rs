@@ -1,11 +1,13 @@
-//! The ports of the RDMA CM, in memory that all processes of an address share.
+//! The ports of the RDMA CM, in memory shared by all processes of an address.
 //!
-//! Each process has a lock on the byte of the memory that its slot counts, which the kernel takes back.
+//! Each process holds a lock on the byte of this memory whose offset is its slot number. The kernel
+//! releases it when the process exits.
 //!
-//! A process that was killed leaves its ports, which others free when they find its slot without a
-//! process. Another may have come to the slot by then, and have taken the same port: a server that is
-//! started again does just that. So the owner of a port has a number beside its slot, by which it
-//! differs from those before, and a port is freed only where it is still that owner's.
+//! Ports of a killed process are freed by other processes when they find that there is no process
+//! in its slot. At this time, a new process may already use this slot and may have allocated the
+//! same port, for example if a server was restarted. So the owner of a port consists of the slot
+//! and a number which distinguishes it from previous owners, and a port is only freed if it still
+//! has the same owner.
 
 use std::ffi::{c_int, c_short};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -26,13 +28,13 @@ use rustix::io::Errno as Os;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use tracing::warn;
 
-/// Bits of a queue pair number that have the slot.
+/// Number of bits of a queue pair number that contain the slot.
 pub(crate) const BITS: u8 = 5;
 
-/// Slots. The first one belongs to no process.
+/// Number of slots. The first slot is never used by a process.
 pub(crate) const SLOTS: u8 = 1 << BITS;
 
-/// Spaces of ports in the table.
+/// Port spaces in the table.
 const SPACES: [RdmaPortSpace; 4] = [
     RdmaPortSpace::Tcp,
     RdmaPortSpace::Udp,
@@ -41,26 +43,26 @@ const SPACES: [RdmaPortSpace; 4] = [
 ];
 const PORTS: usize = SPACES.len() << 16;
 
-/// Requests whose slots are remembered. Those of two peers may have one place: then a message by which
-/// the older is taken back goes astray, and that request ends by its time-out.
+/// Number of requests whose slots are recorded. If the requests of two peers use the same entry, a
+/// message that cancels the older request is lost, and that request times out.
 const REQUESTS: usize = 1 << 12;
 
-/// Version of what the shared memory says, and of its locks. Its length shows it to processes with
-/// another one.
+/// Version of the contents of the shared memory, and of its locks. It is included in the length, so
+/// that processes with a different version can detect it.
 const VERSION: usize = 2;
 
-/// Places of the shared memory: owners of ports, slots of requests, and for each slot the number of
-/// its next process.
+/// Number of entries in the shared memory: owners of ports, slots of requests, and the number of
+/// the next process for each slot.
 const PLACES: usize = PORTS + REQUESTS + SLOTS as usize + VERSION;
 
-/// Bytes of the shared memory.
+/// Size of the shared memory in bytes.
 const TABLE: usize = PLACES * size_of::<AtomicU16>();
 
 /// A port of the RDMA CM.
 pub(crate) type Port = (RdmaPortSpace, u16);
 
-/// Who has a port, and whether it listens: the slot in the lowest bits, and the process's number in the
-/// highest.
+/// The owner of a port, and whether it is listening: the slot is in the lowest bits, the number of
+/// the process in the highest bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner(u16);
 
@@ -70,42 +72,43 @@ impl Owner {
 
     const LISTENS: u16 = 1 << BITS;
 
-    /// The process of a slot. After a thousand others it has the same number again.
+    /// Creates the owner for the process in a slot. The number repeats after a thousand other
+    /// processes.
     pub(crate) fn new(slot: u8, number: u16) -> Self {
         Self(number << (BITS + 1) | u16::from(slot))
     }
 
-    /// Its slot, 0 where the port is free.
+    /// Returns its slot, or 0 if the port is free.
     pub(crate) fn slot(self) -> u8 {
         (self.0 & (Self::LISTENS - 1)) as u8
     }
 
-    /// Whether requests for the port go to it.
+    /// Returns whether it receives requests for the port.
     pub(crate) fn listens(self) -> bool {
         self.0 & Self::LISTENS != 0
     }
 
-    /// The same process, where it listens.
+    /// Returns the same process with the listening flag.
     pub(crate) fn listening(self) -> Self {
         Self(self.0 | Self::LISTENS)
     }
 
-    /// The same process, where it does not listen.
+    /// Returns the same process without the listening flag.
     fn idle(self) -> Self {
         Self(self.0 & !Self::LISTENS)
     }
 }
 
-/// The owner of each port, as one process sees and changes it.
+/// The owners of all ports, as seen and changed by one process.
 pub(crate) struct PortTable {
     places: NonNull<AtomicU16>,
     memory: OwnedFd,
-    /// The memory, opened by this process alone: with a lock, which lasts as long as it is open.
+    /// The memory, opened separately by this process. It holds a lock while it is open.
     life: OwnedFd,
     own: Owner,
 }
 
-// SAFETY: it has atomics only.
+// SAFETY: it only contains atomics.
 unsafe impl Send for PortTable {}
 // SAFETY: as above.
 unsafe impl Sync for PortTable {}
@@ -113,10 +116,11 @@ unsafe impl Sync for PortTable {}
 impl PortTable {
     const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-    /// Makes the memory, whose length no process can change: those that have it mapped would end.
+    /// Creates the memory. No process can change its length, because accesses by processes that
+    /// have it mapped would fail.
     ///
     /// # Errors
-    /// Those of the system calls.
+    /// Returns errors of the system calls.
     pub(crate) fn make() -> io::Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory = memfd_create("riser-ports", flags)?;
@@ -125,17 +129,18 @@ impl PortTable {
         Ok(memory)
     }
 
-    /// Maps the memory for the process that has come to a slot, and has no port yet. `None` where it is
-    /// that of another version of this library.
+    /// Maps the memory for a process that was assigned to a slot, and has no ports yet. Returns
+    /// `None` if it was created by a different version of this library.
     ///
     /// # Errors
-    /// Those of the system calls.
+    /// Returns errors of the system calls.
     pub(crate) fn map(memory: OwnedFd, slot: u8) -> io::Result<Option<Self>> {
         let is_sealed = fcntl_get_seals(&memory).is_ok_and(|seals| seals.contains(Self::SEALS));
         if !is_sealed || fstat(&memory)?.st_size != TABLE as i64 {
             return Ok(None);
         }
-        // The descriptor that comes from another process is the same open file, and so has the same locks.
+        // A descriptor received from another process refers to the same open file, and so has the
+        // same locks.
         let path = format!("/proc/thread-self/fd/{}", memory.as_raw_fd());
         let life = open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
         let life = life.map_err(|error| match error {
@@ -143,7 +148,7 @@ impl PortTable {
             _ => error.into(),
         })?;
         let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: a new mapping; the memory has this length for ever.
+        // SAFETY: this is a new mapping, and the length of the memory can't change.
         let start = unsafe { mmap(ptr::null_mut(), TABLE, rights, flags, &memory, 0) }?;
         let places = NonNull::new(start.cast::<AtomicU16>()).ok_or(Os::NOMEM)?;
         let own = Owner::new(slot, 0);
@@ -153,34 +158,35 @@ impl PortTable {
             life,
             own,
         };
-        // One that others may have as well: the process before may not have ended altogether.
+        // This is a shared lock, because the previous process may not have exited completely.
         lock(&table.life, libc::F_OFD_SETLK, slot, libc::F_RDLCK)?;
         let number = &table.all()[PORTS + REQUESTS + usize::from(slot)];
         let number = number.fetch_add(1, Ordering::AcqRel);
         table.own = Owner::new(slot, number);
-        // The process that had the slot before may have been killed.
+        // The previous process in this slot may have been killed.
         table.clear();
         Ok(Some(table))
     }
 
-    /// The memory, for other processes.
+    /// Returns the memory, for other processes.
     pub(crate) fn memory(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
 
-    /// The descriptor that says that this process is there.
+    /// Returns the descriptor that indicates that this process exists.
     pub(crate) fn life(&self) -> BorrowedFd<'_> {
         self.life.as_fd()
     }
 
-    /// Whether a slot has a process that has this memory. It may be a moment ago that it has ended.
+    /// Returns whether there is a process in a slot that uses this memory. It may have exited a
+    /// moment ago.
     pub(crate) fn has_process(&self, slot: u8) -> bool {
         let held = lock(&self.memory, libc::F_OFD_GETLK, slot, libc::F_WRLCK);
-        // One that cannot be asked for may be there.
+        // If the lock can't be queried, we assume that there is a process.
         held.map_or(true, |kind| kind != libc::F_UNLCK)
     }
 
-    /// Gives up the slot, and all ports.
+    /// Releases the slot and all ports.
     pub(crate) fn leave(&self) {
         self.clear();
         let slot = self.own.slot();
@@ -190,24 +196,24 @@ impl PortTable {
     }
 
     fn all(&self) -> &[AtomicU16] {
-        // SAFETY: the mapping has this length, is aligned to a page, and lives as long as the table.
+        // SAFETY: the mapping has this length, is page-aligned, and exists as long as the table.
         unsafe { std::slice::from_raw_parts(self.places.as_ptr(), PLACES) }
     }
 
-    /// The place for the slot of a peer's request.
+    /// Returns the entry for the slot of a peer's request.
     fn request(&self, peer: IpAddr, id: CommId) -> &AtomicU16 {
-        // Ids of one peer may follow each other, and so may addresses.
+        // IDs of a peer may be consecutive, and so may addresses.
         let mut hasher = DefaultHasher::new();
         (peer.to_canonical(), id).hash(&mut hasher);
         &self.all()[PORTS + hasher.finish() as usize % REQUESTS]
     }
 
-    /// The slot that a peer's request went to, 0 where none is known.
+    /// Returns the slot that a peer's request was sent to, or 0 if it is not known.
     pub(crate) fn slot_of_request(&self, peer: IpAddr, id: CommId) -> u8 {
         Owner(self.request(peer, id).load(Ordering::Relaxed)).slot()
     }
 
-    /// Notes the slot that a peer's request goes to.
+    /// Records the slot that a peer's request is sent to.
     pub(crate) fn note_request(&self, peer: IpAddr, id: CommId, slot: u8) {
         let place = self.request(peer, id);
         place.store(slot.into(), Ordering::Relaxed);
@@ -218,27 +224,27 @@ impl PortTable {
         &self.all()[space << 16 | usize::from(port)]
     }
 
-    /// The process that has a port.
+    /// Returns the owner of a port.
     pub(crate) fn owner(&self, port: Port) -> Owner {
         Owner(self.place(port).load(Ordering::Acquire))
     }
 
-    /// Whether an owner is this process.
+    /// Returns whether an owner is this process.
     pub(crate) fn is_own(&self, owner: Owner) -> bool {
         owner.idle() == self.own
     }
 
-    /// Takes a port for this process; false where it is not `from`'s any longer.
+    /// Allocates a port for this process. Returns false if `from` is no longer its owner.
     pub(crate) fn take(&self, port: Port, from: Owner) -> bool {
         self.replace(port, from, self.own)
     }
 
-    /// Frees a port; false where it is not `from`'s any longer.
+    /// Frees a port. Returns false if `from` is no longer its owner.
     pub(crate) fn free(&self, port: Port, from: Owner) -> bool {
         self.replace(port, from, Owner::FREE)
     }
 
-    /// Notes whether this process listens at its port.
+    /// Records whether this process is listening on its port.
     pub(crate) fn set_listening(&self, port: Port, listens: bool) {
         let (without, with) = (self.own, self.own.listening());
         let (from, to) = if listens {
@@ -257,7 +263,7 @@ impl PortTable {
         }
     }
 
-    /// Gives a port of `from` to `to`; false where it is not `from`'s any longer.
+    /// Transfers a port from one owner to another. Returns false if `from` is no longer its owner.
     pub(crate) fn replace(&self, port: Port, from: Owner, to: Owner) -> bool {
         let place = self.place(port);
         place
@@ -265,7 +271,7 @@ impl PortTable {
             .is_ok()
     }
 
-    /// Frees all ports of this process's slot, and forgets its requests.
+    /// Frees all ports of this process's slot, and removes its requests.
     fn clear(&self) {
         for place in &self.all()[..PORTS + REQUESTS] {
             let value = place.load(Ordering::Relaxed);
@@ -276,18 +282,17 @@ impl PortTable {
     }
 }
 
-/// Has `fcntl(2)` do something about the lock on a slot's byte, of a kind or to one; answers the kind that
-/// is there in its way.
+/// Executes an `fcntl(2)` lock command for a slot's byte. Returns the type of the conflicting lock.
 ///
 /// # Errors
-/// Those of `fcntl(2)`.
+/// Returns errors of `fcntl(2)`.
 fn lock(memory: &OwnedFd, what: c_int, slot: u8, kind: c_int) -> io::Result<c_int> {
-    // SAFETY: it has integers only.
+    // SAFETY: it only contains integers.
     let mut lock: libc::flock = unsafe { mem::zeroed() };
     lock.l_type = kind as c_short;
     lock.l_start = slot.into();
     lock.l_len = 1;
-    // SAFETY: these commands take such a structure.
+    // SAFETY: these commands require such a structure.
     match unsafe { libc::fcntl(memory.as_raw_fd(), what, &raw mut lock) } {
         0 => Ok(lock.l_type.into()),
         _ => Err(io::Error::last_os_error()),
@@ -296,7 +301,7 @@ fn lock(memory: &OwnedFd, what: c_int, slot: u8, kind: c_int) -> io::Result<c_in
 
 impl Drop for PortTable {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this table's, and nothing refers to it any longer.
+        // SAFETY: the mapping belongs to this table and is not used anymore.
         let _ = unsafe { munmap(self.places.as_ptr().cast(), TABLE) };
     }
 }
@@ -307,7 +312,7 @@ mod tests {
 
     const PORT: Port = (RdmaPortSpace::Tcp, 7471);
 
-    /// The table of a process that comes to a slot.
+    /// Returns the table of a process that was assigned to a slot.
     fn of_slot(memory: &OwnedFd, slot: u8) -> PortTable {
         let memory = memory.try_clone().unwrap();
         PortTable::map(memory, slot).unwrap().unwrap()
@@ -321,7 +326,7 @@ mod tests {
         killed.set_listening(PORT, true);
         let seen = first.owner(PORT);
         assert_eq!(seen, killed.own.listening());
-        // Before the first frees it, the server is back.
+        // The server is restarted before its port is freed by the first process.
         let again = of_slot(&memory, 2);
         assert_eq!(first.owner(PORT), Owner::FREE);
         assert!(again.take(PORT, Owner::FREE));
@@ -331,7 +336,7 @@ mod tests {
         let owner = first.owner(PORT);
         assert!(again.is_own(owner) && owner.listens());
         assert!(!killed.is_own(owner));
-        // What the earlier one would still do changes nothing, either.
+        // Actions of the previous process have no effect either.
         killed.set_listening(PORT, false);
         killed.give_back(PORT);
         assert_eq!(first.owner(PORT), owner);
@@ -350,7 +355,7 @@ mod tests {
         };
         assert_eq!(slots(&first), [1, 2]);
         assert_eq!(slots(&killed), [1, 2]);
-        // One that comes to the slot before the one that ends has closed everything.
+        // A new process can use the slot before the previous process has closed everything.
         let again = of_slot(&memory, 2);
         drop(killed);
         assert_eq!(slots(&first), [1, 2]);

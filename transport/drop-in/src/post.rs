@@ -19,22 +19,23 @@ use crate::qp::{Qp, Srq};
 use crate::sges::{Copied, sges};
 use crate::window::binding;
 
-/// Requests of a chain that are posted at a time.
+/// Number of requests of a chain that are posted at a time.
 pub(crate) const CHAIN: usize = 16;
 
-/// Most bytes of inline data of a chain's part, which are on the stack meanwhile.
+/// Maximum number of bytes of inline data for a part of a chain. They are stored on the stack.
 const INLINE: usize = 4096;
 
-/// A converted request, and where its inline data are in the chain's.
+/// A converted request, and the range of its inline data.
 struct Request<'a> {
     wr: SendWr<'a>,
     inline: Option<Range<usize>>,
 }
 
-/// Where the rest of a chain begins that could not be posted.
+/// Returns the result. On error, also returns the first request of the chain that could not be
+/// posted.
 fn report<T>(bad: *mut *mut T, at: *mut T, result: Result<(), Errno>) -> c_int {
     if result.is_err() && !bad.is_null() {
-        // SAFETY: the program gives a place for the request.
+        // SAFETY: the program provides memory for the pointer.
         unsafe { bad.write(at) };
     }
     number(result)
@@ -46,7 +47,7 @@ pub(crate) unsafe extern "C" fn post_send(
     mut wr: *mut ibv_send_wr,
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     let qp = match unsafe { Ref::<Qp>::get(qp) } {
         Ok(qp) => qp,
         Err(errno) => return report(bad, wr, Err(errno)),
@@ -59,12 +60,12 @@ pub(crate) unsafe extern "C" fn post_send(
         let copied = Copied::new();
         let mut chain = ArrayVec::<Request<'_>, CHAIN>::new();
         while !wr.is_null() && !chain.is_full() {
-            // SAFETY: a request of the chain.
+            // SAFETY: this is a request of the chain.
             let theirs = unsafe { &*wr };
             // SAFETY: as above.
             match unsafe { request(theirs, &qp, &mut inline, &copied) } {
                 Ok(Some(ours)) => chain.push(ours),
-                // Its inline data or its scatter list have no room beside the others'.
+                // There's not enough space for its inline data or scatter list.
                 Ok(None) if !chain.is_empty() => break,
                 Ok(None) => result = Err(Errno::INVALID),
                 Err(errno) => result = Err(errno),
@@ -85,7 +86,7 @@ pub(crate) unsafe extern "C" fn post_send(
             result = Err(reason.into());
             wr = first;
             for _ in 0..index {
-                // SAFETY: as many requests of the chain were converted.
+                // SAFETY: this number of requests in the chain was converted.
                 wr = unsafe { (*wr).next };
             }
         }
@@ -95,18 +96,18 @@ pub(crate) unsafe extern "C" fn post_send(
     report(bad, wr, result)
 }
 
-/// Converts a request. Its inline data are appended to `inline`, and its scatter list may be copied.
-/// `None` where they have no room.
+/// Converts a request. Its inline data are appended to `inline`, and its scatter list may be
+/// copied. Returns `None` if there's not enough space for them.
 ///
 /// # Safety
-/// The request is the program's, as the manual page demands.
+/// The request must be valid, as required by the manual page.
 unsafe fn request<'a>(
     wr: &ibv_send_wr,
     qp: &Qp,
     inline: &mut ArrayVec<u8, INLINE>,
     copied: &'a Copied,
 ) -> Result<Option<Request<'a>>, Errno> {
-    // SAFETY: the opcode says which member of each union is meant.
+    // SAFETY: the opcode determines the active member of each union.
     let op = unsafe {
         let remote = || RemoteAddr {
             addr: wr.wr.rdma.remote_addr,
@@ -153,7 +154,7 @@ unsafe fn request<'a>(
     let ud = if qp.is_datagram {
         // SAFETY: datagram queue pairs use this member.
         let ud = unsafe { wr.wr.ud };
-        // SAFETY: the program's pointer.
+        // SAFETY: the program passes a valid pointer.
         let ah = unsafe { Ref::<Ah>::get(ud.ah) }?;
         check_same(qp.context, ah.context)?;
         Some(UdDest {
@@ -165,14 +166,14 @@ unsafe fn request<'a>(
         None
     };
     let most = qp.init.cap.max_send_sge;
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let Some(mut list) = unsafe { sges(wr.sg_list, wr.num_sge, most, copied) }? else {
         return Ok(None);
     };
     let mut range = None;
     if wr.send_flags & IBV_SEND_INLINE != 0 {
         let start = inline.len();
-        // A piece without bytes may have no address.
+        // An empty piece may not have an address.
         for sge in list.iter().filter(|sge| sge.length > 0) {
             let address = sge.addr as usize;
             let length = sge.length as usize;
@@ -180,7 +181,8 @@ unsafe fn request<'a>(
                 inline.truncate(start);
                 return Ok(None);
             }
-            // SAFETY: the program's memory, which it has not registered and may not change now.
+            // SAFETY: this is memory of the program. It doesn't need to be registered, but must not
+            // be changed now.
             let bytes = unsafe {
                 slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(address), length)
             };
@@ -195,7 +197,7 @@ unsafe fn request<'a>(
         sges: list,
         flags: send_flags_of(wr.send_flags),
         inline: None,
-        // SAFETY: queue pairs of extended connections use this member, which is a number in any case.
+        // SAFETY: XRC queue pairs use this member, which is an integer in any case.
         remote_srqn: qp.is_xrc.then_some(unsafe { wr.qp_type.xrc.remote_srqn }),
         ud,
     };
@@ -205,10 +207,11 @@ unsafe fn request<'a>(
     }))
 }
 
-/// Posts a chain of receives, each of no more than `most` pieces, by `post`, some at a time.
+/// Posts a chain of receive requests using `post`, a few at a time. Each can have up to `most`
+/// pieces.
 ///
 /// # Safety
-/// The chain is the program's, as the manual page demands.
+/// The chain must be valid, as required by the manual page.
 unsafe fn receive(
     mut wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
@@ -221,7 +224,7 @@ unsafe fn receive(
         let copied = Copied::new();
         let mut chain = ArrayVec::<RecvWr<'_>, CHAIN>::new();
         while !wr.is_null() && !chain.is_full() {
-            // SAFETY: a request of the chain.
+            // SAFETY: this is a request of the chain.
             let theirs = unsafe { &*wr };
             // SAFETY: as above.
             match unsafe { sges(theirs.sg_list, theirs.num_sge, most, &copied) } {
@@ -229,7 +232,7 @@ unsafe fn receive(
                     wr_id: WrId(theirs.wr_id),
                     sges,
                 }),
-                // Its scatter list has no room beside another one's.
+                // There's not enough space for its scatter list.
                 Ok(None) => break,
                 Err(errno) => {
                     result = Err(errno);
@@ -242,7 +245,7 @@ unsafe fn receive(
             result = Err(reason.into());
             wr = first;
             for _ in 0..index {
-                // SAFETY: as many requests of the chain were converted.
+                // SAFETY: this number of requests in the chain was converted.
                 wr = unsafe { (*wr).next };
             }
         }
@@ -256,7 +259,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     match unsafe { Ref::<Qp>::get(qp) } {
         Ok(qp) => {
             let mut locked = qp.context.lock();
@@ -277,7 +280,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     match unsafe { Ref::<Srq>::get(srq) } {
         Ok(srq) => {
             let mut locked = srq.context.lock();

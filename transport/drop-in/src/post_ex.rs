@@ -1,8 +1,8 @@
-//! Work requests that programs build by calls (`ibv_wr_post(3)`).
+//! Work requests that programs build using function calls (`ibv_wr_post(3)`).
 //!
-//! A batch begins with `wr_start`, and a thread has the queue pair for it until `wr_complete` posts
-//! all of its requests or none, or `wr_abort` drops them. The calls between return nothing, so the
-//! first mistake is what `wr_complete` returns.
+//! A batch starts with `wr_start`. After that, a thread owns the queue pair until `wr_complete`
+//! posts either all or none of the requests, or `wr_abort` drops them. The calls in between do not
+//! return anything, so the first error is returned by `wr_complete`.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::slice;
@@ -24,7 +24,7 @@ use crate::qp::{Qp, create_qp_by, create_xrc_target, extra_attr, plain_attr};
 use crate::sges::read_sges;
 use crate::window::binding;
 
-/// Most pieces of a request's inline data that a process can have.
+/// Maximum number of pieces of inline data in a process.
 const MOST_PIECES: usize = isize::MAX as usize / size_of::<ibv_data_buf>();
 
 /// `ibv_create_qp_ex(3)`.
@@ -32,7 +32,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
     context: *mut ibv_context,
     attr: *mut ibv_qp_init_attr_ex,
 ) -> *mut ibv_qp {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
@@ -65,12 +65,12 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
     }))
 }
 
-/// Gives a queue pair the calls that build requests, where it was created for them.
+/// Sets the functions that build requests, if the queue pair was created for them.
 pub(crate) fn set_calls(qp: Ref<Qp>) {
     if qp.builder.is_none() {
         return;
     }
-    // SAFETY: the queue pair is alive, and the program does not know it yet.
+    // SAFETY: the queue pair is alive, and the program has no access to it yet.
     let qp = unsafe { &mut *qp.c() };
     qp.wr_atomic_cmp_swp = Some(wr_atomic_cmp_swp);
     qp.wr_atomic_fetch_add = Some(wr_atomic_fetch_add);
@@ -95,9 +95,9 @@ pub(crate) fn set_calls(qp: Ref<Qp>) {
     qp.wr_atomic_write = Some(wr_atomic_write);
 }
 
-/// `ibv_wr_start`: begins a batch.
+/// `ibv_wr_start`: starts a batch.
 unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let Ok(qp) = (unsafe { Ref::<Qp>::get(qp.cast()) }) else {
         return;
     };
@@ -106,7 +106,7 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
         let mut batch = builder.batch();
         match begun {
             Ok(()) => batch.clear(),
-            // Within a batch: that one has a mistake.
+            // There is already a batch, which fails.
             Err(errno) => batch.mistake = Some(errno),
         }
     }
@@ -114,7 +114,7 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
 
 /// `ibv_wr_complete`: posts the batch.
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp.cast()) }.and_then(|qp| {
         let builder = qp.builder.as_ref().ok_or(Errno::INVALID)?;
         if !builder.turn.is_taken() {
@@ -131,7 +131,7 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
 
 /// `ibv_wr_abort`: drops the batch.
 unsafe extern "C" fn wr_abort(qp: *mut ibv_qp_ex) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(qp) = unsafe { Ref::<Qp>::get(qp.cast()) }
         && let Some(builder) = &qp.builder
     {
@@ -155,16 +155,16 @@ fn post(qp: &Qp, batch: &Batch) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Does a part of building. A mistake is kept for the end of the batch; without a batch nothing is
-/// done, and the end of none is a mistake itself.
+/// Executes a step of building requests. Errors are stored and returned when the batch is
+/// completed. If there is no batch, this has no effect, but completing it will return an error.
 ///
 /// # Safety
-/// As [`Ref::get`].
+/// Same as for [`Ref::get`].
 unsafe fn build(
     qp: *mut ibv_qp_ex,
     part: impl FnOnce(Ref<Qp>, &Builder, &mut Batch) -> Result<(), Errno>,
 ) {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let Ok(qp) = (unsafe { Ref::<Qp>::get(qp.cast()) }) else {
         return;
     };
@@ -177,24 +177,25 @@ unsafe fn build(
     }
 }
 
-/// Begins a request.
+/// Starts a request.
 ///
 /// # Safety
-/// As [`Ref::get`].
+/// Same as for [`Ref::get`].
 unsafe fn begin(qp: *mut ibv_qp_ex, asked: c_uint, op: SendOp) {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         build(qp, |qp, builder, batch| {
             if builder.ops & asked == 0 {
                 return Err(Errno::INVALID);
             }
-            // It would not be posted in any case.
+            // It could never be posted.
             if batch.requests.len() >= builder.cap.max_send_wr as usize {
                 return Err(Errno::NO_MEMORY);
             }
             let c = qp.c();
             batch.requests.push(Request {
-                // SAFETY: the queue pair is alive, and the program sets these from its thread.
+                // SAFETY: the queue pair is alive, and the program sets these fields in its own
+                // thread.
                 wr_id: WrId((*c).wr_id),
                 op,
                 flags: send_flags_of((*c).wr_flags),
@@ -214,13 +215,13 @@ fn remote(addr: u64, rkey: u32) -> RemoteAddr {
     }
 }
 
-/// Declares calls that begin a request.
+/// Declares functions that start a request.
 macro_rules! requests {
     ($($(#[$doc:meta])* $name:ident($($arg:ident: $ty:ty),*) $asked:ident => $op:expr;)*) => {
         $(
             $(#[$doc])*
             unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $ty)*) {
-                // SAFETY: the program's pointer, as the manual page demands.
+                // SAFETY: the program passes a valid pointer, as required by the manual page.
                 unsafe { begin(qp, $asked, $op) };
             }
         )*
@@ -254,12 +255,12 @@ requests! {
     wr_local_inv(rkey: u32) IBV_QP_EX_WITH_LOCAL_INV => SendOp::LocalInv(RKey(rkey));
 }
 
-/// Makes a mistake of an operation that no queue pair can have been created for.
+/// Stores an error for an operation that is not supported by any queue pair.
 ///
 /// # Safety
-/// As [`Ref::get`].
+/// Same as for [`Ref::get`].
 unsafe fn refuse(qp: *mut ibv_qp_ex) {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { build(qp, |_, _, _| Err(Errno::INVALID)) };
 }
 
@@ -270,7 +271,7 @@ unsafe extern "C" fn wr_bind_mw(
     rkey: u32,
     info: *const ibv_mw_bind_info,
 ) {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     unsafe {
         let bind = Ref::<Qp>::get(qp.cast()).and_then(|ours| {
             let info = info.as_ref().ok_or(Errno::INVALID)?;
@@ -290,7 +291,7 @@ unsafe extern "C" fn wr_send_tso(
     _length: u16,
     _segment: u16,
 ) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe { refuse(qp) };
 }
 
@@ -301,13 +302,13 @@ unsafe extern "C" fn wr_atomic_write(
     _addr: u64,
     _data: *const c_void,
 ) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe { refuse(qp) };
 }
 
-/// `ibv_wr_set_xrc_srqn`: the peer's shared receive queue.
+/// `ibv_wr_set_xrc_srqn`: sets the peer's shared receive queue.
 unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, srqn: u32) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe {
         build(qp, |qp, _, batch| {
             let request = batch.last()?;
@@ -320,9 +321,9 @@ unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, srqn: u32) {
     }
 }
 
-/// `ibv_wr_set_ud_addr`: the destination of a datagram.
+/// `ibv_wr_set_ud_addr`: sets the destination of a datagram.
 unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     unsafe {
         build(qp, |qp, _, batch| {
             let ah = Ref::<Ah>::get(ah)?;
@@ -339,20 +340,20 @@ unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u3
     }
 }
 
-/// `ibv_wr_set_sge`: data in one piece of registered memory.
+/// `ibv_wr_set_sge`: sets data in a single piece of registered memory.
 unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length: u32) {
     let sge = Sge {
         addr,
         length,
         lkey: LKey(lkey),
     };
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe { build(qp, |_, _, batch| set_sges(batch, [sge])) };
 }
 
-/// `ibv_wr_set_sge_list`: data in pieces of registered memory.
+/// `ibv_wr_set_sge_list`: sets data in multiple pieces of registered memory.
 unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: usize, list: *const ibv_sge) {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     unsafe {
         build(qp, |_, builder, batch| {
             let most = builder.cap.max_send_sge as usize;
@@ -370,20 +371,20 @@ fn set_sges(batch: &mut Batch, list: impl IntoIterator<Item = Sge>) -> Result<()
     batch.set_data(Data::Sges(start..batch.sges.len()))
 }
 
-/// `ibv_wr_set_inline_data`: data that are copied at once.
+/// `ibv_wr_set_inline_data`: sets data that are copied immediately.
 unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, length: usize) {
     let piece = ibv_data_buf { addr, length };
-    // SAFETY: as the program promises.
+    // SAFETY: guaranteed by the program.
     unsafe { wr_set_inline_data_list(qp, 1, &raw const piece) };
 }
 
-/// `ibv_wr_set_inline_data_list`: data in pieces that are copied at once.
+/// `ibv_wr_set_inline_data_list`: sets data in multiple pieces that are copied immediately.
 unsafe extern "C" fn wr_set_inline_data_list(
     qp: *mut ibv_qp_ex,
     count: usize,
     list: *const ibv_data_buf,
 ) {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     unsafe {
         build(qp, |_, builder, batch| {
             let pieces = match count {

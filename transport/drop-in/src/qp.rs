@@ -30,7 +30,7 @@ const OPEN_XRCD: u32 = 2;
 const OPEN_CONTEXT: u32 = 4;
 const OPEN_TYPE: u32 = 8;
 
-/// Inline data that every queue pair takes, in bytes.
+/// Minimum amount of inline data supported by every queue pair, in bytes.
 const LEAST_INLINE: u32 = 64;
 
 /// A queue pair.
@@ -38,17 +38,17 @@ pub(crate) struct Qp {
     pub(crate) context: Ref<Context>,
     pub(crate) id: QpId,
     pub(crate) is_datagram: bool,
-    /// Its requests name a shared receive queue of the peer's.
+    /// Set if its requests specify a shared receive queue of the peer.
     pub(crate) is_xrc: bool,
     pub(crate) init: ibv_qp_init_attr,
-    /// Of one that was created for requests that calls build.
+    /// Set if it was created for requests that are built using function calls.
     pub(crate) builder: Option<Builder>,
     /// Multicast groups that it is attached to.
     groups: Mutex<BTreeSet<[u8; 16]>>,
     pub(crate) async_events: Unacknowledged,
 }
 
-// SAFETY: the pointers of the attributes are given back to the program and not followed.
+// SAFETY: pointers in the attributes are only returned to the program and never dereferenced.
 unsafe impl Send for Qp {}
 // SAFETY: as above.
 unsafe impl Sync for Qp {}
@@ -59,7 +59,7 @@ kind!(Qp, ibv_qp_ex, ibv_qp, 0, b"qpai");
 pub(crate) struct Srq {
     pub(crate) context: Ref<Context>,
     pub(crate) id: SrqId,
-    /// Most pieces of a receive.
+    /// Maximum number of pieces of a receive request.
     pub(crate) max_sge: u32,
     pub(crate) async_events: Unacknowledged,
 }
@@ -91,7 +91,7 @@ pub(crate) unsafe extern "C" fn ibv_create_qp(
     pd: *mut ibv_pd,
     attr: *mut ibv_qp_init_attr,
 ) -> *mut ibv_qp {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
@@ -102,18 +102,18 @@ pub(crate) unsafe extern "C" fn ibv_create_qp(
     }))
 }
 
-/// What the extended call adds to the attributes of a queue pair.
+/// Attributes of a queue pair that are only supported by the extended call.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct ExtraAttr {
-    /// Operations that calls will build, where the program asks for such calls.
+    /// Operations to be built using function calls, if the program has requested this.
     send_ops: Option<u64>,
     block_self_mcast: bool,
 }
 
-/// The part of the attributes that the older call has not, except for the domain.
+/// Returns the attributes that are not supported by the older call, except for the domain.
 ///
 /// # Errors
-/// `EOPNOTSUPP` for attributes of features that the device does not have.
+/// Returns `EOPNOTSUPP` for features that the device does not support.
 pub(crate) fn extra_attr(attr: &ibv_qp_init_attr_ex) -> Result<ExtraAttr, Errno> {
     const KNOWN: u32 = IBV_QP_INIT_ATTR_PD
         | IBV_QP_INIT_ATTR_XRCD
@@ -134,7 +134,7 @@ pub(crate) fn extra_attr(attr: &ibv_qp_init_attr_ex) -> Result<ExtraAttr, Errno>
     })
 }
 
-/// The part of the attributes that the older call has as well.
+/// Returns the attributes that are also supported by the older call.
 pub(crate) fn plain_attr(attr: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     ibv_qp_init_attr {
         qp_context: attr.qp_context,
@@ -147,17 +147,17 @@ pub(crate) fn plain_attr(attr: &ibv_qp_init_attr_ex) -> ibv_qp_init_attr {
     }
 }
 
-/// Creates a queue pair by the call of the device that `make` makes.
+/// Creates a queue pair. `make` calls the device.
 pub(crate) fn create_qp_by(
     pd: Ref<Pd>,
     attr: &mut ibv_qp_init_attr,
     extra: ExtraAttr,
     make: impl FnOnce(&mut Roce, &QpInitAttr) -> Result<QpId, Errno>,
 ) -> Result<Ref<Qp>, Errno> {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     let send_cq = unsafe { Ref::<Cq>::get(attr.send_cq) }?;
     let recv_cq = match attr.qp_type {
-        // It receives nothing.
+        // It does not receive anything.
         IBV_QPT_XRC_SEND => send_cq,
         // SAFETY: as above.
         _ => unsafe { Ref::<Cq>::get(attr.recv_cq) }?,
@@ -182,12 +182,12 @@ pub(crate) fn create_qp_by(
     }
     let mut locked = context.lock();
     let cap = QpCap {
-        // A queue without a place is legal here, and is given one.
+        // Here, a queue without entries is allowed, and we create one entry.
         max_send_wr: attr.cap.max_send_wr.max(1),
         max_recv_wr: attr.cap.max_recv_wr.max(1),
         max_send_sge: attr.cap.max_send_sge.max(1),
         max_recv_sge: attr.cap.max_recv_sge.max(1),
-        // Programs send a few bytes inline without having asked for it, as adapters let them.
+        // Programs send a few inline bytes without requesting this, because adapters support it.
         max_inline: attr.cap.max_inline_data.max(LEAST_INLINE),
     };
     let builder = extra
@@ -218,8 +218,7 @@ pub(crate) fn create_qp_by(
     show(&mut locked, context, id, pd.handle(), attr, builder)
 }
 
-/// Creates the receiving end of an extended connection, which has no queues of its own, by the call
-/// of the device that `make` makes.
+/// Creates the receiving end of an XRC connection, which has no queues. `make` calls the device.
 pub(crate) fn create_xrc_target(
     xrcd: Ref<Xrcd>,
     attr: &mut ibv_qp_init_attr,
@@ -237,14 +236,14 @@ pub(crate) fn create_xrc_target(
     show(&mut locked, context, id, ptr::null_mut(), attr, None)
 }
 
-/// `ibv_open_qp(3)`: the receiving end of an extended connection that another context of the domain has
-/// created. It is destroyed with the last structure of it.
+/// `ibv_open_qp(3)`: opens the receiving end of an XRC connection that was created by another
+/// context of the domain. It is destroyed with its last structure.
 pub(crate) unsafe extern "C" fn open_qp(
     context: *mut ibv_context,
     attr: *mut ibv_qp_open_attr,
 ) -> *mut ibv_qp {
     const NEEDED: u32 = OPEN_NUM | OPEN_XRCD | OPEN_TYPE;
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -260,7 +259,7 @@ pub(crate) unsafe extern "C" fn open_qp(
         let mut locked = context.lock();
         let target = locked.targets.get(&(xrcd.id, attr.qp_num)).copied();
         let id = target.ok_or(Errno::INVALID)?;
-        // SAFETY: all-zero bytes are valid: no queues.
+        // SAFETY: all zeroes is valid: no queues.
         let mut init: ibv_qp_init_attr = unsafe { zeroed() };
         init.qp_type = attr.qp_type;
         if attr.comp_mask & OPEN_CONTEXT != 0 {
@@ -274,7 +273,7 @@ pub(crate) unsafe extern "C" fn open_qp(
     }))
 }
 
-/// Makes the object of a queue pair of the device.
+/// Creates an object for a queue pair of the device.
 fn show(
     locked: &mut Locked<'_>,
     context: Ref<Context>,
@@ -283,7 +282,7 @@ fn show(
     attr: &ibv_qp_init_attr,
     builder: Option<Builder>,
 ) -> Result<Ref<Qp>, Errno> {
-    // SAFETY: all-zero bytes are valid: no function, an unlocked mutex.
+    // SAFETY: all zeroes is valid: no functions, an unlocked mutex.
     let mut c: ibv_qp_ex = unsafe { zeroed() };
     c.qp_base.context = context.handle();
     c.qp_base.qp_context = attr.qp_context;
@@ -318,7 +317,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
     attr: *mut ibv_qp_attr,
     mask: c_int,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -332,7 +331,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
         let mut locked = qp.context.lock();
         let device = locked.nic.device_attr();
         let legal = device.min_rate_kbps..=device.max_rate_kbps;
-        // Before anything has changed.
+        // This must be checked before anything is modified.
         if limit.is_some_and(|limit| limit.rate_kbps != 0 && !legal.contains(&limit.rate_kbps)) {
             return Err(Errno::INVALID);
         }
@@ -350,7 +349,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
             }
         }
         if mask & IBV_QP_STATE != 0 {
-            // What was posted leaves before the state may end it.
+            // Send posted requests before the new state can flush them.
             locked.transmit();
         }
         if mask != IBV_QP_RATE_LIMIT {
@@ -368,13 +367,12 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
     }))
 }
 
-/// `ibv_modify_qp_rate_limit(3)`. Bytes are counted exactly, so that the length of a typical packet says
-/// nothing.
+/// `ibv_modify_qp_rate_limit(3)`. We count bytes exactly, so the typical packet length is not used.
 pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
     qp: *mut ibv_qp,
     attr: *mut ibv_qp_rate_limit_attr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -392,8 +390,8 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
     }))
 }
 
-/// Attributes that queue pairs of a kind do not have and programs give them nevertheless, as they do
-/// with those of connections; Linux leaves them out, too.
+/// Returns attributes that this type of queue pair does not have, but that are set by programs,
+/// because connections usually have them. Linux ignores them too.
 fn superfluous(qp_type: ibv_qp_type) -> u32 {
     match qp_type {
         IBV_QPT_XRC_SEND => IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
@@ -409,7 +407,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
     _mask: c_int,
     init: *mut ibv_qp_init_attr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         let (ours, limit) = {
             let nic = &qp.context.lock().nic;
@@ -420,7 +418,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
         theirs.cur_qp_state = theirs.qp_state;
         theirs.cap = qp.init.cap;
         theirs.sq_draining = u8::from(ours.sq_draining == Some(true));
-        // SAFETY: the program gives places for both; the queue pair is alive.
+        // SAFETY: the program provides memory for both, and the queue pair is alive.
         unsafe {
             attr.write(theirs);
             if !init.is_null() {
@@ -432,9 +430,9 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
     }))
 }
 
-/// `ibv_query_qp_data_in_order(3)`: packets are taken in order, and none is carried out twice. But a
-/// copy writes 32 bytes at a time, and where these are in two cache lines another processor may see
-/// the end first. So there is no guarantee down to the byte.
+/// `ibv_query_qp_data_in_order(3)`: packets are received in order, and are never executed twice.
+/// But a copy writes 32 bytes at a time, and if they cross a cache line, another processor may see
+/// the end first. So there is no ordering guarantee for individual bytes.
 pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
     _qp: *mut ibv_qp,
     _op: ibv_wr_opcode,
@@ -443,9 +441,9 @@ pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
     0
 }
 
-/// `ibv_qp_to_qp_ex(3)`: none, unless the queue pair was created for the extended interface.
+/// `ibv_qp_to_qp_ex(3)`: fails unless the queue pair was created for the extended interface.
 pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         let is_extended = qp.builder.is_some();
         is_extended.then(|| qp.c()).ok_or(Errno::UNSUPPORTED)
@@ -453,7 +451,8 @@ pub(crate) unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_
 }
 
 impl Qp {
-    /// Of a queue pair whose device is locked: the process does not fork then.
+    /// Returns the groups of a queue pair. The device must be locked, so that the process can't
+    /// fork.
     fn groups(&self) -> MutexGuard<'_, BTreeSet<[u8; 16]>> {
         unpoisoned(self.groups.lock())
     }
@@ -461,12 +460,12 @@ impl Qp {
 
 /// `ibv_query_ece(3)`: the device has no vendor options.
 pub(crate) unsafe extern "C" fn ibv_query_ece(qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|_| {
         if ece.is_null() {
             return Err(Errno::INVALID);
         }
-        // Programs hand on what they have got, also with this error.
+        // Programs forward the returned options even if there is an error.
         // SAFETY: as above.
         unsafe { ece.write(ibv_ece::default()) };
         Err(Errno::UNSUPPORTED)
@@ -475,7 +474,7 @@ pub(crate) unsafe extern "C" fn ibv_query_ece(qp: *mut ibv_qp, ece: *mut ibv_ece
 
 /// `ibv_set_ece(3)`: the device has no vendor options.
 pub(crate) unsafe extern "C" fn ibv_set_ece(qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(
         unsafe { Ref::<Qp>::get(qp) }.and_then(|_| match ece.is_null() {
             true => Err(Errno::INVALID),
@@ -490,9 +489,9 @@ pub(crate) unsafe extern "C" fn ibv_attach_mcast(
     gid: *const ibv_gid,
     lid: u16,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
-        // SAFETY: as above; a GID is 16 bytes.
+        // SAFETY: as above, and a GID is 16 bytes.
         let gid = unsafe { gid.as_ref().ok_or(Errno::INVALID)?.raw };
         if !qp.is_datagram {
             return Err(Errno::INVALID);
@@ -510,9 +509,9 @@ pub(crate) unsafe extern "C" fn ibv_detach_mcast(
     gid: *const ibv_gid,
     lid: u16,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
-        // SAFETY: as above; a GID is 16 bytes.
+        // SAFETY: as above, and a GID is 16 bytes.
         let gid = unsafe { gid.as_ref().ok_or(Errno::INVALID)?.raw };
         let mut locked = qp.context.lock();
         locked.nic.detach_mcast(qp.id, Gid(gid), lid)?;
@@ -523,7 +522,7 @@ pub(crate) unsafe extern "C" fn ibv_detach_mcast(
 
 /// `ibv_destroy_qp(3)`.
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         {
             let mut locked = qp.context.lock();
@@ -532,7 +531,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
             }
             if locked.close_qp(qp.id, qp.handle().addr()) {
                 locked.destroy_qp(qp.id)?;
-                // Its last answers leave now: the program may end next.
+                // Send the last responses now, because the program may exit after this.
                 locked.transmit();
             }
         }
@@ -546,7 +545,7 @@ pub(crate) unsafe extern "C" fn ibv_create_srq(
     pd: *mut ibv_pd,
     attr: *mut ibv_srq_init_attr,
 ) -> *mut ibv_srq {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
@@ -559,7 +558,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
     context: *mut ibv_context,
     attr: *mut ibv_srq_init_attr_ex,
 ) -> *mut ibv_srq {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     pointer(unsafe { context_of(context) }.and_then(|context| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
@@ -590,10 +589,10 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
 
 /// `ibv_get_srq_num(3)`.
 pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, to: *mut u32) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
         let ours = srq.context.lock().nic.srq_num(srq.id)?;
-        // SAFETY: the program gives a place for the number.
+        // SAFETY: the program provides memory for the number.
         unsafe { to.write(ours) };
         Ok(())
     }))
@@ -618,7 +617,7 @@ fn create_srq(
     };
     attr.max_wr = ours.max_wr;
     attr.max_sge = ours.max_sge;
-    // SAFETY: all-zero bytes are valid: an unlocked mutex.
+    // SAFETY: all zeroes is valid: an unlocked mutex.
     let mut c: ibv_srq = unsafe { zeroed() };
     c.context = context.handle();
     c.srq_context = srq_context;
@@ -643,7 +642,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_srq(
     attr: *mut ibv_srq_attr,
     mask: c_int,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -659,7 +658,7 @@ pub(crate) unsafe extern "C" fn ibv_modify_srq(
 
 /// `ibv_query_srq(3)`.
 pub(crate) unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
         let ours = srq.context.lock().nic.query_srq(srq.id)?;
         let theirs = ibv_srq_attr {
@@ -667,7 +666,7 @@ pub(crate) unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_
             max_sge: ours.max_sge,
             srq_limit: ours.limit,
         };
-        // SAFETY: the program gives a place for the attributes.
+        // SAFETY: the program provides memory for the attributes.
         unsafe { attr.write(theirs) };
         Ok(())
     }))
@@ -675,7 +674,7 @@ pub(crate) unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_
 
 /// `ibv_destroy_srq(3)`.
 pub(crate) unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Srq>::get(srq) }.and_then(|srq| {
         {
             let mut locked = srq.context.lock();

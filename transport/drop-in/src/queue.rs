@@ -1,4 +1,4 @@
-//! Queues of events with a descriptor.
+//! Event queues with a descriptor.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::c_int;
@@ -10,23 +10,23 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::errno::Errno;
 use crate::lock::{Shielded, shielded, unpoisoned};
 
-/// The descriptors of all queues, for `fork`: a child has others at their numbers.
+/// The descriptors of all queues. They are replaced in the child after a `fork`.
 pub(crate) static DESCRIPTORS: Mutex<BTreeSet<c_int>> = Mutex::new(BTreeSet::new());
 
-/// A descriptor for a queue without events.
+/// Creates a descriptor for an empty queue.
 pub(crate) fn descriptor() -> Result<OwnedFd, Errno> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE)?)
 }
 
-/// A queue of events whose descriptor is readable while there is one: an eventfd that counts them.
-/// Programs wait for it with `poll`, and make it non-blocking with `fcntl`.
+/// An event queue. Its descriptor is readable while there are events: it is an eventfd that counts
+/// them. Programs can wait for it using `poll`, and make it non-blocking using `fcntl`.
 pub(crate) struct EventQueue<T> {
     number: c_int,
     waiting: Mutex<Waiting<T>>,
 }
 
 struct Waiting<T> {
-    /// None once the queue is closed.
+    /// `None` after the queue was closed.
     fd: Option<OwnedFd>,
     events: VecDeque<T>,
 }
@@ -50,7 +50,7 @@ impl<T> EventQueue<T> {
         self.number
     }
 
-    /// Closes the descriptor. Events still come, and can only be taken back.
+    /// Closes the descriptor. New events can still be added, but can only be retracted.
     pub(crate) fn close(&self) {
         let mut waiting = self.lock();
         if let Some(fd) = waiting.fd.take() {
@@ -63,7 +63,7 @@ impl<T> EventQueue<T> {
         self.add(|events| events.push_back(event));
     }
 
-    /// Puts back an event that was taken: it is the next one again.
+    /// Puts an event that was removed back to the front of the queue.
     pub(crate) fn put_back(&self, event: T) {
         self.add(|events| events.push_front(event));
     }
@@ -72,15 +72,15 @@ impl<T> EventQueue<T> {
         let mut waiting = self.lock();
         put(&mut waiting.events);
         if let Some(fd) = &waiting.fd {
-            // It fails only at the largest count, which is never reached.
+            // This only fails for the maximum count, which is never reached.
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
         }
     }
 
-    /// The next event, for a thread that has read its count from the descriptor
-    /// ([`read_count`](crate::cancel::read_count)). It is shown to `account` before another thread can
-    /// retract events of the same object. `None` if the event has been retracted: the thread has to
-    /// read the next count.
+    /// Returns the next event, for a thread that has read its count from the descriptor
+    /// ([`read_count`](crate::cancel::read_count)). `account` is called before another thread can
+    /// retract events of the same object. Returns `None` if the event was retracted. In this case,
+    /// the thread must read the next count.
     pub(crate) fn pop(&self, account: impl Fn(&T)) -> Option<T> {
         let mut waiting = self.lock();
         let event = waiting.events.pop_front()?;
@@ -92,7 +92,7 @@ impl<T> EventQueue<T> {
     #[cfg(test)]
     pub(crate) fn take(&self, account: impl Fn(&T)) -> Result<T, Errno> {
         loop {
-            // SAFETY: the descriptor is open, and no test cancels its thread.
+            // SAFETY: the descriptor is open, and tests do not cancel their threads.
             match unsafe { crate::cancel::read_count(self.number) } {
                 0 => {}
                 error => return Err(Errno(error)),
@@ -103,15 +103,15 @@ impl<T> EventQueue<T> {
         }
     }
 
-    /// Takes back the events for which `is_gone` says so, oldest first.
+    /// Removes all events for which `is_gone` returns true, and returns them, oldest first.
     pub(crate) fn retract(&self, mut is_gone: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut waiting = self.lock();
         let (gone, rest): (VecDeque<T>, _) =
             waiting.events.drain(..).partition(|event| is_gone(event));
         waiting.events = rest;
         for fd in waiting.fd.iter().cycle().take(gone.len()) {
-            // Never waits, whatever the program has made of the descriptor: a thread in `take` may
-            // have the count already.
+            // This never blocks, regardless of the mode of the descriptor, because a thread in
+            // `take` may already have read the count.
             let mut byte = [0; 8];
             let mut pieces = [std::io::IoSliceMut::new(&mut byte)];
             let _ = rustix::io::preadv2(
@@ -139,8 +139,8 @@ fn descriptors() -> MutexGuard<'static, BTreeSet<c_int>> {
     unpoisoned(DESCRIPTORS.lock())
 }
 
-/// Events of an object that the program has been given and has not acknowledged. An object is
-/// destroyed only once there are none.
+/// Number of events of an object that were returned to the program, but not acknowledged yet. An
+/// object can only be destroyed if all events are acknowledged.
 #[derive(Default)]
 pub(crate) struct Unacknowledged {
     count: Mutex<u32>,
@@ -154,19 +154,20 @@ impl Unacknowledged {
 
     pub(crate) fn acknowledge(&self, n: u32) {
         let mut count = shielded(&self.count);
-        // A program that acknowledges more than it was given is wrong, and harms itself only.
+        // If a program acknowledges more events than were returned, this is a bug that only affects
+        // the program itself.
         *count = count.saturating_sub(n);
         if *count == 0 {
             self.none.notify_all();
         }
     }
 
-    /// Waits until every event has been acknowledged.
+    /// Waits until all events are acknowledged.
     pub(crate) fn wait(&self) {
         if *shielded(&self.count) == 0 {
             return;
         }
-        // Without a shield, since the thread sleeps.
+        // We don't use a shield here, because the thread sleeps.
         let count = unpoisoned(self.count.lock());
         drop(self.none.wait_while(count, |n| *n > 0));
     }

@@ -1,4 +1,4 @@
-//! Scatter lists of the program's.
+//! Scatter lists of programs.
 
 use std::cell::OnceCell;
 use std::ffi::c_int;
@@ -10,13 +10,13 @@ use riser_transport::verbs::Sge;
 
 use crate::errno::Errno;
 
-/// Most pieces of a scatter list that is copied: no queue pair takes more.
+/// Maximum number of pieces in a scatter list that is copied. No queue pair supports more.
 const SGES: usize = 32;
 
-/// Room for one scatter list of a chain's part.
+/// Space for one scatter list in a part of a chain.
 pub(crate) type Copied = OnceCell<ArrayVec<Sge, SGES>>;
 
-// A program's scatter list is used as it is.
+// A program's scatter list is used without conversion.
 const _: () = {
     assert!(size_of::<Sge>() == size_of::<ibv_sge>());
     assert!(std::mem::offset_of!(Sge, addr) == std::mem::offset_of!(ibv_sge, addr));
@@ -24,13 +24,14 @@ const _: () = {
     assert!(std::mem::offset_of!(Sge, lkey) == std::mem::offset_of!(ibv_sge, lkey));
 };
 
-/// A scatter list of the program's, of no more than `most` pieces.
+/// Returns a program's scatter list of up to `most` pieces.
 ///
-/// One that is not aligned, as in the packed structures of libiscsi, is copied; `None` where the room
-/// for that is taken. rdma-core's providers read such lists on the processors that can.
+/// An unaligned list, such as those in the packed structures of libiscsi, is copied. Returns `None`
+/// if the space for the copy is already used. The providers of rdma-core support such lists on
+/// processors that allow unaligned accesses.
 ///
 /// # Safety
-/// The list has `count` entries for as long as the result is used, or is too long.
+/// The list must have `count` entries while the result is used, unless it is too long.
 pub(crate) unsafe fn sges(
     list: *mut ibv_sge,
     count: c_int,
@@ -41,12 +42,12 @@ pub(crate) unsafe fn sges(
     if count == 0 {
         return Ok(Some(&[]));
     }
-    // It is not read where it is refused.
+    // If it is rejected, it is not read.
     if list.is_null() || count > most as usize {
         return Err(Errno::INVALID);
     }
     if list.is_aligned() {
-        // SAFETY: as the caller promises; the two types have the same layout.
+        // SAFETY: guaranteed by the caller, and both types have the same layout.
         return Ok(Some(unsafe {
             slice::from_raw_parts(list.cast::<Sge>(), count)
         }));
@@ -60,11 +61,11 @@ pub(crate) unsafe fn sges(
     Ok(copied.get().filter(|_| !is_taken).map(|list| &list[..]))
 }
 
-/// Reads a scatter list of the program's, at any address.
+/// Reads a program's scatter list, which may be unaligned.
 ///
 /// # Safety
-/// The list has `count` entries.
+/// The list must have `count` entries.
 pub(crate) unsafe fn read_sges(list: *const ibv_sge, count: usize) -> impl Iterator<Item = Sge> {
-    // SAFETY: as the caller promises; the two types have the same layout.
+    // SAFETY: guaranteed by the caller, and both types have the same layout.
     (0..count).map(move |i| unsafe { list.add(i).cast::<Sge>().read_unaligned() })
 }

@@ -1,35 +1,38 @@
-//! One address, several processes.
+//! Sharing an address between several processes.
 //!
-//! Programs fork, and `mpirun` starts several: all have the device at its address, whose UDP port
-//! 4791 exists once. A process is one of the device's workers (`riser_transport::roce::steer`): the
-//! numbers of its queue pairs and its communication ids have its slot in their low bits, by which
-//! the kernel picks the socket of a packet.
+//! Programs fork, and `mpirun` starts several processes. All of them have a device with the same
+//! address, but UDP port 4791 exists only once. So each process is one of the device's workers
+//! (`riser_transport::roce::steer`): the low bits of its queue pair numbers and communication IDs
+//! contain its slot, which the kernel uses to select the socket for a packet.
 //!
-//! - **Sockets.** The kernel counts the sockets that share a port, so the one that closes moves
-//!   another to its place. Therefore the first process makes a socket for each slot at once, and
-//!   every process holds all of them, which it gets from one that is there ([`Message::Join`]). They
-//!   last as long as a process does.
-//! - **Slots.** A process has its slot as long as it has the slot's name, an abstract address of a
-//!   Unix socket, which the kernel takes back when the process ends, in whichever way. The socket is
-//!   its mailbox. Every user may take such a name. So whether a slot has a process of the address is
-//!   asked at the shared memory, in which each has a lock ([`PortTable::has_process`]), and packets go
-//!   to those only.
-//! - **Slot 0** belongs to no process: connection requests arrive there, which name no id of ours. Every
-//!   process reads it, and passes on what is for another ([`Message::Packet`]).
-//! - **Ports** of the RDMA CM are in a table in shared memory (`port_table`), with the process that has
-//!   each, and whether it listens. Beside them is the slot that each recent request went to: a peer that
-//!   takes an unanswered request back names its own id only, and its message goes to that process and no
-//!   other.
-//! - **Early requests.** Programs that agree by other means that the one listens now and the other
-//!   connects rely on resolving an address, which takes a while with a kernel and no time here. So a
-//!   request for a port at which no process listens is kept for [`LISTEN_GRACE`] by the process that
-//!   has read it. A process that begins to listen wakes all others ([`Share::listen`]).
+//! - **Sockets.** The kernel numbers the sockets that share a port, so if one of them is closed,
+//!   another socket is moved to its position. Therefore the first process creates the sockets of
+//!   all slots, and every process holds all of them. A new process receives them from an existing
+//!   process ([`Message::Join`]). They exist while there is at least one process.
+//! - **Slots.** A process owns its slot as long as it holds the slot's name, which is an abstract
+//!   address of a Unix socket. The kernel releases it when the process exits for any reason. This
+//!   socket is the process's mailbox. Other users can use these names too. So to find out whether a
+//!   slot has a process of this address, we check the shared memory, where each process holds a
+//!   lock ([`PortTable::has_process`]), and only send packets to these processes.
+//! - **Slot 0** is not used by a process. It receives connection requests, which do not contain any
+//!   of our IDs. All processes read from it, and forward packets for other processes
+//!   ([`Message::Packet`]).
+//! - **Ports** of the RDMA CM are recorded in a table in shared memory (`port_table`), with the
+//!   process that has allocated the port, and whether it is listening. There is also a table of the
+//!   slots that recent requests were sent to: if a peer cancels a request before it gets a
+//!   response, its message only contains its own ID, and must be delivered to this process only.
+//! - **Early requests.** Some programs use other means to agree that one of them is listening now
+//!   and the other can connect. They rely on the time needed for address resolution, which takes a
+//!   while with a kernel, but is immediate here. So if no process is listening on the port of a
+//!   request, the process that has received the request keeps it for [`LISTEN_GRACE`]. A process
+//!   that starts to listen wakes all others ([`Share::listen`]).
 //!
-//! Only processes of one user share an address; to others it is in use. Another user who takes names of
-//! slots leaves fewer of them, and with the name of opening the address keeps it from being opened.
+//! An address can only be shared by processes of the same user. For other users, the address is in
+//! use. A malicious user can use the names of slots, which reduces the number of available slots,
+//! or the name for opening the address, which prevents it from being opened.
 //!
-//! Not here: listeners at bare service ids. Their requests are handled by the process that reads
-//! them.
+//! Not implemented: listeners with bare service IDs. Such requests are handled by the process that
+//! receives them.
 
 mod mail;
 mod opening;
@@ -63,31 +66,32 @@ use rustix::net::{
 };
 use tracing::{debug, warn};
 
-/// Packets that wait for room in mailboxes, and the time that one waits: who has sent it has sent it
-/// again by then, or has given up.
+/// Maximum number of packets that wait for space in mailboxes, and maximum time that a packet
+/// waits. After this time, its sender has either retransmitted it or given up.
 const MAX_WAITING: usize = 512;
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
-/// Time that a request waits for a listener.
+/// Maximum time that a request waits for a listener.
 const LISTEN_GRACE: Duration = Duration::from_millis(300);
 
-/// Requests that wait for listeners, and of them those of one address. Others are refused at once.
+/// Maximum number of requests that wait for listeners, in total and for each peer address.
+/// Additional requests are rejected immediately.
 const MAX_EARLY: usize = 64;
 const MAX_EARLY_PER_PEER: usize = MAX_EARLY / 8;
 
-/// Most messages, and packets for other processes, that are handled in a row: a sender that never
-/// stops must not keep this process from its own work.
+/// Maximum number of consecutive messages, and of consecutive packets for other processes, so that
+/// a flood of them does not prevent this process from making progress.
 const IN_A_ROW: usize = 64;
 
-/// Offset of the MAD in a packet: behind BTH and DETH.
+/// Offset of the MAD in a packet, after BTH and DETH.
 const MAD: usize = 20;
 const MAD_LEN: usize = 256;
 
-/// First of the ports that are given out where none is asked for, and their number.
+/// First port and number of ports that are used if no specific port is requested.
 const FIRST_EPHEMERAL: u16 = 32_768;
 const EPHEMERALS: u16 = 28_232;
 
-/// The slot of the process that an answer is for.
+/// Returns the slot of the process that a response is for.
 pub(crate) fn slot_of_answer(mad: &[u8]) -> Option<u8> {
     let mad: &Mad = mad.try_into().ok()?;
     let header = MadHeader::of(mad);
@@ -100,50 +104,50 @@ pub(crate) struct Share {
     addr: IpAddr,
     slot: u8,
     ports: PortTable,
-    /// Sockets of all slots. They close before the mailbox does, whose name tells others that the
+    /// Sockets of all slots. They must be closed before the mailbox, whose name indicates that the
     /// slot has a process.
     group: Vec<OwnedFd>,
     mailbox: OwnedFd,
-    /// The socket that sends packets to others.
+    /// Socket for sending packets to other processes.
     sender: OwnedFd,
     outboxes: Mutex<Outboxes>,
-    /// Requests that wait for a listener, the oldest first.
+    /// Requests waiting for a listener, oldest first.
     early: Mutex<VecDeque<Early>>,
 }
 
-/// Those of slots for whose processes packets wait.
+/// Outboxes by slot, for processes with waiting packets.
 type Outboxes = BTreeMap<u8, Outbox>;
 
-/// Packets for a process whose mailbox is full: the kernel gives it few places.
+/// Packets for a process whose mailbox is full. The kernel only allows a few messages in a mailbox.
 struct Outbox {
-    /// A socket of its own, connected to the mailbox: what such a process does not read fills the sender's
-    /// buffer.
+    /// A separate socket that is connected to the mailbox, because unread messages use the send
+    /// buffer of their socket.
     to: OwnedFd,
-    /// The packets, the oldest first, with the times at which they wait no longer.
+    /// Waiting packets with their deadlines, oldest first.
     waiting: VecDeque<(Instant, ForwardedPacket)>,
 }
 
-/// A request for a port at which no process listens.
+/// A request for a port without a listener.
 struct Early {
     port: Port,
-    /// Time at which it waits no longer.
+    /// Deadline of the request.
     until: Instant,
     packet: ForwardedPacket,
 }
 
-/// What a mailbox has had.
+/// Result of reading the mailbox.
 enum Mail {
     Packet(ForwardedPacket),
     Other,
 }
 
 impl Share {
-    /// Takes part in an address. The process does not fork meanwhile, so what may take long is done by
-    /// [`await_others`] before.
+    /// Joins an address. The process can't fork during this call, so everything that may take a
+    /// long time is done in advance by [`await_others`].
     ///
     /// # Errors
-    /// `EADDRINUSE` where others than this user's processes with this library have the port,
-    /// `EUSERS` where all slots have processes, and those of making sockets.
+    /// Returns `EADDRINUSE` if the port is used by anything other than processes of this user with
+    /// this library, `EUSERS` if all slots are used, and errors of creating sockets.
     pub(crate) fn open(opening: Opening, silent: Silent) -> io::Result<Self> {
         let addr = opening.addr;
         let mailbox = new_mailbox()?;
@@ -178,46 +182,47 @@ impl Share {
         })
     }
 
-    /// Its number, that of a worker of the device.
+    /// Returns its slot number, which is the worker index of the device.
     pub(crate) fn slot(&self) -> u32 {
         self.slot.into()
     }
 
-    /// A descriptor of its socket, for the device.
+    /// Returns a duplicate of its socket, for the device.
     ///
     /// # Errors
-    /// Those of `dup(2)`.
+    /// Returns errors of `dup(2)`.
     pub(crate) fn socket(&self) -> io::Result<OwnedFd> {
         self.group[usize::from(self.slot)].try_clone()
     }
 
-    /// The sockets that have to be read beside its own: the mailbox and that of slot 0.
+    /// Returns the sockets to read in addition to its own: the mailbox and the socket of slot 0.
     pub(crate) fn inputs(&self) -> [BorrowedFd<'_>; 2] {
         [self.mailbox.as_fd(), self.group[0].as_fd()]
     }
 
-    /// Every descriptor that a copy of this process has to close: others can have the address and the slot
-    /// when all are.
+    /// Returns all descriptors that a forked process must close. The address and the slot can only
+    /// be reused when all of them are closed.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let sockets = self.group.iter().chain([&self.mailbox, &self.sender]);
         sockets.map(AsFd::as_fd).chain([self.ports.life()])
     }
 
-    /// Gives up its part of the address, which is gone.
+    /// Releases its part of an address that was removed.
     pub(crate) fn leave(&mut self) {
         self.ports.leave();
         self.early().clear();
         self.outboxes().clear();
         self.group.clear();
-        // One without a name stands for the mailbox.
+        // Replace the mailbox with an unnamed one.
         match new_mailbox() {
             Ok(mailbox) => self.mailbox = mailbox,
             Err(error) => warn!(%error, "a slot of an address that is gone stays taken"),
         }
     }
 
-    /// The next packet for this process that has come to slot 0 or from another process. There may
-    /// be more behind many that are not for it: then a descriptor of [`Share::inputs`] is readable.
+    /// Returns the next packet for this process that was received on slot 0 or from another
+    /// process. If there were many packets for other processes, there may be more: in this case,
+    /// one of the [`Share::inputs`] is still readable.
     pub(crate) fn poll_packet(&self, now: Instant) -> Option<ForwardedPacket> {
         let mut buffer = [0; MESSAGE];
         for _ in 0..IN_A_ROW {
@@ -228,9 +233,11 @@ impl Share {
                 None => break,
             }
         }
-        // Behind the mail, which says that a process has begun to listen.
+        // This must follow reading the mailbox, which indicates that a process has started to
+        // listen.
         while let Some((packet, until)) = self.next_early(now) {
-            // A listener that was killed is none, and the request waits for the rest of its time.
+            // If the listener was killed, it is ignored, and the request waits for its remaining
+            // time.
             if let Some(ours) = self.sort(now, packet, Some(until).filter(|until| *until > now)) {
                 return Some(ours);
             }
@@ -255,19 +262,18 @@ impl Share {
         None
     }
 
-    /// Passes a packet on to the process that it is for; gives it back where that is this one. A
-    /// request without a listener waits for one.
+    /// Forwards a packet to its process, or returns it if it is for this process. A request without
+    /// a listener waits for one.
     pub(crate) fn pass_on(&self, now: Instant, packet: ForwardedPacket) -> Option<ForwardedPacket> {
         self.sort(now, packet, Some(now + LISTEN_GRACE))
     }
 
-    /// Next time at which [`Share::poll_packet`] has something that does not come from elsewhere.
+    /// Returns the time when [`Share::poll_packet`] should be called even if no input is readable.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.early().front().map(|early| early.until)
     }
 
-    /// The next request that has a listener, or has waited for one for long enough, and the time until
-    /// which it may wait.
+    /// Returns the next request that has a listener or has reached its deadline, and its deadline.
     fn next_early(&self, now: Instant) -> Option<(ForwardedPacket, Instant)> {
         let mut all = self.early();
         let is_due = |early: &Early| early.until <= now || self.ports.owner(early.port).listens();
@@ -275,12 +281,12 @@ impl Share {
         all.remove(at).map(|early| (early.packet, early.until))
     }
 
-    /// Keeps a request for a port; false if there is no place.
+    /// Stores a request for a port. Returns false if there are too many.
     fn keep_early(&self, port: Port, until: Instant, packet: &ForwardedPacket) -> bool {
         let mut all = self.early();
         let (mad, peer) = (MAD..MAD + MAD_LEN, packet.src.ip());
         let of_peer = all.iter().filter(|early| early.packet.src.ip() == peer);
-        // A peer that repeats its request has its place.
+        // A retransmitted request is already stored.
         if of_peer
             .clone()
             .any(|early| early.packet.bytes[mad.clone()] == packet.bytes[mad.clone()])
@@ -301,7 +307,7 @@ impl Share {
         has_place
     }
 
-    /// Whether a message takes back a request that is kept, which is forgotten then.
+    /// Returns whether a message cancels a stored request, which is then removed.
     fn withdraws_early(&self, packet: &ForwardedPacket) -> bool {
         let mut all = self.early();
         if all.is_empty() {
@@ -325,7 +331,8 @@ impl Share {
         unpoisoned(self.early.lock())
     }
 
-    /// Finds out whose a packet is, as [`Share::pass_on`]; a request may wait until a time, if any.
+    /// Finds out which process a packet is for, like [`Share::pass_on`]. A request can wait until
+    /// the given time, if any.
     fn sort(
         &self,
         now: Instant,
@@ -336,7 +343,7 @@ impl Share {
             if packet.worker == self.slot() {
                 return Some(packet);
             }
-            // A packet for a process that has ended is lost, like others on their way to it.
+            // A packet for a process that has exited is lost, like other packets in flight.
             if let Ok(slot) = u8::try_from(packet.worker) {
                 self.forward(now, slot, &packet);
             }
@@ -344,14 +351,14 @@ impl Share {
         }
         let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
         if let Some(slot) = mad.and_then(slot_of_answer) {
-            // The process that has asked may have ended.
+            // The process that has sent the request may have exited.
             let is_ours = slot == 0 || slot == self.slot || !self.forward(now, slot, &packet);
             return is_ours.then_some(packet);
         }
         let (service, id) = match request_in(&packet) {
             Some(CmMessage::Req(request)) => (request.service_id, Some(request.local_comm_id)),
             Some(CmMessage::SidrReq(question)) => (question.service_id, None),
-            // A REJ is for the process that has had the request.
+            // A REJ is for the process that has received the request.
             Some(CmMessage::Rej(rej)) => {
                 let ports = &self.ports;
                 let slot = ports.slot_of_request(packet.src.ip(), rej.local_comm_id);
@@ -366,7 +373,7 @@ impl Share {
             }
         };
         note(self.slot);
-        // What has no port is this process's own.
+        // A request without a port is handled by this process.
         let Some(port) = RdmaPortSpace::of(service) else {
             return Some(packet);
         };
@@ -379,16 +386,17 @@ impl Share {
             if self.forward(now, owner.slot(), &packet) {
                 return None;
             }
-            // It has ended without giving the port back.
+            // It has exited without releasing the port.
             self.ports.free(port, owner);
             note(self.slot);
         }
         let waits = until.is_some_and(|until| self.keep_early(port, until, &packet));
-        // No process listens at the port, so this one rejects the request.
+        // No process is listening on the port, so this process rejects the request.
         (!waits).then_some(packet)
     }
 
-    /// Sends a packet to another process, now or later; false where the slot has none.
+    /// Sends a packet to another process, either immediately or later. Returns false if the slot
+    /// has no process.
     fn forward(&self, now: Instant, slot: u8, packet: &ForwardedPacket) -> bool {
         let mut outboxes = self.outboxes();
         send_waiting(now, &mut outboxes);
@@ -399,8 +407,8 @@ impl Share {
         }
         let of = |outbox: &Outbox| outbox.waiting.len();
         if outboxes.values().map(of).sum::<usize>() >= MAX_WAITING {
-            // One is lost, as in a full socket: of those for the process that most wait for, which may be
-            // stopped.
+            // A packet must be dropped, like in a full socket. We drop one for the process with the
+            // most waiting packets, because this process may be stopped.
             let own = outboxes.get(&slot).map_or(0, of);
             match outboxes.values_mut().max_by_key(|outbox| of(outbox)) {
                 Some(longest) if of(longest) > own => longest.waiting.pop_back(),
@@ -415,7 +423,7 @@ impl Share {
         true
     }
 
-    /// Sends what waits for room in mailboxes. Returns whether there is more.
+    /// Sends packets that are waiting for space in mailboxes. Returns whether there are more.
     pub(crate) fn flush(&self, now: Instant) -> bool {
         let mut outboxes = self.outboxes();
         send_waiting(now, &mut outboxes);
@@ -429,10 +437,11 @@ impl Share {
     /// Sends a packet to another process.
     ///
     /// # Errors
-    /// `ECONNREFUSED` where the slot has none, `EAGAIN` where its mailbox is full: then it has an outbox.
+    /// Returns `ECONNREFUSED` if the slot has no process, or `EAGAIN` if its mailbox is full. In
+    /// this case, an outbox is created for it.
     fn send(&self, all: &mut Outboxes, slot: u8, packet: &ForwardedPacket) -> Result<(), Os> {
         if all.contains_key(&slot) {
-            // It goes behind those that wait.
+            // It must be sent after the packets that are already waiting.
             return Err(Os::AGAIN);
         }
         self.connect(&self.sender, slot)?;
@@ -440,7 +449,7 @@ impl Share {
             Err(Os::AGAIN) => {}
             sent => return sent,
         }
-        // The mailbox is full, or the buffer of the sender is.
+        // Either the mailbox or the send buffer is full.
         let to = new_sender()?;
         self.connect(&to, slot)?;
         let sent = send_packet(&to, packet);
@@ -449,21 +458,22 @@ impl Share {
         sent
     }
 
-    /// Connects a socket to the mailbox of a process: what it sends goes to no other, who may have the
-    /// slot's name later.
+    /// Connects a socket to the mailbox of a process, so that messages can't be received by another
+    /// process that uses the slot's name later.
     ///
     /// # Errors
-    /// `ECONNREFUSED` where the slot has none.
+    /// Returns `ECONNREFUSED` if the slot has no process.
     fn connect(&self, socket: &OwnedFd, slot: u8) -> Result<(), Os> {
         connect(socket, &name(self.addr, Some(slot))?)?;
-        // Asked behind that: a process that is there now has had the name then.
+        // This must be checked after connecting: if the process exists now, it held the name at
+        // that time.
         match self.ports.has_process(slot) {
             true => Ok(()),
             false => Err(Os::CONNREFUSED),
         }
     }
 
-    /// Reads a message; `None` where there is none.
+    /// Reads a message. Returns `None` if the mailbox is empty.
     fn read_mail(&self, buffer: &mut [u8]) -> Option<Mail> {
         let mut with = Vec::new();
         let (message, body, from) = match receive_with(&self.mailbox, buffer, &mut with)? {
@@ -498,7 +508,7 @@ impl Share {
                 ip: IpFields {
                     traffic_class: head[0],
                     hop_limit: head[1],
-                    // Sockets of other addresses are not shared.
+                    // Sockets of additional addresses are not shared.
                     gid_index: 0,
                 },
                 bytes: bytes.to_vec(),
@@ -507,14 +517,15 @@ impl Share {
         Some(Mail::Other)
     }
 
-    /// Takes a port for this process, a free one where it is 0; answers which.
+    /// Allocates a port for this process, or any free port if `port` is 0. Returns the port.
     ///
     /// # Errors
-    /// `EADDRINUSE` where another process has it, or all are taken; `EIO` where the address is gone.
+    /// Returns `EADDRINUSE` if another process uses it, or if all are in use, and `EIO` if the
+    /// address was removed.
     pub(crate) fn take_port(&self, space: RdmaPortSpace, port: u16) -> io::Result<u16> {
         let in_use = || io::Error::from(io::ErrorKind::AddrInUse);
         if self.group.is_empty() {
-            // The slot may be another process's, and the address may be there again.
+            // The slot may now belong to another process, and the address may have returned.
             return Err(Os::IO.into());
         }
         if port != 0 {
@@ -524,7 +535,7 @@ impl Share {
                 if self.ports.is_own(owner) {
                     return Ok(port);
                 }
-                // A process that has ended without giving back its ports has none.
+                // Ports that were not released by a process that has exited are free.
                 if owner != Owner::FREE && self.ports.has_process(owner.slot()) {
                     return Err(in_use());
                 }
@@ -539,12 +550,13 @@ impl Share {
         let mut all = (0..EPHEMERALS).map(|i| {
             FIRST_EPHEMERAL + ((u32::from(start) + u32::from(i)) % u32::from(EPHEMERALS)) as u16
         });
-        // One that this process has already is not free.
+        // A port that this process has already allocated is not free.
         all.find(|port| self.ports.take((space, *port), Owner::FREE))
             .ok_or_else(in_use)
     }
 
-    /// Has requests for a port of this process come to it, also those that processes keep.
+    /// Starts to receive requests for a port of this process, including requests that are waiting
+    /// in other processes.
     pub(crate) fn listen(&self, port: Port) {
         self.ports.set_listening(port, true);
         for slot in (1..SLOTS).filter(|slot| self.ports.has_process(*slot)) {
@@ -556,12 +568,12 @@ impl Share {
         }
     }
 
-    /// Has requests for a port of this process wait for one that listens.
+    /// Stops receiving requests for a port of this process, so that they wait for a listener.
     pub(crate) fn stop_listening(&self, port: Port) {
         self.ports.set_listening(port, false);
     }
 
-    /// Gives a port back.
+    /// Releases a port.
     pub(crate) fn give_back_port(&self, port: Port) {
         self.ports.give_back(port);
     }
@@ -570,7 +582,7 @@ impl Share {
 /// Sends a packet to the process that a socket is connected to.
 ///
 /// # Errors
-/// `ECONNREFUSED` where it has ended, `EAGAIN` where its mailbox is full.
+/// Returns `ECONNREFUSED` if the process has exited, or `EAGAIN` if its mailbox is full.
 fn send_packet(to: &OwnedFd, packet: &ForwardedPacket) -> Result<(), Os> {
     let mut head = [0u8; 21];
     head[0] = Message::Packet as u8;
@@ -588,7 +600,7 @@ fn send_packet(to: &OwnedFd, packet: &ForwardedPacket) -> Result<(), Os> {
     sendmsg(to, &parts, &mut none, flags).map(drop)
 }
 
-/// Sends what there is room for: a process that is stopped keeps nothing from the others.
+/// Sends packets if there is space. A process that is stopped does not affect other processes.
 fn send_waiting(now: Instant, outboxes: &mut Outboxes) {
     outboxes.retain(|_, outbox| {
         while let Some((until, packet)) = outbox.waiting.front() {
@@ -603,17 +615,17 @@ fn send_waiting(now: Instant, outboxes: &mut Outboxes) {
 
 impl Drop for Share {
     fn drop(&mut self) {
-        // Once it has left, the slot may be another's.
+        // After it has left, the slot may belong to another process.
         let Some(own) = self.group.get(usize::from(self.slot)) else {
             return;
         };
         self.ports.leave();
-        // What still comes to it is to take no memory.
+        // Packets that still arrive should not use any memory.
         let _ = sockopt::set_socket_recv_buffer_size(own, 1);
     }
 }
 
-/// The message of the CM in a packet, where it is one that names no id of ours.
+/// Returns the CM message in a packet, if it is a message that does not contain any of our IDs.
 fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
     let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
     let mad = mad.filter(|mad| is_request(mad))?;
@@ -658,7 +670,7 @@ mod tests {
         await_others(addr, Instant::now() + LONGEST)
     }
 
-    /// Opens the address as another process does, while the one that is there answers.
+    /// Opens the address like another process would, while the existing process responds.
     fn open_beside(first: &Share) -> Share {
         thread::scope(|scope| {
             let opens = scope.spawn(|| open(first.addr, Silent::default()));
@@ -680,7 +692,7 @@ mod tests {
         let in_use = io::ErrorKind::AddrInUse;
         assert_eq!(first.take_port(Tcp, 4000).unwrap(), 4000);
         assert_eq!(second.take_port(Tcp, 4000).unwrap_err().kind(), in_use);
-        // Identifiers of one process may share a port: that is the device's to say.
+        // Identifiers of a process can share a port, if the device allows it.
         assert_eq!(first.take_port(Tcp, 4000).unwrap(), 4000);
         assert_eq!(second.take_port(Udp, 4000).unwrap(), 4000);
         first.give_back_port((Tcp, 4000));
@@ -688,7 +700,7 @@ mod tests {
         let chosen = [&first, &second].map(|share| share.take_port(Tcp, 0).unwrap());
         assert_ne!(chosen[0], chosen[1]);
 
-        // The first process ends, and the address goes on.
+        // The first process exits, and the address is still used.
         drop(first);
         let third = open_beside(&second);
         assert_eq!(third.slot, 1);
@@ -702,12 +714,12 @@ mod tests {
     fn the_ports_of_a_process_that_was_killed_are_free() {
         let first = open(addr(2), Silent::default()).unwrap();
         let port = (RdmaPortSpace::Tcp, 4000);
-        // As a process in slot 9 has left it.
+        // As left behind by a process in slot 9.
         leave_as_killed(&first, port, Owner::new(9, 0));
         assert_eq!(first.take_port(port.0, port.1).unwrap(), 4000);
     }
 
-    /// Gives a free port to a process that has none.
+    /// Assigns a free port to a process that does not exist, as if it had been killed.
     fn leave_as_killed(share: &Share, port: Port, owner: Owner) {
         assert!(share.ports.replace(port, Owner::FREE, owner));
     }
@@ -727,7 +739,7 @@ mod tests {
         assert_eq!(second.take_port(RdmaPortSpace::Tcp, 4000).unwrap(), 4000);
     }
 
-    /// A question for the process that has port 7471 for datagrams.
+    /// Creates a request to the process with datagram port 7471.
     fn question() -> Vec<u8> {
         datagram(&CmMessage::SidrReq(SidrReqMsg {
             request_id: CommId(0x0102_0304),
@@ -745,10 +757,10 @@ mod tests {
         datagram
     }
 
-    /// A request of a number for the connection service of port 7471.
+    /// Creates a request with this ID for the connection service of port 7471.
     fn request(id: u32) -> Vec<u8> {
         let mut request = vec![0; MAD + MAD_LEN];
-        // The header of a REQ; its id and the service id.
+        // The header of a REQ, its ID and the service ID.
         request[MAD..MAD + 4].copy_from_slice(&[1, 7, 2, 3]);
         request[MAD + 17] = 0x10;
         request[MAD + 24..MAD + 28].copy_from_slice(&id.to_be_bytes());
@@ -757,7 +769,7 @@ mod tests {
         request
     }
 
-    /// The message by which a peer takes back its request.
+    /// Creates the message that a peer uses to cancel its request.
     fn give_up(id: u32) -> Vec<u8> {
         datagram(&CmMessage::Rej(RejMsg {
             local_comm_id: CommId(id),
@@ -779,7 +791,7 @@ mod tests {
         poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
     }
 
-    /// A packet that has come to slot 0 from an address.
+    /// Creates a packet that was received on slot 0 from an address.
     fn front(from: u8, bytes: Vec<u8>) -> ForwardedPacket {
         ForwardedPacket {
             worker: 0,
@@ -797,7 +809,7 @@ mod tests {
         let early = front(11, request(1));
         assert_eq!(first.pass_on(now, early.clone()), None);
         assert_eq!(first.deadline(), Some(now + LISTEN_GRACE));
-        // A process that has the port does not listen yet.
+        // A process has allocated the port, but is not listening yet.
         second.take_port(RdmaPortSpace::Tcp, 7471).unwrap();
         assert_eq!(first.poll_packet(now), None);
         assert!(!is_woken(&first));
@@ -806,11 +818,12 @@ mod tests {
         assert_eq!(first.poll_packet(now), None, "it is passed on");
         assert_eq!(second.poll_packet(now).unwrap().bytes, early.bytes);
         assert_eq!(first.deadline(), None);
-        // What the peer says of it goes to the listener from now on.
+        // Subsequent messages of the peer about this request are sent to the listener.
         assert_eq!(first.pass_on(now, front(11, give_up(1))), None);
         assert_eq!(second.poll_packet(now).unwrap().bytes, give_up(1));
 
-        // The listener was killed: as if there were none, also where it was so meanwhile.
+        // If the listener was killed, the request is treated as if there were no listener, even if
+        // the port has changed in the meantime.
         let port = (RdmaPortSpace::Tcp, 7471);
         let killed = Owner::new(9, 0).listening();
         second.give_back_port(port);
@@ -823,14 +836,14 @@ mod tests {
         assert!(is_woken(&first));
         assert_eq!(first.poll_packet(now), Some(early.clone()));
 
-        // One that listens no longer, and keeps the port, is none either.
+        // A process that keeps the port but stops listening is not a listener either.
         first.stop_listening(port);
         assert_eq!(first.pass_on(now, early.clone()), None);
         assert_eq!(first.poll_packet(now), None);
         first.listen(port);
         assert_eq!(first.poll_packet(now), Some(early));
 
-        // Without a listener it is refused in the end; so is a question.
+        // Without a listener, the request is eventually rejected, and so is a SIDR request.
         let question = front(11, question());
         assert_eq!(second.pass_on(now, question.clone()), None);
         let until = now + LISTEN_GRACE;
@@ -849,7 +862,7 @@ mod tests {
             assert!(waits(13, id));
         }
         assert!(!waits(13, 99), "the peer has its share");
-        // Repeated in another datagram: it has a place, and takes no second one.
+        // A request that is retransmitted in a different datagram is only stored once.
         again.bytes[11] = 77;
         assert_eq!(share.pass_on(now, again), None);
         assert_eq!(share.early().len(), MAX_EARLY_PER_PEER);
@@ -865,11 +878,11 @@ mod tests {
         for id in 1..4 {
             assert_eq!(first.pass_on(now, front(23, request(id))), None);
         }
-        // The message may come to another process.
+        // The message may be received by another process.
         assert_eq!(first.pass_on(now, front(23, give_up(1))), None);
         assert_eq!(second.pass_on(now, front(23, give_up(2))), None);
         assert_eq!(first.poll_packet(now), None);
-        // Another host's says nothing about it, wherever that is kept.
+        // A message from another host has no effect on it, in whichever process it is stored.
         first.ports.note_request(addr(24), CommId(3), 1);
         assert!(first.pass_on(now, front(24, give_up(3))).is_some());
         let left = first.poll_packet(now + LISTEN_GRACE).unwrap();
@@ -893,7 +906,7 @@ mod tests {
             );
             assert_eq!(second.poll_packet(Instant::now()).unwrap().bytes, *bytes);
         }
-        // That of another request is kept, and no other process gets it.
+        // A message for a different request is kept, and no other process receives it.
         send(&give_up(78));
         assert!(first.poll_packet(Instant::now()).is_some());
         for share in [&first, &second, &third] {
@@ -924,7 +937,7 @@ mod tests {
         let peer = UdpSocket::bind((addr(4), 0)).unwrap();
         let ask = || peer.send_to(&datagram, (addr(3), ROCE_PORT)).unwrap();
 
-        // Whoever reads it. The first passes it on; then it is in the second's mailbox.
+        // Either process can receive it. The first one forwards it to the mailbox of the second.
         ask();
         assert!(first.poll_packet(Instant::now()).is_none());
         let packet = second
@@ -935,7 +948,7 @@ mod tests {
         ask();
         assert!(second.poll_packet(Instant::now()).is_some());
 
-        // More than a mailbox takes.
+        // Send more packets than fit into a mailbox.
         for _ in 0..100 {
             ask();
             assert!(first.poll_packet(Instant::now()).is_none());
@@ -952,7 +965,7 @@ mod tests {
         }
         assert_eq!(came, 100);
 
-        // No process listens, so the one that reads the request rejects it in the end.
+        // No process is listening, so the process that receives the request eventually rejects it.
         drop(second);
         ask();
         assert!(first.poll_packet(Instant::now()).is_none());
@@ -969,7 +982,8 @@ mod tests {
         let owner = first.ports.owner(port);
         assert_eq!(first.pass_on(now, front(37, request(1))), None);
         assert!(second.poll_packet(now).is_some());
-        // It is killed, and the name of its slot is taken, which every user may do.
+        // It is killed, and the name of its slot is used by something else, which is possible for
+        // any user.
         drop(second);
         let taken = stopped(addr(36), 2);
         leave_as_killed(&first, port, owner);
@@ -977,12 +991,12 @@ mod tests {
         assert!(first.pass_on(now, front(37, give_up(1))).is_some());
         assert_eq!(first.pass_on(now, numbered(2, 0)), None);
         assert_eq!(first.pass_on(now, front(37, request(2))), None);
-        // The request waits for a listener, as at a port without one.
+        // The request waits for a listener, as for a port without one.
         leave_as_killed(&first, port, owner);
         listen(&first, port.0);
         assert_eq!(first.poll_packet(now).unwrap().bytes, request(2));
         assert!(receive(&taken, &mut [0; 1]).is_none());
-        // The process that is started again has another slot.
+        // The restarted process gets a different slot.
         let again = open_beside(&first);
         assert_eq!(again.slot, 3);
         first.give_back_port(port);
@@ -997,7 +1011,7 @@ mod tests {
         for _ in 0..2 {
             assert!(is_there(&own, &to, Message::Join, &[answers.to.as_fd()]).unwrap());
         }
-        // It is killed before it has an answer, and another has its name.
+        // It is killed before it receives a response, and its name is used by another process.
         drop(own);
         let taken = stopped(addr(39), 2);
         assert!(first.poll_packet(Instant::now()).is_none());
@@ -1007,7 +1021,7 @@ mod tests {
         assert_eq!(all.len(), usize::from(SLOTS) + 1);
     }
 
-    /// The socket for an answer that comes with the next question to join an address.
+    /// Returns the socket for the response that is passed with the next join request.
     fn asked(mailbox: &OwnedFd) -> OwnedFd {
         eventually_some("a question", PATIENCE, || {
             let mut with = Vec::new();
@@ -1042,7 +1056,7 @@ mod tests {
         });
         assert_eq!(second.unwrap().slot, 3);
         assert!(receive(&sink, &mut [0; 1]).is_none());
-        // The slot is asked no more.
+        // The slot is not queried anymore.
         assert!(receive(&squat, &mut [0; 1]).is_none());
     }
 
@@ -1066,7 +1080,7 @@ mod tests {
         socket.set_nonblocking(true).unwrap();
         while socket.write(&[0; 1 << 16]).is_ok() {}
         sockopt::set_socket_linger(&socket, Some(PATIENCE * 10)).unwrap();
-        // The last of as many as may come.
+        // Use the last of the maximum number of descriptors.
         let mut with = vec![listener.as_fd(); MAX_DESCRIPTORS - 1];
         with.push(socket.as_fd());
         let to = name(addr(42), Some(1)).unwrap();
@@ -1093,7 +1107,7 @@ mod tests {
         assert!(error.to_string().contains("another version"), "{error}");
     }
 
-    /// A packet for the process of a slot, with a number.
+    /// Creates a numbered packet for the process in a slot.
     fn numbered(slot: u8, number: usize) -> ForwardedPacket {
         ForwardedPacket {
             worker: slot.into(),
@@ -1101,14 +1115,14 @@ mod tests {
         }
     }
 
-    /// The numbers of the packets that have come to a process.
+    /// Returns the numbers of the packets that a process has received.
     fn numbers(share: &Share) -> Vec<usize> {
         let packets = iter::from_fn(|| share.poll_packet(Instant::now()));
         let numbers = packets.map(|p| usize::from_be_bytes(p.bytes.try_into().unwrap()));
         numbers.collect()
     }
 
-    /// Packets that wait for the process of a slot.
+    /// Returns the number of packets that are waiting for the process in a slot.
     fn waits_for(share: &Share, slot: u8) -> usize {
         let outboxes = share.outboxes();
         outboxes.get(&slot).map_or(0, |o| o.waiting.len())
@@ -1124,7 +1138,7 @@ mod tests {
             packet.bytes.resize(MESSAGE / 2, 0);
             assert_eq!(first.pass_on(Instant::now(), packet), None);
         };
-        // Together more than a socket may send.
+        // In total, this is more than a socket can send.
         for share in stopped {
             while waits_for(&first, share.slot) == 0 {
                 send(share);
@@ -1141,7 +1155,7 @@ mod tests {
         let now = Instant::now();
         let waits_for = |slot| waits_for(&first, slot);
         let send = |slot, number| assert_eq!(first.pass_on(now, numbered(slot, number)), None);
-        // Both mailboxes are full, and packets wait.
+        // Both mailboxes are full, and packets are waiting.
         let mut counts = [0; 2];
         for (slot, count) in [2, 3].into_iter().zip(&mut counts) {
             while waits_for(slot) < 2 {
@@ -1151,7 +1165,7 @@ mod tests {
         }
         let take_all = |share: &Share, count| {
             let mut all = Vec::new();
-            // It takes as many as its mailbox has places for, and then those that wait.
+            // It first receives the packets in its mailbox, and then the waiting ones.
             while all.len() < count {
                 let some = numbers(share);
                 assert!(!some.is_empty(), "{} of {count} came", all.len());
@@ -1163,11 +1177,11 @@ mod tests {
         };
         assert_eq!(numbers(&third).len(), counts[1] - 2);
         assert!(first.flush(now), "the other process is stopped");
-        // One that comes now is behind those that wait.
+        // A new packet is sent after the waiting packets.
         assert_eq!(take_all(&third, 2), [counts[1] - 2, counts[1] - 1]);
         assert_eq!((waits_for(2), waits_for(3)), (2, 0));
 
-        // The one that is stopped has as many places as no other needs.
+        // The process that is stopped can use all places that are not needed by other processes.
         while waits_for(2) < MAX_WAITING {
             send(2, counts[0]);
             counts[0] += 1;
@@ -1182,7 +1196,7 @@ mod tests {
         assert_eq!(take_all(&second, kept), (0..kept).collect::<Vec<_>>());
         assert!(!first.flush(now));
 
-        // It does not wait for ever.
+        // Packets do not wait forever.
         while waits_for(2) == 0 {
             send(2, 0);
         }
@@ -1190,7 +1204,7 @@ mod tests {
         assert!(!first.flush(now + LONGEST_WAIT));
     }
 
-    /// The mailbox of a process in a slot that is stopped.
+    /// Creates the mailbox of a process in a slot that is stopped.
     fn stopped(addr: IpAddr, slot: u8) -> OwnedFd {
         let mailbox = new_mailbox().unwrap();
         bind(&mailbox, &name(addr, Some(slot)).unwrap()).unwrap();
@@ -1204,7 +1218,7 @@ mod tests {
         let known = Silent((2 << STOPPED) - 2);
         let first = open(addr(25), known).unwrap();
         assert_eq!(first.slot, STOPPED + 1);
-        // The last one's time is over when all are asked.
+        // The timeout of the last process has expired when all were queried.
         let questions = || receive(&silent[usize::from(STOPPED) - 1], &mut [0; 1]);
         assert!(iter::from_fn(questions).count() < 5);
         let start = Instant::now();
@@ -1219,7 +1233,7 @@ mod tests {
         assert_eq!(others, Silent::default());
         let second = open_beside(&first);
         assert_eq!(second.slot, STOPPED + 2);
-        // One after the other, all would have their time twice.
+        // If they were queried sequentially, all timeouts would expire twice.
         let limit = PATIENCE * STOPPED.into();
         assert!(
             start.elapsed() < limit,
@@ -1236,7 +1250,7 @@ mod tests {
         let first = Opening::begin(addr(30)).unwrap();
         assert!(first.is_some() && Opening::begin(addr(30)).unwrap().is_none());
         let opener = Opener::of(addr(30)).unwrap().unwrap();
-        // More often than its mailbox has places.
+        // This is more than fits into its mailbox.
         assert!((0..1000).all(|_| opener.is_opening()));
         drop(first);
         let second = Opening::begin(addr(30)).unwrap();
@@ -1246,8 +1260,8 @@ mod tests {
         assert!(Opener::of(addr(30)).unwrap().is_none());
     }
 
-    /// Waits at a clock that stands still otherwise for processes that open an address, each at once when
-    /// the one before has finished, after these times.
+    /// Waits for processes that open an address, using a simulated clock. Each process starts
+    /// immediately after the previous one has finished, and takes one of these times.
     fn await_in_turn(addr: IpAddr, until: Duration, times: &[Duration]) -> io::Result<()> {
         let begin = || Opening::begin(addr).unwrap().unwrap();
         let start = Instant::now();
@@ -1274,7 +1288,7 @@ mod tests {
         await_in_turn(addr(32), LONGEST, &[short, short]).unwrap();
         let error = await_in_turn(addr(32), LONGEST, &[short, long]).unwrap_err();
         assert!(error.to_string().contains("does not finish"), "{error}");
-        // All together have a time as well.
+        // The total time is limited too.
         assert!(await_in_turn(addr(32), PATIENCE, &[short, short]).is_err());
     }
 
@@ -1308,7 +1322,7 @@ mod tests {
         });
         assert!(asks);
         first.poll_packet(Instant::now());
-        // As a fork copies it, with the answers in it.
+        // This is a copy that includes pending responses, like after a fork.
         let of_child = mailbox.try_clone().unwrap();
         drop((mailbox, first));
         let again = open(addr(27), Silent::default()).map(drop);
@@ -1340,7 +1354,7 @@ mod tests {
         let is_over = AtomicBool::new(false);
         let silent = thread::scope(|scope| {
             scope.spawn(|| {
-                // SAFETY: it changes the ids of this thread alone, which ends.
+                // SAFETY: this only changes the IDs of this thread, which exits afterwards.
                 unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) };
                 while !is_over.load(Ordering::Relaxed) {
                     let question = receive(&others, &mut [0; 1]);
@@ -1354,12 +1368,13 @@ mod tests {
             is_over.store(true, Ordering::Relaxed);
             silent
         });
-        // Nor is it waited for again.
+        // It isn't waited for again either.
         assert_eq!(silent.unwrap(), Silent(0b110));
     }
 
-    /// A socket with a message whose only descriptor takes an hour to close, or until the peer that is
-    /// returned is closed. That the socket itself waits at its close nobody can change.
+    /// Creates a socket with a message whose only descriptor takes an hour to close, or until the
+    /// returned peer is closed. Closing the socket itself would also block, and this can't be
+    /// prevented.
     fn slow_to_close() -> (OwnedFd, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -1387,7 +1402,7 @@ mod tests {
         let to = name(addr(59), Some(1)).unwrap();
         let never_reads = thread::scope(|scope| {
             let sent = scope.spawn(|| {
-                // SAFETY: it changes the ids of this thread alone, which ends.
+                // SAFETY: this only changes the IDs of this thread, which exits afterwards.
                 unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) };
                 let (slow, never_reads) = slow_to_close();
                 let sender = new_sender().unwrap();
@@ -1403,7 +1418,7 @@ mod tests {
                 while !is_read.load(Ordering::Relaxed) && begun.elapsed() < PATIENCE {
                     thread::sleep(PAUSE);
                 }
-                // A process that waits is freed in the end, for this test to fail.
+                // If the process is blocked, this eventually unblocks it, so that the test fails.
                 let was_read = is_read.load(Ordering::Relaxed);
                 drop(never_reads);
                 assert!(was_read, "the mailbox waits for a stranger's descriptor");

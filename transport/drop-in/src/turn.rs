@@ -1,4 +1,4 @@
-//! The right of one thread to a part of an object, from one call of the program to another.
+//! Exclusive use of a part of an object by one thread, across calls of the program.
 
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,18 +6,19 @@ use std::thread;
 
 use crate::errno::Errno;
 
-/// A part of an object that one thread uses at a time, from a call that begins to one that ends.
+/// A part of an object that is used by one thread at a time, from a starting call to a finishing
+/// call.
 #[derive(Default)]
 pub(crate) struct Turn {
-    /// Mark of the thread that has it, or 0.
+    /// Identifies the thread that owns it, or 0.
     owner: AtomicUsize,
 }
 
 impl Turn {
-    /// Waits until no other thread has the part, and takes it.
+    /// Waits until no other thread owns the part, and acquires it.
     ///
     /// # Errors
-    /// `EINVAL` where the calling thread has it already, which would wait for itself.
+    /// Returns `EINVAL` if the calling thread already owns it, because it would deadlock.
     pub(crate) fn begin(&self) -> Result<(), Errno> {
         let me = mark();
         loop {
@@ -27,24 +28,24 @@ impl Turn {
             {
                 Ok(_) => return Ok(()),
                 Err(owner) if owner == me => return Err(Errno::INVALID),
-                // Others hold it for a few calls that never wait.
+                // Other threads own it only during a few calls that never block.
                 Err(_) => thread::yield_now(),
             }
         }
     }
 
-    /// Returns whether a thread has it.
+    /// Returns whether a thread owns it.
     pub(crate) fn is_taken(&self) -> bool {
         self.owner.load(Ordering::Relaxed) != 0
     }
 
-    /// Gives it back.
+    /// Releases it.
     pub(crate) fn end(&self) {
         self.owner.store(0, Ordering::Release);
     }
 }
 
-/// A number of the calling thread, which no other living thread has.
+/// Returns a number that identifies the calling thread. It is unique among existing threads.
 fn mark() -> usize {
     thread_local! {
         static MARK: u8 = const { 0 };

@@ -1,12 +1,13 @@
-//! libibumad: management datagrams, for the programs of infiniband-diags.
+//! libibumad: management datagrams, for programs such as infiniband-diags.
 //!
-//! A program asks its own device, which answers by itself
-//! ([`Verbs::local_mad`](riser_transport::verbs::Verbs::local_mad)): `ibstat`, `perfquery` and
-//! `smpquery -D` without a destination. RoCE has neither LIDs nor a subnet manager, so a datagram to
-//! another port gets no answer, as on a subnet without that port. Those of subnet administration go to
-//! an administrator ([`crate::administration`]): `saquery`, `ibacm`.
+//! Requests of a program to its own device are handled by the device
+//! ([`Verbs::local_mad`](riser_transport::verbs::Verbs::local_mad)). They are used by `ibstat`,
+//! `perfquery` and `smpquery -D` without a destination. RoCE has neither LIDs nor a subnet manager,
+//! so a datagram to another port gets no response, like on a subnet without this port. Requests for
+//! subnet administration are sent to an administrator ([`crate::administration`]). They are used by
+//! `saquery` and `ibacm`.
 //!
-//! A port that is open is a queue of answers; its descriptor stands for the kernel's.
+//! An open port is a queue of responses. Its descriptor is used in place of the kernel's.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
@@ -32,16 +33,16 @@ use crate::queue::EventQueue;
 /// The only port of a device.
 const PORT: c_int = 1;
 
-/// Bytes of a name.
+/// Size of a name in bytes.
 const NAME: usize = 20;
 
-/// Agents of a port.
+/// Maximum number of agents of a port.
 const MAX_AGENTS: c_int = 32;
 
-/// Answers that a port holds for its program.
+/// Maximum number of responses that a port stores for its program.
 const MAX_ANSWERS: usize = 128;
 
-/// Rate of a port as the kernel reports 2.5 Gbit/s, the least that can be said.
+/// Rate of a port, as reported by the kernel for 2.5 Gbit/s, which is the minimum.
 const RATE: c_uint = 2;
 
 /// A port (`umad_port_t`).
@@ -78,7 +79,7 @@ pub(crate) struct Ca {
     ports: [*mut Port; 10],
 }
 
-/// An entry of a list of devices (`struct umad_device_node`).
+/// An entry in a list of devices (`struct umad_device_node`).
 #[repr(C)]
 pub(crate) struct DeviceNode {
     next: *mut DeviceNode,
@@ -91,13 +92,13 @@ struct OpenPort {
     addr: IpAddr,
     answers: Arc<EventQueue<Answer>>,
     waiting: usize,
-    /// Agents that are registered, by their numbers.
+    /// Bit mask of registered agents.
     agents: u32,
 }
 
 static OPEN: Mutex<BTreeMap<c_int, OpenPort>> = Mutex::new(BTreeMap::new());
 
-/// Guard of the list of open ports. Its locks precede the locks of devices.
+/// Guard of the list of open ports. Its locks must be acquired before the locks of devices.
 struct Ports {
     list: MutexGuard<'static, BTreeMap<c_int, OpenPort>>,
     // Dropped after the guard of the list.
@@ -126,7 +127,7 @@ fn ports() -> Ports {
     }
 }
 
-/// What a function returns that returns a number, or a negative error.
+/// Converts the result of a function that returns a number, or a negative error number.
 fn negative(result: Result<c_int, Errno>) -> c_int {
     result.unwrap_or_else(|errno| {
         errno.set();
@@ -134,19 +135,19 @@ fn negative(result: Result<c_int, Errno>) -> c_int {
     })
 }
 
-/// The device of a name; the first one without a name.
+/// Returns the device with a name, or the first device if no name is specified.
 unsafe fn device_of(name: *const c_char) -> Result<&'static Device, Errno> {
     let mut all = devices().iter();
     if name.is_null() {
         return all.next().ok_or(Errno(libc::ENODEV));
     }
-    // SAFETY: the program gives a name.
+    // SAFETY: the program passes a valid name.
     let name = unsafe { CStr::from_ptr(name) };
     let found = all.find(|d| d.config.name.as_bytes() == name.to_bytes());
     found.ok_or(Errno(libc::ENODEV))
 }
 
-/// Copies a text, as far as there is room for it.
+/// Copies a text, truncated to the available space.
 fn text<const N: usize>(text: &str) -> [c_char; N] {
     let mut all = [0; N];
     for (to, from) in all.iter_mut().zip(text.bytes().take(N - 1)) {
@@ -173,7 +174,7 @@ pub(crate) unsafe extern "C" fn umad_get_cas_names(
     let all = devices().iter().take(max);
     let mut count = 0;
     for (at, device) in all.enumerate() {
-        // SAFETY: the program has room for `max` names.
+        // SAFETY: the program provides memory for `max` names.
         unsafe { names.add(at).write(text(&device.config.name)) };
         count += 1;
     }
@@ -184,7 +185,7 @@ pub(crate) unsafe extern "C" fn umad_get_cas_names(
 pub(crate) extern "C" fn umad_get_ca_device_list() -> *mut DeviceNode {
     let mut head = ptr::null_mut();
     for device in devices().iter().rev() {
-        // SAFETY: devices live as long as the process, with their names.
+        // SAFETY: devices and their names are never freed.
         let ca_name = unsafe { (*device.handle()).name.as_ptr() };
         let node = DeviceNode {
             next: head,
@@ -198,18 +199,18 @@ pub(crate) extern "C" fn umad_get_ca_device_list() -> *mut DeviceNode {
 /// `umad_free_ca_device_list(3)`.
 pub(crate) unsafe extern "C" fn umad_free_ca_device_list(mut head: *mut DeviceNode) {
     while !head.is_null() {
-        // SAFETY: the entries came from boxes.
+        // SAFETY: the entries were allocated as boxes.
         head = unsafe { Box::from_raw(head) }.next;
     }
 }
 
-/// `umad_sort_ca_device_list(3)`: by name.
+/// `umad_sort_ca_device_list(3)`: sorts the list by name.
 pub(crate) unsafe extern "C" fn umad_sort_ca_device_list(
     head: *mut *mut DeviceNode,
     _size: usize,
 ) -> c_int {
     let mut nodes = Vec::new();
-    // SAFETY: the program gives a list of ours.
+    // SAFETY: the program passes a list returned by this library.
     unsafe {
         let mut node = *head;
         while !node.is_null() {
@@ -227,13 +228,13 @@ pub(crate) unsafe extern "C" fn umad_sort_ca_device_list(
     0
 }
 
-/// `umad_get_ca_portguids(3)`: port 0, which an adapter has not, is first.
+/// `umad_get_ca_portguids(3)`: the first entry is port 0, which does not exist on adapters.
 pub(crate) unsafe extern "C" fn umad_get_ca_portguids(
     name: *const c_char,
     guids: *mut u64,
     max: c_int,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     negative(unsafe { device_of(name) }.and_then(|device| {
         let all = [0, gid_halves(device.config.addr).1];
         if guids.is_null() {
@@ -242,13 +243,13 @@ pub(crate) unsafe extern "C" fn umad_get_ca_portguids(
         if max < all.len() as c_int {
             return Err(Errno::NO_MEMORY);
         }
-        // SAFETY: there is room for them.
+        // SAFETY: there is enough space for them.
         unsafe { guids.copy_from_nonoverlapping(all.as_ptr(), all.len()) };
         Ok(all.len() as c_int)
     }))
 }
 
-/// Prefix and GUID of the port at an address, in network byte order.
+/// Returns the prefix and the GUID of the port at an address, in network byte order.
 fn gid_halves(addr: IpAddr) -> (u64, u64) {
     let gid = u128::from_be_bytes(Gid::from(addr).0);
     (((gid >> 64) as u64).to_be(), (gid as u64).to_be())
@@ -259,12 +260,12 @@ fn describe_port(device: &Device) -> Result<Port, Errno> {
     let attr = engine.lock().nic.query_port(1)?;
     let is_active = attr.state == PortState::Active;
     let (gid_prefix, port_guid) = gid_halves(device.config.addr);
-    // SAFETY: the size of one P_Key.
+    // SAFETY: this is the size of a P_Key.
     let pkeys = unsafe { libc::calloc(1, size_of::<u16>()) }.cast::<u16>();
     if pkeys.is_null() {
         return Err(Errno::NO_MEMORY);
     }
-    // SAFETY: there is room for one.
+    // SAFETY: there is space for one P_Key.
     unsafe { pkeys.write(0xffff) };
     Ok(Port {
         ca_name: text(&device.config.name),
@@ -273,7 +274,7 @@ fn describe_port(device: &Device) -> Result<Port, Errno> {
         lmc: 0,
         sm_lid: lid().into(),
         sm_sl: 0,
-        // Active and linked, or down and polling.
+        // Active and link up, or down and polling.
         state: if is_active { 4 } else { 1 },
         phys_state: if is_active { 5 } else { 2 },
         rate: RATE,
@@ -289,19 +290,20 @@ fn describe_port(device: &Device) -> Result<Port, Errno> {
     })
 }
 
-/// `umad_get_port(3)`: of the first device without a name, and the only port for number 0.
+/// `umad_get_port(3)`: uses the first device if no name is specified, and its only port if the
+/// number is 0.
 pub(crate) unsafe extern "C" fn umad_get_port(
     name: *const c_char,
     number: c_int,
     port: *mut Port,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     negative(unsafe { device_of(name) }.and_then(|device| {
         if !(0..=PORT).contains(&number) {
             return Err(Errno(libc::ENODEV));
         }
         let described = describe_port(device)?;
-        // SAFETY: the program gives a place for the port.
+        // SAFETY: the program provides memory for the port.
         unsafe { port.write(described) };
         Ok(0)
     }))
@@ -309,7 +311,7 @@ pub(crate) unsafe extern "C" fn umad_get_port(
 
 /// `umad_release_port(3)`.
 pub(crate) unsafe extern "C" fn umad_release_port(port: *mut Port) -> c_int {
-    // SAFETY: the program gives a port that `umad_get_port` has filled.
+    // SAFETY: the program passes a port that was initialized by `umad_get_port`.
     unsafe {
         libc::free((*port).pkeys.cast());
         (*port).pkeys = ptr::null_mut();
@@ -320,7 +322,7 @@ pub(crate) unsafe extern "C" fn umad_release_port(port: *mut Port) -> c_int {
 
 /// `umad_get_ca(3)`.
 pub(crate) unsafe extern "C" fn umad_get_ca(name: *const c_char, ca: *mut Ca) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     negative(unsafe { device_of(name) }.and_then(|device| {
         let guid = device.guid().to_be();
         let mut ports = [ptr::null_mut(); 10];
@@ -336,7 +338,7 @@ pub(crate) unsafe extern "C" fn umad_get_ca(name: *const c_char, ca: *mut Ca) ->
             system_guid: guid,
             ports,
         };
-        // SAFETY: the program gives a place for the device.
+        // SAFETY: the program provides memory for the device.
         unsafe { ca.write(described) };
         Ok(0)
     }))
@@ -344,7 +346,8 @@ pub(crate) unsafe extern "C" fn umad_get_ca(name: *const c_char, ca: *mut Ca) ->
 
 /// `umad_release_ca(3)`.
 pub(crate) unsafe extern "C" fn umad_release_ca(ca: *mut Ca) -> c_int {
-    // SAFETY: the program gives a device that `umad_get_ca` has filled; its ports came from boxes.
+    // SAFETY: the program passes a device that was initialized by `umad_get_ca`. Its ports were
+    // allocated as boxes.
     unsafe {
         for port in &mut (*ca).ports {
             let port = std::mem::replace(port, ptr::null_mut());
@@ -357,7 +360,7 @@ pub(crate) unsafe extern "C" fn umad_release_ca(ca: *mut Ca) -> c_int {
     0
 }
 
-/// `umad_get_issm_path(3)`: no subnet manager runs on a port of RoCE.
+/// `umad_get_issm_path(3)`: there is no subnet manager on a RoCE port.
 pub(crate) unsafe extern "C" fn umad_get_issm_path(
     _name: *const c_char,
     _port: c_int,
@@ -369,7 +372,7 @@ pub(crate) unsafe extern "C" fn umad_get_issm_path(
 
 /// `umad_open_port(3)`.
 pub(crate) unsafe extern "C" fn umad_open_port(name: *const c_char, number: c_int) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     negative(unsafe { device_of(name) }.and_then(|device| {
         if !(0..=PORT).contains(&number) {
             return Err(Errno(libc::ENODEV));
@@ -413,7 +416,7 @@ fn register(fd: c_int) -> Result<c_int, Errno> {
     Ok(agent)
 }
 
-/// `umad_register(3)`. No other host asks a program of ours, so the methods do not matter.
+/// `umad_register(3)`. We never receive requests from other hosts, so the methods are not used.
 pub(crate) unsafe extern "C" fn umad_register(
     fd: c_int,
     _class: c_int,
@@ -435,7 +438,7 @@ pub(crate) unsafe extern "C" fn umad_register_oui(
     negative(register(fd))
 }
 
-/// `umad_register2(3)`: returns a positive error.
+/// `umad_register2(3)`: returns a positive error number.
 pub(crate) unsafe extern "C" fn umad_register2(
     fd: c_int,
     _attr: *mut c_void,
@@ -443,7 +446,7 @@ pub(crate) unsafe extern "C" fn umad_register2(
 ) -> c_int {
     match register(fd) {
         Ok(number) => {
-            // SAFETY: the program gives a place for the number.
+            // SAFETY: the program provides memory for the number.
             unsafe { agent.write(number.unsigned_abs()) };
             0
         }
@@ -468,9 +471,9 @@ fn is_registered(port: &OpenPort, agent: c_int) -> bool {
     (0..MAX_AGENTS).contains(&agent) && port.agents >> agent & 1 == 1
 }
 
-/// Whether a datagram is for the port itself.
+/// Returns whether the destination of a datagram is the port itself.
 fn is_local(addr: &MadAddr, own: IpAddr, class: u8) -> bool {
-    /// Destination of a datagram whose route is in itself.
+    /// Destination of a directed-route datagram.
     const PERMISSIVE: u16 = 0xffff;
     let by_gid = addr.grh_present != 0 && addr.gid == Gid::from(own).0;
     let is_directed = class == MadClass::SubnDirected as u8;
@@ -480,7 +483,8 @@ fn is_local(addr: &MadAddr, own: IpAddr, class: u8) -> bool {
     (by_gid || by_lid) && u32::from_be(addr.qpn) <= 1
 }
 
-/// `umad_send(3)`. What has no answer comes back when its time would be over, at once.
+/// `umad_send(3)`. A datagram that gets no response is returned with a timeout error, but
+/// immediately.
 pub(crate) unsafe extern "C" fn umad_send(
     fd: c_int,
     agent: c_int,
@@ -498,7 +502,7 @@ pub(crate) unsafe extern "C" fn umad_send(
         if port.waiting == MAX_ANSWERS {
             return Err(Errno(libc::EAGAIN));
         }
-        // SAFETY: the program gives a datagram with as many bytes behind its head.
+        // SAFETY: the program passes a datagram with this number of bytes after its header.
         let (mut head, bytes) = unsafe {
             (*mad).agent_id = agent.unsigned_abs();
             (*mad).timeout_ms = timeout_ms.unsigned_abs();
@@ -523,7 +527,7 @@ pub(crate) unsafe extern "C" fn umad_send(
             true => port.engine.lock().nic.local_mad(1, &bytes)?,
             false => None,
         };
-        // Nothing is reported for a datagram whose answer is not waited for.
+        // If no response is expected, nothing is reported.
         if answer.is_none() && timeout_ms == 0 {
             return Ok(0);
         }
@@ -554,7 +558,7 @@ pub(crate) extern "C-unwind" fn umad_poll(fd: c_int, timeout_ms: c_int) -> c_int
 /// Waits until the descriptor of a port is readable. Returns 0 or a negative error number.
 ///
 /// # Safety
-/// As [`cancel::wait`].
+/// Same as for [`cancel::wait`].
 unsafe fn wait(fd: c_int, timeout_ms: c_int) -> c_int {
     let mut fds = [libc::pollfd {
         fd,
@@ -566,7 +570,7 @@ unsafe fn wait(fd: c_int, timeout_ms: c_int) -> c_int {
         tv_sec: (timeout_ms / 1000).into(),
         tv_nsec: (timeout_ms % 1000 * 1_000_000).into(),
     });
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let ready = unsafe { cancel::wait(&mut fds, timeout, None) };
     step(|| {
         negative(match ready {
@@ -584,7 +588,7 @@ pub(crate) unsafe extern "C-unwind" fn umad_recv(
     length: *mut c_int,
     timeout_ms: c_int,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let refused = step(|| unsafe { refuse(fd, length) });
     if refused != 0 {
         return refused;
@@ -599,21 +603,21 @@ pub(crate) unsafe extern "C-unwind" fn umad_recv(
     loop {
         // SAFETY: as above.
         let error = unsafe { read_count(fd) };
-        // SAFETY: the program's pointers, as the manual page demands.
+        // SAFETY: the program passes valid pointers, as required by the manual page.
         if let Some(result) = step(|| unsafe { take(fd, error, mad, length) }) {
             return result;
         }
     }
 }
 
-/// Returns a negative error number for a port that is not open, and for room for less than a
+/// Returns a negative error number if the port is not open, or if there is not enough space for a
 /// datagram.
 ///
 /// # Safety
-/// The pointer is the program's, as the manual page demands.
+/// The program must pass a valid pointer, as required by the manual page.
 unsafe fn refuse(fd: c_int, length: *mut c_int) -> c_int {
     negative(queue_of(fd).and_then(|_| {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             if usize::try_from(*length).unwrap_or(0) >= MAD_LEN {
                 return Ok(0);
@@ -624,10 +628,10 @@ unsafe fn refuse(fd: c_int, length: *mut c_int) -> c_int {
     }))
 }
 
-/// Passes the next datagram to the program; `None` if it has to wait again.
+/// Returns the next datagram to the program. Returns `None` if it must wait again.
 ///
 /// # Safety
-/// The pointers are the program's, as the manual page demands, with room for a datagram.
+/// The program must pass valid pointers, as required by the manual page, with space for a datagram.
 unsafe fn take(fd: c_int, error: c_int, mad: *mut UserMad, length: *mut c_int) -> Option<c_int> {
     if error != 0 {
         return Some(negative(Err(Errno(error))));
@@ -636,9 +640,10 @@ unsafe fn take(fd: c_int, error: c_int, mad: *mut UserMad, length: *mut c_int) -
         Ok(queue) => queue,
         Err(errno) => return Some(negative(Err(errno))),
     };
-    // Looked at only once it is this thread's: another thread may take it in the meantime.
+    // We must not check its length before it is removed from the queue, because another thread
+    // could remove it.
     let answer = queue.pop(|_| {})?;
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let needed = answer.bytes.len();
         if needed > usize::try_from(*length).unwrap_or(0) {
@@ -650,7 +655,8 @@ unsafe fn take(fd: c_int, error: c_int, mad: *mut UserMad, length: *mut c_int) -
         if let Some(port) = ports().get_mut(&fd) {
             port.waiting = port.waiting.saturating_sub(1);
         }
-        // There is room for the head and as many bytes as were just checked.
+        // There is enough space for the header and for this number of bytes, which was checked
+        // above.
         mad.write(answer.head);
         let place = mad.add(1).cast::<u8>();
         place.copy_from_nonoverlapping(answer.bytes.as_ptr(), needed);
@@ -659,7 +665,7 @@ unsafe fn take(fd: c_int, error: c_int, mad: *mut UserMad, length: *mut c_int) -
     Some(answer.head.agent_id.cast_signed())
 }
 
-/// `umad_get_mad(3)`: the bytes behind the head.
+/// `umad_get_mad(3)`: returns the bytes after the header.
 pub(crate) unsafe extern "C" fn umad_get_mad(mad: *mut UserMad) -> *mut c_void {
     mad.wrapping_add(1).cast()
 }
@@ -671,19 +677,19 @@ pub(crate) extern "C" fn umad_size() -> usize {
 
 /// `umad_status(3)`.
 pub(crate) unsafe extern "C" fn umad_status(mad: *mut UserMad) -> c_int {
-    // SAFETY: the program's datagram.
+    // SAFETY: the program passes a valid datagram.
     unsafe { (*mad).status.cast_signed() }
 }
 
 /// `umad_get_mad_addr(3)`.
 pub(crate) unsafe extern "C" fn umad_get_mad_addr(mad: *mut UserMad) -> *mut MadAddr {
-    // SAFETY: the program's datagram.
+    // SAFETY: the program passes a valid datagram.
     unsafe { &raw mut (*mad).addr }
 }
 
-/// `umad_set_grh(3)`: with a flow label in host byte order.
+/// `umad_set_grh(3)`: the flow label is in host byte order.
 pub(crate) unsafe extern "C" fn umad_set_grh(mad: *mut UserMad, grh: *const MadAddr) -> c_int {
-    // SAFETY: the program's datagram, and an address or none.
+    // SAFETY: the program passes a valid datagram, and either a valid address or null.
     unsafe {
         let addr = &mut (*mad).addr;
         addr.grh_present = u8::from(!grh.is_null());
@@ -707,11 +713,11 @@ pub(crate) unsafe extern "C" fn umad_set_addr(
     qkey: c_int,
 ) -> c_int {
     let (lid, qpn) = ((lid as u16).to_be(), qpn.cast_unsigned().to_be());
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { umad_set_addr_net(mad, lid, qpn, sl, qkey.cast_unsigned().to_be()) }
 }
 
-/// `umad_set_addr_net(3)`: with values in network byte order.
+/// `umad_set_addr_net(3)`: the values are in network byte order.
 pub(crate) unsafe extern "C" fn umad_set_addr_net(
     mad: *mut UserMad,
     lid: u16,
@@ -719,7 +725,7 @@ pub(crate) unsafe extern "C" fn umad_set_addr_net(
     sl: c_int,
     qkey: u32,
 ) -> c_int {
-    // SAFETY: the program's datagram.
+    // SAFETY: the program passes a valid datagram.
     unsafe {
         let addr = &mut (*mad).addr;
         addr.lid = lid;
@@ -732,31 +738,31 @@ pub(crate) unsafe extern "C" fn umad_set_addr_net(
 
 /// `umad_set_pkey(3)`.
 pub(crate) unsafe extern "C" fn umad_set_pkey(mad: *mut UserMad, index: c_int) -> c_int {
-    // SAFETY: the program's datagram.
+    // SAFETY: the program passes a valid datagram.
     unsafe { (*mad).addr.pkey_index = index as u16 };
     0
 }
 
 /// `umad_get_pkey(3)`.
 pub(crate) unsafe extern "C" fn umad_get_pkey(mad: *mut UserMad) -> c_int {
-    // SAFETY: the program's datagram.
+    // SAFETY: the program passes a valid datagram.
     unsafe { (*mad).addr.pkey_index.into() }
 }
 
-/// `umad_debug(3)`: the log has a level of its own, `RISER_LOG`.
+/// `umad_debug(3)`: ignored, because the log level is set by `RISER_LOG`.
 pub(crate) extern "C" fn umad_debug(_level: c_int) -> c_int {
     0
 }
 
 /// `umad_dump(3)`.
 pub(crate) unsafe extern "C" fn umad_dump(mad: *mut UserMad) {
-    // SAFETY: the program's datagram.
+    // SAFETY: the program passes a valid datagram.
     info!("{:?}", unsafe { &*mad });
 }
 
 /// `umad_addr_dump(3)`.
 pub(crate) unsafe extern "C" fn umad_addr_dump(addr: *mut MadAddr) {
-    // SAFETY: the program's address.
+    // SAFETY: the program passes a valid address.
     info!("{:?}", unsafe { &*addr });
 }
 
@@ -792,7 +798,7 @@ pub(crate) extern "C" fn umad_method_str(_class: u8, method: u8) -> *const c_cha
     name.as_ptr()
 }
 
-/// `umad_attribute_str(3)`: those that all classes have.
+/// `umad_attribute_str(3)`: only supports attributes that are common to all classes.
 pub(crate) extern "C" fn umad_attribute_str(_class: u8, attribute: u16) -> *const c_char {
     let name = match u16::from_be(attribute) {
         0x0001 => c"ClassPortInfo",
@@ -803,8 +809,8 @@ pub(crate) extern "C" fn umad_attribute_str(_class: u8, attribute: u16) -> *cons
     name.as_ptr()
 }
 
-/// `umad_common_mad_status_str(3)`: the code that all classes have, without the bits that say that
-/// the agent is busy, or elsewhere.
+/// `umad_common_mad_status_str(3)`: uses the code that is common to all classes, without the bits
+/// for busy and redirected agents.
 pub(crate) extern "C" fn umad_common_mad_status_str(status: u16) -> *const c_char {
     let name = match u16::from_be(status) & 0x1c {
         0 => c"Success",

@@ -26,7 +26,7 @@ pub(crate) struct Mw {
 
 kind!(Mw, ibv_mw, b"mwin");
 
-/// What `ibv_rereg_mr(3)` returns for a request that it refuses, and for one that the device does.
+/// Results of `ibv_rereg_mr(3)` if the request is rejected by this function, or by the device.
 const REREG_INPUT: c_int = -1;
 const REREG_COMMAND: c_int = -4;
 
@@ -45,7 +45,7 @@ pub(crate) unsafe extern "C" fn ibv_rereg_mr(
         Errno::INVALID.set();
         return REREG_INPUT;
     }
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     match unsafe { rereg_mr(mr, flags, pd, addr, length, access as c_uint) } {
         Ok(()) => 0,
         Err(errno) => {
@@ -55,10 +55,10 @@ pub(crate) unsafe extern "C" fn ibv_rereg_mr(
     }
 }
 
-/// Changes a region, and the program's structure with it.
+/// Changes a region and the program's structure.
 ///
 /// # Safety
-/// The pointers that `flags` names are the program's, as the manual page demands.
+/// The program must pass valid pointers for the given `flags`, as required by the manual page.
 unsafe fn rereg_mr(
     mr: *mut ibv_mr,
     flags: c_uint,
@@ -67,12 +67,12 @@ unsafe fn rereg_mr(
     length: usize,
     access: c_uint,
 ) -> Result<(), Errno> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let ours = unsafe { Ref::<Mr>::get(mr) }?;
     let has = |flag| flags & flag != 0;
     let domain = match has(IBV_REREG_MR_CHANGE_PD) {
         true => {
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             let pd = unsafe { Ref::<Pd>::get(pd) }?;
             check_same(ours.context, pd.context)?;
             Some(pd.id)
@@ -87,11 +87,11 @@ unsafe fn rereg_mr(
     let range = match (has(IBV_REREG_MR_CHANGE_TRANSLATION), rights) {
         (true, rights) => {
             let rights = rights.map_or_else(|| current().map(|attr| attr.access), Ok)?;
-            // SAFETY: the program keeps the range mapped as long as it is registered.
+            // SAFETY: the program keeps the range mapped while it is registered.
             Some(unsafe { foreign(addr, length, rights) }?)
         }
         (false, Some(rights)) => {
-            // SAFETY: the region is the program's.
+            // SAFETY: the region is owned by the program.
             let (addr, length) = unsafe { ((*mr).addr, (*mr).length) };
             // The memory of an imported region has no address here.
             if !addr.is_null() {
@@ -108,7 +108,7 @@ unsafe fn rereg_mr(
         access: rights,
     };
     let changed = ours.context.lock().nic.rereg_mr(ours.id, &change)?;
-    // SAFETY: the region is the program's, which changes it in no other thread.
+    // SAFETY: the region is owned by the program, which must not change it in another thread.
     unsafe {
         if has(IBV_REREG_MR_CHANGE_PD) {
             (*mr).pd = pd;
@@ -125,7 +125,7 @@ unsafe fn rereg_mr(
 
 /// `ibv_alloc_null_mr(3)`.
 pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let mr = pd.context.lock().nic.alloc_null_mr(pd.id)?;
         Ok(hand_out(pd, &mr, ptr::null_mut(), None).handle())
@@ -140,7 +140,7 @@ pub(crate) unsafe extern "C" fn advise_mr(
     list: *mut ibv_sge,
     count: u32,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let advice = match advice {
             IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH | IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT => {
@@ -149,11 +149,12 @@ pub(crate) unsafe extern "C" fn advise_mr(
             IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE => MrAdvice::PrefetchWrite,
             _ => return Err(Errno::UNSUPPORTED),
         };
-        // To be done before the call returns is no more than what happens anyway.
+        // The flush flag has no effect, because the advice is always executed before the call
+        // returns.
         if flags & !IB_UVERBS_ADVISE_MR_FLAG_FLUSH != 0 || count == 0 || list.is_null() {
             return Err(Errno::INVALID);
         }
-        // SAFETY: the program's list.
+        // SAFETY: the program passes a valid list.
         let mut list = unsafe { read_sges(list, count as usize) };
         let mut locked = pd.context.lock();
         let result = list.try_for_each(|sge| locked.nic.advise_mr(pd.id, advice, &[sge]));
@@ -168,7 +169,7 @@ pub(crate) unsafe extern "C" fn advise_mr(
 
 /// `ibv_alloc_mw(3)`.
 pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, mw_type: ibv_mw_type) -> *mut ibv_mw {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     pointer(unsafe { Ref::<Pd>::get(pd) }.and_then(|pd| {
         let ours = match mw_type {
             IBV_MW_TYPE_1 => MwType::Type1,
@@ -190,20 +191,20 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, mw_type: ibv_mw_type) 
 
 /// `ibv_dealloc_mw(3)`.
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Mw>::get(mw) }.and_then(|mw| {
         mw.context.lock().nic.dealloc_mw(mw.id)?;
         mw.retire()
     }))
 }
 
-/// `ibv_bind_mw(3)`: a window of type 1, whose next key the library chooses.
+/// `ibv_bind_mw(3)`: binds a type 1 window, whose next key is chosen by the library.
 pub(crate) unsafe extern "C" fn bind_mw(
     qp: *mut ibv_qp,
     mw: *mut ibv_mw,
     bind: *mut ibv_mw_bind,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     number(unsafe { Ref::<Qp>::get(qp) }.and_then(|qp| {
         // SAFETY: as above.
         let theirs = unsafe { bind.as_ref() }.ok_or(Errno::INVALID)?;
@@ -221,19 +222,20 @@ pub(crate) unsafe extern "C" fn bind_mw(
         locked.transmit_soon();
         drop(locked);
         posted.map_err(|error| Errno::from(error.reason))?;
-        // SAFETY: the window is the program's, which binds it in no other thread.
+        // SAFETY: the window is owned by the program, which must not bind it in another thread.
         unsafe { (*mw).rkey = rkey.0 };
         Ok(())
     }))
 }
 
-/// A binding of the program's, for a window of this type: only `ibv_bind_mw(3)` binds one of type 1.
+/// Converts a program's bind request for a window of this type. Type 1 windows can only be bound
+/// using `ibv_bind_mw(3)`.
 ///
 /// # Errors
-/// `EINVAL` for a window or a region that is none, a window of the other type, and unknown rights.
+/// Returns `EINVAL` for invalid windows or regions, a window of the wrong type, or unknown rights.
 ///
 /// # Safety
-/// The pointers are the program's, as the manual page demands.
+/// The program must pass valid pointers, as required by the manual page.
 pub(crate) unsafe fn binding(
     qp: &Qp,
     mw: *mut ibv_mw,
@@ -241,9 +243,9 @@ pub(crate) unsafe fn binding(
     rkey: RKey,
     info: &ibv_mw_bind_info,
 ) -> Result<MwBind, Errno> {
-    // Taking a range away needs no region.
+    // Unbinding a window does not need a region.
     const NONE: MrId = MrId(Handle::new(0, 0));
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let (mw, mr) = unsafe {
         let mr = match info.mr.is_null() {
             true => NONE,
@@ -266,7 +268,7 @@ pub(crate) unsafe fn binding(
         mr,
         addr: info.addr,
         length: info.length,
-        // Programs name local rights as well, which a window does not have.
+        // Programs also pass local rights, which windows do not have.
         access: rights_of(info.mw_access_flags)? & (Access::REMOTE | Access::ZERO_BASED),
     })
 }

@@ -1,10 +1,10 @@
-//! Addresses that programs give, those of InfiniBand (`AF_IB`) among them: a GID, and a service id in
-//! the place of a port.
+//! Addresses passed by programs, including InfiniBand addresses (`AF_IB`), which consist of a GID
+//! and a service ID instead of a port.
 //!
-//! On RoCE a GID is an IP address, so such an address names the device that has that one. The service
-//! id has the port space and the port, or is another one that a destination has. What differs between
-//! two programs is the private data of a request, which has no address header then (Linux:
-//! `cma_user_data_offset`): so both have to use such addresses.
+//! On RoCE, a GID is an IP address, so such an address identifies the device that has this IP
+//! address. The service ID contains the port space and the port, or is an arbitrary service ID of a
+//! destination. The only difference on the wire is that the private data of a request has no
+//! address header (Linux: `cma_user_data_offset`), so both programs must use such addresses.
 
 use std::mem::zeroed;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -18,13 +18,13 @@ use riser_transport::wire::cma::RdmaPortSpace;
 use super::{address, write_address};
 use crate::errno::Errno;
 
-/// Family of such addresses.
+/// Address family of InfiniBand addresses.
 pub(super) const AF_INFINIBAND: i32 = AF_IB as i32;
 
-/// Bits of a service id that have the port space.
+/// Bits of a service ID that contain the port space.
 const SPACE_MASK: u64 = !0xffff;
 
-/// A service id, and the bits of it that count.
+/// A service ID, and a mask of the relevant bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Service {
     pub(super) id: u64,
@@ -32,7 +32,7 @@ pub(super) struct Service {
 }
 
 impl Service {
-    /// That of a port.
+    /// Returns the service ID of a port.
     pub(super) fn of(space: PortSpace, port: u16) -> Self {
         let id = match (space, port_space(space)) {
             (PortSpace::Ib { service_id, .. }, _) => service_id,
@@ -42,16 +42,16 @@ impl Service {
         Self { id, mask: !0 }
     }
 
-    /// The port that an identifier is to have, 0 for any.
+    /// Returns the port that an identifier should use, or 0 for any port.
     pub(super) fn port(self) -> u16 {
         (self.id & self.mask & !SPACE_MASK) as u16
     }
 
-    /// The port space of an identifier with this service id of its own, which was created in `space`
-    /// (Linux: `cma_select_ib_ps`).
+    /// Returns the port space of an identifier that was created in `space` and uses this as its own
+    /// service ID (Linux: `cma_select_ib_ps`).
     ///
     /// # Errors
-    /// `EPROTONOSUPPORT` where it may not have one of that port space.
+    /// Returns `EPROTONOSUPPORT` if this port space is not allowed.
     pub(super) fn space(self, space: PortSpace) -> Result<PortSpace, Errno> {
         let all = [
             (PortSpace::IbIp, RdmaPortSpace::Ib),
@@ -67,7 +67,7 @@ impl Service {
         Ok(found)
     }
 
-    /// The port space and the port that a destination names, or its bare service id.
+    /// Returns the port space and port of a destination, or its bare service ID.
     pub(super) fn destination(self) -> (PortSpace, u16) {
         match RdmaPortSpace::of(ServiceId(self.id)) {
             Some((RdmaPortSpace::Tcp, port)) => (PortSpace::Tcp, port),
@@ -82,25 +82,25 @@ impl Service {
     }
 }
 
-/// An address that a program gives.
+/// An address passed by a program.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Address {
-    /// The IP address, and the port.
+    /// The IP address and port.
     pub(super) socket: SocketAddr,
-    /// Service id of an address of InfiniBand.
+    /// Service ID, if it is an InfiniBand address.
     pub(super) service: Option<Service>,
 }
 
 impl Address {
-    /// Reads an address; `None` for a null pointer.
+    /// Reads an address. Returns `None` if the pointer is null.
     ///
     /// # Errors
-    /// `EAFNOSUPPORT` for a family that is neither the Internet's nor InfiniBand's.
+    /// Returns `EAFNOSUPPORT` if it is neither an Internet nor an InfiniBand address.
     ///
     /// # Safety
-    /// The pointer is null, or the address has the size of its family.
+    /// The pointer must be null, or the address must have the size of its family.
     pub(super) unsafe fn read(addr: *const sockaddr) -> Result<Option<Self>, Errno> {
-        // SAFETY: as the caller promises; the family comes first in each address.
+        // SAFETY: guaranteed by the caller. All addresses start with the family.
         unsafe {
             if addr.is_null() || i32::from((*addr).sa_family) != AF_INFINIBAND {
                 let socket = address(addr)?;
@@ -123,14 +123,14 @@ impl Address {
     }
 }
 
-/// An address of InfiniBand.
+/// Creates an InfiniBand address.
 pub(super) fn infiniband(ip: IpAddr, service: Service) -> sockaddr_ib {
-    // No address at all has no GID, in whichever family.
+    // The unspecified address is the zero GID in both families.
     let gid = match ip.is_unspecified() {
         true => Gid::from(IpAddr::from(Ipv6Addr::UNSPECIFIED)),
         false => Gid::from(ip),
     };
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut ib: sockaddr_ib = unsafe { zeroed() };
     ib.sib_family = AF_IB as u16;
     ib.sib_pkey = 0xffff_u16.to_be();
@@ -140,12 +140,12 @@ pub(super) fn infiniband(ip: IpAddr, service: Service) -> sockaddr_ib {
     ib
 }
 
-/// Writes an address where a route has one.
+/// Writes an address to a route.
 ///
 /// # Safety
-/// There is room for an address of any family.
+/// There must be enough space for an address of any family.
 pub(super) unsafe fn write(place: *mut sockaddr, addr: SocketAddr, service: Option<Service>) {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match service {
             None => write_address(place, addr),
@@ -172,7 +172,7 @@ mod tests {
             (PortSpace::IpoIb, Err(libc::EPROTONOSUPPORT)),
         ] {
             assert_eq!(space(TCP | 7, !0, created), own);
-            // What the mask leaves out does not count.
+            // Bits that are not in the mask are ignored.
             assert_eq!(space(TCP | 7, SPACE_MASK, created), own);
         }
         assert_eq!(space(0, 0, PortSpace::Udp), Ok(PortSpace::Udp));

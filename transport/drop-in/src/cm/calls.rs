@@ -1,4 +1,4 @@
-//! What a program asks of an identifier.
+//! Calls of a program that use an identifier.
 
 use std::ffi::{c_int, c_void};
 use std::mem;
@@ -23,14 +23,14 @@ use crate::devices::devices;
 use crate::errno::{Errno, minus};
 use crate::object::Ref;
 
-/// Longest queue of requests of a listener.
+/// Maximum length of a listener's queue of requests.
 const BACKLOG: u32 = 1024;
 
-/// Waits for the outcome of a call, where the identifier has no channel of the program's. The event
-/// is kept for the program in the identifier.
+/// Waits for the completion of a call if the program has not assigned a channel to the identifier.
+/// The event is stored in the identifier for the program.
 ///
 /// # Errors
-/// The event's, for one that reports an error; `ECONNREFUSED` for a refusal.
+/// Returns the error of the event, or `ECONNREFUSED` if the connection was rejected.
 pub(super) fn complete(id: Ref<Id>) -> Result<(), Errno> {
     let channel = {
         let state = id.lock();
@@ -39,7 +39,7 @@ pub(super) fn complete(id: Ref<Id>) -> Result<(), Errno> {
         }
         state.channel
     };
-    // SAFETY: the identifier is alive, and its events are its own.
+    // SAFETY: the identifier is alive and owns its events.
     unsafe {
         acknowledge_kept(id);
         let event = next_event(channel.handle())?;
@@ -54,7 +54,7 @@ pub(super) fn complete(id: Ref<Id>) -> Result<(), Errno> {
 
 /// `rdma_bind_addr(3)`.
 pub(crate) unsafe extern "C" fn rdma_bind_addr(id: *mut rdma_cm_id, addr: *mut sockaddr) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let addr = unsafe { Address::read(addr) }?.ok_or(Errno::INVALID)?;
@@ -96,7 +96,7 @@ pub(super) fn bind(id: Ref<Id>, addr: Address) -> Result<(), Errno> {
         let mut state = id.lock();
         (state.space, state.services) = (created, None);
     } else {
-        // The program sees the address that it gave, with the port that was taken.
+        // The program sees the address that it has passed, with the allocated port.
         id.show_route();
         if id.links().is_empty() {
             id.show_addresses(Some(addr), None);
@@ -105,9 +105,10 @@ pub(super) fn bind(id: Ref<Id>, addr: Address) -> Result<(), Errno> {
     result
 }
 
-/// Whether an address stands for all devices: the unspecified one does, and those of loopback, as in
-/// Linux (`cma_any_addr()`), unless a device is at one of them. Then loopback is a network, in which
-/// an address without a device is a mistake.
+/// Returns whether an address refers to all devices. This is true for the unspecified address and,
+/// like in Linux (`cma_any_addr()`), for loopback addresses, unless a device uses a loopback
+/// address. In that case loopback is treated as a network, where it's an error if an address does
+/// not belong to a device.
 fn is_any(addr: IpAddr) -> bool {
     stands_for_all(addr, devices().iter().map(|d| d.config.addr))
 }
@@ -116,13 +117,14 @@ fn stands_for_all(addr: IpAddr, mut devices: impl Iterator<Item = IpAddr>) -> bo
     addr.is_unspecified() || (addr.is_loopback() && !devices.any(|device| device.is_loopback()))
 }
 
-/// Binds to all devices of the address's family, at one port. There may be no such device, and then
-/// nothing comes: programs bind to both families without a look at the devices. One that was removed
-/// is bound to when it is back.
+/// Binds to all devices of the address's family, using the same port. It's not an error if there is
+/// no such device, because programs bind to both families without checking the devices first, but
+/// then no requests are received. A device that was removed is bound when it returns.
 fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     let all = devices().iter();
     let all = all.filter(|device| is_for(id, device, addr.ip()));
-    // Before the lock, for which threads that fork or listen wait: opening a device may take seconds.
+    // This must be done without holding the lock, because threads that fork or listen wait for it,
+    // and opening a device may take seconds.
     let all: Vec<_> = all.map(|device| (device, shared(device))).collect();
     let at_all = returns::hold();
     // A device may be removed at any time.
@@ -130,7 +132,8 @@ fn bind_all(id: Ref<Id>, addr: SocketAddr) -> Result<(), Errno> {
     let mut port = addr.port();
     for (device, opened) in all {
         match opened.and_then(|shared| bind_at(id, shared, SocketAddr::new(addr.ip(), port))) {
-            // The first device chooses for all where the program leaves it open.
+            // If the program has not specified a port, the port of the first device is used for all
+            // devices.
             Ok((_, taken)) => port = taken,
             Err(_) if is_away(device) => returns::await_return(device),
             Err(errno) => {
@@ -151,7 +154,7 @@ pub(crate) unsafe extern "C" fn rdma_resolve_addr(
     dst: *mut sockaddr,
     timeout_ms: c_int,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let (src, dst) = unsafe { (Address::read(src)?, Address::read(dst)?) };
@@ -167,7 +170,7 @@ pub(super) fn resolve_addr(
     dst: Address,
     timeout_ms: c_int,
 ) -> Result<(), Errno> {
-    // What is bound to all devices becomes one's.
+    // An identifier bound to all devices is going to use a single device.
     let _at_all = returns::hold_for(id);
     let (src, dst) = use_services(id, src, dst)?;
     let src = src.filter(|a| !is_any(a.ip()) || a.port() != 0);
@@ -182,7 +185,7 @@ pub(super) fn resolve_addr(
             id.link_to(shared(device)?)?
         }
         [link] => link,
-        // It is bound to the unspecified address, of one device from now on.
+        // It was bound to the unspecified address, but will only use a single device.
         [first, ..] => {
             let towards = device_towards(dst)?.index;
             let link = links.iter().find(|(c, _)| c.device.index == towards);
@@ -198,14 +201,15 @@ pub(super) fn resolve_addr(
     let src = match locked.nic.local_addr(device_id) {
         Some(bound) => bound,
         None => {
-            // An unspecified source stands for the device's own.
+            // If the source address is unspecified, use the device's address.
             let own = locked.nic.socket_addr().ip();
             let (ip, port) = src.map_or((own, 0), |a| (a.ip(), a.port()));
             let ip = if is_any(ip) { own } else { ip };
             SocketAddr::new(ip, locked.take_port(device_id, space, port)?)
         }
     };
-    // A peer that stands for all devices is the device itself (`cma_resolve_loopback()`).
+    // If the destination address refers to all devices, use the device's own address
+    // (`cma_resolve_loopback()`).
     let dst = match is_any(dst.ip()) {
         true => SocketAddr::new(src.ip(), dst.port()),
         false => dst,
@@ -215,19 +219,20 @@ pub(super) fn resolve_addr(
     Ok(())
 }
 
-/// The port space that an identifier was created in.
+/// Returns the port space in which an identifier was created.
 fn created_in(id: Ref<Id>) -> Result<PortSpace, Errno> {
     // SAFETY: the identifier is alive.
     let space = unsafe { (*id.c()).ps };
-    // A program may write to it.
+    // The program may have changed it.
     port_space_of(space).ok_or(Errno::INVALID)
 }
 
-/// Takes the port spaces of addresses of InfiniBand over into an identifier; answers the addresses
-/// with their ports.
+/// Updates the port space of an identifier from InfiniBand addresses. Returns the addresses with
+/// their ports.
 ///
 /// # Errors
-/// `EINVAL` where the addresses, or that which it is bound to, are of two families.
+/// Returns `EINVAL` if the addresses, including the address that the identifier is bound to, belong
+/// to different families.
 fn use_services(
     id: Ref<Id>,
     src: Option<Address>,
@@ -252,7 +257,7 @@ fn use_services(
         own.space(created)?;
     }
     let (towards, port) = theirs.destination();
-    // A request is in the port space of its destination.
+    // Requests use the port space of their destination.
     if is_bound && towards != space {
         id.unlink();
     }
@@ -268,7 +273,7 @@ pub(crate) unsafe extern "C" fn rdma_resolve_route(
     id: *mut rdma_cm_id,
     timeout_ms: c_int,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         let timeout = Duration::from_millis(timeout_ms.max(0) as u64);
@@ -279,11 +284,11 @@ pub(crate) unsafe extern "C" fn rdma_resolve_route(
 
 /// `rdma_listen(3)`.
 pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         if !id.is_bound() {
-            // One that is not bound listens at a free port of all devices: that of IPv4, as Linux
-            // has it, unless there is none.
+            // An unbound identifier listens on all devices, using a free port. Like in Linux, it
+            // uses IPv4 unless there is no IPv4 device.
             let has_v4 = devices().iter().any(|device| device.config.addr.is_ipv4());
             let any = match has_v4 {
                 true => IpAddr::from([0; 4]),
@@ -293,7 +298,7 @@ pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int)
             bind(id, Address { socket, service })?;
         }
         let given = u32::try_from(backlog).ok().filter(|n| *n > 0);
-        // Linux has no more either (`net.rdma_ucm.max_backlog`).
+        // Same limit as in Linux (`net.rdma_ucm.max_backlog`).
         let backlog = given.map_or(BACKLOG, |n| n.min(BACKLOG));
         let _at_all = returns::hold_for(id);
         let mut links = id.links().into_iter();
@@ -303,15 +308,15 @@ pub(crate) unsafe extern "C" fn rdma_listen(id: *mut rdma_cm_id, backlog: c_int)
     }))
 }
 
-/// Parameters that a program gives, or those that are usual.
+/// Returns parameters passed by a program, or default parameters.
 ///
 /// # Safety
-/// The pointer is null, or the parameters and their private data are alive.
+/// The pointer must be null, or the parameters and their private data must be alive.
 unsafe fn param(given: *mut rdma_conn_param) -> ConnParam {
     if given.is_null() {
         return ConnParam::default();
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { conn_param_of(&*given) }
 }
 
@@ -320,7 +325,7 @@ pub(crate) unsafe extern "C" fn rdma_connect(
     id: *mut rdma_cm_id,
     given: *mut rdma_conn_param,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         // SAFETY: as above.
@@ -343,14 +348,14 @@ pub(crate) unsafe extern "C" fn rdma_accept(
     id: *mut rdma_cm_id,
     given: *mut rdma_conn_param,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         // SAFETY: as above.
         let mut param = unsafe { param(given) };
         param.ece = {
             let state = id.lock();
-            // The answer is in the words of the vendor that has asked.
+            // The response uses the vendor of the request.
             Ece {
                 vendor_id: state.remote_ece.vendor_id,
                 options: state.local_ece.options,
@@ -361,7 +366,7 @@ pub(crate) unsafe extern "C" fn rdma_accept(
             locked.nic.accept(device_id, &param)?;
             locked.transmit();
         }
-        // A datagram identifier is established by that, without an event.
+        // This establishes datagram identifiers without an event.
         // SAFETY: the identifier is alive.
         match unsafe { (*id.c()).qp_type } {
             IBV_QPT_UD => Ok(()),
@@ -376,26 +381,26 @@ pub(crate) unsafe extern "C" fn rdma_reject(
     data: *const c_void,
     length: u8,
 ) -> c_int {
-    // SAFETY: as the program promises.
+    // SAFETY: guaranteed by the program.
     unsafe { refuse(id, data, length, Roce::reject) }
 }
 
-/// `rdma_reject_ece(3)`: refuses because of the peer's vendor options.
+/// `rdma_reject_ece(3)`: rejects the request because of the peer's vendor options.
 pub(crate) unsafe extern "C" fn rdma_reject_ece(
     id: *mut rdma_cm_id,
     data: *const c_void,
     length: u8,
 ) -> c_int {
-    // SAFETY: as the program promises.
+    // SAFETY: guaranteed by the program.
     unsafe { refuse(id, data, length, Roce::reject_ece) }
 }
 
-/// `rdma_set_local_ece(3)`: vendor options of a queue pair that the program moves itself.
+/// `rdma_set_local_ece(3)`: sets vendor options, if the program modifies the queue pair itself.
 pub(crate) unsafe extern "C" fn rdma_set_local_ece(
     id: *mut rdma_cm_id,
     ece: *mut ibv_ece,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { without_qp(id) }.and_then(|id| {
         // SAFETY: as above.
         let ece = unsafe { ece.as_ref() }.ok_or(Errno::INVALID)?;
@@ -410,12 +415,12 @@ pub(crate) unsafe extern "C" fn rdma_set_local_ece(
     }))
 }
 
-/// `rdma_get_remote_ece(3)`: vendor options that the peer's request or answer has brought.
+/// `rdma_get_remote_ece(3)`: returns vendor options received in the peer's request or response.
 pub(crate) unsafe extern "C" fn rdma_get_remote_ece(
     id: *mut rdma_cm_id,
     ece: *mut ibv_ece,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { without_qp(id) }.and_then(|id| {
         if ece.is_null() {
             return Err(Errno::INVALID);
@@ -432,15 +437,15 @@ pub(crate) unsafe extern "C" fn rdma_get_remote_ece(
     }))
 }
 
-/// An identifier that has no queue pair.
+/// Returns an identifier without a queue pair.
 ///
 /// # Errors
-/// `EINVAL` where the pointer names none, or one with a queue pair.
+/// Returns `EINVAL` if the pointer is invalid, or if the identifier has a queue pair.
 ///
 /// # Safety
-/// As [`id_of`].
+/// Same as for [`id_of`].
 unsafe fn without_qp(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
-    // SAFETY: as the caller promises; the identifier is alive.
+    // SAFETY: guaranteed by the caller, and the identifier is alive.
     unsafe {
         let id = id_of(id)?;
         let has_none = (*id.c()).qp.is_null();
@@ -448,19 +453,19 @@ unsafe fn without_qp(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
     }
 }
 
-/// Refuses a connection request by a call of the device.
+/// Rejects a connection request using a function of the device.
 ///
 /// # Safety
-/// The pointers are the program's, as the manual page demands.
+/// The program must pass valid pointers, as required by the manual page.
 unsafe fn refuse(
     id: *mut rdma_cm_id,
     data: *const c_void,
     length: u8,
     call: impl FnOnce(&mut Roce, CmId, &[u8]) -> Result<(), CmError>,
 ) -> c_int {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     minus(unsafe { id_of(id) }.and_then(|id| {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         let data = unsafe { bytes(data, length) };
         let (context, device_id) = id.link()?;
         let mut locked = context.lock();
@@ -470,25 +475,25 @@ unsafe fn refuse(
     }))
 }
 
-/// Private data that a program gives.
+/// Returns private data passed by a program.
 ///
 /// # Safety
-/// The pointer is null, or there are that many bytes for as long as `'a`.
+/// The pointer must be null, or point to this number of bytes that live as long as `'a`.
 unsafe fn bytes<'a>(data: *const c_void, length: u8) -> &'a [u8] {
     if data.is_null() {
         return &[];
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { slice::from_raw_parts(data.cast::<u8>(), length.into()) }
 }
 
-/// `rdma_init_qp_attr(3)`: for a queue pair that the program takes through its states itself.
+/// `rdma_init_qp_attr(3)`: for a queue pair that the program modifies itself.
 pub(crate) unsafe extern "C" fn rdma_init_qp_attr(
     id: *mut rdma_cm_id,
     attr: *mut ibv_qp_attr,
     mask: *mut c_int,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         // SAFETY: as above.
@@ -500,7 +505,7 @@ pub(crate) unsafe extern "C" fn rdma_init_qp_attr(
         let wanted = wanted.ok_or(Errno::INVALID)?;
         let ours = context.lock().nic.init_qp_attr(device_id, wanted)?;
         let (theirs, set) = qp_attr(&ours);
-        // SAFETY: the program gives places for both.
+        // SAFETY: the program provides memory for both.
         unsafe {
             attr.write(theirs);
             mask.write(set as c_int);
@@ -511,7 +516,7 @@ pub(crate) unsafe extern "C" fn rdma_init_qp_attr(
 
 /// `rdma_disconnect(3)`.
 pub(crate) unsafe extern "C" fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         {
@@ -523,9 +528,9 @@ pub(crate) unsafe extern "C" fn rdma_disconnect(id: *mut rdma_cm_id) -> c_int {
     }))
 }
 
-/// `rdma_notify(3)`: the communication-established event of the queue pair is passed on.
+/// `rdma_notify(3)`: forwards the communication-established event of the queue pair.
 pub(crate) unsafe extern "C" fn rdma_notify(id: *mut rdma_cm_id, event: ibv_event_type) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let (context, device_id) = id.link()?;
         if event != IBV_EVENT_COMM_EST {
@@ -536,30 +541,31 @@ pub(crate) unsafe extern "C" fn rdma_notify(id: *mut rdma_cm_id, event: ibv_even
     }))
 }
 
-/// `rdma_get_src_port(3)`: in network byte order.
+/// `rdma_get_src_port(3)`: returns the port in network byte order.
 pub(crate) unsafe extern "C" fn rdma_get_src_port(id: *mut rdma_cm_id) -> __be16 {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe { id_of(id) }.map_or(0, |id| {
-        // SAFETY: the identifier is alive; an address has its port at one place in both families.
+        // SAFETY: the identifier is alive, and the port has the same offset in addresses of both
+        // families.
         u16::to_be(unsafe { port(&raw const (*id.c()).route.addr.__bindgen_anon_1) })
     })
 }
 
-/// `rdma_get_dst_port(3)`: in network byte order.
+/// `rdma_get_dst_port(3)`: returns the port in network byte order.
 pub(crate) unsafe extern "C" fn rdma_get_dst_port(id: *mut rdma_cm_id) -> __be16 {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe { id_of(id) }.map_or(0, |id| {
         // SAFETY: as in `rdma_get_src_port`.
         u16::to_be(unsafe { port(&raw const (*id.c()).route.addr.__bindgen_anon_2) })
     })
 }
 
-/// Port of an address of a route; 0 where there is none.
+/// Returns the port of an address in a route, or 0 if there is no address.
 ///
 /// # Safety
-/// The address is alive.
+/// The address must be alive.
 unsafe fn port<T>(place: *const T) -> u16 {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let addr = unsafe { Address::read(place.cast()) };
     addr.ok().flatten().map_or(0, |a| a.socket.port())
 }
@@ -572,7 +578,7 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
     value: *mut c_void,
     length: usize,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         if level as u32 == RDMA_OPTION_IB && option as u32 == RDMA_OPTION_IB_PATH {
             // SAFETY: as above.
@@ -583,7 +589,8 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
         for (context, device_id) in id.links() {
             context.lock().nic.set_option(device_id, option)?;
         }
-        // For the identifiers of devices that it gets later. The last one of a kind counts.
+        // These are needed for device identifiers that are created later. Only keep the last option
+        // of each kind.
         let mut state = id.lock();
         let kind = mem::discriminant(&option);
         state.options.retain(|o| mem::discriminant(o) != kind);
@@ -592,14 +599,15 @@ pub(crate) unsafe extern "C" fn rdma_set_option(
     }))
 }
 
-/// The path of the option for paths that serves both directions and the CM's messages, as the kernel
-/// picks it (`ucma_set_ib_path`).
+/// Returns the bidirectional primary path, which is also used for CM messages, from a value of the
+/// path option. The kernel uses the same criteria (`ucma_set_ib_path`).
 ///
 /// # Errors
-/// `EINVAL` where there is none, or a length that no number of paths has.
+/// Returns `EINVAL` if there is no such path, or if the length is not a multiple of the size of a
+/// path.
 ///
 /// # Safety
-/// The value is null or has that length.
+/// The value must be null or have this length.
 unsafe fn path(value: *const c_void, length: usize) -> Result<ibv_path_record, Errno> {
     const WANTED: u32 = IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL;
     let size = size_of::<ibv_path_data>();
@@ -607,18 +615,19 @@ unsafe fn path(value: *const c_void, length: usize) -> Result<ibv_path_record, E
         return Err(Errno::INVALID);
     }
     let mut all = (0..length / size)
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         .map(|n| unsafe { value.cast::<ibv_path_data>().add(n).read_unaligned() });
     let found = all.find(|data| data.flags == WANTED);
     found.map(|data| data.path).ok_or(Errno::INVALID)
 }
 
-/// Sets the path of an identifier that has resolved an address, which resolves its route.
+/// Sets the path of an identifier with a resolved address, which also resolves its route.
 ///
 /// # Errors
-/// `EINVAL` for a path between other ports or of another partition, or before an address is resolved.
+/// Returns `EINVAL` if the path belongs to different ports or a different partition, or if no
+/// address was resolved.
 fn set_path(id: Ref<Id>, record: ibv_path_record) -> Result<(), Errno> {
-    /// Selector "exactly" of a value of the record.
+    /// Selector "exactly" for a value in the record.
     const EXACTLY: u8 = 2;
     let (context, device_id) = id.link()?;
     let mut locked = context.lock();
@@ -644,7 +653,7 @@ fn set_path(id: Ref<Id>, record: ibv_path_record) -> Result<(), Errno> {
         CmOption::PathMtu(path.mtu),
         CmOption::TypeOfService(path.traffic_class),
     ];
-    // A route is resolved once, so a path that comes too late changes nothing.
+    // A route can only be resolved once, so a path that is set too late has no effect.
     locked.nic.resolve_route(device_id, Duration::ZERO)?;
     for option in options {
         locked.nic.set_option(device_id, option)?;
@@ -653,34 +662,34 @@ fn set_path(id: Ref<Id>, record: ibv_path_record) -> Result<(), Errno> {
     Ok(())
 }
 
-/// An option that a program gives.
+/// Returns an option passed by a program.
 ///
 /// # Errors
-/// `EINVAL` for a value of the wrong length, `ENOSYS` for an option that is not known.
+/// Returns `EINVAL` if the value has the wrong length, or `ENOSYS` if the option is unknown.
 ///
 /// # Safety
-/// The value is null or has that length.
+/// The value must be null or have this length.
 unsafe fn option(
     level: c_int,
     option: c_int,
     value: *mut c_void,
     length: usize,
 ) -> Result<CmOption, Errno> {
-    /// The value of an option, of the only length that it may have.
+    /// Reads the value of an option that only supports a single length.
     ///
     /// # Safety
-    /// As that of the function around it.
+    /// Same as for the enclosing function.
     unsafe fn read<T: Copy>(value: *mut c_void, length: usize) -> Result<T, Errno> {
         if value.is_null() || length != size_of::<T>() {
             return Err(Errno::INVALID);
         }
-        // SAFETY: it is a number of that length, wherever the program has it.
+        // SAFETY: it is an integer of this length, possibly unaligned.
         Ok(unsafe { value.cast::<T>().read_unaligned() })
     }
     if level as u32 != RDMA_OPTION_ID {
         return Err(Errno(libc::ENOSYS));
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         Ok(match option as u32 {
             RDMA_OPTION_ID_TOS => CmOption::TypeOfService(read::<u8>(value, length)?),

@@ -1,4 +1,4 @@
-//! `rdma_getaddrinfo` and end points.
+//! `rdma_getaddrinfo` and endpoints.
 
 use std::ffi::{c_char, c_int};
 use std::mem::zeroed;
@@ -19,7 +19,7 @@ use crate::errno::{Errno, minus};
 use crate::object::Ref;
 use crate::qp::ExtraAttr;
 
-/// Time that an end point gives each step on the way to its peer, in milliseconds.
+/// Timeout of an endpoint for each step of connecting to its peer, in milliseconds.
 const STEP_MS: c_int = 2000;
 
 /// `rdma_getaddrinfo(3)`.
@@ -29,17 +29,17 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     hints: *const rdma_addrinfo,
     result: *mut *mut rdma_addrinfo,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     let hints = unsafe { hints.as_ref() };
     if node.is_null() && service.is_null() && hints.is_none() {
         Errno::INVALID.set();
         return libc::EAI_NONAME;
     }
     if node.is_null() && service.is_null() {
-        // SAFETY: the addresses of the hints have their lengths.
+        // SAFETY: the addresses in the hints have the given lengths.
         return match unsafe { hints.and_then(|hints| from_hints(hints)) } {
             Some(info) => {
-                // SAFETY: the program gives a place for ours.
+                // SAFETY: the program provides memory for the pointer.
                 unsafe { result.write(Box::into_raw(Box::new(info))) };
                 0
             }
@@ -58,7 +58,7 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     };
     let family = hints.map_or(0, |h| h.ai_family);
     let is_ib = flags & RAI_FAMILY != 0 && family == AF_INFINIBAND;
-    // SAFETY: all-zero bytes are valid hints.
+    // SAFETY: all zeroes are valid hints.
     let mut wanted: libc::addrinfo = unsafe { zeroed() };
     if flags & RAI_PASSIVE != 0 {
         wanted.ai_flags |= libc::AI_PASSIVE;
@@ -74,12 +74,12 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         _ => libc::SOCK_STREAM,
     };
     let mut found = ptr::null_mut();
-    // SAFETY: the strings are the program's.
+    // SAFETY: the program passes valid strings.
     let answer = unsafe { libc::getaddrinfo(node, service, &raw const wanted, &raw mut found) };
     if answer != 0 {
         return answer;
     }
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut info: rdma_addrinfo = unsafe { zeroed() };
     // SAFETY: the list has at least one entry.
     let first = unsafe { &*found };
@@ -90,9 +90,9 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         0 => super::qp_type(space) as c_int,
         kind => kind,
     };
-    // SAFETY: the address is alive and has that length; so has the one of InfiniBand.
+    // SAFETY: the address is alive and has this length, and so has the InfiniBand address.
     let (copy, length) = unsafe {
-        // Only what is written as a GID becomes one.
+        // Only numeric hosts are converted to GIDs.
         let ib = is_ib && flags & RAI_NUMERICHOST != 0;
         match Address::read(first.ai_addr.cast()) {
             Ok(Some(Address { socket, .. })) if ib => {
@@ -114,12 +114,13 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         info.ai_dst_addr = copy;
         info.ai_dst_len = length;
         if let Some(hints) = hints.filter(|h| h.ai_src_len > 0 && !h.ai_src_addr.is_null()) {
-            // SAFETY: the program's address has that length.
+            // SAFETY: the program's address has this length.
             info.ai_src_addr = unsafe { self::copy(hints.ai_src_addr, hints.ai_src_len) };
             info.ai_src_len = hints.ai_src_len;
         }
     }
-    // SAFETY: the list is the C library's; the program gives a place for ours.
+    // SAFETY: the list was allocated by the C library, and the program provides memory for our
+    // pointer.
     unsafe {
         libc::freeaddrinfo(found);
         result.write(Box::into_raw(Box::new(info)));
@@ -127,7 +128,7 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     0
 }
 
-/// Service id of a port, or of all ports of a port space.
+/// Returns the service ID of a port, or of all ports of a port space.
 fn of_port(space: rdma_port_space, port: u16) -> Service {
     let port_mask = if port == 0 { 0 } else { 0xffff };
     Service {
@@ -136,10 +137,11 @@ fn of_port(space: rdma_port_space, port: u16) -> Service {
     }
 }
 
-/// What follows from the addresses of hints alone; `None` where they have none.
+/// Creates an entry using only the addresses of the hints. Returns `None` if there are no
+/// addresses.
 ///
 /// # Safety
-/// Each address is null or has its length.
+/// Each address must be null or have the given length.
 unsafe fn from_hints(hints: &rdma_addrinfo) -> Option<rdma_addrinfo> {
     let has = |addr: *mut sockaddr, len| !addr.is_null() && len > 0;
     let (src, dst) = (hints.ai_src_addr, hints.ai_dst_addr);
@@ -149,7 +151,7 @@ unsafe fn from_hints(hints: &rdma_addrinfo) -> Option<rdma_addrinfo> {
         0 => RDMA_PS_TCP,
         space => space,
     };
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut info: rdma_addrinfo = unsafe { zeroed() };
     info.ai_flags = hints.ai_flags;
     info.ai_port_space = space as c_int;
@@ -173,12 +175,12 @@ unsafe fn from_hints(hints: &rdma_addrinfo) -> Option<rdma_addrinfo> {
     (has_src || has_dst).then_some(info)
 }
 
-/// A copy of an address, which [`rdma_freeaddrinfo`] frees.
+/// Returns a copy of an address, which is freed by [`rdma_freeaddrinfo`].
 ///
 /// # Safety
-/// The address has `len` bytes.
+/// The address must have `len` bytes.
 unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let place = libc::malloc(len as usize);
         if !place.is_null() {
@@ -191,8 +193,8 @@ unsafe fn copy(addr: *const sockaddr, len: socklen_t) -> *mut sockaddr {
 /// `rdma_freeaddrinfo(3)`.
 pub(crate) unsafe extern "C" fn rdma_freeaddrinfo(mut info: *mut rdma_addrinfo) {
     while !info.is_null() {
-        // SAFETY: it came from `rdma_getaddrinfo`; the program may have set the connection data,
-        // which are then its own to free.
+        // SAFETY: the entry was created by `rdma_getaddrinfo`. The program may have set connection
+        // data, which it must free itself.
         unsafe {
             let entry = Box::from_raw(info);
             libc::free(entry.ai_src_addr.cast());
@@ -209,7 +211,7 @@ pub(crate) unsafe extern "C" fn rdma_create_ep(
     pd: *mut ibv_pd,
     attr: *mut ibv_qp_init_attr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { create_ep(info, pd, attr) }.map(|created| {
         // SAFETY: as above.
         unsafe { id.write(created) };
@@ -217,31 +219,31 @@ pub(crate) unsafe extern "C" fn rdma_create_ep(
 }
 
 /// # Safety
-/// The pointers are the program's, as the manual page demands.
+/// The program must pass valid pointers, as required by the manual page.
 unsafe fn create_ep(
     info: *mut rdma_addrinfo,
     pd: *mut ibv_pd,
     attr: *mut ibv_qp_init_attr,
 ) -> Result<*mut rdma_cm_id, Errno> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let info = unsafe { info.as_ref() }.ok_or(Errno::INVALID)?;
     let kind = info.ai_qp_type as ibv_qp_type;
     let space = info.ai_port_space as rdma_port_space;
     let id = create_id(None, ptr::null_mut(), space, Some(kind))?;
     let pd = match pd.is_null() {
         true => Ok(None),
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         false => unsafe { Ref::<Pd>::get(pd) }.map(Some),
     };
     let result = pd.and_then(|pd| {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         let (src, dst) = unsafe {
             (
                 Address::read(info.ai_src_addr)?,
                 Address::read(info.ai_dst_addr)?,
             )
         };
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         let attr = unsafe { attr.as_mut() };
         if info.ai_flags as u32 & RAI_PASSIVE != 0 {
             bind(id, src.ok_or(Errno::INVALID)?)?;
@@ -258,7 +260,7 @@ unsafe fn create_ep(
         resolve_addr(id, src, dst.ok_or(Errno::INVALID)?, STEP_MS)?;
         complete(id)?;
         if info.ai_route_len > 0 {
-            // SAFETY: the identifier is alive, and the route has that length.
+            // SAFETY: the identifier is alive, and the route has this length.
             let set = unsafe {
                 rdma_set_option(
                     id.handle(),
@@ -281,7 +283,7 @@ unsafe fn create_ep(
             create_qp(id, pd, None, attr, ExtraAttr::default())?;
         }
         if info.ai_connect_len > 0 && !info.ai_connect.is_null() {
-            // SAFETY: the program's data have that length.
+            // SAFETY: the program's data have this length.
             let data =
                 unsafe { slice::from_raw_parts(info.ai_connect.cast::<u8>(), info.ai_connect_len) };
             id.lock().connect_data = data.to_vec();
@@ -298,7 +300,7 @@ unsafe fn create_ep(
 
 /// `rdma_destroy_ep(3)`.
 pub(crate) unsafe extern "C" fn rdma_destroy_ep(id: *mut rdma_cm_id) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     unsafe {
         rdma_destroy_qp(id);
         rdma_destroy_srq(id);
@@ -311,15 +313,15 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
     listener: *mut rdma_cm_id,
     id: *mut *mut rdma_cm_id,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(listener) }.and_then(|listener| {
         if !listener.lock().is_synchronous {
             return Err(Errno::INVALID);
         }
         let channel = listener.lock().channel;
-        // SAFETY: the channel is the listener's.
+        // SAFETY: the channel belongs to the listener.
         let event = unsafe { next_event(channel.handle()) }?;
-        // SAFETY: the event is this call's.
+        // SAFETY: this call owns the event.
         let new = unsafe {
             if (*event).event != RDMA_CM_EVENT_CONNECT_REQUEST {
                 let status = (*event).status;
@@ -333,15 +335,17 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
             id_of((*event).id)?
         };
         if let Err(errno) = prepare(new, listener) {
-            // The listener does not end before its event is acknowledged, and the peer is refused.
-            // SAFETY: the program has neither.
+            // The event must be acknowledged before the listener can be destroyed. Destroying the
+            // identifier rejects the peer.
+            // SAFETY: the program does not have access to either of them.
             unsafe {
                 rdma_ack_cm_event(event);
                 rdma_destroy_id(new.handle());
             }
             return Err(errno);
         }
-        // SAFETY: the program gives a place for the identifier, whose event has the peer's data.
+        // SAFETY: the program provides memory for the identifier, whose event contains the peer's
+        // data.
         unsafe {
             (*new.c()).event = event;
             id.write(new.handle());
@@ -350,8 +354,8 @@ pub(crate) unsafe extern "C" fn rdma_get_request(
     }))
 }
 
-/// Makes an identifier of a request what its listener is: one whose calls wait for their outcome, with a
-/// queue pair where the listener's are to have one.
+/// Makes the identifier of a request synchronous, like its listener, and creates a queue pair if
+/// the listener requires it.
 fn prepare(new: Ref<Id>, listener: Ref<Id>) -> Result<(), Errno> {
     migrate(new, None)?;
     let (qp, pd) = {
@@ -363,19 +367,19 @@ fn prepare(new: Ref<Id>, listener: Ref<Id>) -> Result<(), Errno> {
         return Ok(());
     };
     let pd = (!pd.is_null())
-        // SAFETY: the listener's own.
+        // SAFETY: it belongs to the listener.
         .then(|| unsafe { Ref::<Pd>::get(pd) })
         .transpose()?;
     create_qp(new, pd, None, &mut attr, ExtraAttr::default())
 }
 
-/// `rdma_establish(3)`: for a queue pair that the program drives itself.
+/// `rdma_establish(3)`: for a queue pair that the program modifies itself.
 pub(crate) unsafe extern "C" fn rdma_establish(id: *mut rdma_cm_id) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: the identifier is alive.
         if unsafe { !(*id.c()).qp.is_null() } {
-            // The library has established the connection itself.
+            // The library has already established the connection.
             return Err(Errno::INVALID);
         }
         let (context, device_id) = id.link()?;

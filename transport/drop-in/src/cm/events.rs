@@ -1,4 +1,4 @@
-//! What happens to identifiers.
+//! Events of identifiers.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
@@ -22,7 +22,7 @@ use crate::lock::unpoisoned;
 use crate::object::{Ref, kind};
 use crate::queue::EventQueue;
 
-/// An event on its way to the program.
+/// An event that was not yet returned to the program.
 pub(crate) struct Event {
     id: Ref<Id>,
     listener: Option<Ref<Id>>,
@@ -30,13 +30,14 @@ pub(crate) struct Event {
 }
 
 impl Event {
-    /// The identifier whose channel has it, and that waits for its acknowledgement.
+    /// Returns the identifier that receives the event on its channel and waits for its
+    /// acknowledgement.
     fn owner(&self) -> Ref<Id> {
         self.listener.unwrap_or(self.id)
     }
 }
 
-/// An event that the program has, with its private data.
+/// An event that was returned to the program, with its private data.
 pub(crate) struct Given {
     /// The identifier that waits for its acknowledgement.
     owner: Ref<Id>,
@@ -45,7 +46,7 @@ pub(crate) struct Given {
 
 kind!(Given, rdma_cm_event, b"evnt");
 
-/// Reports what has happened at a device; its lock is held.
+/// Reports an event of a device, whose lock is held.
 pub(crate) fn report(state: &mut State, event: CmEvent) {
     let CmEvent { id, kind } = event;
     if let CmEventKind::ConnectRequest { listener, .. } = &kind {
@@ -60,7 +61,7 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
             }),
             Err(errno) => {
                 tracing::warn!("a connection request is lost: error {}", errno.0);
-                // The peer asks again, or gives up.
+                // The peer will retransmit its request or give up.
                 let _ = state.nic.destroy_id(id);
             }
         }
@@ -80,7 +81,7 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
     });
 }
 
-/// The identifiers, by the address of their device and its own identifier.
+/// All identifiers, indexed by the address of the device and its own identifier.
 static IDS: Mutex<BTreeMap<(IpAddr, CmId), Ref<Id>>> = Mutex::new(BTreeMap::new());
 
 fn ids() -> MutexGuard<'static, BTreeMap<(IpAddr, CmId), Ref<Id>>> {
@@ -91,13 +92,13 @@ fn known(state: &State, id: CmId) -> Option<Ref<Id>> {
     ids().get(&(state.nic.socket_addr().ip(), id)).copied()
 }
 
-/// Remembers which identifier the events of the device's are for.
+/// Registers an identifier for events of a device identifier.
 pub(super) fn know(state: &State, id: CmId, ours: Ref<Id>) {
     ids().insert((state.nic.socket_addr().ip(), id), ours);
 }
 
-/// Forgets an identifier of the device. After the device was removed, another one may have given the
-/// same to another identifier of the program's.
+/// Removes a device identifier. If the device was removed, a new device may already have used the
+/// same number for a different identifier of the program.
 pub(super) fn forget(state: &State, id: CmId, ours: Ref<Id>) {
     let place = (state.nic.socket_addr().ip(), id);
     let mut ids = ids();
@@ -106,8 +107,8 @@ pub(super) fn forget(state: &State, id: CmId, ours: Ref<Id>) {
     }
 }
 
-/// The device of an identifier was removed. One that is on all devices goes on with the others,
-/// without an event, and with this one when it is back.
+/// Handles the removal of an identifier's device. An identifier that uses all devices continues on
+/// the remaining devices without an event, and on this device when it returns.
 fn on_removal(state: &State, id: CmId, ours: Ref<Id>) {
     forget(state, id, ours);
     let addr = state.nic.socket_addr().ip();
@@ -115,7 +116,7 @@ fn on_removal(state: &State, id: CmId, ours: Ref<Id>) {
         let mut ours = ours.lock();
         let is_on_all = ours.any.is_some();
         if is_on_all {
-            // It may be back already.
+            // The device may already have returned.
             let is_gone =
                 |context: Ref<Context>| context.device.config.addr == addr && context.is_removed();
             ours.links.retain(|(context, _)| !is_gone(*context));
@@ -134,7 +135,7 @@ fn on_removal(state: &State, id: CmId, ours: Ref<Id>) {
 
 fn push(event: Event) {
     let owner = event.owner();
-    // Under the lock, so that it does not miss a change of the channel.
+    // We hold the lock while pushing, because the identifier may be moved to another channel.
     let state = owner.lock();
     if event.listener.is_some() {
         event.id.move_to(state.channel, &state.queue);
@@ -142,9 +143,9 @@ fn push(event: Event) {
     state.queue.push(event);
 }
 
-/// Makes the identifier of a connection request: it has its listener's channel and context.
+/// Creates the identifier of a connection request. It uses its listener's channel and context.
 fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<Id>, Errno> {
-    // SAFETY: the listener is alive, since the device knows it.
+    // SAFETY: the listener is alive, because it is registered at the device.
     let (context, space, kind) = unsafe {
         let c = &*listener.c();
         (c.context, c.ps, c.qp_type)
@@ -159,7 +160,7 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         .into_iter()
         .map(|(context, _)| context)
         .find(|context| context.device.config.addr == state.nic.socket_addr().ip());
-    // Another device is not opened under this one's lock.
+    // We must not open another device while this one is locked.
     let device = device.filter(|device| !device.is_removed());
     let device = device.ok_or(Errno::INVALID)?;
     let pd = super::shared(device.device)?.pd.handle();
@@ -167,12 +168,12 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
         let mut state = new.lock();
         state.links.push((device, id));
         state.space = ours;
-        // The peer's service id is not in its request.
+        // The request does not contain the peer's service ID.
         state.services = services.map(|(own, _)| (own, Service::default()));
     }
     know(state, id, new);
     let (local, peer) = (state.nic.local_addr(id), state.nic.peer_addr(id));
-    // SAFETY: no other thread knows the identifier yet.
+    // SAFETY: no other thread has access to the identifier yet.
     unsafe {
         let c = &mut *new.c();
         c.verbs = device.handle();
@@ -193,13 +194,14 @@ fn accept_request(state: &mut State, listener: Ref<Id>, id: CmId) -> Result<Ref<
     Ok(new)
 }
 
-/// Gives an identifier a path record, which is computed: RoCE has no subnet administration.
+/// Sets the path record of an identifier. It is computed, because RoCE has no subnet
+/// administration.
 fn make_route(id: Ref<Id>, local: Option<SocketAddr>, peer: Option<SocketAddr>, state: &State) {
     let (Some(local), Some(peer)) = (local, peer) else {
         return;
     };
     let mtu = state.nic.query_port(1).map_or(3, |p| p.active_mtu.code());
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut path: ibv_sa_path_rec = unsafe { zeroed() };
     let (sgid, dgid) = (local.ip().into(), peer.ip().into());
     let (sgid, dgid): (riser_transport::verbs::Gid, riser_transport::verbs::Gid) = (sgid, dgid);
@@ -209,7 +211,7 @@ fn make_route(id: Ref<Id>, local: Option<SocketAddr>, peer: Option<SocketAddr>, 
     path.reversible = 1;
     path.numb_path = 1;
     path.pkey = 0xffff_u16.to_be();
-    // Each exactly (selector 2 of the record).
+    // All values are exact (selector 2 of the record).
     path.mtu_selector = 2;
     let given = id.lock().path;
     path.mtu = given.map_or(mtu, |path| path.mtu.code());
@@ -218,7 +220,7 @@ fn make_route(id: Ref<Id>, local: Option<SocketAddr>, peer: Option<SocketAddr>, 
     path.packet_life_time_selector = 2;
     path.packet_life_time = 14;
     let path = Box::into_raw(Box::new(path));
-    // SAFETY: the identifier is alive, and its calls wait for each other.
+    // SAFETY: the identifier is alive, and its calls are serialized.
     unsafe {
         let c = &mut *id.c();
         if !c.route.path_rec.is_null() {
@@ -229,9 +231,9 @@ fn make_route(id: Ref<Id>, local: Option<SocketAddr>, peer: Option<SocketAddr>, 
     }
 }
 
-/// Frees what `make_route` has made.
+/// Frees the record created by `make_route`.
 pub(super) fn free_route(id: Ref<Id>) {
-    // SAFETY: the identifier is alive; its record came from a box.
+    // SAFETY: the identifier is alive, and its record was allocated as a box.
     unsafe {
         let path = mem::replace(&mut (*id.c()).route.path_rec, ptr::null_mut());
         if !path.is_null() {
@@ -240,13 +242,14 @@ pub(super) fn free_route(id: Ref<Id>) {
     }
 }
 
-/// Takes back the events of an identifier that is going away. Requests to a listener end with it.
+/// Removes the events of an identifier that is being destroyed. If it is a listener, this also
+/// destroys its requests.
 pub(super) fn retract(queue: &EventQueue<Event>, id: Ref<Id>) {
     let gone = queue.retract(|event| event.id == id || event.listener == Some(id));
     for event in gone.into_iter().filter(|event| event.listener == Some(id)) {
         let request = event.id;
         request.unlink();
-        // The peer may have given up meanwhile.
+        // The peer may have given up in the meantime.
         queue.retract(|event| event.id == request);
         free_route(request);
         let _ = request.retire();
@@ -254,9 +257,9 @@ pub(super) fn retract(queue: &EventQueue<Event>, id: Ref<Id>) {
 }
 
 impl Ref<Id> {
-    /// Moves the identifier of a request, which the program does not have yet, to its listener's channel,
-    /// with what became of it.
-    /// The channel may be gone, its queue is not.
+    /// Moves the identifier of a request, which was not yet returned to the program, to its
+    /// listener's channel, including its events. The channel may already have been destroyed, but
+    /// its queue still exists.
     fn move_to(self, channel: Ref<EventChannel>, queue: &Arc<EventQueue<Event>>) {
         let mut state = self.lock();
         state.channel = channel;
@@ -266,11 +269,11 @@ impl Ref<Id> {
                 queue.push(event);
             }
         }
-        // SAFETY: the program does not know the identifier yet.
+        // SAFETY: the program does not have access to the identifier yet.
         unsafe { (*self.c()).channel = channel.handle() };
     }
 
-    /// Takes back the event of a group that it has left.
+    /// Removes the join event of a group that was left.
     pub(super) fn retract_join(self, group: IpAddr) {
         let queue = Arc::clone(&self.lock().queue);
         queue.retract(|event| {
@@ -280,12 +283,12 @@ impl Ref<Id> {
     }
 }
 
-/// `rdma_migrate_id(3)`: its events come to another channel, also those that wait.
+/// `rdma_migrate_id(3)`: moves its events to another channel, including pending events.
 pub(crate) unsafe extern "C" fn rdma_migrate_id(
     id: *mut rdma_cm_id,
     channel: *mut rdma_event_channel,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let to = (!channel.is_null())
             // SAFETY: as above.
@@ -295,12 +298,12 @@ pub(crate) unsafe extern "C" fn rdma_migrate_id(
     }))
 }
 
-/// Acknowledges the event of its last call that a synchronous identifier keeps for the program.
+/// Acknowledges the event of the last call, which a synchronous identifier keeps for the program.
 ///
 /// # Safety
-/// The program uses the event no longer.
+/// The program must no longer use the event.
 pub(super) unsafe fn acknowledge_kept(id: Ref<Id>) {
-    // SAFETY: the identifier is alive, and the event its own.
+    // SAFETY: the identifier is alive and owns the event.
     unsafe {
         let event = mem::replace(&mut (*id.c()).event, ptr::null_mut());
         if !event.is_null() {
@@ -309,11 +312,11 @@ pub(super) unsafe fn acknowledge_kept(id: Ref<Id>) {
     }
 }
 
-/// Moves an identifier to a channel, or to one of its own.
+/// Moves an identifier to a channel, or to a new private channel.
 pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), Errno> {
     let is_synchronous = to.is_none();
     let to = to.map_or_else(super::create_channel, Ok)?;
-    // SAFETY: it ends with the next call for the identifier.
+    // SAFETY: the event is only valid until the next call that uses the identifier.
     unsafe { acknowledge_kept(id) };
     let (from, had_its_own) = {
         let mut state = id.lock();
@@ -328,7 +331,7 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
         for event in waiting {
             to.events.push(event);
         }
-        // Requests that the program does not have yet come along.
+        // Move requests that were not yet returned to the program too.
         for request in requests {
             request.move_to(to, &to.events);
         }
@@ -339,7 +342,7 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
     };
     // SAFETY: the identifier is alive.
     unsafe { (*id.c()).channel = to.handle() };
-    // Those that the program has must be acknowledged on the old channel first.
+    // Events that were returned to the program must be acknowledged on the old channel first.
     id.events.wait();
     if had_its_own {
         from.end();
@@ -352,25 +355,25 @@ pub(crate) unsafe extern "C-unwind" fn rdma_get_cm_event(
     channel: *mut rdma_event_channel,
     event: *mut *mut rdma_cm_event,
 ) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let known = step(|| unsafe { Ref::<EventChannel>::get(channel) }.map(|c| c.events.raw_fd()));
     let Ok(fd) = known else {
         return step(|| minus(Err(Errno::INVALID)));
     };
     loop {
-        // SAFETY: the program has the channel, and no frame has anything to drop.
+        // SAFETY: the program owns the channel, and no frame has anything to drop.
         let error = unsafe { read_count(fd) };
-        // SAFETY: the program's pointers, as the manual page demands.
+        // SAFETY: the program passes valid pointers, as required by the manual page.
         if let Some(result) = step(|| unsafe { take(channel, error, event) }) {
             return result;
         }
     }
 }
 
-/// Passes the next event to the program; `None` if it has to wait again.
+/// Returns the next event to the program. Returns `None` if it must wait again.
 ///
 /// # Safety
-/// The pointers are the program's, as the manual page demands.
+/// The program must pass valid pointers, as required by the manual page.
 unsafe fn take(
     channel: *mut rdma_event_channel,
     error: c_int,
@@ -379,7 +382,7 @@ unsafe fn take(
     if error != 0 {
         return Some(minus(Err(Errno(error))));
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let channel = match unsafe { Ref::<EventChannel>::get(channel) } {
         Ok(channel) => channel,
         Err(errno) => return Some(minus(Err(errno))),
@@ -390,29 +393,29 @@ unsafe fn take(
     Some(0)
 }
 
-/// `rdma_get_cm_event(3)` within another call, in which the thread is not cancelled.
+/// `rdma_get_cm_event(3)` as part of another call, during which the thread can't be cancelled.
 ///
 /// # Errors
-/// Parameters of the call.
+/// Returns the errors of that function.
 ///
 /// # Safety
-/// The channel is alive.
+/// The channel must be alive.
 pub(super) unsafe fn next_event(
     channel: *mut rdma_event_channel,
 ) -> Result<*mut rdma_cm_event, Errno> {
     let mut event = ptr::null_mut();
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     match step(|| unsafe { rdma_get_cm_event(channel, &raw mut event) }) {
         0 => Ok(event),
         _ => Err(Errno::last()),
     }
 }
 
-/// Makes an event for the program.
+/// Creates an event for the program.
 fn give(event: Event) -> *mut rdma_cm_event {
     let Event { id, listener, kind } = event;
     let owner = listener.unwrap_or(id);
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut c: rdma_cm_event = unsafe { zeroed() };
     c.id = id.handle();
     c.listen_id = listener.map_or(ptr::null_mut(), Ref::handle);
@@ -465,7 +468,7 @@ fn give(event: Event) -> *mut rdma_cm_event {
             reason,
             private_data,
         } => {
-            // The library has one event for all that a datagram identifier is not told.
+            // For datagram identifiers, the library uses a single event for all failures.
             c.event = match is_ud {
                 true => RDMA_CM_EVENT_UNREACHABLE,
                 false => RDMA_CM_EVENT_REJECTED,
@@ -518,7 +521,7 @@ fn give(event: Event) -> *mut rdma_cm_event {
         if is_ud {
             let mut theirs = ud_param(&ours);
             if no_data {
-                // That of a group is in the place of data, as in librdmacm.
+                // Like in librdmacm, the context of a group is stored in place of the private data.
                 theirs.private_data = group_context;
             }
             c.param.ud = theirs;
@@ -538,9 +541,10 @@ fn give(event: Event) -> *mut rdma_cm_event {
     Ref::new(c, given).handle()
 }
 
-/// Shows the program the state of an identifier's queue pair, which the device has changed.
+/// Updates the state of an identifier's queue pair, as seen by the program, after the device has
+/// changed it.
 fn set_qp_state(id: Ref<Id>, state: ibv_qp_state) {
-    // SAFETY: the identifier is alive, and its queue pair, where it has one.
+    // SAFETY: the identifier is alive, and so is its queue pair, if any.
     unsafe {
         let qp = (*id.c()).qp;
         if !qp.is_null() {
@@ -551,7 +555,7 @@ fn set_qp_state(id: Ref<Id>, state: ibv_qp_state) {
 
 /// `rdma_ack_cm_event(3)`.
 pub(crate) unsafe extern "C" fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { Ref::<Given>::get(event) }.and_then(|event| {
         let owner = event.owner;
         event.retire()?;

@@ -12,13 +12,13 @@ use crate::errno::{Errno, minus};
 use crate::object::Ref;
 use crate::qp::Qp;
 
-/// A group that an identifier has joined.
+/// A group joined by an identifier.
 #[derive(Clone, Copy)]
 pub(super) struct Group {
     address: IpAddr,
-    /// The program's, for the event.
+    /// The program's context, returned in the event.
     context: *mut c_void,
-    /// The identifier's queue pair does not receive what is sent to it.
+    /// Set if the identifier's queue pair does not receive datagrams of the group.
     is_send_only: bool,
 }
 
@@ -28,7 +28,7 @@ pub(crate) unsafe extern "C" fn rdma_join_multicast(
     addr: *mut sockaddr,
     context: *mut c_void,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let address = unsafe { Address::read(addr) }?.ok_or(Errno::INVALID)?;
@@ -50,7 +50,7 @@ pub(crate) unsafe extern "C" fn rdma_join_multicast_ex(
     attr: *mut rdma_cm_join_mc_attr_ex,
     context: *mut c_void,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_ref() }.ok_or(Errno::INVALID)?;
@@ -83,17 +83,17 @@ fn join(id: Ref<Id>, group: Group) -> Result<(), Errno> {
         locked
             .nic
             .join_multicast(device_id, group.address, group.is_send_only)?;
-        // Before the event can be taken.
+        // This must be done before the event can be received.
         id.lock().groups.push(group);
     }
     complete(id)
 }
 
-/// A group is joined: attaches the identifier's queue pair, where it has one. Returns the program's
+/// Handles a completed join: attaches the identifier's queue pair, if any. Returns the program's
 /// context of the group.
 ///
 /// # Errors
-/// Those of attaching.
+/// Returns errors of attaching the queue pair.
 pub(super) fn on_join(id: Ref<Id>, param: &ConnParam) -> Result<*mut c_void, Errno> {
     let address = param.ah.as_ref().map(|ah| ah.dgid.ip());
     let group = {
@@ -113,7 +113,7 @@ fn attach(qp: Ref<Qp>, group: Gid) -> Result<(), Errno> {
 }
 
 fn qp_of(id: Ref<Id>) -> Option<Ref<Qp>> {
-    // SAFETY: the identifier is alive, and its queue pair its own.
+    // SAFETY: the identifier is alive and owns its queue pair.
     unsafe { Ref::<Qp>::get((*id.c()).qp) }.ok()
 }
 
@@ -122,7 +122,7 @@ pub(crate) unsafe extern "C" fn rdma_leave_multicast(
     id: *mut rdma_cm_id,
     addr: *mut sockaddr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let address = unsafe { Address::read(addr) }?.ok_or(Errno::INVALID)?;
@@ -136,11 +136,12 @@ pub(crate) unsafe extern "C" fn rdma_leave_multicast(
         };
         let (context, device_id) = id.link()?;
         if let (Some(qp), Some(gid)) = (qp_of(id), mgid(group.address)) {
-            // It may not be attached: it only sends, or came after the event.
+            // The queue pair may not be attached, because it only sends, or because it was created
+            // after the event.
             let _ = context.lock().nic.detach_mcast(qp.id, gid, 0);
         }
         context.lock().nic.leave_multicast(device_id, address)?;
-        // An answer that was not taken would name a group that the identifier is no longer in.
+        // A pending event would refer to a group that the identifier has already left.
         id.retract_join(address);
         Ok(())
     }))

@@ -1,21 +1,21 @@
-//! The RDMA CM: librdmacm's calls over the device's connection manager.
+//! The RDMA CM: librdmacm's functions, implemented on top of the device's connection manager.
 //!
-//! | module | what it has |
+//! | module | contents |
 //! | --- | --- |
 //! | this one | identifiers and event channels |
-//! | `af_ib` | addresses, those of InfiniBand among them |
-//! | `calls` | what a program asks of an identifier |
-//! | `events` | what happens to it |
-//! | `endpoint` | `rdma_getaddrinfo` and what is built on it |
+//! | `af_ib` | addresses, including InfiniBand addresses |
+//! | `calls` | calls that use an identifier |
+//! | `events` | events of identifiers |
+//! | `endpoint` | `rdma_getaddrinfo` and endpoints |
 //! | `groups` | multicast groups |
-//! | `on_device` | what an identifier is on one device |
+//! | `on_device` | identifiers on a single device |
 //! | `qp` | queue pairs and receive queues of identifiers |
-//! | `returns` | identifiers at all devices, when one comes back |
+//! | `returns` | identifiers that use all devices, and devices that return |
 //!
 //! # Locks
-//! An identifier's state has a lock of its own. It is taken while the device's lock is held, since
-//! events are reported under that one; so no call holds it when it locks the device. The lock of
-//! `returns` comes before both.
+//! Each identifier has a lock for its state. It is acquired while the device's lock is held,
+//! because events are reported under the device's lock. So it must not be held when a call locks
+//! the device. The lock of `returns` must be acquired before both.
 
 mod af_ib;
 mod calls;
@@ -58,15 +58,15 @@ use crate::queue::{EventQueue, Unacknowledged};
 
 /// An event channel.
 pub(crate) struct EventChannel {
-    /// Identifiers have it as well: a program may destroy the channel before them.
+    /// Shared with identifiers, because a program may destroy the channel first.
     events: Arc<EventQueue<Event>>,
 }
 
 impl Ref<EventChannel> {
-    /// Ends the channel. Events of its identifiers are not shown to the program any longer.
+    /// Closes the channel. The program no longer receives events of its identifiers.
     fn end(self) {
         self.events.close();
-        // It has no way to report that another thread was faster.
+        // If another thread has already done this, there is no way to report it.
         let _ = self.retire();
     }
 }
@@ -81,54 +81,56 @@ pub(crate) struct Id {
 
 kind!(Id, rdma_cm_id, b"cmid");
 
-// SAFETY: the pointers of the kept attributes are given back to the program and not followed.
+// SAFETY: pointers in the stored attributes are only returned to the program and never
+// dereferenced.
 unsafe impl Send for IdState {}
 
-/// What a path that a program sets decides on RoCE; the rest has to be what it is anyway.
+/// The values of a path set by a program that have an effect on RoCE. All other values must match
+/// the defaults.
 #[derive(Clone, Copy)]
 struct Path {
     mtu: Mtu,
     traffic_class: u8,
 }
 
-/// An identifier of a device, and the context that it is of.
+/// A device identifier and its context.
 type Link = (Ref<Context>, CmId);
 
-/// What an identifier's lock protects.
+/// State protected by an identifier's lock.
 struct IdState {
     channel: Ref<EventChannel>,
-    /// The channel's, also once that is destroyed.
+    /// Queue of the channel. Still used after the channel was destroyed.
     queue: Arc<EventQueue<Event>>,
-    /// It has no channel of the program's: each call waits for its outcome.
+    /// Set if the program has not assigned a channel: each call waits for its completion.
     is_synchronous: bool,
     space: PortSpace,
-    /// Its identifiers of the devices: none before it has an address, and several where it listens
-    /// on all devices.
+    /// Device identifiers. Empty before it has an address. More than one if it listens on all
+    /// devices.
     links: Vec<Link>,
-    /// The address that it is bound to, where that stands for all devices. It may have no link then,
-    /// where no device has an address of that family. As in Linux, the program sees none of them, even
-    /// if there is one.
+    /// The address it is bound to, if this address refers to all devices. In this case, it may have
+    /// no links if no device has an address of this family. Like in Linux, the program does not see
+    /// any device, even if there is only one.
     any: Option<SocketAddr>,
-    /// It is in the list of those that are bound so, or were.
+    /// Set if it is in the list of identifiers that are, or were, bound to all devices.
     is_in_list: bool,
-    /// Requests that may wait for it, once it listens.
+    /// Maximum number of pending requests, if it is listening.
     backlog: Option<u32>,
-    /// Its addresses are of InfiniBand: service ids of the own one and of the peer's.
+    /// Own service ID and service ID of the peer, if it uses InfiniBand addresses.
     services: Option<(Service, Service)>,
-    /// Queue pair, for each request of a listening end point.
+    /// Queue pair to create for each request of a listening endpoint.
     listen_qp: Option<ibv_qp_init_attr>,
-    /// Private data of the connection request of an end point.
+    /// Private data for the connection request of an endpoint.
     connect_data: Vec<u8>,
-    /// Path that the program has set.
+    /// Path set by the program.
     path: Option<Path>,
-    /// Options that were set before it had an identifier of a device.
+    /// Options to set on new device identifiers.
     options: Vec<CmOption>,
-    /// Multicast groups that it has joined.
+    /// Joined multicast groups.
     groups: Vec<Group>,
-    /// Vendor options of a queue pair that the program moves itself, and the peer's.
+    /// Vendor options if the program modifies the queue pair itself, and the peer's options.
     local_ece: Ece,
     remote_ece: Ece,
-    /// Completion queues and channels that were made with the queue pair, or the receive queue.
+    /// Set if completion queues and channels were created with the queue pair or receive queue.
     owns_send_cq: bool,
     owns_recv_cq: bool,
 }
@@ -152,52 +154,52 @@ impl Id {
         shielded(&self.state)
     }
 
-    /// Its identifiers of the devices.
+    /// Returns its device identifiers.
     fn links(&self) -> Vec<Link> {
         self.lock().links.clone()
     }
 
-    /// Whether it has an address.
+    /// Returns whether it has an address.
     fn is_bound(&self) -> bool {
         let state = self.lock();
         state.any.is_some() || !state.links.is_empty()
     }
 
-    /// Its identifier of the device.
+    /// Returns its device identifier.
     ///
     /// # Errors
-    /// `EINVAL` before it has one.
+    /// Returns `EINVAL` if it has no device identifier yet.
     fn link(&self) -> Result<Link, Errno> {
         self.lock().links.first().copied().ok_or(Errno::INVALID)
     }
 }
 
-/// The identifier that a program's pointer names.
+/// Returns the identifier for a program's pointer.
 ///
 /// # Errors
-/// `EINVAL` where it names none.
+/// Returns `EINVAL` if the pointer is invalid.
 ///
 /// # Safety
-/// As [`Ref::get`].
+/// Same as for [`Ref::get`].
 unsafe fn id_of(id: *mut rdma_cm_id) -> Result<Ref<Id>, Errno> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { Ref::get(id) }
 }
 
-/// A context that the identifiers of a device share, with a protection domain for queue pairs that
-/// are created without one. It stays open, as in librdmacm.
+/// A context shared by all identifiers of a device, with a protection domain for queue pairs that
+/// are created without one. Like in librdmacm, it is never closed.
 struct Shared {
     context: Ref<Context>,
     pd: Ref<Pd>,
-    /// XRC domain for those that are created without one, once there is such.
+    /// XRC domain for objects that are created without one, created on demand.
     xrcd: Mutex<Option<Ref<Xrcd>>>,
 }
 
 impl Shared {
-    /// The XRC domain for what is created without one.
+    /// Returns the XRC domain for objects that are created without one.
     ///
     /// # Errors
-    /// Those of opening it.
+    /// Returns errors of opening the domain.
     fn xrcd(&self) -> Result<Ref<Xrcd>, Errno> {
         let mut place = unpoisoned(self.xrcd.lock());
         if let Some(xrcd) = *place {
@@ -209,25 +211,25 @@ impl Shared {
     }
 }
 
-/// The shared context of a device.
+/// Returns the shared context of a device.
 ///
 /// # Errors
-/// Those of opening the device.
+/// Returns errors of opening the device.
 fn shared(device: &'static Device) -> Result<&'static Shared, Errno> {
     shared_on(device, || engine(device))
 }
 
-/// The same, where the engine is `find`'s if the device is not open as yet.
+/// Same as [`shared`], but calls `find` to get the engine if the device is not open yet.
 fn shared_on(
     device: &'static Device,
     find: impl FnOnce() -> Result<Arc<Engine>, Errno>,
 ) -> Result<&'static Shared, Errno> {
     let place = &device.shared;
     let known = place.load(Ordering::Acquire);
-    // That of the process that this one was forked from is of no use here, nor is that of a device
-    // that was removed.
+    // A context of a parent process can't be used here, and neither can a context of a removed
+    // device.
     let is_useful = |context: Ref<Context>| !context.is_inherited() && !context.is_removed();
-    // SAFETY: what is in the place stays.
+    // SAFETY: a shared context is never freed.
     let shared = unsafe { known.cast::<Shared>().as_ref() };
     if let Some(shared) = shared.filter(|shared| is_useful(shared.context)) {
         return Ok(shared);
@@ -238,12 +240,13 @@ fn shared_on(
     let xrcd = Mutex::default();
     let ours = Box::into_raw(Box::new(Shared { context, pd, xrcd }));
     let entered = place.compare_exchange(known, ours.cast(), Ordering::AcqRel, Ordering::Acquire);
-    // SAFETY: what is in the place stays; what is not there is this call's.
+    // SAFETY: a stored shared context is never freed. A context that was not stored belongs to this
+    // call.
     unsafe {
         let Err(other) = entered else {
             return Ok(&*ours);
         };
-        // Another thread was sooner.
+        // Another thread was faster.
         drop(Box::from_raw(ours));
         ibv_dealloc_pd(pd.handle());
         ibv_close_device(context.handle());
@@ -251,26 +254,26 @@ fn shared_on(
     }
 }
 
-/// Whether a device that this process has used was removed, and is not back.
+/// Returns whether a device was used by this process, was removed, and has not returned yet.
 fn is_away(device: &'static Device) -> bool {
     let known = device.shared.load(Ordering::Acquire);
-    // SAFETY: what is in the place stays.
+    // SAFETY: a shared context is never freed.
     unsafe { known.cast::<Shared>().as_ref() }.is_some_and(|shared| shared.context.is_removed())
 }
 
-/// The device that has an address.
+/// Returns the device with this address.
 fn device_at(addr: IpAddr) -> Option<&'static Device> {
     devices().iter().find(|d| d.config.addr == addr)
 }
 
-/// The device from which a destination is reached: the one whose address the host would use, or the
-/// first of the destination's family.
+/// Returns the device for a destination: the device with the address that the host would use, or
+/// the first device of the destination's family.
 fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
     let any: SocketAddr = match dst {
         SocketAddr::V4(_) => ([0, 0, 0, 0], 0).into(),
         SocketAddr::V6(_) => ([0u16; 8], 0).into(),
     };
-    // Nothing is sent: connecting a datagram socket looks the route up.
+    // Connecting a datagram socket looks up the route without sending any packets.
     let local = std::net::UdpSocket::bind(any)
         .and_then(|socket| socket.connect(dst).and_then(|()| socket.local_addr()));
     let by_route = local.ok().and_then(|local| device_at(local.ip()));
@@ -281,25 +284,25 @@ fn device_towards(dst: SocketAddr) -> Result<&'static Device, Errno> {
     by_route.or_else(same_family).ok_or(Errno(libc::ENODEV))
 }
 
-/// An address of the program's.
+/// Reads an address passed by the program.
 ///
 /// # Errors
-/// `EAFNOSUPPORT` for another family than the Internet's.
+/// Returns `EAFNOSUPPORT` if it is not an Internet address.
 ///
 /// # Safety
-/// The pointer is null, or the address has the size of its family.
+/// The pointer must be null, or the address must have the size of its family.
 unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
     if addr.is_null() {
         return Ok(None);
     }
-    // SAFETY: the family comes first in each address.
+    // SAFETY: all addresses start with the family.
     let family = i32::from(unsafe { (*addr).sa_family });
     let size = match family {
         libc::AF_INET => size_of::<sockaddr_in>(),
         libc::AF_INET6 => size_of::<sockaddr_in6>(),
         _ => return Err(Errno(libc::EAFNOSUPPORT)),
     };
-    // SAFETY: all-zero bytes are valid, and there is room for each kind of address.
+    // SAFETY: all zeroes is valid, and there is enough space for any address.
     let storage = unsafe {
         let mut storage: sockaddr_storage = zeroed();
         ptr::copy_nonoverlapping(addr.cast::<u8>(), (&raw mut storage).cast(), size);
@@ -309,10 +312,10 @@ unsafe fn address(addr: *const sockaddr) -> Result<Option<SocketAddr>, Errno> {
     Ok(Some(SocketAddr::new(addr.ip().to_canonical(), addr.port())))
 }
 
-/// Writes an address where a route has one.
+/// Writes an address to a route.
 ///
 /// # Safety
-/// There is room for an address of any family.
+/// There must be enough space for an address of any family.
 unsafe fn write_address(place: *mut sockaddr, addr: SocketAddr) {
     let mut ours = SockAddr::new(addr);
     let size = if addr.is_ipv4() {
@@ -320,7 +323,7 @@ unsafe fn write_address(place: *mut sockaddr, addr: SocketAddr) {
     } else {
         size_of::<sockaddr_in6>()
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { ptr::copy_nonoverlapping(ours.as_mut_ptr().cast::<u8>(), place.cast(), size) };
 }
 
@@ -343,7 +346,7 @@ fn create_channel() -> Result<Ref<EventChannel>, Errno> {
 
 /// `rdma_destroy_event_channel(3)`.
 pub(crate) unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(channel) = unsafe { Ref::<EventChannel>::get(channel) } {
         channel.end();
     }
@@ -357,7 +360,7 @@ pub(crate) unsafe extern "C" fn rdma_create_id(
     space: rdma_port_space,
 ) -> c_int {
     let created = (!channel.is_null())
-        // SAFETY: the program's pointer, as the manual page demands.
+        // SAFETY: the program passes a valid pointer, as required by the manual page.
         .then(|| unsafe { Ref::<EventChannel>::get(channel) })
         .transpose()
         .and_then(|channel| {
@@ -365,12 +368,12 @@ pub(crate) unsafe extern "C" fn rdma_create_id(
             create_id(channel, context, space, None)
         });
     minus(created.map(|created| {
-        // SAFETY: the program gives a place for the identifier.
+        // SAFETY: the program provides memory for the identifier.
         unsafe { id.write(created.handle()) };
     }))
 }
 
-/// The port space that a program names.
+/// Converts a program's port space.
 fn port_space_of(space: rdma_port_space) -> Option<PortSpace> {
     Some(match space {
         RDMA_PS_TCP => PortSpace::Tcp,
@@ -381,7 +384,7 @@ fn port_space_of(space: rdma_port_space) -> Option<PortSpace> {
     })
 }
 
-/// Kind of queue pair that the identifiers of a port space have.
+/// Returns the type of queue pair for identifiers of a port space.
 fn qp_type(space: rdma_port_space) -> ibv_qp_type {
     match space {
         RDMA_PS_UDP | RDMA_PS_IPOIB => IBV_QPT_UD,
@@ -412,7 +415,7 @@ fn create_id(
             (own, Arc::clone(&own.events))
         }
     };
-    // SAFETY: all-zero bytes are valid for this plain C structure.
+    // SAFETY: all zeroes is valid for this plain C structure.
     let mut c: rdma_cm_id = unsafe { zeroed() };
     c.channel = channel.handle();
     c.context = context;
@@ -447,7 +450,7 @@ fn create_id(
 }
 
 impl Ref<Id> {
-    /// Gives the identifier one of the device that has a shared context.
+    /// Creates a device identifier on the device of a shared context.
     fn link_to(self, shared: &'static Shared) -> Result<Link, Errno> {
         let (space, options) = {
             let state = self.lock();
@@ -466,7 +469,7 @@ impl Ref<Id> {
         let mut locked = shared.context.lock();
         let id = locked.nic.create_id_for(space, kind)?;
         for option in options {
-            // It was taken when it was set.
+            // It was checked when it was set.
             let _ = locked.nic.set_option(id, option);
         }
         know(&locked, id, self);
@@ -474,24 +477,25 @@ impl Ref<Id> {
         Ok((shared.context, id))
     }
 
-    /// Takes back what `link_to` has done.
+    /// Destroys the device identifiers created by `link_to`.
     fn unlink(self) {
         let links = mem::take(&mut self.lock().links);
         links.into_iter().for_each(|link| self.give_back(link));
     }
 
-    /// Destroys an identifier of a device.
+    /// Destroys a device identifier.
     fn give_back(self, (context, id): Link) {
         let mut locked = context.lock();
         forget(&locked, id, self);
         locked.give_back_port(id);
-        // It existed, so it can be destroyed.
+        // It exists, so this can't fail.
         let _ = locked.nic.destroy_id(id);
-        // The peer hears of it from this call, as from a kernel: the process may end now.
+        // The peer must be notified during this call, as with a kernel, because the process may
+        // exit after it.
         locked.transmit();
     }
 
-    /// Takes back all that `link_to` has done but one.
+    /// Destroys all device identifiers created by `link_to` except one.
     fn unlink_but(self, kept: Link) {
         let rest = {
             let mut state = self.lock();
@@ -503,7 +507,7 @@ impl Ref<Id> {
         rest.into_iter().for_each(|link| self.give_back(link));
     }
 
-    /// Shows the program the device and the addresses of an identifier.
+    /// Updates the device and the addresses of an identifier, as seen by the program.
     fn show_route(self) {
         let Ok((context, id)) = self.link() else {
             return;
@@ -515,8 +519,8 @@ impl Ref<Id> {
         };
         let any = self.show_addresses(local, peer);
         let pd = shared(context.device).map(|shared| shared.pd.handle());
-        // SAFETY: the identifier is alive; the program reads these members once it has the outcome
-        // of the call, or the event, that sets them.
+        // SAFETY: the identifier is alive. The program reads these fields after the call or event
+        // that sets them.
         unsafe {
             let c = &mut *self.c();
             if any.is_none() {
@@ -537,8 +541,8 @@ impl Ref<Id> {
         }
     }
 
-    /// Shows the program the addresses of an identifier, the own one as it was bound; answers the
-    /// address that it is bound to, where that stands for all devices.
+    /// Updates the addresses of an identifier, as seen by the program. The local address is shown
+    /// as it was bound. Returns the bound address if it refers to all devices.
     fn show_addresses(
         self,
         local: Option<SocketAddr>,
@@ -548,7 +552,7 @@ impl Ref<Id> {
             let state = self.lock();
             (state.any, state.services, state.space)
         };
-        // SAFETY: as in `show_route`; each place has room for any address.
+        // SAFETY: as in `show_route`. There is enough space for any address.
         unsafe {
             let addr = &raw mut (*self.c()).route.addr;
             if let Some(local) = local {
@@ -569,7 +573,7 @@ impl Ref<Id> {
 
 /// `rdma_destroy_id(3)`.
 pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         returns::forget(id);
         id.unlink();
@@ -578,9 +582,10 @@ pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
             let queue = Arc::clone(&state.queue);
             (state.channel, queue, state.is_synchronous)
         };
-        // SAFETY: it ends with the identifier.
+        // SAFETY: the event is only valid while the identifier exists.
         unsafe { acknowledge_kept(id) };
-        // What the program has not taken yet goes; what it has taken it must acknowledge.
+        // Drop events that were not yet returned to the program, and wait until it has acknowledged
+        // the rest.
         retract(&queue, id);
         id.events.wait();
         if is_synchronous {
@@ -591,7 +596,7 @@ pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
     }))
 }
 
-/// `rdma_get_devices(3)`: contexts of all devices, and a null pointer after them.
+/// `rdma_get_devices(3)`: returns contexts of all devices, followed by a null pointer.
 pub(crate) unsafe extern "C" fn rdma_get_devices(count: *mut c_int) -> *mut *mut ibv_context {
     let contexts: Vec<_> = devices()
         .iter()
@@ -599,17 +604,17 @@ pub(crate) unsafe extern "C" fn rdma_get_devices(count: *mut c_int) -> *mut *mut
         .map(|shared| shared.context.handle())
         .collect();
     if !count.is_null() {
-        // SAFETY: the program gives a place for the number.
+        // SAFETY: the program provides memory for the number.
         unsafe { count.write(contexts.len() as c_int) };
     }
-    // SAFETY: the size is that of the pointers and one more.
+    // SAFETY: this is the size of the pointers plus one.
     let list = unsafe { libc::calloc(contexts.len() + 1, size_of::<*mut ibv_context>()) };
     let list = list.cast::<*mut ibv_context>();
     if list.is_null() {
         return pointer(Err(Errno::NO_MEMORY));
     }
     for (i, context) in contexts.into_iter().enumerate() {
-        // SAFETY: the list has room for all of them.
+        // SAFETY: the list has enough space for all of them.
         unsafe { list.add(i).write(context) };
     }
     list
@@ -617,6 +622,6 @@ pub(crate) unsafe extern "C" fn rdma_get_devices(count: *mut c_int) -> *mut *mut
 
 /// `rdma_free_devices(3)`.
 pub(crate) unsafe extern "C" fn rdma_free_devices(list: *mut *mut ibv_context) {
-    // SAFETY: the list came from `calloc`.
+    // SAFETY: the list was allocated by `calloc`.
     unsafe { libc::free(list.cast()) };
 }

@@ -1,4 +1,4 @@
-//! What an identifier is on one device.
+//! Identifiers on a single device.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -9,16 +9,17 @@ use crate::devices::Device;
 use crate::errno::Errno;
 use crate::object::Ref;
 
-/// Places of a listener beside the backlog that its program gives. That counts the requests which the
-/// program has not answered, and the device counts those as well whose peers have not confirmed the
-/// answer, and leaves some to the other peers ([`CmConfig::max_half_open_per_peer`]).
+/// Number of requests allowed in addition to the backlog set by the program. The backlog is the
+/// number of requests that the program has not responded to. The device also counts requests with
+/// responses that are not yet confirmed by their peers, and reserves a part for other peers
+/// ([`CmConfig::max_half_open_per_peer`]).
 ///
 /// [`CmConfig::max_half_open_per_peer`]: riser_transport::cm::CmConfig::max_half_open_per_peer
 const BEYOND_BACKLOG: u32 = 128;
 
-/// Whether an identifier that is bound to all devices is on this one. The unspecified address of IPv6
-/// stands for IPv4 as well, unless the program has it stay to its family, and a loopback address for
-/// the devices of either family.
+/// Returns whether an identifier bound to all devices should use this device. The unspecified IPv6
+/// address includes IPv4, unless the program has restricted it to its family. Loopback addresses
+/// include devices of both families.
 pub(super) fn is_for(id: Ref<Id>, device: &Device, addr: IpAddr) -> bool {
     let state = id.lock();
     let only = state.options.iter().rev().find_map(|option| match option {
@@ -29,7 +30,7 @@ pub(super) fn is_for(id: Ref<Id>, device: &Device, addr: IpAddr) -> bool {
     is_any_family || device.config.addr.is_ipv4() == addr.is_ipv4()
 }
 
-/// Binds an identifier that is bound to all devices to one; answers what it is there, and its port.
+/// Binds an identifier that uses all devices to one of them. Returns the link and the port.
 pub(super) fn bind_at(
     id: Ref<Id>,
     shared: &'static Shared,

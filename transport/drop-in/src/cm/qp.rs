@@ -23,7 +23,7 @@ pub(crate) unsafe extern "C" fn rdma_create_qp(
     pd: *mut ibv_pd,
     attr: *mut ibv_qp_init_attr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         let pd = (!pd.is_null())
             // SAFETY: as above.
@@ -40,7 +40,7 @@ pub(crate) unsafe extern "C" fn rdma_create_qp_ex(
     id: *mut rdma_cm_id,
     attr: *mut ibv_qp_init_attr_ex,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
@@ -62,8 +62,8 @@ pub(crate) unsafe extern "C" fn rdma_create_qp_ex(
     }))
 }
 
-/// Creates a queue pair for an identifier, with completion queues of its own where it is given none.
-/// The receiving end of an extended connection takes an XRC domain and no such queues.
+/// Creates a queue pair for an identifier, and its completion queues if none are specified. For the
+/// receiving end of an XRC connection, it uses an XRC domain instead of completion queues.
 pub(super) fn create_qp(
     id: Ref<Id>,
     pd: Option<Ref<Pd>>,
@@ -79,7 +79,7 @@ pub(super) fn create_qp(
             // SAFETY: the identifier is alive.
             let own = unsafe { (*c).pd };
             match own.is_null() {
-                // SAFETY: the identifier's own.
+                // SAFETY: it belongs to the identifier.
                 false => unsafe { Ref::<Pd>::get(own) }?,
                 true => shared(context.device)?.pd,
             }
@@ -119,7 +119,7 @@ pub(super) fn create_qp(
                 };
                 (*c).qp = qp.handle();
                 (*c).pd = pd.handle();
-                // The queue of an extended connection's receiving end may have one already.
+                // At the receiving end of an XRC connection, these may belong to the receive queue.
                 if attr.qp_type != IBV_QPT_XRC_RECV {
                     (*c).send_cq = attr.send_cq;
                     (*c).recv_cq = attr.recv_cq;
@@ -136,10 +136,10 @@ pub(super) fn create_qp(
     }
 }
 
-/// Makes a completion queue with a channel.
+/// Creates a completion queue with a channel.
 fn make_cq(id: Ref<Id>, entries: u32) -> Result<*mut ibv_cq, Errno> {
     let (context, _) = id.link()?;
-    // SAFETY: the pointers are the library's own.
+    // SAFETY: the pointers were created by this library.
     unsafe {
         let channel = ibv_create_comp_channel(context.handle());
         if channel.is_null() {
@@ -157,7 +157,7 @@ fn make_cq(id: Ref<Id>, entries: u32) -> Result<*mut ibv_cq, Errno> {
     }
 }
 
-/// Makes the completion queues that a program leaves to the library.
+/// Creates completion queues that are not specified by the program.
 fn make_cqs(id: Ref<Id>, attr: &mut ibv_qp_init_attr) -> Result<(), Errno> {
     if attr.send_cq.is_null() {
         attr.send_cq = make_cq(id, attr.cap.max_send_wr)?;
@@ -175,7 +175,7 @@ fn make_cqs(id: Ref<Id>, attr: &mut ibv_qp_init_attr) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Destroys the completion queues that were made with the queue pair.
+/// Destroys the completion queues that were created with the queue pair.
 fn destroy_cqs(id: Ref<Id>) {
     let (send, recv) = {
         let mut state = id.lock();
@@ -184,7 +184,7 @@ fn destroy_cqs(id: Ref<Id>) {
             mem::take(&mut state.owns_recv_cq),
         )
     };
-    // SAFETY: the identifier is alive, and has what was made for it.
+    // SAFETY: the identifier is alive, and owns the objects created for it.
     unsafe {
         let c = &mut *id.c();
         for (owns, cq) in [(send, c.send_cq), (recv, c.recv_cq)] {
@@ -203,7 +203,7 @@ fn destroy_cqs(id: Ref<Id>) {
 
 /// `rdma_destroy_qp(3)`.
 pub(crate) unsafe extern "C" fn rdma_destroy_qp(id: *mut rdma_cm_id) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     let Ok(id) = (unsafe { id_of(id) }) else {
         return;
     };
@@ -214,10 +214,10 @@ pub(crate) unsafe extern "C" fn rdma_destroy_qp(id: *mut rdma_cm_id) {
         (mem::replace(&mut c.qp, ptr::null_mut()), has_xrc_srq)
     };
     if !qp.is_null() {
-        // SAFETY: the identifier's own.
+        // SAFETY: it belongs to the identifier.
         unsafe { ibv_destroy_qp(qp) };
     }
-    // What is there is the receive queue's, with which it goes.
+    // In this case, the completion queue belongs to the receive queue, and is destroyed with it.
     if !has_xrc_srq {
         destroy_cqs(id);
     }
@@ -229,9 +229,9 @@ pub(crate) unsafe extern "C" fn rdma_create_srq(
     pd: *mut ibv_pd,
     attr: *mut ibv_srq_init_attr,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
-        // SAFETY: as above; the identifier is alive. All-zero bytes are valid for attributes.
+        // SAFETY: as above, and the identifier is alive. All zeroes is valid for attributes.
         let (attr, kind, mut extended) = unsafe {
             let attr = attr.as_mut().ok_or(Errno::INVALID)?;
             (attr, (*id.c()).qp_type, zeroed::<ibv_srq_init_attr_ex>())
@@ -255,7 +255,7 @@ pub(crate) unsafe extern "C" fn rdma_create_srq_ex(
     id: *mut rdma_cm_id,
     attr: *mut ibv_srq_init_attr_ex,
 ) -> c_int {
-    // SAFETY: the program's pointers, as the manual page demands.
+    // SAFETY: the program passes valid pointers, as required by the manual page.
     minus(unsafe { id_of(id) }.and_then(|id| {
         // SAFETY: as above.
         let attr = unsafe { attr.as_mut() }.ok_or(Errno::INVALID)?;
@@ -263,8 +263,8 @@ pub(crate) unsafe extern "C" fn rdma_create_srq_ex(
     }))
 }
 
-/// Creates a receive queue of an identifier, which may leave domains and completion queue to the
-/// library.
+/// Creates a receive queue of an identifier. Domains and the completion queue are created if the
+/// program has not specified them.
 fn create_id_srq(id: Ref<Id>, attr: &mut ibv_srq_init_attr_ex) -> Result<(), Errno> {
     let (context, _) = id.link()?;
     let has = |attr: &ibv_srq_init_attr_ex, bit| attr.comp_mask & bit != 0;
@@ -297,8 +297,8 @@ fn create_id_srq(id: Ref<Id>, attr: &mut ibv_srq_init_attr_ex) -> Result<(), Err
             attr.comp_mask |= IBV_SRQ_INIT_ATTR_CQ;
         }
     }
-    // SAFETY: the identifier is alive, and what it is given was just looked at or made; the library
-    // looks at the rest.
+    // SAFETY: the identifier is alive, and the objects passed to the library were checked or
+    // created above. The library checks the rest.
     unsafe {
         let c = &mut *id.c();
         if attr.srq_type == IBV_SRQT_XRC && own_cq.is_null() && id.lock().owns_recv_cq {
@@ -321,16 +321,16 @@ fn create_id_srq(id: Ref<Id>, attr: &mut ibv_srq_init_attr_ex) -> Result<(), Err
 
 /// `rdma_destroy_srq(3)`.
 pub(crate) unsafe extern "C" fn rdma_destroy_srq(id: *mut rdma_cm_id) {
-    // SAFETY: the program's pointer, as the manual page demands.
+    // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(id) = unsafe { id_of(id) } {
-        // SAFETY: the identifier is alive, and its queue its own.
+        // SAFETY: the identifier is alive and owns its queue.
         unsafe {
             let srq = mem::replace(&mut (*id.c()).srq, ptr::null_mut());
             if srq.is_null() {
                 return;
             }
             ibv_destroy_srq(srq);
-            // One of a queue pair is still in use.
+            // The completion queues may still be used by a queue pair.
             if (*id.c()).qp.is_null() || (*id.c()).qp_type == IBV_QPT_XRC_RECV {
                 destroy_cqs(id);
             }

@@ -1,9 +1,9 @@
-//! Identifiers at all devices, and devices that come back.
+//! Identifiers that use all devices, and removed devices that return.
 //!
-//! An identifier that is bound to an address which stands for all devices is on a device again, and
-//! listens there, when that was removed and has come back, as in Linux (`cma_add_one()`). No call of
-//! the program has to do with that. So a thread waits for the address of such a device, as long as
-//! there is such an identifier.
+//! Like in Linux (`cma_add_one()`), if an identifier is bound to an address that refers to all
+//! devices, and a removed device returns, the identifier is bound to this device again, and listens
+//! on it. This happens independently of calls of the program, so while there are such identifiers,
+//! a thread waits for the address of the device.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, UdpSocket};
@@ -24,25 +24,26 @@ use crate::lock::{AT_ALL, unpoisoned};
 use crate::object::Ref;
 use crate::open::engine;
 
-/// Time between two looks for an address, of which the kernel gives notice as well. Where the device
-/// cannot be opened though its address is there, it doubles each time until that goes.
+/// Time between checks for an address. The kernel also notifies us of changes. If the device cannot
+/// be opened although its address exists, the time doubles with each failure.
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(64);
 
-/// The identifiers that are bound to all devices, of this process.
+/// The identifiers of this process that are bound to all devices.
 static IDS: Mutex<Own<Vec<Ref<Id>>>> = Mutex::new(Own::new(Vec::new()));
 
-/// Indices of the devices that a thread of this process waits for.
+/// Indices of the devices that a thread of this process is waiting for.
 static AWAITED: Mutex<Own<BTreeSet<usize>>> = Mutex::new(Own::new(BTreeSet::new()));
 
-/// Something of the process that has made it. A child has none of it, nor the threads that go with it.
+/// A value that belongs to the process that has created it. A child process starts with an empty
+/// value, because it has no such threads.
 struct Own<T> {
     generation: u32,
     value: T,
 }
 
 impl<T: Default> Own<T> {
-    /// Of the first process.
+    /// Creates a value of the first process.
     const fn new(value: T) -> Self {
         Self {
             generation: 0,
@@ -60,29 +61,29 @@ impl<T: Default> Own<T> {
     }
 }
 
-/// The right to change the devices of these identifiers. Its lock comes before all others, and the
-/// process does not fork meanwhile.
+/// Permission to change the devices of these identifiers. Its lock must be acquired before all
+/// other locks, and the process can't fork while it is held.
 pub(super) type Held = MutexGuard<'static, ()>;
 
-/// Takes the lock.
+/// Acquires the lock.
 pub(super) fn hold() -> Held {
     unpoisoned(AT_ALL.lock())
 }
 
-/// Takes the lock for a call about an identifier, if that is bound to all devices.
+/// Acquires the lock for a call that uses an identifier, if it is bound to all devices.
 pub(super) fn hold_for(id: Ref<Id>) -> Option<Held> {
     let is_at_all = id.lock().any.is_some();
     is_at_all.then(hold)
 }
 
-/// Enters an identifier that is bound to all devices.
+/// Registers an identifier that is bound to all devices.
 pub(super) fn enter(_: &Held, id: Ref<Id>) {
     id.lock().is_in_list = true;
     unpoisoned(IDS.lock()).get().push(id);
 }
 
-/// Forgets an identifier that is destroyed. Others do not wait for a device that opens for the sake of
-/// those in the list.
+/// Removes an identifier that is being destroyed. If it is not in the list, this doesn't acquire
+/// the lock, which may be held while a device is being opened.
 pub(super) fn forget(id: Ref<Id>) {
     let is_in_list = id.lock().is_in_list;
     if is_in_list {
@@ -91,7 +92,7 @@ pub(super) fn forget(id: Ref<Id>) {
     }
 }
 
-/// Waits for a device that was removed, for the sake of the identifiers at all devices. The device may
+/// Waits for the return of a removed device, for identifiers that use all devices. The device may
 /// be locked.
 pub(super) fn await_return(device: &'static Device) {
     if !unpoisoned(AWAITED.lock()).get().insert(device.index) {
@@ -105,7 +106,7 @@ pub(super) fn await_return(device: &'static Device) {
     }
 }
 
-/// The thread.
+/// Entry point of the thread.
 fn wait(device: &'static Device) {
     let addr = device.config.addr;
     let mut watch = AddressWatch::open(addr).ok();
@@ -116,20 +117,22 @@ fn wait(device: &'static Device) {
             let _held = hold();
             !unpoisoned(IDS.lock()).get().is_empty()
         };
-        // Without the lock, for which threads that fork or listen wait: this may take seconds.
+        // This must be done without holding the lock, because threads that fork or listen wait for
+        // it, and this may take seconds.
         let opened = (is_there && is_wanted)
             .then(|| engine(device).ok())
             .flatten();
         {
             let _held = hold();
             let ids = unpoisoned(IDS.lock()).get().clone();
-            // Before they are put on the device, which may be removed again at once.
+            // This must be done before they are bound to the device, because it may be removed
+            // again immediately.
             unpoisoned(AWAITED.lock()).get().remove(&device.index);
             if ids.is_empty() || opened.is_some_and(|engine| put_on(&ids, device, &engine)) {
                 return;
             }
             if !unpoisoned(AWAITED.lock()).get().insert(device.index) {
-                // Another thread has begun to wait.
+                // Another thread has started to wait.
                 return;
             }
         }
@@ -153,12 +156,12 @@ fn wait(device: &'static Device) {
     }
 }
 
-/// Whether this host has an address.
+/// Returns whether this host has an address.
 fn is_there(addr: IpAddr) -> bool {
     UdpSocket::bind((addr, 0)).is_ok()
 }
 
-/// Puts identifiers on a device that is open; false where it is not any longer.
+/// Binds identifiers to an open device. Returns false if the device was removed again.
 fn put_on(ids: &[Ref<Id>], device: &'static Device, engine: &Arc<Engine>) -> bool {
     let shared = shared_on(device, || Ok(Arc::clone(engine)));
     let Some(shared) = shared.ok().filter(|shared| !shared.context.is_removed()) else {

@@ -1,4 +1,4 @@
-//! Messages between the processes of an address.
+//! Messages between processes of an address.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -19,42 +19,43 @@ use tracing::{debug, warn};
 
 use crate::thread;
 
-/// Room for a message with the longest packet.
+/// Maximum size of a message with a packet.
 pub(super) const MESSAGE: usize = 8 << 10;
 
-/// Most descriptors that a message may have with it, by the kernel.
+/// Maximum number of descriptors that the kernel allows in a message.
 pub(super) const MAX_DESCRIPTORS: usize = 253;
 
-/// Threads at most that close descriptors of other users.
+/// Maximum number of threads that close descriptors of other users.
 const MAX_DISCARDING: usize = 64;
 
 /// Number of these threads.
 static DISCARDING: AtomicUsize = AtomicUsize::new(0);
 
-/// Time after which such a thread has received its message.
+/// Time after which such a thread should have received its message.
 const TAKEN: Duration = Duration::from_millis(20);
 
-/// A message between processes of an address: its first byte.
+/// The type of a message between processes of an address. It is stored in the first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Message {
-    /// Asks for the sockets and the table, with the socket that they are to go to.
+    /// Requests the sockets and the table, and contains the socket for the response.
     Join = 1,
-    /// They come with it. It goes to no name, which may be another user's by now.
+    /// Contains the sockets and the table. It is not sent to a name, which might already be used by
+    /// another user.
     Welcome = 2,
-    /// The address is another user's.
+    /// The address belongs to another user.
     Refusal = 3,
-    /// A packet that has come to the wrong process, behind its source.
+    /// A packet that was received by the wrong process, preceded by its source address.
     Packet = 4,
-    /// Nothing, but it wakes the process, if there is one.
+    /// Empty message that wakes the process, if it exists.
     Probe = 5,
-    /// Asks for [`Message::Here`].
+    /// Requests [`Message::Here`].
     Ask = 6,
-    /// The process answers, and gives nothing.
+    /// Indicates that the process is responding.
     Here = 7,
 }
 
-/// The name of a slot, or that of the right to open the address.
+/// Returns the name of a slot, or the name that grants the right to open the address.
 pub(super) fn name(addr: IpAddr, slot: Option<u8>) -> Result<SocketAddrUnix, Os> {
     let name = match slot {
         Some(slot) => format!("riser-{addr}-{slot}"),
@@ -75,11 +76,11 @@ pub(super) fn new_mailbox() -> io::Result<OwnedFd> {
     Ok(mailbox)
 }
 
-/// Sends a message to a name, with descriptors; answers whether a process has it. It may have ended before it
-/// could answer, or have a full mailbox.
+/// Sends a message with descriptors to a name. Returns whether it is used by a process, even if
+/// this process exits before it can respond, or if its mailbox is full.
 ///
 /// # Errors
-/// Those of sending.
+/// Returns errors of sending.
 pub(super) fn is_there(
     mailbox: &OwnedFd,
     to: &SocketAddrUnix,
@@ -87,16 +88,16 @@ pub(super) fn is_there(
     with: &[BorrowedFd<'_>],
 ) -> io::Result<bool> {
     match send_with(mailbox, Some(to), message, with) {
-        // One that is connected to another, and hears that one only, is there as well.
+        // A socket that is connected to a different socket, and only receives from it, exists too.
         Ok(()) | Err(Os::AGAIN | Os::PERM) => Ok(true),
         Err(Os::CONNREFUSED) => Ok(false),
         Err(error) => Err(error.into()),
     }
 }
 
-/// What a mailbox got.
+/// Result of receiving from a mailbox.
 pub(super) enum Received {
-    /// `len` bytes, the kind of message with them.
+    /// A message of `len` bytes, including its type.
     Message {
         kind: u8,
         len: usize,
@@ -111,8 +112,8 @@ pub(super) fn receive(mailbox: &OwnedFd, buffer: &mut [u8]) -> Option<Received> 
     receive_with(mailbox, buffer, &mut Vec::new())
 }
 
-/// Receives a message, and the descriptors that come with it; `None` where there is none. Those of
-/// another user are closed by another thread.
+/// Receives a message with its descriptors. Returns `None` if the mailbox is empty. Descriptors
+/// from other users are closed by another thread.
 pub(super) fn receive_with(
     mailbox: &OwnedFd,
     buffer: &mut [u8],
@@ -131,7 +132,8 @@ pub(super) fn receive_with(
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = message {
             descriptors.extend(fds.inspect(|fd| {
-                // Who has sent it may have it wait at its close. Most have no such option.
+                // The sender may have configured the descriptor to block when it is closed. Most
+                // descriptors don't support this option.
                 let _ = sockopt::set_socket_linger(fd, None);
             }));
         }
@@ -154,9 +156,10 @@ struct Sender {
     has_descriptors: bool,
 }
 
-/// The sender of the next message, which stays in the mailbox with its descriptors.
+/// Returns the sender of the next message, without removing the message and its descriptors from
+/// the mailbox.
 fn peek(mailbox: &OwnedFd) -> Option<Sender> {
-    // Without room for descriptors: the kernel reports that there are some.
+    // There is no space for descriptors, but the kernel reports whether there are any.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
@@ -172,8 +175,9 @@ fn peek(mailbox: &OwnedFd) -> Option<Sender> {
     })
 }
 
-/// Receives the next message without room for its descriptors, which the kernel then closes. That
-/// takes as long as their sender wants, for example with a file of a FUSE file system.
+/// Receives the next message without space for its descriptors, so that they are closed by the
+/// kernel. The sender can make this block for any time, for example by using a file of a FUSE file
+/// system.
 fn discard(mailbox: &OwnedFd, has_descriptors: bool) {
     if has_descriptors && discard_in_thread(mailbox).is_ok() {
         return;
@@ -186,10 +190,10 @@ fn discard(mailbox: &OwnedFd, has_descriptors: bool) {
     );
 }
 
-/// As [`discard`], in a thread of its own.
+/// Same as [`discard`], in a separate thread.
 ///
 /// # Errors
-/// There are [`MAX_DISCARDING`] such threads, or the system makes none.
+/// Fails if there are already [`MAX_DISCARDING`] such threads, or if a thread can't be started.
 fn discard_in_thread(mailbox: &OwnedFd) -> io::Result<()> {
     let mailbox = mailbox.try_clone()?;
     let count = DISCARDING.fetch_add(1, Ordering::Relaxed);
@@ -203,7 +207,7 @@ fn discard_in_thread(mailbox: &OwnedFd) -> io::Result<()> {
         false => Err(io::ErrorKind::ResourceBusy.into()),
     };
     match &begun {
-        // The kernel takes the message out of the mailbox before it closes the descriptors.
+        // The kernel removes the message from the mailbox before it closes the descriptors.
         Ok(()) => drop(is_done.recv_timeout(TAKEN)),
         Err(error) => {
             DISCARDING.fetch_sub(1, Ordering::Relaxed);
@@ -213,7 +217,7 @@ fn discard_in_thread(mailbox: &OwnedFd) -> io::Result<()> {
     begun
 }
 
-/// Answers a message. A process that does not read its answer does not get it.
+/// Responds to a message. If the mailbox of the other process is full, the response is dropped.
 pub(super) fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Message) {
     if let Some(to) = to
         && let Err(error) = send_with(mailbox, Some(to), kind, &[])
@@ -222,7 +226,7 @@ pub(super) fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Messag
     }
 }
 
-/// Sends a message without a body, but with descriptors, to a name or to what the socket is connected to.
+/// Sends a message with descriptors, but without a body, to a name or to the connected socket.
 pub(super) fn send_with(
     socket: &OwnedFd,
     to: Option<&SocketAddrUnix>,

@@ -1,4 +1,4 @@
-//! How a process comes to an address that others may have.
+//! Opening an address that may be shared with other processes.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,34 +23,36 @@ use tracing::warn;
 use super::mail::{MESSAGE, Message, Received, is_there, name, new_mailbox, receive, receive_with};
 use crate::port_table::{BITS, PortTable, SLOTS};
 
-/// Time that a process gets to answer another one that opens the device.
+/// Time for a process to respond to another process that opens the device.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Time that a process waits for others that open it, one after the other.
+/// Maximum time to wait for other processes that open the address sequentially.
 pub(crate) const LONGEST: Duration = Duration::from_secs(30);
 
-/// Time in which the port becomes free whose last process has just ended.
+/// Time until the port is free after its last process has exited.
 const LEAVING: Duration = Duration::from_millis(200);
 
-/// Intervals of looking again, and of asking again.
+/// Intervals for checking again, and for repeating a query.
 pub(super) const PAUSE: Duration = Duration::from_millis(2);
 const REMINDER: Duration = Duration::from_millis(20);
 
-/// Bytes of socket buffer for requests.
+/// Size of the socket buffer for requests, in bytes.
 const FRONT_BUFFER: usize = 512 << 10;
 
-/// The right to open an address. Two processes at once would each take themselves for the first.
+/// The right to open an address. Otherwise two concurrent processes could both assume that they are
+/// the first.
 pub(crate) struct Opening {
     pub(super) addr: IpAddr,
-    /// Its name is the right.
+    /// Its name grants the right.
     _mailbox: OwnedFd,
 }
 
 impl Opening {
-    /// Takes the right; `None` where another process has it. This one does not fork until it is given back.
+    /// Acquires the right. Returns `None` if another process holds it. The current process must not
+    /// fork until it is released.
     ///
     /// # Errors
-    /// Those of making a socket.
+    /// Returns errors of creating a socket.
     pub(crate) fn begin(addr: IpAddr) -> io::Result<Option<Self>> {
         let mailbox = new_mailbox()?;
         match bind(&mailbox, &name(addr, None)?) {
@@ -64,7 +66,8 @@ impl Opening {
     }
 }
 
-/// A process that is opening an address: a socket that is connected to it, and to none that does so later.
+/// A process that is opening an address. This is a socket connected to it, and not to any process
+/// that opens the address later.
 pub(super) struct Opener(OwnedFd);
 
 impl Opener {
@@ -73,13 +76,14 @@ impl Opener {
         match connect(&socket, &name(addr, None)?) {
             Ok(()) => Ok(Some(Self(socket))),
             Err(Os::CONNREFUSED) => Ok(None),
-            // It hears another one only: no process with this library does.
+            // It is connected to a different socket, which is never the case for processes with
+            // this library.
             Err(Os::PERM) => Err(unfinished()),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Whether it has not finished.
+    /// Returns whether it has not finished yet.
     pub(super) fn is_opening(&self) -> bool {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let sent = send(&self.0, &[Message::Probe as u8], flags);
@@ -87,8 +91,8 @@ impl Opener {
     }
 }
 
-/// Waits until no process is opening an address. Many may do so one after the other, on a machine that is
-/// busy: each has its time. `pause` waits and answers the time.
+/// Waits until no process is opening an address. On a busy machine, many processes may open it
+/// sequentially, so each of them has its own timeout. `pause` waits and returns the current time.
 pub(super) fn await_openers(
     addr: IpAddr,
     until: Instant,
@@ -107,12 +111,12 @@ pub(super) fn await_openers(
     Ok(())
 }
 
-/// The address is in use by a process that is opening it.
+/// The error if the address is being opened by another process, which does not finish.
 fn unfinished() -> io::Error {
     in_use("a process has begun to open it and does not finish; it may be stopped")
 }
 
-/// The port is in use at the address, for a reason that helps to free it.
+/// The error if the port of the address is in use, with a reason that helps to free it.
 pub(super) fn in_use(why: &str) -> io::Error {
     let why = format!(
         "UDP port {ROCE_PORT} is in use: {why} (`ss -aunp 'sport = {ROCE_PORT}'` lists processes)"
@@ -120,17 +124,20 @@ pub(super) fn in_use(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::AddrInUse, why)
 }
 
-/// Slots, by bits, from which no answer is expected: their processes are silent, or another user's.
+/// Bit mask of slots that are not expected to respond, because their processes are silent, or
+/// belong to another user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Silent(pub(super) u32);
 
-/// Waits for the processes at an address, one of which may be stopped: until none is opening it, up to
-/// `until`, and one that has it answers. Answers those that are silent, where all are. A process may fork
-/// meanwhile, and its child keeps the mailbox with what waits there: so this asks for nothing that has
-/// descriptors with it.
+/// Waits for the processes at an address, some of which may be stopped. Returns when no process is
+/// opening the address, which may take up to `until`, and one of its processes has responded. If
+/// all processes are silent, returns their slots. The current process may fork during this call,
+/// and the child keeps the mailbox with all pending messages, so we don't request anything that
+/// includes descriptors.
 ///
 /// # Errors
-/// `EADDRINUSE` where a process does not finish opening it, and those of making a socket.
+/// Returns `EADDRINUSE` if a process does not finish opening the address, and errors of creating a
+/// socket.
 pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
     await_openers(addr, until, |pause| {
         thread::sleep(pause);
@@ -157,36 +164,36 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
     }
 }
 
-/// Questions to the processes of an address. They go to one more slot at a time: one answer is enough, but
-/// a process that is stopped must not keep the others from being asked.
+/// Queries to the processes of an address. One additional slot is queried at a time, because a
+/// single response is sufficient, but a process that is stopped must not prevent further queries.
 pub(super) struct Inquiry<'a> {
     mailbox: &'a OwnedFd,
     addr: IpAddr,
     /// [`Message::Ask`] or [`Message::Join`].
     question: Message,
-    /// Slots that have not been asked.
+    /// Slots that were not queried yet.
     rest: VecDeque<u8>,
-    /// Those with processes that have been, and have not answered.
+    /// Slots with processes that were queried and have not responded yet.
     asked: Vec<Asked>,
-    /// Those that were silent before.
+    /// Slots that were silent before.
     silent: Silent,
     start: Instant,
 }
 
-/// A slot that has been asked.
+/// A slot that was queried.
 struct Asked {
     slot: u8,
-    /// Where the sockets of the address come, if they are asked for.
+    /// Socket pair that receives the sockets of the address, if they were requested.
     answers: Option<Answers>,
 }
 
-/// What comes of an [`Inquiry`] in the time of a [`REMINDER`].
+/// Result of an [`Inquiry`] after a [`REMINDER`].
 pub(super) enum Inquired {
-    /// The mailbox may have a message, or the answers.
+    /// There may be a message in the mailbox or in one of the socket pairs.
     Mail,
-    /// No slot has a process that could answer.
+    /// No slot has a process that could respond.
     Vacant,
-    /// The process of this slot does not answer, nor do others.
+    /// Neither the process in this slot nor any other process responds.
     Silence(u8),
 }
 
@@ -208,8 +215,8 @@ impl<'a> Inquiry<'a> {
         }
     }
 
-    /// Time for the answers of those that have been asked. Where all were silent before, they are asked
-    /// once more.
+    /// Returns the timeout for responses. If all processes were silent before, they are only
+    /// queried once more.
     fn patience(&self) -> Duration {
         let was_silent = |asked: &Asked| self.silent.0 >> asked.slot & 1 == 1;
         match self.asked.iter().all(was_silent) {
@@ -218,10 +225,10 @@ impl<'a> Inquiry<'a> {
         }
     }
 
-    /// Asks, and waits for a moment.
+    /// Sends queries, and waits for a short time.
     ///
     /// # Errors
-    /// Those of sending.
+    /// Returns errors of sending.
     pub(super) fn poll(&mut self) -> io::Result<Inquired> {
         if self.rest.is_empty()
             && self.start.elapsed() >= self.patience()
@@ -248,12 +255,12 @@ impl<'a> Inquiry<'a> {
         let answers = self.asked.iter().filter_map(|asked| asked.answers.as_ref());
         let inputs = iter::once(self.mailbox).chain(answers.map(|answers| &answers.from));
         let mut inputs: Vec<_> = inputs.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-        // A signal ends it early, and then there is no message.
+        // If this is interrupted by a signal, there is no message.
         let _ = poll(&mut inputs, Some(&pause));
         Ok(Inquired::Mail)
     }
 
-    /// Asks a slot; answers whether it has a process.
+    /// Queries a slot. Returns whether it has a process.
     fn ask(&mut self, slot: u8, answers: Option<Answers>) -> io::Result<bool> {
         let to = answers.as_ref().map(|answers| answers.to.as_fd());
         let name = name(self.addr, Some(slot))?;
@@ -264,38 +271,39 @@ impl<'a> Inquiry<'a> {
         Ok(is_there)
     }
 
-    /// Asks the slot no longer that has an address; answers which.
+    /// Stops querying the slot with this address, and returns the slot.
     fn strike(&mut self, from: &SocketAddrUnix) -> Option<u8> {
         let slot = self.slot(from);
         self.asked.retain(|asked| Some(asked.slot) != slot);
         slot
     }
 
-    /// The slot that has been asked and has an address.
+    /// Returns the queried slot with this address.
     fn slot(&self, from: &SocketAddrUnix) -> Option<u8> {
         let mut asked = self.asked.iter().map(|asked| asked.slot);
         asked.find(|slot| name(self.addr, Some(*slot)).is_ok_and(|name| name == *from))
     }
 }
 
-/// What the processes of an address give another one.
+/// State that processes sharing an address pass to a new process.
 pub(super) enum Joined {
     /// The sockets and the table.
     Welcome(Vec<OwnedFd>, OwnedFd),
-    /// Nothing. Where the port is in use, this is why.
+    /// There was no response. If the port is in use, this is the reason.
     Nothing { why: String },
 }
 
-/// Why an address is in use.
+/// Reasons why an address is in use.
 const NO_LIBRARY: &str = "a process without this library has it, such as riserd, or one as a further \
                           address of its device, or the kernel for rdma_rxe, at all addresses";
 pub(super) const OTHER_VERSION: &str = "a process with another version of this library has it";
 const OTHER_USER: &str = "a process of another user has it";
 
-/// A pair of sockets for the answer of one process. Who has taken the name of its slot gets an end of it as
-/// well: that is connected for good, and no other process answers there.
+/// A socket pair for the response of one process. A malicious process that uses the name of its
+/// slot also gets one end, but the pair is permanently connected, so it can't be used by other
+/// processes.
 pub(super) struct Answers {
-    /// The process that is asked gets it.
+    /// Passed to the process that is queried.
     pub(super) to: OwnedFd,
     pub(super) from: OwnedFd,
 }
@@ -309,10 +317,10 @@ impl Answers {
     }
 }
 
-/// Asks the processes of an address for the sockets and the table, for the one of a slot.
+/// Requests the sockets and the table from the processes of an address, for the process in a slot.
 ///
 /// # Errors
-/// `EMFILE` where this process may not have that many descriptors.
+/// Returns `EMFILE` if this process can't have this number of descriptors.
 pub(super) fn join(
     mailbox: &OwnedFd,
     addr: IpAddr,
@@ -322,7 +330,8 @@ pub(super) fn join(
     let mut inquiry = Inquiry::new(mailbox, addr, Message::Join, silent);
     inquiry.rest.retain(|other| *other != slot);
     let mut buffer = [0; MESSAGE];
-    // Names may be another user's, who answers as well: whether the port is free is for the kernel to say.
+    // Names may be used by another user, who may also respond, so only the kernel can tell whether
+    // the port is free.
     let mut refusal = None;
     let silent = loop {
         match inquiry.poll()? {
@@ -333,7 +342,7 @@ pub(super) fn join(
                 break Some(slot);
             }
         }
-        // Others that are no such process may write as well.
+        // Messages may also be sent by unrelated processes.
         let (from, why) = match receive(mailbox, &mut buffer) {
             Some(Received::OfAnotherUser(from)) => (from, OTHER_USER),
             Some(Received::Message { kind, from, .. }) if kind == Message::Welcome as u8 => {
@@ -356,7 +365,7 @@ pub(super) fn join(
                     welcome = Some(all);
                     true
                 }
-                // It is closed, or no process with this library has written.
+                // It was closed, or the message was not sent by a process with this library.
                 Some(_) => {
                     refusal = Some(OTHER_USER);
                     false
@@ -367,7 +376,7 @@ pub(super) fn join(
             continue;
         };
         if all.len() != usize::from(SLOTS) + 1 {
-            // The kernel has left out those for which there was no room.
+            // The kernel has dropped descriptors for which there was no space.
             return Err(Os::MFILE.into());
         }
         if let Some(table) = all.pop() {
@@ -384,7 +393,7 @@ pub(super) fn join(
     Ok(Joined::Nothing { why })
 }
 
-/// Makes the sockets and the table.
+/// Creates the sockets and the table.
 pub(super) fn begin(addr: IpAddr) -> io::Result<(Vec<OwnedFd>, OwnedFd)> {
     let until = Instant::now() + LEAVING;
     let group = loop {

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_that_has_the_number_of_an_earlier_one_is_another_one() {
+    fn reused_mount_id_is_different_mount() {
         let first = Mounts::of(b"40 22 0:50 / /mnt/a rw - fuse one rw\n");
         let id = first.top(Path::new("/mnt/a")).unwrap().id;
         assert!(first.has(id));

@@ -618,7 +618,7 @@ mod tests {
     };
 
     #[test]
-    fn cdbs_are_those_of_the_standard() {
+    fn cdbs_match_standard() {
         #[rustfmt::skip]
         let cases: [(Command, &[u8]); 14] = [
             (Command::test_unit_ready(), &[0, 0, 0, 0, 0, 0]),
@@ -648,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn effects_say_what_may_be_repeated() {
+    fn effects_determine_replayable_commands() {
         assert!(!Command::read(RANGE, 512).effect.is_change());
         let write = |lba, blocks| Command::write(BlockRange { lba, blocks }, 512, false).effect;
         assert!(write(0, 8).conflicts(write(7, 1)));
@@ -667,7 +667,7 @@ mod tests {
     }
 
     #[test]
-    fn strings_of_a_target_are_made_printable() {
+    fn target_strings_are_made_printable() {
         let mut data = [b' '; 36];
         data[0] = 0;
         data[8..16].copy_from_slice(b"RI\x1b[31m\0");
@@ -682,7 +682,7 @@ mod tests {
     }
 
     #[test]
-    fn capacities_that_cannot_be_are_refused() {
+    fn impossible_capacities_are_rejected() {
         let data = |last: u64, size: u32| {
             let mut data = [0; 32];
             data[..8].copy_from_slice(&last.to_be_bytes());
@@ -712,7 +712,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_are_the_units_own() {
+    fn identity_only_uses_unit_designators() {
         #[rustfmt::skip]
         let page = [
             1, 0x13, 0, 2, 9, 9,             // NAA of the target port
@@ -730,7 +730,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_data_have_cache_and_write_protection() {
+    fn mode_data_contains_cache_and_protection() {
         let caching = CachingPage::parse(&[20, 0, 0x80, 0, 8, 18, 4, 0]).unwrap();
         assert!(caching.write_cache && caching.write_protected && !caching.has_fua);
         let without_cache = CachingPage::parse(&[3, 0, 0x10, 0]).unwrap();
@@ -739,7 +739,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_a_target_sends_panics(data: Vec<u8>) {
+        fn arbitrary_target_data_never_panics(data: Vec<u8>) {
             let _ = Inquiry::parse(&data);
             let _ = Capacity::parse(&data);
             let _ = Capacity::parse_10(&data);

@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_is_known_by_its_names_and_may_only_grow() {
+    fn identity_allows_growth_only() {
         let unit = disk("A", 100);
         assert_eq!(unit.compare(&disk("A", 100)), Ok(()));
         assert_eq!(unit.compare(&disk("A", 101)), Ok(()));
@@ -615,7 +615,7 @@ mod tests {
 
     /// Otherwise, the size of a different unit, or none, would be used for this one.
     #[test]
-    fn a_doubtful_capacity_must_be_confirmed() {
+    fn doubtful_capacity_must_be_confirmed() {
         let mut check = Check::default();
         assert!(!check.doubt(), "nothing is answered yet");
         let mut blocks = [0_u8; 32];
@@ -636,14 +636,14 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_whose_every_round_is_void_is_given_up() {
+    fn check_fails_after_void_rounds() {
         let mut check = Check::default();
         let rounds = std::iter::repeat_with(|| check.begin_again());
         assert_eq!(rounds.take_while(|goes_on| *goes_on).count(), 31);
     }
 
     #[test]
-    fn a_unit_that_refuses_inquiry_has_no_identity() {
+    fn rejected_inquiry_yields_no_identity() {
         for answer in [&[][..], &[0x7f; 96]] {
             let mut check = Check::default();
             assert!(check.take(&[]));
@@ -655,7 +655,7 @@ mod tests {
 
     /// A target may reject all commands except INQUIRY until the unit was identified.
     #[test]
-    fn a_capacity_that_is_not_known_at_first_is_asked_for_again() {
+    fn unknown_capacity_is_queried_again() {
         let mut check = Check::default();
         let capacity = check.command();
         assert!(!check.doubt());
@@ -690,7 +690,7 @@ mod tests {
     }
 
     #[test]
-    fn a_generation_decides_whether_a_cache_is_lost() {
+    fn cache_generation_determines_loss() {
         let (one, two) = (Some([1; 16]), Some([2; 16]));
         for attentions in [&[][..], &[0], &[1], &[7]] {
             assert!(!seen(attentions).is_cache_lost(one, one));
@@ -701,7 +701,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_generation_attentions_and_the_outage_decide() {
+    fn attentions_and_outage_determine_loss() {
         let after = |attentions: &[u8], outage| {
             let mut evidence = Evidence::default();
             evidence.on_login(Some(Duration::from_secs(outage)));
@@ -752,7 +752,7 @@ mod tests {
     /// The lost nexus reported after the second login is the nexus of the first login, after the
     /// restart.
     #[test]
-    fn a_second_login_does_not_undo_what_the_first_one_has_shown() {
+    fn second_login_keeps_earlier_evidence() {
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
         let mut away = Evidence::default();
         away.on_login(Some(Duration::from_secs(60)));
@@ -776,7 +776,7 @@ mod tests {
     }
 
     #[test]
-    fn books_are_kept_from_the_time_that_a_unit_has_a_cache() {
+    fn cache_tracking_starts_when_enabled() {
         let cache = books(None, Some(true));
         assert_eq!(cache, Some(WriteCache::default()));
         assert_eq!(books(None, Some(false)), None);
@@ -818,7 +818,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_fails_once_if_what_it_covers_was_lost() {
+    fn flush_fails_once_after_covered_loss() {
         let mut cache = WriteCache::default();
         cache.on_lost();
         let mark = cache.begin_flush();
@@ -837,7 +837,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flush_that_was_under_way_at_a_loss_fails() {
+    fn flushes_in_flight_at_loss_fail() {
         let mut cache = WriteCache::default();
         cache.on_written();
         let (one, other) = (cache.begin_flush(), cache.begin_flush());
@@ -850,7 +850,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_that_does_not_cover_what_was_lost_does_not_report_it() {
+    fn flush_before_lost_write_keeps_loss() {
         let mut cache = WriteCache::default();
         let early = cache.begin_flush();
         cache.on_written();

@@ -95,7 +95,7 @@ fn terminate(child: &Child) {
 }
 
 #[test]
-fn unwritable_log_does_not_delay_a_signal() {
+fn unwritable_log_does_not_delay_signal() {
     let mut disk = without_reader("mem:1M", "signal");
     terminate(&disk.child);
     eventually("the process ends", PATIENCE, || {
@@ -104,7 +104,7 @@ fn unwritable_log_does_not_delay_a_signal() {
 }
 
 #[test]
-fn unwritable_log_does_not_stop_the_disk() {
+fn unwritable_log_does_not_stop_disk() {
     let mut is_cut = false;
     let script = move |cdb: &[u8], _: &[u8]| {
         // The first write closes the connection, which logs a line.
@@ -129,7 +129,7 @@ fn target_with_failing_flush() -> ForeignTarget {
 }
 
 #[test]
-fn detach_reports_a_failed_final_flush() {
+fn detach_reports_failed_final_flush() {
     let target = target_with_failing_flush();
     let (home, url) = (Home::new("flush"), target.url.to_string());
     let (socket, log) = (home.path("nbd"), home.path("log"));
@@ -170,7 +170,7 @@ fn failed_attachment_is_listed_until_detached() {
 }
 
 #[test]
-fn second_writer_of_a_unit_is_refused() {
+fn second_writer_of_unit_is_rejected() {
     let target = ForeignTarget::start(Disk::default(), unscripted());
     let (home, url) = (Home::new("writers"), target.url.to_string());
     let sockets = ["a", "b", "c"].map(|name| home.path(name));
@@ -197,7 +197,7 @@ fn second_writer_of_a_unit_is_refused() {
 }
 
 #[test]
-fn simultaneous_attaches_of_a_unit_exclude_each_other() {
+fn simultaneous_unit_attaches_exclude_each_other() {
     let target = ForeignTarget::start(Disk::default(), unscripted());
     let (home, url) = (Home::new("race"), target.url.to_string());
     // Two of them also use the same socket, which was left by a killed process.
@@ -217,7 +217,7 @@ fn simultaneous_attaches_of_a_unit_exclude_each_other() {
 }
 
 #[test]
-fn simultaneous_attaches_at_a_directory_exclude_each_other() {
+fn simultaneous_directory_attaches_exclude_each_other() {
     let home = Home::new("directory");
     let dir = home.path("mnt");
     fs::create_dir(&dir).unwrap();
@@ -237,7 +237,7 @@ fn simultaneous_attaches_at_a_directory_exclude_each_other() {
 }
 
 #[test]
-fn detach_of_an_export_with_clients_is_busy() {
+fn detach_with_connected_clients_is_busy() {
     let home = Home::new("clients");
     let socket = home.path("nbd");
     assert_eq!(home.run(&["attach", "mem:1M", "--nbd", &socket]).0, 0);
@@ -348,7 +348,7 @@ fn image(home: &Home, offset: u64) -> Option<(String, [String; 2])> {
 }
 
 #[test]
-fn simultaneous_mounts_of_a_disk_exclude_each_other() {
+fn simultaneous_disk_mounts_exclude_each_other() {
     let home = Home::new("mounts");
     let Some((image, dirs)) = image(&home, 0) else {
         return;
@@ -502,7 +502,7 @@ fn partitions_are_mounted_by_number() {
 }
 
 #[test]
-fn mount_of_a_blank_disk_names_mkfs() {
+fn mount_of_blank_disk_suggests_mkfs() {
     let home = Home::new("blank");
     let Some((path, [dir, _])) = image(&home, 0) else {
         return;
@@ -549,7 +549,7 @@ fn discovery_lists_thousands_of_targets() {
 }
 
 #[test]
-fn invalid_list_of_targets_is_an_error() {
+fn invalid_target_list_is_reported() {
     let list = b"TargetName=iqn.2026-01.com.example:a\0TargetName=iqn.2026-01.com.example:\x1b\0";
     let (_target, url) = portal(list.to_vec());
     let home = Home::new("invalid");

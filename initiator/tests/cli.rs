@@ -79,7 +79,7 @@ impl Drop for Home {
 }
 
 #[test]
-fn help_names_every_verb_and_every_exit_status() {
+fn help_lists_verbs_and_exit_statuses() {
     let home = Home::new();
     let help = home.ok(&["--help"]);
     for want in [
@@ -111,7 +111,7 @@ fn help_names_every_verb_and_every_exit_status() {
 }
 
 #[test]
-fn every_failure_has_its_status_and_says_what_and_where() {
+fn failures_have_status_and_message() {
     let home = Home::new();
     let gone = home.path("gone");
     let cases: &[(&[&str], i32, &str)] = &[
@@ -187,7 +187,7 @@ fn every_failure_has_its_status_and_says_what_and_where() {
 }
 
 #[test]
-fn an_error_looks_like_this() {
+fn error_format_is_stable() {
     let home = Home::new();
     let (_, text) = home.fails(&["detach", "7"]);
     assert_eq!(
@@ -211,7 +211,7 @@ fn an_error_looks_like_this() {
 }
 
 #[test]
-fn reading_and_writing_ranges() {
+fn ranges_are_read_and_written() {
     let home = Home::new();
     assert_eq!(
         home.riser(&["read", "mem:1M", "--offset", "1000", "--length", "7"])
@@ -241,7 +241,7 @@ fn reading_and_writing_ranges() {
 }
 
 #[test]
-fn an_nbd_attachment_lives_until_it_is_detached() {
+fn nbd_attachment_lives_until_detached() {
     let home = Home::new();
     let socket = home.path("nbd");
     let text = home.ok(&["attach", "mem:1M,4096", "--nbd", &socket, "--read-only"]);
@@ -343,7 +343,7 @@ fn files_and_nbd_exports_are_disks() {
 }
 
 #[test]
-fn verbs_of_targets_refuse_other_disks_and_options_that_have_no_effect() {
+fn unsuitable_disks_and_options_are_rejected() {
     let home = Home::new();
     let image = home.path("disk.img");
     std::fs::write(&image, [0; 1000]).unwrap();
@@ -382,7 +382,7 @@ fn verbs_of_targets_refuse_other_disks_and_options_that_have_no_effect() {
 }
 
 #[test]
-fn the_wire_is_measured() {
+fn bench_wire_reports_measurements() {
     let home = Home::new();
     let args = ["bench", "wire", "--runtime", "20ms", "--warm-up", "5ms"];
     let table = home.ok(&args);
@@ -397,7 +397,7 @@ fn the_wire_is_measured() {
 
 /// The test holds the lock of the attachment list.
 #[test]
-fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
+fn lock_wait_is_reported_and_bounded() {
     let home = Home::new();
     home.ok(&["list"]);
     let dir = home.path("state");
@@ -432,7 +432,7 @@ fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
 }
 
 #[test]
-fn what_a_killed_process_leaves_is_cleaned_up() {
+fn killed_process_is_cleaned_up() {
     let home = Home::new();
     let socket = home.path("nbd");
     home.ok(&["attach", "mem:1M", "--nbd", &socket]);
@@ -450,7 +450,7 @@ fn what_a_killed_process_leaves_is_cleaned_up() {
 }
 
 #[test]
-fn a_fuse_attachment_is_a_file_until_a_user_unmounts_it() {
+fn fuse_attachment_is_file_until_unmount() {
     let home = Home::new();
     if !Path::new("/dev/fuse").exists() {
         return skip("FUSE", "there is no /dev/fuse");
@@ -492,7 +492,7 @@ fn a_fuse_attachment_is_a_file_until_a_user_unmounts_it() {
 }
 
 #[test]
-fn a_file_that_is_open_is_served_after_the_signal_to_end() {
+fn open_file_is_served_after_signal() {
     use std::os::unix::fs::FileExt;
 
     let home = Home::new();
@@ -524,7 +524,7 @@ fn a_file_that_is_open_is_served_after_the_signal_to_end() {
 }
 
 #[test]
-fn a_detach_leaves_what_others_have_mounted_in_the_place_of_a_file() {
+fn detach_keeps_foreign_mount_at_path() {
     use riser_initiator::block::{ByteDevice, MemoryDevice};
     use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, unmount};
 
@@ -563,7 +563,7 @@ fn a_detach_leaves_what_others_have_mounted_in_the_place_of_a_file() {
 }
 
 #[test]
-fn a_serving_process_does_not_wait_for_its_own_disk() {
+fn serving_process_avoids_own_disk() {
     let home = Home::new();
     let socket = home.path("nbd");
     home.ok(&["attach", "mem:1M", "--nbd", &socket]);
@@ -607,7 +607,7 @@ fn is_alive(pid: rustix::process::Pid) -> bool {
 }
 
 #[test]
-fn benchmarks_report_what_they_did() {
+fn benchmark_report_is_complete() {
     let home = Home::new();
     let text = home.ok(&[
         "bench",
@@ -638,7 +638,7 @@ fn benchmarks_report_what_they_did() {
 }
 
 #[test]
-fn each_run_of_a_command_does_other_operations() {
+fn runs_use_different_operations() {
     let home = Home::new();
     let image = home.path("disk.img");
     let disk = std::fs::File::create(&image).unwrap();
@@ -708,7 +708,7 @@ fn is_zeroed(image: &str) -> bool {
 }
 
 #[test]
-fn results_replace_neither_the_disk_nor_other_files_of_the_run() {
+fn results_never_overwrite_disk_or_inputs() {
     let home = Home::new();
     let image = zeroed(&home, 1 << 20);
     let (file, state) = (home.path("jobs.fio"), home.path("state.bench"));
@@ -741,7 +741,7 @@ fn results_replace_neither_the_disk_nor_other_files_of_the_run() {
 }
 
 #[test]
-fn what_is_not_possible_is_known_before_the_first_run() {
+fn impossible_runs_are_rejected_before_start() {
     let home = Home::new();
     let image = zeroed(&home, 16 << 20);
     let run = [
@@ -764,7 +764,7 @@ fn what_is_not_possible_is_known_before_the_first_run() {
 }
 
 #[test]
-fn runs_that_have_ended_keep_their_results_when_a_later_one_fails() {
+fn failed_run_keeps_earlier_results() {
     let home = Home::new();
     let image = zeroed(&home, 1 << 20);
     let (file, csv) = (home.path("jobs.fio"), home.path("series.csv"));
@@ -791,7 +791,7 @@ fn runs_that_have_ended_keep_their_results_when_a_later_one_fails() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_takes_nothing_from_other_results() {
+fn unwritable_file_keeps_other_results() {
     let home = Home::new();
     if !Path::new("/dev/full").exists() {
         return skip("a full disk", "there is no /dev/full");
@@ -866,7 +866,7 @@ fn sweeps_run_every_combination_in_every_round() {
 }
 
 #[test]
-fn job_files_of_fio_run() {
+fn fio_job_files_run() {
     let home = Home::new();
     let file = home.path("jobs.fio");
     let text = "[global]\nioengine=libaio\nsize=1m\nbs=${BS}\n[one]\nrw=write\nverify=crc32c\n\
@@ -905,7 +905,7 @@ fn job_files_of_fio_run() {
 }
 
 #[test]
-fn completions_and_manual_pages() {
+fn completions_and_manuals_are_generated() {
     let home = Home::new();
     assert!(
         home.ok(&["completions", "bash"])
@@ -930,7 +930,7 @@ fn completions_and_manual_pages() {
 }
 
 #[test]
-fn target_becomes_the_daemon_s_program() {
+fn target_verb_executes_riserd() {
     let home = Home::new();
     let riser = home.path("riser");
     let own = env!("CARGO_BIN_EXE_riser");
@@ -983,7 +983,7 @@ fn running(home: &Home, args: &[&str]) -> Command {
 }
 
 #[test]
-fn a_program_finds_the_library_and_its_devices() {
+fn run_passes_library_and_devices() {
     let home = Home::new();
     let script = "echo $RISER_DEVICES/$RISER_INJECT/$RISER_PCAP/$RISER_LOG; \
                   echo $LD_LIBRARY_PATH; echo $@; exit 7";
@@ -1028,7 +1028,7 @@ fn a_program_finds_the_library_and_its_devices() {
 }
 
 #[test]
-fn a_program_that_cannot_run_has_the_status_of_shells() {
+fn unrunnable_program_has_shell_exit_status() {
     let home = Home::new();
     let plain = home.path("plain");
     std::fs::write(&plain, "#!/bin/sh\n").unwrap();
@@ -1078,7 +1078,7 @@ fn a_program_that_cannot_run_has_the_status_of_shells() {
 }
 
 #[test]
-fn a_program_that_gains_rights_is_refused() {
+fn setuid_program_is_rejected() {
     if !rustix::process::geteuid().is_root() || rustix::thread::no_new_privs().unwrap() {
         let why = "only root can make one, where such programs gain rights";
         return skip("riser run with a setuid program", why);

@@ -123,7 +123,7 @@ fn try_all(disk: &ThreadDisk) {
 }
 
 #[test]
-fn qemu_nbd_serves_a_disk() {
+fn qemu_nbd_export_works() {
     let args = [
         "-f",
         "raw",
@@ -160,7 +160,7 @@ fn qemu_nbd_serves_a_disk() {
 }
 
 #[test]
-fn nbdkit_serves_a_disk() {
+fn nbdkit_export_works() {
     let args = [
         "-f",
         "-U",
@@ -178,7 +178,7 @@ fn nbdkit_serves_a_disk() {
 }
 
 #[test]
-fn nbdkit_serves_a_disk_over_tcp() {
+fn nbdkit_export_works_over_tcp() {
     // This port was free a moment ago.
     let free = TcpListener::bind("127.0.0.1:0")
         .unwrap()

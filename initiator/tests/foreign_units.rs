@@ -288,7 +288,7 @@ fn units_without_long_cdbs_are_used() {
 
 /// Commands for a unit without a limit transfer at most 512 KiB.
 #[test]
-fn transfers_beyond_the_limit_are_split() {
+fn long_transfers_are_split() {
     let blocks = Arc::new(Mutex::new(Vec::new()));
     let seen = blocks.clone();
     let script = move |cdb: &[u8], _: &[u8]| {

@@ -112,7 +112,7 @@ fn fallocate(
 }
 
 #[test]
-fn the_file_behaves_as_a_disk() {
+fn file_behaves_as_disk() {
     use rustix::fs::FallocateFlags as F;
     for (over_file, caching) in [
         (false, Caching::Direct),
@@ -186,7 +186,7 @@ fn the_file_behaves_as_a_disk() {
 }
 
 #[test]
-fn errors_and_protection_reach_the_caller() {
+fn errors_and_protection_reach_caller() {
     let Some(bed) = bed(false, Caching::Direct, |g| g.read_only = true) else {
         return;
     };
@@ -206,7 +206,7 @@ fn errors_and_protection_reach_the_caller() {
 }
 
 #[test]
-fn many_readers_and_writers_at_once() {
+fn concurrent_readers_and_writers() {
     // A few small buffers: requests must wait for each other, and none may be lost.
     let Some(bed) = bed(false, Caching::Direct, |g| g.max_transfer = 65536) else {
         return;
@@ -233,7 +233,7 @@ fn many_readers_and_writers_at_once() {
 }
 
 #[test]
-fn dropping_it_detaches_it_even_in_use() {
+fn drop_detaches_mount_in_use() {
     let Some(bed) = bed(false, Caching::Direct, |_| {}) else {
         return;
     };
@@ -272,7 +272,7 @@ impl Drop for Loop {
 }
 
 #[test]
-fn ext4_on_a_loop_device() {
+fn ext4_works_on_loop_device() {
     if !rustix::process::geteuid().is_root() {
         return skip("a loop device", "it needs root");
     }
@@ -418,7 +418,7 @@ fn open(mount: &FuseMount) -> File {
 }
 
 #[test]
-fn a_mebibyte_is_one_transfer() {
+fn mebibyte_is_single_transfer() {
     const LEN: usize = 1 << 20;
     let dir = directory("long");
     let disk = Arc::new(Counting::new(16 << 20));
@@ -449,7 +449,7 @@ fn a_mebibyte_is_one_transfer() {
 }
 
 #[test]
-fn a_disk_with_a_thread_serves_its_mount_there() {
+fn threaded_disk_serves_mount_on_its_thread() {
     use riser_initiator::disks::file;
 
     let dir = directory("thread");
@@ -496,7 +496,7 @@ fn a_disk_with_a_thread_serves_its_mount_there() {
 }
 
 #[test]
-fn the_end_of_a_detached_mount_leaves_the_next_one_at_its_path() {
+fn detached_mount_keeps_next_mount() {
     let dir = directory("again");
     let (sender, ended) = mpsc::channel();
     let on_end = move || sender.send(()).unwrap();
@@ -522,7 +522,7 @@ fn the_end_of_a_detached_mount_leaves_the_next_one_at_its_path() {
 }
 
 #[test]
-fn an_aborted_connection_is_an_error_and_leaves_no_mount() {
+fn aborted_connection_fails_and_unmounts() {
     let dir = directory("abort");
     let disk = Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
     let (sender, ended) = mpsc::channel();
@@ -551,7 +551,7 @@ fn an_aborted_connection_is_an_error_and_leaves_no_mount() {
 }
 
 #[test]
-fn a_mount_that_others_have_detached_is_not_looked_for_at_its_path() {
+fn externally_detached_mount_spares_next_mount() {
     for has_next in [false, true] {
         let dir = directory("others");
         let disk = || Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
@@ -580,7 +580,7 @@ fn a_mount_that_others_have_detached_is_not_looked_for_at_its_path() {
 }
 
 #[test]
-fn a_mount_under_another_one_stays() {
+fn covered_mount_is_kept() {
     let dir = directory("under");
     let disk = || Arc::new(MemoryDevice::new(1 << 20, 512).unwrap());
     let Some(mount) = mount_over(&dir, disk(), Caching::Direct, || {}) else {
@@ -601,7 +601,7 @@ fn a_mount_under_another_one_stays() {
 }
 
 #[test]
-fn a_forced_unmount_of_a_mount_in_use_is_an_error_and_leaves_no_mount() {
+fn forced_unmount_in_use_fails_cleanly() {
     use rustix::mount::{UnmountFlags, unmount};
 
     if !rustix::process::geteuid().is_root() {
@@ -637,7 +637,7 @@ fn a_forced_unmount_of_a_mount_in_use_is_an_error_and_leaves_no_mount() {
 }
 
 #[test]
-fn a_synchronous_write_is_on_the_medium_when_it_returns() {
+fn synchronous_write_reaches_medium_before_return() {
     use std::os::unix::fs::OpenOptionsExt;
 
     for caching in [Caching::Direct, Caching::Kernel] {

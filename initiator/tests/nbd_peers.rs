@@ -118,7 +118,7 @@ fn path(p: &Path) -> &str {
 }
 
 #[test]
-fn nbdinfo_sees_the_export_and_its_map() {
+fn nbdinfo_reports_export_and_map() {
     let bed = Bed::new(512, |_| {});
     let Some(json) = tool("nbdinfo", &["--json", &bed.uri()]) else {
         return;
@@ -153,7 +153,7 @@ fn nbdinfo_sees_the_export_and_its_map() {
 }
 
 #[test]
-fn nbdcopy_there_and_back_is_identical() {
+fn nbdcopy_round_trip_is_identical() {
     for block in [512, 4096] {
         let bed = Bed::new(block, |_| {});
         let (image, bytes) = bed.image("image");
@@ -194,7 +194,7 @@ fn qemu_img_converts_and_compares() {
 }
 
 #[test]
-fn qemu_io_does_every_command_at_odd_offsets() {
+fn qemu_io_commands_work_at_odd_offsets() {
     for (block, zeroes) in [(512, true), (4096, true), (4096, false)] {
         let bed = Bed::new(block, |g| {
             if !zeroes {
@@ -247,11 +247,11 @@ fn qemu_io_does_every_command_at_odd_offsets() {
 }
 
 #[test]
-fn fio_verifies_what_it_wrote() {
+fn fio_verifies_written_data() {
     let bed = Bed::new(512, |_| {});
     let engines = tool("fio", &["--enghelp"]);
     if !engines.is_some_and(|e| e.contains("nbd")) {
-        return skip("fio_verifies_what_it_wrote", "fio has no nbd engine");
+        return skip("fio_verifies_written_data", "fio has no nbd engine");
     }
     let uri = format!("--uri={}", bed.uri());
     tool(
@@ -276,7 +276,7 @@ fn fio_verifies_what_it_wrote() {
 }
 
 #[test]
-fn a_read_only_disk_is_exported_so() {
+fn read_only_disk_is_exported_read_only() {
     let bed = Bed::new(512, |g| g.read_only = true);
     let Some(json) = tool("nbdinfo", &["--json", &bed.uri()]) else {
         return;
@@ -285,7 +285,7 @@ fn a_read_only_disk_is_exported_so() {
 }
 
 #[test]
-fn errors_reach_the_client_and_the_connection_survives() {
+fn errors_reach_client_without_disconnect() {
     let bed = Bed::new(512, |_| {});
     bed.device.spoil(3 << 20..(3 << 20) + 512);
     let uri = bed.uri();
@@ -332,7 +332,7 @@ fn request(kind: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
 }
 
 #[test]
-fn a_plain_client_gets_a_long_read_in_one_reply() {
+fn plain_client_gets_single_long_reply() {
     let bed = Bed::new(512, |_| {});
     bed.device.memory().write(5 << 20, b"here");
     let mut client = plain_client(&bed);
@@ -344,7 +344,7 @@ fn a_plain_client_gets_a_long_read_in_one_reply() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_not_read() {
+fn non_reading_client_is_throttled() {
     let bed = Bed::new(512, |_| {});
     let mut client = plain_client(&bed);
     client
@@ -370,7 +370,7 @@ fn a_client_that_does_not_read_is_not_read() {
 }
 
 #[test]
-fn a_client_that_does_not_read_leaves_buffers_for_others() {
+fn non_reading_client_leaves_buffers_for_others() {
     let bed = Bed::new(512, |_| {});
     let mut greedy = plain_client(&bed);
     let batch: Vec<u8> = (0..80).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
@@ -397,7 +397,7 @@ fn a_client_that_does_not_read_leaves_buffers_for_others() {
 
 /// The client uses all available buffers on many connections, without reading replies.
 #[test]
-fn a_client_with_many_connections_leaves_buffers_for_others() {
+fn many_connections_leave_buffers_for_others() {
     let bed = Bed::new(512, |_| {});
     let batch: Vec<u8> = (0..80).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
     let mut greedy: Vec<UnixStream> = (0..16).map(|_| plain_client(&bed)).collect();

@@ -85,7 +85,7 @@ mod tests {
     use crate::block::task::block_on;
 
     #[test]
-    fn a_value_crosses_threads() {
+    fn value_is_sent_across_threads() {
         let (tx, rx) = oneshot();
         let thread = std::thread::spawn(move || tx.send(7));
         assert_eq!(block_on(rx), Some(7));
@@ -93,14 +93,14 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_sender_is_told() {
+    fn dropped_sender_closes_channel() {
         let (tx, rx) = oneshot::<u8>();
         drop(tx);
         assert_eq!(block_on(rx), None);
     }
 
     #[test]
-    fn nobody_needs_to_wait() {
+    fn dropped_receiver_discards_value() {
         let (tx, rx) = oneshot();
         drop(rx);
         tx.send(String::from("dropped"));

@@ -110,7 +110,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn messages_end_a_park_whenever_they_come() {
+    fn message_wakes_parked_thread() {
         let mailbox = Arc::new(Mailbox::new().unwrap());
         let sender = mailbox.clone();
         let thread = std::thread::spawn(move || {

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_are_granted_in_the_order_of_asking() {
+    fn buffers_are_granted_in_fifo_order() {
         let pool = BufferPool::new(4 * PAGE).unwrap();
         let a = pool.try_take(3 * PAGE).unwrap();
         let mut large = pool.take(2 * PAGE);
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_had_without_a_buffer() {
+    fn zeroes_need_no_pool_buffer() {
         let pool = BufferPool::new(2 * PAGE).unwrap();
         assert_eq!(pool.size(), 2 * PAGE);
         let held = pool.try_take(2 * PAGE).unwrap();
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn giving_up_lets_the_next_one_in() {
+    fn dropped_waiter_wakes_next() {
         let pool = BufferPool::new(2 * PAGE).unwrap();
         let held = pool.try_take(PAGE).unwrap();
         let mut large = pool.take(2 * PAGE);
@@ -364,7 +364,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_never_overlap_and_all_come_back(sizes in proptest::collection::vec((1usize..5 * PAGE, any::<bool>()), 1..60)) {
+        fn runs_never_overlap_or_leak(sizes in proptest::collection::vec((1usize..5 * PAGE, any::<bool>()), 1..60)) {
             let pool = BufferPool::new(16 * PAGE).unwrap();
             let mut held: Vec<Buffer> = Vec::new();
             for (len, drop_one) in sizes {

@@ -151,7 +151,7 @@ mod tests {
 
     /// Uses the clock, sockets and device of the host.
     #[test]
-    fn an_engine_runs_on_a_thread_of_its_own() {
+    fn engine_runs_on_dedicated_thread() {
         let client = Client::builder().pool(1 << 20).without_device().unwrap();
         let wait = client.timeout(Duration::from_millis(5), std::future::pending::<()>());
         assert_eq!(block_on(wait), Err(Elapsed));

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_says_since_when_and_why() {
+    fn report_contains_time_and_reason() {
         let status = SessionStatus::default();
         let first = status.report();
         assert_eq!(first.link.state, LinkState::Connecting);

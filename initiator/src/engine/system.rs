@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_sent_is_gone_with_the_socket() {
+    fn close_discards_unsent_data() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut system: System<Endpoint> = System::new(Box::new(|| Ok(None)));
         let socket = system.connect_tcp(None, listener.local_addr().unwrap());

@@ -85,7 +85,7 @@ fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_disk_is_found_written_and_read() {
+fn disk_is_discovered_written_and_read() {
     let rig = rig("channels=2");
     assert_eq!(rig.session.status().link(), LinkState::Live);
     assert_eq!(block_on(rig.session.luns()).unwrap().len(), 1);
@@ -121,7 +121,7 @@ fn a_disk_is_found_written_and_read() {
 }
 
 #[test]
-fn a_refused_login_says_why() {
+fn rejected_login_reports_reason() {
     let target = FakeTarget::start(8);
     target.knobs.refuse.store(true, Ordering::SeqCst);
     let url: SrpUrl = format!("srp://{}/?ioc_guid=1", target.addr)
@@ -137,7 +137,7 @@ fn a_refused_login_says_why() {
 }
 
 #[test]
-fn pieces_become_tables_within_and_outside_the_command() {
+fn segments_use_inline_and_external_tables() {
     let rig = rig("cmd_sg_entries=4&allow_ext_sg=1&immediate=0");
     let lun = block_on(rig.session.lun(0)).unwrap();
     for pieces in [3usize, 9] {
@@ -187,7 +187,7 @@ fn pieces_become_tables_within_and_outside_the_command() {
 /// The check after a login, which precedes all retries, gets a slot even if commands use all of
 /// them.
 #[test]
-fn a_unit_is_checked_though_a_session_is_full() {
+fn full_session_still_checks_unit() {
     let target = FakeTarget::start(BLOCKS);
     let mut builder = Client::builder().pool(8 << 20).timing(timing());
     builder.max_requests = 1;
@@ -211,7 +211,7 @@ fn a_unit_is_checked_though_a_session_is_full() {
 
 /// A waiting command may complete as soon as it gets a slot.
 #[test]
-fn a_command_that_cannot_be_sent_leaves_its_room_to_those_that_wait() {
+fn unsendable_command_frees_slot_for_waiters() {
     let target = FakeTarget::start(BLOCKS);
     let mut builder = Client::builder().pool(8 << 20).timing(timing());
     builder.max_requests = 1;
@@ -239,7 +239,7 @@ fn a_command_that_cannot_be_sent_leaves_its_room_to_those_that_wait() {
 }
 
 #[test]
-fn patience_is_had_and_errors_are_told() {
+fn busy_is_retried_and_errors_are_returned() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     let knobs = &rig.target.knobs;
@@ -268,7 +268,7 @@ fn patience_is_had_and_errors_are_told() {
 }
 
 #[test]
-fn silence_leads_to_an_abort_and_a_second_attempt() {
+fn silent_command_is_aborted_and_retried() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
@@ -280,7 +280,7 @@ fn silence_leads_to_an_abort_and_a_second_attempt() {
 /// A connection has regions for only one of these commands at a time. The first gets no response.
 /// When its abort frees the regions, the timeout of the second has expired, too.
 #[test]
-fn no_command_is_sent_behind_its_own_abort() {
+fn command_never_follows_its_own_abort() {
     let rig = rig("queue_size=2&cmd_sg_entries=16&immediate=0");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
@@ -313,7 +313,7 @@ fn no_command_is_sent_behind_its_own_abort() {
 }
 
 #[test]
-fn a_deaf_target_is_left_and_found_again() {
+fn unresponsive_target_causes_reconnect() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     // After the check of a newly found unit.
@@ -329,7 +329,7 @@ fn a_deaf_target_is_left_and_found_again() {
 }
 
 #[test]
-fn broken_connections_are_made_again_and_commands_repeated() {
+fn broken_connection_reconnects_and_retries_commands() {
     let rig = rig("channels=2");
     let lun = block_on(rig.session.lun(0)).unwrap();
     for (round, knob) in [&rig.target.knobs.disconnect, &rig.target.knobs.garbage]
@@ -352,7 +352,7 @@ fn broken_connections_are_made_again_and_commands_repeated() {
 /// A target that is still starting may not report names yet. This does not indicate a different
 /// unit.
 #[test]
-fn a_unit_that_cannot_say_who_it_is_yet_is_asked_again() {
+fn unit_without_names_is_checked_again() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.no_pages.store(3, Ordering::SeqCst);
@@ -363,7 +363,7 @@ fn a_unit_that_cannot_say_who_it_is_yet_is_asked_again() {
 }
 
 #[test]
-fn a_unit_is_known_by_pages_that_it_does_not_list() {
+fn unlisted_pages_identify_unit() {
     let rig = rig("");
     let knobs = &rig.target.knobs;
     knobs.unlisted.store(true, Ordering::SeqCst);
@@ -384,7 +384,7 @@ fn a_unit_is_known_by_pages_that_it_does_not_list() {
 /// Without these pages, the unit would have no identity and would be treated as a different unit
 /// later.
 #[test]
-fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
+fn discovery_fails_while_pages_are_unreadable() {
     let rig = rig("");
     for page in 0..3 {
         rig.target.knobs.no_pages.store(1 + page, Ordering::SeqCst);
@@ -404,7 +404,7 @@ fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
 /// Pages from before and after a reconnect would be combined into the identity of a unit that does
 /// not exist.
 #[test]
-fn a_unit_is_identified_by_answers_of_one_login() {
+fn identity_uses_responses_of_single_login() {
     let rig = rig("");
     rig.target.knobs.vanishes.store(true, Ordering::SeqCst);
     let lun = block_on(rig.session.lun(0)).unwrap();
@@ -418,7 +418,7 @@ fn a_unit_is_identified_by_answers_of_one_login() {
 
 /// Events are not reported for a unit that is not watched yet.
 #[test]
-fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_sent() {
+fn unit_is_checked_before_first_use() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 512));
@@ -445,7 +445,7 @@ fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_s
 }
 
 #[test]
-fn a_disk_without_a_cache_need_not_have_a_command_to_flush_it() {
+fn cacheless_disk_may_lack_flush_command() {
     let rig = rig("");
     let cached = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.cacheless.store(true, Ordering::SeqCst);
@@ -457,7 +457,7 @@ fn a_disk_without_a_cache_need_not_have_a_command_to_flush_it() {
 /// After a rejection, there are no further events of the connection manager, so only the engine's
 /// clock can trigger the next attempt. A Linux target rejects logins while its port is disabled.
 #[test]
-fn a_target_that_refuses_for_a_while_is_asked_again() {
+fn rejected_login_is_retried() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.refuse.store(true, Ordering::SeqCst);
@@ -478,7 +478,7 @@ fn a_target_that_refuses_for_a_while_is_asked_again() {
 
 /// The target uses the key of a completed command for a write, but the key is invalid.
 #[test]
-fn memory_is_out_of_reach_once_a_command_is_done() {
+fn completed_command_memory_is_inaccessible() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 16384));
@@ -501,7 +501,7 @@ fn memory_is_out_of_reach_once_a_command_is_done() {
 /// SRP does not negotiate remote invalidation. If a target uses it anyway, it invalidates the key
 /// whose local invalidation would have indicated the completion of the command's SEND.
 #[test]
-fn a_target_that_invalidates_keys_unasked_loses_its_connection_and_no_command() {
+fn unsolicited_invalidation_closes_connection_without_losses() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 16384));
@@ -518,7 +518,7 @@ fn a_target_that_invalidates_keys_unasked_loses_its_connection_and_no_command() 
 }
 
 #[test]
-fn a_lossy_wire_spoils_nothing() {
+fn lossy_network_preserves_data() {
     let target = FakeTarget::start(BLOCKS);
     world::fabric().set_faults(FaultConfig::percent(7, 2.0, 1.0, 1.0, 2.0));
     let client = world::add_engine(Client::builder().pool(8 << 20));
@@ -536,7 +536,7 @@ fn a_lossy_wire_spoils_nothing() {
 }
 
 #[test]
-fn closing_ends_even_what_the_session_had_no_room_for() {
+fn close_completes_overflow_commands() {
     let target = FakeTarget::start(64);
     target.knobs.deaf.store(true, Ordering::SeqCst);
     let client = client();
@@ -559,14 +559,14 @@ fn closing_ends_even_what_the_session_had_no_room_for() {
 }
 
 #[test]
-fn a_partition_that_the_device_lacks_is_refused() {
+fn missing_partition_key_is_rejected() {
     let url: SrpUrl = "srp://127.0.26.1/?pkey=8001".parse().unwrap();
     let error = block_on(client().connect(&url)).unwrap_err();
     assert!(error.to_string().contains("8001"), "{error}");
 }
 
 #[test]
-fn a_timeout_is_kept_while_the_target_is_away() {
+fn unreachable_target_does_not_extend_timeout() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.refuse.store(true, Ordering::SeqCst);
@@ -584,7 +584,7 @@ fn a_timeout_is_kept_while_the_target_is_away() {
 }
 
 #[test]
-fn zeroes_need_no_buffer_by_command_or_as_data() {
+fn zeroing_needs_no_pool_buffer() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 512 << 10));
@@ -613,7 +613,7 @@ fn zeroes_need_no_buffer_by_command_or_as_data() {
 }
 
 #[test]
-fn an_abandoned_wait_keeps_the_memory_until_the_end() {
+fn abandoned_wait_keeps_memory_until_completion() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     let free = rig.client.buffers().free();
@@ -690,7 +690,7 @@ fn work(rig: &Rig, ios: u32, depth: u32) -> (u32, u32) {
 }
 
 #[test]
-fn a_workload_runs_on_the_engine() {
+fn workload_runs_on_engine() {
     let deep = rig("queue_size=16");
     assert_eq!(work(&deep, 2000, 64), (2000, 0), "deeper than the queue");
     let wide = rig("register_always=0&queue_size=16");
@@ -738,7 +738,7 @@ impl Drop for Paced {
 }
 
 #[test]
-fn a_workload_is_woken_at_its_times_and_ends_with_the_last() {
+fn workload_is_woken_at_due_times() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     let (done, ended) = mpsc::channel();
@@ -762,7 +762,7 @@ fn a_workload_is_woken_at_its_times_and_ends_with_the_last() {
 }
 
 #[test]
-fn a_login_that_nobody_waits_for_is_undone() {
+fn abandoned_login_is_logged_out() {
     let target = FakeTarget::start(8);
     let client = client();
     let url: SrpUrl = format!("srp://{}/?ioc_guid=1", target.addr)
@@ -776,7 +776,7 @@ fn a_login_that_nobody_waits_for_is_undone() {
 }
 
 #[test]
-fn a_channel_that_is_being_connected_is_connected_before_it_is_closed() {
+fn srp_channel_finishes_connecting_before_close() {
     let target = FakeTarget::start(8);
     target.knobs.late.store(true, Ordering::SeqCst);
     let client = client();
@@ -790,7 +790,7 @@ fn a_channel_that_is_being_connected_is_connected_before_it_is_closed() {
 }
 
 #[test]
-fn an_iser_connection_that_is_being_made_is_made_before_it_is_closed() {
+fn iser_connection_finishes_connecting_before_close() {
     use riser_transport::verbs::{
         CmEvent, CmEventKind, ConnParam, PortSpace, Provider, QpCap, QpInitAttr, QpType, RdmaCm,
         Verbs,
@@ -841,7 +841,7 @@ fn an_iser_connection_that_is_being_made_is_made_before_it_is_closed() {
 }
 
 #[test]
-fn waiting_for_memory_ends_too() {
+fn wait_for_buffer_times_out() {
     let rig = rig("");
     let all = block_on(rig.client.buffers().take(8 << 20));
     let session = rig.session.clone().with_timeout(Duration::from_millis(50));
@@ -853,7 +853,7 @@ fn waiting_for_memory_ends_too() {
 }
 
 #[test]
-fn a_bare_address_is_completed() {
+fn bare_address_is_completed() {
     let target = FakeTarget::start(8);
     let client = client();
     let url: SrpUrl = format!("srp://{}/", target.addr).parse().unwrap();
@@ -875,7 +875,7 @@ fn a_bare_address_is_completed() {
 }
 
 #[test]
-fn closing_ends_what_is_outstanding() {
+fn close_completes_outstanding_commands() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
@@ -894,7 +894,7 @@ fn closing_ends_what_is_outstanding() {
 
 /// The reset occurred during a session, even if its check required another login.
 #[test]
-fn a_reset_in_the_middle_of_a_session_counts_though_its_check_takes_another_login() {
+fn reset_counts_even_if_check_reconnects() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 512));

@@ -106,7 +106,7 @@ mod tests {
     use crate::block::task::block_on;
 
     #[test]
-    fn timers_fire_in_the_order_of_their_times() {
+    fn timers_fire_in_deadline_order() {
         let now = Instant::now();
         let mut timers = Timers::default();
         let mut waiting = Vec::new();
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_first_ends_the_wait() {
+    fn wait_returns_value_or_timeout() {
         let (sender, receiver) = oneshot();
         let wait = Timeout::new(std::future::ready(5), receiver);
         assert_eq!(block_on(wait), Ok(5));

@@ -368,7 +368,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn standard_data_of_a_disk() {
+    fn standard_data_is_decoded() {
         let mut data = vec![0u8; 96];
         data[..8].copy_from_slice(&[0x00, 0x00, 0x06, 0x12, 91, 0x01, 0x10, 0x02]);
         data[8..36].copy_from_slice(b"ACME    Big\x1b[31m Disk   1.0 ");
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn block_limits_by_their_places() {
+    fn block_limits_are_decoded() {
         let mut data = vec![0u8; 64];
         data[..4].copy_from_slice(&[0, 0xb0, 0, 60]);
         data[4] = 1;
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn designators_of_each_kind() {
+    fn designators_are_decoded() {
         let data = [
             b"\x00\x83\x00\x38".as_slice(),
             b"\x01\x03\x00\x08\x30\x00\x00\x00\x00\x00\x00\x2a",
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_to_another_question_is_refused() {
+    fn response_for_other_page_is_rejected() {
         assert_eq!(
             page(0x80, &[0, 0x83, 0, 0]),
             Err(InquiryError::WrongPage {
@@ -455,7 +455,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_it_panic(code: u8, mut data in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn arbitrary_data_never_panics(code: u8, mut data in proptest::collection::vec(any::<u8>(), 0..300)) {
             if let Some(byte) = data.get_mut(1) {
                 *byte = code;
             }

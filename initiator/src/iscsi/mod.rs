@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_has_a_legal_name_whatever_it_is_called() {
+    fn initiator_name_is_valid_for_any_hostname() {
         assert_eq!(
             own_name("My_Host.x").as_str(),
             "iqn.2026-01.local.riser:myhost.x"

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_unit_is_told_apart_from_other_refusals() {
+    fn missing_unit_differs_from_other_errors() {
         // Response of the Linux kernel's target to an INQUIRY for a missing logical unit.
         let mut sense = [0u8; 18];
         (sense[0], sense[2], sense[7]) = (0x70, 0x05, 10);

@@ -345,7 +345,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transfers_are_as_long_as_both_ends_take_them() {
+    fn transfers_respect_both_limits() {
         let longest = |max_transfer, optimal_transfer, pool| {
             let limits = BlockLimits {
                 max_transfer,

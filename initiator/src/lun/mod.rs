@@ -496,7 +496,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_is_split_without_a_list_of_its_parts() {
+    fn range_is_split_lazily() {
         let run = |lba, blocks| BlockRange { lba, blocks };
         let parts: Vec<_> = split(10..20, 4).collect();
         assert_eq!(parts, [run(10, 4), run(14, 4), run(18, 2)]);

@@ -709,7 +709,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_requests_is_the_diagram() {
+    fn request_transitions_match_diagram() {
         let expected = "Queued: Started\n\
                         Started: Queued Aborting Retiring\n\
                         Aborting: Queued Retiring\n\
@@ -719,7 +719,7 @@ mod tests {
     }
 
     #[test]
-    fn every_transition_of_a_request_is_taken() {
+    fn request_transition_coverage_is_complete() {
         let now = Instant::now();
         assert_all_taken(&states(now), || {
             // No room on the connection.
@@ -767,7 +767,7 @@ mod tests {
 
     /// This is bounded by its deadline, and later conditions are retried normally.
     #[test]
-    fn a_target_that_asks_to_wait_is_waited_for() {
+    fn busy_target_is_retried_until_deadline() {
         let now = Instant::now();
         let (mut requests, index) = started(now);
         for attempt in 0..300 {
@@ -791,7 +791,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_unit_does_not_hold_up_another_one() {
+    fn busy_unit_does_not_delay_others() {
         let now = Instant::now();
         let mut requests: Requests<u16> = Requests::new(LIMITS);
         let write = |lun: u8, seconds| RequestSpec {
@@ -876,7 +876,7 @@ mod tests {
     /// ASYMMETRIC ACCESS STATE TRANSITION (04h/0Ah) causes multipath to try another path
     /// (`paths::is_refused`), so a session must not retry it until the timeout.
     #[test]
-    fn a_path_in_transition_leaves_time_for_another_path() {
+    fn transitioning_path_leaves_time_for_others() {
         let now = Instant::now();
         let limits = Limits {
             attempts: 32,
@@ -912,7 +912,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "Retiring")]
-    fn an_attempt_ends_once() {
+    fn attempt_completes_once() {
         let now = Instant::now();
         let (mut requests, index) = started(now);
         requests.end_attempt(index, 0, AttemptEnd::Aborted, now);

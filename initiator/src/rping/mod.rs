@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_message_is_sixteen_bytes_in_network_order() {
+    fn message_has_16_bytes_in_network_order() {
         let bytes = [0, 0, 0x7f, 0xaa, 1, 2, 3, 4, 0, 0, 0x0b, 0x2c, 0, 0, 0, 64];
         let info = RdmaInfo::parse(bytes);
         assert_eq!(
@@ -272,7 +272,7 @@ mod tests {
     /// A step can take an hour, so the test will hang if a side waits for a message that is never
     /// sent.
     #[test]
-    fn a_server_ends_when_its_client_has_left() {
+    fn server_exits_after_client_disconnects() {
         let open = |n: u8| {
             let config = RoceConfig::new(IpAddr::from([127, 91, 0, n]));
             Roce::open(&config).unwrap()
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ping_is_printable_and_ends_in_nul() {
+    fn ping_is_printable_and_nul_terminated() {
         for size in [MIN_SIZE, 64, 4096] {
             for ping in [0, 57, 58, 1_000_000] {
                 let data = ping_data(ping, size);

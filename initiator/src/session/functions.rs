@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_started_during_a_reset_and_the_aborts_that_follow_it() {
+    fn reset_and_its_aborts_delay_requests() {
         let now = Instant::now();
         let mut functions = TaskFunctions::new(2, Duration::from_secs(1));
         assert!(functions.may_start());

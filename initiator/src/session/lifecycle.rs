@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_the_diagram() {
+    fn session_transitions_match_diagram() {
         let expected = "LoggingIn: Live TearingDown\n\
                         Live: TearingDown\n\
                         TearingDown: Backoff Closed\n\
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn every_transition_is_taken() {
+    fn session_transition_coverage_is_complete() {
         assert_all_taken(&states(), || {
             let now = Instant::now();
             let mut life = live();
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "Closed became LoggingIn")]
-    fn no_session_comes_back() {
+    fn closed_session_stays_closed() {
         let mut life = live();
         life.tear_down(WHY, true);
         life.on_disconnected(Instant::now());
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_keeps_its_reason_and_may_become_the_last() {
+    fn tear_down_keeps_reason_and_may_close() {
         let mut life = live();
         life.tear_down(WHY, false);
         assert!(!life.is_ending());
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_was_never_live_is_not_tried_again() {
+    fn session_without_first_login_is_closed() {
         let mut life = Lifecycle::new(Timing::of_tests(), true);
         life.tear_down(WHY, false);
         let event = life.on_disconnected(Instant::now());
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn the_back_off_doubles_until_the_session_is_usable() {
+    fn backoff_doubles_until_session_is_usable() {
         let timing = Timing::of_tests();
         let now = Instant::now();
         let mut life = live();

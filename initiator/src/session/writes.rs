@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn the_target_fetches_the_data_of_many_writes() {
+    fn target_fetches_data_of_many_writes() {
         assert_eq!(
             carry(16, &[1, 2, 3, 4, 5]),
             [true, true, true, false, false]
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_changes_only_when_the_load_has() {
+    fn policy_changes_with_load_only() {
         // Between the bounds, the decision does not change.
         assert_eq!(carry(16, &[3, 3, 3]), [true; 3]);
         assert_eq!(carry(16, &[4, 3, 3, 4, 3]), [false; 5]);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_reads_one_after_the_other_is_sent_the_data() {
+    fn serial_reader_receives_data_with_writes() {
         for reads in 0..MANY as u8 {
             assert_eq!(carry(reads, &[1, 4, 32]), [true; 3], "{reads}");
         }

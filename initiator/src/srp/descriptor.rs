@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn placement_follows_the_count() {
+    fn layout_depends_on_descriptor_count() {
         let limits = DescriptorLimits {
             inline: 4,
             external: 16,

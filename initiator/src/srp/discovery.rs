@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn every_service_of_every_controller_is_found() {
+    fn discovery_finds_all_controller_services() {
         let service = |i: u64| ServiceEntry::srp(i, RDMA_CM_SERVICE | (5000 + i));
         let units = [
             (7, (0..6).map(service).collect::<Vec<_>>()),
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_asked_again_and_given_up() {
+    fn unanswered_queries_are_repeated_then_fail() {
         let mut now = Instant::now();
         let mut discovery = Discovery::new(1);
         for _ in 0..TRIES {
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_and_late_answers_are_ignored() {
+    fn foreign_and_late_responses_are_ignored() {
         let now = Instant::now();
         let mut discovery = Discovery::new(50);
         let question = discovery.poll_question(now).unwrap();
@@ -362,7 +362,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_an_address_answers_panics_or_goes_on_for_ever(seed: Vec<u8>, status in 0u16..3) {
+        fn arbitrary_responses_never_panic_or_loop(seed: Vec<u8>, status in 0u16..3) {
             let now = Instant::now();
             let mut discovery = Discovery::new(9);
             let mut questions = 0;

@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_as_libiscsi_writes_it() {
+    fn libiscsi_address_is_parsed() {
         let url = parse("iscsi://me%se@cret@[::1]:3261/iqn.2026-01.com.example:disk/3").unwrap();
         assert_eq!(url.host, Host::Ip("::1".parse().unwrap()));
         assert_eq!((url.port, url.lun), (3261, Some(3)));
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_portal_alone_and_every_key() {
+    fn portal_and_all_keys_are_parsed() {
         let url = parse("iser://host").unwrap();
         assert!(url.is_iser() && url.target.is_none() && url.port == 3260);
         let text = "iscsi://u@h/iqn.2026-01.a:b?password_file=/p&target_user=t\
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_part() {
+    fn errors_contain_invalid_part() {
         for (text, part) in [
             (
                 "iscsi://h/?portal=1:2:3",
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_password_comes_from_a_file_or_not_at_all() {
+    fn passwords_are_read_and_checked() {
         let path = std::env::temp_dir().join(format!("riser-secret-{}", std::process::id()));
         std::fs::write(&path, "from the file\nrest\n").unwrap();
         let text = format!("iscsi://u@h/?password_file={}", path.display());

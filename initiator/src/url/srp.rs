@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_address_takes_every_default() {
+    fn minimal_address_uses_defaults() {
         let url = parse("srp://127.0.0.1").unwrap();
         assert_eq!(url.host, Host::Ip("127.0.0.1".parse().unwrap()));
         assert_eq!((url.port, url.lun), (5555, None));
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_address_is_read() {
+    fn full_address_is_parsed() {
         let url = parse(
             "srp://[fe80::1]:6000/3?id_ext=0x505400fffe000001&ioc_guid=2&pkey=ffff&service_id=a\
              &initiator_ext=7&queue_size=128&max_it_iu_size=8260&cmd_sg_entries=12\
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_part() {
+    fn errors_contain_invalid_part() {
         for (text, message) in [
             (
                 "http://x",
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn one_half_of_the_target_port_gives_the_other() {
+    fn target_port_half_implies_other() {
         let url = parse("srp://h/?ioc_guid=5").unwrap();
         assert_eq!(url.target_port().parts().extension, 5);
         let url = parse("srp://h/?id_ext=6").unwrap();
@@ -326,7 +326,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_written_is_read_back(
+        fn formatted_address_round_trips(
             ip: IpAddr,
             port in 1u16..,
             lun in proptest::option::of(0..=MAX_LUN),

@@ -251,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_are_read_from_the_kernels_list() {
+    fn groups_are_parsed_from_status_file() {
         let text = "\
 2    eth0            1     0     333300000001
 7    vnic0           1     0     01005e000001
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_no_interface_can_have_are_refused() {
+    fn invalid_interface_names_are_rejected() {
         for name in ["", "sixteen-letters-", "a b", "a/b", "vnic%d", ".", ".."] {
             let refused = Tap::create(name).unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::InvalidInput, "{name}");

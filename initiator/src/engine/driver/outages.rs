@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frequent_outages_are_counted_in_the_next_line() {
+    fn suppressed_outages_are_counted_in_next_line() {
         let start = Instant::now();
         let mut log = OutageLog::default();
         // Ten outages per second for a minute.

@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_are_served_on_the_engines_thread_until_they_or_it_are_over() {
+    fn engine_thread_serves_clients_until_either_closes() {
         let client = Client::builder().pool(1 << 20).without_device().unwrap();
         let mut clients: Vec<_> = (0..3)
             .map(|_| {

@@ -640,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_of_a_workload_that_ends_at_once_keeps_the_engine_awake() {
+    fn failed_workload_command_keeps_engine_awake() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         driver.close(key.index, now);
@@ -651,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_that_was_killed_had_written_is_flushed_or_known_to_be_lost() {
+    fn takeover_flushes_or_reports_inherited_writes() {
         let (one, two) = (Some([1; 16]), Some([2; 16]));
         let now = Instant::now();
         for (recovers, noted, found, write_cache, is_lost) in [
@@ -702,7 +702,7 @@ mod tests {
 
     /// The paths detect the loss after the unit was identified, but before it is watched.
     #[test]
-    fn a_cache_lost_while_a_process_takes_over_is_noticed() {
+    fn cache_loss_during_takeover_is_detected() {
         for noted in [None, Some([1; 16])] {
             take_over_amid_a_loss(noted);
         }
@@ -753,7 +753,7 @@ mod tests {
 
     /// Until the new process has flushed, a loss affects writes of the earlier process.
     #[test]
-    fn what_is_lost_after_a_process_has_taken_over_is_noticed() {
+    fn cache_loss_after_takeover_is_detected() {
         let mut cache = WriteCache::inherited();
         cache.on_lost();
         assert!(cache.has_lost() && !cache.end_flush(cache.begin_flush()));
@@ -772,7 +772,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_is_reported_live_when_its_units_are_checked() {
+    fn session_is_live_after_unit_checks() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         let state = |driver: &Driver<Sim>| driver.sessions[key.index].status.link();
@@ -795,7 +795,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_waits_for_every_check_that_is_due() {
+    fn session_waits_for_all_due_checks() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         assert!(!goes_on(&mut driver, key, now), "a unit was just found");
@@ -1001,7 +1001,7 @@ mod tests {
     /// The cache belongs to the unit: it is lost even if the first path to recover was never in
     /// use.
     #[test]
-    fn a_cache_lost_with_the_path_in_use_is_noticed_on_one_that_never_was() {
+    fn unused_path_detects_cache_loss() {
         // Whether the path in use is lost, the ASCQ of the initial attention, the seconds until the
         // login and until the end of the check. A restarted host, a flapping connection, a slow
         // check, and a path in use throughout.
@@ -1171,7 +1171,7 @@ mod tests {
 
     /// A target may report a reset on other paths, not only on the path that requested it.
     #[test]
-    fn reset_by_one_path_is_expected_on_others() {
+    fn other_paths_expect_report_of_reset() {
         let now = Instant::now();
         let mut pair = PathPair::new(now);
         let (driver, key) = (&mut pair.driver, pair.key);
@@ -1270,7 +1270,7 @@ mod tests {
     /// The connection of the path that reports a power-on breaks before its check completes, and
     /// the other path reports nothing.
     #[test]
-    fn power_on_reported_by_lost_path_is_counted() {
+    fn power_on_report_survives_path_loss() {
         for is_early in [true, false] {
             let now = Instant::now();
             let mut pair = PathPair::new(now);
@@ -1405,7 +1405,7 @@ mod tests {
 
     /// The events of a path, and the loss of the path in use, may be detected in any order.
     #[test]
-    fn a_loss_is_judged_by_what_came_after_the_unit_was_last_heard_of() {
+    fn evidence_order_does_not_affect_loss_detection() {
         // A login of the other path three seconds later (L), the loss of the path in use (C), the
         // first attention of the other path (G), and its ASCQ.
         for (order, qualifier, is_lost) in [
@@ -1497,7 +1497,7 @@ mod tests {
     }
 
     #[test]
-    fn signs_of_a_loss_are_kept_for_a_unit_that_did_not_answer() {
+    fn loss_evidence_is_kept_for_silent_unit() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         let pool = BufferPool::new(1 << 20).unwrap();
@@ -1538,7 +1538,7 @@ mod tests {
 
     /// The connection is lost at the time of the last response.
     #[test]
-    fn signs_of_a_loss_are_kept_over_an_answer_of_a_connection_that_is_lost() {
+    fn loss_evidence_survives_response_before_disconnect() {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
         let pool = BufferPool::new(1 << 20).unwrap();
@@ -1561,7 +1561,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_without_users_of_its_units_is_not_held_for_ever() {
+    fn session_without_unit_users_is_released() {
         let now = Instant::now();
         // The owner of its unit was dropped; a check is due, and the session is held.
         let (mut driver, key) = driver(now);
@@ -1576,7 +1576,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_that_goes_away_among_the_questions_is_not_another_one() {
+    fn unit_removed_during_check_is_missing() {
         let now = Instant::now();
         // Response to page queries: first as Linux, then as riserd.
         for refusal in [0x25, 0x24] {
@@ -1632,7 +1632,7 @@ mod tests {
 
     /// If the process is killed before a flush has reported the loss, the next process reports it.
     #[test]
-    fn unreported_loss_survives_the_process() {
+    fn unreported_loss_survives_process() {
         let sense = [0x71, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0];
         for generation in [None, Some([1; 16])] {
             let now = Instant::now();

@@ -709,7 +709,7 @@ mod tests {
     /// The target may invalidate a key while our own invalidation is in flight, and another command
     /// may use the slot when that completes.
     #[test]
-    fn an_invalidation_ends_only_the_key_that_it_is_about() {
+    fn invalidation_only_affects_its_key() {
         let (mut device, mut conn, buffer) = conn(LIMITS);
         let device = &mut device;
 
@@ -733,7 +733,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalidation_of_ours_shows_that_the_command_was_sent() {
+    fn local_invalidation_implies_completed_send() {
         let (mut device, mut conn, buffer) = conn(RdmaLimits {
             remote_invalidate: false,
             ..LIMITS
@@ -746,7 +746,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_does_not_take_breaks_the_connection_and_is_not_posted_again() {
+    fn rejected_post_breaks_connection_without_retry() {
         let (mut device, mut conn, buffer) = conn(LIMITS);
         assert!(device.flush().is_empty());
         assert!(conn.post_recv(&mut device, 0, 0, 64));
@@ -762,7 +762,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_was_given_up_leaves_its_room_to_the_next() {
+    fn abandoned_command_releases_its_entries() {
         let (mut device, mut conn, buffer) = conn(RdmaLimits {
             command_entries: 3,
             ..LIMITS

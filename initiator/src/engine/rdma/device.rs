@@ -266,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn data_are_fetched_where_packets_leave_together() {
+    fn only_software_nic_fetches_data() {
         let device = Device::new(Pair::new(FabricConfig::default()).a);
         let param = ConnParam {
             responder_resources: 7,

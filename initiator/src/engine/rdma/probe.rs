@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transitions_match_the_table() {
+    fn transitions_match_table() {
         let now = Instant::now();
         let states = [ProbeState::Armed(now), ProbeState::Posted];
         let expected = "Armed: Armed Posted\n\

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_requests_keep_their_names() {
+    fn work_request_ids_round_trip() {
         let key = RKey(0xfedc_ba98);
         for work in [
             WorkRequest::Recv(9),

@@ -259,14 +259,14 @@ mod tests {
     }
 
     #[test]
-    fn vanished_host_is_noticed_while_idle() {
+    fn vanished_host_is_detected_while_idle() {
         let (mut conn, peer) = connection();
         vanish(&peer);
         assert!(time_until_left(&mut conn).is_some());
     }
 
     #[test]
-    fn vanished_host_is_noticed_with_data_in_flight() {
+    fn vanished_host_is_detected_with_unacknowledged_data() {
         let (mut conn, peer) = connection();
         vanish(&peer);
         send(&conn, b"a command").unwrap();
@@ -275,7 +275,7 @@ mod tests {
 
     /// This simulates a target with a hanging disk.
     #[test]
-    fn host_that_reads_nothing_is_kept() {
+    fn host_with_full_window_is_kept() {
         let (mut conn, mut peer) = connection();
         while send(&conn, &[0; 1 << 16]).is_ok() {}
         assert_eq!(time_until_left(&mut conn), None);

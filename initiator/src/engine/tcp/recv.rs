@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_data_are_told() {
+    fn corrupt_data_is_reported() {
         let digests = Digests {
             header: true,
             data: true,
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_header_is_refused() {
+    fn invalid_header_is_rejected() {
         let none = |_: &[u8; BHS_LEN], _| Err(IscsiFault::DataRange);
         let mut stream = Vec::new();
         data_in(0, &[0; 4], Digests::default(), &mut stream);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_of_something_else_is_named() {
+    fn non_iscsi_server_is_reported() {
         let none = |_: &[u8; BHS_LEN], _| Err(IscsiFault::DataRange);
         for text in [
             "HTTP/1.1 400 Bad Request\r\n",
@@ -434,7 +434,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn a_stream_is_the_same_however_it_is_split(
+        fn stream_parsing_is_independent_of_splits(
             sizes in proptest::collection::vec(1usize..50_000, 1..8),
             header in any::<bool>(),
             data in any::<bool>(),

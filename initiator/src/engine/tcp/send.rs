@@ -330,7 +330,7 @@ mod tests {
     use crate::iscsi::session::fixture::config;
 
     #[test]
-    fn a_target_that_pings_and_does_not_read_fills_no_memory() {
+    fn ping_flood_does_not_exhaust_memory() {
         let mut outgoing = Outgoing::default();
         let control = || {
             Item::Control(ControlPdu {
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ping_is_behind_what_was_sent_before_it_only() {
+    fn ping_only_waits_for_preceding_data() {
         let session = IscsiSession::new(config(), Instant::now());
         let source = Source {
             session: &session,

@@ -369,7 +369,7 @@ fn hostile_iser_target() {
 
 /// The target of this fuzz test can complete a command, and write to its memory before that.
 #[test]
-fn a_target_can_answer_a_read() {
+fn target_can_complete_read() {
     let mut hostile = Hostile::new();
     hostile.submit();
     assert_eq!(hostile.seen.len(), 1);

@@ -217,7 +217,7 @@ impl Written {
 /// A target on a slow network responds to a write after receiving all of its data. While the data
 /// is being sent, neither the write nor the ping after it times out.
 #[test]
-fn a_write_is_not_late_while_its_data_leave() {
+fn write_does_not_time_out_while_sending() {
     let mut written = Written::new();
     let begun = world::now();
     let mut data = 0;
@@ -251,7 +251,7 @@ fn a_write_is_not_late_while_its_data_leave() {
 
 /// A target that does not respond gets no extra time for data that was already sent.
 #[test]
-fn a_write_is_late_some_time_after_its_data_have_left() {
+fn write_times_out_after_data_was_sent() {
     let mut written = Written::new();
     let mut data = written.immediate;
     while data < LEN {
@@ -268,7 +268,7 @@ fn a_write_is_late_some_time_after_its_data_have_left() {
 /// Data solicited by the target is still sent after its response. During this time, neither the
 /// release of the memory nor the ping after it times out.
 #[test]
-fn data_that_leave_slowly_end_no_connection() {
+fn slow_data_out_keeps_connection() {
     let mut written = Written::new();
     written.peer.answer(&written.command);
     let begun = world::now();
@@ -292,7 +292,7 @@ fn data_that_leave_slowly_end_no_connection() {
 }
 
 #[test]
-fn data_that_do_not_leave_end_the_connection() {
+fn blocked_data_out_breaks_connection() {
     let mut written = Written::new();
     written.peer.answer(&written.command);
     let begun: Instant = world::now();
@@ -304,7 +304,7 @@ fn data_that_do_not_leave_end_the_connection() {
 
 /// The acknowledgement of a ping by the target's host does not prove that the target reads it.
 #[test]
-fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
+fn acknowledging_host_does_not_prove_liveness() {
     let mut written = Written::new();
     let mut data = written.immediate;
     while data < LEN {
@@ -328,7 +328,7 @@ fn a_target_whose_host_takes_everything_is_left_when_it_says_nothing() {
 /// A Data-In takes long on a slow network. This is neither silence of the target nor a timeout of
 /// the command.
 #[test]
-fn data_that_arrive_slowly_end_no_connection() {
+fn slow_data_in_keeps_connection() {
     let (client, session, mut peer) = logged_in();
     let buffer = block_on(client.buffers().take(LEN as usize));
     let range = BlockRange {

@@ -137,7 +137,7 @@ impl Peer {
 /// is started while this receive is being handled, and does not have a queue pair to post it to
 /// yet.
 #[test]
-fn a_redirection_is_followed_by_a_connection_of_its_own() {
+fn iser_redirection_opens_new_connection() {
     let mut peer = Peer::new(&[3260, 3261]);
     let ip = peer.nic.addr();
     let client = client();
@@ -160,7 +160,7 @@ fn a_redirection_is_followed_by_a_connection_of_its_own() {
 
 /// The session probes the target's device while a login waits for its response.
 #[test]
-fn vanished_target_is_noticed() {
+fn vanished_target_is_detected() {
     let mut peer = Peer::new(&[3260]);
     let ip = peer.nic.addr();
     let client = client();

@@ -58,7 +58,7 @@ fn time_until_left(session: &Session, target: IpAddr) -> Duration {
 }
 
 #[test]
-fn vanished_target_is_noticed_while_idle() {
+fn vanished_target_is_detected_while_idle() {
     let rig = session(64);
     pass(Duration::from_secs(60));
     let took = time_until_left(&rig.session, rig.target.addr.ip());
@@ -67,7 +67,7 @@ fn vanished_target_is_noticed_while_idle() {
 }
 
 #[test]
-fn vanished_target_is_noticed_by_unacknowledged_commands() {
+fn vanished_target_is_detected_by_unacknowledged_commands() {
     let rig = session(64);
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
     world::fabric().partition(rig.target.addr.ip(), GONE);
@@ -81,7 +81,7 @@ fn vanished_target_is_noticed_by_unacknowledged_commands() {
 /// The commands use the whole request limit, so no further command can detect that the target has
 /// vanished.
 #[test]
-fn vanished_target_is_noticed_behind_acknowledged_commands() {
+fn vanished_target_is_detected_after_acknowledged_commands() {
     let rig = session(2);
     rig.target.knobs.swallow.store(64, Ordering::SeqCst);
     let commands: Vec<_> = (0..64).map(|_| submit(&rig.session)).collect();
@@ -94,7 +94,7 @@ fn vanished_target_is_noticed_behind_acknowledged_commands() {
 
 /// This simulates a hanging disk: the target acknowledges the command and responds much later.
 #[test]
-fn target_that_acknowledges_commands_stays_live() {
+fn acknowledging_target_stays_live() {
     let rig = session(2);
     rig.target.knobs.swallow.store(2, Ordering::SeqCst);
     let commands = [submit(&rig.session), submit(&rig.session)];

@@ -208,7 +208,7 @@ const READ: (DataLen, Effect) = (DataLen::In(1024), Effect::None);
 
 /// On iSER, a target that blocks the send queue also blocks all invalidations.
 #[test]
-fn a_connection_that_does_not_give_memory_back_is_left() {
+fn unretired_memory_closes_connection() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -227,7 +227,7 @@ fn a_connection_that_does_not_give_memory_back_is_left() {
 }
 
 #[test]
-fn data_that_come_slowly_are_not_late() {
+fn slow_data_in_does_not_time_out() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -251,7 +251,7 @@ fn data_that_come_slowly_are_not_late() {
 /// The timeout of each request starts when its own data has arrived, even while other data is in
 /// transit.
 #[test]
-fn only_what_is_on_its_way_has_more_time() {
+fn only_requests_in_transit_get_extensions() {
     let mut rig = Rig::live();
     let arrived = rig.submit(out(512, 0));
     let (_, command) = rig.started();
@@ -282,7 +282,7 @@ fn only_what_is_on_its_way_has_more_time() {
 
 /// A ping may wait behind slowly arriving data, but not forever.
 #[test]
-fn a_silent_target_is_left_however_slowly_bytes_arrive() {
+fn silent_target_times_out_despite_slow_data() {
     let mut rig = Rig::live();
     let begun = rig.now;
     rig.advance(3 * SEC);
@@ -303,7 +303,7 @@ fn a_silent_target_is_left_however_slowly_bytes_arrive() {
 
 /// The response to a ping may be behind slowly arriving data, but not forever.
 #[test]
-fn a_target_of_which_bytes_arrive_is_there_and_answers_its_ping_some_time() {
+fn received_bytes_extend_ping_timeout() {
     let mut rig = Rig::live();
     for _ in 0..20 {
         rig.now += SEC;
@@ -325,7 +325,7 @@ fn a_target_of_which_bytes_arrive_is_there_and_answers_its_ping_some_time() {
 
 /// Data of one command does not extend the timeouts of other commands.
 #[test]
-fn bytes_of_a_data_in_are_progress_of_its_command_until_the_deadline() {
+fn partial_data_in_extends_timeout_until_deadline() {
     let mut rig = Rig::live();
     let silent = rig.submit(READ);
     let (_, first) = rig.started();
@@ -372,7 +372,7 @@ fn dribble(rig: &mut Rig) {
 }
 
 #[test]
-fn a_target_that_only_takes_bytes_holds_no_request_beyond_its_deadline() {
+fn acknowledged_bytes_do_not_extend_deadline() {
     let mut rig = Rig::live();
     let id = rig.submit(out(512, 0));
     rig.started();
@@ -392,7 +392,7 @@ fn a_target_that_only_takes_bytes_holds_no_request_beyond_its_deadline() {
 }
 
 #[test]
-fn memory_comes_back_some_time_after_the_deadline_however_slowly_bytes_arrive() {
+fn memory_is_retired_soon_after_deadline() {
     let mut rig = Rig::live();
     let id = rig.submit(out(512, 0));
     rig.started();
@@ -413,7 +413,7 @@ fn memory_comes_back_some_time_after_the_deadline_however_slowly_bytes_arrive() 
 
 /// The response to a ping may be delayed by data that the target must process first.
 #[test]
-fn a_target_that_is_heard_is_not_silent_however_late_it_answers_a_ping() {
+fn late_ping_response_is_accepted_while_receiving() {
     let mut rig = Rig::live();
     rig.advance(3 * SEC);
     rig.sent();
@@ -427,7 +427,7 @@ fn a_target_that_is_heard_is_not_silent_however_late_it_answers_a_ping() {
 
 /// The timeout of a reset restarts only once, because nothing is sent after it.
 #[test]
-fn a_reset_does_not_wait_behind_slow_data_for_long() {
+fn slow_data_delays_reset_only_once() {
     let mut rig = Rig::live();
     rig.submit(out(512, 0));
     rig.started();
@@ -452,7 +452,7 @@ fn a_reset_does_not_wait_behind_slow_data_for_long() {
 /// The aborts of several requests are serialized, but together take no longer than the maximum for
 /// one.
 #[test]
-fn aborts_that_are_answered_slowly_hold_no_request_beyond_its_deadline() {
+fn slow_aborts_do_not_extend_deadline() {
     let mut rig = Rig::live();
     let ids: Vec<_> = (0..4).map(|_| rig.submit(READ)).collect();
     for _ in &ids {
@@ -489,7 +489,7 @@ fn states() -> [ConnState; 6] {
 }
 
 #[test]
-fn the_table_of_connections_is_the_diagram() {
+fn connection_transitions_match_diagram() {
     let expected = "Free: XptWait\n\
                     XptWait: Free InLogin CleanupWait\n\
                     InLogin: LoggedIn CleanupWait\n\
@@ -500,7 +500,7 @@ fn the_table_of_connections_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_of_a_connection_is_taken() {
+fn connection_transition_coverage_is_complete() {
     assert_all_taken(&states(), || {
         let mut closed = Rig::live();
         closed.session.close(closed.now);
@@ -520,7 +520,7 @@ fn every_transition_of_a_connection_is_taken() {
 }
 
 #[test]
-fn a_write_goes_with_its_burst_and_then_what_is_asked_for() {
+fn write_sends_burst_then_solicited_data() {
     let mut rig = Rig::live();
     let id = rig.submit(out(4096, 0));
     let (request, command) = rig.started();
@@ -551,7 +551,7 @@ fn a_write_goes_with_its_burst_and_then_what_is_asked_for() {
 }
 
 #[test]
-fn on_rdma_the_target_fetches_the_data_of_many_writes() {
+fn rdma_target_fetches_data_of_many_writes() {
     let start = |rig: &mut Rig| {
         rig.submit(out(4096, 0));
         let (_, command) = rig.started();
@@ -580,7 +580,7 @@ fn on_rdma_the_target_fetches_the_data_of_many_writes() {
 }
 
 #[test]
-fn an_r2t_for_what_was_sent_ends_the_connection() {
+fn r2t_for_sent_data_breaks_connection() {
     let mut rig = Rig::live();
     rig.submit(out(4096, 0));
     let (_, command) = rig.started();
@@ -593,7 +593,7 @@ fn an_r2t_for_what_was_sent_ends_the_connection() {
 }
 
 #[test]
-fn data_arrive_in_order_and_the_last_may_carry_the_status() {
+fn data_in_is_ordered_and_carries_status() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -644,7 +644,7 @@ fn data_arrive_in_order_and_the_last_may_carry_the_status() {
 }
 
 #[test]
-fn less_data_than_the_status_says_are_not_taken_for_all() {
+fn missing_data_in_reduces_transferred_length() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -654,7 +654,7 @@ fn less_data_than_the_status_says_are_not_taken_for_all() {
 }
 
 #[test]
-fn the_window_holds_commands_back() {
+fn command_window_delays_commands() {
     let mut rig = Rig::connecting(config());
     rig.window = 1;
     rig.log_in();
@@ -670,7 +670,7 @@ fn the_window_holds_commands_back() {
 }
 
 #[test]
-fn a_second_answer_is_noted_and_dropped() {
+fn duplicate_response_is_counted_and_dropped() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -685,7 +685,7 @@ fn a_second_answer_is_noted_and_dropped() {
 }
 
 #[test]
-fn sense_is_kept_and_a_busy_target_is_asked_again() {
+fn sense_is_returned_and_busy_is_retried() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -707,7 +707,7 @@ fn sense_is_kept_and_a_busy_target_is_asked_again() {
 }
 
 #[test]
-fn pings_are_answered_and_a_silent_target_is_left() {
+fn pings_get_responses_and_silence_disconnects() {
     let mut rig = Rig::live();
     let mut nop = bhs(0x20, 0x80, 0xffff_ffff);
     put(&mut nop, 20, 77);
@@ -729,7 +729,7 @@ fn pings_are_answered_and_a_silent_target_is_left() {
 }
 
 #[test]
-fn a_late_command_is_aborted_then_its_unit_then_the_target_reset() {
+fn late_command_escalates_to_target_reset() {
     let mut config = config();
     config.ping = 1000 * SEC;
     let mut rig = Rig::connecting(config);
@@ -755,7 +755,7 @@ fn a_late_command_is_aborted_then_its_unit_then_the_target_reset() {
 }
 
 #[test]
-fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
+fn commands_wait_for_reset_completion() {
     let mut config = config();
     config.ping = 1000 * SEC;
     let mut rig = Rig::connecting(config);
@@ -906,7 +906,7 @@ fn login_ends_wait_for_reset_report() {
 /// On RDMA, a connection has as many slots as commands in the queue, and a slot is in use until its
 /// memory is retired. If a command had to wait for a slot there, its abort would overtake it.
 #[test]
-fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
+fn slot_is_reused_after_memory_is_retired() {
     let mut rig = Rig::live();
     let first = rig.submit(READ);
     let (_, command) = rig.started();
@@ -936,7 +936,7 @@ fn unit_attention(rig: &mut Rig, itt: u32, asc: u8, ascq: u8) {
 }
 
 #[test]
-fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
+fn retries_wait_for_unit_check() {
     // Reset, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED, CAPACITY DATA HAS CHANGED.
     for (asc, ascq) in [(0x29, 0x00), (0x3f, 0x03), (0x3f, 0x0e), (0x2a, 0x09)] {
         let mut rig = Rig::live();
@@ -968,7 +968,7 @@ fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
 }
 
 #[test]
-fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
+fn login_holds_commands_until_unit_check() {
     let mut rig = Rig::live();
     rig.session.set_guarded(true);
     let write = rig.submit(out(512, 0));
@@ -983,7 +983,7 @@ fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
 }
 
 #[test]
-fn a_session_whose_unit_is_missing_waits_longer_each_time() {
+fn missing_unit_increases_backoff() {
     let mut rig = Rig::live();
     rig.session.set_guarded(true);
     for wait in [100, 200, 400, 400] {
@@ -1004,7 +1004,7 @@ fn a_session_whose_unit_is_missing_waits_longer_each_time() {
 }
 
 #[test]
-fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
+fn foreign_reset_causes_immediate_retry() {
     let mut rig = Rig::live();
     let silent = rig.submit(out(512, 0));
     let (_, silenced) = rig.started();
@@ -1032,7 +1032,7 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
 /// response to the first abort does not apply to the second attempt, which the target is still
 /// executing.
 #[test]
-fn the_answer_to_an_abort_ends_no_later_attempt() {
+fn late_abort_response_spares_next_attempt() {
     let mut rig = Rig::live();
     let first = rig.submit(out(512, 0));
     let (_, earlier) = rig.started();
@@ -1064,7 +1064,7 @@ fn the_answer_to_an_abort_ends_no_later_attempt() {
 }
 
 #[test]
-fn a_target_that_redirects_is_found_again_after_an_outage() {
+fn redirecting_target_recovers_after_outage() {
     let mut rig = Rig::live();
     rig.session.handle_broken(rig.now);
     rig.gone();
@@ -1099,7 +1099,7 @@ fn a_target_that_redirects_is_found_again_after_an_outage() {
 
 /// On iSER, a REJ may be received late (IBTA 12.9.7).
 #[test]
-fn a_connection_that_is_rejected_after_its_login_is_lost() {
+fn late_rejection_breaks_connection() {
     let refused = ConnectError::Login(SrpLoginError::Refused(28));
     let mut rig = Rig::live();
     let id = rig.submit(READ);
@@ -1120,7 +1120,7 @@ fn a_connection_that_is_rejected_after_its_login_is_lost() {
 }
 
 #[test]
-fn what_may_be_repeated_is_sent_again_after_a_break() {
+fn replayable_requests_are_resent_after_reconnect() {
     let mut rig = Rig::live();
     let write = rig.submit(out(512, 0));
     let other = rig.submit((DataLen::None, Effect::Other));
@@ -1146,7 +1146,7 @@ fn what_may_be_repeated_is_sent_again_after_a_break() {
 }
 
 #[test]
-fn a_session_that_does_not_reconnect_gives_its_requests_back() {
+fn session_without_reconnect_returns_requests() {
     let mut rig = Rig::connecting(SessionConfig {
         reconnect: false,
         ..config()
@@ -1169,7 +1169,7 @@ fn a_session_that_does_not_reconnect_gives_its_requests_back() {
 }
 
 #[test]
-fn a_refusal_at_the_first_login_is_the_end() {
+fn first_login_rejection_is_final() {
     let mut rig = Rig::connecting(config());
     rig.session.handle_connected([7; 33], rig.now);
     rig.sent();
@@ -1186,7 +1186,7 @@ fn a_refusal_at_the_first_login_is_the_end() {
 }
 
 #[test]
-fn a_target_that_has_moved_is_followed_but_not_for_ever() {
+fn redirections_are_followed_up_to_limit() {
     let mut rig = Rig::connecting(config());
     for turn in 0..5 {
         rig.session.handle_connected([7; 33], rig.now);
@@ -1206,7 +1206,7 @@ fn a_target_that_has_moved_is_followed_but_not_for_ever() {
 }
 
 #[test]
-fn closing_logs_out_and_completes_everything() {
+fn close_logs_out_and_completes_requests() {
     let mut rig = Rig::live();
     let id = rig.submit(out(512, 0));
     rig.started();
@@ -1225,7 +1225,7 @@ fn closing_logs_out_and_completes_everything() {
 }
 
 #[test]
-fn a_target_that_wants_us_out_gets_a_logout_and_a_new_login() {
+fn logout_request_causes_relogin() {
     let mut rig = Rig::live();
     let mut message = bhs(0x32, 0x80, 0xffff_ffff);
     message[36] = 1;
@@ -1237,7 +1237,7 @@ fn a_target_that_wants_us_out_gets_a_logout_and_a_new_login() {
 }
 
 #[test]
-fn a_rejected_command_ends_alone() {
+fn reject_only_fails_its_command() {
     let mut rig = Rig::live();
     let id = rig.submit(READ);
     let (_, command) = rig.started();
@@ -1253,7 +1253,7 @@ fn a_rejected_command_ends_alone() {
 }
 
 #[test]
-fn a_discovery_session_tells_what_there_is() {
+fn discovery_session_reports_targets() {
     let mut config = config();
     config.target = None;
     let mut rig = Rig::connecting(config);
@@ -1281,7 +1281,7 @@ fn a_discovery_session_tells_what_there_is() {
 /// CVE-2026-99154: a task tag that is negative as a signed number is a normal tag that matches none
 /// of our commands, regardless of its lower half.
 #[test]
-fn cve_2026_99154_negative_task_tags_lead_to_no_command() {
+fn cve_2026_99154_negative_task_tags_are_unknown() {
     let high = [0x8000_0000, 0xffff_0000, 0xfffe_0000, 0x8001_0000];
     for tag in high.into_iter().flat_map(|half| [half, half | 1, half | 3]) {
         for opcode in [0x21, 0x25, 0x31] {
@@ -1313,7 +1313,7 @@ fn cve_2026_99154_negative_task_tags_lead_to_no_command() {
 /// CVE-2023-2162: a session is closed at any point, while the target continues to use it. Each
 /// request completes once, and later messages do not find it.
 #[test]
-fn cve_2023_2162_a_session_that_has_ended_is_not_used() {
+fn cve_2023_2162_closed_session_is_not_used() {
     const ENDS: [fn(&mut IscsiSession, Instant); 2] = [
         |session, now| session.close(now),
         |session, now| session.handle_broken(now),
@@ -1386,7 +1386,7 @@ fn cve_2023_2162_a_session_that_has_ended_is_not_used() {
 
 /// CVE-2026-18724 to CVE-2026-18728: names of targets are used in paths and on terminals.
 #[test]
-fn cve_2026_18724_to_2026_18728_names_that_a_target_sends_are_checked() {
+fn cve_2026_18724_to_2026_18728_target_names_are_checked() {
     let listed = |text: &[u8]| {
         let mut config = config();
         config.target = None;
@@ -1733,7 +1733,7 @@ fn run(actions: Vec<Action>) {
 
 proptest! {
     #[test]
-    fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
+    fn requests_complete_exactly_once(actions in proptest::collection::vec(action(), 1..200)) {
         run(actions);
     }
 }
@@ -1834,7 +1834,7 @@ fn other_portal_group_delays_replay() {
 }
 
 #[test]
-fn same_portal_group_replays_at_once() {
+fn same_portal_group_replays_immediately() {
     let mut rig = Rig::connecting(config());
     rig.log_in_at(1, 0);
     let write = rig.lose_with_a_write();

@@ -57,7 +57,7 @@ fn tmf_tag(iu: &[u8]) -> Tag {
 }
 
 #[test]
-fn a_login_is_agreed_on() {
+fn login_negotiates_parameters() {
     let mut channel = InitiatorChannel::new(config());
     assert_eq!(channel.state(), ChannelState::Connecting);
     channel.begin_login();
@@ -72,7 +72,7 @@ fn a_login_is_agreed_on() {
 }
 
 #[test]
-fn a_small_information_unit_carries_fewer_descriptors() {
+fn small_information_unit_limits_descriptors() {
     let mut channel = InitiatorChannel::new(config());
     channel.begin_login();
     let agreed = channel
@@ -83,7 +83,7 @@ fn a_small_information_unit_carries_fewer_descriptors() {
 }
 
 #[test]
-fn answers_to_a_login_that_make_no_sense_are_refused() {
+fn malformed_login_responses_are_rejected() {
     let edited = |at: usize, byte: u8| {
         let mut iu = login_rsp(8, 8260, true);
         iu[at] = byte;
@@ -124,7 +124,7 @@ const STATES: [ChannelState; 5] = [
 ];
 
 #[test]
-fn the_table_of_channels_is_the_diagram() {
+fn channel_transitions_match_diagram() {
     let expected = "Connecting: LoggingIn Disconnecting Disconnected\n\
                     LoggingIn: Live Disconnecting Disconnected\n\
                     Live: Disconnecting\n\
@@ -134,7 +134,7 @@ fn the_table_of_channels_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_of_a_channel_is_taken() {
+fn channel_transition_coverage_is_complete() {
     assert_all_taken(&STATES, || {
         let mut channel = live(4);
         channel.begin_disconnect();
@@ -153,7 +153,7 @@ fn every_transition_of_a_channel_is_taken() {
 }
 
 #[test]
-fn a_refusal_says_why() {
+fn rejection_contains_reason() {
     let mut rej = [0; 148];
     rej[0] = 0xc2;
     rej[4..8].copy_from_slice(&0x0001_0006u32.to_be_bytes());
@@ -170,7 +170,7 @@ fn a_refusal_says_why() {
 }
 
 #[test]
-fn the_request_limit_and_the_queue_bound_commands() {
+fn request_limit_and_queue_bound_commands() {
     let mut channel = live(3);
     let a = channel.reserve(10, DataLen::None).unwrap();
     let _b = channel.reserve(11, DataLen::None).unwrap();
@@ -199,14 +199,14 @@ fn the_request_limit_and_the_queue_bound_commands() {
 }
 
 #[test]
-fn a_limit_of_one_still_carries_commands() {
+fn request_limit_of_one_allows_commands() {
     let mut channel = live(1);
     assert!(channel.reserve(0, DataLen::None).is_some());
     assert!(!channel.can_start());
 }
 
 #[test]
-fn unknown_and_repeated_tags_are_faults_and_late_ones_are_not() {
+fn late_tags_are_accepted_unknown_rejected() {
     let mut channel = live(16);
     assert!(matches!(
         channel.handle_iu(&rsp(Tag(0), 1)),
@@ -232,7 +232,7 @@ fn unknown_and_repeated_tags_are_faults_and_late_ones_are_not() {
 }
 
 #[test]
-fn task_management_is_one_at_a_time() {
+fn task_management_is_serialized() {
     let mut channel = live(16);
     let task = channel.reserve(1, DataLen::None).unwrap();
     let iu = channel
@@ -263,7 +263,7 @@ fn task_management_is_one_at_a_time() {
 }
 
 #[test]
-fn credit_requests_and_events_are_answered() {
+fn credit_requests_and_events_get_responses() {
     let mut channel = live(4);
     let mut req = [0; 16];
     req[0] = 0x81;
@@ -290,7 +290,7 @@ fn credit_requests_and_events_are_answered() {
 }
 
 #[test]
-fn absurd_limits_and_residuals_are_faults() {
+fn invalid_limits_and_residuals_are_faults() {
     let mut channel = live(4);
     let mut req = [0; 16];
     req[0] = 0x81;
@@ -313,7 +313,7 @@ fn absurd_limits_and_residuals_are_faults() {
 }
 
 #[test]
-fn a_target_logout_ends_new_requests() {
+fn target_logout_prevents_new_requests() {
     let mut channel = live(4);
     let mut iu = [0; 16];
     iu[0] = 0x80;
@@ -329,7 +329,7 @@ fn a_target_logout_ends_new_requests() {
 }
 
 #[test]
-fn commands_are_written_with_their_data() {
+fn commands_are_encoded_with_data() {
     let mut channel = live(4);
     let cdb = Cdb::new(&[0x2a, 0, 0, 0, 0, 9, 0, 0, 1, 0]).unwrap();
     let tag = channel.reserve(0, DataLen::Out(512)).unwrap();
@@ -352,7 +352,7 @@ fn commands_are_written_with_their_data() {
 }
 
 #[test]
-fn a_long_cdb_takes_additional_words() {
+fn long_cdb_uses_additional_words() {
     let mut channel = live(4);
     let bytes: Vec<u8> = (0..32).collect();
     assert!(Cdb::new(&[]).is_none() && Cdb::new(&[0; 33]).is_none());
@@ -374,7 +374,7 @@ fn a_long_cdb_takes_additional_words() {
 
 proptest! {
     #[test]
-    fn nothing_a_target_sends_panics(
+    fn arbitrary_target_data_never_panics(
         ius in proptest::collection::vec((0u8..8, proptest::collection::vec(any::<u8>(), 0..60)), 0..40),
     ) {
         let mut channel = live(16);

@@ -270,7 +270,7 @@ fn end_write(rig: &mut Rig, id: RequestId) {
 }
 
 #[test]
-fn data_of_few_writes_travel_with_them_and_those_of_many_are_fetched() {
+fn few_writes_carry_data_many_are_fetched() {
     let mut rig = taking_immediate_data(16);
     let ids: Vec<_> = (0..6).map(|_| start_write(&mut rig, 512)).collect();
     let immediate: Vec<_> = ids.iter().map(|(_, immediate)| *immediate).collect();
@@ -297,7 +297,7 @@ fn data_of_few_writes_travel_with_them_and_those_of_many_are_fetched() {
 }
 
 #[test]
-fn a_target_with_few_reads_is_always_sent_the_data() {
+fn target_with_few_reads_receives_data() {
     let mut rig = taking_immediate_data(1);
     for _ in 0..6 {
         assert!(start_write(&mut rig, 512).1);
@@ -309,7 +309,7 @@ fn write(start: u64, end: u64) -> Effect {
 }
 
 #[test]
-fn a_command_goes_out_and_its_answer_comes_back_after_its_memory() {
+fn command_completes_after_memory_is_retired() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     assert_eq!(rig.started(), (id, CH0));
@@ -327,7 +327,7 @@ fn a_command_goes_out_and_its_answer_comes_back_after_its_memory() {
 
 /// A target that blocks the send queue also blocks all invalidations.
 #[test]
-fn a_connection_that_does_not_give_memory_back_is_left() {
+fn unretired_memory_closes_connection() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     rig.started();
@@ -347,7 +347,7 @@ fn a_connection_that_does_not_give_memory_back_is_left() {
 }
 
 #[test]
-fn a_command_whose_memory_is_stuck_after_its_abort_is_repeated_elsewhere() {
+fn stuck_memory_after_abort_causes_retry() {
     let mut rig = Rig::live(1);
     let id = rig.submit(write(0, 8));
     rig.started();
@@ -363,7 +363,7 @@ fn a_command_whose_memory_is_stuck_after_its_abort_is_repeated_elsewhere() {
 }
 
 #[test]
-fn the_first_login_fails_for_good() {
+fn first_login_failure_is_final() {
     let mut rig = Rig::connecting(2);
     rig.session.begin_login(CH0);
     let mut rej = [0; 148];
@@ -382,7 +382,7 @@ fn the_first_login_fails_for_good() {
 }
 
 #[test]
-fn a_login_that_is_not_answered_times_out() {
+fn login_without_response_times_out() {
     let mut rig = Rig::connecting(1);
     let id = rig.submit(Effect::None);
     rig.session.begin_login(CH0);
@@ -396,7 +396,7 @@ fn a_login_that_is_not_answered_times_out() {
 }
 
 #[test]
-fn a_malformed_login_response_closes_the_channel() {
+fn malformed_login_response_closes_channel() {
     let mut rig = Rig::connecting(1);
     rig.session.begin_login(CH0);
     rig.session.handle_connected(CH0, &[0xc0; 20], 16, rig.now);
@@ -420,7 +420,7 @@ fn states() -> [ConnState; 4] {
 }
 
 #[test]
-fn the_table_of_connections_is_the_diagram() {
+fn connection_transitions_match_diagram() {
     let expected = "Free: Connecting\n\
                     Connecting: Free Established Disconnecting\n\
                     Established: Disconnecting\n\
@@ -429,7 +429,7 @@ fn the_table_of_connections_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_of_a_connection_is_taken() {
+fn connection_transition_coverage_is_complete() {
     assert_all_taken(&states(), || {
         let mut rig = Rig::live(1);
         rig.session.handle_channel_error(CH0, rig.now);
@@ -447,7 +447,7 @@ fn every_transition_of_a_connection_is_taken() {
 
 /// A REJ may be received late.
 #[test]
-fn a_connection_that_is_rejected_after_its_login_is_lost() {
+fn late_rejection_breaks_connection() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     rig.started();
@@ -460,7 +460,7 @@ fn a_connection_that_is_rejected_after_its_login_is_lost() {
 
 /// An engine that shuts down closes a session before it has started to connect.
 #[test]
-fn a_session_that_is_closed_before_it_cannot_connect_ends_once() {
+fn closed_session_ends_once_after_failed_connect() {
     let mut session = SrpSession::new(config(1), Instant::now());
     let now = Instant::now();
     session.close(now);
@@ -485,7 +485,7 @@ fn commands_spread_over_channels() {
 }
 
 #[test]
-fn a_refused_second_channel_leaves_the_first() {
+fn rejected_second_channel_keeps_first() {
     let mut rig = Rig::connecting(2);
     rig.log_in(CH0);
     assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
@@ -499,7 +499,7 @@ fn a_refused_second_channel_leaves_the_first() {
 }
 
 #[test]
-fn queued_requests_are_bounded_and_wait_their_turn() {
+fn queued_requests_are_bounded_and_ordered() {
     let mut rig = Rig::live(1);
     let ids: Vec<_> = (0..16).map(|_| rig.submit(Effect::None)).collect();
     let one_more = spec(&rig, Effect::None);
@@ -517,7 +517,7 @@ fn queued_requests_are_bounded_and_wait_their_turn() {
 }
 
 #[test]
-fn a_queued_request_times_out_without_being_sent() {
+fn queued_request_times_out_unsent() {
     let mut rig = Rig::connecting(1);
     let mut short = spec(&rig, Effect::None);
     short.deadline = rig.now + SEC;
@@ -529,7 +529,7 @@ fn a_queued_request_times_out_without_being_sent() {
 
 /// The target responds, but accepts no more commands, so not even a ping can be sent.
 #[test]
-fn a_target_that_takes_no_command_any_longer_is_left() {
+fn exhausted_request_limit_causes_reconnect() {
     let mut rig = Rig::live(2);
     let take_limit = |rig: &mut Rig, channel: ChannelIndex| {
         // SRP_CRED_REQ with a delta that leaves one credit, for task management.
@@ -570,7 +570,7 @@ fn a_target_that_takes_no_command_any_longer_is_left() {
 }
 
 #[test]
-fn busy_is_repeated_after_a_while_and_in_time() {
+fn busy_is_retried_with_delay_until_deadline() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     let deadline = spec(&rig, Effect::None).deadline;
@@ -594,7 +594,7 @@ fn busy_is_repeated_after_a_while_and_in_time() {
 }
 
 #[test]
-fn a_unit_attention_is_repeated_at_once_unless_the_caller_wants_it() {
+fn unit_attention_is_retried_unless_disabled() {
     let attention = [0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0];
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::Other);
@@ -622,7 +622,7 @@ fn other_errors_are_reported() {
 }
 
 #[test]
-fn silence_is_answered_with_an_abort_and_another_attempt() {
+fn silent_command_is_aborted_and_retried() {
     let mut rig = Rig::live(1);
     let id = rig.submit(write(0, 8));
     rig.started();
@@ -639,7 +639,7 @@ fn silence_is_answered_with_an_abort_and_another_attempt() {
 }
 
 #[test]
-fn what_may_not_be_repeated_times_out_after_its_abort() {
+fn unreplayable_command_times_out_after_abort() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::Other);
     rig.started();
@@ -651,7 +651,7 @@ fn what_may_not_be_repeated_times_out_after_its_abort() {
 }
 
 #[test]
-fn an_answer_that_crosses_the_abort_counts() {
+fn response_crossing_abort_is_accepted() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     rig.started();
@@ -664,7 +664,7 @@ fn an_answer_that_crosses_the_abort_counts() {
 }
 
 #[test]
-fn a_failed_abort_resets_the_unit_and_every_command_of_it() {
+fn failed_abort_resets_unit_and_its_commands() {
     let mut rig = Rig::live(2);
     let a = rig.submit(Effect::None);
     let b = rig.submit(Effect::Other);
@@ -703,7 +703,7 @@ fn unit_attention(asc: u8, ascq: u8) -> [u8; 18] {
 }
 
 #[test]
-fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
+fn retries_wait_for_unit_check() {
     for (asc, ascq) in [
         (0x29, 0x00),
         (0x3f, 0x03),
@@ -736,7 +736,7 @@ fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
 }
 
 #[test]
-fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
+fn login_holds_commands_until_unit_check() {
     let mut rig = Rig::live(1);
     rig.session.set_guarded(true);
     let id = rig.submit(write(0, 8));
@@ -751,7 +751,7 @@ fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
 }
 
 #[test]
-fn commands_at_a_target_that_may_still_carry_them_out_are_given_time_to_end() {
+fn untrusted_target_gets_settle_time() {
     let mut rig = Rig::live(1);
     rig.session.set_guarded(true);
     let id = rig.submit(write(0, 8));
@@ -773,7 +773,7 @@ fn commands_at_a_target_that_may_still_carry_them_out_are_given_time_to_end() {
 
 /// The first session of a process does not know the commands of its predecessor.
 #[test]
-fn a_session_in_the_name_of_a_process_that_was_killed_waits_for_its_commands() {
+fn takeover_waits_for_commands_of_dead_process() {
     let mut rig = Rig::live(1);
     rig.session.set_guarded(true);
     rig.session.recover(rig.now);
@@ -788,7 +788,7 @@ fn a_session_in_the_name_of_a_process_that_was_killed_waits_for_its_commands() {
 }
 
 #[test]
-fn a_connection_that_is_lost_with_reads_only_is_made_again_at_once() {
+fn commands_without_effect_need_no_settle_time() {
     let mut rig = Rig::live(1);
     rig.session.set_guarded(true);
     let id = rig.submit(Effect::None);
@@ -803,7 +803,7 @@ fn a_connection_that_is_lost_with_reads_only_is_made_again_at_once() {
 }
 
 #[test]
-fn a_session_whose_unit_is_missing_waits_longer_each_time() {
+fn missing_unit_increases_backoff() {
     let mut rig = Rig::live(1);
     rig.session.set_guarded(true);
     for wait in [100, 200, 400, 400] {
@@ -822,7 +822,7 @@ fn a_session_whose_unit_is_missing_waits_longer_each_time() {
 }
 
 #[test]
-fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
+fn foreign_reset_causes_immediate_retry() {
     let mut rig = Rig::live(1);
     let silent = rig.submit(write(0, 8));
     rig.started();
@@ -842,7 +842,7 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
 /// response to the first abort does not apply to the second attempt, which the target is still
 /// executing.
 #[test]
-fn the_answer_to_an_abort_ends_no_later_attempt() {
+fn late_abort_response_spares_next_attempt() {
     let mut rig = Rig::live(1);
     let first = rig.submit(write(0, 8));
     rig.started();
@@ -868,7 +868,7 @@ fn the_answer_to_an_abort_ends_no_later_attempt() {
 }
 
 #[test]
-fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
+fn commands_wait_for_reset_completion() {
     let mut rig = Rig::live(1);
     let late = rig.submit(write(0, 8));
     rig.started();
@@ -886,7 +886,7 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
 }
 
 #[test]
-fn a_reset_on_one_channel_is_no_end_of_commands_on_another() {
+fn reset_aborts_other_channels_separately() {
     let mut rig = Rig::live(2);
     let late = rig.submit(write(0, 8));
     let (_, here) = rig.started();
@@ -914,7 +914,7 @@ fn a_reset_on_one_channel_is_no_end_of_commands_on_another() {
 }
 
 #[test]
-fn a_target_that_answers_nothing_is_left_and_found_again() {
+fn unresponsive_target_causes_reconnect() {
     let mut rig = Rig::live(1);
     let id = rig.submit(write(0, 8));
     rig.started();
@@ -930,7 +930,7 @@ fn a_target_that_answers_nothing_is_left_and_found_again() {
 }
 
 #[test]
-fn a_broken_connection_replays_what_is_safe_in_order() {
+fn reconnect_replays_safe_commands_in_order() {
     let mut rig = Rig::live(1);
     let first = rig.submit(write(0, 8));
     let other = rig.submit(Effect::Other);
@@ -954,7 +954,7 @@ fn a_broken_connection_replays_what_is_safe_in_order() {
 }
 
 #[test]
-fn a_session_that_does_not_reconnect_gives_its_requests_back() {
+fn session_without_reconnect_returns_requests() {
     let mut rig = Rig::with(SessionConfig {
         reconnect: false,
         ..config(1)
@@ -1007,7 +1007,7 @@ impl Rig {
 }
 
 #[test]
-fn a_silent_target_is_asked_again_and_again_whether_it_is_there() {
+fn silent_target_is_pinged_repeatedly() {
     let mut rig = Rig::pinging();
     for _ in 0..3 {
         rig.wait(5 * SEC - MS);
@@ -1049,7 +1049,7 @@ fn silent_target_is_pinged_while_command_waits() {
 
 /// For example with a disk that needs longer for the ping than a command may take.
 #[test]
-fn a_ping_that_is_late_is_aborted_and_the_connection_stays() {
+fn late_ping_is_aborted_keeping_connection() {
     let mut rig = Rig::pinging();
     rig.wait(5 * SEC);
     let ping = rig.ping();
@@ -1066,7 +1066,7 @@ fn a_ping_that_is_late_is_aborted_and_the_connection_stays() {
 }
 
 #[test]
-fn a_ping_that_cannot_be_aborted_resets_no_unit() {
+fn unabortable_ping_reconnects_without_reset() {
     for answer in [Some(5), None] {
         let mut rig = Rig::pinging();
         rig.wait(5 * SEC);
@@ -1087,7 +1087,7 @@ fn a_ping_that_cannot_be_aborted_resets_no_unit() {
 }
 
 #[test]
-fn an_answer_known_before_the_break_is_not_lost() {
+fn response_before_disconnect_is_kept() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::Other);
     rig.started();
@@ -1116,7 +1116,7 @@ fn reconnecting_waits_longer_each_time() {
 }
 
 #[test]
-fn a_target_that_is_slow_to_answer_is_given_more_time() {
+fn slow_login_gets_longer_timeout() {
     let mut rig = Rig::live(1);
     rig.session.handle_channel_error(CH0, rig.now);
     rig.gone(CH0);
@@ -1143,7 +1143,7 @@ fn a_target_that_is_slow_to_answer_is_given_more_time() {
 }
 
 #[test]
-fn a_target_logout_and_a_violation_reconnect() {
+fn target_logout_and_violation_cause_reconnect() {
     for (iu, lasting) in [([0x80; 16], true), ([0xee; 16], false)] {
         let mut rig = Rig::live(2);
         rig.session.handle_iu(CH1, &iu, rig.now);
@@ -1158,7 +1158,7 @@ fn a_target_logout_and_a_violation_reconnect() {
 }
 
 #[test]
-fn closing_logs_out_and_completes_everything() {
+fn close_logs_out_and_completes_requests() {
     let mut rig = Rig::live(1);
     let a = rig.submit(write(0, 8));
     rig.started();
@@ -1180,7 +1180,7 @@ fn closing_logs_out_and_completes_everything() {
 
 /// The device may have received the command before another initiator aborted it.
 #[test]
-fn what_another_initiator_ended_is_repeated_only_where_that_is_safe() {
+fn foreign_abort_retries_only_safe_commands() {
     let mut rig = Rig::live(1);
     let safe = rig.submit(write(0, 4));
     assert_eq!(rig.started().0, safe);
@@ -1195,7 +1195,7 @@ fn what_another_initiator_ended_is_repeated_only_where_that_is_safe() {
 }
 
 #[test]
-fn closing_while_waiting_to_reconnect_ends_at_once() {
+fn close_during_backoff_is_immediate() {
     let mut rig = Rig::live(1);
     let id = rig.submit(write(0, 8));
     rig.started();
@@ -1210,7 +1210,7 @@ fn closing_while_waiting_to_reconnect_ends_at_once() {
 /// As on iSER: a connection has as many slots as commands in the queue, and a slot is in use until
 /// its memory is retired. If a command had to wait for a slot there, its abort would overtake it.
 #[test]
-fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
+fn slot_is_reused_after_memory_is_retired() {
     let mut rig = Rig::live(1);
     let first = rig.submit(Effect::None);
     rig.started();
@@ -1268,7 +1268,7 @@ impl Rig {
 
 /// Its abort would be received before it, and have no effect.
 #[test]
-fn what_was_not_sent_is_not_aborted() {
+fn unsent_command_is_not_aborted() {
     let (mut rig, sent, waiting) = Rig::crowded(write(4, 8));
     assert_eq!(rig.request_limit(), 31, "only what was sent counts");
     assert_eq!(rig.session.unreturned(), 0);
@@ -1293,7 +1293,7 @@ fn what_was_not_sent_is_not_aborted() {
 }
 
 #[test]
-fn a_reset_does_not_end_what_was_not_sent() {
+fn reset_does_not_affect_unsent_command() {
     let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
     rig.advance(10 * SEC);
     let (iu, channel) = rig.tsk_mgmt();
@@ -1312,7 +1312,7 @@ fn a_reset_does_not_end_what_was_not_sent() {
 }
 
 #[test]
-fn what_finds_room_during_a_reset_waits_for_its_end() {
+fn unsent_command_waits_for_reset_completion() {
     let mut rig = Rig::live(1);
     let late = rig.submit(Effect::None);
     rig.started();
@@ -1334,7 +1334,7 @@ fn what_finds_room_during_a_reset_waits_for_its_end() {
 }
 
 #[test]
-fn what_was_not_sent_times_out_in_silence() {
+fn unsent_command_times_out_without_abort() {
     let (mut rig, sent, waiting) = Rig::crowded_within(write(4, 8), 5 * SEC);
     rig.answer_with(sent, 0, &[]);
     assert!(matches!(rig.next(), Output::Retire { .. }));
@@ -1349,7 +1349,7 @@ fn what_was_not_sent_times_out_in_silence() {
 
 /// A command that was not sent cannot have been executed.
 #[test]
-fn what_was_not_sent_is_not_lost_with_its_connection() {
+fn unsent_command_survives_connection_loss() {
     let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
     rig.session.handle_channel_error(CH0, rig.now);
     rig.gone(CH0);
@@ -1362,7 +1362,7 @@ fn what_was_not_sent_is_not_lost_with_its_connection() {
 }
 
 #[test]
-fn closing_ends_what_was_not_sent() {
+fn close_completes_unsent_command() {
     let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
     rig.session.close(rig.now);
     let output = rig.next();
@@ -1376,7 +1376,7 @@ fn closing_ends_what_was_not_sent() {
 }
 
 #[test]
-fn what_has_no_room_on_one_channel_goes_by_another() {
+fn full_channel_moves_command_to_another() {
     let mut rig = Rig::live(2);
     rig.submit(Effect::None);
     assert_eq!(rig.started().1, CH0);
@@ -1390,7 +1390,7 @@ fn what_has_no_room_on_one_channel_goes_by_another() {
 }
 
 #[test]
-fn what_has_no_room_on_an_idle_connection_is_not_started() {
+fn oversized_command_on_idle_connection_fails() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     rig.no_room(id);
@@ -1595,7 +1595,7 @@ fn run(actions: Vec<Action>) {
 
 proptest! {
     #[test]
-    fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
+    fn requests_complete_exactly_once(actions in proptest::collection::vec(action(), 1..200)) {
         run(actions);
     }
 }

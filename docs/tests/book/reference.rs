@@ -13,8 +13,8 @@ const PAGE: &str = "reference.md";
 const HEAD: &str = "\
 # Keys of the configuration
 
-This page is made of the schema that `riserd schema` prints; riserd.yaml(5) has the same. No other keys
-are allowed. `NAME` stands for a name or number of your own, `[]` for an item of a list. Sizes have a
+This page is generated from the schema printed by `riserd schema`; riserd.yaml(5) has the same contents.
+No other keys are allowed. `NAME` is a name or number of your choice, `[]` an item of a list. Sizes have a
 suffix `KiB` to `TiB` (powers of 1024) or `KB` to `TB` (powers of 1000); times have `ms`, `s`, `m` or `h`,
 or are numbers of seconds.
 [Configure](configure.md) has examples.

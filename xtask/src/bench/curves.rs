@@ -45,10 +45,10 @@ impl Rule {
         match self {
             Self::Keeps(share) => {
                 let percent = share * 100.0;
-                format!("A step to the next place keeps at least {percent:.0} % of the throughput.")
+                format!("A step to the next point keeps at least {percent:.0} % of the throughput.")
             }
             Self::Grows(multiple) => {
-                format!("A step to the next place makes it at most {multiple} times as much.")
+                format!("A step to the next point makes it at most {multiple} times as much.")
             }
         }
     }
@@ -86,7 +86,7 @@ pub(super) const CURVES: &[Curve] = &[
         xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0],
         systems: &[NBDKIT, SRP, ISER, ISCSI],
         rule: Rule::Keeps(0.9),
-        about: "One session with more and more operations in flight.",
+        about: "One session with an increasing number of operations in flight.",
     },
     Curve {
         id: "sessions",
@@ -98,7 +98,7 @@ pub(super) const CURVES: &[Curve] = &[
         // These processes have to share the CPU cores of this machine.
         rule: Rule::Keeps(0.8),
         about: "Sessions with four operations in flight each, all at one unit; each is a process of \
-                `riser`, or a job of fio with a connection of its own.",
+                `riser`, or a job of fio with a separate connection.",
     },
     Curve {
         id: "units",
@@ -108,7 +108,7 @@ pub(super) const CURVES: &[Curve] = &[
         xs: &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
         systems: &[SRP, ISCSI],
         rule: Rule::Keeps(0.8),
-        about: "The same number of sessions, each at a unit of its own of one target.",
+        about: "The same number of sessions, each at a separate unit of one target.",
     },
     Curve {
         id: "block-size",
@@ -140,9 +140,9 @@ pub(super) const CURVES: &[Curve] = &[
         // Each step loses several times as many packets, and every loss requires us to send a whole
         // window again.
         rule: Rule::Keeps(0.3),
-        about: "The software NIC of the client loses packets that it sends and receives. For this curve, \
-                at 0 % as well, it sends packets one by one, so these figures are not comparable \
-                with those of the other curves.",
+        about: "The software NIC of the client drops sent and received packets. For this curve, \
+                including 0 %, it sends packets one by one, so these results are not comparable with \
+                the other curves.",
     },
     Curve {
         id: "tail",
@@ -152,9 +152,9 @@ pub(super) const CURVES: &[Curve] = &[
         xs: &[10.0, 30.0, 50.0, 70.0],
         systems: &[SRP, ISER, ISCSI],
         rule: Rule::Grows(3.0),
-        about: "4 KiB random reads that arrive at random times, whether or not others have ended; each \
-                is measured from the time at which it was due. The peak is what a session with 32 \
-                operations in flight reaches just before.",
+        about: "4 KiB random reads that arrive at random times, regardless of the completion of \
+                previous reads; each is measured from its scheduled time. The peak is the throughput \
+                of a session with 32 operations in flight, measured just before.",
     },
     Curve {
         id: "idle",
@@ -165,8 +165,7 @@ pub(super) const CURVES: &[Curve] = &[
         systems: &[SRP, ISCSI],
         // With ten times as many sessions, we allow for another half.
         rule: Rule::Grows(15.0),
-        about: "Sessions that are attached and have no commands; the time is that of all threads of \
-                `riserd`.",
+        about: "Attached sessions without commands; the time includes all threads of `riserd`.",
     },
 ];
 

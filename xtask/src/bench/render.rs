@@ -29,27 +29,28 @@ const MARKS: [&str; 2] = [
 const ENDS: usize = 3;
 
 const HOW: &str = "\
-All systems serve the same file, one after the other. A round measures every workload with every \
-system, and the order of the systems changes from round to round. Each measurement starts the server, \
-runs the client and stops the server. Client and server share the machine. A ratio is taken within a \
-round, of two measurements that follow each other; shown are the median of the rounds and, in brackets, \
-the smallest and the largest. A target is missed only beyond noise, which \
-means that the whole 95 % confidence interval of the median is short of it. The interval comes from the \
+All systems serve the same file, in sequence. A round measures every workload with every system, and \
+the order of the systems changes from round to round. Each measurement starts the server, runs the \
+client and stops the server. Client and server share the machine. A ratio is computed within a \
+round, from two consecutive measurements; the tables show the median of the rounds and, in brackets, \
+the smallest and the largest ratio. A target is missed only if the difference exceeds noise, that \
+is, if the whole 95 % confidence interval of the median misses it. The interval is computed from the \
 order of the rounds; with fewer than six rounds it is their whole range.
 
-Processor time is that of the processes (`utime`, `stime` and that of their children in \
-`/proc/PID/stat`), for each operation, the start and the end of the client included; the kernel's \
-threads that serve no process are not in it. Latency is from the submission of an operation to its \
-completion; `iscsi-perf` reports none and cannot write. `fio` has `--norandommap`, since no other \
-client remembers which blocks it has used. On the file itself there is nothing between client and data; \
-this is shown for orientation and limits nothing, since the others need not make a system call for each \
-operation. `riser bench wire` moves packets like those of reads, with their checksums, and has no target; \
-both directions are compared with it.
+Processor time is the time of the processes (`utime`, `stime` and the times of their children in \
+`/proc/PID/stat`), for each operation, including the start and the end of the client; it does not \
+include kernel threads that belong to no process. Latency is measured from the submission of an \
+operation to its completion; `iscsi-perf` does not report latency and cannot write. `fio` uses \
+`--norandommap`, because no other client remembers the blocks that it has used. The results for the \
+file itself, without a server, are shown for orientation and are not an upper bound, because the \
+other systems need not make a system call for each operation. `riser bench wire` transfers packets \
+like those of reads, with their checksums, and has no target; both directions are compared with it.
 
-Curves are judged as well: a step from one place to the next may cost no more than the rule of its curve \
-allows, beyond noise as above. Peers are not judged.
+Curves have rules as well: a step from one point to the next must not cost more than the rule of its \
+curve allows, by more than noise as above. Other servers are not checked.
 
-[What limits the figures](src/developers/limits.md) has profiles, what was tried, and what missed targets would take.
+[What limits the results](src/developers/limits.md) has profiles, the optimizations that were tried, \
+and the requirements for reaching missed targets.
 ";
 
 /// Writes the document and its charts to a directory.
@@ -104,7 +105,7 @@ pub(super) fn document(results: &Results) -> String {
     );
     if let Some(comparison) = &results.comparison {
         let _ = write!(out, "\n{}", targets(&judge(comparison)));
-        let _ = write!(out, "\n## Figures\n\n{}", figures(comparison));
+        let _ = write!(out, "\n## Results\n\n{}", figures(comparison));
     }
     if let Some(scaling) = &results.scaling {
         let _ = write!(out, "\n## Scaling\n\n{}", curves(scaling));

@@ -78,7 +78,7 @@ pub struct Snapshot {
     pub capacity: Option<Capacity>,
     /// Generation of its volatile cache; `None` if it has none.
     pub cache: Option<[u8; 16]>,
-    /// Whether it has a volatile cache (WCE); `None` if not reported.
+    /// Volatile cache enabled (WCE); `None` if not reported.
     pub write_cache: Option<bool>,
 }
 

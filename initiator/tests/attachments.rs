@@ -366,7 +366,7 @@ fn simultaneous_disk_mounts_exclude_each_other() {
     let (code, _, text) = home.run(&["attach", &image, "--nbd", &home.path("nbd")]);
     assert_eq!(code, 6, "{text}");
     assert_eq!(home.run(&["detach", "0"]).0, 0);
-    // It cannot be mounted while such an export exists.
+    // The image cannot be mounted while such an export exists.
     let socket = home.path("nbd");
     assert_eq!(home.run(&["attach", &image, "--nbd", &socket]).0, 0);
     let (code, _, text) = home.run(&["mount", &image, &dirs[0], "--read-only"]);

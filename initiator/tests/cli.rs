@@ -233,7 +233,7 @@ fn ranges_are_read_and_written() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // It may stop reading early.
+    // The program may stop reading early.
     let _ = child.stdin.take().unwrap().write_all(&[1; 70_000]);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));

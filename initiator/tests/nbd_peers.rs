@@ -376,7 +376,7 @@ fn non_reading_client_leaves_buffers_for_others() {
     let batch: Vec<u8> = (0..80).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
     greedy.write_all(&batch).unwrap();
     let mut other = plain_client(&bed);
-    // It would otherwise wait as long as the greedy client.
+    // If it had to wait for buffers, it would wait as long as the greedy client.
     other
         .set_read_timeout(Some(std::time::Duration::from_secs(60)))
         .unwrap();

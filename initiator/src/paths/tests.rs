@@ -278,7 +278,7 @@ fn lost_write_waits_for_fence_unlike_read() {
     rig.take();
     assert_eq!(rig.started(), [(write_a, B)]);
     assert!(rig.saw(&Output::Close(A)));
-    // It overlaps with both.
+    // This write overlaps with both.
     rig.answer(write_a);
     assert_eq!(rig.started(), []);
     rig.answer(elsewhere);

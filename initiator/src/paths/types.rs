@@ -54,15 +54,15 @@ pub struct Found {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PathState {
-    /// It was not usable yet.
+    /// Not usable yet.
     Connecting,
     /// In use for requests.
     Live,
-    /// It works, but the unit prefers another path.
+    /// Usable, but the unit prefers another path.
     Standby,
-    /// It is not usable; connecting is retried.
+    /// Not usable; connecting is retried.
     Lost,
-    /// It leads to another logical unit.
+    /// Leads to a different logical unit.
     OtherUnit,
 }
 
@@ -184,7 +184,7 @@ pub(super) struct Path {
     pub(super) patience: Duration,
     /// The next attempt uses the path's own portal, even if a fence is required.
     pub(super) own_next: bool,
-    /// It was live, or an attempt has failed.
+    /// The path was live, or an attempt has failed.
     pub(super) is_decided: bool,
     /// Time for checking the unit's access state.
     pub(super) recheck: Option<Instant>,
@@ -274,6 +274,6 @@ pub(super) struct PathRequest {
     pub(super) spec: RequestSpec,
     pub(super) seq: u64,
     pub(super) assignment: Assignment,
-    /// It was lost with this path, which must be fenced before a retry.
+    /// Path that lost the request, and must be fenced before a retry.
     pub(super) behind: Option<PathIndex>,
 }

@@ -1,6 +1,6 @@
 //! Command descriptor block of a command, and the direction and length of its data.
 
-/// Maximum length of a command descriptor block in bytes.
+/// Maximum length of a command descriptor block in a [`Cdb`], in bytes.
 pub const MAX_CDB: usize = 32;
 
 /// A command descriptor block of up to [`MAX_CDB`] bytes.

@@ -157,12 +157,12 @@ impl Answer {
 /// Reason why a request has no response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It timed out. If it was sent, it may have been executed. The target will not execute it
-    /// later, unless the connection is down. In that case, no later request overtakes it; with
-    /// several paths, no later request that reads or changes the same blocks.
+    /// The request timed out. If it was sent, it may have been executed. The target will not
+    /// execute it later, unless the connection is down. In that case, no later request overtakes
+    /// it; with several paths, no later request that reads or changes the same blocks.
     #[error("timed out")]
     TimedOut,
-    /// It timed out before it was sent: a [`Retry::Probe`] waiting behind other commands.
+    /// The request timed out before it was sent: a [`Retry::Probe`] waiting behind other commands.
     #[error("timed out before it was sent")]
     NotSent,
     /// The connection broke, and the command must not be sent twice.

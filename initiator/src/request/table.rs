@@ -129,11 +129,11 @@ impl<T: Copy> Request<T> {
 /// Result for a request whose attempt has finished.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Settled {
-    /// It must be completed with this result.
+    /// Complete the request with this result.
     Over(RequestResult),
-    /// It was queued again.
+    /// The request was queued again.
     Queued,
-    /// It waits until this time.
+    /// The request waits until this time.
     Later(Instant),
 }
 

@@ -142,7 +142,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.timer.take_if(|at| *at <= now).is_some()
     }
 
-    /// Returns whether the wait before the next login has finished. In this case, the login starts.
+    /// Starts the next login if its wait has expired; returns whether it did.
     pub(crate) fn is_login_due(&mut self, now: Instant) -> bool {
         let Some(until) = self.life.next_login() else {
             return false;

@@ -37,7 +37,7 @@ pub enum Down {
     /// Commands or pings timed out, and commands could not be aborted.
     #[error("target does not answer")]
     Unresponsive,
-    /// It was closed by us.
+    /// The session was closed by us.
     #[error("closed")]
     Closed,
     /// The logical unit is a different one than before, or than on the other paths.

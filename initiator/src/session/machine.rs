@@ -54,8 +54,8 @@ pub trait Machine {
     /// them, which is unknown.
     fn recover(&mut self, _now: Instant) {}
 
-    /// Called when the watched unit is unusable here: logs out and disconnects, then closes or
-    /// retries the login.
+    /// Called when the watched unit is unusable here: logs out and disconnects, then either closes
+    /// the session or retries the login.
     fn leave(&mut self, _why: Down, _last: bool, _now: Instant) {}
 
     /// Returns the time of the target's last message, on the current or the last connection.

@@ -98,7 +98,7 @@ pub enum SessionEvent {
         lun: WireLun,
         /// The event, as sense data.
         sense: Box<[u8]>,
-        /// It reports a reset by our own task management.
+        /// The event reports a reset by our own task management.
         is_own_reset: bool,
     },
     /// Task management of the session has reset a unit or all units.

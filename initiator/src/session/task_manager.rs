@@ -14,7 +14,7 @@ use crate::request::table::RequestState;
 use crate::request::{Answer, attention_of, is_deferred, may_end_commands};
 
 /// A session that aborts late commands with task management. A protocol implements the methods
-/// without a default; the others are common.
+/// without a default; the other methods are shared.
 pub(crate) trait TaskManager: Machine {
     /// Identifier of a started request at the target.
     type Tag: Copy + Debug + PartialEq;

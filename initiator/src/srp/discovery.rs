@@ -82,7 +82,7 @@ pub struct Discovery {
 
 impl Discovery {
     /// Creates a discovery. `transaction` is the number of the first query, which should be
-    /// unpredictable for others.
+    /// unpredictable for other hosts.
     #[must_use]
     pub fn new(transaction: u64) -> Self {
         Self {

@@ -385,8 +385,8 @@ impl<E: Env> Driver<E> {
             is_away: false,
             outages: OutageLog::default(),
         });
-        // If the engine was shut down in the meantime, close the session like all others, so that
-        // its user is notified.
+        // If the engine was shut down in the meantime, close the session like all other sessions,
+        // so that its user is notified.
         match self.shutdown {
             true => self.close(index, now),
             false => self.drain(index, now),

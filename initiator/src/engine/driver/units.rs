@@ -1002,9 +1002,9 @@ mod tests {
     /// use.
     #[test]
     fn unused_path_detects_cache_loss() {
-        // Whether the path in use is lost, the ASCQ of the initial attention, the seconds until the
-        // login and until the end of the check. A restarted host, a flapping connection, a slow
-        // check, and a path in use throughout.
+        // Test parameters: whether the path in use is lost, the ASCQ of the initial attention, the
+        // seconds until the login and until the end of the check. A restarted host, a flapping
+        // connection, a slow check, and a path in use throughout.
         for (a_is_lost, greeting, login, checked, is_lost) in [
             (true, 0, 60, 60, true),
             (true, 0, 1, 1, false),

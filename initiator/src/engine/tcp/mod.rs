@@ -149,10 +149,10 @@ impl TcpConn {
     }
 }
 
-/// Passes the part of some memory that starts at `offset` and has `len` bytes.
+/// Passes the range of `pieces` that starts at `offset` and has `len` bytes to `take`.
 ///
 /// # Panics
-/// Panics if the memory is too short.
+/// Panics if `pieces` is too short.
 fn cut<'a>(
     pieces: impl IntoIterator<Item = &'a MemSlice>,
     mut offset: usize,
@@ -175,7 +175,7 @@ fn cut<'a>(
     assert_eq!(len, 0, "data beyond the buffers");
 }
 
-/// Copies memory in small parts.
+/// Passes the memory to `take` in small parts.
 fn read_parts(slice: &MemSlice, mut take: impl FnMut(&[u8])) {
     let mut bytes = [0; 4096];
     let mut at = 0;

@@ -481,7 +481,7 @@ impl<E: Env> Driver<E> {
             .is_none_or(|(_, link)| link.member(path).is_held);
         if let Some(member) = session.and_then(|key| self.find(key)) {
             self.with_link(member, now, |link, _| match is_answered {
-                // It had no earlier connection.
+                // The session had no earlier connection.
                 true if is_good => link.machine().release(true, now),
                 false if is_held => link.machine().close(now),
                 true | false => {}

@@ -1,5 +1,4 @@
-//! Threads that are cancelled while they wait for events. The calls are cancellation points in
-//! rdma-core.
+//! Cancellation of threads that wait for events. These calls are cancellation points in rdma-core.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -16,11 +15,11 @@ use library::*;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
-/// Chooses addresses that no other test binary has.
+/// Selects addresses that are not used by other test binaries.
 fn begin() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
-        // SAFETY: other tests wait, and the library is not loaded yet.
+        // SAFETY: other tests are waiting, and the library is not loaded yet.
         unsafe {
             std::env::set_var(
                 "RISER_TEST_DEVICES",
@@ -42,7 +41,7 @@ unsafe extern "C-unwind" {
 
 type Start = extern "C-unwind" fn(*mut c_void) -> *mut c_void;
 
-/// A call with up to four words for arguments.
+/// A call with up to four arguments of one word each.
 struct Call {
     function: unsafe extern "C-unwind" fn(usize, usize, usize, usize) -> c_int,
     arguments: [usize; 4],
@@ -75,7 +74,7 @@ extern "C-unwind" fn execute(call: *mut c_void) -> *mut c_void {
     ptr::null_mut()
 }
 
-/// Executes a call in a thread, cancels that, and waits for its end.
+/// Executes a call in a thread, cancels the thread, and joins it.
 fn cancel(mut call: Call) {
     // SAFETY: no frame of the thread has anything to drop, so it may be cancelled.
     unsafe {
@@ -116,7 +115,8 @@ fn cancelled_completion_wait_keeps_traffic() {
         "ibv_get_cq_event",
         [channel_at, places[0], places[1], 0],
     ));
-    // The device's thread drives the NIC again: it executes a peer's WRITE, for which no call waits.
+    // The device's thread drives the NIC again: it executes a peer's WRITE although no call is
+    // waiting.
     let other = two.create_cq(100);
     let sends = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
     let a = one.create_qp_ex(&mut one.qp_attr(armed, IBV_QPT_RC, sends));
@@ -184,7 +184,7 @@ fn cm_event_wait_is_cancelled() {
 fn async_event_wait_is_cancelled() {
     begin();
     let device = Device::open("riser0");
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut event: ibv_async_event = unsafe { zeroed() };
     let arguments = [
         device.context.expose_provenance(),
@@ -212,7 +212,7 @@ fn management_wait_is_cancelled() {
     assert_eq!(call!(umad_close_port(port => c_int) -> c_int), 0);
 }
 
-/// Completion queue, and number of polls.
+/// A completion queue and a number of polls.
 struct Polls {
     poll: unsafe extern "C" fn(*mut ibv_cq, c_int, *mut ibv_wc) -> c_int,
     cq: *mut ibv_cq,

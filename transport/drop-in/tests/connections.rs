@@ -1,4 +1,4 @@
-//! Connections by the functions of the RDMA CM that programs call.
+//! Connections, using the RDMA CM functions called by programs.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -16,7 +16,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 use riser_testkit::eventually;
 
-/// Address of riser1, which listens.
+/// Address of riser1, which is the server.
 const SERVER: &CStr = c"127.0.41.2";
 
 fn create_channel() -> *mut rdma_event_channel {
@@ -42,7 +42,8 @@ fn destroy_channel(channel: *mut rdma_event_channel) {
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
 }
 
-/// The next event of a channel, which is of this type; `look` sees it before it is acknowledged.
+/// Waits for the next event of a channel, which must have this type. `look` is called before it is
+/// acknowledged.
 fn event<T>(
     channel: *mut rdma_event_channel,
     expected: rdma_cm_event_type,
@@ -51,7 +52,7 @@ fn event<T>(
     event_with(channel, (expected, 0), look)
 }
 
-/// The same for one with this status.
+/// Same as [`event`], but also checks the status.
 fn event_with<T>(
     channel: *mut rdma_event_channel,
     expected: (rdma_cm_event_type, c_int),
@@ -80,7 +81,7 @@ fn event_with<T>(
     seen
 }
 
-/// What `rdma_getaddrinfo` makes of a host, a port and hints.
+/// Calls `rdma_getaddrinfo` with a host, a port and hints.
 fn address_info(
     host: Option<&CStr>,
     port: u16,
@@ -98,9 +99,9 @@ fn address_info(
     }
 }
 
-/// Hints for a kind of queue pair.
+/// Creates hints for a type of queue pair.
 fn hints(space: rdma_port_space, qp_type: ibv_qp_type, flags: u32) -> rdma_addrinfo {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut hints: rdma_addrinfo = unsafe { zeroed() };
     hints.ai_flags = flags as c_int;
     hints.ai_port_space = space as c_int;
@@ -108,7 +109,7 @@ fn hints(space: rdma_port_space, qp_type: ibv_qp_type, flags: u32) -> rdma_addri
     hints
 }
 
-/// An end point at a port of the server, or one that is to connect to it.
+/// Creates an endpoint that either listens on a port of the server, or will connect to it.
 fn end_point(
     port: u16,
     hints: &rdma_addrinfo,
@@ -153,9 +154,9 @@ fn destroy_ep(id: *mut rdma_cm_id) {
     call!(rdma_destroy_ep(id => *mut rdma_cm_id));
 }
 
-/// Attributes of a small queue pair.
+/// Returns attributes of a small queue pair.
 fn small() -> ibv_qp_init_attr {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_qp_init_attr = unsafe { zeroed() };
     attr.cap.max_send_wr = 4;
     attr.cap.max_recv_wr = 4;
@@ -165,9 +166,9 @@ fn small() -> ibv_qp_init_attr {
     attr
 }
 
-/// Registers memory with the domain of an identifier.
+/// Registers memory in the domain of an identifier.
 fn register(id: *mut rdma_cm_id, memory: &mut [u8]) -> *mut ibv_mr {
-    // SAFETY: the identifier is alive, and its domain.
+    // SAFETY: the identifier and its domain are alive.
     let mr = unsafe {
         call!(ibv_reg_mr((*id).pd => *mut ibv_pd, memory.as_mut_ptr().cast() => *mut c_void,
             memory.len() => usize, IBV_ACCESS_LOCAL_WRITE as c_int => c_int) -> *mut ibv_mr)
@@ -176,14 +177,14 @@ fn register(id: *mut rdma_cm_id, memory: &mut [u8]) -> *mut ibv_mr {
     mr
 }
 
-/// Sends a few bytes inline, to a shared receive queue where a number is given.
+/// Sends a few bytes inline, to a shared receive queue if a number is specified.
 fn send(id: *mut rdma_cm_id, data: &[u8], srqn: Option<u32>) {
     let mut sge = ibv_sge {
         addr: data.as_ptr().addr() as u64,
         length: data.len() as u32,
         lkey: 0,
     };
-    // SAFETY: all-zero bytes are valid; the objects are alive.
+    // SAFETY: all zeroes is valid, and the objects are alive.
     unsafe {
         let mut wr: ibv_send_wr = zeroed();
         wr.sg_list = &raw mut sge;
@@ -228,7 +229,7 @@ fn an_unreliable_connection_is_made_between_end_points() {
     send(id, b"hello", None);
     server.join().unwrap();
     destroy_ep(id);
-    // Kinds that have no connections.
+    // Types that do not support connections.
     for kind in [IBV_QPT_RAW_PACKET, IBV_QPT_DRIVER, 77] {
         let info = address_info(Some(SERVER), PORT, &self::hints(RDMA_PS_IB, kind, 0)).unwrap();
         let mut id = ptr::null_mut();
@@ -261,7 +262,7 @@ fn a_request_whose_queue_pair_cannot_be_made_is_refused() {
     let result = call!(rdma_get_request(listener => *mut rdma_cm_id,
         &raw mut id => *mut *mut rdma_cm_id) -> c_int);
     assert_eq!((result, errno()), (-1, libc::EINVAL));
-    // The listener has no event left that would have to be acknowledged.
+    // The listener has no events that would have to be acknowledged.
     let listener = listener.expose_provenance();
     let end = thread::spawn(move || destroy_ep(ptr::with_exposed_provenance_mut(listener)));
     eventually("the end of the listener", Duration::from_secs(20), || {
@@ -280,7 +281,7 @@ fn an_extended_connection_is_made_between_end_points() {
     let server = thread::spawn(move || {
         let listener = ptr::with_exposed_provenance_mut(listener);
         let id = get_request(listener);
-        // SAFETY: the identifier is alive; all-zero bytes are valid attributes and parameters.
+        // SAFETY: the identifier is alive. All zeroes are valid attributes and parameters.
         unsafe {
             assert_eq!((*(*id).qp).qp_type, IBV_QPT_XRC_RECV);
             let mut attr: ibv_srq_init_attr_ex = zeroed();
@@ -297,7 +298,7 @@ fn an_extended_connection_is_made_between_end_points() {
             attr.srq_type = IBV_SRQT_XRC;
             assert_eq!(create(&mut attr), 0, "{}", errno());
             assert_eq!((create(&mut attr), errno()), (-1, libc::EINVAL), "a second");
-            // Domains and completion queue are the library's.
+            // The domains and the completion queue were created by the library.
             assert!(!attr.xrcd.is_null() && attr.cq == (*id).recv_cq && attr.pd == (*id).pd);
             assert!((*attr.cq).channel == (*id).recv_cq_channel);
             let mut number = 0u32;
@@ -327,7 +328,7 @@ fn an_extended_connection_is_made_between_end_points() {
     });
     let active = hints(RDMA_PS_IB, IBV_QPT_XRC_SEND, 0);
     let id = end_point(PORT, &active, Some(&mut small()));
-    // SAFETY: the event is the identifier's, with private data.
+    // SAFETY: the event belongs to the identifier, and has private data.
     let number = unsafe {
         connect(id, &mut numbered(0));
         let data = (*(*id).event).param.conn.private_data.cast::<[u8; 4]>();
@@ -338,7 +339,8 @@ fn an_extended_connection_is_made_between_end_points() {
     destroy_ep(id);
 }
 
-/// A listener at a port of the server and an identifier that has resolved it, with a channel each.
+/// A listener on a port of the server, and an identifier that has resolved its address. Both have a
+/// channel.
 struct Asynchronous {
     channels: [*mut rdma_event_channel; 2],
     listener: *mut rdma_cm_id,
@@ -373,7 +375,7 @@ impl Asynchronous {
         }
     }
 
-    /// The next request at the listener.
+    /// Waits for the next request of the listener.
     fn request(&self) -> *mut rdma_cm_id {
         event(self.channels[1], RDMA_CM_EVENT_CONNECT_REQUEST, |event| {
             assert_eq!(event.listen_id, self.listener);
@@ -390,9 +392,9 @@ impl Drop for Asynchronous {
     }
 }
 
-/// Parameters that name a queue pair which the program moves itself.
+/// Returns parameters with the number of a queue pair that the program modifies itself.
 fn numbered(qp_num: u32) -> rdma_conn_param {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut param: rdma_conn_param = unsafe { zeroed() };
     param.qp_num = qp_num;
     param
@@ -428,14 +430,14 @@ fn vendor_options_are_exchanged() {
     connect(both.id, &mut numbered(77));
     let request = both.request();
     assert_eq!(remote_ece(request), (0x15b3, 0xf00d_0003, 0));
-    // The answer is in the words of the vendor that has asked.
+    // The response uses the vendor of the request.
     assert_eq!(set_ece(request, ece(0xabcd, 0x0000_0001, 0)), 0);
     let mut param = numbered(78);
     let accepted = call!(rdma_accept(request => *mut rdma_cm_id,
         &raw mut param => *mut rdma_conn_param) -> c_int);
     assert_eq!(accepted, 0);
     event(both.channels[0], RDMA_CM_EVENT_CONNECT_RESPONSE, |event| {
-        // SAFETY: the event has parameters of a connection.
+        // SAFETY: the event has connection parameters.
         assert_eq!(unsafe { event.param.conn.qp_num }, 78);
     });
     assert_eq!(remote_ece(both.id), (0x15b3, 1, 0));
@@ -457,7 +459,7 @@ fn vendor_options_are_exchanged() {
     call!(rdma_ack_cm_event(seen => *mut rdma_cm_event) -> c_int);
     destroy_id(request);
 
-    // A queue pair of the device's has none, and its identifier neither.
+    // Queue pairs of the device have no vendor options, and neither do their identifiers.
     let device = Device::open("riser0");
     let cq = device.create_cq(4);
     let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_RC, IBV_QP_EX_WITH_SEND));
@@ -498,7 +500,7 @@ fn a_program_reports_that_data_have_arrived() {
     };
     connect(both.id, &mut numbered(77));
     let request = both.request();
-    // Ports in network byte order, each side's own first.
+    // Ports in network byte order, with the local port first.
     let (own, peer) = port(both.id);
     assert!(own >= 32_768, "{own}");
     assert_eq!(peer, 7005);
@@ -513,7 +515,7 @@ fn a_program_reports_that_data_have_arrived() {
         &raw mut param => *mut rdma_conn_param) -> c_int);
     assert_eq!(accepted, 0);
     event(both.channels[0], RDMA_CM_EVENT_CONNECT_RESPONSE, |_| ());
-    // The other side waits for its program, so no RTU comes.
+    // The other side waits for its program, so no RTU is received.
     for wrong in [IBV_EVENT_PATH_MIG, 99] {
         assert_eq!((notify(request, wrong), errno()), (-1, libc::EINVAL));
     }
@@ -526,16 +528,16 @@ fn a_program_reports_that_data_have_arrived() {
     destroy_id(request);
 }
 
-/// What `rdma_getaddrinfo` makes of a GID.
+/// Calls `rdma_getaddrinfo` with a GID.
 fn gid_info(gid: &CStr, port: u16, space: rdma_port_space, flags: u32) -> *mut rdma_addrinfo {
     let mut hints = hints(space, IBV_QPT_RC, RAI_NUMERICHOST | RAI_FAMILY | flags);
     hints.ai_family = AF_IB as c_int;
     address_info(Some(gid), port, &hints).unwrap()
 }
 
-/// An address of InfiniBand.
+/// Returns the GID, service ID and mask of an InfiniBand address.
 fn infiniband(addr: *const sockaddr) -> (Vec<u8>, u64, u64) {
-    // SAFETY: the address is alive, and is looked at only if it is one.
+    // SAFETY: the address is alive, and its family is checked first.
     unsafe {
         assert_eq!(u32::from((*addr).sa_family), AF_IB);
         let ib = addr.cast::<sockaddr_ib>().read_unaligned();
@@ -545,7 +547,7 @@ fn infiniband(addr: *const sockaddr) -> (Vec<u8>, u64, u64) {
     }
 }
 
-/// Own and peer's address of an identifier.
+/// Returns the local and the peer address of an identifier.
 fn addresses(id: *mut rdma_cm_id) -> [*const sockaddr; 2] {
     // SAFETY: the identifier is alive.
     unsafe {
@@ -606,7 +608,7 @@ fn gids_and_service_ids_are_addresses() {
     listen(listener);
 
     let id = create_id(channels[0], RDMA_PS_TCP);
-    // An address of each family.
+    // Addresses of different families.
     let internet = address_info(Some(c"127.0.41.1"), 0, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0));
     let internet = internet.unwrap();
     // SAFETY: it is alive.
@@ -625,8 +627,8 @@ fn gids_and_service_ids_are_addresses() {
     let port = u16::from_be(call!(rdma_get_dst_port(id => *mut rdma_cm_id) -> u16));
     assert_eq!(port, 7006);
 
-    // The path is the program's.
-    // SAFETY: all-zero bytes are valid; the identifier is alive.
+    // The path is set by the program.
+    // SAFETY: all zeroes is valid, and the identifier is alive.
     let mut data = unsafe {
         let mut data: [ibv_path_data; 2] = zeroed();
         let path = &mut data[1].path;
@@ -657,7 +659,7 @@ fn gids_and_service_ids_are_addresses() {
     let again = set_path(id, &mut data, 2 * size);
     assert_eq!((again, errno()), (-1, libc::EINVAL));
 
-    // Without an address header all the private data are the program's.
+    // Because there is no address header, the program can use all of the private data.
     let all: [u8; 92] = std::array::from_fn(|i| i as u8 + 1);
     let mut param = numbered(77);
     (param.private_data, param.private_data_len) = (all.as_ptr().cast(), 92);
@@ -673,7 +675,7 @@ fn gids_and_service_ids_are_addresses() {
     });
     assert_eq!(infiniband(addresses(request)[0]), (raw, TCP | 7006, !0));
     assert_eq!(infiniband(addresses(request)[1]).0, own_gid);
-    // SAFETY: all-zero bytes are valid attributes, of which the state is read.
+    // SAFETY: all zeroes are valid attributes. Only the state is read.
     unsafe {
         let mut attr: ibv_qp_attr = zeroed();
         attr.qp_state = IBV_QPS_RTR;
@@ -687,7 +689,7 @@ fn gids_and_service_ids_are_addresses() {
     destroy_id(request);
     destroy_id(id);
 
-    // A destination may have any service id; no listener has this one.
+    // A destination can have any service ID. There is no listener for this one.
     let bare = create_id(channels[0], RDMA_PS_IB);
     // SAFETY: the address is alive.
     unsafe { (*peer.cast::<sockaddr_ib>()).sib_sid = 0x1000_0000_0000_0077_u64.to_be() };
@@ -697,7 +699,7 @@ fn gids_and_service_ids_are_addresses() {
     assert_eq!(begun, 0);
     event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
     connect(bare, &mut numbered(77));
-    // Reason 8: invalid service id.
+    // Reason 8: invalid service ID.
     event_with(channels[0], (RDMA_CM_EVENT_REJECTED, 8), |_| ());
     destroy_id(bare);
     destroy_id(listener);
@@ -710,7 +712,7 @@ fn gids_and_service_ids_are_addresses() {
 #[test]
 fn the_unspecified_address_belongs_to_no_device() {
     let channel = create_channel();
-    // SAFETY: all-zero bytes are the unspecified address of IPv4, but for the family.
+    // SAFETY: all zeroes is the unspecified IPv4 address, except for the family.
     let mut any: sockaddr_in = unsafe { zeroed() };
     any.sin_family = libc::AF_INET as u16;
     any.sin_port = 7007u16.to_be();
@@ -737,7 +739,7 @@ fn the_unspecified_address_belongs_to_no_device() {
             );
         }
     }
-    // One that resolves an address belongs to the device that the way leads from.
+    // If it resolves an address, it uses the device of the route.
     let id = create_id(channel, RDMA_PS_TCP);
     any.sin_port = 0;
     assert_eq!(bind(id, (&raw mut any).cast()), 0, "{}", errno());
@@ -769,7 +771,7 @@ fn a_listener_has_the_backlog_that_it_asks_for() {
     let listening = call!(rdma_listen(listener => *mut rdma_cm_id, BACKLOG as c_int => c_int)
         -> c_int);
     assert_eq!(listening, 0);
-    // All of one host, none of which is answered before the last has come.
+    // All requests are from the same host, and none is accepted before the last has arrived.
     let clients: Vec<_> = (0..BACKLOG)
         .map(|_| {
             let id = create_id(channels[0], RDMA_PS_TCP);
@@ -800,7 +802,7 @@ fn a_request_waits_where_the_only_listener_of_a_port_is_gone() {
     let listener = create_id(channels[1], RDMA_PS_TCP);
     assert_eq!(bind(listener, addr), 0, "{}", errno());
     listen(listener);
-    // One that connects from the same port.
+    // An identifier that uses the same port for connecting.
     let other = create_id(channels[1], RDMA_PS_TCP);
     assert_eq!(resolve_addr(other, addr, addr), 0, "{}", errno());
     destroy_id(listener);
@@ -809,10 +811,10 @@ fn a_request_waits_where_the_only_listener_of_a_port_is_gone() {
     event(channels[0], RDMA_CM_EVENT_ADDR_RESOLVED, |_| ());
     call!(rdma_resolve_route(client => *mut rdma_cm_id, 1000 => c_int) -> c_int);
     event(channels[0], RDMA_CM_EVENT_ROUTE_RESOLVED, |_| ());
-    // It is refused when it has waited for the other to listen.
+    // It is rejected after waiting for the other identifier to listen.
     let start = Instant::now();
     connect(client, &mut numbered(77));
-    // The reason of IBTA for a service id that none has.
+    // The IBTA reason for a service ID without a listener.
     event_with(channels[0], (RDMA_CM_EVENT_REJECTED, 8), |_| ());
     assert!(start.elapsed() >= Duration::from_millis(300));
     for id in [client, other] {

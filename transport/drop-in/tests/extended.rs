@@ -1,5 +1,5 @@
-//! Extended completion queues and queue pairs, by the tables of functions that the header's inline
-//! functions call.
+//! Extended completion queues and queue pairs, using the function tables that are used by the
+//! header's inline functions.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -18,7 +18,7 @@ const STANDARD: u64 = 0x7f;
 const TIMES: u64 =
     (IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK) as u64;
 
-/// Every operation of a reliable connection.
+/// All operations of a reliable connection.
 const ALL: u32 = IBV_QP_EX_WITH_RDMA_WRITE
     | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
     | IBV_QP_EX_WITH_SEND
@@ -37,9 +37,9 @@ fn cq_attr(wc_flags: u64) -> ibv_cq_init_attr_ex {
     }
 }
 
-/// The device's time.
+/// Returns the device's time.
 fn raw_clock(device: &Device) -> u64 {
-    // SAFETY: all-zero bytes are valid; the pointers are.
+    // SAFETY: all zeroes is valid, and the pointers are valid.
     unsafe {
         let mut values: ibv_values_ex = zeroed();
         values.comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
@@ -61,7 +61,7 @@ fn an_extended_poll_reads_each_completion_in_turn() {
     let mr = pair.device.register(&mut memory);
     post_recv(pair.b, 7, Some(sge(mr, 0, 64)));
     let qp = pair.builder();
-    // SAFETY: the objects are alive, and their functions are those that the header calls.
+    // SAFETY: the objects are alive, and these are the functions that the header calls.
     unsafe {
         let start_poll = (*cq).start_poll.unwrap();
         let (next_poll, end_poll) = ((*cq).next_poll.unwrap(), (*cq).end_poll.unwrap());
@@ -76,7 +76,7 @@ fn an_extended_poll_reads_each_completion_in_turn() {
         (*qp).wr_set_inline_data.unwrap()(qp, c"hello".as_ptr().cast_mut().cast(), 5);
         assert_eq!((*qp).wr_complete.unwrap()(qp), 0);
 
-        // Both completions in one batch, as soon as both are there.
+        // Both completions are in one batch if they are available.
         let start = Instant::now();
         let mut seen = Vec::new();
         while seen.len() < 2 {
@@ -271,7 +271,7 @@ fn built_requests_do_what_they_say() {
         });
         (*qp).wr_rdma_write.unwrap()(qp, key, addr + 64);
         (*qp).wr_set_inline_data_list.unwrap()(qp, 2, pieces.as_ptr());
-        // Copied by the setter.
+        // The setter has copied it.
         data.fill(0);
         (*qp).wr_id = 6;
         (*qp).wr_send.unwrap()(qp);
@@ -308,7 +308,7 @@ fn built_requests_do_what_they_say() {
     assert_eq!(there[15], 1);
 }
 
-/// Builds a batch by `build` and completes it.
+/// Builds a batch using `build`, and completes it.
 fn batch(qp: *mut ibv_qp_ex, build: impl FnOnce()) -> c_int {
     // SAFETY: the queue pair is alive.
     unsafe {
@@ -337,11 +337,13 @@ fn a_batch_is_posted_whole_or_not_at_all() {
     let pair = Pair::new(device, cq, IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_READ);
     let qp = pair.builder();
     let mut memory = [0u8; 8];
-    // SAFETY: the queue pair is alive. No receive is posted, so sends stay in the queue of 20.
+    // SAFETY: the queue pair is alive. No receive is posted, so sends stay in the queue, which has
+    // 20 entries.
     unsafe {
         let set_sge = (*qp).wr_set_sge.unwrap();
         assert_eq!(batch(qp, || sends(qp, 0..2)), 0);
-        // The last one finds no room, behind more than are posted at a time.
+        // There is no space for the last request. There are more requests than are posted at a
+        // time.
         assert_eq!(batch(qp, || sends(qp, 90..109)), libc::ENOMEM);
         assert_eq!(batch(qp, || sends(qp, 90..120)), libc::ENOMEM);
         let inline = (*qp).wr_set_inline_data.unwrap();

@@ -1,5 +1,5 @@
-//! Path migration, and a send queue that drains, through the C interface. There is one test in this file:
-//! a device's further addresses belong to one process at a time.
+//! Path migration and draining of a send queue, using the C interface. There is only one test in
+//! this file, because a device's additional addresses can only be used by one process at a time.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -15,7 +15,7 @@ use library::*;
 use riser_rdma_core_sys::bindings::*;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// A device, and a queue pair of it that is connected to the other's.
+/// A device with a queue pair, which is connected to the queue pair of the other device.
 struct Side {
     device: Device,
     cq: *mut ibv_cq,
@@ -48,7 +48,7 @@ impl Side {
     }
 
     fn gid(&self, index: c_int) -> ibv_gid {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut gid: ibv_gid = unsafe { zeroed() };
         let result = call!(ibv_query_gid(self.device.context => *mut ibv_context, 1 => u8,
             index => c_int, &raw mut gid => *mut ibv_gid) -> c_int);
@@ -62,7 +62,7 @@ impl Side {
     }
 
     fn query(&self) -> ibv_qp_attr {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let (mut attr, mut init): (ibv_qp_attr, ibv_qp_init_attr) = unsafe { zeroed() };
         let mask = IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE | IBV_QP_AV | IBV_QP_STATE;
         let result = call!(ibv_query_qp(self.qp => *mut ibv_qp, &raw mut attr => *mut ibv_qp_attr,
@@ -71,7 +71,7 @@ impl Side {
         attr
     }
 
-    /// Writes all of its memory but the first half to that of the peer, and waits for it.
+    /// Writes the second half of its memory to the peer's memory, and waits for completion.
     fn write_to(&self, other: &Self) {
         self.post_write(other);
         assert_eq!(completions(self.cq, 1)[0].status, IBV_WC_SUCCESS);
@@ -94,19 +94,19 @@ impl Side {
         }
     }
 
-    /// Whether there is an asynchronous event within a while.
+    /// Returns whether there is an asynchronous event before a timeout.
     fn has_event(&self, wait: Duration) -> bool {
-        // SAFETY: the context is open, and its descriptor with it.
+        // SAFETY: the context and its descriptor are open.
         let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw((*self.device.context).async_fd) };
         let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
         let wait = Timespec::try_from(wait).unwrap();
         rustix::event::poll(&mut fds, Some(&wait)).unwrap() > 0
     }
 
-    /// The next asynchronous event, which is of its queue pair.
+    /// Waits for the next asynchronous event, which must be for its queue pair.
     fn event(&self) -> ibv_event_type {
         assert!(self.has_event(Duration::from_secs(20)), "no event");
-        // SAFETY: all-zero bytes are valid; the event names a queue pair.
+        // SAFETY: all zeroes is valid, and the event is for a queue pair.
         unsafe {
             let mut event: ibv_async_event = zeroed();
             let result = call!(ibv_get_async_event(self.device.context => *mut ibv_context,
@@ -119,9 +119,9 @@ impl Side {
     }
 }
 
-/// Attributes that load the path between the second addresses.
+/// Returns attributes that load the path between the additional addresses.
 fn rearm(gid: ibv_gid) -> ibv_qp_attr {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_qp_attr = unsafe { zeroed() };
     attr.alt_ah_attr = ah_attr(gid);
     attr.alt_ah_attr.grh.sgid_index = 1;
@@ -132,13 +132,13 @@ fn rearm(gid: ibv_gid) -> ibv_qp_attr {
 }
 
 fn check_gids(side: &Side) {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_device_attr = unsafe { zeroed() };
     let result = call!(ibv_query_device(side.device.context => *mut ibv_context,
         &raw mut attr => *mut ibv_device_attr) -> c_int);
     assert_eq!(result, 0);
     assert_ne!(attr.device_cap_flags & IBV_DEVICE_AUTO_PATH_MIG, 0);
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut entries: [ibv_gid_entry; 4] = unsafe { zeroed() };
     let mut table = |max: usize| {
         call!(_ibv_query_gid_table(side.device.context => *mut ibv_context,
@@ -148,7 +148,7 @@ fn check_gids(side: &Side) {
     assert_eq!(table(1), -(libc::EINVAL as isize));
     assert_eq!(table(4), 2);
     for (index, entry) in entries[..2].iter().enumerate() {
-        // SAFETY: every bit pattern of a GID is 16 bytes.
+        // SAFETY: a GID is 16 bytes, and all bit patterns are valid.
         let (listed, queried) = unsafe { (entry.gid.raw, side.gid(index as c_int).raw) };
         assert_eq!((entry.gid_index as usize, listed), (index, queried));
     }
@@ -192,7 +192,7 @@ fn migrate(one: &Side, two: &Side) {
     let now = one.query();
     assert_eq!((now.alt_port_num, now.alt_timeout), (1, 15));
     assert_eq!(now.alt_ah_attr.grh.sgid_index, 1);
-    // SAFETY: every bit pattern of a GID is 16 bytes.
+    // SAFETY: a GID is 16 bytes, and all bit patterns are valid.
     unsafe { assert_eq!(now.alt_ah_attr.grh.dgid.raw, two.gid(1).raw) };
 
     let mut migrated = to_one;
@@ -211,7 +211,7 @@ fn migrate(one: &Side, two: &Side) {
 }
 
 fn drain(side: &Side, other: &Side) {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_qp_attr = unsafe { zeroed() };
     attr.qp_state = IBV_QPS_SQD;
     attr.en_sqd_async_notify = 1;
@@ -240,14 +240,14 @@ fn drain(side: &Side, other: &Side) {
     let now = side.query();
     assert_eq!((now.timeout, now.retry_cnt, now.rnr_retry), (16, 3, 2));
     assert_eq!((now.max_rd_atomic, now.max_dest_rd_atomic), (2, 2));
-    // What is posted now waits for RTS.
+    // Requests that are posted now wait for RTS.
     side.post_write(other);
     thread::sleep(Duration::from_millis(20));
     assert!(poll(side.cq).is_empty());
     attr.qp_state = IBV_QPS_RTS;
     modify(side.qp, &attr, IBV_QP_STATE);
     assert_eq!(completions(side.cq, 1)[0].status, IBV_WC_SUCCESS);
-    // Not asked for.
+    // The event was not requested.
     attr.qp_state = IBV_QPS_SQD;
     modify(side.qp, &attr, IBV_QP_STATE);
     attr.en_sqd_async_notify = 0;
@@ -262,7 +262,7 @@ fn drain(side: &Side, other: &Side) {
 
 #[test]
 fn a_connection_migrates_between_devices_with_two_addresses() {
-    // SAFETY: no other thread reads the environment yet.
+    // SAFETY: no other thread is reading the environment yet.
     unsafe {
         std::env::set_var(
             "RISER_TEST_DEVICES",

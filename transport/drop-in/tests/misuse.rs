@@ -1,4 +1,4 @@
-//! Wrong calls, and what processes do around the library: fork, signals, unloading.
+//! Invalid calls, and fork, signals and unloading in processes that use the library.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -20,16 +20,16 @@ use riser_rdma_core_sys::ops;
 
 const SENDS: u32 = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_WRITE;
 
-/// A scatter list at an address that is no multiple of anything, as in a packed structure.
+/// An unaligned scatter list, as in a packed structure.
 #[repr(C, packed)]
 struct Packed {
     odd: u8,
     list: [ibv_sge; 2],
 }
 
-/// An address of the library's devices.
+/// Returns an address of the library's devices.
 fn socket_address(last: u8, port: u16) -> sockaddr_in {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut addr: sockaddr_in = unsafe { zeroed() };
     addr.sin_family = libc::AF_INET as u16;
     addr.sin_port = port.to_be();
@@ -74,10 +74,10 @@ fn set_nonblocking(fd: RawFd) {
     assert_eq!(result, 0);
 }
 
-/// Runs a part in a process that begins as a copy of this one; answers what it returns.
+/// Calls `part` in a forked process. Returns its result.
 fn forked(part: impl FnOnce() -> c_int) -> c_int {
     load();
-    // SAFETY: the child runs the part and ends without the harness.
+    // SAFETY: the child calls `part` and exits without running the test harness.
     unsafe {
         match libc::fork() {
             0 => {
@@ -119,7 +119,7 @@ fn missing_attributes_are_refused() {
     let modified = call!(ibv_modify_qp(qp => *mut ibv_qp, ptr::null_mut() => *mut c_void, 1 => c_int) -> c_int);
     assert_eq!(modified, libc::EINVAL);
     let table = device.table();
-    // SAFETY: the objects are alive; the null pointers must be refused.
+    // SAFETY: the objects are alive. The null pointers must be rejected.
     unsafe {
         assert!(table.create_srq_ex.unwrap()(device.context, ptr::null_mut()).is_null());
         assert_eq!(errno(), libc::EINVAL);
@@ -175,7 +175,7 @@ fn huge_values_are_refused() {
         assert!(create(entries).is_null(), "{entries}");
         assert_eq!(errno(), libc::EINVAL, "{entries}");
     }
-    // Libraries ask for this many, for all peers that there may ever be.
+    // Libraries request this number, which is sufficient for all potential peers.
     let cq = device.create_cq(200_000);
     assert_eq!(destroy_cq(cq), 0);
     let cq = device.create_cq(4);
@@ -201,9 +201,10 @@ fn scatter_lists_of_wrong_length_are_refused_unread() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let pair = Pair::new(device, cq, SENDS);
-    // SAFETY: all-zero bytes are valid; lists that are too long must not be read.
+    // SAFETY: all zeroes is valid. Lists that are too long must not be read.
     unsafe {
-        // At the end of a page that nothing follows: reading past the list ends the process.
+        // The list is at the end of a page, and the following page is not mapped, so reading past
+        // its end would crash the process.
         let map = |flags| {
             libc::mmap(
                 ptr::null_mut(),
@@ -251,7 +252,7 @@ fn scatter_lists_of_wrong_length_are_refused_unread() {
             );
         }
 
-        // A piece without bytes has no address.
+        // An empty piece doesn't need an address.
         post_recv(pair.b, 1, None);
         let mut nothing: ibv_sge = zeroed();
         wr.sg_list = &raw mut nothing;
@@ -294,14 +295,15 @@ fn scatter_lists_at_odd_addresses_are_taken() {
         packed([piece(20, 4), piece(24, 2)]),
         packed([piece(30, 4), piece(34, 1)]),
     ];
-    // SAFETY: all-zero bytes are valid; the lists and the region live until all has completed.
+    // SAFETY: all zeroes is valid. The lists and the region are alive until all requests have
+    // completed.
     unsafe {
         let mut bad = ptr::null_mut();
         let mut receives: [ibv_recv_wr; 2] = zeroed();
         receives[0].next = &raw mut receives[1];
         for (recv, list) in receives.iter_mut().zip(&mut to) {
             recv.sg_list = (&raw mut list.list).cast();
-            // One piece: more than the queue takes are refused.
+            // One piece, because the queue doesn't support more.
             recv.num_sge = 1;
         }
         let first = &raw mut receives[0];
@@ -323,7 +325,7 @@ fn scatter_lists_at_odd_addresses_are_taken() {
     assert!(all.iter().all(|wc| wc.status == IBV_WC_SUCCESS));
     assert_eq!(&bytes[20..24], b"firs");
     assert_eq!(&bytes[30..34], b"t co");
-    // SAFETY: the builder's calls, with a list as above.
+    // SAFETY: these are functions of the builder, with a list as above.
     unsafe {
         let qp = pair.builder();
         post_recv(pair.b, 1, Some(piece(20, 8)));
@@ -349,7 +351,7 @@ fn objects_of_another_device_are_refused() {
     attr.send_cq = cq_two;
     attr.recv_cq = cq_one;
     assert!(one.create_qp_ex(&mut attr).is_null());
-    // SAFETY: all-zero bytes are valid; the objects are alive.
+    // SAFETY: all zeroes is valid, and the objects are alive.
     unsafe {
         let mut srq_attr: ibv_srq_init_attr = zeroed();
         srq_attr.attr.max_wr = 4;
@@ -403,7 +405,7 @@ fn an_event_channel_goes_before_its_identifiers() {
     // SAFETY: the channel is alive.
     let fd = unsafe { (*channel).fd };
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
-    // SAFETY: the number is free now, so the program may use it for something else.
+    // SAFETY: the number is free now, so the program can reuse it.
     let theirs = unsafe {
         assert_eq!(libc::fcntl(fd, libc::F_GETFD), -1, "it is closed");
         let theirs = libc::eventfd(0, libc::EFD_NONBLOCK);
@@ -418,13 +420,13 @@ fn an_event_channel_goes_before_its_identifiers() {
     assert_eq!(resolved, 0, "{}", errno());
     thread::sleep(Duration::from_millis(300));
     let mut count = 0u64;
-    // SAFETY: there is room for the count.
+    // SAFETY: the buffer is large enough for the counter.
     let n = unsafe { libc::read(theirs, (&raw mut count).cast(), 8) };
     assert_eq!(
         n, -1,
         "an event was written to a descriptor of the program's"
     );
-    // SAFETY: the descriptors are the test's.
+    // SAFETY: the descriptors belong to the test.
     unsafe {
         libc::close(fd);
         if theirs != fd {
@@ -445,7 +447,7 @@ fn an_identifier_that_waited_for_its_calls_moves_to_a_channel() {
     unsafe {
         assert_eq!((*(*id).event).event, RDMA_CM_EVENT_ADDR_RESOLVED);
         let channel = create_channel();
-        // The program does not acknowledge that event, so the call must not wait for it.
+        // The program does not acknowledge this event, so the call must not wait for it.
         let moved = call!(rdma_migrate_id(id => *mut rdma_cm_id,
             channel => *mut rdma_event_channel) -> c_int);
         assert_eq!(moved, 0, "{}", errno());
@@ -483,7 +485,7 @@ fn an_identifier_of_all_devices_shows_none() {
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
 }
 
-/// The next event of a channel that does not block, or none.
+/// Returns the next event of a non-blocking channel, or `None` after a timeout.
 fn next_event(channel: *mut rdma_event_channel) -> Option<rdma_cm_event_type> {
     let mut event: *mut rdma_cm_event = ptr::null_mut();
     let start = Instant::now();
@@ -492,7 +494,7 @@ fn next_event(channel: *mut rdma_event_channel) -> Option<rdma_cm_event_type> {
             &raw mut event => *mut *mut rdma_cm_event) -> c_int)
             == 0
         {
-            // SAFETY: the event is the program's until it is acknowledged.
+            // SAFETY: the event belongs to the program until it is acknowledged.
             let kind = unsafe { (*event).event };
             call!(rdma_ack_cm_event(event => *mut rdma_cm_event) -> c_int);
             return Some(kind);
@@ -503,7 +505,7 @@ fn next_event(channel: *mut rdma_event_channel) -> Option<rdma_cm_event_type> {
     None
 }
 
-/// Asks for a connection to a listener.
+/// Requests a connection to a listener.
 fn connect_to(channel: *mut rdma_event_channel, mut addr: sockaddr_in) -> *mut rdma_cm_id {
     // SAFETY: the channel is alive.
     unsafe { set_nonblocking((*channel).fd) };
@@ -513,7 +515,7 @@ fn connect_to(channel: *mut rdma_event_channel, mut addr: sockaddr_in) -> *mut r
     assert_eq!(next_event(channel), Some(RDMA_CM_EVENT_ADDR_RESOLVED));
     call!(rdma_resolve_route(client => *mut rdma_cm_id, 1000 => c_int) -> c_int);
     assert_eq!(next_event(channel), Some(RDMA_CM_EVENT_ROUTE_RESOLVED));
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut param: rdma_conn_param = unsafe { zeroed() };
     param.qp_num = 77;
     let connected = call!(rdma_connect(client => *mut rdma_cm_id,
@@ -522,7 +524,7 @@ fn connect_to(channel: *mut rdma_event_channel, mut addr: sockaddr_in) -> *mut r
     client
 }
 
-/// As with a kernel, which cleans up after a process.
+/// A kernel would also do this when it cleans up after a process.
 #[test]
 fn the_connections_of_a_process_end_with_it() {
     let channel = create_channel();
@@ -533,7 +535,7 @@ fn the_connections_of_a_process_end_with_it() {
     let listening = call!(rdma_listen(listener => *mut rdma_cm_id, 4 => c_int) -> c_int);
     assert_eq!(listening, 0);
     let port = u16::from_be(call!(rdma_get_src_port(listener => *mut rdma_cm_id) -> u16));
-    // SAFETY: the child is this test alone, and ends as a program does.
+    // SAFETY: the child only runs this test, and exits like a program.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: as above.
@@ -558,7 +560,7 @@ fn the_connections_of_a_process_end_with_it() {
             thread::sleep(Duration::from_millis(1));
             continue;
         }
-        // SAFETY: the event is the program's until it is acknowledged; all-zero bytes are valid.
+        // SAFETY: the event belongs to the program until it is acknowledged. All zeroes is valid.
         unsafe {
             kinds.push((*event).event);
             accepted = (*event).id;
@@ -580,7 +582,7 @@ fn the_connections_of_a_process_end_with_it() {
     ];
     assert_eq!(kinds, all);
     let mut status = 0;
-    // SAFETY: the child is ours.
+    // SAFETY: this is a child of this process.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
     for id in [accepted, listener] {
@@ -589,7 +591,8 @@ fn the_connections_of_a_process_end_with_it() {
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
 }
 
-/// A listener with a request that its peer has taken back. The program has not looked at either.
+/// Creates a listener with a request that was cancelled by its peer. The program has not received
+/// either event yet.
 fn listener_with_request(
     at_server: *mut rdma_event_channel,
     at_client: *mut rdma_event_channel,
@@ -601,7 +604,7 @@ fn listener_with_request(
     let port = u16::from_be(call!(rdma_get_src_port(listener => *mut rdma_cm_id) -> u16));
     let client = connect_to(at_client, socket_address(2, port));
     thread::sleep(Duration::from_millis(100));
-    // It no longer wants the connection.
+    // The client cancels its request.
     assert_eq!(destroy_id(client), 0);
     thread::sleep(Duration::from_millis(100));
     listener
@@ -635,7 +638,7 @@ fn requests_and_what_became_of_them_go_with_their_listener() {
 #[test]
 fn identifiers_of_both_families_listen_at_one_port() {
     let channel = create_channel();
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut any: sockaddr_in = unsafe { zeroed() };
     any.sin_family = libc::AF_INET as u16;
     any.sin_port = 3260_u16.to_be();
@@ -657,7 +660,7 @@ fn identifiers_of_both_families_listen_at_one_port() {
     let both = create_id(channel);
     assert_eq!(bind_6(both), -1);
     assert_eq!(errno(), libc::EADDRNOTAVAIL, "IPv4's are taken");
-    // No device has an address of IPv6, so nothing will come.
+    // No device has an IPv6 address, so no requests will be received.
     let ipv6 = create_id(channel);
     assert_eq!(stay(ipv6), 0, "{}", errno());
     assert_eq!(bind_6(ipv6), 0, "{}", errno());
@@ -681,7 +684,7 @@ fn a_closed_device_has_no_queue_pairs() {
     let close = |context| call!(ibv_close_device(context => *mut ibv_context) -> c_int);
     assert_eq!(close(pair.device.context), 0);
     assert_eq!(close(pair.device.context), -1, "twice");
-    // Its memory belongs to the next context, which must not hear of them.
+    // Its memory is reused for the next context, which must not get their events.
     let next = Device::open("riser0");
     assert_eq!(destroy_qp(pair.a), libc::EINVAL, "it went with its context");
     assert_ne!(next.context, other.context);
@@ -690,7 +693,7 @@ fn a_closed_device_has_no_queue_pairs() {
 #[test]
 fn threads_of_the_library_take_no_signals() {
     let _device = Device::open("riser0");
-    // A thread names itself once it runs.
+    // A thread sets its name when it starts to run.
     thread::sleep(Duration::from_millis(200));
     let mut found = 0;
     for task in fs::read_dir("/proc/self/task").unwrap() {
@@ -728,7 +731,7 @@ fn a_process_that_unloads_the_library_goes_on() {
     assert!(status.unwrap().success());
 }
 
-/// Runs in a process of its own, see above.
+/// Runs in a separate process, see above.
 #[test]
 fn unload() {
     if env::var_os("UNLOAD").is_none() {
@@ -738,7 +741,7 @@ fn unload() {
         .unwrap()
         .with_file_name("libriser_drop_in.so");
     let path = CString::new(path.into_os_string().into_encoded_bytes()).unwrap();
-    // SAFETY: no other thread reads the environment; the functions have these signatures.
+    // SAFETY: no other thread reads the environment, and the functions have these signatures.
     unsafe {
         env::set_var("RISER_DEVICES", "riser0=127.0.41.3");
         let library = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
@@ -806,7 +809,7 @@ fn a_child_leaves_the_events_and_ports_of_its_parent_alone() {
     assert_eq!(destroy_id(id), 0);
 }
 
-/// A WRITE to a process that posts and never polls arrives all the same.
+/// A WRITE to a process arrives even if the process posts requests but never polls.
 #[test]
 fn posts_do_not_keep_packets_waiting() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
@@ -816,7 +819,7 @@ fn posts_do_not_keep_packets_waiting() {
     let mut memory = [0u8; 8];
     let mut memory_two = [0u8; 8];
     let (mr, mr_two) = (one.register(&mut memory), two.register(&mut memory_two));
-    // SAFETY: only peers write it, and it lives as long as the test.
+    // SAFETY: it is only written by peers, and lives as long as the test.
     let arrived = unsafe { AtomicU8::from_ptr(memory.as_mut_ptr()) };
     // SAFETY: the objects are alive.
     unsafe {
@@ -825,7 +828,7 @@ fn posts_do_not_keep_packets_waiting() {
         let done = AtomicBool::new(false);
         let number = a.expose_provenance();
         thread::scope(|scope| {
-            // It drives the device for what it sends, again and again.
+            // This repeatedly drives the device, but only for sending.
             scope.spawn(|| {
                 let mut attr: ibv_qp_attr = zeroed();
                 attr.min_rnr_timer = 2;
@@ -840,7 +843,8 @@ fn posts_do_not_keep_packets_waiting() {
             });
             let mut waited = Vec::new();
             for n in 1..=5 {
-                // So many polls that find something that the device counts on more.
+                // After this number of polls with completions, the device expects the program to
+                // continue polling.
                 for _ in 0..100 {
                     let (own, key) = (extended(a), remote(mr_two, 0));
                     (*own).wr_start.unwrap()(own);
@@ -886,10 +890,10 @@ fn socket_calls_fail_with_eopnotsupp() {
     assert_eq!((offset, errno()), (-1, libc::EOPNOTSUPP));
 }
 
-/// Memory of the kernel's choice with these rights.
+/// Maps memory with these access rights, at an address chosen by the kernel.
 fn mapped(length: usize, rights: c_int) -> *mut c_void {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping.
+    // SAFETY: this is a new mapping.
     let memory = unsafe { libc::mmap(ptr::null_mut(), length, rights, flags, -1, 0) };
     assert_ne!(memory, libc::MAP_FAILED);
     memory
@@ -924,9 +928,9 @@ fn protected_memory_is_not_registered() {
     let mut writable = mapped(LENGTH, libc::PROT_READ | libc::PROT_WRITE);
     let mr = register(writable, remote);
     assert!(!mr.is_null(), "{}", errno());
-    // The last page alone.
+    // Only change the last page.
     writable = writable.wrapping_byte_add(LENGTH - 4096);
-    // SAFETY: the test's own memory.
+    // SAFETY: the memory belongs to the test.
     let result = unsafe { libc::mprotect(writable, 4096, libc::PROT_READ) };
     assert_eq!(result, 0);
     let writable = writable.wrapping_byte_sub(LENGTH - 4096);
@@ -942,8 +946,8 @@ fn rereg_keeps_region_on_demand() {
     let mr = call!(ibv_reg_mr(device.pd => *mut ibv_pd, memory => *mut c_void, 4096 => usize,
         access => c_int) -> *mut ibv_mr);
     assert!(!mr.is_null(), "{}", errno());
-    // Nothing is mapped there before the region is used.
-    // SAFETY: the test's own memory.
+    // This page is not mapped before the region is used.
+    // SAFETY: the memory belongs to the test.
     let result = unsafe { libc::munmap(memory.wrapping_byte_add(4096), 4096) };
     assert_eq!(result, 0);
     let change = IBV_REREG_MR_CHANGE_TRANSLATION as c_int;
@@ -952,11 +956,11 @@ fn rereg_keeps_region_on_demand() {
     assert_eq!(changed, 0, "{}", errno());
 }
 
-/// Number of sockets below a descriptor.
+/// Returns the number of sockets below a descriptor number.
 fn sockets_below(limit: c_int) -> c_int {
     let mut count = 0;
     for fd in 0..limit {
-        // SAFETY: all-zero bytes are valid for the structure, which the call fills.
+        // SAFETY: all zeroes is valid for the structure, which is initialized by the call.
         unsafe {
             let mut stat: libc::stat = zeroed();
             let is_open = libc::fstat(fd, &raw mut stat) == 0;
@@ -974,7 +978,7 @@ fn forked_child_closes_sockets_despite_full_table() {
             rlim_cur: LIMIT as libc::rlim_t,
             rlim_max: LIMIT as libc::rlim_t,
         };
-        // SAFETY: the limit is this process's own.
+        // SAFETY: the limit only affects this process.
         let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
         assert_eq!(result, 0);
         let before = sockets_below(LIMIT);
@@ -993,7 +997,7 @@ fn forked_child_closes_sockets_despite_full_table() {
 #[test]
 fn forked_child_has_no_xrc_domain_of_parent() {
     let device = Device::open("riser0");
-    // SAFETY: a new file.
+    // SAFETY: this creates a new file.
     let file = unsafe { libc::memfd_create(c"xrcd".as_ptr(), 0) };
     let open = |device: &Device, oflags: c_int| {
         let mut attr = ibv_xrcd_init_attr {
@@ -1015,7 +1019,7 @@ fn forked_child_has_no_xrc_domain_of_parent() {
     assert_eq!(failed, 0);
 }
 
-/// Stops the threads of a test, also after a panic.
+/// Stops the threads of a test, even on panic.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {

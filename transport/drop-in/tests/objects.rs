@@ -1,4 +1,4 @@
-//! Domains, device memory, addresses and groups, by the functions that programs call.
+//! Domains, device memory, addresses and groups, using the functions called by programs.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -20,7 +20,7 @@ const QKEY: u32 = 0x1111_1111;
 fn a_parent_domain_stands_for_its_protection_domain() {
     let device = Device::open("riser0");
     let table = device.table();
-    // SAFETY: the pointers are valid, or must be refused; all-zero bytes are valid attributes.
+    // SAFETY: the pointers are valid, or must be rejected. All zeroes are valid attributes.
     unsafe {
         let mut td_attr = ibv_td_init_attr { comp_mask: 1 };
         let alloc_td = table.alloc_td.unwrap();
@@ -44,7 +44,7 @@ fn a_parent_domain_stands_for_its_protection_domain() {
         attr.pd = parent;
         assert!(alloc(device.context, &raw mut attr).is_null(), "a parent's");
 
-        // What belongs to one works with what belongs to the other.
+        // Objects of one domain can be used with objects of the other.
         let cq = device.create_cq(10);
         let real = device.pd;
         let device = Device {
@@ -97,7 +97,7 @@ fn device_memory_is_reached_by_calls_and_by_peers() {
     let pair = Pair::new(device, cq, IBV_QP_EX_WITH_RDMA_WRITE);
     let device = &pair.device;
     let table = device.table();
-    // SAFETY: the pointers are valid, or must be refused.
+    // SAFETY: the pointers are valid, or must be rejected.
     unsafe {
         let alloc = |length, log_align_req, comp_mask| {
             let mut attr = ibv_alloc_dm_attr {
@@ -181,7 +181,7 @@ fn device_memory_is_reached_by_calls_and_by_peers() {
     }
 }
 
-/// A datagram queue pair in RTS.
+/// Creates a datagram queue pair in RTS.
 fn datagrams(device: &Device, cq: *mut ibv_cq) -> *mut ibv_qp {
     let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_UD, SENDS));
     assert!(!qp.is_null(), "{}", errno());
@@ -204,7 +204,7 @@ fn send(qp: *mut ibv_qp, ah: *mut ibv_ah, number: u32, data: &[u8]) {
 
 fn create_ah(device: &Device, gid: ibv_gid) -> *mut ibv_ah {
     let mut attr = ah_attr(gid);
-    // A flow label has 20 bits, and adapters do not look at the others.
+    // A flow label has 20 bits, and adapters ignore the other bits.
     attr.grh.flow_label = u32::MAX;
     let ah = call!(ibv_create_ah(device.pd => *mut ibv_pd, &raw mut attr => *mut ibv_ah_attr)
         -> *mut ibv_ah);
@@ -212,8 +212,8 @@ fn create_ah(device: &Device, gid: ibv_gid) -> *mut ibv_ah {
     ah
 }
 
-/// Datagrams complete unseen where the program asks for no completion, and an adapter has sent them
-/// by the time at which it destroys the queue pair.
+/// If the program does not request completions, it can't know when datagrams have completed. An
+/// adapter would already have sent them when the queue pair is destroyed.
 #[test]
 fn what_was_posted_leaves_before_its_queue_pair_goes() {
     const COUNT: usize = 8;
@@ -234,7 +234,7 @@ fn what_was_posted_leaves_before_its_queue_pair_goes() {
             send(a, ah, number, b"last words");
         }
         if is_reset {
-            // SAFETY: all-zero bytes are valid.
+            // SAFETY: all zeroes is valid.
             let mut attr: ibv_qp_attr = unsafe { zeroed() };
             attr.qp_state = IBV_QPS_RESET;
             modify(a, &attr, IBV_QP_STATE);
@@ -322,8 +322,8 @@ fn all_devices_are_listed_open() {
     let list = call!(rdma_get_devices(&raw mut count => *mut c_int) -> *mut *mut ibv_context);
     assert!(!list.is_null());
     assert_eq!(count, 2);
-    // SAFETY: the list has that many contexts, each of a device with a name, and ends in a null
-    // pointer.
+    // SAFETY: the list has this number of contexts, each of which has a device with a name, and is
+    // terminated by a null pointer.
     let names = unsafe {
         assert!((*list.add(2)).is_null());
         [0, 1].map(|i| CStr::from_ptr((*(**list.add(i)).device).name.as_ptr()).to_owned())
@@ -349,17 +349,18 @@ fn the_default_partition_is_at_index_0() {
     assert_eq!(index(2, 0xffff), -1);
 }
 
-/// Bytes that are aligned as the kernel's structures.
+/// Bytes with the alignment of the kernel's structures.
 #[repr(align(8))]
 struct Aligned<const N: usize>([u8; N]);
 
 #[test]
 fn structures_of_the_kernel_are_converted() {
-    // Bytes as the kernel's headers lay them out, each one another.
+    // Bytes with the layout of the kernel's headers, all of them different.
     let aligned = Aligned::<144>(std::array::from_fn(|i| i as u8));
     let bytes = &aligned.0;
     let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
-    // SAFETY: all-zero bytes are valid for the structures; the kernel's are as long as they are.
+    // SAFETY: all zeroes is valid for the structures, and the kernel's structures have the same
+    // sizes as the buffers.
     unsafe {
         let mut attr: ibv_qp_attr = zeroed();
         attr.rate_limit = 5;
@@ -386,7 +387,7 @@ fn structures_of_the_kernel_are_converted() {
         let mut aligned = (Aligned([0u8; 64]), Aligned([0u8; 64]));
         let (back, record) = (&mut aligned.0.0, &mut aligned.1.0);
         record.copy_from_slice(&bytes[..64]);
-        // The code of the MTU has one byte in the other structure, and one is padding.
+        // In the other structure, the MTU has one byte, and there is one byte of padding.
         record[48..52].copy_from_slice(&4u32.to_ne_bytes());
         call!(ibv_copy_path_rec_from_kern(&raw mut path => *mut ibv_sa_path_rec,
             record.as_ptr() => *const u8));
@@ -402,7 +403,7 @@ fn an_extended_connection_reaches_the_queue_that_a_request_names() {
     let device = Device::open("riser0");
     let table = device.table();
     let cq = device.create_cq(10);
-    // SAFETY: the pointers are valid, or must be refused; all-zero bytes are valid attributes.
+    // SAFETY: the pointers are valid, or must be rejected. All zeroes are valid attributes.
     unsafe {
         let open = |fd, oflags| {
             let mut attr = ibv_xrcd_init_attr {
@@ -469,7 +470,7 @@ fn an_extended_connection_reaches_the_queue_that_a_request_names() {
         let wc = completions(cq, 1)[0];
         assert_eq!((wc.wr_id, wc.status), (3, IBV_WC_SUCCESS));
 
-        // Another structure of the target, which stays until both are destroyed.
+        // Another structure of the target, which exists until both are destroyed.
         let open_target = |change: &dyn Fn(&mut ibv_qp_open_attr)| {
             let mut attr = ibv_qp_open_attr {
                 // Number, domain and type.
@@ -514,7 +515,7 @@ fn an_extended_connection_reaches_the_queue_that_a_request_names() {
 
 const PAGE: usize = 4096;
 
-/// Three pages of the program's, registered, of which the middle one can be taken away.
+/// Three registered pages of the program. The middle one can be unmapped.
 struct Pages {
     mr: *mut ibv_mr,
     at: *mut u8,
@@ -524,7 +525,7 @@ impl Pages {
     fn new(device: &Device) -> Self {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let all = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, which stays.
+        // SAFETY: this is a new mapping, which is never unmapped.
         let pages = unsafe {
             let at = libc::mmap(ptr::null_mut(), 3 * PAGE, all, flags, -1, 0);
             assert_ne!(at, libc::MAP_FAILED);
@@ -536,10 +537,11 @@ impl Pages {
         Self { mr, at }
     }
 
-    /// Unmaps the middle page: nothing else is mapped there from now on.
+    /// Unmaps the middle page, so that nothing else can be mapped there.
     fn tear(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: a page of the mapping, which the library and the test access by pointers only.
+        // SAFETY: this is a page of the mapping, which is only accessed via pointers by the library
+        // and by the test.
         let hole = unsafe {
             let middle = self.at.add(PAGE).cast();
             libc::mmap(middle, PAGE, libc::PROT_NONE, flags, -1, 0)
@@ -548,12 +550,13 @@ impl Pages {
     }
 
     fn byte(&self, at: usize) -> u8 {
-        // SAFETY: on a page that is there.
+        // SAFETY: the page is mapped.
         unsafe { self.at.add(at).read_volatile() }
     }
 }
 
-/// A queue pair of each device, connected to each other, and the completion queue of the first.
+/// Creates a queue pair on each device, connected to each other. Returns the first queue pair and
+/// its completion queue.
 fn connect(a: &Device, b: &Device) -> (*mut ibv_qp_ex, *mut ibv_cq) {
     let ops = IBV_QP_EX_WITH_RDMA_WRITE
         | IBV_QP_EX_WITH_SEND
@@ -573,12 +576,12 @@ fn connect(a: &Device, b: &Device) -> (*mut ibv_qp_ex, *mut ibv_cq) {
     (extended(first), cq)
 }
 
-/// Status of an operation that `build` builds.
+/// Returns the completion status of an operation built by `build`.
 fn status(
     (qp, cq): (*mut ibv_qp_ex, *mut ibv_cq),
     build: impl FnOnce(&mut ibv_qp_ex),
 ) -> ibv_wc_status {
-    // SAFETY: the queue pair is alive, and its functions are those that the header calls.
+    // SAFETY: the queue pair is alive, and these are the functions that the header calls.
     unsafe {
         (*qp).wr_start.unwrap()(qp);
         (*qp).wr_flags = IBV_SEND_SIGNALED;
@@ -591,13 +594,13 @@ fn status(
 #[test]
 fn memory_that_is_unmapped_while_it_is_registered_ends_no_process() {
     let (a, other) = (Device::open("riser0"), Device::open("riser1"));
-    // To itself, and through sockets.
+    // Within a device, and using sockets.
     for b in [&a, &other] {
         let own = Pages::new(&a);
         let write = |to: &Pages, offset, length| {
             let ((key, addr), from) = (remote(to.mr, offset), sge(own.mr, 0, length));
             move |qp: &mut ibv_qp_ex| {
-                // SAFETY: the functions of a queue pair that is alive.
+                // SAFETY: these are functions of a queue pair that is alive.
                 unsafe {
                     qp.wr_rdma_write.unwrap()(qp, key, addr);
                     qp.wr_set_sge.unwrap()(qp, from.lkey, from.addr, from.length);
@@ -618,11 +621,11 @@ fn memory_that_is_unmapped_while_it_is_registered_ends_no_process() {
         let pair = connect(&a, b);
         assert_eq!(status(pair, read(&pages, PAGE, 4000)), IBV_WC_SUCCESS);
         pages.tear();
-        // Nothing is sent that was not read.
+        // No data is sent that could not be read.
         let gone = status(pair, read(&pages, PAGE - 2000, 4000));
         assert_eq!(gone, IBV_WC_REM_ACCESS_ERR);
         assert_eq!(own.byte(3000), 1, "no byte of an answer has come");
-        // What is left goes on.
+        // The remaining pages can still be used.
         let pair = connect(&a, b);
         assert_eq!(status(pair, write(&pages, 0, 4000)), IBV_WC_SUCCESS);
         assert_eq!(status(pair, read(&pages, 2 * PAGE, 4000)), IBV_WC_SUCCESS);
@@ -631,7 +634,7 @@ fn memory_that_is_unmapped_while_it_is_registered_ends_no_process() {
         let pages = Pages::new(b);
         pages.tear();
         let pair = connect(&a, b);
-        // As far as an adapter's peer can tell, the bytes of the first packets have arrived.
+        // As with an adapter, the peer can't tell that the bytes of the first packets are lost.
         let first = status(pair, write(&pages, PAGE, 500));
         let second = match first {
             IBV_WC_SUCCESS => status(pair, write(&pages, 2 * PAGE - 1, 2)),
@@ -669,9 +672,9 @@ fn memory_that_is_unmapped_while_it_is_registered_ends_no_process() {
     }
 }
 
-/// Inode of an open file.
+/// Returns the inode number of an open file.
 fn inode(fd: c_int) -> Option<u64> {
-    // SAFETY: all-zero bytes are valid, and the call fills them.
+    // SAFETY: all zeroes is valid, and the call initializes the structure.
     unsafe {
         let mut stat: libc::stat = zeroed();
         (libc::fstat(fd, &raw mut stat) == 0).then_some(stat.st_ino)
@@ -683,7 +686,7 @@ fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
     let device = Device::open("riser0");
     let mut memory = [7u8; 64];
     let mr = device.register(&mut memory);
-    // SAFETY: the objects are alive, and all-zero bytes are valid attributes.
+    // SAFETY: the objects are alive, and all zeroes are valid attributes.
     unsafe {
         let import_device = |fd: c_int| call!(ibv_import_device(fd => c_int) -> *mut ibv_context);
         for fd in [-1, 1 << 20, (*device.context).async_fd] {
@@ -703,13 +706,13 @@ fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
         assert!(!same.is_null(), "{}", errno());
         assert_eq!(((*same).lkey, (*same).rkey), ((*mr).lkey, (*mr).rkey));
         assert_eq!(((*same).addr, (*same).length), (ptr::null_mut(), 64));
-        // Objects of another context have no handles here.
+        // Handles of objects can't be used in an unrelated context.
         let other = Device::open("riser0");
         assert!(import_pd(other.context, (*device.pd).handle).is_null());
         assert!(import_mr(other.pd, (*mr).handle).is_null());
         assert_eq!(errno(), libc::ENOENT);
 
-        // A queue pair in the imported domain uses the region.
+        // A queue pair in the imported domain can use the region.
         let imported = Device { context, pd };
         let (qp, cq) = connect(&imported, &other);
         (*qp).wr_start.unwrap()(qp);
@@ -740,7 +743,7 @@ fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
         assert_eq!(from(bytes.as_mut_ptr().cast(), shared, 8, 4), 0);
         assert_eq!(&bytes, b"both");
 
-        // What one context has destroyed, the others only forget.
+        // Objects that were destroyed by one context can only be unimported by other contexts.
         assert_eq!(imported.table().free_dm.unwrap()(shared), 0);
         assert_eq!(device.table().free_dm.unwrap()(dm), libc::ENOENT);
         call!(ibv_unimport_dm(dm => *mut ibv_dm));
@@ -760,7 +763,7 @@ fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
             call!(ibv_close_device(context => *mut ibv_context) -> c_int),
             0
         );
-        // Its number may already be another file's.
+        // Its number may already be used for another file.
         assert_ne!(inode(fd), inode((*device.context).cmd_fd), "it is closed");
     }
 }
@@ -775,7 +778,7 @@ fn a_queue_pair_sends_no_faster_than_its_limit() {
     let mr = device.register(&mut memory);
     let mut memory = [0u8; MESSAGE as usize + 40];
     let room = device.register(&mut memory);
-    // SAFETY: the objects are alive; all-zero bytes are valid attributes.
+    // SAFETY: the objects are alive, and all zeroes are valid attributes.
     unsafe {
         let mut attr: ibv_device_attr_ex = zeroed();
         let query = device.table().query_device_ex.unwrap();
@@ -806,13 +809,13 @@ fn a_queue_pair_sends_no_faster_than_its_limit() {
             to_rts(receiver, device.gid(), numbers.0);
             assert_eq!(limit(sender, caps.qp_rate_limit_min - 1, 0), libc::EINVAL);
             assert_eq!(limit(sender, 8000, 1), libc::EINVAL);
-            // A byte in a quarter of a microsecond.
+            // One byte per quarter of a microsecond.
             assert_eq!(limit(sender, 32_000, 0), 0);
             let (mut now, mut init) = (zeroed::<ibv_qp_attr>(), zeroed::<ibv_qp_init_attr>());
             let queried = call!(ibv_query_qp(sender => *mut ibv_qp, &raw mut now => *mut ibv_qp_attr,
                 0 => c_int, &raw mut init => *mut ibv_qp_init_attr) -> c_int);
             assert_eq!((queried, now.rate_limit), (0, 32_000));
-            // The same by another call.
+            // The same using another call.
             modify(sender, &now, IBV_QP_RATE_LIMIT);
             now.rate_limit = 1;
             let result = call!(ibv_modify_qp(sender => *mut ibv_qp, &raw mut now => *mut ibv_qp_attr,
@@ -868,7 +871,7 @@ fn a_destination_has_an_ethernet_address() {
             Err(result)
         }
     };
-    // The loopback interface has none.
+    // The loopback interface has no MAC address.
     assert_eq!(resolve(&|_| {}), Ok(([0; 6], 0xffff)));
     let group = resolve(&|attr| {
         attr.grh.dgid = ibv_gid {

@@ -1,4 +1,5 @@
-//! Devices that cannot be opened, and what processes leave: each is opened by a process of its own.
+//! Devices that cannot be opened, and state left behind by processes. Each device is opened by a
+//! separate process.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -26,15 +27,15 @@ use riser_testkit::skip::skip;
 /// Port of RoCEv2.
 const PORT: u16 = 4791;
 
-/// Longest wait for what a process does by itself.
+/// Timeout for actions of a process.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A process that opens `riser0`: with these devices, after these commands of a shell.
+/// Creates a process that opens `riser0` with these devices, after running shell commands.
 fn process(devices: &str, before: &str) -> Command {
     process_of("opens_a_device", devices, before)
 }
 
-/// The same, where it runs a certain test.
+/// Same as [`process`], but runs the given test.
 fn process_of(test: &str, devices: &str, before: &str) -> Command {
     let mut command = Command::new("sh");
     let own = std::env::current_exe().unwrap();
@@ -53,7 +54,7 @@ fn process_of(test: &str, devices: &str, before: &str) -> Command {
     command
 }
 
-/// A process that has a device until it is killed.
+/// A process that holds a device until it is killed.
 struct Holder(Child);
 
 impl Holder {
@@ -78,7 +79,7 @@ impl Holder {
     fn stop(&self) {
         self.signal(libc::SIGSTOP);
         let mut status = 0;
-        // SAFETY: this process's own child; its end is not taken.
+        // SAFETY: this is a child of this process, and this call does not reap it.
         unsafe { libc::waitpid(self.0.id().cast_signed(), &raw mut status, libc::WUNTRACED) };
         assert!(libc::WIFSTOPPED(status), "{status}");
     }
@@ -91,7 +92,7 @@ impl Drop for Holder {
     }
 }
 
-/// The error with which the process opened its device, 0 for none, and its log.
+/// Returns the error of the process when it opened its device, or 0, and its log.
 fn outcome(mut process: Command) -> (c_int, String) {
     let output = process.output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -108,7 +109,7 @@ fn report(error: c_int) {
     println!("opened: {error}");
 }
 
-/// What the other tests run.
+/// Executed by the other tests.
 #[test]
 #[ignore = "a process of the other tests"]
 fn opens_a_device() {
@@ -116,23 +117,23 @@ fn opens_a_device() {
     let list = call!(ibv_get_device_list(&raw mut count => *mut c_int) -> *mut *mut ibv_device);
     let mut is_child = false;
     if std::env::var_os("RISER_TEST_FORK").is_some() {
-        // SAFETY: the child goes on as this process would.
+        // SAFETY: the child continues in the same way as this process.
         let child = unsafe { libc::fork() };
         is_child = child == 0;
         if !is_child {
-            // SAFETY: this process's own child.
+            // SAFETY: this is a child of this process.
             unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
         }
     }
     if let Some(user) = std::env::var_os("RISER_TEST_USER") {
-        // SAFETY: it changes this process only.
+        // SAFETY: this only affects this process.
         unsafe { libc::setuid(user.to_str().unwrap().parse().unwrap()) };
     }
     if count == 0 {
         report(libc::ENODEV);
         return;
     }
-    // SAFETY: the list has a device.
+    // SAFETY: the list contains a device.
     let device = unsafe { *list };
     // SAFETY: devices have names.
     let name = unsafe { CStr::from_ptr((*device).name.as_ptr()) };
@@ -141,8 +142,8 @@ fn opens_a_device() {
     report(if context.is_null() { errno() } else { 0 });
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
     if is_child {
-        // The thread that would end the process has not come along.
-        // SAFETY: no other thread uses what this ends.
+        // The thread that would terminate the process does not exist in the child.
+        // SAFETY: no other thread uses anything that is destroyed by this.
         unsafe { libc::exit(0) };
     }
 }
@@ -175,13 +176,13 @@ fn a_further_address_that_another_process_has_is_left_out_and_named() {
         log.contains("or one as a further address of its device"),
         "{log}"
     );
-    // A child that opens the device itself is another process.
+    // If a child opens the device itself, it is a separate process.
     drop(holder);
     let mut forking = process(devices, "");
     forking.env("RISER_TEST_FORK", "1");
     let (error, log) = outcome(forking);
     assert_eq!(error, 0, "{log}");
-    // Other errors of a further address are not hidden.
+    // Other errors of an additional address are reported.
     let (error, log) = outcome(process("riser0=127.0.42.9,192.0.2.1", ""));
     assert_eq!(error, libc::EADDRNOTAVAIL);
     assert!(log.contains("192.0.2.1:4791: "), "{log}");
@@ -201,9 +202,10 @@ fn a_process_that_is_stopped_is_named() {
     assert_eq!(outcome(process("riser0=127.0.42.2", "")).0, 0);
 }
 
-/// Binds an identifier to an address, and to a port or a free one; answers the error, or 0.
+/// Binds an identifier to an address and a port, or any free port if it is 0. Returns the error, or
+/// 0.
 fn bind(addr: Ipv4Addr, port: u16) -> c_int {
-    // SAFETY: all-zero bytes are a valid address, and there is a place for the identifier.
+    // SAFETY: all zeroes is a valid address, and there is memory for the identifier.
     unsafe {
         let mut to: libc::sockaddr_in = zeroed();
         to.sin_family = libc::AF_INET as _;
@@ -222,16 +224,16 @@ fn bind(addr: Ipv4Addr, port: u16) -> c_int {
     }
 }
 
-/// What `a_process_that_is_stopped_delays_no_fork` runs.
+/// Executed by `a_process_that_is_stopped_delays_no_fork`.
 #[test]
 #[ignore = "a process of another test"]
 fn forks_while_it_opens_a_device() {
     let addr: Ipv4Addr = std::env::var("RISER_TEST_ADDR").unwrap().parse().unwrap();
     let opens = thread::spawn(move || bind(addr, 0));
-    // The test ends the input when the process that is stopped has been asked.
+    // The test closes standard input after the stopped process was queried.
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
     let start = Instant::now();
-    // SAFETY: the child does what the thread does, and ends.
+    // SAFETY: the child does the same as the thread, and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: as above.
@@ -242,24 +244,25 @@ fn forks_while_it_opens_a_device() {
     }
     let took = start.elapsed();
     let mut status = 0;
-    // SAFETY: this process's own child.
+    // SAFETY: this is a child of this process.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((opens.join().unwrap(), status), (0, 0));
     assert!(took < Duration::from_secs(1), "{SLOW}");
 }
 
-/// What is said where the fork has waited.
+/// Message if the fork had to wait.
 const SLOW: &str = "the fork is slow";
 
 #[test]
 fn a_process_that_is_stopped_delays_no_fork() {
-    // Its mailbox; the port of the address is free, so that devices are opened at last.
+    // This is only its mailbox. The port of the address is free, so devices can eventually be
+    // opened.
     let name = SocketAddr::from_abstract_name("riser-127.0.42.12-1").unwrap();
     let stopped = UnixDatagram::bind_addr(&name).unwrap();
     stopped.set_read_timeout(Some(PATIENCE)).unwrap();
     for addr in ["127.0.42.12", "0.0.0.0"] {
-        // One that waits for the process that is stopped does so each time, and one on a busy machine does
-        // not.
+        // If a fork waits for the process that is stopped, it does so every time. On a busy machine
+        // it may be slow, but not every time.
         let is_quick = (0..5).any(|_| {
             stopped.set_nonblocking(true).unwrap();
             while stopped.recv(&mut [0]).is_ok() {}
@@ -268,7 +271,7 @@ fn a_process_that_is_stopped_delays_no_fork() {
             forks.env("RISER_TEST_ADDR", addr).stdin(Stdio::piped());
             let forks = forks.spawn().unwrap();
             stopped.recv(&mut [0]).expect("a question");
-            // It ends the input.
+            // This closes standard input.
             let output = forks.wait_with_output().unwrap();
             let log = String::from_utf8_lossy(&output.stderr);
             let is_quick = output.status.success();
@@ -279,8 +282,8 @@ fn a_process_that_is_stopped_delays_no_fork() {
     }
 }
 
-/// What `the_port_of_a_process_that_was_killed_is_free_beside_its_child` runs: binds to a port, and to a
-/// free one before where it has to wait until its input ends.
+/// Executed by `the_port_of_a_process_that_was_killed_is_free_beside_its_child`: binds to a port.
+/// If it has to wait until its input is closed, it first binds to a free port.
 #[test]
 #[ignore = "a process of another test"]
 fn binds_a_port() {
@@ -295,13 +298,13 @@ fn binds_a_port() {
         report(result);
         return;
     }
-    // SAFETY: the child does what this process would, and ends.
+    // SAFETY: the child continues in the same way as this process, and exits.
     let is_child = unsafe { libc::fork() } == 0;
     if is_child {
         report(result);
     }
     let _ = wait();
-    // SAFETY: it ends this process.
+    // SAFETY: it terminates this process.
     unsafe { libc::_exit(0) };
 }
 
@@ -316,7 +319,7 @@ fn the_port_of_a_process_that_was_killed_is_free_beside_its_child() {
     let mut other = Holder::run(binds("RISER_TEST_LATE"));
     let mut killed = Holder::run(binds("RISER_TEST_FORK"));
     assert_eq!(outcome(binds("NONE")).0, libc::EADDRINUSE);
-    // The child ends when this does.
+    // The child exits when this is closed.
     let _input = killed.0.stdin.take();
     drop(killed);
     drop(other.0.stdin.take());
@@ -378,7 +381,7 @@ fn the_environment_is_named_where_it_is_wrong_without_colours_in_a_file() {
     let (error, log) = outcome(faults);
     assert_eq!(error, libc::ENODEV);
     assert!(log.contains("RISER_INJECT: "), "{log}");
-    // A wrong filter of the log does not hide what is wrong beside it.
+    // An invalid log filter does not hide other errors.
     let mut filter = process("riser0=192.0.2.1", "");
     filter.env("RISER_LOG", "loud===");
     let (error, log) = outcome(filter);
@@ -394,7 +397,7 @@ fn a_log_that_cannot_be_written_does_not_end_the_program() {
     assert_eq!(outcome(full).0, libc::ENODEV);
 }
 
-/// A folder of one test.
+/// A directory for one test.
 struct Dir(PathBuf);
 
 impl Dir {
@@ -426,7 +429,7 @@ fn each_process_has_a_capture_of_its_own_which_is_whole_when_it_ends() {
         .env("RISER_PCAP", dir.0.join("a"))
         .env("RISER_TEST_FORK", "1");
     assert_eq!(outcome(capturing).0, 0);
-    // A capture without packets has the header of the file.
+    // A capture without packets only contains the file header.
     assert_eq!(dir.sizes(), [24, 24]);
 
     let mut refused = process("riser0=127.0.42.7", "");

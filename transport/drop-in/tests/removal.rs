@@ -1,4 +1,4 @@
-//! A device whose interface goes, and comes back: in a network namespace of the test's own.
+//! A device whose interface disappears and returns, in a separate network namespace.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -26,7 +26,7 @@ fn ip(words: &str) {
     assert!(status.unwrap().success(), "ip {words}");
 }
 
-/// A link with the device's address.
+/// Creates an interface with the device's address.
 fn lay() {
     ip("link add v0 type veth peer name v1");
     ip("addr add 10.9.1.1/24 dev v0");
@@ -34,9 +34,9 @@ fn lay() {
     ip("link set v1 up");
 }
 
-/// The next asynchronous event of a context.
+/// Waits for the next asynchronous event of a context.
 fn event(context: *mut ibv_context) -> ibv_event_type {
-    // SAFETY: the context is alive, and the structures have room for the answers.
+    // SAFETY: the context is alive, and the structures have enough space for the results.
     unsafe {
         let mut fd = libc::pollfd {
             fd: (*context).async_fd,
@@ -55,14 +55,14 @@ fn event(context: *mut ibv_context) -> ibv_event_type {
     }
 }
 
-/// Waits for an event; others may come before it.
+/// Waits for an event, ignoring all other events.
 fn wait_for(context: *mut ibv_context, wanted: ibv_event_type) {
     while event(context) != wanted {}
 }
 
-/// State of the port, or the error.
+/// Returns the state of the port, or the error.
 fn port_state(context: *mut ibv_context) -> Result<ibv_port_state, c_int> {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_port_attr = unsafe { zeroed() };
     let result = call!(ibv_query_port(context => *mut ibv_context, 1 => u8,
         &raw mut attr => *mut ibv_port_attr) -> c_int);
@@ -72,16 +72,16 @@ fn port_state(context: *mut ibv_context) -> Result<ibv_port_state, c_int> {
     }
 }
 
-/// Waits until the port is active: the kernel may be late to say so of a link.
+/// Waits until the port is active. The kernel may report the state of an interface late.
 fn wait_until_active(context: *mut ibv_context) {
     eventually("an active port", Duration::from_secs(20), || {
         port_state(context) == Ok(IBV_PORT_ACTIVE)
     });
 }
 
-/// An address of the Internet.
+/// Returns an Internet address.
 fn internet(addr: [u8; 4], port: u16) -> libc::sockaddr_in {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut socket: libc::sockaddr_in = unsafe { zeroed() };
     socket.sin_family = libc::AF_INET as _;
     socket.sin_port = port.to_be();
@@ -89,7 +89,7 @@ fn internet(addr: [u8; 4], port: u16) -> libc::sockaddr_in {
     socket
 }
 
-/// An identifier with a channel of its own.
+/// Creates an identifier with a separate channel.
 fn identifier() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
     let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
     let mut id: *mut rdma_cm_id = ptr::null_mut();
@@ -100,7 +100,7 @@ fn identifier() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
     (channel, id)
 }
 
-/// An identifier that is bound to an address, and its channel.
+/// Creates an identifier that is bound to an address, and its channel.
 fn bound_to(addr: [u8; 4], port: u16) -> (*mut rdma_event_channel, *mut rdma_cm_id) {
     let (channel, id) = identifier();
     let addr = internet(addr, port);
@@ -110,7 +110,7 @@ fn bound_to(addr: [u8; 4], port: u16) -> (*mut rdma_event_channel, *mut rdma_cm_
     (channel, id)
 }
 
-/// The same with the device's address.
+/// Same as [`bound_to`], using the device's address.
 fn bound() -> (*mut rdma_event_channel, *mut rdma_cm_id) {
     bound_to(ADDRESS, 7471)
 }
@@ -124,7 +124,8 @@ fn destroy(channel: *mut rdma_event_channel, id: *mut rdma_cm_id) {
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
 }
 
-/// The next event of the connection manager within a while, with its identifier and its listener.
+/// Returns the next event of the connection manager, with its identifier and its listener, or
+/// `None` after a timeout.
 fn cm_event(
     channel: *mut rdma_event_channel,
     wait: Duration,
@@ -134,13 +135,13 @@ fn cm_event(
     })
 }
 
-/// The same, as `look` sees it.
+/// Same as [`cm_event`], but returns the result of `look`.
 fn cm_event_with<T>(
     channel: *mut rdma_event_channel,
     wait: Duration,
     look: impl FnOnce(&rdma_cm_event) -> T,
 ) -> Option<T> {
-    // SAFETY: the channel is alive, and the event is the program's until it is acknowledged.
+    // SAFETY: the channel is alive, and the event belongs to the program until it is acknowledged.
     unsafe {
         let mut fd = libc::pollfd {
             fd: (*channel).fd,
@@ -160,7 +161,7 @@ fn cm_event_with<T>(
     }
 }
 
-/// A listener at all devices.
+/// A listener on all devices.
 struct Listener {
     channel: *mut rdma_event_channel,
     id: *mut rdma_cm_id,
@@ -174,10 +175,10 @@ impl Listener {
         Self { channel, id, port }
     }
 
-    /// The number of the next request that comes to it within a while.
+    /// Returns the number of the next request that it receives, or `None` after a timeout.
     fn request(&self, wait: Duration) -> Option<u8> {
         let (event, number) = cm_event_with(self.channel, wait, |event| {
-            // SAFETY: a request has the data that its client gives.
+            // SAFETY: a request has the private data that was set by its client.
             let number = unsafe { *event.param.conn.private_data.cast::<u8>() };
             ((event.event, event.id, event.listen_id), number)
         })?;
@@ -189,7 +190,7 @@ impl Listener {
         Some(number)
     }
 
-    /// Whether a request of the device's own comes to it, which has a number.
+    /// Returns whether it receives a request with this number from the device itself.
     fn is_reached(&self, number: u8, seen: &mut Vec<u8>) -> bool {
         let (channel, id) = identifier();
         let addr = internet(ADDRESS, self.port);
@@ -200,14 +201,14 @@ impl Listener {
         assert_eq!(next(), RDMA_CM_EVENT_ADDR_RESOLVED);
         call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int);
         assert_eq!(next(), RDMA_CM_EVENT_ROUTE_RESOLVED);
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut param: rdma_conn_param = unsafe { zeroed() };
         param.qp_num = 77;
         (param.private_data, param.private_data_len) = ((&raw const number).cast(), 1);
         let asked = call!(rdma_connect(id => *mut rdma_cm_id,
             &raw mut param => *mut rdma_conn_param) -> c_int);
         assert_eq!(asked, 0, "{}", errno());
-        // Those of earlier rounds may be late.
+        // Requests of earlier rounds may be late.
         while !seen.contains(&number)
             && let Some(came) = self.request(Duration::from_secs(1))
         {
@@ -218,7 +219,7 @@ impl Listener {
         seen.contains(&number)
     }
 
-    /// Waits until requests come to it, as its only events.
+    /// Waits until it receives requests, and checks that there are no other events.
     fn wait(&self) {
         let what = "a listener on the device";
         let (mut number, mut seen) = (0, Vec::new());
@@ -233,7 +234,7 @@ impl Listener {
     }
 }
 
-/// A program that knows no connection manager closes a removed device and opens it again.
+/// A program that does not use the connection manager closes a removed device and opens it again.
 fn close_and_open_again() {
     let old = Device::open("riser0");
     wait_until_active(old.context);
@@ -253,7 +254,7 @@ fn close_and_open_again() {
 
 #[test]
 fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
-    // SAFETY: the network of this thread alone is unshared.
+    // SAFETY: this only unshares the network of this thread.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
         let why = std::io::Error::last_os_error().to_string();
         return skip("a network namespace", &why);
@@ -299,7 +300,7 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     assert!(call!(ibv_alloc_pd(context => *mut ibv_context) -> *mut ibv_pd).is_null());
     assert_eq!(errno(), libc::EIO);
     assert_eq!(port_state(context), Err(libc::EIO));
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_qp_attr = unsafe { zeroed() };
     attr.qp_state = IBV_QPS_RESET;
     let modified = call!(ibv_modify_qp(qp => *mut ibv_qp, &raw mut attr => *mut ibv_qp_attr,
@@ -310,23 +311,24 @@ fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
     let expected = (RDMA_CM_EVENT_DEVICE_REMOVAL, id, ptr::null_mut());
     assert_eq!(removal, Some(expected));
     assert_eq!(listen(id), -1);
-    // One at all devices is there for those to come.
+    // A listener on all devices waits for devices that may return.
     assert_eq!(cm_event(before.channel, Duration::ZERO), None);
     let meanwhile = Listener::new(7473);
     let mut brief = (7474..7479).map(Listener::new).collect::<Vec<_>>();
 
-    // Nothing has the address, until it is back. Objects of the old device may outlive that.
+    // The address does not exist until the interface returns. Objects of the old device may still
+    // exist after that.
     let mut count = 0;
     let list = call!(ibv_get_device_list(&raw mut count => *mut c_int) -> *mut *mut ibv_device);
     // SAFETY: the list has one device.
     let open = || call!(ibv_open_device(unsafe { *list } => *mut ibv_device) -> *mut ibv_context);
     assert!(open().is_null());
     assert_eq!(errno(), libc::EADDRNOTAVAIL);
-    // A process there that is stopped keeps nothing waiting but what opens the device.
+    // A stopped process with this address only affects calls that open the device.
     let name = SocketAddr::from_abstract_name("riser-10.9.1.1-1").unwrap();
     let stopped = UnixDatagram::bind_addr(&name).unwrap();
     lay();
-    // It is not opened, and tried again and again.
+    // The device can't be opened, so this is retried repeatedly.
     let foreign = UdpSocket::bind("10.9.1.1:4791").unwrap();
     stopped
         .set_read_timeout(Some(Duration::from_secs(20)))

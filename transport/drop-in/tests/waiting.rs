@@ -1,4 +1,4 @@
-//! Calls that wait for a completion's notification: they drive the device, in place of its thread.
+//! Calls that wait for a notification. They drive the device instead of its thread.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -17,17 +17,17 @@ use riser_rdma_core_sys::ops;
 
 const SENDS: u32 = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_WRITE;
 
-/// Longer than the device's thread looks after what calls do.
+/// Longer than the interval at which the device's thread checks for calls.
 const LONG: Duration = Duration::from_millis(20);
 
-/// A completion queue with a channel of its own. It is used by one thread at a time.
+/// A completion queue with a separate channel. It is used by one thread at a time.
 #[derive(Clone, Copy)]
 struct Notified {
     channel: *mut ibv_comp_channel,
     cq: *mut ibv_cq,
 }
 
-// SAFETY: the library's objects may be used by any thread.
+// SAFETY: objects of the library can be used by any thread.
 unsafe impl Send for Notified {}
 
 impl Notified {
@@ -41,7 +41,7 @@ impl Notified {
         Self { channel, cq }
     }
 
-    /// Takes a completion as programs do that do not spin: arms, polls, and waits.
+    /// Waits for a completion like a program that doesn't spin: arms, polls, and waits.
     fn complete(self) {
         loop {
             // SAFETY: the queue is alive.
@@ -64,15 +64,15 @@ impl Notified {
     }
 }
 
-/// A queue pair of another thread's.
+/// A queue pair of another thread.
 #[derive(Clone, Copy)]
 struct Sender(*mut ibv_qp);
 
-// SAFETY: the library's objects may be used by any thread.
+// SAFETY: objects of the library can be used by any thread.
 unsafe impl Send for Sender {}
 
 impl Sender {
-    /// A SEND without data, or a WRITE of a byte to a peer's memory.
+    /// Posts a SEND without data, or a WRITE of one byte to a peer's memory.
     fn post(self, write: Option<((u32, u64), u8)>) {
         let qp = extended(self.0);
         // SAFETY: the queue pair is alive.
@@ -91,7 +91,7 @@ impl Sender {
     }
 }
 
-/// Connected queue pairs of two devices, each with its own queue.
+/// Creates connected queue pairs on two devices, each with its own completion queue.
 fn connect(one: &Device, cq_one: *mut ibv_cq, two: &Device, cq_two: *mut ibv_cq) -> [Sender; 2] {
     let a = one.create_qp_ex(&mut one.qp_attr(cq_one, IBV_QPT_RC, SENDS));
     let b = two.create_qp_ex(&mut two.qp_attr(cq_two, IBV_QPT_RC, SENDS));
@@ -110,21 +110,21 @@ fn peers_end_the_wait_of_a_call_and_the_thread_follows() {
     let mut memory = [0u8; 8];
     let mr = one.register(&mut memory);
     let to = remote(mr, 0);
-    // SAFETY: only the peer writes it, and it lives as long as the test.
+    // SAFETY: it is only written by the peer, and lives as long as the test.
     let arrived = unsafe { AtomicU8::from_ptr(memory.as_mut_ptr()) };
     for round in 1..=20u8 {
         post_recv(a.0, 0, None);
         thread::scope(|scope| {
             scope.spawn(move || {
                 let b = b;
-                // Some calls wait for long, others hardly.
+                // Some calls wait for a long time, others for a short time.
                 thread::sleep(LONG * u32::from(round % 3));
                 b.post(None);
             });
             own.complete();
         });
         completions(other, 1);
-        // No call drives the device when this comes.
+        // No call drives the device when this arrives.
         if round % 2 == 0 {
             thread::sleep(LONG);
         }
@@ -148,7 +148,7 @@ fn what_a_call_posts_while_another_waits_is_sent_and_repeated() {
             scope.spawn(move || {
                 let (a, b) = (a, b);
                 thread::sleep(LONG);
-                // The peer is not ready at first, so that a timer ends the wait.
+                // The peer is not ready at first, so the wait is ended by a timer.
                 a.post(None);
                 thread::sleep(LONG * (round % 2));
                 post_recv(b.0, 0, None);
@@ -163,11 +163,11 @@ fn what_a_call_posts_while_another_waits_is_sent_and_repeated() {
 fn a_signal_ends_the_wait_of_a_call() {
     extern "C" fn nothing(_: c_int) {}
     load();
-    // In a process of its own: handlers are for all threads.
-    // SAFETY: the child uses what it makes itself, and ends here.
+    // This runs in a separate process, because signal handlers affect all threads.
+    // SAFETY: the child only uses its own objects, and exits here.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: all-zero bytes are valid; the handler does nothing.
+        // SAFETY: all zeroes is valid, and the handler does nothing.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as *const () as usize;
@@ -175,16 +175,16 @@ fn a_signal_ends_the_wait_of_a_call() {
         }
         let own = Notified::new(&Device::open("riser0"));
         let (mut from, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the call changes a timer only.
+        // SAFETY: the call only changes a timer.
         unsafe { libc::alarm(1) };
         let result = call!(ibv_get_cq_event(own.channel => *mut ibv_comp_channel,
             &raw mut from => *mut *mut ibv_cq, &raw mut context => *mut *mut c_void) -> c_int);
         let is_ended = result == -1 && errno() == libc::EINTR;
-        // SAFETY: the child ends without its parent's handlers.
+        // SAFETY: the child exits without running its parent's handlers.
         unsafe { libc::_exit(c_int::from(!is_ended)) };
     }
     let mut status = 0;
-    // SAFETY: this process's own child.
+    // SAFETY: this is a child of this process.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
 }

@@ -1,4 +1,4 @@
-//! The library as a program loads it, and two connected queue pairs.
+//! The library, as loaded by a program, and two connected queue pairs.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
@@ -10,28 +10,28 @@ use std::time::{Duration, Instant};
 
 use riser_rdma_core_sys::bindings::*;
 
-/// Longest wait for a completion.
+/// Timeout for completions.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Handle of the dynamic linker.
 struct Handle(*mut c_void);
-// SAFETY: the handle may be used by any thread.
+// SAFETY: the handle can be used by any thread.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
 
-/// Address of an exported function, at its default version.
+/// Returns the address of an exported function, at its default version.
 pub(crate) fn address(name: &str) -> *mut c_void {
     static LIBRARY: OnceLock<Handle> = OnceLock::new();
     let Handle(library) = LIBRARY.get_or_init(|| {
-        // SAFETY: the first call of each test comes here, and no other thread reads the environment
-        // meanwhile.
+        // SAFETY: this is reached by the first call of each test, while no other thread reads the
+        // environment.
         unsafe {
             let devices = std::env::var("RISER_TEST_DEVICES");
             let both = "riser0=127.0.41.1,riser1=127.0.41.2".to_owned();
             std::env::set_var("RISER_DEVICES", devices.unwrap_or(both));
         }
-        // Cargo puts it beside the tests.
+        // Cargo puts it into the same directory as the tests.
         let path = std::env::current_exe().unwrap();
         let path = path.with_file_name("libriser_drop_in.so");
         let path = CString::new(path.into_os_string().into_encoded_bytes()).unwrap();
@@ -47,8 +47,8 @@ pub(crate) fn address(name: &str) -> *mut c_void {
     address
 }
 
-/// Loads the library. To be called before a fork: a child would wait for ever for a thread of its parent that is
-/// loading it.
+/// Loads the library. Must be called before a fork, because a child would wait forever for a thread
+/// of its parent that is loading the library.
 pub(crate) fn load() {
     address("ibv_get_device_list");
 }
@@ -60,13 +60,14 @@ macro_rules! call {
         let address = $crate::library::address(stringify!($name));
         // SAFETY: the function has this signature.
         let f = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Function>(address) };
-        // SAFETY: the test passes what the manual page demands, or what the library must refuse.
+        // SAFETY: the test passes either valid arguments, as required by the manual page, or
+        // arguments that the library must reject.
         unsafe { f($($arg),*) }
     }};
 }
 pub(crate) use call;
 
-/// The error of the last call.
+/// Returns the error of the last call.
 pub(crate) fn errno() -> c_int {
     std::io::Error::last_os_error().raw_os_error().unwrap()
 }
@@ -83,7 +84,7 @@ impl Device {
         let list = call!(ibv_get_device_list(&raw mut count => *mut c_int)
             -> *mut *mut ibv_device);
         let found = (0..count as usize)
-            // SAFETY: the list has that many devices, each with a name.
+            // SAFETY: the list has this number of devices, and each has a name.
             .map(|i| unsafe { *list.add(i) })
             // SAFETY: as above.
             .find(|&d| unsafe { CStr::from_ptr((*d).name.as_ptr()) }.to_str() == Ok(name));
@@ -96,9 +97,10 @@ impl Device {
         Self { context, pd }
     }
 
-    /// The table of extended functions, which is found as the header's inline functions find it.
+    /// Returns the extended function table. It is located in the same way as in the header's inline
+    /// functions.
     pub(crate) fn table(&self) -> &verbs_context {
-        // SAFETY: contexts have the mark of such a table, and it lives as long as they do.
+        // SAFETY: contexts have the marker of such a table, and it is alive as long as the context.
         unsafe {
             assert_eq!((*self.context).abi_compat.addr(), usize::MAX);
             &*self
@@ -127,14 +129,15 @@ impl Device {
         unsafe { self.table().create_qp_ex.unwrap()(self.context, attr) }
     }
 
-    /// Attributes of a queue pair with one completion queue, that calls build requests for.
+    /// Returns attributes of a queue pair with a single completion queue, for requests that are
+    /// built using function calls.
     pub(crate) fn qp_attr(
         &self,
         cq: *mut ibv_cq,
         qp_type: ibv_qp_type,
         send_ops: u32,
     ) -> ibv_qp_init_attr_ex {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut attr: ibv_qp_init_attr_ex = unsafe { zeroed() };
         attr.send_cq = cq;
         attr.recv_cq = cq;
@@ -153,7 +156,7 @@ impl Device {
     }
 
     pub(crate) fn gid(&self) -> ibv_gid {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut gid: ibv_gid = unsafe { zeroed() };
         let result = call!(ibv_query_gid(self.context => *mut ibv_context, 1 => u8, 0 => c_int,
             &raw mut gid => *mut ibv_gid) -> c_int);
@@ -161,7 +164,7 @@ impl Device {
         gid
     }
 
-    /// Registers memory with all rights.
+    /// Registers memory with all access rights.
     pub(crate) fn register<T>(&self, memory: &mut [T]) -> *mut ibv_mr {
         let access = IBV_ACCESS_LOCAL_WRITE
             | IBV_ACCESS_REMOTE_WRITE
@@ -187,9 +190,10 @@ pub(crate) fn modify(qp: *mut ibv_qp, attr: &ibv_qp_attr, mask: u32) {
     assert_eq!(result, 0, "modify to {} by {mask:#x}", attr.qp_state);
 }
 
-/// Attributes of a queue pair of any kind on its way to RTS, connected to a number at an address.
+/// Returns attributes for moving a queue pair of any type to RTS, connected to a queue pair number
+/// at an address.
 pub(crate) fn connected_attr(gid: ibv_gid, peer: u32) -> ibv_qp_attr {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_qp_attr = unsafe { zeroed() };
     attr.port_num = 1;
     attr.qkey = 0x1111_1111;
@@ -207,7 +211,8 @@ pub(crate) fn connected_attr(gid: ibv_gid, peer: u32) -> ibv_qp_attr {
     attr
 }
 
-/// Takes a queue pair to RTS, connected to a number at an address where it is a connection.
+/// Moves a queue pair to RTS. If it is a connection, connects it to a queue pair number at an
+/// address.
 pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
     // SAFETY: the queue pair is alive.
     let qp_type = unsafe { (*qp).qp_type };
@@ -225,7 +230,8 @@ pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
     let path = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
     let answers = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
     attr.qp_state = IBV_QPS_RTR;
-    // An end of an extended connection has a half of the attributes, and an unreliable one none.
+    // Each end of an XRC connection only has half of the attributes, and an unreliable connection
+    // has none of them.
     let answers = if matches!(qp_type, IBV_QPT_XRC_SEND | IBV_QPT_UC) {
         0
     } else {
@@ -242,9 +248,9 @@ pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
     modify(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | retries);
 }
 
-/// A path to an address.
+/// Returns a path to an address.
 pub(crate) fn ah_attr(gid: ibv_gid) -> ibv_ah_attr {
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut attr: ibv_ah_attr = unsafe { zeroed() };
     attr.grh.dgid = gid;
     attr.grh.hop_limit = 64;
@@ -253,7 +259,7 @@ pub(crate) fn ah_attr(gid: ibv_gid) -> ibv_ah_attr {
     attr
 }
 
-/// Two queue pairs of one device that are connected to each other.
+/// Two queue pairs of the same device, connected to each other.
 pub(crate) struct Pair {
     pub(crate) device: Device,
     pub(crate) cq: *mut ibv_cq,
@@ -276,7 +282,7 @@ impl Pair {
         Self { device, cq, a, b }
     }
 
-    /// The first queue pair for requests that calls build.
+    /// Returns the first queue pair, for building requests using function calls.
     pub(crate) fn builder(&self) -> *mut ibv_qp_ex {
         extended(self.a)
     }
@@ -288,21 +294,21 @@ pub(crate) fn extended(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
     qp
 }
 
-/// Posts a receive.
+/// Posts a receive request.
 pub(crate) fn post_recv(qp: *mut ibv_qp, wr_id: u64, sge: Option<ibv_sge>) {
     let mut sge = sge;
-    // SAFETY: all-zero bytes are valid.
+    // SAFETY: all zeroes is valid.
     let mut wr: ibv_recv_wr = unsafe { zeroed() };
     wr.wr_id = wr_id;
     wr.num_sge = sge.is_some().into();
     wr.sg_list = sge.as_mut().map_or(ptr::null_mut(), ptr::from_mut);
     let mut bad = ptr::null_mut();
-    // SAFETY: the request lives as long as the call.
+    // SAFETY: the request is alive until the end of the call.
     let result = unsafe { riser_rdma_core_sys::ops::ibv_post_recv(qp, &raw mut wr, &raw mut bad) };
     assert_eq!(result, 0);
 }
 
-/// Takes `count` completions.
+/// Polls until there are `count` completions.
 pub(crate) fn completions(cq: *mut ibv_cq, count: usize) -> Vec<ibv_wc> {
     let start = Instant::now();
     let mut all = Vec::new();
@@ -314,9 +320,9 @@ pub(crate) fn completions(cq: *mut ibv_cq, count: usize) -> Vec<ibv_wc> {
     all
 }
 
-/// Takes the completions that there are.
+/// Polls available completions.
 pub(crate) fn poll(cq: *mut ibv_cq) -> Vec<ibv_wc> {
-    // SAFETY: all-zero bytes are valid; the queue is alive, and there is room for as many.
+    // SAFETY: all zeroes is valid, the queue is alive, and there is enough space.
     unsafe {
         let mut some: [ibv_wc; 8] = zeroed();
         let n = (*(*cq).context).ops.poll_cq.unwrap()(cq, 8, some.as_mut_ptr());
@@ -325,7 +331,7 @@ pub(crate) fn poll(cq: *mut ibv_cq) -> Vec<ibv_wc> {
     }
 }
 
-/// A piece of a region.
+/// Returns a piece of a region.
 pub(crate) fn sge(mr: *mut ibv_mr, offset: usize, length: u32) -> ibv_sge {
     // SAFETY: the region is registered.
     unsafe {
@@ -337,7 +343,7 @@ pub(crate) fn sge(mr: *mut ibv_mr, offset: usize, length: u32) -> ibv_sge {
     }
 }
 
-/// Key and address for a peer.
+/// Returns the key and address for a peer.
 pub(crate) fn remote(mr: *mut ibv_mr, offset: usize) -> (u32, u64) {
     // SAFETY: the region is registered.
     unsafe { ((*mr).rkey, (*mr).addr.addr() as u64 + offset as u64) }

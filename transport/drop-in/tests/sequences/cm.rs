@@ -1,4 +1,4 @@
-//! Sequences of librdmacm's calls.
+//! Sequences of librdmacm calls.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -16,13 +16,13 @@ use riser_rdma_core_sys::bindings::*;
 use super::library::*;
 use super::{ADDRESSES, Choices, Pool, check};
 
-/// Calls of a thread.
+/// Number of calls per thread.
 const CALLS: usize = 300;
 
-/// Ports that threads share, and one that the library chooses.
+/// Ports shared by threads, and 0 for a port chosen by the library.
 const PORTS: [u16; 4] = [7171, 7172, 7173, 0];
 
-/// Errors of calls on an identifier.
+/// Errors of calls that use an identifier.
 const ERRORS: &[c_int] = &[
     EINVAL,
     ENOMEM,
@@ -39,19 +39,20 @@ const ERRORS: &[c_int] = &[
     ETIMEDOUT,
 ];
 
-/// What a thread has.
+/// Objects of a thread.
 struct Program {
     choices: Choices,
     channels: Pool<rdma_event_channel>,
     ids: Pool<rdma_cm_id>,
-    /// Events that are not acknowledged yet, with the identifier that waits for it.
+    /// Events that are not acknowledged yet, with the identifier that waits for the
+    /// acknowledgement.
     events: Vec<(*mut rdma_cm_event, *mut rdma_cm_id)>,
     /// The channel of each identifier.
     channel_of: HashMap<*mut rdma_cm_id, *mut rdma_event_channel>,
 }
 
-/// Runs a sequence: two threads that connect to each other's listeners as well, or for every other seed
-/// one that has no listeners.
+/// Runs a sequence: either two threads, which also connect to each other's listeners, or, for every
+/// other seed, one thread without listeners.
 pub(super) fn run(seed: u64) {
     let threads = 1 + seed % 2;
     let start = Barrier::new(threads as usize);
@@ -104,12 +105,13 @@ impl Program {
         self.choices.show("rdma_create_event_channel");
         let channel = call!(rdma_create_event_channel() -> *mut rdma_event_channel);
         assert!(!channel.is_null(), "{}", errno());
-        // SAFETY: the channel is alive. No call may wait.
+        // SAFETY: the channel is alive. No call may block.
         unsafe { libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK) };
         self.channels.add(channel);
     }
 
-    /// Destroys a channel without identifiers, as the manual page demands, or one that is gone.
+    /// Destroys a channel without identifiers, as required by the manual page, or a channel that
+    /// was already destroyed.
     fn destroy_channel(&mut self) {
         let channel = self.channels.any(&mut self.choices);
         if self.channel_of.values().any(|used| *used == channel) {
@@ -121,7 +123,7 @@ impl Program {
     }
 
     fn create_id(&mut self) {
-        // Without one the identifier is synchronous, and its calls wait.
+        // Without a channel, the identifier would be synchronous, and its calls would block.
         let Some(channel) = self.channels.reachable(&mut self.choices) else {
             return;
         };
@@ -151,7 +153,8 @@ impl Program {
         }
     }
 
-    /// Acknowledges all events that an identifier waits for: destroying it would never return.
+    /// Acknowledges all events that an identifier waits for, because otherwise destroying it would
+    /// never return.
     fn acknowledge_of(&mut self, id: *mut rdma_cm_id) {
         let (of_id, rest): (Vec<_>, Vec<_>) =
             self.events.drain(..).partition(|(_, owner)| *owner == id);
@@ -189,7 +192,7 @@ impl Program {
     }
 
     fn address(&mut self) -> sockaddr_in {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut addr: sockaddr_in = unsafe { zeroed() };
         addr.sin_family = self.choices.of(&[libc::AF_INET as u16; 9]);
         if self.choices.once_in(12) {
@@ -206,7 +209,7 @@ impl Program {
         addr
     }
 
-    /// Checks a result of a call that answers 0 or -1.
+    /// Checks the result of a call that returns 0 or -1.
     #[track_caller]
     fn checked(&self, call: &str, result: c_int) {
         match result {
@@ -231,7 +234,7 @@ impl Program {
     }
 
     fn listen_with(&mut self, id: *mut rdma_cm_id) {
-        // A request would get the memory of an identifier that is gone.
+        // A request could reuse the memory of a destroyed identifier.
         if self.ids.uses_gone {
             return;
         }
@@ -264,7 +267,7 @@ impl Program {
 
     fn create_qp(&mut self) {
         let id = self.ids.any(&mut self.choices);
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut attr: ibv_qp_init_attr = unsafe { zeroed() };
         attr.qp_type = self
             .choices
@@ -288,7 +291,7 @@ impl Program {
     fn connect(&mut self) {
         let id = self.ids.any(&mut self.choices);
         let data = [7_u8; 255];
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut param: rdma_conn_param = unsafe { zeroed() };
         param.private_data = data.as_ptr().cast();
         param.private_data_len = self.choices.of(&[0, 8, 56, 57, 255]);
@@ -314,7 +317,7 @@ impl Program {
         }
     }
 
-    /// Calls that take an identifier, and little else.
+    /// Calls that take an identifier and few other arguments.
     fn simple(&mut self) {
         let id = self.ids.any(&mut self.choices);
         match self.choices.below(5) {
@@ -347,7 +350,7 @@ impl Program {
             }
             _ => {
                 self.choices.show(&format!("rdma_init_qp_attr {id:?}"));
-                // SAFETY: all-zero bytes are valid.
+                // SAFETY: all zeroes is valid.
                 let mut attr: ibv_qp_attr = unsafe { zeroed() };
                 attr.qp_state = self
                     .choices
@@ -372,7 +375,7 @@ impl Program {
         self.checked("rdma_set_option", result);
     }
 
-    /// Moves an identifier to another channel. All its events must have been acknowledged.
+    /// Moves an identifier to another channel. All its events must be acknowledged first.
     fn migrate(&mut self) {
         let id = self.ids.any(&mut self.choices);
         let Some(channel) = self.channels.reachable(&mut self.choices) else {
@@ -403,7 +406,7 @@ impl Program {
         }
     }
 
-    /// Listens where clients ask.
+    /// Listens on an address that clients connect to.
     fn serve(&mut self) {
         let Some(id) = self.ids.live(&mut self.choices) else {
             return;
@@ -416,7 +419,8 @@ impl Program {
         self.listen_with(id);
     }
 
-    /// Begins a connection to where servers listen. What follows are answers to events.
+    /// Starts to connect to an address that servers listen on. The following steps are triggered by
+    /// events.
     fn begin(&mut self) {
         let Some(id) = self.ids.live(&mut self.choices) else {
             return;
@@ -429,9 +433,9 @@ impl Program {
         self.checked("rdma_resolve_addr", result);
     }
 
-    /// A device's address with a port that all know.
+    /// Returns a device's address with a port that is known to all threads.
     fn peer(&mut self) -> sockaddr_in {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut addr: sockaddr_in = unsafe { zeroed() };
         addr.sin_family = libc::AF_INET as u16;
         addr.sin_port = self.choices.of(&PORTS[..3]).to_be();
@@ -439,7 +443,7 @@ impl Program {
         addr
     }
 
-    /// Does what a program does at an event.
+    /// Responds to an event like a program would.
     fn follow(&mut self, kind: rdma_cm_event_type, id: *mut rdma_cm_id) {
         self.choices.show(&format!("event {kind} of {id:?}"));
         let result = match kind {
@@ -447,7 +451,7 @@ impl Program {
                 call!(rdma_resolve_route(id => *mut rdma_cm_id, 1000 => c_int) -> c_int)
             }
             RDMA_CM_EVENT_ROUTE_RESOLVED | RDMA_CM_EVENT_CONNECT_REQUEST => {
-                // SAFETY: all-zero bytes are valid.
+                // SAFETY: all zeroes is valid.
                 let (mut attr, mut param): (ibv_qp_init_attr, rdma_conn_param) =
                     unsafe { (zeroed(), zeroed()) };
                 attr.qp_type = IBV_QPT_RC;
@@ -482,7 +486,7 @@ impl Program {
         self.checked("an answer to an event", result);
     }
 
-    /// Takes an event. It is acknowledged at once or later.
+    /// Receives an event, which is acknowledged either now or later.
     fn take_events(&mut self) {
         let channel = self.channels.any(&mut self.choices);
         self.take_event(channel);
@@ -530,7 +534,7 @@ impl Program {
         assert_eq!(result, 0);
     }
 
-    /// Destroys everything, in any order.
+    /// Destroys all objects, in any order.
     fn end(&mut self) {
         self.choices.show("end");
         while !self.ids.live.is_empty() {
@@ -539,7 +543,7 @@ impl Program {
         }
         assert!(self.events.is_empty());
         for channel in self.channels.live.clone() {
-            // Events of identifiers that are gone went with them.
+            // Events of destroyed identifiers were dropped with them.
             let start = Instant::now();
             while self.take_event(channel) {
                 assert!(start.elapsed() < Duration::from_secs(1));

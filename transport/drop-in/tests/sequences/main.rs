@@ -1,12 +1,14 @@
-//! Sequences of calls: any order, with arguments of all kinds, on two devices that talk to each other.
+//! Sequences of calls in any order, with arguments of all kinds, on two devices that communicate
+//! with each other.
 //!
-//! A seed is a sequence. A process runs some of them, one after the other, and has a time for each, so a
-//! call that ends the process or never returns is known by its seed. Errors are checked against those
-//! that rdma-core has for the call. After each sequence all that it has made is destroyed, which must
-//! succeed, no descriptor may be left, and messages must still pass between the devices.
+//! Each seed yields one sequence. A process runs a few of them sequentially, with a timeout for
+//! each, so if a call crashes the process or never returns, the seed is known. Errors are compared
+//! to those that rdma-core can return for a call. After each sequence, all of its objects are
+//! destroyed. This must succeed, no descriptors may be left open, and the devices must still be
+//! able to exchange messages.
 //!
-//! `RISER_SEQUENCES=N` runs as many seeds of each kind, `RISER_SEQUENCES_FROM=SEED` begins at another
-//! one, and `RISER_SEQUENCES_SHOW=1` prints each call before it is made.
+//! `RISER_SEQUENCES=N` runs this number of seeds of each kind, `RISER_SEQUENCES_FROM=SEED` sets the
+//! first seed, and `RISER_SEQUENCES_SHOW=1` prints each call before it is executed.
 
 #![allow(unsafe_code, reason = "a C interface is called")]
 #![allow(unused_unsafe, reason = "calls have blocks of their own")]
@@ -30,22 +32,22 @@ use std::time::{Duration, Instant};
 use library::*;
 use riser_rdma_core_sys::bindings::*;
 
-/// Seeds of each kind, unless the environment says otherwise.
+/// Number of seeds of each kind, unless set in the environment.
 const SEEDS: u64 = 12;
 
-/// Seeds that a process runs.
+/// Number of seeds per process.
 const SEEDS_OF_A_PROCESS: u64 = 6;
 
-/// Longest time of a seed, in seconds: it takes some tenths of one.
+/// Timeout for a seed in seconds. It usually takes a few tenths of a second.
 const SECONDS: u32 = 40;
 
-/// Devices of the sequences.
+/// Devices used by the sequences.
 const DEVICES: &str = "riser0=127.0.43.1,riser1=127.0.43.2";
 
-/// Their addresses.
+/// Addresses of the devices.
 const ADDRESSES: [[u8; 4]; 2] = [[127, 0, 43, 1], [127, 0, 43, 2]];
 
-/// Where choices come from.
+/// Source of random choices.
 struct Choices {
     rng: fastrand::Rng,
     shows: bool,
@@ -59,7 +61,7 @@ impl Choices {
         }
     }
 
-    /// One time in `n`.
+    /// Returns true with a probability of one in `n`.
     fn once_in(&mut self, n: u32) -> bool {
         self.rng.u32(0..n) == 0
     }
@@ -68,12 +70,12 @@ impl Choices {
         self.rng.usize(0..n)
     }
 
-    /// One of some values.
+    /// Returns one of the given values.
     fn of<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.rng.usize(0..all.len())]
     }
 
-    /// A count: often a usual one, now and then one that is wrong or much too large.
+    /// Returns a count, which is usually valid, but sometimes invalid or much too large.
     fn count(&mut self) -> u32 {
         if self.once_in(4) {
             return self.of(&[0, 1 << 16, 1 << 24, i32::MAX as u32, u32::MAX, 1 << 31]);
@@ -81,7 +83,7 @@ impl Choices {
         self.of(&[1, 2, 3, 7, 16, 64])
     }
 
-    /// Flags: some of those that exist, now and then of those that do not.
+    /// Returns flags, which are usually known, but sometimes unknown.
     fn flags(&mut self, known: u32) -> u32 {
         let some = self.rng.u32(..) & known;
         if self.once_in(10) {
@@ -91,7 +93,7 @@ impl Choices {
         }
     }
 
-    /// Shows a call that is about to be made.
+    /// Prints a call before it is executed.
     fn show(&self, call: &str) {
         if self.shows {
             eprintln!("  {call}");
@@ -99,12 +101,13 @@ impl Choices {
     }
 }
 
-/// Objects of a kind, and those that are gone.
+/// Objects of one kind, including destroyed ones.
 struct Pool<T> {
     live: Vec<*mut T>,
     gone: Vec<*mut T>,
-    /// Pointers to objects that are gone are used. Their memory may be that of another thread's object,
-    /// or of one that the library has made, so that is for a thread by itself.
+    /// Set if pointers to destroyed objects are used. Their memory may have been reused for an
+    /// object of another thread, or for an object created by the library, so this is only possible
+    /// with a single thread.
     uses_gone: bool,
 }
 
@@ -119,7 +122,7 @@ impl<T> Pool<T> {
 
     fn add(&mut self, object: *mut T) {
         if !object.is_null() {
-            // Its memory may have been another's.
+            // Its memory may have been used by a destroyed object.
             self.gone.retain(|gone| *gone != object);
             self.live.push(object);
         }
@@ -132,12 +135,12 @@ impl<T> Pool<T> {
         }
     }
 
-    /// An object that is alive, or none.
+    /// Returns a live object, if any.
     fn live(&self, choices: &mut Choices) -> Option<*mut T> {
         (!self.live.is_empty()).then(|| self.live[choices.below(self.live.len())])
     }
 
-    /// Most often one that is alive, now and then one that is gone, or null.
+    /// Usually returns a live object, but sometimes a destroyed object or null.
     fn any(&self, choices: &mut Choices) -> *mut T {
         if self.uses_gone && choices.once_in(12) && !self.gone.is_empty() {
             return self.gone[choices.below(self.gone.len())];
@@ -148,14 +151,15 @@ impl<T> Pool<T> {
         self.live(choices).unwrap_or(std::ptr::null_mut())
     }
 
-    /// The same, but not null: what a program reaches through a pointer of its object.
+    /// Same as [`Pool::any`], but never null, for functions that are called via a pointer in the
+    /// object.
     fn reachable(&self, choices: &mut Choices) -> Option<*mut T> {
         let any = self.any(choices);
         (!any.is_null()).then_some(any)
     }
 }
 
-/// Checks an error number: 0 is none.
+/// Checks an error number. 0 is success.
 #[track_caller]
 fn check(call: &str, errno: c_int, allowed: &[c_int]) {
     assert!(
@@ -165,7 +169,7 @@ fn check(call: &str, errno: c_int, allowed: &[c_int]) {
     );
 }
 
-/// Descriptors that this process has.
+/// Returns the open descriptors of this process.
 fn descriptors() -> Vec<String> {
     let all = fs::read_dir("/proc/self/fd").unwrap();
     let mut all: Vec<String> = all
@@ -174,14 +178,14 @@ fn descriptors() -> Vec<String> {
             let to = fs::read_link(&path).ok()?;
             Some(format!("{} {}", path.display(), to.display()))
         })
-        // The one that reads the list.
+        // Ignore the descriptor used for reading the list.
         .filter(|line| !line.contains("/proc/") || !line.ends_with("/fd"))
         .collect();
     all.sort();
     all
 }
 
-/// Messages between the devices still pass.
+/// Checks that the devices can still exchange messages.
 fn ping_pong() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
@@ -221,7 +225,7 @@ fn ping_pong() {
     }
 }
 
-/// Runs seeds in processes of their own.
+/// Runs seeds in separate processes.
 fn run_in_processes(part: &str) {
     let number = |name: &str, default| {
         let text = env::var(name).ok();
@@ -247,31 +251,31 @@ fn run_in_processes(part: &str) {
     }
 }
 
-/// Runs the seeds of a process, if this is one.
+/// Runs the seeds of this process, if it was started for this purpose.
 fn run_seeds(mut sequence: impl FnMut(u64)) {
     let Ok(range) = env::var("SEQUENCES_OF_A_PROCESS") else {
         return;
     };
     let (from, to) = range.split_once(' ').unwrap();
     let (from, to): (u64, u64) = (from.parse().unwrap(), to.parse().unwrap());
-    // What the library opens for identifiers stays open.
+    // Devices opened by the library for identifiers stay open.
     let devices = call!(rdma_get_devices(std::ptr::null_mut() => *mut c_int)
         -> *mut *mut ibv_context);
     call!(rdma_free_devices(devices => *mut *mut ibv_context));
     let mut before = None;
     for seed in from..to {
         eprintln!("seed {seed}");
-        // SAFETY: the call changes a timer only, whose signal ends the process.
+        // SAFETY: this only changes a timer, whose signal terminates the process.
         unsafe { libc::alarm(SECONDS) };
         let start = Instant::now();
         sequence(seed);
         ping_pong();
         eprintln!("seed {seed} took {:?}", start.elapsed());
-        // The first one opens what the library keeps.
+        // The first seed opens descriptors that the library keeps.
         let now = descriptors();
         let before = before.get_or_insert_with(|| now.clone());
         if now.len() > before.len() {
-            // The peer of a connection that was given up may still be on its way.
+            // The peer of an aborted connection may not have closed it yet.
             std::thread::sleep(Duration::from_millis(500));
             let now = descriptors();
             assert!(
@@ -287,7 +291,7 @@ fn verbs_in_any_order() {
     run_in_processes("verbs_of_a_process");
 }
 
-/// Runs in a process of its own, see above.
+/// Runs in a separate process, see above.
 #[test]
 fn verbs_of_a_process() {
     run_seeds(verbs::run);
@@ -298,7 +302,7 @@ fn connections_in_any_order() {
     run_in_processes("connections_of_a_process");
 }
 
-/// Runs in a process of its own, see above.
+/// Runs in a separate process, see above.
 #[test]
 fn connections_of_a_process() {
     run_seeds(cm::run);

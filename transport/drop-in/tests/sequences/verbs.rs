@@ -12,10 +12,10 @@ use riser_rdma_core_sys::ops;
 use super::library::*;
 use super::{Choices, Pool, check};
 
-/// Calls of a thread.
+/// Number of calls per thread.
 const CALLS: usize = 400;
 
-/// Bytes of the memory that regions are made of.
+/// Size of the memory used for regions, in bytes.
 const MEMORY: usize = 1 << 16;
 
 const ACCESS: u32 = IBV_ACCESS_LOCAL_WRITE
@@ -26,13 +26,13 @@ const ACCESS: u32 = IBV_ACCESS_LOCAL_WRITE
     | IBV_ACCESS_ZERO_BASED
     | IBV_ACCESS_ON_DEMAND;
 
-/// All that peers may do.
+/// All access rights of peers.
 const ALL: u32 = IBV_ACCESS_LOCAL_WRITE
     | IBV_ACCESS_REMOTE_WRITE
     | IBV_ACCESS_REMOTE_READ
     | IBV_ACCESS_REMOTE_ATOMIC;
 
-/// All bits that attributes of a queue pair have.
+/// All bits of the attribute mask of a queue pair.
 const MASK: u32 = (1 << 26) - 1;
 
 const TYPES: [ibv_qp_type; 7] = [
@@ -70,7 +70,8 @@ const OPCODES: [ibv_wr_opcode; 11] = [
     77,
 ];
 
-/// What a thread has. Pointers of both devices are mixed: a foreign one must be refused.
+/// Objects of a thread. Pointers of both devices are mixed, and pointers of the wrong device must
+/// be rejected.
 struct Program {
     choices: Choices,
     devices: [Device; 2],
@@ -87,8 +88,7 @@ struct Program {
     dms: Pool<ibv_dm>,
 }
 
-/// Runs a sequence: for every other seed in two threads, each with objects of its own on the same
-/// devices.
+/// Runs a sequence. Every other seed uses two threads with separate objects on the same devices.
 pub(super) fn run(seed: u64) {
     let threads = 1 + seed % 2;
     let start = Barrier::new(threads as usize);
@@ -134,7 +134,7 @@ impl Program {
         self.devices[self.choices.below(2)].context
     }
 
-    /// The table of the device that a program would take it from.
+    /// Returns the function table of one of the devices.
     fn table(&mut self) -> &'static verbs_context {
         let n = self.choices.below(2);
         let table: *const verbs_context = self.devices[n].table();
@@ -185,7 +185,7 @@ impl Program {
     }
 
     fn dealloc_pd(&mut self) {
-        // Two are left for the rest.
+        // Keep at least two domains.
         if self.pds.live.len() <= 2 {
             return;
         }
@@ -201,7 +201,7 @@ impl Program {
         }
     }
 
-    /// A piece of the memory, or one that does not exist.
+    /// Returns a piece of the memory, or a piece that does not exist.
     fn piece(&mut self) -> (*mut c_void, usize) {
         let at = self.memory.as_mut_ptr();
         let offset = self.choices.below(MEMORY);
@@ -210,7 +210,7 @@ impl Program {
             return (at.cast(), length);
         }
         let length = self.choices.below(MEMORY - offset);
-        // SAFETY: it ends within the memory.
+        // SAFETY: the end is within the memory.
         (unsafe { at.add(offset) }.cast(), length)
     }
 
@@ -253,7 +253,7 @@ impl Program {
         self.choices.show("ibv_rereg_mr");
         let result = call!(ibv_rereg_mr(mr => *mut ibv_mr, flags => c_int, pd => *mut ibv_pd,
             at => *mut c_void, length => usize, access => c_int) -> c_int);
-        // IBV_REREG_MR_ERR_INPUT and the others, all below 0.
+        // IBV_REREG_MR_ERR_INPUT and other errors are all negative.
         assert!((-6..=0).contains(&result), "ibv_rereg_mr: {result}");
     }
 
@@ -312,7 +312,7 @@ impl Program {
     }
 
     fn create_qp(&mut self) {
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut attr: ibv_qp_init_attr_ex = unsafe { zeroed() };
         let is_usual = !self.choices.once_in(3);
         attr.qp_type = self.choices.of(&TYPES);
@@ -322,7 +322,7 @@ impl Program {
         attr.recv_cq = self.cqs.any(&mut self.choices);
         let mut context = self.context();
         if !self.choices.once_in(4) && self.pds.live.contains(&pd) {
-            // All of one device, as programs have it.
+            // Usually all objects belong to the same device.
             // SAFETY: the objects are alive.
             unsafe {
                 context = (*pd).context;
@@ -360,7 +360,8 @@ impl Program {
         }
         self.choices.show("create_qp_ex");
         let create = self.table().create_qp_ex.unwrap();
-        // SAFETY: the attributes are alive; the pointers in them may be wrong, as the library allows.
+        // SAFETY: the attributes are alive. The pointers in them may be invalid, as allowed by the
+        // library.
         let qp = unsafe { create(context, &raw mut attr) };
         made("create_qp_ex", qp, &[EINVAL, ENOMEM, EOPNOTSUPP]);
         self.qps.add(qp);
@@ -379,7 +380,7 @@ impl Program {
 
     fn create_srq(&mut self) {
         let pd = self.pds.any(&mut self.choices);
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut attr: ibv_srq_init_attr = unsafe { zeroed() };
         attr.attr.max_wr = self.choices.count();
         attr.attr.max_sge = self.choices.of(&[1, 1, 2, 1 << 20]);
@@ -418,7 +419,7 @@ impl Program {
 
     fn modify_qp(&mut self) {
         let qp = self.qps.any(&mut self.choices);
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut attr: ibv_qp_attr = unsafe { zeroed() };
         attr.qp_state = self.choices.of(&STATES);
         attr.cur_qp_state = self.choices.of(&STATES);
@@ -443,7 +444,7 @@ impl Program {
         attr.alt_port_num = 1;
         let mask = match self.choices.below(3) {
             0 => self.choices.flags(MASK),
-            // A state by itself, or with attributes that it takes.
+            // Either only a state, or a state with attributes that it supports.
             1 => IBV_QP_STATE,
             _ => IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS,
         };
@@ -471,7 +472,7 @@ impl Program {
     }
 
     fn query(&mut self) {
-        // SAFETY: all-zero bytes are valid for these.
+        // SAFETY: all zeroes is valid for these structures.
         unsafe {
             match self.choices.below(4) {
                 0 => {
@@ -516,7 +517,7 @@ impl Program {
         }
     }
 
-    /// Connects two queue pairs to each other, as far as they can be.
+    /// Connects two queue pairs to each other, if possible.
     fn connect(&mut self) {
         let all = [
             self.qps.live(&mut self.choices),
@@ -524,7 +525,7 @@ impl Program {
         ];
         let [Some(a), Some(b)] = all else { return };
         for qp in [a, b] {
-            // SAFETY: all-zero bytes are valid.
+            // SAFETY: all zeroes is valid.
             let mut attr: ibv_qp_attr = unsafe { zeroed() };
             attr.qp_state = IBV_QPS_RESET;
             let result = call!(ibv_modify_qp(qp => *mut ibv_qp, &raw mut attr => *mut ibv_qp_attr,
@@ -532,7 +533,7 @@ impl Program {
             check("ibv_modify_qp", result, &[]);
         }
         for (own, peer) in [(a, b), (b, a)] {
-            // SAFETY: both are alive, with their contexts.
+            // SAFETY: both queue pairs and their contexts are alive.
             let (number, gid, kind) = unsafe {
                 let at = self.devices.iter().find(|d| d.context == (*peer).context);
                 ((*peer).qp_num, at.unwrap().gid(), (*own).qp_type)
@@ -542,7 +543,7 @@ impl Program {
         }
     }
 
-    /// A piece of a region, most often one of the queue's protection domain.
+    /// Returns a piece of a region, which usually belongs to the queue's protection domain.
     fn sge(&mut self, pd: *mut ibv_pd) -> ibv_sge {
         // SAFETY: the regions are alive.
         let own = self
@@ -583,10 +584,10 @@ impl Program {
         let Some(qp) = self.qps.reachable(&mut self.choices) else {
             return;
         };
-        // SAFETY: the queue pair's structure stays readable.
+        // SAFETY: the structure of the queue pair stays readable.
         let pd = unsafe { (*qp).pd };
         let mut pieces = [self.sge(pd), self.sge(pd), self.sge(pd)];
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut wr: ibv_send_wr = unsafe { zeroed() };
         wr.wr_id = self.choices.rng.u64(..);
         wr.sg_list = pieces.as_mut_ptr();
@@ -597,7 +598,7 @@ impl Program {
         wr.opcode = self.choices.of(&OPCODES);
         wr.send_flags = self.choices.flags(0x1f);
         if wr.send_flags & IBV_SEND_INLINE != 0 {
-            // Inline data are read at once, so the memory must be there.
+            // Inline data is read immediately, so the memory must be valid.
             let at = self.memory.as_ptr().addr() as u64;
             for piece in &mut pieces {
                 piece.addr = at;
@@ -611,7 +612,8 @@ impl Program {
             None => target.lkey,
         };
         let ah = self.ahs.any(&mut self.choices);
-        // SAFETY: the queue pair's structure stays readable, and the members of the union are plain.
+        // SAFETY: the structure of the queue pair stays readable, and the members of the union are
+        // plain data.
         let result = unsafe {
             if (*qp).qp_type == IBV_QPT_UD {
                 wr.wr.ud.ah = ah;
@@ -650,19 +652,19 @@ impl Program {
         let Some(qp) = self.qps.reachable(&mut self.choices) else {
             return;
         };
-        // SAFETY: the queue pair's structure stays readable.
+        // SAFETY: the structure of the queue pair stays readable.
         let (mut pieces, mut wr) = self.receive(unsafe { (*qp).pd });
         wr.sg_list = pieces.as_mut_ptr();
         self.choices.show("ibv_post_recv");
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair's structure stays readable, and the request is alive.
+        // SAFETY: the structure of the queue pair stays readable, and the request is alive.
         let result = unsafe { ops::ibv_post_recv(qp, &raw mut wr, &raw mut bad) };
         check("ibv_post_recv", result, &[EINVAL, ENOMEM, EOPNOTSUPP]);
     }
 
     fn receive(&mut self, pd: *mut ibv_pd) -> ([ibv_sge; 2], ibv_recv_wr) {
         let pieces = [self.sge(pd), self.sge(pd)];
-        // SAFETY: all-zero bytes are valid.
+        // SAFETY: all zeroes is valid.
         let mut wr: ibv_recv_wr = unsafe { zeroed() };
         wr.wr_id = self.choices.rng.u64(..);
         wr.num_sge = self.choices.of(&[0, 1, 1, 2]);
@@ -673,12 +675,12 @@ impl Program {
         let Some(srq) = self.srqs.reachable(&mut self.choices) else {
             return;
         };
-        // SAFETY: the queue's structure stays readable.
+        // SAFETY: the structure of the queue stays readable.
         let (mut pieces, mut wr) = self.receive(unsafe { (*srq).pd });
         wr.sg_list = pieces.as_mut_ptr();
         self.choices.show("ibv_post_srq_recv");
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue's structure stays readable, and the request is alive.
+        // SAFETY: the structure of the queue stays readable, and the request is alive.
         let result = unsafe { ops::ibv_post_srq_recv(srq, &raw mut wr, &raw mut bad) };
         check("ibv_post_srq_recv", result, &[EINVAL, ENOMEM, EOPNOTSUPP]);
     }
@@ -688,7 +690,7 @@ impl Program {
             return;
         };
         self.choices.show("ibv_poll_cq");
-        // SAFETY: the queue's structure stays readable, and there is room for as many.
+        // SAFETY: the structure of the queue stays readable, and there is enough space.
         unsafe {
             let mut some: [ibv_wc; 8] = zeroed();
             let room = self.choices.of(&[8, 1, 0]);
@@ -703,7 +705,7 @@ impl Program {
         };
         let solicited = self.choices.once_in(2);
         self.choices.show("ibv_req_notify_cq");
-        // SAFETY: the queue's structure stays readable.
+        // SAFETY: the structure of the queue stays readable.
         let result = unsafe { ops::ibv_req_notify_cq(cq, solicited) };
         check("ibv_req_notify_cq", result, &[EINVAL]);
     }
@@ -733,7 +735,7 @@ impl Program {
     }
 
     fn mw(&mut self) {
-        // SAFETY: structures of objects stay readable; all-zero bytes are valid requests.
+        // SAFETY: the structures of objects stay readable, and all zeroes are valid requests.
         unsafe {
             match self.choices.below(3) {
                 0 => {
@@ -837,7 +839,7 @@ impl Program {
 
     fn dm(&mut self) {
         let (context, table) = (self.context(), self.table());
-        // SAFETY: the attributes are alive; structures of objects stay readable.
+        // SAFETY: the attributes are alive, and the structures of objects stay readable.
         unsafe {
             match self.choices.below(3) {
                 0 => {
@@ -874,7 +876,8 @@ impl Program {
         }
     }
 
-    /// Takes events of completion queues, and acknowledges them at once: destroying waits for that.
+    /// Receives events of completion queues, and acknowledges them immediately, because destroying
+    /// a queue waits for this.
     fn events(&mut self) {
         self.take_async_events();
         let Some(channel) = self.channels.live(&mut self.choices) else {
@@ -897,7 +900,7 @@ impl Program {
 
     fn take_async_events(&mut self) {
         for device in &self.devices {
-            // SAFETY: the context is alive; all-zero bytes are valid.
+            // SAFETY: the context is alive, and all zeroes is valid.
             unsafe {
                 libc::fcntl((*device.context).async_fd, libc::F_SETFL, libc::O_NONBLOCK);
                 let mut event: ibv_async_event = zeroed();
@@ -912,7 +915,7 @@ impl Program {
         }
     }
 
-    /// Destroys everything, users before what they use. Nothing may be left behind.
+    /// Destroys all objects, with users before the objects that they use. All calls must succeed.
     fn end(&mut self) {
         self.choices.show("end");
         self.take_async_events();
@@ -964,7 +967,7 @@ fn gid_bytes(gid: ibv_gid) -> [u8; 16] {
     unsafe { gid.raw }
 }
 
-/// Checks that a pointer is an object's, or why there is none.
+/// Checks that a pointer refers to an object, or that the error is allowed.
 #[track_caller]
 fn made<T>(call: &str, object: *mut T, allowed: &[c_int]) {
     if object.is_null() {
@@ -974,10 +977,10 @@ fn made<T>(call: &str, object: *mut T, allowed: &[c_int]) {
     }
 }
 
-/// As [`to_rts`], for a queue pair that may be in any state.
+/// Like [`to_rts`], for a queue pair that can be in any state.
 fn try_to_rts(qp: *mut ibv_qp, kind: ibv_qp_type, gid: ibv_gid, peer: u32) {
     let mut attr = connected_attr(gid, peer);
-    // A peer that is gone ends soon.
+    // If the peer was destroyed, time out soon.
     attr.timeout = 10;
     attr.retry_cnt = 1;
     attr.rnr_retry = 1;

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_an_administrator_answers_itself() {
+    fn private_administrator_serves_requests() {
         let (mut nic, mut administration, answers) = open(40, None);
         let head = UserMad::with_timeout(1000, 0);
         let request = (head, mad(SaMethod::Get));
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_without_an_answer_comes_back() {
+    fn unanswered_request_is_returned() {
         let (mut nic, mut administration, answers) = open(41, Some([127, 98, 0, 42].into()));
         let request = (UserMad::with_timeout(10, 2), mad(SaMethod::Get));
         administration.send(&mut nic, request, None, Arc::clone(&answers));
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_that_are_repeated_keep_no_question_alive() {
+    fn repeated_segments_do_not_extend_deadline() {
         let there = IpAddr::from([127, 98, 0, 44]);
         let (mut nic, mut administration, answers) = open(43, Some(there));
         let request = (UserMad::with_timeout(1000, 0), mad(SaMethod::GetTable));

@@ -379,7 +379,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_are_read_from_their_text() {
+    fn device_list_is_parsed() {
         let configs = parse("a=127.0.0.1, b=::1").unwrap();
         let names: Vec<_> = configs
             .iter()
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_environment_is_named() {
+    fn invalid_environment_is_reported() {
         let wrong = OsStr::from_bytes(b"a=\xff");
         let why = |listed, faults| read(listed, faults).unwrap_err();
         assert!(why(Some(wrong), None).starts_with("RISER_DEVICES: "));

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_read_and_wrong_lengths_are_no_panics() {
+    fn invalid_lengths_do_not_panic() {
         let mac = [2, 0, 0, 0, 0, 9];
         let at = IpAddr::from([10, 0, 0, 7]);
         let mut entry = vec![libc::AF_INET as u8, 0, 0, 0];
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_of_no_length_ends_the_datagram() {
+    fn empty_message_is_rejected() {
         let mut all = Vec::new();
         assert!(take(&[0; 32], &mut all).is_err());
         let mut error = 20u32.to_ne_bytes().to_vec();

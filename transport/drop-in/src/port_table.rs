@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_a_later_process_has_is_not_freed_for_an_earlier_one() {
+    fn reused_port_is_not_freed() {
         let memory = PortTable::make().unwrap();
         let (first, killed) = (of_slot(&memory, 1), of_slot(&memory, 2));
         assert!(killed.take(PORT, Owner::FREE));
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_has_a_process_as_long_as_one_of_it_lives() {
+    fn slot_is_used_until_last_process_exits() {
         let memory = PortTable::make().unwrap();
         let (first, killed) = (of_slot(&memory, 1), of_slot(&memory, 2));
         let slots = |table: &PortTable| {
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn no_process_changes_the_length_of_the_table() {
+    fn table_length_is_sealed() {
         let memory = PortTable::make().unwrap();
         for length in [TABLE - 1, 0, 2 * TABLE] {
             assert_eq!(ftruncate(&memory, length as u64), Err(Os::PERM));

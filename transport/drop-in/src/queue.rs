@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_event_that_is_put_back_is_the_next_one() {
+    fn put_back_event_is_returned_next() {
         let queue = EventQueue::new().unwrap();
         queue.push(1);
         queue.push(2);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_is_accounted_for_before_others_are_taken_back() {
+    fn event_is_counted_before_retraction() {
         let queue = EventQueue::new().unwrap();
         queue.push(1);
         queue.push(2);

@@ -683,7 +683,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_an_address_have_slots_and_ports_of_their_own() {
+    fn processes_have_separate_slots_and_ports() {
         use RdmaPortSpace::{Tcp, Udp};
         let first = open(addr(1), Silent::default()).unwrap();
         let second = open_beside(&first);
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ports_of_a_process_that_was_killed_are_free() {
+    fn ports_of_killed_process_are_free() {
         let first = open(addr(2), Silent::default()).unwrap();
         let port = (RdmaPortSpace::Tcp, 4000);
         // As left behind by a process in slot 9.
@@ -725,7 +725,7 @@ mod tests {
     }
 
     #[test]
-    fn the_device_of_an_address_that_is_gone_takes_no_port() {
+    fn removed_address_allocates_no_port() {
         let mut first = open(addr(29), Silent::default()).unwrap();
         let second = open_beside(&first);
         first.leave();
@@ -802,7 +802,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_waits_for_the_process_that_is_about_to_listen() {
+    fn early_request_waits_for_listener() {
         let first = open(addr(10), Silent::default()).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
@@ -853,7 +853,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_has_few_of_the_places_for_early_requests() {
+    fn early_requests_are_limited_per_peer() {
         let share = open(addr(12), Silent::default()).unwrap();
         let now = Instant::now();
         let waits = |from, id| share.pass_on(now, front(from, request(id))).is_none();
@@ -871,7 +871,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_waits_is_taken_back() {
+    fn waiting_request_can_be_cancelled() {
         let first = open(addr(22), Silent::default()).unwrap();
         let second = open_beside(&first);
         let now = Instant::now();
@@ -891,7 +891,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_taken_back_concerns_one_process() {
+    fn cancelled_request_affects_single_process() {
         let first = open(addr(8), Silent::default()).unwrap();
         let second = open_beside(&first);
         let third = open_beside(&first);
@@ -915,7 +915,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_for_another_process_does_not_keep_this_one() {
+    fn flood_for_other_process_does_not_block() {
         let first = open(addr(6), Silent::default()).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
@@ -929,7 +929,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_reach_the_process_that_has_their_port() {
+    fn requests_reach_owner_of_port() {
         let first = open(addr(3), Silent::default()).unwrap();
         let second = open_beside(&first);
         listen(&second, RdmaPortSpace::Udp);
@@ -974,7 +974,7 @@ mod tests {
     }
 
     #[test]
-    fn another_user_who_takes_a_slot_gets_no_packet_and_has_no_port() {
+    fn slot_squatter_gets_no_packets() {
         let first = open(addr(36), Silent::default()).unwrap();
         let second = open_beside(&first);
         let (now, port) = (Instant::now(), (RdmaPortSpace::Tcp, 7471));
@@ -1004,7 +1004,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sockets_of_an_address_go_to_the_process_that_has_asked_for_them() {
+    fn sockets_are_sent_to_requesting_process() {
         let first = open(addr(39), Silent::default()).unwrap();
         let own = stopped(addr(39), 2);
         let (answers, to) = (Answers::new().unwrap(), name(addr(39), Some(1)).unwrap());
@@ -1031,7 +1031,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_the_name_of_a_slot_cannot_send_the_answers_of_others_elsewhere() {
+    fn slot_squatter_cannot_redirect_responses() {
         let squat = stopped(addr(40), 1);
         let first = open(addr(40), Silent(0b10)).unwrap();
         while receive(&squat, &mut [0; 1]).is_some() {}
@@ -1061,7 +1061,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_the_name_of_a_slot_keeps_no_free_address_from_others() {
+    fn slot_squatter_does_not_block_address() {
         let squat = stopped(addr(41), 1);
         let first = thread::scope(|scope| {
             let opens = scope.spawn(|| open(addr(41), Silent::default()));
@@ -1072,7 +1072,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_comes_with_mail_does_not_wait_for_its_peer() {
+    fn received_socket_does_not_linger() {
         let first = open(addr(42), Silent::default()).unwrap();
         let listener = TcpListener::bind((addr(43), 0)).unwrap();
         let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -1091,7 +1091,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_with_an_older_library_is_named() {
+    fn process_with_older_library_is_reported() {
         let old = stopped(addr(44), 1);
         let _port = UdpSocket::bind((addr(44), ROCE_PORT)).unwrap();
         let error = thread::scope(|scope| {
@@ -1129,7 +1129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stopped_processes_do_not_read_leaves_room_for_others() {
+    fn unread_packets_leave_space_for_others() {
         let first = open(addr(38), Silent::default()).unwrap();
         let others: Vec<_> = (2..9).map(|_| open_beside(&first)).collect();
         let (last, stopped) = others.split_last().unwrap();
@@ -1149,7 +1149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_stopped_keeps_nothing_from_others() {
+    fn stopped_process_does_not_block_others() {
         let first = open(addr(34), Silent::default()).unwrap();
         let (second, third) = (open_beside(&first), open_beside(&first));
         let now = Instant::now();
@@ -1212,7 +1212,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_that_are_stopped_do_not_hide_one_that_answers() {
+    fn stopped_processes_do_not_hide_responder() {
         const STOPPED: u8 = 8;
         let silent: Vec<_> = (1..=STOPPED).map(|slot| stopped(addr(25), slot)).collect();
         let known = Silent((2 << STOPPED) - 2);
@@ -1246,7 +1246,7 @@ mod tests {
     }
 
     #[test]
-    fn an_opener_is_no_process_that_opens_later() {
+    fn opener_is_not_confused_with_later_one() {
         let first = Opening::begin(addr(30)).unwrap();
         assert!(first.is_some() && Opening::begin(addr(30)).unwrap().is_none());
         let opener = Opener::of(addr(30)).unwrap().unwrap();
@@ -1283,7 +1283,7 @@ mod tests {
     }
 
     #[test]
-    fn each_process_that_opens_an_address_has_its_own_time() {
+    fn openers_have_separate_timeouts() {
         let (short, long) = (PATIENCE * 3 / 4, PATIENCE + 2 * PAUSE);
         await_in_turn(addr(32), LONGEST, &[short, short]).unwrap();
         let error = await_in_turn(addr(32), LONGEST, &[short, long]).unwrap_err();
@@ -1293,7 +1293,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_in_use_where_its_opener_hears_one_sender_only() {
+    fn connected_opener_reports_address_in_use() {
         let sink = new_mailbox().unwrap();
         let to = SocketAddrUnix::new_abstract_name(b"riser-test-sink-of-opener").unwrap();
         bind(&sink, &to).unwrap();
@@ -1305,7 +1305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_is_forked_while_another_opens_keeps_no_address() {
+    fn child_forked_during_open_releases_address() {
         let first = open(addr(27), Silent::default()).unwrap();
         let mailbox = new_mailbox().unwrap();
         let mut inquiry = Inquiry::new(&mailbox, addr(27), Message::Ask, Silent::default());
@@ -1334,7 +1334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mailbox_that_hears_one_sender_only_is_passed_over() {
+    fn connected_mailbox_is_skipped() {
         let sink = new_mailbox().unwrap();
         let to = SocketAddrUnix::new_abstract_name(b"riser-test-sink").unwrap();
         bind(&sink, &to).unwrap();
@@ -1346,7 +1346,7 @@ mod tests {
     }
 
     #[test]
-    fn another_users_answer_hides_no_process_that_is_stopped() {
+    fn foreign_response_does_not_hide_stopped_process() {
         if !rustix::process::geteuid().is_root() {
             return skip("an answer of another user", "only root can be another user");
         }
@@ -1394,7 +1394,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_descriptors_of_strangers_delay_no_mail() {
+    fn slow_foreign_descriptors_do_not_delay_mail() {
         if !rustix::process::geteuid().is_root() {
             return skip("a message of another user", "only root can be another user");
         }
@@ -1434,7 +1434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_does_not_finish_opening_an_address_is_waited_for() {
+    fn unfinished_opener_times_out() {
         let opening = Opening::begin(addr(26)).unwrap().unwrap();
         let error = await_all(addr(26)).unwrap_err();
         assert!(error.to_string().contains("does not finish"), "{error}");
@@ -1443,7 +1443,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_others_have_is_in_use() {
+    fn foreign_address_is_in_use() {
         let _other = UdpSocket::bind((addr(5), ROCE_PORT)).unwrap();
         let error = open(addr(5), Silent::default()).map(drop).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);

@@ -201,7 +201,7 @@ fn send(id: *mut rdma_cm_id, data: &[u8], srqn: Option<u32>) {
 }
 
 #[test]
-fn an_unreliable_connection_is_made_between_end_points() {
+fn endpoints_create_unreliable_connection() {
     const PORT: u16 = 7001;
     let hints = |flags| hints(RDMA_PS_IB, IBV_QPT_UC, flags);
     let listener = end_point(PORT, &hints(RAI_PASSIVE), Some(&mut small()));
@@ -242,7 +242,7 @@ fn an_unreliable_connection_is_made_between_end_points() {
 }
 
 #[test]
-fn a_request_whose_queue_pair_cannot_be_made_is_refused() {
+fn request_without_queue_pair_is_rejected() {
     const PORT: u16 = 7009;
     let hints = |flags| hints(RDMA_PS_TCP, IBV_QPT_RC, flags);
     let mut attr = small();
@@ -272,7 +272,7 @@ fn a_request_whose_queue_pair_cannot_be_made_is_refused() {
 }
 
 #[test]
-fn an_extended_connection_is_made_between_end_points() {
+fn endpoints_create_xrc_connection() {
     const PORT: u16 = 7002;
     let passive = hints(RDMA_PS_IB, IBV_QPT_XRC_RECV, RAI_PASSIVE);
     let listener = end_point(PORT, &passive, Some(&mut small()));
@@ -489,7 +489,7 @@ fn vendor_options_are_exchanged() {
 }
 
 #[test]
-fn a_program_reports_that_data_have_arrived() {
+fn program_reports_established_connection() {
     let both = Asynchronous::new(7005);
     let notify =
         |id, event| call!(rdma_notify(id => *mut rdma_cm_id, event => ibv_event_type) -> c_int);
@@ -575,7 +575,7 @@ fn set_path(id: *mut rdma_cm_id, paths: &mut [ibv_path_data], length: usize) -> 
 }
 
 #[test]
-fn gids_and_service_ids_are_addresses() {
+fn ib_addresses_are_supported() {
     const GID: &CStr = c"::ffff:127.0.41.2";
     const TCP: u64 = 0x0106_0000;
     let mut raw = vec![0; 10];
@@ -710,7 +710,7 @@ fn gids_and_service_ids_are_addresses() {
 }
 
 #[test]
-fn the_unspecified_address_belongs_to_no_device() {
+fn unspecified_address_shows_no_device() {
     let channel = create_channel();
     // SAFETY: all zeroes is the unspecified IPv4 address, except for the family.
     let mut any: sockaddr_in = unsafe { zeroed() };
@@ -760,7 +760,7 @@ fn the_unspecified_address_belongs_to_no_device() {
 }
 
 #[test]
-fn a_listener_has_the_backlog_that_it_asks_for() {
+fn listener_gets_requested_backlog() {
     const BACKLOG: usize = 100;
     let channels = [create_channel(), create_channel()];
     let info = address_info(Some(SERVER), 7008, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0)).unwrap();
@@ -794,7 +794,7 @@ fn a_listener_has_the_backlog_that_it_asks_for() {
 }
 
 #[test]
-fn a_request_waits_where_the_only_listener_of_a_port_is_gone() {
+fn request_waits_after_listener_is_destroyed() {
     let channels = [create_channel(), create_channel()];
     let info = address_info(Some(SERVER), 7010, &hints(RDMA_PS_TCP, IBV_QPT_RC, 0)).unwrap();
     // SAFETY: the information is alive.

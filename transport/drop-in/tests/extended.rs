@@ -51,7 +51,7 @@ fn raw_clock(device: &Device) -> u64 {
 }
 
 #[test]
-fn an_extended_poll_reads_each_completion_in_turn() {
+fn extended_poll_reads_completions_in_order() {
     let device = Device::open("riser0");
     let cq = device.create_cq_ex(&mut cq_attr(STANDARD | TIMES));
     assert!(!cq.is_null());
@@ -130,7 +130,7 @@ fn an_extended_poll_reads_each_completion_in_turn() {
 }
 
 #[test]
-fn one_thread_at_a_time_polls_a_queue() {
+fn extended_poll_is_exclusive() {
     let device = Device::open("riser0");
     let cq = device.create_cq_ex(&mut cq_attr(STANDARD));
     let pair = Pair::new(device, cq.cast(), ALL);
@@ -169,7 +169,7 @@ fn one_thread_at_a_time_polls_a_queue() {
 }
 
 #[test]
-fn a_completion_queue_is_refused_what_it_does_not_have() {
+fn unsupported_cq_attributes_are_rejected() {
     let device = Device::open("riser0");
     let with = |change: &dyn Fn(&mut ibv_cq_init_attr_ex)| {
         let mut attr = cq_attr(STANDARD);
@@ -212,7 +212,7 @@ fn a_completion_queue_is_refused_what_it_does_not_have() {
 }
 
 #[test]
-fn events_of_a_queue_can_be_moderated() {
+fn cq_events_can_be_moderated() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let modify = |mask| {
@@ -232,7 +232,7 @@ fn events_of_a_queue_can_be_moderated() {
 }
 
 #[test]
-fn built_requests_do_what_they_say() {
+fn built_requests_are_executed() {
     let device = Device::open("riser0");
     let cq = device.create_cq(100);
     let pair = Pair::new(device, cq, ALL);
@@ -331,7 +331,7 @@ fn sends(qp: *mut ibv_qp_ex, ids: std::ops::Range<u64>) {
 }
 
 #[test]
-fn a_batch_is_posted_whole_or_not_at_all() {
+fn batch_is_posted_atomically() {
     let device = Device::open("riser0");
     let cq = device.create_cq(100);
     let pair = Pair::new(device, cq, IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_READ);
@@ -411,7 +411,7 @@ fn a_batch_is_posted_whole_or_not_at_all() {
 }
 
 #[test]
-fn queue_pairs_have_the_operations_of_their_kind() {
+fn queue_pair_type_limits_operations() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let create = |qp_type, ops| {
@@ -444,7 +444,7 @@ fn queue_pairs_have_the_operations_of_their_kind() {
 }
 
 #[test]
-fn a_built_datagram_goes_to_its_address() {
+fn built_datagram_is_sent_to_address() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let create = || {

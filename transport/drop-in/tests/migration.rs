@@ -261,7 +261,7 @@ fn drain(side: &Side, other: &Side) {
 }
 
 #[test]
-fn a_connection_migrates_between_devices_with_two_addresses() {
+fn connection_migrates_to_second_address() {
     // SAFETY: no other thread is reading the environment yet.
     unsafe {
         std::env::set_var(

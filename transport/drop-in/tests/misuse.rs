@@ -96,7 +96,7 @@ fn forked(part: impl FnOnce() -> c_int) -> c_int {
 }
 
 #[test]
-fn missing_attributes_are_refused() {
+fn missing_attributes_are_rejected() {
     let device = Device::open("riser0");
     let cq = device.create_cq(4);
     let qp = device.create_qp_ex(&mut device.qp_attr(cq, IBV_QPT_RC, SENDS));
@@ -147,7 +147,7 @@ fn missing_attributes_are_refused() {
 }
 
 #[test]
-fn huge_values_are_refused() {
+fn huge_values_are_rejected() {
     let device = Device::open("riser0");
     let register = |addr: usize, length: usize, iova: u64| {
         call!(ibv_reg_mr_iova(device.pd => *mut ibv_pd,
@@ -197,7 +197,7 @@ fn huge_values_are_refused() {
 }
 
 #[test]
-fn scatter_lists_of_wrong_length_are_refused_unread() {
+fn invalid_scatter_lists_are_not_read() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let pair = Pair::new(device, cq, SENDS);
@@ -279,7 +279,7 @@ fn scatter_lists_of_wrong_length_are_refused_unread() {
 }
 
 #[test]
-fn scatter_lists_at_odd_addresses_are_taken() {
+fn unaligned_scatter_lists_are_supported() {
     let device = Device::open("riser0");
     let cq = device.create_cq(100);
     let pair = Pair::new(device, cq, SENDS);
@@ -341,7 +341,7 @@ fn scatter_lists_at_odd_addresses_are_taken() {
 }
 
 #[test]
-fn objects_of_another_device_are_refused() {
+fn objects_of_other_device_are_rejected() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
     let mut attr = one.qp_attr(cq_one, IBV_QPT_UD, IBV_QP_EX_WITH_SEND);
@@ -399,7 +399,7 @@ fn objects_of_another_device_are_refused() {
 }
 
 #[test]
-fn an_event_channel_goes_before_its_identifiers() {
+fn channel_can_be_destroyed_before_identifiers() {
     let channel = create_channel();
     let id = create_id(channel);
     // SAFETY: the channel is alive.
@@ -437,7 +437,7 @@ fn an_event_channel_goes_before_its_identifiers() {
 }
 
 #[test]
-fn an_identifier_that_waited_for_its_calls_moves_to_a_channel() {
+fn synchronous_identifier_migrates_to_channel() {
     let id = create_id(ptr::null_mut());
     let mut addr = socket_address(2, 7);
     let resolved = call!(rdma_resolve_addr(id => *mut rdma_cm_id, ptr::null_mut() => *mut c_void,
@@ -462,7 +462,7 @@ fn an_identifier_that_waited_for_its_calls_moves_to_a_channel() {
 }
 
 #[test]
-fn an_identifier_of_all_devices_shows_none() {
+fn identifier_on_all_devices_shows_none() {
     let channel = create_channel();
     let id = create_id(channel);
     let mut any = socket_address(0, 0);
@@ -526,7 +526,7 @@ fn connect_to(channel: *mut rdma_event_channel, mut addr: sockaddr_in) -> *mut r
 
 /// A kernel would also do this when it cleans up after a process.
 #[test]
-fn the_connections_of_a_process_end_with_it() {
+fn exiting_process_closes_connections() {
     let channel = create_channel();
     // SAFETY: the channel is alive.
     unsafe { set_nonblocking((*channel).fd) };
@@ -611,7 +611,7 @@ fn listener_with_request(
 }
 
 #[test]
-fn requests_and_what_became_of_them_go_with_their_listener() {
+fn listener_destroys_pending_requests() {
     let (at_server, at_client, other) = (create_channel(), create_channel(), create_channel());
     // SAFETY: the channels are alive.
     unsafe {
@@ -636,7 +636,7 @@ fn requests_and_what_became_of_them_go_with_their_listener() {
 }
 
 #[test]
-fn identifiers_of_both_families_listen_at_one_port() {
+fn ipv4_and_ipv6_listeners_share_port() {
     let channel = create_channel();
     // SAFETY: all zeroes is valid.
     let mut any: sockaddr_in = unsafe { zeroed() };
@@ -676,7 +676,7 @@ fn identifiers_of_both_families_listen_at_one_port() {
 }
 
 #[test]
-fn a_closed_device_has_no_queue_pairs() {
+fn closing_device_destroys_queue_pairs() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let pair = Pair::new(device, cq, SENDS);
@@ -691,7 +691,7 @@ fn a_closed_device_has_no_queue_pairs() {
 }
 
 #[test]
-fn threads_of_the_library_take_no_signals() {
+fn library_threads_block_signals() {
     let _device = Device::open("riser0");
     // A thread sets its name when it starts to run.
     thread::sleep(Duration::from_millis(200));
@@ -722,7 +722,7 @@ fn threads_of_the_library_take_no_signals() {
 }
 
 #[test]
-fn a_process_that_unloads_the_library_goes_on() {
+fn process_survives_unloading_library() {
     let test = env::current_exe().unwrap();
     let status = Command::new(test)
         .args(["--exact", "unload", "--nocapture"])
@@ -757,7 +757,7 @@ fn unload() {
 }
 
 #[test]
-fn a_child_leaves_the_events_and_ports_of_its_parent_alone() {
+fn child_does_not_affect_parent_objects() {
     let device = Device::open("riser0");
     let channel = call!(ibv_create_comp_channel(device.context => *mut ibv_context)
         -> *mut ibv_comp_channel);
@@ -811,7 +811,7 @@ fn a_child_leaves_the_events_and_ports_of_its_parent_alone() {
 
 /// A WRITE to a process arrives even if the process posts requests but never polls.
 #[test]
-fn posts_do_not_keep_packets_waiting() {
+fn posts_do_not_delay_packets() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
     let a = one.create_qp_ex(&mut one.qp_attr(cq_one, IBV_QPT_RC, SENDS));
@@ -995,7 +995,7 @@ fn forked_child_closes_sockets_despite_full_table() {
 }
 
 #[test]
-fn forked_child_has_no_xrc_domain_of_parent() {
+fn forked_child_has_own_xrc_domains() {
     let device = Device::open("riser0");
     // SAFETY: this creates a new file.
     let file = unsafe { libc::memfd_create(c"xrcd".as_ptr(), 0) };

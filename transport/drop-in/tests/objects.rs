@@ -17,7 +17,7 @@ const SENDS: u32 = IBV_QP_EX_WITH_SEND;
 const QKEY: u32 = 0x1111_1111;
 
 #[test]
-fn a_parent_domain_stands_for_its_protection_domain() {
+fn parent_domain_shares_protection_domain() {
     let device = Device::open("riser0");
     let table = device.table();
     // SAFETY: the pointers are valid, or must be rejected. All zeroes are valid attributes.
@@ -89,7 +89,7 @@ fn a_parent_domain_stands_for_its_protection_domain() {
 }
 
 #[test]
-fn device_memory_is_reached_by_calls_and_by_peers() {
+fn device_memory_supports_copies_and_regions() {
     const ZERO_BASED: c_uint =
         IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
     let device = Device::open("riser0");
@@ -215,7 +215,7 @@ fn create_ah(device: &Device, gid: ibv_gid) -> *mut ibv_ah {
 /// If the program does not request completions, it can't know when datagrams have completed. An
 /// adapter would already have sent them when the queue pair is destroyed.
 #[test]
-fn what_was_posted_leaves_before_its_queue_pair_goes() {
+fn destroying_queue_pair_sends_posted_requests() {
     const COUNT: usize = 8;
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
@@ -245,7 +245,7 @@ fn what_was_posted_leaves_before_its_queue_pair_goes() {
 }
 
 #[test]
-fn a_datagram_is_answered_by_its_completion_and_header() {
+fn address_handle_from_completion_reaches_sender() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (cq_one, cq_two) = (one.create_cq(10), two.create_cq(10));
     let (a, b) = (datagrams(&one, cq_one), datagrams(&two, cq_two));
@@ -293,7 +293,7 @@ fn a_datagram_is_answered_by_its_completion_and_header() {
 }
 
 #[test]
-fn a_group_is_joined_and_left() {
+fn multicast_group_is_attached_and_detached() {
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let qp = datagrams(&device, cq);
@@ -316,7 +316,7 @@ fn a_group_is_joined_and_left() {
 }
 
 #[test]
-fn all_devices_are_listed_open() {
+fn open_devices_are_listed() {
     let _device = Device::open("riser0");
     let mut count = 0;
     let list = call!(rdma_get_devices(&raw mut count => *mut c_int) -> *mut *mut ibv_context);
@@ -333,7 +333,7 @@ fn all_devices_are_listed_open() {
 }
 
 #[test]
-fn the_default_partition_is_at_index_0() {
+fn default_partition_has_index_0() {
     let device = Device::open("riser0");
     let index = |port: u8, pkey: u16| {
         call!(ibv_get_pkey_index(device.context => *mut ibv_context, port => u8,
@@ -354,7 +354,7 @@ fn the_default_partition_is_at_index_0() {
 struct Aligned<const N: usize>([u8; N]);
 
 #[test]
-fn structures_of_the_kernel_are_converted() {
+fn kernel_structures_are_converted() {
     // Bytes with the layout of the kernel's headers, all of them different.
     let aligned = Aligned::<144>(std::array::from_fn(|i| i as u8));
     let bytes = &aligned.0;
@@ -399,7 +399,7 @@ fn structures_of_the_kernel_are_converted() {
 }
 
 #[test]
-fn an_extended_connection_reaches_the_queue_that_a_request_names() {
+fn xrc_request_selects_receive_queue() {
     let device = Device::open("riser0");
     let table = device.table();
     let cq = device.create_cq(10);
@@ -592,7 +592,7 @@ fn status(
 }
 
 #[test]
-fn memory_that_is_unmapped_while_it_is_registered_ends_no_process() {
+fn unmapped_region_does_not_crash_process() {
     let (a, other) = (Device::open("riser0"), Device::open("riser1"));
     // Within a device, and using sockets.
     for b in [&a, &other] {
@@ -682,7 +682,7 @@ fn inode(fd: c_int) -> Option<u64> {
 }
 
 #[test]
-fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
+fn device_and_objects_can_be_imported() {
     let device = Device::open("riser0");
     let mut memory = [7u8; 64];
     let mr = device.register(&mut memory);
@@ -769,7 +769,7 @@ fn a_device_and_its_objects_are_imported_by_descriptor_and_handle() {
 }
 
 #[test]
-fn a_queue_pair_sends_no_faster_than_its_limit() {
+fn queue_pair_respects_rate_limit() {
     const MESSAGE: u32 = 1000;
     const COUNT: u32 = 200;
     const BURST: u32 = 5000;
@@ -856,7 +856,7 @@ fn a_queue_pair_sends_no_faster_than_its_limit() {
 }
 
 #[test]
-fn a_destination_has_an_ethernet_address() {
+fn destination_resolves_to_ethernet_address() {
     let device = Device::open("riser0");
     let resolve = |change: &dyn Fn(&mut ibv_ah_attr)| {
         let mut attr = ah_attr(device.gid());

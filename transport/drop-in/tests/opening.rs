@@ -32,7 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Creates a process that opens `riser0` with these devices, after running shell commands.
 fn process(devices: &str, before: &str) -> Command {
-    process_of("opens_a_device", devices, before)
+    process_of("open_device", devices, before)
 }
 
 /// Same as [`process`], but runs the given test.
@@ -112,7 +112,7 @@ fn report(error: c_int) {
 /// Executed by the other tests.
 #[test]
 #[ignore = "a process of the other tests"]
-fn opens_a_device() {
+fn open_device() {
     let mut count = 0;
     let list = call!(ibv_get_device_list(&raw mut count => *mut c_int) -> *mut *mut ibv_device);
     let mut is_child = false;
@@ -149,7 +149,7 @@ fn opens_a_device() {
 }
 
 #[test]
-fn a_foreign_program_at_the_port_is_named() {
+fn foreign_program_on_port_is_reported() {
     let _other = UdpSocket::bind(("127.0.42.1", PORT)).unwrap();
     let (error, log) = outcome(process("riser0=127.0.42.1", ""));
     assert_eq!(error, libc::EADDRINUSE);
@@ -160,7 +160,7 @@ fn a_foreign_program_at_the_port_is_named() {
 }
 
 #[test]
-fn a_further_address_that_another_process_has_is_left_out_and_named() {
+fn used_additional_address_is_skipped() {
     let devices = "riser0=127.0.42.9,127.0.42.10,127.0.42.11";
     let holder = Holder::start(devices);
     let (error, log) = outcome(process(devices, ""));
@@ -189,7 +189,7 @@ fn a_further_address_that_another_process_has_is_left_out_and_named() {
 }
 
 #[test]
-fn a_process_that_is_stopped_is_named() {
+fn stopped_process_is_reported() {
     let holder = Holder::start("riser0=127.0.42.2");
     holder.stop();
     let (error, log) = outcome(process("riser0=127.0.42.2", ""));
@@ -224,10 +224,10 @@ fn bind(addr: Ipv4Addr, port: u16) -> c_int {
     }
 }
 
-/// Executed by `a_process_that_is_stopped_delays_no_fork`.
+/// Executed by `stopped_process_does_not_delay_fork`.
 #[test]
 #[ignore = "a process of another test"]
-fn forks_while_it_opens_a_device() {
+fn fork_during_open() {
     let addr: Ipv4Addr = std::env::var("RISER_TEST_ADDR").unwrap().parse().unwrap();
     let opens = thread::spawn(move || bind(addr, 0));
     // The test closes standard input after the stopped process was queried.
@@ -254,7 +254,7 @@ fn forks_while_it_opens_a_device() {
 const SLOW: &str = "the fork is slow";
 
 #[test]
-fn a_process_that_is_stopped_delays_no_fork() {
+fn stopped_process_does_not_delay_fork() {
     // This is only its mailbox. The port of the address is free, so devices can eventually be
     // opened.
     let name = SocketAddr::from_abstract_name("riser-127.0.42.12-1").unwrap();
@@ -267,7 +267,7 @@ fn a_process_that_is_stopped_delays_no_fork() {
             stopped.set_nonblocking(true).unwrap();
             while stopped.recv(&mut [0]).is_ok() {}
             stopped.set_nonblocking(false).unwrap();
-            let mut forks = process_of("forks_while_it_opens_a_device", "riser0=127.0.42.12", "");
+            let mut forks = process_of("fork_during_open", "riser0=127.0.42.12", "");
             forks.env("RISER_TEST_ADDR", addr).stdin(Stdio::piped());
             let forks = forks.spawn().unwrap();
             stopped.recv(&mut [0]).expect("a question");
@@ -282,11 +282,11 @@ fn a_process_that_is_stopped_delays_no_fork() {
     }
 }
 
-/// Executed by `the_port_of_a_process_that_was_killed_is_free_beside_its_child`: binds to a port.
+/// Executed by `killed_parent_frees_port`: binds to a port.
 /// If it has to wait until its input is closed, it first binds to a free port.
 #[test]
 #[ignore = "a process of another test"]
-fn binds_a_port() {
+fn bind_port() {
     let wait = || std::io::stdin().read_to_end(&mut Vec::new());
     let bind = |port| bind(Ipv4Addr::new(127, 0, 42, 13), port);
     if std::env::var_os("RISER_TEST_LATE").is_some() {
@@ -309,10 +309,10 @@ fn binds_a_port() {
 }
 
 #[test]
-fn the_port_of_a_process_that_was_killed_is_free_beside_its_child() {
+fn killed_parent_frees_port() {
     let devices = "riser0=127.0.42.13";
     let binds = |variable| {
-        let mut process = process_of("binds_a_port", devices, "");
+        let mut process = process_of("bind_port", devices, "");
         process.env(variable, "1");
         process
     };
@@ -328,7 +328,7 @@ fn the_port_of_a_process_that_was_killed_is_free_beside_its_child() {
 }
 
 #[test]
-fn a_limit_of_descriptors_is_named() {
+fn descriptor_limit_is_reported() {
     for others in [0, 1] {
         let _others: Vec<_> = (0..others)
             .map(|_| Holder::start("riser0=127.0.42.3"))
@@ -340,7 +340,7 @@ fn a_limit_of_descriptors_is_named() {
 }
 
 #[test]
-fn slots_that_are_all_taken_are_named_and_killed_processes_leave_theirs() {
+fn killed_processes_release_slots() {
     let mut holders: Vec<_> = (0..31)
         .map(|_| Holder::start("riser0=127.0.42.4"))
         .collect();
@@ -354,7 +354,7 @@ fn slots_that_are_all_taken_are_named_and_killed_processes_leave_theirs() {
 }
 
 #[test]
-fn a_process_of_another_user_is_named() {
+fn process_of_other_user_is_reported() {
     // SAFETY: it has no preconditions.
     if unsafe { libc::geteuid() } != 0 {
         return skip(
@@ -371,7 +371,7 @@ fn a_process_of_another_user_is_named() {
 }
 
 #[test]
-fn the_environment_is_named_where_it_is_wrong_without_colours_in_a_file() {
+fn environment_errors_are_logged_without_colors() {
     let (error, log) = outcome(process("riser0", ""));
     assert_eq!(error, libc::ENODEV);
     assert!(log.contains("RISER_DEVICES: "), "{log}");
@@ -391,7 +391,7 @@ fn the_environment_is_named_where_it_is_wrong_without_colours_in_a_file() {
 }
 
 #[test]
-fn a_log_that_cannot_be_written_does_not_end_the_program() {
+fn unwritable_log_does_not_stop_program() {
     let mut full = process("riser0", "");
     full.stderr(fs::File::create("/dev/full").unwrap());
     assert_eq!(outcome(full).0, libc::ENODEV);
@@ -422,7 +422,7 @@ impl Drop for Dir {
 }
 
 #[test]
-fn each_process_has_a_capture_of_its_own_which_is_whole_when_it_ends() {
+fn processes_write_separate_complete_captures() {
     let dir = Dir::new("captures");
     let mut capturing = process("riser0=127.0.42.7", "");
     capturing
@@ -440,7 +440,7 @@ fn each_process_has_a_capture_of_its_own_which_is_whole_when_it_ends() {
 }
 
 #[test]
-fn the_capture_of_a_process_that_is_killed_has_what_came_before() {
+fn killed_process_leaves_capture() {
     let dir = Dir::new("killed");
     let mut child = process("riser0=127.0.42.8", "");
     child

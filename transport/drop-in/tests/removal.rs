@@ -253,7 +253,7 @@ fn close_and_open_again() {
 }
 
 #[test]
-fn a_removed_device_fails_cleanly_and_comes_back_as_another() {
+fn removed_device_fails_and_returns() {
     // SAFETY: this only unshares the network of this thread.
     if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
         let why = std::io::Error::last_os_error().to_string();

@@ -103,7 +103,7 @@ fn connect(one: &Device, cq_one: *mut ibv_cq, two: &Device, cq_two: *mut ibv_cq)
 }
 
 #[test]
-fn peers_end_the_wait_of_a_call_and_the_thread_follows() {
+fn peer_wakes_waiting_call_and_thread_resumes() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (own, other) = (Notified::new(&one), two.create_cq(100));
     let [a, b] = connect(&one, own.cq, &two, other);
@@ -139,7 +139,7 @@ fn peers_end_the_wait_of_a_call_and_the_thread_follows() {
 }
 
 #[test]
-fn what_a_call_posts_while_another_waits_is_sent_and_repeated() {
+fn posts_during_wait_are_sent() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (own, other) = (Notified::new(&one), two.create_cq(100));
     let [a, b] = connect(&one, own.cq, &two, other);
@@ -160,7 +160,7 @@ fn what_a_call_posts_while_another_waits_is_sent_and_repeated() {
 }
 
 #[test]
-fn a_signal_ends_the_wait_of_a_call() {
+fn signal_interrupts_wait() {
     extern "C" fn nothing(_: c_int) {}
     load();
     // This runs in a separate process, because signal handlers affect all threads.
@@ -190,7 +190,7 @@ fn a_signal_ends_the_wait_of_a_call() {
 }
 
 #[test]
-fn two_calls_of_one_device_wait_at_once() {
+fn calls_can_wait_concurrently() {
     let (one, two) = (Device::open("riser0"), Device::open("riser1"));
     let (first, second) = (Notified::new(&one), Notified::new(&one));
     let other = two.create_cq(100);

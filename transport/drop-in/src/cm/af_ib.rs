@@ -163,7 +163,7 @@ mod tests {
     const TCP: u64 = 0x0106_0000;
 
     #[test]
-    fn an_identifier_has_the_port_space_of_its_service_id() {
+    fn identifier_uses_port_space_of_service() {
         let space = |id, mask, created| Service { id, mask }.space(created).map_err(|e| e.0);
         for (created, own) in [
             (PortSpace::Tcp, Ok(PortSpace::Tcp)),
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_may_be_a_bare_service_id() {
+    fn destination_can_be_bare_service_id() {
         let of = |id| Service { id, mask: 0 }.destination();
         assert_eq!(of(TCP | 7471), (PortSpace::Tcp, 7471));
         let service_id = 0x1000_0000_0000_0001;

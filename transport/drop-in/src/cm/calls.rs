@@ -708,7 +708,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loopback_stands_for_all_devices_unless_one_is_there() {
+    fn loopback_means_any_unless_device_exists() {
         let stands = |addr: &str, device: &str| {
             stands_for_all(
                 addr.parse().unwrap(),

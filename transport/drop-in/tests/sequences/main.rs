@@ -288,22 +288,22 @@ fn run_seeds(mut sequence: impl FnMut(u64)) {
 
 #[test]
 fn verbs_in_any_order() {
-    run_in_processes("verbs_of_a_process");
+    run_in_processes("run_verbs_sequences");
 }
 
 /// Runs in a separate process, see above.
 #[test]
-fn verbs_of_a_process() {
+fn run_verbs_sequences() {
     run_seeds(verbs::run);
 }
 
 #[test]
 fn connections_in_any_order() {
-    run_in_processes("connections_of_a_process");
+    run_in_processes("run_connection_sequences");
 }
 
 /// Runs in a separate process, see above.
 #[test]
-fn connections_of_a_process() {
+fn run_connection_sequences() {
     run_seeds(cm::run);
 }

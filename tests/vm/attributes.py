@@ -14,15 +14,16 @@ import re
 import stat
 import sys
 
-# What is tried on every file that can be written.
+# Values to write to each writable file.
 VALUES = ["0\n", "1\n", "2", "3", "-1", "0x10", "1 ", "512", "1024", "4096", "70000", "4294967296",
           "Yes", "No", "off", "CRC32C", "None", "NULL", "a word of some length", "x" * 300]
 
-# What configures more than itself, or means something else on another host. Of a device that was in no
-# group of units for a moment, Linux 6.12 does not survive a change of its access state.
+# Files that are not tested, because they affect other objects, or depend on the host. Linux 6.12
+# crashes if the access state of a device is changed that was temporarily not in any group of
+# logical units.
 UNTRIED = {"dbroot", "cpus_allowed_list", "control", "udev_path", "lba_map", "alua_lu_gp"}
 
-# What puts a file back that does not take what it shows.
+# Values to reset a file that doesn't accept its own contents.
 DEFAULTS = {"alua_tg_pt_gp": "default_tg_pt_gp"}
 
 
@@ -65,7 +66,7 @@ def ask(root, words, directories):
     for directory in directories:
         for folder, folders, names in os.walk(os.path.join(root, directory)):
             folders.sort()
-            # What links are called is up to rtslib.
+            # rtslib chooses the names of links.
             links = [name for name in folders + names if os.path.islink(os.path.join(folder, name))]
             entries = sorted(set(folders + names) - set(links)) + ["(link)"] * len(links)
             say(folder, "list", " ".join(entries))

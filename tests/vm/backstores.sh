@@ -1,9 +1,9 @@
-# Functions for the cases that write by riser to each kind of the kernel's backstores, with its write
-# cache and FUA switched on and off. A case sets SCHEME to iscsi, iser or srp, then reads this.
+# Functions for cases where riser writes to each kind of kernel backstore, with write cache and FUA
+# enabled and disabled. A case must set SCHEME to iscsi, iser or srp and then read this file.
 #
-# fileio and block are on /dev/vda, whose cache is volatile, so its flushes can be counted.
+# fileio and block use /dev/vda, which has a volatile cache, so we can count its flushes.
 
-# Kind, emulate_write_cache, emulate_fua_write. DPOFUA is reported where both are on.
+# Kind, emulate_write_cache, emulate_fua_write. DPOFUA is reported if both are enabled.
 BACKSTORES="
 fileio  0 0
 fileio  0 1
@@ -46,20 +46,20 @@ all_backstores() {
     done <<<"$BACKSTORES"
 }
 
-# Makes a backstore, STORE: make_backstore KIND CACHE FUA
+# Creates a backstore and sets STORE: make_backstore KIND CACHE FUA
 make_backstore() {
     local kind=$1 cache=$2 fua=$3 mode="write through" control
     case $kind in
     fileio)
         STORE=$CORE_TREE/fileio_0/store
         control="fd_dev_name=/dev/vda,fd_dev_size=$((64 << 20))"
-        # Without it, writes go to the disk with O_DSYNC.
+        # Without this, writes use O_DSYNC.
         [ "$cache" = 0 ] || control+=,fd_buffered_io=1
         ;;
     block) STORE=$CORE_TREE/iblock_0/store control=udev_path=/dev/vda ;;
     ramdisk) STORE=$CORE_TREE/rd_mcp_0/store control=rd_pages=$((64 << 8)) ;;
     esac
-    # A block backstore has the cache of its device, and its attribute does not change.
+    # A block backstore uses the cache setting of its device, and its attribute cannot be changed.
     [ "$kind$cache" = block0 ] || mode="write back"
     echo "$mode" >/sys/block/vda/queue/write_cache
     [ "$(cat /sys/block/vda/queue/write_cache)" = "$mode" ] || fail "the cache of /dev/vda is not $mode"
@@ -70,7 +70,7 @@ make_backstore() {
     echo "$fua" >"$STORE/attrib/emulate_fua_write"
 }
 
-# Makes STORE LUN 0 of a target, URL.
+# Exports STORE as LUN 0 of a target and sets URL.
 expose() {
     local attribute w
     if [ $SCHEME = srp ]; then
@@ -112,18 +112,19 @@ backstores_clean() {
     one_host
 }
 
-# Verified writes with a flush after each 16.
+# Verified writes, with a flush after 16 writes.
 verified_flushes() {
     riser_on roce bench --overwrite "$URL" --rw randwrite --bs 16K --depth 8 --fsync 16 --total 4M --size 16M \
         --warm-up 0 --verify --timeout 60s
 }
 
-# Number of flushes of /dev/vda.
+# Prints the number of flushes for /dev/vda.
 flushes() {
     awk '{ print $16 }' /sys/block/vda/stat
 }
 
-# Writes with FUA reach the medium one by one, whether the unit reports DPOFUA or not: fua_writes ROW
+# Checks that each write with FUA reaches the medium, even if the unit doesn't report DPOFUA:
+# fua_writes ROW
 fua_writes() {
     local before after
     before=$(flushes)
@@ -131,19 +132,20 @@ fua_writes() {
     after=$(flushes)
     case $1 in
     ramdisk?? | block0?) ;;
-    # LIO reports DPOFUA, and ignores FUA because /dev/vda has none. emulate_fua_write=0 helps.
+    # LIO reports DPOFUA but ignores FUA, because /dev/vda doesn't support it. This can be avoided
+    # with emulate_fua_write=0.
     block11) [ "$after" = "$before" ] || fail "LIO flushed: the book has a wrong limit" ;;
     *) [ $((after - before)) -ge 32 ] || fail "32 writes with FUA caused $((after - before)) flushes" ;;
     esac
 }
 
-# Sessions that are lost after a flush, and before one: lost_sessions CACHE
+# Tests sessions that are lost after a flush and before a flush: lost_sessions CACHE
 lost_sessions() {
     mkdir -p /tmp/store
     riser_on roce attach "$URL" --fuse /tmp/store --timeout 60s
-    # SRP has no portal that could be closed alone.
+    # With SRP, we can't disable a single portal.
     python3 "$RISER_ROOT/tests/vm/flush.py" /tmp/store/lun0 "$1" "$TPG" ${PORTAL:+"$PORTAL"}
     riser_on roce detach /tmp/store
-    # As a new session reads it.
+    # Read the data in a new session.
     riser_on roce read "$URL" --length 64K | cmp - /tmp/written
 }

@@ -1,12 +1,12 @@
-# Functions for all cases, in a guest or here.
+# Functions for all cases, in a guest or on this machine.
 
-# Prints why and ends the case as failed.
+# Prints an error and fails the case.
 fail() {
     echo "FAILED: $*" >&2
     exit 1
 }
 
-# Waits until a command succeeds, for this many seconds.
+# Waits up to this number of seconds until a command succeeds.
 wait_for() {
     local seconds=$1
     shift

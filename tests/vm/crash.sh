@@ -1,8 +1,8 @@
-# Functions for the cases in which riserd is killed behind the kernel's initiators. A case reads
-# iscsi.sh before this.
+# Functions for cases where riserd is killed while it's used by the kernel's initiators. A case must
+# read iscsi.sh first.
 
-# One disk over iSCSI and SRP, with iscsi_tcp and ib_srp logged in. Sets DISKS to its names here. Both
-# wait for a target that is away, however long.
+# One disk over iSCSI and SRP, with logins by iscsi_tcp and ib_srp. Sets DISKS to the device names.
+# Both wait indefinitely if the target is unavailable.
 crash_rig() {
     two_hosts
     trap crash_clean EXIT
@@ -30,7 +30,7 @@ END
     srp_port reconnect_delay 1
 }
 
-# Whether there are two disks; sets DISKS to them.
+# Returns whether there are two disks, and sets DISKS to their names.
 both_disks() {
     local d disks=()
     for d in /sys/class/scsi_device/*:0/device/block/*; do
@@ -46,8 +46,8 @@ crash_clean() {
     iscsi_clean
 }
 
-# Kills riserd ROUNDS times at random moments of a load that is judged, and once in a while kills it
-# again while it starts.
+# Kills riserd ROUNDS times at random times under a verified load, sometimes again while it is
+# starting.
 killed_under_load() {
     local round enough=/tmp/enough progress=/tmp/progress before
     rm -f $enough $progress

@@ -1,6 +1,7 @@
 #!/bin/bash
-# The guest's only service: runs N.sh from the shared folder, in order, each in a session of its
-# own, and leaves its output and exit status in N.out and N.status. `stop` in place of N.sh ends it.
+# The only service of the guest: runs N.sh from the shared directory in order, each in a separate
+# session, and writes N.out with its output and N.status with its exit status. Stops if there is a
+# file `stop` instead of N.sh.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C
 if [ ! -d /run/systemd/system ]; then
     mkdir -p /dev/shm /dev/pts /run /var/tmp /tmp
@@ -18,7 +19,8 @@ for n in $(seq 1 100000); do
     [ -e /vm/stop ] && break
     setsid bash "/vm/$n.sh" >"/vm/$n.out" 2>&1 </dev/null
     status=$?
-    # A capture that a case has not ended is complete only when it has been; it gets packets a second late.
+    # If a case has not stopped its capture, we have to do this. tcpdump receives packets with a
+    # delay of up to one second.
     pgrep -x tcpdump >/dev/null && sleep 1.2
     pkill -x tcpdump && while pgrep -x tcpdump >/dev/null; do sleep 0.1; done
     mkdir -p /vm/keep

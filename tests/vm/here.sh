@@ -1,15 +1,15 @@
-# Functions for the cases that run on this machine, in namespaces of their own (xtask/src/interop/here.rs).
-# What they start ends with them.
+# Functions for cases that run on this machine in separate namespaces (xtask/src/interop/here.rs).
+# All processes exit with the case.
 set -euo pipefail
 
 ip link set lo up
-# The names of network namespaces are files; these are the case's own.
+# Network namespaces are identified by files, so we use a separate directory for the case.
 mkdir -p /run/netns
 mount -t tmpfs none /run/netns
 
 . "$RISER_ROOT/tests/vm/common.sh"
 
-# A command that must fail.
+# Runs a command, which must fail.
 refused() {
     if "$@" >"$KEEP/refused" 2>&1; then
         cat "$KEEP/refused"
@@ -24,11 +24,12 @@ on() {
     ip netns exec "$host" "$@"
 }
 
-# Hosts on one switch: hosts MTU NAME…, with the addresses 10.98.0.1 and fd98::1, 10.98.0.2, … on eth0.
+# Creates hosts on one switch: hosts MTU NAME…, with the addresses 10.98.0.1 and fd98::1, 10.98.0.2,
+# … on eth0.
 hosts() {
     local mtu=$1 n=0 host
     shift
-    # Without a router nothing asks for members of groups, so the switch must not learn of them.
+    # Without a router there are no queries for group members, so the switch must not use snooping.
     ip link add switch type bridge mcast_snooping 0
     ip link set switch mtu "$mtu" up
     for host; do
@@ -43,8 +44,8 @@ hosts() {
     done
 }
 
-# Makes a host a member of the virtual Ethernet: member NAME ADDRESS OPTION…
-# Its process is ${MEMBER[NAME]}, its log in the folder of logs.
+# Adds a host to the virtual Ethernet: member NAME ADDRESS OPTION… Its process ID is in
+# ${MEMBER[NAME]}, and its log is in the log directory.
 declare -A MEMBER
 member() {
     local host=$1 addr=$2
@@ -54,7 +55,7 @@ member() {
     MEMBER[$host]=$!
 }
 
-# The interface of a host has a carrier, and with an address it can be used: joined NAME NUMBER
+# Waits until the interface of a host has a carrier, and adds usable addresses: joined NAME NUMBER
 joined() {
     local host=$1 n=$2
     wait_for 15 on "$host" grep -q 1 /sys/class/net/vnic0/carrier
@@ -62,33 +63,33 @@ joined() {
     on "$host" ip address add "fd50::$n/64" dev vnic0 nodad
 }
 
-# One host reaches another over the virtual Ethernet: reaches NAME ADDRESS OPTION…
+# Checks that a host can reach another over the virtual Ethernet: reaches NAME ADDRESS OPTION…
 reaches() {
     local host=$1 address=$2
     shift 2
     on "$host" ping -q -c 3 -i 0.2 -W 2 "$@" "$address"
 }
 
-# Both addresses of a host are reached soon: soon NAME NUMBER
+# Waits until both addresses of a host can be reached: soon NAME NUMBER
 soon() {
     wait_for 15 on "$1" ping -q -c 1 -W 1 "192.168.50.$2"
     wait_for 15 on "$1" ping -q -c 1 -W 1 "fd50::$2"
 }
 
-# Captures the packets of RoCE at a host: capture NAME
+# Captures RoCE packets of a host: capture NAME
 capture() {
     tcpdump -Z root -i "to-$1" -s 1500 -c 100000 -U -w "$KEEP/$1.pcap" udp port 4791 2>/dev/null &
     CAPTURE=$!
     wait_for 10 test -s "$KEEP/$1.pcap"
 }
 
-# Ends the capture.
+# Stops the capture.
 captured() {
     kill "$CAPTURE"
     wait "$CAPTURE" || true
 }
 
-# Ends a member properly: leave NAME
+# Stops a member normally: leave NAME
 leave() {
     kill -TERM "${MEMBER[$1]}"
     wait "${MEMBER[$1]}" || fail "the member $1 ended with $?"

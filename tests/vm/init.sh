@@ -1,6 +1,6 @@
 #!/bin/busybox sh
-# First program of the guest's initramfs: puts a RAM overlay over the host's file system, which
-# comes in read-only, mounts the folder shared for scripts and results, and moves there.
+# First program of the guest's initramfs: creates a RAM overlay for the host's file system, which is
+# mounted read-only, mounts the shared directory for scripts and results, and switches to this root.
 export PATH=/bin
 /bin/busybox mkdir -p /proc /sys /dev /host /rw /new
 /bin/busybox mount -t proc proc /proc
@@ -13,7 +13,7 @@ done
 /bin/busybox mount -t tmpfs -o size=80% rw /rw
 /bin/busybox mkdir -p /rw/up /rw/work
 /bin/busybox mount -t overlay -o lowerdir=/host,upperdir=/rw/up,workdir=/rw/work overlay /new
-# The guest starts without the state of a daemon on the host.
+# The guest must not use the state of a daemon on the host.
 /bin/busybox rm -rf /new/var/lib/riserd || echo "the guest sees the host's /var/lib/riserd"
 /bin/busybox mkdir -p /new/vm
 /bin/busybox mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=none share /new/vm

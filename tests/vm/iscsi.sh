@@ -1,17 +1,18 @@
-# Functions for the cases with the kernel's iSCSI initiator (open-iscsi), over TCP or iSER. A case
-# sets TRANSPORT to tcp or iser, and CORE to yes for riserd on rdma_core, then reads this.
+# Functions for cases with the kernel's iSCSI initiator (open-iscsi), over TCP or iSER. A case must
+# set TRANSPORT to tcp or iser, set CORE to yes if riserd should use rdma_core, and then read this
+# file.
 IQN=iqn.2026-01.com.example:rig
 HOST=iqn.2026-01.com.example:host
 PORTAL=10.99.0.2:3260
 case $TRANSPORT in
-# A stream cannot be followed through segments that were cut short.
+# To follow a stream, we need complete segments.
 tcp) PROTOCOL=iscsi MODULE=iscsi_tcp IFACE=default CAPTURED="-s 0 -c 10000 tcp port 3260" ;;
-# Logins are longer than the usual 400 bytes.
+# Logins are longer than the default of 400 bytes.
 iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser CAPTURED="-s 1000 -c 100000 udp port 4791" ;;
 esac
 
-# Two hosts, one disk of this many MiB, the kernel's initiator. What follows are lines of the target's
-# configuration.
+# Two hosts, one disk with this size in MiB, and the kernel's initiator. The remaining arguments are
+# lines of the target's configuration.
 iscsi_rig() {
     local size=$1
     shift
@@ -21,7 +22,7 @@ iscsi_rig() {
     start_iscsid
 }
 
-# riserd with portals at these addresses: iscsi_serve SIZE_MIB "ADDRESS …" [line …]
+# Starts riserd with portals on these addresses: iscsi_serve SIZE_MIB "ADDRESS …" [line …]
 iscsi_serve() {
     iscsi_config "$@" >/tmp/disks.yaml
     serve </tmp/disks.yaml
@@ -37,7 +38,7 @@ iscsi_config() {
     echo "    iqn: $IQN"
     echo "    portals:"
     for address in $addresses; do echo "      - { protocol: $PROTOCOL, listen: $address }"; done
-    # Discovery is over TCP for sessions of any transport.
+    # Discovery always uses TCP, for sessions with any transport.
     [ $PROTOCOL = iscsi ] || echo "      - { protocol: iscsi, listen: 10.99.0.2 }"
     echo "    luns: { 0: disk0 }"
     echo "    access: open"
@@ -49,25 +50,25 @@ start_iscsid() {
     mkdir -p /run/lock/iscsi /etc/iscsi
     echo "InitiatorName=$HOST" >/etc/iscsi/initiatorname.iscsi
     rm -rf /etc/iscsi/nodes /etc/iscsi/send_targets
-    # At its end it signals its whole process group.
+    # When it exits, it sends a signal to its process group.
     setsid iscsid -f >>"$KEEP/iscsid.log" 2>&1 &
     ISCSID=$!
     wait_for 20 iscsid_answers
 }
 
-# Whether the daemon answers; without a session that is exit status 21.
+# Returns whether the daemon responds. Exit status 21 means that there are no sessions.
 iscsid_answers() {
     local status=0
     iscsiadm -m session || status=$?
     [ $status = 0 ] || [ $status = 21 ]
 }
 
-# A record of the target at a portal: iscsi_node [PORTAL]
+# Creates a record for the target and a portal: iscsi_node [PORTAL]
 iscsi_node() {
     iscsiadm -m node -T $IQN -p "${1:-$PORTAL}" -o new -I $IFACE >/dev/null
 }
 
-# Sets values of the record: iscsi_set NAME VALUE …
+# Sets values in the record: iscsi_set NAME VALUE …
 iscsi_set() {
     while [ $# -gt 0 ]; do
         iscsiadm -m node -T $IQN -o update -n "$1" -v "$2"
@@ -75,10 +76,10 @@ iscsi_set() {
     done
 }
 
-# One attempt to log in; the exit status of iscsiadm. rdma_rxe (6.12) handles answers and acknowledgements
-# side by side, so an answer may overtake the acknowledgement of what it answers; ib_iser then finds its
-# only login task in use for as long as the session lives. No login has been refused or accepted by that,
-# so another session is made.
+# Tries to log in. Returns the exit status of iscsiadm. rdma_rxe (6.12) processes responses and
+# acknowledgements in parallel, so a response may be processed before the acknowledgement of its
+# request. In this case the only login task of ib_iser remains in use for the rest of the session.
+# The login has neither succeeded nor failed, so we create another session.
 iscsi_attempt() {
     local status left=3 before
     [ $IFACE = default ] || iscsi_set node.session.initial_login_retry_max 1
@@ -93,12 +94,12 @@ iscsi_attempt() {
     done
 }
 
-# How often the kernel has said that a login task was in use.
+# Prints how many times the kernel has reported that a login task was in use.
 logins_stuck() {
     dmesg | grep -c 'Login/Text in progress' || true
 }
 
-# Logs in with the record, to one portal or to all. Sets DISK.
+# Logs in using the record, to one portal or to all. Sets DISK.
 iscsi_login() {
     iscsi_attempt "$@"
     wait_for 60 find_disk 0
@@ -114,21 +115,21 @@ no_disk() {
     ! find_disk 0
 }
 
-# A login that must fail with this exit status of iscsiadm: 24 if riserd refuses, 19 if the kernel
-# does.
+# Tries a login that must fail with this exit status of iscsiadm: 24 if it's rejected by riserd, 19
+# if it's rejected by the kernel.
 iscsi_refused() {
     local want=$1 status=0
     iscsi_attempt || status=$?
     [ $status = "$want" ] || fail "iscsiadm ended with $status, not $want"
 }
 
-# A field of what riserd says about its only connection: agreed FIELD
+# Prints a field of the only connection in riserd: agreed FIELD
 agreed() {
     on_peer "$RISER_BIN/riserd" sessions -o json |
         python3 -c 'import json,sys; s=json.load(sys.stdin); print(s[0]["negotiated"][sys.argv[1]])' "$1"
 }
 
-# Number of connections that riserd has.
+# Prints the number of connections in riserd.
 connections() {
     on_peer "$RISER_BIN/riserd" sessions -o json | python3 -c 'import json,sys; print(len(json.load(sys.stdin)))'
 }
@@ -137,7 +138,7 @@ no_connections() {
     [ "$(connections)" = 0 ]
 }
 
-# Whether every session of the kernel is logged in.
+# Returns whether all kernel sessions are logged in.
 iscsi_connected() {
     local s
     for s in /sys/class/iscsi_session/*/state; do
@@ -158,18 +159,19 @@ iscsi_clean() {
         kill -KILL "$RISERD" 2>/dev/null
         wait "$RISERD" 2>/dev/null
     fi
-    # With what riserd knows of the disks, or it would not create those of these names again.
+    # Also removes the state of riserd, because otherwise it would not create disks with the same
+    # names again.
     rm -rf "$IMAGES"/disk*.img /var/lib/riserd /etc/iscsi/nodes /etc/iscsi/send_targets
     one_host
 }
 
-# --- what the cases of both transports do ---
+# --- cases for both transports ---
 
 discover_and_login() {
     iscsi_rig 64
     iscsiadm -m discovery -t sendtargets -p $PORTAL | tee /tmp/found
     grep -q "^10.99.0.2:3260,[0-9]* $IQN$" /tmp/found || fail "the target is not found"
-    # Discovery has left records of its own.
+    # Discovery has created other records.
     iscsiadm -m node -o delete
     iscsi_node
     iscsi_login
@@ -216,7 +218,8 @@ chap_both_ways() {
     stop_serving
 }
 
-# Verified I/O with every combination of what decides how data travel. Digests are of TCP only.
+# Verified I/O with all combinations of settings for data transfers. Digests are only supported with
+# TCP.
 every_negotiation() {
     local digests=None digest r2t immediate burst
     [ $TRANSPORT = tcp ] && digests="None CRC32C"
@@ -282,7 +285,7 @@ file_system() {
     stop_serving
 }
 
-# The target ended in good order, and killed, while writes run: nothing is lost.
+# The target exits normally, and is killed, during writes: no data must be lost.
 target_restarts() {
     iscsi_rig 64
     iscsi_node
@@ -304,7 +307,7 @@ target_restarts() {
     stop_serving
 }
 
-# The link is cut: the kernel notices by its NOPs, and comes back.
+# The link is cut: the kernel detects this with NOPs, and reconnects.
 link_is_cut() {
     iscsi_rig 64
     iscsi_node
@@ -324,7 +327,7 @@ link_is_cut() {
     stop_serving
 }
 
-# Two portals, one of them cut and mended while writes run.
+# Two portals, where one is disconnected and reconnected during writes.
 two_paths_one_cut() {
     two_hosts
     trap iscsi_clean EXIT

@@ -1,4 +1,4 @@
-# Functions for the cases. Every case runs as root in the guest, after this file.
+# Functions for all cases. Each case runs as root in the guest, after this file.
 set -euo pipefail
 
 IMAGES=/dev/shm
@@ -7,7 +7,8 @@ mkdir -p "$KEEP"
 
 . "$RISER_ROOT/tests/vm/common.sh"
 
-# The code blocks of a section of the book, with the rig's addresses: book PAGE SECTION LANGUAGE
+# Prints the code blocks in a section of the book, using the addresses of the rig: book PAGE SECTION
+# LANGUAGE
 book() {
     awk -v head="## $2" -v fence="\`\`\`$3" '
         /^## / { on = $0 == head; next }
@@ -17,14 +18,14 @@ book() {
         sed 's/192\.0\.2\.10/10.99.0.2/g; s/192\.0\.2\.20/10.99.0.1/g; s/eth0/v0/g'
 }
 
-# Runs a block as a person would, who does not type faster than a line in a second.
+# Runs a block like a user who types one line per second.
 typed() {
     sed '/\\$/!s/$/\nsleep 1/' >/tmp/typed.sh
     cat /tmp/typed.sh
     . /tmp/typed.sh
 }
 
-# Where riserd runs: words before a command, none where that is here.
+# Command prefix to run a program where riserd runs, or empty if this is here.
 PEER=()
 
 # Runs a command where riserd runs.
@@ -32,10 +33,11 @@ on_peer() {
     "${PEER[@]}" "$@"
 }
 
-# Two hosts, an rdma_rxe device on one end of a veth pair. The other end lies in network namespace
-# `peer`, where the software NIC runs. With CORE=yes it lies here and has a device of its own, rxe1,
-# for riserd on rdma_core, since rdma_rxe serves the first namespace only; a switch is between them.
-# Addresses: 10.99.0.1 and fd99::1 on v0, 10.99.0.2 and fd99::2 on v1, the far end.
+# Two hosts with an rdma_rxe device on one end of a veth pair. The other end is in network namespace
+# `peer`, where the software NIC runs. With CORE=yes it's in this namespace and has a separate
+# device, rxe1, for riserd on rdma_core, because rdma_rxe only supports the initial namespace; in
+# this case there is a switch between both ends. Addresses: 10.99.0.1 and fd99::1 on v0, and
+# 10.99.0.2 and fd99::2 on v1, the far end.
 two_hosts() {
     local mtu=${1:-4500}
     modprobe -a veth rdma_rxe rdma_ucm ib_umad ib_uverbs
@@ -46,8 +48,8 @@ two_hosts() {
         PEER=(ip netns exec peer)
         ip link add v0 type veth peer name v1
         ip link set v1 netns peer
-        # A capture sees a segment of UDP as it passes v0: without this, several packets of ours as one, of
-        # which only the first would be judged.
+        # A capture must contain separate UDP segments as seen on v0. Otherwise several packets
+        # would be captured as one, and only the first packet would be checked.
         on_peer ip link set v1 gso_max_segs 1
         on_peer ip link set lo up
     fi
@@ -55,7 +57,7 @@ two_hosts() {
     on_peer ip link set v1 mtu "$mtu" up
     ip addr add 10.99.0.1/24 dev v0
     on_peer ip addr add 10.99.0.2/24 dev v1
-    # IPv6 needs links that carry 1280 bytes.
+    # IPv6 requires an MTU of at least 1280.
     if [ "$mtu" -ge 1280 ]; then
         ip addr add fd99::1/64 dev v0 nodad
         on_peer ip addr add fd99::2/64 dev v1 nodad
@@ -68,12 +70,12 @@ two_hosts() {
         over_the_wire
         rdma link add rxe1 type rxe netdev v1
         wait_for 20 gid_is_there rxe1 10.99.0.2
-        # The connection manager knows the addresses a moment later.
+        # Wait until the CM knows the addresses.
         sleep 1
     fi
 }
 
-# Two hosts as `two_hosts` makes them, with Linux's device for iWARP, siw0, in the place of rdma_rxe.
+# Same as `two_hosts`, but with Linux's iWARP device siw0 instead of rdma_rxe.
 iwarp_hosts() {
     local mtu=${1:-1500}
     modprobe -a veth siw rdma_ucm ib_uverbs
@@ -93,7 +95,7 @@ iwarp_hosts() {
     wait_for 20 grep -q ACTIVE /sys/class/infiniband/siw0/ports/1/state
 }
 
-# v0 and v1 on a switch in a namespace of its own.
+# Connects v0 and v1 to a switch in a separate namespace.
 switch() {
     local n
     modprobe bridge
@@ -107,7 +109,8 @@ switch() {
     ip -n switch link set sw0 up
 }
 
-# Lets what goes between the two ends' addresses pass the wire, though all of them are this host's.
+# Ensures that packets between the two ends use the wire, although both addresses belong to this
+# host.
 over_the_wire() {
     echo 1 >/proc/sys/net/ipv4/conf/all/accept_local
     ip rule add pref 10 iif lo lookup 100
@@ -117,8 +120,9 @@ over_the_wire() {
     ip route add 10.99.0.1 dev v1 src 10.99.0.2 table 100
 }
 
-# Cuts the far end off, or mends it: far_link down|up. With rdma_rxe there that happens behind the switch:
-# a device that cannot send a MAD, because its own link is down, loses its queue pair 1 for ever.
+# Disconnects or reconnects the far end: far_link down|up. With rdma_rxe on the far end, this must
+# be done on the switch: if a device cannot send a MAD because its own link is down, it permanently
+# loses its queue pair 1.
 far_link() {
     case ${CORE:-}$1 in
     yesdown) ip -n switch link set p1 nomaster ;;
@@ -127,14 +131,14 @@ far_link() {
     esac
 }
 
-# Whether a device has an IPv4 address's GID: gid_is_there DEVICE ADDRESS
+# Returns whether a device has the GID for an IPv4 address: gid_is_there DEVICE ADDRESS
 gid_is_there() {
     local hex
     hex=$(printf '%02x%02x:%02x%02x' ${2//./ })
     grep -q "ffff:$hex" "/sys/class/infiniband/$1/ports/1/gids/"* 2>/dev/null
 }
 
-# Undoes `two_hosts`.
+# Reverts `two_hosts`.
 one_host() {
     end_capture
     rdma link delete rxe0 2>/dev/null || true
@@ -150,8 +154,8 @@ one_host() {
     ip link delete v0 2>/dev/null || true
 }
 
-# Captures what passes the veth pair into the case's folder: the first bytes of the first packets.
-# CAPTURED says what and how much, where it is not RoCE.
+# Captures packets on the veth pair to the directory of the case: the first bytes of the first
+# packets. CAPTURED sets the filter and limits, except for RoCE.
 capture() {
     [ -z "${CAPTURE:-}" ] || return 0
     local file=$KEEP/packets.pcap n=1
@@ -163,21 +167,22 @@ capture() {
 
 end_capture() {
     [ -n "${CAPTURE:-}" ] || return 0
-    # It gets packets a second late.
+    # tcpdump receives packets with a delay of up to one second.
     sleep 1.2
     kill "$CAPTURE" 2>/dev/null || true
     wait "$CAPTURE" 2>/dev/null || true
     CAPTURE=
 }
 
-# Starts riserd with the configuration on standard input, and waits until it serves. Its log is kept.
+# Starts riserd with the configuration from standard input, and waits until it is serving. Its log
+# is kept.
 serve() {
     cat >/tmp/riserd.yaml
     [ -z "${CORE:-}" ] || echo "transport: { provider: rdma_core }" >>/tmp/riserd.yaml
     serve_again
 }
 
-# Starts riserd once more with the same configuration.
+# Starts riserd again with the same configuration.
 serve_again() {
     local before
     before=$(grep -c ' serving ' "$KEEP/riserd.log" 2>/dev/null || true)
@@ -186,24 +191,24 @@ serve_again() {
     wait_for 30 riserd_is_up "${before:-0}"
 }
 
-# Whether it has said more often than this that it serves.
+# Returns whether the log contains more than this number of messages that it is serving.
 riserd_is_up() {
     kill -0 "$RISERD" && [ "$(grep -c ' serving ' "$KEEP/riserd.log")" -gt "$1" ]
 }
 
-# Ends riserd as systemd would; it must end by itself and without an error.
+# Stops riserd like systemd. It must exit without an error.
 stop_serving() {
     kill -TERM "$RISERD"
     wait "$RISERD"
 }
 
-# Ends riserd without a chance to say good-bye.
+# Kills riserd.
 kill_serving() {
     kill -KILL "$RISERD"
     wait "$RISERD" || true
 }
 
-# One or more disks for the kernel's ib_srp: serve_disks SIZE_MIB [COUNT] [extra configuration line …]
+# Serves disks for the kernel's ib_srp: serve_disks SIZE_MIB [COUNT] [extra configuration line …]
 GUID=0200c0ffee000001
 serve_disks() {
     local size=$1 count=${2:-1} i
@@ -224,7 +229,7 @@ serve_disks() {
     serve </tmp/disks.yaml
 }
 
-# Loads ib_srp with the module parameters given, and waits for its device.
+# Loads ib_srp with these module parameters, and waits for its device.
 load_srp() {
     modprobe -r ib_srp 2>/dev/null || true
     modprobe sd_mod
@@ -233,22 +238,23 @@ load_srp() {
     wait_for 10 test -e /sys/class/infiniband_srp/srp-rxe0-1/add_target
 }
 
-# Logs the kernel in; arguments are further add_target parameters. Sets DISK to LUN 0's device.
+# Logs in with the kernel's initiator. Arguments are additional add_target parameters. Sets DISK to
+# the device of LUN 0.
 srp_login() {
-    # A host that has just gone may still be in the driver's list.
+    # If a host was just removed, it may still be in the list of the driver.
     wait_for 30 srp_add 10.99.0.2:5555 "$GUID" "$@"
     wait_for 60 find_disk 0
     find_disk 0
 }
 
-# One attempt to log in: srp_add ADDRESS:PORT GUID [parameter …]
+# Tries to log in: srp_add ADDRESS:PORT GUID [parameter …]
 srp_add() {
     local dest=$1 guid=$2 IFS=,
     shift 2
     echo "id_ext=$guid,ioc_guid=$guid,dest=$dest${*:+,$*}" >/sys/class/infiniband_srp/srp-rxe0-1/add_target
 }
 
-# Sets DISK to the SCSI disk with a LUN.
+# Sets DISK to the SCSI disk with this LUN.
 find_disk() {
     local d
     for d in /sys/class/scsi_device/*:"$1"/device/block/*; do
@@ -259,7 +265,7 @@ find_disk() {
     return 1
 }
 
-# Logs the kernel out of every target.
+# Logs out from all targets.
 srp_logout() {
     local p
     for p in /sys/class/srp_remote_ports/*; do
@@ -268,23 +274,24 @@ srp_logout() {
     wait_for 30 no_hosts
 }
 
-# Whether the last host of ib_srp has gone, with its disks flushed. The driver's own attributes of a
-# host go first of all, before the disks do, so they say nothing.
+# Returns whether the last ib_srp host was removed, and its disks were flushed. We can't use the
+# driver's own attributes of a host, because these are removed before its disks.
 no_hosts() {
     ! grep -qs ib_srp /sys/class/scsi_host/host*/proc_name
 }
 
-# Leaves nothing behind: what every SRP case does at its end.
+# Cleans up at the end of each SRP case.
 srp_clean() {
     end_capture
-    # A case that has failed must still be cleaned up after, so nothing here may end the script.
+    # This must also clean up after a failed case, so no command may exit the script.
     (srp_logout) || true
     modprobe -r ib_srp 2>/dev/null || true
     if [ -n "${RISERD:-}" ]; then
         kill -KILL "$RISERD" 2>/dev/null || true
         wait "$RISERD" 2>/dev/null || true
     fi
-    # With what riserd knows of them, or it would not create disks of these names again.
+    # Also removes the state of riserd, because otherwise it would not create disks with the same
+    # names again.
     rm -rf "$IMAGES"/disk*.img /var/lib/riserd
     one_host
 }
@@ -298,14 +305,14 @@ verify() {
         --output="$KEEP/fio-$(date +%s%N).txt" "$@"
 }
 
-# Runs the transport's tests on two devices; what follows the two names are words that choose tests.
+# Runs tests of the transport crate on two devices. All other arguments select tests.
 on_devices() {
     local a=$1 b=$2
     shift 2
     (cd /tmp && RISER_SUITE="$a $b" "$RISER_TESTS/devices" "$@")
 }
 
-# Runs commands side by side; all must succeed.
+# Runs commands in parallel, which must all succeed.
 at_once() {
     local pids=() command pid
     rm -f /tmp/rping-*
@@ -318,8 +325,8 @@ at_once() {
     done
 }
 
-# Waits for the end of a process of this shell, which must come by itself and without an error, or
-# with an error as well: ended PID [any]
+# Waits until a process of this shell has exited, either without an error or with any status: ended
+# PID [any]
 ended() {
     wait_for 120 is_over "$1"
     local status=0
@@ -331,7 +338,7 @@ is_over() {
     ! kill -0 "$1" 2>/dev/null || grep -qs '^State:.Z' "/proc/$1/status"
 }
 
-# Fails if anything but the kernel's own queue pair 1 is left on the RDMA device.
+# Fails if the RDMA device has any queue pair except for the kernel's own queue pair 1.
 nothing_left() {
     local left
     left=$(rdma resource show)
@@ -339,8 +346,8 @@ nothing_left() {
     grep -q 'pd 1 cq 1 qp 1 cm_id 0 mr 0 ctx 0 srq 0' <<<"$left" || fail "objects are left"
 }
 
-# Two hosts, COUNT disks of SIZE MiB, ib_srp with the module parameters given: what most SRP cases
-# begin with. srp_rig SIZE_MIB COUNT [module parameter …]
+# Creates two hosts, COUNT disks of SIZE MiB, and ib_srp with these module parameters, as used in
+# most SRP cases: srp_rig SIZE_MIB COUNT [module parameter …]
 srp_rig() {
     local size=$1 count=$2
     shift 2
@@ -350,7 +357,7 @@ srp_rig() {
     load_srp "$@"
 }
 
-# Sets a property of every SRP remote port: srp_port reconnect_delay 1
+# Sets a property of all SRP remote ports: srp_port reconnect_delay 1
 srp_port() {
     local p
     for p in /sys/class/srp_remote_ports/*; do
@@ -358,8 +365,8 @@ srp_port() {
     done
 }
 
-# Starts verified random writes in the background, with a fixed rate and time. No error is allowed.
-# load DEVICE SECONDS [fio arguments …]
+# Starts verified random writes in the background, with a fixed rate and time. There must not be any
+# errors: load DEVICE SECONDS [fio arguments …]
 load() {
     local device=$1 seconds=$2
     shift 2
@@ -367,7 +374,7 @@ load() {
     LOAD=$!
 }
 
-# Waits for the end of the load, which must be a good one.
+# Waits for the load, which must succeed.
 loaded() {
     wait "$LOAD" || {
         cat "$KEEP"/fio-*.txt >&2
@@ -375,7 +382,7 @@ loaded() {
     }
 }
 
-# Whether every SRP host is logged in.
+# Returns whether all SRP hosts are logged in.
 srp_connected() {
     local p
     for p in /sys/class/srp_remote_ports/*/state; do
@@ -383,7 +390,7 @@ srp_connected() {
     done
 }
 
-# Makes /dev/mapper/paths of every SCSI disk that is LUN 0, with a queue mode (rq or bio).
+# Creates /dev/mapper/paths with all SCSI disks that are LUN 0, using a queue mode (rq or bio).
 multipath_over() {
     modprobe -a dm_multipath dm_service_time
     multipath_table "${1:-rq}" | dmsetup create paths
@@ -391,7 +398,7 @@ multipath_over() {
     wait_for 10 test -b /dev/mapper/paths
 }
 
-# Makes it once more of those that are there now.
+# Updates it with the current disks.
 multipath_again() {
     dmsetup suspend --noflush --nolockfs paths
     multipath_table "${1:-rq}" | dmsetup load paths
@@ -407,15 +414,15 @@ multipath_table() {
     echo "0 $sectors multipath 3 queue_if_no_path queue_mode $1 0 1 1 service-time 0 ${#disks[@]} 1 ${disks[*]/%/ 1}"
 }
 
-# Ends it, and all that still waits in it.
+# Removes it, and fails all pending requests.
 multipath_end() {
     dmsetup message paths 0 fail_if_no_path 2>/dev/null || true
     dmsetup remove --retry paths 2>/dev/null || true
 }
 
-# Three disks, a multipath device over the first; module parameters of ib_srp as arguments. The
-# srp-initiator cases begin with this: scripts of our own on the subjects that the SRP group of blktests
-# tests under the same numbers. PARAMS holds add_target parameters.
+# Three disks, and a multipath device for the first one. Arguments are module parameters of ib_srp.
+# This is used in the srp-initiator cases: our own scripts for the same subjects as the SRP group of
+# blktests, with the same numbers. PARAMS contains add_target parameters.
 three_disks_rig() {
     two_hosts
     trap three_disks_clean EXIT
@@ -431,8 +438,8 @@ three_disks_clean() {
     srp_clean
 }
 
-# Logs out and in again, every few seconds, while command "$LOAD" runs; the multipath device keeps
-# what it cannot send meanwhile.
+# Logs out and in again every few seconds while command "$LOAD" is running. The multipath device
+# queues requests during this time.
 disconnect_repeatedly() {
     local rounds=$1 i
     for ((i = 0; i < rounds; i++)); do
@@ -444,7 +451,7 @@ disconnect_repeatedly() {
     done
 }
 
-# Verified writes in files of a file system on the multipath device while paths come and go.
+# Verified writes to files on the multipath device while paths are removed and added.
 files_under_disconnects() {
     modprobe ext4
     mkfs.ext4 -q -F /dev/mapper/paths
@@ -467,8 +474,8 @@ large_transfers() {
     verify /dev/mapper/paths 32m --bs="$bs" --iodepth=4 "$@"
 }
 
-# One host: rdma_rxe on a dummy interface with addresses 10.99.0.1 and, for riserd on the same device,
-# 10.99.0.2.
+# One host: rdma_rxe on a dummy interface with the addresses 10.99.0.1 and, for riserd on the same
+# device, 10.99.0.2.
 dummy_host() {
     ulimit -l unlimited
     modprobe -a dummy rdma_rxe rdma_ucm ib_umad ib_uverbs
@@ -483,7 +490,7 @@ dummy_host() {
     wait_for 20 gid_is_there rxe0 10.99.0.1
     wait_for 20 gid_is_there rxe0 10.99.0.2
     wait_for 20 grep -q 'fd99:.*:0002$' /sys/class/infiniband/rxe0/ports/1/gids/*
-    # The connection manager knows the addresses a moment later.
+    # Wait until the CM knows the addresses.
     sleep 1
 }
 
@@ -492,8 +499,9 @@ dummy_clean() {
     ip link delete d0 2>/dev/null || true
 }
 
-# The kernel's SRP target ib_srpt at 10.99.0.1:5555, after `two_hosts`. LUN 0 is a file of 96 MiB,
-# LUN 1 memory of 64 MiB. Sets G to its identifier, TARGET and PLAIN to its address with and without.
+# Starts the kernel's SRP target ib_srpt on 10.99.0.1:5555, after `two_hosts`. LUN 0 is a 96 MiB
+# file, LUN 1 is a 64 MiB RAM disk. Sets G to its identifier, TARGET to its address with the
+# identifier, and PLAIN to its address without it.
 kernel_target() {
     mkdir -p /etc/target/pr /var/target/pr
     mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
@@ -512,7 +520,7 @@ kernel_target() {
     kernel_port
 }
 
-# The port of `kernel_target` on rxe0; it goes with the device.
+# Creates the port of `kernel_target` on rxe0, which is removed with the device.
 kernel_port() {
     local core=/sys/kernel/config/target/core w lun
     w=$(cut -d: -f5-8 /sys/class/infiniband/rxe0/ports/1/gids/0)
@@ -525,7 +533,7 @@ kernel_port() {
     echo 5555 >/sys/kernel/config/target/srpt/discovery_auth/rdma_cm_port
 }
 
-# Lets initiators in: ib_srpt looks for an access list of its own address.
+# Allows access: ib_srpt uses the access list for its own address.
 let_in() {
     local lun
     for lun in 0 1; do
@@ -539,7 +547,8 @@ keep_out() {
     rmdir "$SRPT"/acls/10.99.0.1/lun_* "$SRPT/acls/10.99.0.1"
 }
 
-# Makes the port again after its device was gone: what was configured belongs to the old one.
+# Creates the port again after its device was removed, because the previous configuration belongs to
+# the old device.
 kernel_port_again() {
     keep_out
     rm "$SRPT"/lun/lun_*/disk
@@ -551,12 +560,12 @@ nothing_attached() {
     [ "$(riser_on roce list -o json)" = "[]" ]
 }
 
-# Address of a logical unit of `kernel_target`.
+# Prints the address of a logical unit of `kernel_target`.
 lun() {
     echo "${TARGET/LUN/$1}"
 }
 
-# Undoes `kernel_target` and `two_hosts`.
+# Reverts `kernel_target` and `two_hosts`.
 kernel_target_clean() {
     set +e
     end_capture
@@ -571,25 +580,25 @@ kernel_target_clean() {
     one_host
 }
 
-# riser on a provider: roce in namespace `peer`, rdma_core on rxe0 itself.
+# Runs riser with a provider: roce in namespace `peer`, rdma_core on rxe0.
 export RISER_STATE_DIR=/dev/shm/riser-state
 riser_on() {
     local provider=$1
     shift
     case $provider in
-    # Not on_peer: mounts made in there would be seen by no other process.
+    # We can't use on_peer, because its mounts would not be visible to other processes.
     roce) RISER_PROVIDER=roce nsenter --net=/run/netns/peer "$RISER_BIN/riser" "$@" ;;
     rdma_core) RISER_PROVIDER=rdma_core "$RISER_BIN/riser" "$@" ;;
     esac
 }
 
-# Verified reads and writes by riser: verified_bench PROVIDER URL BLOCK_SIZE TOTAL SIZE
+# Verified reads and writes using riser: verified_bench PROVIDER URL BLOCK_SIZE TOTAL SIZE
 verified_bench() {
     riser_on "$1" bench --overwrite "$2" --rw randrw --mix 40 --bs "$3" --depth 16 --jobs 2 --total "$4" \
         --size "$5" --warm-up 0 --verify --timeout 60s
 }
 
-# Runs riser and checks exit status and words: refused PROVIDER STATUS WORDS ARGUMENT …
+# Runs riser and checks its exit status and output: refused PROVIDER STATUS WORDS ARGUMENT …
 refused() {
     local provider=$1 status=$2 words=$3 got=0 text
     shift 3

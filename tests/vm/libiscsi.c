@@ -1,26 +1,27 @@
-/* What libiscsi 1.19's iSER client needs to be a test client, loaded before it (LD_PRELOAD). On the wire
- * nothing changes. */
+/* Workarounds that are required to use the iSER client of libiscsi 1.19 for tests, loaded with LD_PRELOAD.
+ * They don't change anything on the wire. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <poll.h>
 
-/* The client never ends a connection, and yet frees what its thread for the events of connections uses. A
- * target that ends the connection after the logout, as it should, wakes that thread, and the client dies of
- * it. So everything is kept until the process ends. */
+/* The client never disconnects, but frees memory that is used by its thread for connection events. When the
+ * target correctly closes the connection after the logout, this thread wakes up and the client crashes.
+ * Therefore everything is kept until the process exits. */
 int iscsi_destroy_context(void *iscsi)
 {
     (void)iscsi;
     return 0;
 }
 
-/* Time in ms after which no event will come. */
+/* Timeout in ms after which we expect no more events. */
 #ifndef PATIENCE
 #define PATIENCE 12000
 #endif
 
-/* The client waits a second for an event, and takes silence for an error. A guest without KVM may need
- * more than a second for an answer. Some tests wait for one that the target must not give: riserd asks after
- * 15 seconds whether they are there, so they have to take less for silence. After that none will come. */
+/* The client waits for an event for one second, and treats a timeout as an error. A guest without KVM may
+ * need more than a second for a response. Some tests wait for a response that the target must not send. Their
+ * timeout must be less than 15 seconds, because riserd sends a ping after this time. After the first timeout,
+ * there are no more responses. */
 int poll(struct pollfd *fds, nfds_t count, int timeout)
 {
     static int (*real)(struct pollfd *, nfds_t, int);

@@ -1,20 +1,22 @@
-# libiscsi's suite over iSER, one process per test, because the client itself fails and dies in some. A
-# case makes a target, calls `libiscsi_suite URL`, and then asks `libiscsi_unexpected` or
-# `libiscsi_not_the_client` what is wrong with the outcome.
+# Runs the libiscsi suite over iSER, with a separate process for each test, because the client fails
+# or crashes in some of them. A case creates a target, calls `libiscsi_suite URL`, and then uses
+# `libiscsi_unexpected` or `libiscsi_not_the_client` to check the results.
 
-# Which tests cannot pass over iSER for the client's own reasons, how each ends and what it says.
+# Tests that cannot pass over iSER because of the client, with their results and output.
 : "${EXPECTED:=$RISER_ROOT/tests/vm/libiscsi-iser.txt}"
-# Where the outcome goes: a line "HOW NAME" per test in `ended`, and what each test printed in `said/`.
+# Directory for the results: `ended` contains a line "HOW NAME" for each test, and `said/` contains
+# the output of each test.
 : "${OUTCOME:=/tmp/libiscsi}"
 
-# Over iSER the client puts the data buffer of a command that has failed, however small, among its spare
-# PDU headers, and dies when it uses it as one. It does not if it keeps none.
+# With iSER, the client adds the data buffer of a failed command to its cache of PDU headers, even
+# if it is too small, and then crashes when it uses this buffer as a header. This can be avoided by
+# disabling the cache.
 export LIBISCSI_CACHE_ALLOCATIONS=0
 
-# Runs every test, or those that ONLY matches, each for LIMIT seconds at most, and prints a figure. What
-# all but the passed ones said is kept. When five in a row have had no answer, the rest is left out, and
-# `ended` has the line "stopped". A case may define `client_died`, to do away with what a client has left
-# behind that died or hung in a test.
+# Runs all tests (or those that match ONLY) with a timeout of LIMIT seconds, and prints a summary.
+# The output is kept for all tests except those that passed. If five tests in a row get no response,
+# the remaining tests are skipped, and a line "stopped" is added to `ended`. A case may define
+# `client_died` to clean up after a client that crashed or hung during a test.
 libiscsi_suite() {
     local url=$1 test name status how unanswered=0
     rm -rf "$OUTCOME"
@@ -33,7 +35,7 @@ libiscsi_suite() {
         if [ "$how" != passed ]; then
             { echo "=== $how, exit status $status: $test"; tail -n 60 "$OUTCOME/said/$name"; echo; } >>"$KEEP/suite.log"
         fi
-        # It had to be ended, or could not log in.
+        # It reached the timeout, or could not log in.
         if [ "$how" = hung ] || [ $status = 255 ]; then unanswered=$((unanswered + 1)); else unanswered=0; fi
         if [ $unanswered = 5 ]; then
             echo "stopped" >>"$OUTCOME/ended"
@@ -48,16 +50,17 @@ libiscsi_suite() {
         "$(libiscsi_count hung) it hung"
 }
 
-# What came of a test: libiscsi_verdict STATUS FILE, the client's exit status and what it printed. What it
-# printed counts first: a test that says that it has failed, or sees something wrong and then does not
-# come to its end, has failed, also if the client dies of a signal or hangs.
+# Prints the result of a test based on the client's exit status and output: libiscsi_verdict STATUS
+# FILE. The output has precedence: if a test reports a failure, or reports a problem and then
+# doesn't complete, it has failed, even if the client was killed by a signal or hangs.
 libiscsi_verdict() {
-    # CUnit's own words, behind which the end of the suite may print more; tests print theirs in brackets.
+    # Messages of CUnit, which may be followed by other output at the end of the suite. Messages of
+    # tests use brackets.
     local failed='(^|\.\.\.)FAILED$' passed='(^|\.\.\.)passed|passed *$'
     if grep -qE "$failed" "$2" || { ! grep -qE "$passed" "$2" && grep -qF '[FAILED]' "$2"; }; then
         echo failed
     elif [ "$1" = 124 ] || [ "$1" = 137 ]; then
-        # The time limit, or the kill that follows if the client does not end by it.
+        # Either the timeout, or SIGKILL if the client did not exit after the timeout.
         echo hung
     elif [ "$1" -gt 128 ] && [ "$1" -lt 255 ]; then
         echo died
@@ -70,19 +73,19 @@ libiscsi_verdict() {
     fi
 }
 
-# How many tests ended in a way.
+# Prints the number of tests with this result.
 libiscsi_count() {
     grep -c "^$1 " "$OUTCOME/ended" || true
 }
 
-# The list of what is expected, a line "HOW NAME WORDS …" each, of the tests that are run.
+# Prints the expected results of the selected tests, in lines with "HOW NAME WORDS …".
 libiscsi_expected() {
     grep -vE '^(#|$)' "$EXPECTED" | grep -E "^[a-z]+ +[^ ]*(${ONLY:-.})"
 }
 
-# A line for everything that is not as expected: libiscsi_unexpected LEAST, the number of tests that must
-# pass. Tests that end otherwise than listed, or listed ones that do not say what they are listed with,
-# are named; so are tests of the list that are gone.
+# Prints a line for each unexpected result: libiscsi_unexpected LEAST, where LEAST is the minimum
+# number of tests that must pass. This includes tests with a different result than listed, listed
+# tests without the listed output, and listed tests that don't exist any more.
 libiscsi_unexpected() {
     local how name words listed
     if grep -qx stopped "$OUTCOME/ended"; then echo "five tests in a row had no answer"; fi
@@ -107,9 +110,10 @@ libiscsi_unexpected() {
     done < <(libiscsi_expected)
 }
 
-# Tests of the list that pass with another target, so that the reason is not the client's, and those that
-# did not run there, so that nothing is known of the reason. Those in which the client dies need not all have
-# run where the target stopped answering: that they come last makes sure that it was one of them.
+# Prints listed tests that pass with another target, because then the reason is not in the client,
+# and listed tests that did not run, because then the reason is unknown. Tests where the client
+# crashes don't need to run after the target has stopped responding: they are last, so one of them
+# was the reason.
 libiscsi_not_the_client() {
     local how name words here
     while read -r how name words; do

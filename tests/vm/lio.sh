@@ -1,17 +1,17 @@
-# Functions for the cases with the kernel's iSCSI target (LIO), over TCP and iSER. A case sets SCHEME
-# to iscsi or iser, then reads this.
+# Functions for cases with the kernel's iSCSI target (LIO), over TCP and iSER. A case must set
+# SCHEME to iscsi or iser and then read this file.
 LIO_IQN=iqn.2026-01.com.example:lio
 LIO=/sys/kernel/config/target/iscsi/$LIO_IQN/tpgt_1
 HOST_IQN=iqn.2026-01.com.example:riser
 case $SCHEME in
-# A stream cannot be followed through segments that were cut short.
+# To follow a stream, we need complete segments.
 iscsi) CAPTURED="-s 0 -c 10000 tcp port 3260" ;;
-# Logins are longer than the usual 400 bytes.
+# Logins are longer than the default of 400 bytes.
 iser) CAPTURED="-s 1000 -c 100000 udp port 4791" ;;
 esac
 
-# After `two_hosts`: the kernel's target at 10.99.0.1:3260. LUN 0 is a file of 96 MiB, LUN 1 memory
-# of 64 MiB. Sets TARGET to its address without the LUN.
+# Starts the kernel's target on 10.99.0.1:3260, after `two_hosts`. LUN 0 is a 96 MiB file, LUN 1 is
+# a 64 MiB RAM disk. Sets TARGET to its address without the LUN.
 lio_target() {
     local core=/sys/kernel/config/target/core lun
     mkdir -p /etc/target/pr /var/target/pr
@@ -41,7 +41,7 @@ lio_attribute() {
     echo "$2" >"$LIO/attrib/$1"
 }
 
-# Address of a logical unit: lio_lun NUMBER [QUERY]
+# Prints the address of a logical unit: lio_lun NUMBER [QUERY]
 lio_lun() {
     echo "$TARGET/$1?initiator=$HOST_IQN${2:+&$2}"
 }
@@ -65,12 +65,12 @@ lio_rig() {
     lio_target
 }
 
-# The providers that make a difference: TCP needs none.
+# Prints the providers to test. TCP doesn't use a provider.
 lio_providers() {
     [ $SCHEME = iscsi ] && echo roce || echo roce rdma_core
 }
 
-# --- what the cases of both transports do ---
+# --- cases for both transports ---
 
 find_and_describe() {
     local provider said lun
@@ -120,7 +120,7 @@ chap_of_lio() {
     lio_rig
     mkdir -p "$acl/lun_0"
     ln -s "$LIO/lun/lun_0" "$acl/lun_0/disk"
-    # The kernel keeps a line's end as part of the name.
+    # The kernel would treat a newline as part of the name.
     echo -n host >"$acl/auth/userid"
     echo -n "twelve bytes and more" >"$acl/auth/password"
     lio_attribute authentication 1

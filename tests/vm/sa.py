@@ -72,7 +72,7 @@ def sockaddr(text, traffic_class=0, service=0, port=5555):
 
 def given(*words):
     at = words.index("--")
-    # NETLINK_RDMA, and the group of local services.
+    # NETLINK_RDMA and the group for local services.
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 20)
     kernel.bind((0, 1 << (3 - 1)))
     given = []
@@ -82,7 +82,7 @@ def given(*words):
         listener.listen()
         given.append(listener)
     given.append(kernel)
-    # Above those that they become.
+    # Use high numbers that don't conflict with the final ones.
     high = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in given]
     for number, one in enumerate(high, 3):
         os.dup2(one, number)
@@ -131,11 +131,11 @@ def group(mgid, port):
     file = umad.umad_open_port(b"riser0", 1)
     agent = umad.umad_register(file, 3, 2, 0, None)
     assert file >= 0 and agent >= 0, (file, agent)
-    # Set() of a McMemberRecord, with all components but the LID and the times.
+    # Set() of a McMemberRecord with all components except for the LID and times.
     mask = 0x1F3F7
     mad = struct.pack(">BBBBHHQHHI", 1, 3, 2, 2, 0, 0, 1, 0x38, 0, 0) + bytes(12)
     mad += struct.pack(">QHHQ", 0, 0, 0, mask)
-    # Q_Key, MTU 2048, P_Key, rate 2.5 Gbit/s, hop limit 64, scope of a link, a full member.
+    # Q_Key, MTU 2048, P_Key, rate 2.5 Gbit/s, hop limit 64, link-local scope, full member.
     mad += mgid + port + struct.pack(">IHBBHBBIBB", 0xB1B, 0, 0x84, 0, 0xFFFF, 0x82, 0, 64, 0x21, 0)
     head = umad.umad_size()
     buffer = ctypes.create_string_buffer(bytes(head) + mad.ljust(256, b"\0"), head + 256)

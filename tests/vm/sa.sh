@@ -1,8 +1,9 @@
-# Linux's port of InfiniBand, which asks for paths, and what answers it.
+# Functions for an InfiniBand port on Linux that requests paths, and for the services that respond.
 
-# Two hosts: on v0 the port, of ib_rxe (xtask/src/interop/modules.rs), with the GID fd99::1, and namespace
-# `peer` with the addresses fd99::2 and fd99::200:0:0:2, the administrator's. Namespace `local` is for
-# programs of the kernel's host that have an InfiniBand of their own.
+# Creates two hosts: v0 has the ib_rxe port (xtask/src/interop/modules.rs) with GID fd99::1, and
+# namespace `peer` has the addresses fd99::2 and fd99::200:0:0:2, which is used by the
+# administrator. Namespace `local` is for programs on the kernel's host with their own InfiniBand
+# device.
 ib_hosts() {
     modprobe -a veth ib_rxe rdma_ucm ib_umad ib_uverbs
     ip netns add local
@@ -17,13 +18,13 @@ ib_hosts() {
     ip addr add fd99::1/64 dev v0 nodad
     on_peer ip addr add fd99::2/64 dev v1 nodad
     on_peer ip addr add fd99::200:0:0:2/64 dev v1 nodad
-    # What goes to queue pair 1: the rest is the kernel's own, of IPoIB.
+    # Captures packets for queue pair 1. All other packets are sent by the kernel for IPoIB.
     CAPTURED='-s 400 -c 20000 udp port 4791 and ip6[52:4]&0xffffff=1' capture
     rdma link add ibrxe0 type ib_rxe netdev v0
     wait_for 20 grep -q ACTIVE /sys/class/infiniband/ibrxe0/ports/1/state
 }
 
-# Undoes it.
+# Reverts `ib_hosts`.
 no_ib_hosts() {
     end_capture
     local pid
@@ -33,24 +34,24 @@ no_ib_hosts() {
     done
     modprobe -r ib_ipoib ib_srp 2>/dev/null || true
     rdma link delete ibrxe0 2>/dev/null || true
-    # It has the port of RoCE in this namespace.
+    # It uses the RoCE port in this namespace.
     modprobe -r ib_rxe 2>/dev/null || true
     ip netns delete local 2>/dev/null || true
     one_host
 }
 
-# What has been started in the background.
+# Background processes.
 STARTED=()
 
-# Subnet administration at the port's administrator.
+# Starts subnet administration on the administrator's address.
 administrator() {
     ip netns exec peer "$RISER_BIN/riser-sa" --no-netlink --addr fd99::200:0:0:2 >>"$KEEP/administrator.log" 2>&1 &
     STARTED+=($!)
     wait_for 60 grep -q answers "$KEEP/administrator.log"
 }
 
-# riser-sa for the kernel, with a socket from this namespace: answers OPTION …. The kernel waits for it as
-# long as a busy machine needs, or $WAIT milliseconds.
+# Starts riser-sa for the kernel, with a socket in this namespace: answers OPTION …. The kernel's
+# timeout is long enough for a busy machine, or $WAIT milliseconds.
 answers() {
     local before
     before=$(grep -c ' answers ' "$KEEP/local.log" 2>/dev/null || true)
@@ -70,7 +71,7 @@ answers_no_more() {
     wait "$LOCAL" || true
 }
 
-# A NIC of ours at the other host, fd99::2, with a server of rping.
+# Starts one of our NICs on the other host, fd99::2, with an rping server.
 pings() {
     ip netns exec peer "$RISER_BIN/riser" -v rping server --addr fd99::2 >"$KEEP/rping.log" 2>&1 &
     PINGS=$!
@@ -78,17 +79,17 @@ pings() {
     wait_for 60 grep -q listening "$KEEP/rping.log"
 }
 
-# Questions of the kernel that it has got so far.
+# Prints the number of kernel queries received so far.
 asked() {
     grep -c 'the kernel asks' "$KEEP/local.log" || true
 }
 
-# The kernel asks: route SOURCE DESTINATION [OPTION=NUMBER …]
+# Sends a kernel query: route SOURCE DESTINATION [OPTION=NUMBER …]
 route() {
     timeout 100 python3 "$RISER_ROOT/tests/vm/sa.py" route "$@"
 }
 
-# Packets that the port has sent.
+# Prints the number of packets sent by the port.
 packets() {
     cat /sys/class/infiniband/ibrxe0/ports/1/hw_counters/sent_pkts
 }

@@ -1,10 +1,11 @@
-# Functions for the case with targetcli, after iscsi.sh: one session of it on the kernel's own target,
-# and on riserd behind the tree of riserd-configfs, which the kernel's initiators then use.
+# Functions for the targetcli case, after iscsi.sh: runs one session with the kernel's target and
+# with riserd, using the tree of riserd-configfs, and then uses the result with the kernel's
+# initiators.
 FOLDER=/tmp/targetcli
 TREE=/sys/kernel/config/target
 SECRET=a-secret-of-the-host
 
-# What a person types: cli_session ADDRESS
+# Prints the commands typed by a user: cli_session ADDRESS
 cli_session() {
     local address=$1 tpg=/iscsi/$IQN/tpg1
     cat <<END
@@ -22,13 +23,13 @@ $tpg/portals/$address:3260 enable_iser boolean=true
 END
 }
 
-# The GUID of the kernel's RDMA device, which is part of ib_srp's name.
+# Prints the GUID of the kernel's RDMA device, which is a part of the ib_srp name.
 host_guid() {
     cut -d: -f5-8 /sys/class/infiniband/rxe0/ports/1/gids/0 | tr -d :
 }
 
-# SRP in words of rtslib, as targetcli makes ports of kernel devices only; and all of it is saved:
-# srp_session SRP_PORT
+# Configures SRP with rtslib, because targetcli only creates ports for kernel devices, and saves
+# everything: srp_session SRP_PORT
 srp_session() {
     cat <<END
 from rtslib_fb import FabricModule, LUN, MappedLUN, NodeACL, RTSRoot, Target, TPG
@@ -40,31 +41,31 @@ RTSRoot().save_to_file()
 END
 }
 
-# Runs a command on the kernel's tree.
+# Runs a command that uses the kernel's tree.
 on_lio() {
     dbus-run-session -- sh -c 'DBUS_SYSTEM_BUS_ADDRESS=$DBUS_SESSION_BUS_ADDRESS exec "$@"' sh "$@"
 }
 
-# Runs a command of bash where riserd's tree is the kernel's.
+# Runs a bash command with riserd's tree in place of the kernel's tree.
 on_riserd() {
     nsenter --net=/run/netns/peer unshare -m --propagation private dbus-run-session -- \
         bash "$RISER_ROOT/configfs-emu/tests/rig/namespace.sh" $FOLDER "$1"
 }
 
-# Asks a tree about all that the session has made: ask_tree ADDRESS SRP_PORT
+# Prints a command that reads all objects created by the session: ask_tree ADDRESS SRP_PORT
 ask_tree() {
     echo "python3 $RISER_ROOT/tests/vm/attributes.py ask $TREE ADDRESS=$1 PORT=$2 --" \
         "core/alua core/fileio_0 core/rd_mcp_1 iscsi srpt"
 }
 
-# Puts the host's secret into the record of the target.
+# Adds the host's secret to the record of the target.
 know_secret() {
     iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
         node.session.auth.password $SECRET
 }
 
-# What a tree says of a disk that the host has reserved, with ISID in place of the session's:
-# report_reservations ADDRESS RUN FILE, where RUN is how a command meets the tree
+# Prints the state of a disk that was reserved by the host, with the session's ISID replaced by
+# ISID: report_reservations ADDRESS RUN FILE, where RUN is the command to access the tree.
 report_reservations() {
     local portal=$1:3260 files=$TREE/core/fileio_0/img/pr/res_*
     IFACE=default
@@ -84,7 +85,7 @@ report_reservations() {
     grep -q "Initiator: $HOST,i,ISID" "$3" || fail "the host has not reserved the disk"
 }
 
-# The kernel's target: its answers go to lio.txt.
+# Writes the responses of the kernel's target to lio.txt.
 ask_lio() {
     local port
     port=$(tr -d : </sys/class/infiniband/rxe0/ports/1/gids/0)
@@ -94,7 +95,7 @@ ask_lio() {
     on_lio python3 -I /tmp/srp.py
     $(ask_tree 10.99.0.1 "$port") >"$KEEP/lio.txt"
     clear_lio
-    # Not every question leaves things as they were. The kernel writes reservations down, or has none.
+    # Some queries change the state: the kernel either writes reservations to a file, or has none.
     mkdir -p /etc/rtslib-fb-target/pr
     cli_session 10.99.0.1 | on_lio targetcli
     report_reservations 10.99.0.1 "sh -c" "$KEEP/lio-reserved.txt"
@@ -106,7 +107,7 @@ clear_lio() {
     rm "$IMAGES/cli.img"
 }
 
-# riserd with what it has kept, or with nothing, and its tree.
+# Starts riserd with or without its previous state, and mounts its tree.
 serve_tree() {
     mkdir -p $FOLDER/config $FOLDER/etc/backup
     cat >/tmp/riserd.yaml <<END
@@ -124,7 +125,7 @@ END
     wait_for 30 test -d $FOLDER/config/target
 }
 
-# Ends both in good order.
+# Stops both normally.
 end_tree() {
     umount $FOLDER/config
     wait $CONFIGFS
@@ -138,7 +139,7 @@ targetcli_clean() {
     iscsi_clean
 }
 
-# Writes and reads over TCP, iSER and SRP.
+# Writes and reads data over TCP, iSER and SRP.
 use_it() {
     local iface
     for iface in default iser; do
@@ -155,33 +156,33 @@ use_it() {
     srp_logout
 }
 
-# Reads files of riserd's tree, for `says` and `counts`: read_tree FILE …
+# Reads files in riserd's tree, for use by `says` and `counts`: read_tree FILE …
 read_tree() {
     on_riserd "cd $TREE && grep -H '' $*" >/tmp/values
     cat /tmp/values
 }
 
-# A file that was read says this: says FILE TEXT
+# Checks the contents of a file that was read: says FILE TEXT
 says() {
     grep -qFx "$1:$2" /tmp/values || fail "$1 does not say $2"
 }
 
-# What a file that was read says.
+# Prints the contents of a file that was read.
 said() {
     local said
     said=$(grep -F "$1:" /tmp/values) || fail "$1 was not read"
     echo "${said##*:}"
 }
 
-# A file that was read has counted what we did, and what the kernel and udev ask of a new disk besides, which
-# is less than that: counts FILE NUMBER
+# Checks that a counter includes all our operations, and fewer additional operations by the kernel
+# and udev for a new disk: counts FILE NUMBER
 counts() {
     local said
     said=$(said "$1")
     [ "$said" -ge "$2" ] && [ "$said" -lt $((2 * $2)) ] || fail "$1 is $said, not $2 or a little more"
 }
 
-# No initiator without the secret is let in; a session is shown while it lasts.
+# An initiator without the secret is rejected, and a session is shown until it's closed.
 sessions_are_shown() {
     local acl=iscsi/$IQN/tpgt_1/acls/$HOST
     IFACE=default
@@ -202,8 +203,8 @@ sessions_are_shown() {
     iscsiadm -m node -T $IQN -o delete
 }
 
-# What was done until now is counted: 1 MiB each way over TCP and then 2 over each of the three, in
-# pieces of 16 KiB.
+# Checks the counters: 1 MiB in each direction over TCP, and then 2 MiB over each of the three
+# protocols, in pieces of 16 KiB.
 commands_are_counted() {
     local tpg=iscsi/$IQN/tpgt_1 of_target=iscsi/$IQN/fabric_statistics port=srpt/0x$1/tpgt_1 files lu
     local img=core/fileio_0/img/statistics/scsi_lu ram=core/rd_mcp_1/ram/statistics/scsi_lu
@@ -216,7 +217,7 @@ commands_are_counted() {
     says "$lun/in_cmds" "$(said $img/num_cmds)"
     says "$by_host/num_cmds" "$(said $img/num_cmds)"
     counts "$by_srp/num_cmds" 256
-    # The hosts of iSCSI ask of this one as well, and do nothing with it.
+    # The iSCSI hosts also query this disk, but don't use it.
     [ "$(said $ram/num_cmds)" -ge "$(said "$by_srp/num_cmds")" ] || fail "a disk has less than one of its hosts"
     for lu in $img "$lun" "$by_host"; do
         says "$lu/read_mbytes" 5
@@ -258,7 +259,7 @@ serve_by_targetcli() {
     sessions_are_shown
     use_it
     commands_are_counted $port
-    # From the daemon's own state, and of a host that has only what targetcli has saved.
+    # Use the daemon's own state, and then a host that only has the state saved by targetcli.
     end_tree
     serve_tree
     use_it

@@ -1,10 +1,10 @@
-# Functions for the cases with tgt's iSER target on the kernel's RDMA device.
+# Functions for cases with tgt's iSER target on the kernel's RDMA device.
 TGT_IQN=iqn.2026-01.com.example:tgt
-# Logins are longer than the usual 400 bytes.
+# Logins are longer than the default of 400 bytes.
 CAPTURED="-s 1000 -c 100000 udp port 4791"
 
-# Two hosts, and tgt at 10.99.0.1:3260 with a file of 24 MiB as LUN 1, for libiscsi. Over iSER it lets
-# in whom both lists have, that of addresses and that of names.
+# Two hosts, and tgt on 10.99.0.1:3260 with a 24 MiB file as LUN 1, for libiscsi. With iSER,
+# initiators need access in both the address list and the name list.
 tgt_rig() {
     local name
     two_hosts
@@ -23,7 +23,7 @@ tgt_rig() {
     done
 }
 
-# tgtadm: tgt_do MODE ARGUMENT …
+# Runs tgtadm: tgt_do MODE ARGUMENT …
 tgt_do() {
     tgtadm --lld iser --mode "$@"
 }
@@ -31,7 +31,7 @@ tgt_do() {
 tgt_clean() {
     set +e
     end_capture
-    # It does not leave when it is asked to.
+    # It doesn't exit on request.
     kill -KILL "$TGTD"
     wait "$TGTD"
     rm -f "$IMAGES/tgt.img"

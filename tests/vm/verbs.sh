@@ -1,13 +1,13 @@
-# RDMA programs with one end on rdma_rxe and rdma-core's libraries, at 10.99.0.1, and the other on ours,
-# at 10.99.0.2 in namespace `peer`. After `two_hosts`.
+# Runs RDMA programs where one end uses rdma_rxe and rdma-core's libraries on 10.99.0.1, and the
+# other end uses our libraries on 10.99.0.2 in namespace `peer`. Used after `two_hosts`.
 
-# Enough packets to see each program, few enough to judge in seconds.
+# Enough packets to see each program, but few enough to be checked in seconds.
 CAPTURED="-s 400 -c 20000 udp port 4791"
 
 PORT=21000
 FAILED=()
 
-# Index of the GID of RoCE version 2 that a device has for an IPv4 address: gid_index DEVICE ADDRESS
+# Prints the index of the RoCEv2 GID of a device for an IPv4 address: gid_index DEVICE ADDRESS
 gid_index() {
     local port=/sys/class/infiniband/$1/ports/1 hex gid
     hex=$(printf '%02x%02x:%02x%02x' ${2//./ })
@@ -18,7 +18,7 @@ gid_index() {
     fail "$1 has no GID for $2"
 }
 
-# Starts a program at an end, kernel or ours; sets PID: start END LOG WORD …
+# Starts a program on one end (kernel or ours) and sets PID: start END LOG WORD …
 start() {
     local end=$1 log=$2
     shift 2
@@ -38,16 +38,17 @@ exec_in_background() {
     PID=$!
 }
 
-# What follows runs many times a second, and a process takes an emulated machine a while: so builtins only.
+# The following functions run many times per second, and creating a process is slow on an emulated
+# machine, so they only use builtins.
 
-# A pipe in which nothing ever comes.
+# A pipe that never contains any data.
 exec {NOTHING}<> <(:)
 
 pause() {
     read -r -t "$1" -u "$NOTHING" || true
 }
 
-# Sets STATE to the state of a process, and CPU to the time that it has used; fails when it has ended.
+# Sets STATE to the state of a process, and CPU to its CPU time. Fails if it has exited.
 look() {
     local text fields
     { read -r text <"/proc/$1/stat"; } 2>/dev/null || return 1
@@ -56,7 +57,7 @@ look() {
     [ "$STATE" != Z ]
 }
 
-# Waits until a server listens at a TCP port.
+# Waits until a server is listening on a TCP port.
 listen() {
     local hex line
     printf -v hex ':%04X [0-9A-F:]* 0A ' "$2"
@@ -68,8 +69,8 @@ listen() {
     done
 }
 
-# Waits until a server has loaded its library and sleeps, as it does for a client, or has had four seconds:
-# some look for clients all the time.
+# Waits until a server has loaded its library and is sleeping while it waits for a client, or for up
+# to four seconds, because some servers poll for clients.
 settle() {
     local before="" until=""
     while look "$1"; do
@@ -83,12 +84,12 @@ settle() {
     done
 }
 
-# Waits until a receiver of mckey has joined the group: what is sent before does not reach it.
+# Waits until an mckey receiver has joined the group: it doesn't receive any earlier packets.
 receiving() {
     while look "$1" && ! grep -q "receiving data transfers" /tmp/server.log; do pause 0.2; done
 }
 
-# Waits some seconds for the end of a process.
+# Waits for some seconds until a process has exited.
 over() {
     local end=$((SECONDS + $2))
     while look "$1"; do
@@ -97,8 +98,8 @@ over() {
     done
 }
 
-# Words of a command, in which {server} and {client} are addresses, {sdev} and {cdev} options that name
-# the device, {sgid} and {cgid} indices of GIDs, and {port} a port of its own.
+# Replaces placeholders in a command: {server} and {client} are addresses, {sdev} and {cdev} are
+# options that select the device, {sgid} and {cgid} are GID indices, and {port} is a unique port.
 words() {
     local text=$1 s=10.99.0.1 c=10.99.0.2 sdev="-d rxe0" cdev="-d riser0" sgid=$GID cgid=0
     [ "$SERVER" = kernel ] || s=10.99.0.2 c=10.99.0.1 sdev="-d riser0" cdev="-d rxe0" sgid=0 cgid=$GID
@@ -108,16 +109,18 @@ words() {
     echo "$text"
 }
 
-# Runs a server and its client, twice: the server on the kernel's device, then on ours. The client must say
-# some words, and both must end without an error; a server that only ends when it is asked to has `asked`
-# instead of `ends`. What fails is reported by `all_passed`, after all others have run.
+# Runs a server and its client twice: first with the server on the kernel's device, then on ours.
+# The output of the client must contain these words, and both must exit without an error. If a
+# server only exits on request, use `asked` instead of `ends`. Failures are reported by `all_passed`
+# after all programs have run.
 #     both NAME listen|settle|receiving ends|asked SERVER CLIENT WORDS
 both() {
     local SERVER
     for SERVER in kernel ours; do one_way "$@"; done
 }
 
-# One direction, for a receiver that waits for every datagram. One may be lost, so there is a second attempt.
+# Runs one direction with a receiver that waits for all datagrams. Because a datagram may be lost,
+# there is a second attempt.
 lossy() {
     local before=("${FAILED[@]}")
     one_way "$@"
@@ -163,9 +166,9 @@ one_way() {
     FAILED+=("$name, server $SERVER: $wrong")
 }
 
-# Runs a program of perftest each way round: perftest PROGRAM OPTIONS. With -o it is given the number of
-# READs and atomics at once: without, each end takes as many as the other one's device holds, and the devices
-# differ.
+# Runs a perftest program in both directions: perftest PROGRAM OPTIONS. With -o, this sets the
+# number of outstanding READs and atomics: by default, each end uses the limit of the other device,
+# and the limits are different.
 perftest() {
     local says="BW average"
     [ "${1#*_lat}" = "$1" ] || says=t_typical
@@ -173,7 +176,7 @@ perftest() {
         "$says"
 }
 
-# Fails if one of the programs did.
+# Fails if one of the programs has failed.
 all_passed() {
     [ ${#FAILED[@]} = 0 ] || fail "$(printf '%s\n' "${FAILED[@]}")"
 }

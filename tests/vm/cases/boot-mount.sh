@@ -1,5 +1,5 @@
 #: group: boot
-#: about: the book: file systems mounted at every boot, by ublk and by FUSE, and a target that is away at one
+#: about: the book: file systems mounted at boot with ublk and FUSE, including a boot without the target
 #: limit: 400
 #: boots: 3
 #: packets: none
@@ -13,8 +13,8 @@ boot_end() {
 }
 trap boot_end EXIT
 
-# The target's host, 192.0.2.30, is a namespace. Its two disks are partitions of the guest's disk, which
-# outlives a boot.
+# The target host, 192.0.2.30, is a namespace. Its two disks are partitions of the guest's disk,
+# which persists across boots.
 install_target() {
     local units=$INSTALLED/etc/systemd/system
     mkdir -p "$units/multi-user.target.wants" "$INSTALLED/usr/bin"
@@ -60,7 +60,7 @@ END
     ln -s ../rig-network.service "$units/multi-user.target.wants"
 }
 
-# Two partitions of 100 MiB, in an MBR.
+# Creates two partitions of 100 MiB in an MBR.
 partition_disk() {
     local i
     for i in 1 2; do
@@ -74,7 +74,7 @@ partition_disk() {
     wait_for 60 test -b /dev/vda2
 }
 
-# The files of the book: disk1 as they are there, and disk2 as LUN 1 with FUSE.
+# Installs the files from the book: disk1 without changes, and disk2 as LUN 1 with FUSE.
 install_book() {
     local attachments=$INSTALLED/etc/riser/attachments fstab file
     mkdir -p "$attachments" "$INSTALLED/usr/lib/systemd/system" "$INSTALLED/mnt/disk2"
@@ -88,7 +88,7 @@ install_book() {
     cat "$attachments"/* "$INSTALLED/etc/fstab"
 }
 
-# Whether both file systems are mounted, with the files of all boots until now.
+# Returns whether both file systems are mounted and contain the files of all boots so far.
 is_mounted() {
     local disk
     for disk in 1 2; do
@@ -96,14 +96,14 @@ is_mounted() {
     done
 }
 
-# Writes a file of this boot to both.
+# Writes a file for this boot to both disks.
 write_file() {
     head -c 3M /dev/urandom >/srv/disk1/boot$BOOT
     cp /srv/disk1/boot$BOOT /srv/disk2
     (cd /srv/disk1 && sha256sum "boot$BOOT") >>"$INSTALLED/sums"
 }
 
-# Waits until the boot is over, whether the target is there or not.
+# Waits until the system has booted, with or without the target.
 booted() {
     wait_for 120 systemctl is-active multi-user.target
     systemctl --failed --no-pager
@@ -118,7 +118,7 @@ case $BOOT in
     install_target
     install_book
     cp -RP $INSTALLED/. /
-    # A new disk has no file system to mount.
+    # There is no file system on a new disk yet.
     : >/etc/fstab
     systemctl daemon-reload
     systemctl start rig-network rig-target
@@ -132,7 +132,7 @@ case $BOOT in
     systemctl start srv-disk1.mount srv-disk2.mount
     write_file
     is_mounted || fail "the files are not there"
-    # The target is there at the next boot.
+    # Start the target at the next boot.
     ln -s ../rig-target.service $INSTALLED/etc/systemd/system/multi-user.target.wants
     ;;
 2)

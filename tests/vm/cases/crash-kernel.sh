@@ -1,10 +1,10 @@
 #: group: crash
-#: about: riserd killed at random moments while iscsi_tcp and ib_srp write and read one unit
+#: about: riserd is killed at random times while iscsi_tcp and ib_srp read and write the same unit
 #: limit: 600
 #: rounds: 12
 TRANSPORT=tcp
 . /vm/iscsi.sh
-# Of the RDMA packets alone: a kill cuts the stream of TCP anywhere.
+# Only capture RDMA packets, because a TCP stream is cut anywhere when the daemon is killed.
 CAPTURED=
 . /vm/crash.sh
 crash_rig

@@ -1,29 +1,29 @@
 #: group: ipsec
-#: about: the book: IPsec by strongSwan, as it is written there, carries every protocol and shows nothing
+#: about: the book: IPsec with strongSwan, as documented, for all protocols, without visible data
 #: limit: 360
 #: short: yes
 #: packets: 1000
 IQN=iqn.2026-01.com.example:rig
 SRP=srp://10.99.0.2/0 ISER=iser://10.99.0.2/$IQN/0 ISCSI=iscsi://10.99.0.2/$IQN/0
-# What is written, and must not be seen on the wire: 64 KiB of it.
+# Data to write, which must not be visible on the wire: 64 KiB.
 MARK="a mark that no one else may read"
 printf "%.0s$MARK" {1..2048} >/tmp/marks
 WRITTEN=0
 
-# Two hosts in namespaces of their own, and a switch between them, where packets are seen once and as
-# they are on the wire.
+# Two hosts in separate namespaces, and a switch where each packet is captured once, as seen on the
+# wire.
 ipsec_hosts() {
     local name link address
     modprobe veth
     switch 1500
     PEER=(ip netns exec peer)
-    # The book's rules are for IPv4. Without IPv6 nothing may pass in plain but ARP and IGMP.
+    # The rules in the book are for IPv4. Without IPv6, only ARP and IGMP may be sent in plain text.
     ip netns exec switch sysctl -qw net.ipv6.conf.all.disable_ipv6=1
     while read -r name link address; do
         ip netns add "$name"
         ip netns exec "$name" sysctl -qw net.ipv6.conf.all.disable_ipv6=1
         ip link set "$link" netns "$name"
-        # As in `two_hosts`: each segment of UDP is seen by itself.
+        # Same as in `two_hosts`: capture each UDP segment separately.
         ip -n "$name" link set "$link" mtu 1500 gso_max_segs 1
         ip -n "$name" addr add "$address/24" dev "$link"
         ip -n "$name" link set lo up
@@ -42,7 +42,8 @@ ipsec_clean() {
     one_host
 }
 
-# Captures all that passes the switch: tap NAME. In memory, as it is read more than once.
+# Captures all packets on the switch: tap NAME. The file is in memory, because it is read multiple
+# times.
 TAP=
 tap() {
     TAPPED=$1
@@ -52,7 +53,7 @@ tap() {
 }
 
 end_tap() {
-    # It gets packets a second late.
+    # tcpdump receives packets with a delay of up to one second.
     sleep 1.2
     kill $TAP
     wait $TAP || true
@@ -60,37 +61,39 @@ end_tap() {
     grep -q '^0 packets dropped by kernel' "/tmp/taps/$TAPPED" || fail "$(cat "/tmp/taps/$TAPPED")"
 }
 
-# The number of packets in a capture that match a filter, and nothing if tcpdump objects: tapped NAME WORD …
+# Prints the number of packets in a capture that match a filter, or nothing if tcpdump fails: tapped
+# NAME WORD …
 tapped() {
     tcpdump -nr "/tmp/taps/$1.pcap" "${@:2}" >/tmp/taps/found 2>/dev/null && wc -l </tmp/taps/found
 }
 
-# Fails if a capture has more than ESP, IKE, ARP and what hosts say of their multicast groups.
+# Fails if a capture contains anything else than ESP, IKE, ARP and multicast group reports.
 only_esp() {
     local plain="not esp and not arp and not igmp and not (udp and (port 500 or port 4500))"
     [ "$(tapped "$1" "$plain")" = 0 ] || fail "$1: in plain: $(tcpdump -c 10 -nr "/tmp/taps/$1.pcap" "$plain")"
     ! grep -aq "$MARK" "/tmp/taps/$1.pcap" || fail "$1: the mark is seen"
 }
 
-# riser on the host.
+# Runs riser on the host.
 on_host() {
     RISER_PROVIDER=roce nsenter --net=/run/netns/host "$RISER_BIN/riser" "$@"
 }
 
-# Writes the marks and reads them, by one protocol. Each time the first one gives its place to a number.
+# Writes the marks and reads them again using one protocol. Each time, the first mark is replaced by
+# a number.
 marks() {
     printf '%-32s' $((++WRITTEN)) | dd of=/tmp/marks conv=notrunc status=none
     on_host write --overwrite "$1" /tmp/marks
     on_host read "$1" --length 65536 | cmp - /tmp/marks
 }
 
-# Verified reads and writes, by one protocol.
+# Verified reads and writes using one protocol.
 verified() {
     on_host bench --overwrite "$1" --rw randrw --mix 40 --bs 16k --depth 16 --size 4m --warm-up 0 --verify \
         --timeout 60s "${@:2}"
 }
 
-# Fails if any protocol reaches the target.
+# Fails if any protocol can reach the target.
 no_way_in() {
     local pids=() pid
     for url in $SRP $ISER $ISCSI; do
@@ -102,7 +105,8 @@ no_way_in() {
     done
 }
 
-# An /etc of its own for an end, with a socket of its own, as both ends are in one guest, and a log.
+# Creates a separate /etc for one side, with a log and a separate socket, because both sides run in
+# the same guest.
 strongswan_etc() {
     mkdir -p "/etc/netns/$1"
     cp -r /etc/swanctl "/etc/netns/$1"
@@ -115,7 +119,7 @@ strongswan_etc() {
     } >"/etc/netns/$1/strongswan.conf"
 }
 
-# Puts what the book says where it says: has NAME CONFIGURATION CERTIFICATE
+# Installs the configuration and keys as described in the book: has NAME CONFIGURATION CERTIFICATE
 has() {
     local etc=/etc/netns/$1/swanctl
     rm -f "$etc"/{x509,private}/*
@@ -125,7 +129,7 @@ has() {
     cp "/tmp/keys/$3.key" "$etc/private"
 }
 
-# What strongswan.service starts, at one end.
+# Starts the program of strongswan.service on one side.
 declare -A CHARON
 strongswan() {
     ip netns exec "$1" charon-systemd >"$KEEP/charon-$1.out" 2>&1 &
@@ -134,17 +138,17 @@ strongswan() {
     swan "$1" --load-all --noprompt
 }
 
-# swanctl at one end, without what it says of plugins that are not installed.
+# Runs swanctl on one side, without messages about missing plugins.
 swan() {
     ip netns exec "$1" swanctl "${@:2}" 2> >(grep -v "failed to load" >&2)
 }
 
-# The identifiers of the host's security associations of ESP.
+# Prints the SPIs of all ESP security associations on the host.
 spis() {
     swan host --list-sas | awk '$1 == "in" || $1 == "out" { print $2 }'
 }
 
-# Whether there are others than these. Old ones may still be there for a few seconds.
+# Returns whether there are any other SPIs. Old SPIs may remain for a few seconds.
 has_others_than() {
     [ -n "$(spis | grep -vF "$1")" ]
 }
@@ -157,7 +161,7 @@ sed 's/10\.99\.0\.2/HOST/; s/10\.99\.0\.1/10.99.0.2/; s/HOST/10.99.0.1/
     s/target\.pem/host.pem/; s/CN=host/CN=target/' /tmp/target.conf >/tmp/host.conf
 sed 's/host\.pem/other.pem/' /tmp/host.conf >/tmp/other.conf
 cat /tmp/keys.sh /tmp/target.conf /tmp/host.conf
-# And a host that has a certificate, but not that one.
+# Another host with a different certificate.
 (
     cd /tmp/keys
     . /tmp/keys.sh
@@ -180,7 +184,7 @@ targets:
     access: open
 END
 
-# Without a tunnel all of it is seen, so it would be seen if one let it pass.
+# Without a tunnel all data is visible, so it would also be detected if it bypassed a tunnel.
 tap without
 for url in $SRP $ISER $ISCSI; do marks "$url"; done
 end_tap
@@ -188,7 +192,7 @@ grep -aq "$MARK" /tmp/taps/without.pcap || fail "no mark is seen"
 [ "$(tapped without udp port 4791)" -gt 100 ] || fail "no RDMA is seen"
 [ "$(tapped without tcp port 3260)" -gt 20 ] || fail "no iSCSI is seen"
 
-# With strongSwan on the target only, it takes nothing that comes in plain, and does not answer.
+# If only the target uses strongSwan, it must ignore all plain-text packets.
 strongswan_etc peer
 has peer /tmp/target.conf target
 strongswan peer
@@ -199,7 +203,7 @@ end_tap
 [ "$(tapped target src 10.99.0.1 and tcp port 3260)" -gt 0 ] || fail "the host has not tried iSCSI"
 [ "$(tapped target src 10.99.0.2 and not arp and not igmp)" = 0 ] || fail "the target answers"
 
-# A certificate of the same authority with another name is not the host's.
+# A certificate from the same CA for another name must be rejected.
 strongswan_etc host
 has host /tmp/other.conf other
 strongswan host
@@ -214,7 +218,7 @@ only_esp other
 has host /tmp/host.conf host
 swan host --load-all --noprompt
 tap both
-# After a refusal the kernel would not ask for keys for minutes.
+# After a rejection, the kernel would not request new keys for minutes.
 swan host --initiate --child storage
 for url in $SRP $ISER $ISCSI; do marks "$url"; done
 for name in peer host; do
@@ -224,7 +228,7 @@ for name in peer host; do
         [[ $sas == *"$words"* ]] || fail "$name: no '$words'"
     done
 done
-# New keys under load, as there are every hour.
+# Renew the keys under load, which normally happens every hour.
 before=$(spis)
 verified $SRP --runtime 10s &
 LOAD=$!
@@ -234,7 +238,7 @@ wait_for 10 has_others_than "$before"
 kill -0 $LOAD || fail "the load is over"
 wait $LOAD || fail "the load met an error"
 verified $ISER --total 1m
-# And new ones after all were given up at the other end.
+# Negotiate new keys after the other side has deleted all of them.
 before=$(spis)
 swan peer --terminate --ike storage
 verified $ISCSI --total 1m

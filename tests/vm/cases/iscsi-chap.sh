@@ -1,5 +1,5 @@
 #: group: iscsi
-#: about: iscsi_tcp proves who it is, and has riserd prove it
+#: about: CHAP with iscsi_tcp, one-way and mutual
 #: limit: 300
 TRANSPORT=tcp
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: iscsi
-#: about: a file system over iscsi_tcp: made, filled, checked, compared
+#: about: file system over iscsi_tcp: mkfs, copy, fsck, compare
 #: limit: 400
 TRANSPORT=tcp
 . /vm/iscsi.sh

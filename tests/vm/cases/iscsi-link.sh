@@ -1,5 +1,5 @@
 #: group: iscsi
-#: about: iscsi_tcp's link is cut and mended while it writes; NOPs notice
+#: about: link of iscsi_tcp is disconnected and reconnected during writes, detected by NOPs
 #: limit: 400
 TRANSPORT=tcp
 . /vm/iscsi.sh

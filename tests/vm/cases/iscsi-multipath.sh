@@ -1,5 +1,5 @@
 #: group: iscsi
-#: about: dm-multipath over two portals with iscsi_tcp, one of them cut and mended
+#: about: dm-multipath over two portals with iscsi_tcp, one of them disconnected and reconnected
 #: limit: 400
 TRANSPORT=tcp
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: iscsi
-#: about: verified I/O of iscsi_tcp with every combination of what decides how data travel
+#: about: verified I/O of iscsi_tcp with all combinations of settings for data transfers
 #: limit: 600
 TRANSPORT=tcp
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: iscsi
-#: about: riserd ended, and killed, while iscsi_tcp writes
+#: about: riserd is stopped and killed during iscsi_tcp writes
 #: limit: 400
 TRANSPORT=tcp
 . /vm/iscsi.sh

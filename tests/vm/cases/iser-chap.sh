@@ -1,5 +1,5 @@
 #: group: iser
-#: about: ib_iser proves who it is, and has riserd prove it
+#: about: CHAP with ib_iser, one-way and mutual
 #: limit: 300
 TRANSPORT=iser
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: iser
-#: about: riserd on rdma_core: CHAP one way and both, with every algorithm, and wrong secrets
+#: about: riserd on rdma_core: one-way and mutual CHAP with all algorithms, and wrong secrets
 #: limit: 240
 TRANSPORT=iser CORE=yes
 . /vm/iscsi.sh

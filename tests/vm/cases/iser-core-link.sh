@@ -1,5 +1,5 @@
 #: group: iser
-#: about: riserd on rdma_core: the link is cut and mended while ib_iser writes; NOPs notice
+#: about: riserd on rdma_core: link is disconnected and reconnected during ib_iser writes, detected by NOPs
 #: limit: 400
 TRANSPORT=iser CORE=yes
 . /vm/iscsi.sh

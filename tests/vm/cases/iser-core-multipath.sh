@@ -1,5 +1,5 @@
 #: group: iser
-#: about: riserd on rdma_core: dm-multipath over two portals, one of them cut and mended
+#: about: riserd on rdma_core: dm-multipath over two portals, one of them disconnected and reconnected
 #: limit: 400
 TRANSPORT=iser CORE=yes
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: iser
-#: about: riserd on rdma_core: it ends in good order and is killed while writes run; nothing is lost
+#: about: riserd on rdma_core: stopped and killed during writes; no data is lost
 #: limit: 300
 TRANSPORT=iser CORE=yes
 . /vm/iscsi.sh

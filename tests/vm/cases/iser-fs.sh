@@ -1,5 +1,5 @@
 #: group: iser
-#: about: a file system over ib_iser: made, filled, checked, compared
+#: about: file system over ib_iser: mkfs, copy, fsck, compare
 #: limit: 400
 TRANSPORT=iser
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: libiscsi-tgt
-#: about: libiscsi's suite over iSER into tgt: what is listed does not pass there either
+#: about: libiscsi suite over iSER with tgt: listed tests also fail there
 #: limit: 3600
 #: packets: none
 . /vm/tgt.sh

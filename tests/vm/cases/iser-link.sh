@@ -1,5 +1,5 @@
 #: group: iser
-#: about: ib_iser's link is cut and mended while it writes; NOPs notice
+#: about: link of ib_iser is disconnected and reconnected during writes, detected by NOPs
 #: limit: 400
 TRANSPORT=iser
 . /vm/iscsi.sh

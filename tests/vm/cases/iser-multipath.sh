@@ -1,5 +1,5 @@
 #: group: iser
-#: about: dm-multipath over two portals with ib_iser, one of them cut and mended
+#: about: dm-multipath over two portals with ib_iser, one of them disconnected and reconnected
 #: limit: 400
 TRANSPORT=iser
 . /vm/iscsi.sh

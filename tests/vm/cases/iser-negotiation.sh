@@ -1,5 +1,5 @@
 #: group: iser
-#: about: verified I/O of ib_iser with every combination of what decides how data travel
+#: about: verified I/O of ib_iser with all combinations of settings for data transfers
 #: limit: 600
 TRANSPORT=iser
 . /vm/iscsi.sh

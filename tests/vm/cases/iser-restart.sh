@@ -1,5 +1,5 @@
 #: group: iser
-#: about: riserd ended, and killed, while ib_iser writes
+#: about: riserd is stopped and killed during ib_iser writes
 #: limit: 400
 TRANSPORT=iser
 . /vm/iscsi.sh

@@ -17,7 +17,7 @@ targets:
 transport: { provider: iwarp }
 END
 start_iscsid
-# There is no portal over TCP at the address, by which the target would be found.
+# There is no TCP portal on this address that could be used for discovery.
 iscsi_node
 iscsi_login
 [ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "wrong size"

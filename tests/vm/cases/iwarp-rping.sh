@@ -1,10 +1,10 @@
 #: group: iwarp
-#: about: rdma-core's rping over siw and ours over TCP, both roles, both IP versions
+#: about: rdma-core's rping over siw and ours over TCP, both roles, IPv4 and IPv6
 #: limit: 600
 iwarp_hosts
 trap one_host EXIT
 
-# Ours as the client of rdma-core's rping.
+# Our client with the server of rdma-core's rping.
 as_client() { # server address, our address, size, count
     rping -s -a "$1" -C "$4" -S "$3" &
     local server=$!
@@ -13,7 +13,7 @@ as_client() { # server address, our address, size, count
     wait $server || true
 }
 
-# Ours as the server, which ends when its client has left.
+# Our server, which exits after its client has disconnected.
 as_server() { # our address, size, count
     ip netns exec peer "$RISER_BIN/riser" -v rping server --provider iwarp --addr "$1" 2>"/tmp/rping-$1" &
     local server=$!

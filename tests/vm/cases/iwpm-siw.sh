@@ -1,5 +1,5 @@
 #: group: iwarp
-#: about: the port mapper before the kernel's iWARP: riser-iwpmd and rdma-core's iwpmd, with siw
+#: about: port mapper for the kernel's iWARP: riser-iwpmd and rdma-core's iwpmd, with siw
 #: limit: 300
 #: packets: 10
 iwarp_hosts
@@ -9,7 +9,7 @@ end() {
 }
 trap end EXIT
 
-# The port mapper of the kernel's end: mapper ours|theirs. It takes the place of the one before.
+# Starts the port mapper on the kernel's side, replacing the previous one: mapper ours|theirs
 mapper() {
     [ -z "${MAPPER:-}" ] || { kill "$MAPPER"; wait "$MAPPER" || true; }
     case $1 in
@@ -24,7 +24,7 @@ listens_at_3935() {
     ss -Hlnu sport = :3935 | grep -q .
 }
 
-# What an address of the kernel's end is mapped to, as the other end sees it.
+# Queries the mapping for an address on the kernel's side, as seen from the other side.
 asked() {
     on_peer "$RISER_BIN/riser-iwpmd" query 10.99.0.2:40000 "10.99.0.1:$1"
 }
@@ -39,8 +39,9 @@ is_rejected() {
     [[ $why == *"no mapping"* ]]
 }
 
-# TCP servers that are no iWARP devices, at the port that an address of the other end is mapped to and at
-# one that is not mapped: they see where the kernel connects, and the first bytes that it sends.
+# TCP servers that are not iWARP devices. One uses the port to which an address of the other side is
+# mapped, the other an unmapped port. They record where the kernel connects, and the first bytes
+# that it sends.
 cat >/tmp/first-bytes.py <<'PY'
 import select, socket
 servers = [socket.create_server(("10.99.0.2", port)) for port in (7300, 7175)]
@@ -52,7 +53,8 @@ while True:
         connection.close()
 PY
 
-# The kernel connects to a port of the other end, and comes to this one: comes_to PORT PORT
+# Checks that the kernel connects to the second port if it uses the first port on the other side:
+# comes_to PORT PORT
 comes_to() {
     : >/tmp/first-bytes
     timeout 30 rping -c -a 10.99.0.2 -I 10.99.0.1 -p "$1" -C 1 && fail "a connection with a program that closes it"
@@ -68,24 +70,24 @@ wait_for 20 grep -q 7300 /tmp/peer.log
 for kind in ours theirs; do
     mapper $kind
 
-    # The kernel listens: its address is registered, and gone with the listener.
+    # The kernel is listening: its address is registered until the listener is closed.
     rping -s -P -a 10.99.0.1 -p 7174 >/tmp/rping-server 2>&1 &
     rping=$!
     wait_for 30 is_mapped 7174
 
-    # Another port mapper takes the mappings over.
+    # Another port mapper takes over the mappings.
     mapper ours
     wait_for 30 is_mapped 7174
     mapper $kind
     wait_for 30 is_mapped 7174
 
-    # A connection of the device with itself: the port mapper asks itself.
+    # The device connects to itself, so the port mapper sends a query to itself.
     rping -c -a 10.99.0.1 -I 10.99.0.1 -p 7174 -C 20 -V
     kill $rping
     wait $rping || true
     wait_for 30 is_rejected 7174
 
-    # To where the other end's port mapper says, and without a mapping as it is.
+    # Uses the mapping of the other side's port mapper, or the port itself if there is no mapping.
     comes_to 7174 7300
     comes_to 7175 7175
 done

@@ -1,10 +1,10 @@
 #: group: lio
-#: about: LIO restores the published configurations, and riserd-configfs imports the same from what LIO saves
+#: about: LIO restores published configurations, and riserd-configfs imports them as saved by LIO
 #: limit: 900
 #: packets: none
 . /vm/targetcli.sh
-# LIO makes a port of srpt for a device alone. Of twins, whose identifiers are equal, the first one keeps it,
-# and LIO saves them in another order.
+# LIO only creates one srpt port per device. If there are two ports with the same identifier, it
+# keeps the first one and saves them in a different order.
 EXPECTED=" srp twins"
 
 corpus_clean() {
@@ -17,7 +17,7 @@ corpus_clean() {
     rm -rf /srv/riser-corpus /dev/riser-corpus $IMAGES/*.img
 }
 
-# Parts that riserd cannot serve, and notes, are no failures: import FILE
+# Unsupported parts and notes are not treated as errors: import FILE
 import() {
     local status=0
     "$RISER_BIN/riserd-configfs" import "$1" 2>/tmp/notes || status=$?
@@ -40,7 +40,7 @@ different=
 for file in "$RISER_ROOT"/configfs-emu/tests/data/lio/*.json; do
     name=$(basename "$file" .json)
     echo "--- $name"
-    # It prints each value that it skips.
+    # This prints each value that is skipped.
     on_lio targetctl restore "$file"
     on_lio targetctl save "$KEEP/$name.json"
     on_lio targetctl clear

@@ -1,5 +1,5 @@
 #: group: lio
-#: about: riser proves who it is to the kernel's target over TCP, and is refused otherwise
+#: about: CHAP login of riser to the kernel's target over TCP, rejected with a wrong secret
 #: limit: 300
 SCHEME=iscsi
 . /vm/lio.sh

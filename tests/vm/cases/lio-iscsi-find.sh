@@ -1,5 +1,5 @@
 #: group: lio
-#: about: riser finds and describes the disks of the kernel's target over TCP
+#: about: riser discovers and inspects disks of the kernel's target over TCP
 #: limit: 300
 SCHEME=iscsi
 . /vm/lio.sh

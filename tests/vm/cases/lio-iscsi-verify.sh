@@ -1,5 +1,5 @@
 #: group: lio
-#: about: verified I/O of riser from 512 B to 4 MiB into the kernel's target over TCP
+#: about: verified I/O of riser from 512 B to 4 MiB to the kernel's target over TCP
 #: limit: 420
 SCHEME=iscsi
 . /vm/lio.sh

@@ -1,5 +1,5 @@
 #: group: lio
-#: about: riser proves who it is to the kernel's target over iSER, and is refused otherwise
+#: about: CHAP login of riser to the kernel's target over iSER, rejected with a wrong secret
 #: limit: 300
 SCHEME=iser
 . /vm/lio.sh

@@ -1,5 +1,5 @@
 #: group: lio
-#: about: riser finds and describes the disks of the kernel's target over iSER
+#: about: riser discovers and inspects disks of the kernel's target over iSER
 #: limit: 300
 SCHEME=iser
 . /vm/lio.sh

@@ -1,5 +1,5 @@
 #: group: nfs
-#: about: the server of an NFS mount below one of two disks is cut off under load, and returns
+#: about: the server of an NFS mount used for one of two disks is disconnected under load and reconnected
 #: limit: 300
 #: packets: none
 IQN=iqn.2026-01.com.example:rig
@@ -18,8 +18,8 @@ hang_clean() {
 }
 trap hang_clean EXIT
 
-# The kernel's NFS server in a namespace. The caches have the entries that rpc.mountd would add: one export, with
-# identifier 0, for one client, until 2038.
+# Starts the kernel's NFS server in a namespace. The caches contain the entries that would be added
+# by rpc.mountd: one export with identifier 0 for one client, until 2038.
 start_nfsd() {
     mkdir -p $IMAGES/export
     ip netns add files
@@ -34,7 +34,7 @@ mount -t nfsd nfsd /proc/fs/nfsd
 cd /proc/net/rpc
 until=2147483647
 echo "nfsd 10.98.0.1 \$until rig" >auth.unix.ip/channel
-# INSECURE_PORT, NOSUBTREECHECK and FSID; no mapping of users.
+# INSECURE_PORT, NOSUBTREECHECK and FSID, without user mapping.
 echo "rig $IMAGES/export \$until 9218 65534 65534 0" >nfsd.export/channel
 echo "rig 1 \\x00000000 \$until $IMAGES/export" >nfsd.fh/channel
 echo "-2 -3 +4 +4.2" >/proc/fs/nfsd/versions
@@ -44,7 +44,7 @@ echo 4 >/proc/fs/nfsd/threads
 END
 }
 
-# Random writes with verification for this many seconds, in the background: load LUN SECONDS
+# Random writes with verification for this number of seconds, in the background: load LUN SECONDS
 load() {
     riser bench $DISKS/$1 --rw randwrite --verify crc32c --runtime "$2s" --warm-up 0s --depth 8 --overwrite -o json >"$KEEP/load-$1.json" &
     LOAD=$!
@@ -90,7 +90,7 @@ load 1 10
 wait $LOAD || fail "the load on the healthy disk failed"
 [ "$(operations 1)" -gt 100 ] || fail "the healthy disk is delayed"
 reports_hang || fail "the server is still cut off"
-# A session that begins now is served as well.
+# A new session must also be served.
 riser inspect $DISKS/1
 ! riserd upgrade || fail "an upgrade began while a disk hangs"
 riser inspect $DISKS/1

@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: the book: attach from a Linux target, as it is written there
+#: about: the book: attach from a Linux target, as documented
 #: limit: 200
 two_hosts
 trap readme_clean EXIT
@@ -17,7 +17,7 @@ readme_clean() {
     rm -f /srv/disk0.img
     one_host
 }
-# The first block is the target's, the second ours.
+# The first block is for the target, the second block is for our host.
 blocks=$(book attach "From a Linux target" sh)
 typed <<<"${blocks%%riser *}"
 riser() { riser_on roce "$@"; }

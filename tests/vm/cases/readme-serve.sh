@@ -1,5 +1,5 @@
 #: group: srp
-#: about: the book: serve to a Linux host, as it is written there
+#: about: the book: serve to a Linux host, as documented
 #: limit: 200
 #: short: yes
 two_hosts

@@ -1,5 +1,5 @@
 #: group: rig
-#: about: the rig itself: rdma_rxe comes up, and packets of RDMA pass between two network namespaces
+#: about: the rig: rdma_rxe works, and RDMA packets are forwarded between two network namespaces
 #: limit: 120
 #: short: yes
 #: packets: 2
@@ -8,7 +8,7 @@ trap one_host EXIT
 ibv_devinfo -d rxe0 | grep -q PORT_ACTIVE || fail "the port is not active"
 passed() { cat "/sys/class/infiniband/rxe0/ports/1/hw_counters/$1_pkts"; }
 received=$(passed rcvd) sent=$(passed sent)
-# The kernel's connection manager gets the request of our NIC, and refuses a service that is not there.
+# The kernel's CM must receive the request from our NIC, and reject a service that doesn't exist.
 refused roce 3 'log in' read "srp://10.99.0.1:5556/0?id_ext=1&ioc_guid=2"
 [ "$(passed rcvd)" -gt "$received" ] || fail "rdma_rxe has received nothing"
 [ "$(passed sent)" -gt "$sent" ] || fail "rdma_rxe has sent nothing"

@@ -1,13 +1,13 @@
 #: group: transport
-#: about: rdma-core's rping over rdma_rxe and ours on the software NIC, both roles, both IP versions
+#: about: rdma-core's rping over rdma_rxe and ours on the software NIC, both roles, IPv4 and IPv6
 #: limit: 900
 two_hosts
 trap one_host EXIT
-# A second address of each kind, so that the four runs can go on at once.
+# Additional addresses, so that all four runs can be done at the same time.
 on_peer ip addr add 10.99.0.3/24 dev v1
 on_peer ip addr add fd99::3/64 dev v1 nodad
 
-# Ours as the client of rdma-core's rping.
+# Our client with the server of rdma-core's rping.
 as_client() { # server address, our address, size, count
     rping -s -a "$1" -C "$4" -S "$3" &
     local server=$!
@@ -16,7 +16,7 @@ as_client() { # server address, our address, size, count
     wait $server || true
 }
 
-# Ours as the server, which ends when its client has left.
+# Our server, which exits after its client has disconnected.
 as_server() { # our address, size, count
     ip netns exec peer "$RISER_BIN/riser" -v rping server --addr "$1" 2>"/tmp/rping-$1" &
     local server=$!

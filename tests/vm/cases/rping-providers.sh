@@ -1,9 +1,9 @@
 #: group: transport
-#: about: ours on rdma_core and ours on the software NIC, both roles, both IP versions
+#: about: our rping on rdma_core and on the software NIC, both roles, IPv4 and IPv6
 #: limit: 900
 two_hosts
 trap one_host EXIT
-# A second address of each kind, so that the four runs can go on at once.
+# Additional addresses, so that all four runs can be done at the same time.
 on_peer ip addr add 10.99.0.3/24 dev v1
 on_peer ip addr add fd99::3/64 dev v1 nodad
 

@@ -1,5 +1,5 @@
 #: group: transport
-#: about: rdma-core's rping over rdma_rxe and ours on rdma_core, both roles, both IP versions
+#: about: rdma-core's rping over rdma_rxe and ours on rdma_core, both roles, IPv4 and IPv6
 #: limit: 900
 #: packets: none
 dummy_host

@@ -1,5 +1,5 @@
 #: group: sa
-#: about: Debian's ibacm on our libraries answers the kernel and ib_acme as riser-sa does
+#: about: Debian's ibacm with our libraries returns the same paths as riser-sa to the kernel and ib_acme
 #: limit: 300
 #: packets: none
 . "$RISER_ROOT/tests/vm/sa.sh"
@@ -7,13 +7,13 @@ ib_hosts
 trap no_ib_hosts EXIT
 administrator
 
-# The port's address, for a device of ours that ibacm serves.
+# The port's address, used for one of our devices that is served by ibacm.
 ip -n local link add d0 type dummy
 ip -n local link set d0 mtu 4500 up
 ip -n local address add fd99::1/64 dev d0 nodad
 OURS=(nsenter --net=/run/netns/local env RISER_LINK_LAYER=infiniband "$RISER_BIN/riser" run --addr fd99::1 --)
 
-# The kernel waits for ibacm as long as it would for riser-sa.
+# The kernel waits for ibacm with the same timeout as for riser-sa.
 answers
 answers_no_more
 
@@ -33,13 +33,13 @@ python3 "$RISER_ROOT/tests/vm/sa.py" given /tmp/ibacm/socket -- "${OURS[@]}" \
 IBACM=$!
 STARTED+=($!)
 
-# Has ib_acme ask at a socket: resolves SOCKET
+# Runs a query with ib_acme using this socket: resolves SOCKET
 resolves() {
     "${OURS[@]}" ib_acme -S "$1" -f g -s fd99::1 -d fd99::2 -v >/tmp/acme 2>&1
     grep -q "SA verification: success" /tmp/acme
 }
 
-# It joins a group first, and refuses what it is asked meanwhile.
+# ibacm first joins a group, and rejects all queries until this is complete.
 wait_for 60 resolves /tmp/ibacm/socket
 tail -n +2 /tmp/acme | tee /tmp/acme-ibacm
 
@@ -47,7 +47,8 @@ before=$(packets)
 route fd99::1 fd99::2 | tee /tmp/by-ibacm
 [ "$(packets)" = "$before" ] || fail "the kernel has asked the administrator"
 
-# riser-sa in its place says the same to both, but for the service, which is 0 in ibacm's paths.
+# When riser-sa replaces ibacm, both queries must return the same result, except for the service
+# level, which is 0 in paths from ibacm.
 kill $IBACM
 wait $IBACM || true
 answers --source fd99::1 --socket /tmp/riser-sa.socket

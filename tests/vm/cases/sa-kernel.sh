@@ -1,12 +1,12 @@
 #: group: sa
-#: about: the kernel's RDMA CM on a port of InfiniBand: riser-sa's paths by netlink, and by MADs where it has none
+#: about: the kernel's RDMA CM on an InfiniBand port: paths from riser-sa with netlink, or with MADs as a fallback
 #: limit: 420
 . "$RISER_ROOT/tests/vm/sa.sh"
 ib_hosts
 trap no_ib_hosts EXIT
 administrator
 
-# By MADs, as nothing of this host answers.
+# Uses MADs, because no process on this host responds.
 before=$(packets)
 route fd99::1 fd99::2 class=0x20 | tee /tmp/by-mad
 [ "$(packets)" -gt "$before" ] || fail "no packet to the administrator"
@@ -15,7 +15,7 @@ for words in "paths 1" "service 0x10615b3" "dgid fd99::2 sgid fd99::1" "hops 64 
     grep -q "$words" /tmp/by-mad || fail "no $words in the path"
 done
 
-# By netlink: the same path, and no packet.
+# Uses netlink: the same path without any packet.
 answers --source fd99::1
 before=$(packets)
 route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
@@ -24,7 +24,8 @@ route fd99::1 fd99::2 class=0x20 count=100 | sort -u | diff - /tmp/by-mad
 [ "$(asked)" = 101 ] || fail "$(asked) questions"
 [ "$(packets)" = "$before" ] || fail "the administrator was asked as well"
 
-# ib_srp asks for its target's path and comes to the target, a NIC that has no such service (REJ reason 8).
+# ib_srp requests the path to its target and reaches the target, which is a NIC without this service
+# (REJ reason 8).
 pings
 modprobe ib_srp
 add=/sys/class/infiniband_srp/srp-ibrxe0-1/add_target
@@ -35,7 +36,8 @@ echo "id_ext=$id,ioc_guid=$id,dgid=fd990000000000000000000000000002,pkey=ffff,se
 dmesg | grep "ib_srp: REJ received" || fail "no answer of the target"
 modprobe -r ib_srp
 
-# A source that it does not know: it refuses, and the kernel asks the administrator at once.
+# If the source is unknown, riser-sa rejects the query, and the kernel immediately sends it to the
+# administrator.
 answers_no_more
 answers
 before=$(asked)
@@ -43,7 +45,8 @@ route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
 [ "$(asked)" -gt "$before" ] || fail "it was not asked"
 answers_no_more
 
-# One that does not answer: the kernel asks the administrator when the time is over that was set.
+# If there is no response, the kernel sends the query to the administrator after the configured
+# timeout.
 waits() {
     local began took
     WAIT=$1 answers --source fd99::1
@@ -57,10 +60,10 @@ waits() {
     wait $LOCAL || true
 }
 waits 1000
-# More than the kernel's own two seconds.
+# Longer than the default timeout of the kernel, which is two seconds.
 waits 6000
 
-# Restarted while the kernel asks: every question has its answer, by the one or the other.
+# If riser-sa is restarted during queries, each query must get a response from either of them.
 WAIT=500
 answers --source fd99::1
 (for i in {1..12}; do route fd99::1 fd99::2 class=0x20 count=100 timeout=60000; done) >/tmp/load &

@@ -1,5 +1,5 @@
 #: group: sa
-#: about: riser-sa on the kernel's netlink: its group, what the kernel acknowledges, rights that are missing
+#: about: riser-sa with the kernel's netlink: group, acknowledgements, missing capabilities
 #: limit: 240
 #: short: yes
 #: packets: none
@@ -11,7 +11,7 @@ end() {
 STARTED=()
 trap end EXIT
 
-# It starts, and stays: stays OPTION …
+# Checks that it starts and keeps running: stays OPTION …
 stays() {
     RISER_LOG=debug "$RISER_BIN/riser-sa" --addr 127.0.0.1 "$@" >/tmp/sa.log 2>&1 &
     SA=$!
@@ -20,7 +20,7 @@ stays() {
     cat /tmp/sa.log
 }
 
-# It ends at once and says why: does_not_start WORDS COMMAND …
+# Checks that it exits immediately with an error: does_not_start WORDS COMMAND …
 does_not_start() {
     local words=$1 status=0
     shift
@@ -30,7 +30,8 @@ does_not_start() {
     grep -q -- "$words" /tmp/sa.log || fail "no '$words'"
 }
 
-# Sockets of NETLINK_RDMA (20) of a process in the kernel's group of local services: members PID
+# Prints the number of NETLINK_RDMA (20) sockets of a process that have joined the kernel's group
+# for local services: members PID
 members() {
     awk -v pid="$1" '$2 == 20 && $3 == pid && $4 == "00000004"' /proc/net/netlink | wc -l
 }
@@ -40,18 +41,19 @@ stays
     cat /proc/net/netlink
     fail "it is no member of the kernel's group"
 }
-# Another one is a member as well, at an address of its own.
+# Another process with a separate address also joins the group.
 "$RISER_BIN/riser-sa" --addr 127.0.0.2 >/tmp/other.log 2>&1 &
 STARTED+=($!)
 wait_for 60 grep -q answers /tmp/other.log
-# Restarted at once.
+# Restart it immediately.
 kill -KILL $SA
 wait $SA || true
 stays --kernel-timeout 2500
 kill $SA
 wait $SA || true
 
-# The kernel acknowledges the first message, which is the time, or an answer to a question of no one.
+# The kernel acknowledges the first message, which is the timeout, or a response to an unknown
+# request.
 acknowledged() {
     local messages=$1 sa
     shift
@@ -70,13 +72,13 @@ acknowledged 'sendto.*nlmsg_type=0x1000'
 acknowledged 'sendto.*nlmsg_type=0x1001' --kernel-timeout 100
 acknowledged 'sendto.*nlmsg_type=0x1001' --kernel-timeout 200000
 
-# Without its right, and where the kernel does not ask.
+# Without the capability, and in a namespace where the kernel doesn't send queries.
 does_not_start CAP_NET_ADMIN setpriv --reuid 65534 --regid 65534 --clear-groups
 does_not_start CAP_NET_ADMIN setpriv --bounding-set -net_admin --inh-caps -net_admin
 ip netns add other
 ip -n other link set lo up
 does_not_start "first network namespace" ip netns exec other
-# It answers hosts there nevertheless.
+# It must still respond to other hosts there.
 ip netns exec other "$RISER_BIN/riser-sa" --addr 127.0.0.1 --no-netlink >/tmp/sa.log 2>&1 &
 STARTED+=($!)
 wait_for 60 grep -q ' answers .*kernel=false' /tmp/sa.log

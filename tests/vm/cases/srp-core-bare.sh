@@ -1,5 +1,5 @@
 #: group: srp
-#: about: a host without libibverbs: riserd and riser say so, and work on the software NIC
+#: about: without libibverbs, riserd and riser report an error and can use the software NIC
 #: limit: 120
 #: short: yes
 #: packets: none
@@ -13,13 +13,13 @@ end_capture # tcpdump needs libibverbs itself
 mkdir -p /tmp/rdma-core
 trap bare_clean EXIT
 mv "$LIBS"/libibverbs.so* "$LIBS"/librdmacm.so* /tmp/rdma-core
-# Words that a command must say: says WORDS COMMAND …
+# Checks that the output of a command contains these words: says WORDS COMMAND …
 says() {
     local words=$1 text
     shift
     text=$("$@" 2>&1) || true
     echo "$text"
-    # Where a terminal would break a line does not matter.
+    # Ignore line breaks.
     [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "no '$words' in what $* says"
 }
 for program in riserd riser; do

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: riserd on rdma_core: the link down and up while writes run, for shorter and for longer than the kernel retries
+#: about: riserd on rdma_core: link down during writes, for less and for more time than the kernel's retries
 #: limit: 400
 CORE=yes
 . "$RISER_ROOT/tests/vm/cases/srp-link.sh"

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: riserd on rdma_core: login with one and four channels, size, identity, the list of devices
+#: about: riserd on rdma_core: login with one and four channels, capacity, identity, list of devices
 #: limit: 300
 CORE=yes
 . "$RISER_ROOT/tests/vm/cases/srp-login.sh"

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: riserd on rdma_core: ended and started again in good order while writes run
+#: about: riserd on rdma_core: stopped and started again during writes
 #: limit: 400
 CORE=yes
 . "$RISER_ROOT/tests/vm/cases/srp-restart.sh"

@@ -1,10 +1,10 @@
 #: group: srp
-#: about: riserd on rdma_core while its RDMA device is taken away under load and comes back, twice
+#: about: riserd on rdma_core: its RDMA device is removed under load and added again, twice
 #: limit: 300
 #: packets: none
 dummy_host
 trap dummy_clean EXIT
-# Two portals, so that two devices of riserd lie on the one that goes.
+# Two portals, so that two devices of riserd use the device that is removed.
 serve <<Y
 backends:
   disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
@@ -30,7 +30,7 @@ for round in 1 2; do
     load=$!
     sleep 1
     timeout 60 rdma link delete rxe0 || fail "the kernel waits for riserd"
-    # It meets errors, of course.
+    # Errors are expected.
     wait $load || true
     wait_for 10 said 'the RDMA device is gone' $((2 * round))
     wait_for 60 no_hosts

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: a file system made, filled, checked, and read after a restart of the daemon
+#: about: mkfs, copy and fsck, and reading after a restart of the daemon
 #: limit: 300
 srp_rig 128 1
 srp_login ch_count=2

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: every logical unit appears, is the one that it says, and goes with the session
+#: about: all logical units appear with the correct identity and are removed with the session
 #: limit: 180
 PARAMS=ch_count=4
 three_disks_rig

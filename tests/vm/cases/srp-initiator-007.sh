@@ -1,5 +1,5 @@
 #: group: srp
-#: about: 4 MiB transfers with one descriptor in a request
+#: about: 4 MiB transfers, one descriptor per request
 #: limit: 300
 PARAMS=ch_count=1
 three_disks_rig cmd_sg_entries=1

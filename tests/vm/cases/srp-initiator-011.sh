@@ -1,5 +1,5 @@
 #: group: srp
-#: about: a raw multipath device while its paths are logged out and in
+#: about: raw multipath device while its paths log out and in
 #: limit: 300
 PARAMS=ch_count=4
 three_disks_rig

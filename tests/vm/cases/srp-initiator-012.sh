@@ -1,5 +1,5 @@
 #: group: srp
-#: about: verified writes under every I/O scheduler
+#: about: verified writes with all I/O schedulers
 #: limit: 300
 PARAMS=ch_count=4
 three_disks_rig

@@ -1,11 +1,11 @@
 #: group: srp
-#: about: one block to and from pieces of memory that do not adjoin
+#: about: one block from and to fragmented memory
 #: limit: 120
 PARAMS=ch_count=4
 three_disks_rig
 head -c 512 /dev/urandom >/tmp/block
 dd if=/tmp/block of=/dev/mapper/paths bs=512 oflag=direct status=none
-# A read into, and a write from, pieces on different pages, each with another length.
+# Reads into, and writes from, buffers of different lengths on different pages.
 python3 - "$DISK" <<'P'
 import ctypes, fcntl, mmap, os, sys
 

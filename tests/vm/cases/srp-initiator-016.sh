@@ -1,5 +1,5 @@
 #: group: srp
-#: about: the RDMA device is taken away while the initiator is logged in
+#: about: RDMA device is removed while the initiator is logged in
 #: limit: 180
 PARAMS=ch_count=4
 three_disks_rig
@@ -7,7 +7,7 @@ multipath_end
 rdma link delete rxe0
 no_hosts_left() { ! ls -d /sys/class/srp_remote_ports/* >/dev/null 2>&1; }
 wait_for 60 no_hosts_left
-# The target has lost them without a word, and serves the initiator that comes next.
+# The target has lost the connections without a notification, and must serve a new initiator.
 rdma link add rxe0 type rxe netdev v0
 wait_for 20 gid_is_there rxe0 10.99.0.1
 wait_for 20 test -e /sys/class/infiniband_srp/srp-rxe0-1/add_target

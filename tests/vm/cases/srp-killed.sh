@@ -1,5 +1,5 @@
 #: group: srp
-#: about: riserd killed and restarted while writes run; the kernel comes back and nothing is lost
+#: about: riserd is killed and restarted during writes; the kernel reconnects and no data is lost
 #: limit: 400
 srp_rig 64 1
 srp_login ch_count=2 tl_retry_count=2

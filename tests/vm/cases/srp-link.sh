@@ -1,5 +1,5 @@
 #: group: srp
-#: about: the link down and up while writes run, for shorter and for longer than the kernel retries
+#: about: link down during writes, for less and for more time than the kernel's retries
 #: limit: 400
 srp_rig 64 1
 srp_login ch_count=1 tl_retry_count=2

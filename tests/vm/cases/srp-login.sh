@@ -1,5 +1,5 @@
 #: group: srp
-#: about: ib_srp logs in with one and with four channels; size and identity; logout
+#: about: ib_srp login with one and four channels, capacity and identity, logout
 #: limit: 240
 #: short: yes
 two_hosts

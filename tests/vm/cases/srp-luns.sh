@@ -1,5 +1,5 @@
 #: group: srp
-#: about: logical units added and removed by SIGHUP while writes run on another one
+#: about: logical units are added and removed with SIGHUP during writes to another one
 #: limit: 300
 srp_rig 64 1
 srp_login ch_count=2
@@ -17,7 +17,7 @@ for round in 1 2; do
     scan
     wait_for 20 find_disk 5
     verify "$DISK" 4m --bs=64k
-    # Taken away under load: what was under way ends, what comes later is refused.
+    # Removes the unit under load: commands in flight complete, later commands are rejected.
     fio --name=away --filename="$DISK" --size=32m --rw=randread --direct=1 --ioengine=libaio \
         --iodepth=4 --bs=4k --time_based --runtime=5 --output="$KEEP/fio-away-$round.txt" &
     away=$!
@@ -27,7 +27,7 @@ for round in 1 2; do
     wait_for 20 applied $((2 * round))
     wait "$away" && fail "a unit that is gone still answers"
     echo 1 >"/sys/class/block/$(basename "$DISK")/device/delete"
-    # Its image is free for others.
+    # Its image is no longer locked.
     wait_for 10 flock -n "$IMAGES/disk-more.img" true
 done
 grep -q 'LUN assignments on this target have changed' <(dmesg) || fail "the initiator was not notified"

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: dm-multipath over two portals, one of them cut and mended while writes run
+#: about: dm-multipath over two portals, one of them disconnected and reconnected during writes
 #: limit: 500
 two_hosts
 trap srp_clean EXIT
@@ -15,15 +15,15 @@ targets:
     luns: { 0: disk0 }
     access: open
 Y
-# The kernel does not fail a path while it tries to reconnect it, so failing comes first.
+# The kernel doesn't fail a path while it tries to reconnect, so the failure must happen first.
 load_srp fast_io_fail_tmo=2 reconnect_delay=6 dev_loss_tmo=300
 srp_login ch_count=1 tl_retry_count=2
 srp_add 10.99.0.3:5555 0200c0ffee000002 ch_count=1 tl_retry_count=2
 two_paths() { [ "$(multipath_table rq | grep -o 'service-time 0 2')" ]; }
 wait_for 30 two_paths
 multipath_over bio
-# Commands that were acknowledged before the cut are missed only when their time is over, and a
-# starved guest may have to go through every step of error recovery then.
+# If a command was acknowledged at the transport level before the link was cut, this is only
+# detected after its timeout. If the guest is slow, this may require all steps of error recovery.
 for d in /sys/class/scsi_device/*:0/device/timeout; do echo 5 >"$d"; done
 load /dev/mapper/paths 20
 sleep 3
@@ -34,7 +34,7 @@ sleep 2
 on_peer ip addr add 10.99.0.3/24 dev v1
 wait_for 120 srp_connected
 for d in /sys/class/scsi_device/*:0/device; do
-    # The last step takes a disk offline.
+    # The last step of error recovery sets the disk offline.
     echo running >"$d/state"
     dmsetup message paths 0 reinstate_path "$(cat "$d"/block/*/dev)"
 done

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: immediate data on and off, registration always and never
+#: about: with and without immediate data, registration always and never
 #: limit: 600
 for imm in Y N; do
     for register in Y N; do

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: riserd on rdma_core beside the kernel's ib_srpt: both serve one file as it is, and how fast
+#: about: riserd on rdma_core compared to the kernel's ib_srpt: correctness and performance for the same file
 #: limit: 600
 #: alone: yes
 #: packets: none
@@ -26,7 +26,7 @@ load_srp
 wait_for 30 srp_add 10.99.0.2:5556 "$GUID" ch_count=2
 wait_for 30 srp_add 10.99.0.1:5555 "$G" ch_count=2
 
-# The disk of a vendor that has the file.
+# Finds the disk with this vendor name.
 disk_of() {
     local d
     for d in /sys/class/scsi_device/*:0/device/block/*; do
@@ -45,7 +45,7 @@ measure() { # name, disk
     fio --name=random --rw=randread --bs=4k --iodepth=16 --runtime=8 --ramp_time=2 "${options[@]}" >"$KEEP/$1-random.json"
     fio --name=sequential --rw=read --bs=128k --iodepth=8 --runtime=8 --ramp_time=2 "${options[@]}" >"$KEEP/$1-sequential.json"
 }
-# In turns, since the machine's speed may drift.
+# Alternate between both targets, because the speed of the machine may change.
 for round in 1 2 3; do
     measure riserd-$round "$(disk_of "RISER   ")"
     measure kernel-$round "$(disk_of "LIO-ORG ")"

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: sg_reset of device, bus and host while writes run that must all be there afterwards
+#: about: sg_reset of device, bus and host during writes; no data is lost
 #: limit: 300
 srp_rig 64 1
 srp_login ch_count=2

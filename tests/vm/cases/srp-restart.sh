@@ -1,5 +1,5 @@
 #: group: srp
-#: about: riserd ended and started again in good order while writes run
+#: about: riserd is stopped and started again during writes
 #: limit: 400
 srp_rig 64 1
 srp_login ch_count=2

@@ -1,5 +1,5 @@
 #: group: srp
-#: about: 1, 12 and 255 descriptors in a request, with and without tables in memory
+#: about: 1, 12 and 255 descriptors per request, with and without indirect tables
 #: limit: 600
 for entries in 1 12 255; do
     srp_rig 64 1 indirect_sg_entries=2048

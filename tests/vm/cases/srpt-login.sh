@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: riser finds and describes the disks of ib_srpt on both providers, and reports why it may not
+#: about: riser discovers and inspects ib_srpt disks with both providers, and reports rejected logins
 #: limit: 480
 two_hosts
 trap kernel_target_clean EXIT
@@ -18,19 +18,19 @@ for provider in roce rdma_core; do
         riser_on $provider read "$(lun $lun)&immediate=0" --offset 5000 --length 3M >/tmp/out
         cmp /tmp/in /tmp/out
     done
-    # A session that ends while its further channels are being connected: none may be left behind, as
-    # the kernel waits for every one of them where an initiator is no longer let in.
+    # The session is closed while its other channels are still being connected. No channel must be
+    # left, because the kernel would wait for all of them when the initiator's access is removed.
     for round in {1..10}; do
         riser_on $provider read "$(lun 0)&channels=8" --length 512 >/dev/null
     done
-    # As it is written for the kernel's ib_srp.
+    # The target string in the format used for the kernel's ib_srp.
     riser_on $provider read "id_ext=$G,ioc_guid=$G,dest=10.99.0.1:5555,cmd_sg_entries=32" --length 512 >/dev/null
     refused $provider 5 "no such logical unit" read "$(lun 9)"
     refused $provider 3 'log in' read "srp://10.99.0.1/0?id_ext=1&ioc_guid=2"
     refused $provider 3 'log in' read "srp://10.99.0.1:5556/0?id_ext=$G&ioc_guid=$G"
     SECONDS=0
     refused $provider 4 'log in' --timeout 3s read "srp://10.99.0.77/0?id_ext=$G&ioc_guid=$G"
-    # Without the option it would be 30 s; the guest is slow.
+    # Without this option it would take 30 s, and the guest is slow.
     [ $SECONDS -le 20 ] || fail "a dead address took $SECONDS s"
     keep_out
     refused $provider 3 'log in' read "$(lun 0)"

@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: FUSE attachments of disks of ib_srpt: mkfs, a mounted file system, copy, fsck
+#: about: FUSE attachments of ib_srpt disks: mkfs, mount, copy, fsck
 #: limit: 420
 modprobe -a fuse loop ext4
 two_hosts
@@ -18,7 +18,7 @@ for provider in roce rdma_core; do
     cp -r /usr/share/zoneinfo $mnt/tree 2>/dev/null || cp -r /etc $mnt/tree
     sync -f $mnt
     riser_on $provider detach $mnt
-    # As the kernel below the target sees it.
+    # Check the file system using the kernel below the target.
     e2fsck -fn "$IMAGES/srpt.img"
     riser_on $provider mount "$(lun 0)" $mnt --read-only
     diff -r --no-dereference /usr/share/zoneinfo $mnt/tree 2>/dev/null || diff -r --no-dereference /etc $mnt/tree

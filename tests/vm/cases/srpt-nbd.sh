@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: NBD attachments of disks of ib_srpt: an image in and out, compared; verified I/O
+#: about: NBD attachments of ib_srpt disks: write, read and compare an image; verified I/O
 #: limit: 420
 #: short: yes
 two_hosts

@@ -1,10 +1,10 @@
 #: group: srpt
-#: about: ib_srpt is switched off and on, its link is cut and mended, its device goes and comes, under verified load
+#: about: ib_srpt is disabled and enabled, its link is disconnected, and its device is removed, under verified load
 #: limit: 420
 two_hosts
 trap kernel_target_clean EXIT
 kernel_target
-# Verified writes in the background for ten seconds, which must not see anything.
+# Verified writes in the background for ten seconds, which must not fail.
 load() {
     riser_on "$1" bench --overwrite "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --runtime 10s \
         --warm-up 0 --verify --timeout 90s &

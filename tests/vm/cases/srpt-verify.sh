@@ -1,5 +1,5 @@
 #: group: srpt
-#: about: verified I/O from 512 B to 4 MiB into files and memory of ib_srpt, with one and more channels
+#: about: verified I/O from 512 B to 4 MiB to files and RAM disks of ib_srpt, with one and more channels
 #: limit: 420
 two_hosts
 trap kernel_target_clean EXIT

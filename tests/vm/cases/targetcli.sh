@@ -1,5 +1,5 @@
 #: group: targetcli
-#: about: one session of targetcli, and the answers of the files it makes, on LIO and on riserd, which the kernel's initiators use
+#: about: a targetcli session and the contents of its files, with LIO and with riserd, which is then used by the kernel's initiators
 #: limit: 1800
 TRANSPORT=tcp
 . /vm/iscsi.sh

@@ -1,5 +1,5 @@
 #: group: transport
-#: about: every operation at 1 % and 10 % loss on both ends of the network
+#: about: all operations with 1 % and 10 % packet loss on both ends
 #: limit: 2400
 #: short: no
 two_hosts
@@ -9,7 +9,7 @@ for loss in 1 10; do
     for tc in "tc" "tc -n peer"; do
         dev=v0
         [ "$tc" = tc ] || dev=v1
-        # With segments of its own size, so that netem loses packets and not whole trains.
+        # Uses small segments, so that netem drops packets instead of entire trains.
         $tc qdisc replace dev $dev root netem loss $loss% limit 20000
     done
     RISER_LENGTH=$((1 << 20)) on_devices rdma_core:10.99.0.1 roce:10.99.0.2@peer stress::sizes stress::late

@@ -1,5 +1,5 @@
 #: group: transport
-#: about: peers that disappear in the middle of transfers: the network, the device, the process
+#: about: peers that disappear during transfers: network, device, process
 #: limit: 900
 two_hosts
 trap one_host EXIT
@@ -9,9 +9,9 @@ for test in the_peer_vanishes the_peer_closes; do
     on_devices roce:10.99.0.2@peer rdma_core:10.99.0.1 stress::$test
 done
 
-# A process is killed within a ping; the other notices, at the latest when nothing has come for the
-# time that it was given (who only waits for the peer's requests has nothing that could fail earlier),
-# and a new pair works.
+# One process is killed during a ping. The other must detect this, at the latest when nothing was
+# received for the configured timeout (a server that is only waiting for requests has no other way
+# to detect it). A new pair must then work.
 killed() { # who: server or client, then the prefix of the server's and the client's command
     local who=$1 server=$2 client=$3 at survivor doomed
     at=10.99.0.2
@@ -27,7 +27,8 @@ killed() { # who: server or client, then the prefix of the server's and the clie
     kill -0 $doomed && kill -0 $survivor || fail "they do not ping"
     kill -KILL $doomed
     SECONDS=0
-    # Whether it counts as an error that the peer has left depends on what was under way.
+    # The disconnected peer may or may not be treated as an error, depending on the operations in
+    # flight.
     ended $survivor any
     echo "$who on $server/$client killed: noticed after $SECONDS s"
     rping_on "$server" server

@@ -1,5 +1,5 @@
 #: group: transport
-#: about: the provider suite over IPv6, both ways
+#: about: the provider suite over IPv6, in both directions
 #: limit: 900
 #: short: no
 two_hosts

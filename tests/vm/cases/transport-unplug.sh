@@ -1,5 +1,5 @@
 #: group: transport
-#: about: an RDMA device that is taken away in the middle of transfers and comes back
+#: about: RDMA device is removed during transfers and added again
 #: limit: 400
 two_hosts
 trap one_host EXIT

@@ -1,9 +1,9 @@
 #: group: ublk
-#: about: riser attaches a disk as /dev/ublkb3: file system, riser killed under load and again, taken over
+#: about: riser attaches a disk as /dev/ublkb3: file system, recovery after riser was killed under load
 #: limit: 300
 TRANSPORT=tcp
 . /vm/iscsi.sh
-# Where udev's rule looks.
+# The directory used by the udev rule.
 unset RISER_STATE_DIR
 riser() { "$RISER_BIN/riser" --timeout 60s "$@"; }
 ublk_clean() {
@@ -12,7 +12,7 @@ ublk_clean() {
     riser detach --force /dev/ublkb3 2>/dev/null
     iscsi_clean
 }
-# The process that serves the device.
+# Prints the process that serves the device.
 server() { riser list -o json | python3 -c 'import json,sys; print(json.load(sys.stdin)[0]["pid"])'; }
 exits() {
     local want=$1 status=0
@@ -60,7 +60,7 @@ for round in 1 2; do
     sleep 2
     riser list
     riser list | grep -q waits || fail "the device does not wait"
-    # Not for another disk.
+    # A different disk must be rejected.
     exits 6 attach "$URL?header_digest=crc32c" --ublk=3
     riser attach $URL --ublk=3
 done

@@ -1,5 +1,5 @@
 #: group: verbs
-#: about: figures of our libraries beside those of rdma_rxe, each with rdma_rxe at the other end
+#: about: performance of our libraries compared to rdma_rxe, with rdma_rxe as the peer
 #: limit: 900
 #: alone: yes
 #: short: no
@@ -7,13 +7,14 @@
 . "$RISER_ROOT/tests/vm/verbs.sh"
 trap one_host EXIT
 
-# A run of perftest between the peer on rxe0 and a device, riser0 or rxe1; prints a column of the client's
-# figures: figure COLUMN SERVER CLIENT PROGRAM ARGUMENT …
+# Runs perftest between the peer on rxe0 and a device (riser0 or rxe1), and prints a column of the
+# client's results: figure COLUMN SERVER CLIENT PROGRAM ARGUMENT …
 figure() {
     local column=$1 server=$2 client=$3 s address=10.99.0.2 value="" tries
     shift 3
     [ "$server" != rxe0 ] || address=10.99.0.1
-    # A program that finds that the clock of the emulated processor is not steady gives no latencies.
+    # If a program detects that the clock of the emulated processor is not stable, it doesn't print
+    # any latencies.
     for ((tries = 0; tries < 5; tries++)); do
         PORT=$((PORT + 1))
         start "$(end_of "$server")" /tmp/server.log "$@" -d "$server" -x "$(index_of "$server")" -p $PORT
@@ -49,7 +50,7 @@ note() {
     echo "$@"
 }
 
-# All figures of a device, from and to the peer.
+# All results of a device, in both directions.
 measure() {
     local device=$1 round
     for round in 1 2 3; do
@@ -59,12 +60,12 @@ measure() {
     done
 }
 
-# A capture would take part of the time.
+# A packet capture would affect the results.
 CAPTURE=none
 two_hosts
 measure riser0 >/tmp/figures
 one_host
-# Here and not in a namespace of its own: rdma_rxe serves the first one only.
+# We can't use a separate namespace here, because rdma_rxe only supports the initial one.
 PEER=() CORE=yes CAPTURE=none
 two_hosts
 measure rxe1 >>/tmp/figures

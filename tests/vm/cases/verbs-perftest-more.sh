@@ -1,5 +1,5 @@
 #: group: verbs
-#: about: perftest between rdma_rxe and our libraries, what verbs-perftest leaves out, both roles
+#: about: perftest between rdma_rxe and our libraries, tests that are not in verbs-perftest, both roles
 #: limit: 600
 #: short: no
 . "$RISER_ROOT/tests/vm/verbs.sh"

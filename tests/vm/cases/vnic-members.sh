@@ -1,5 +1,5 @@
 #: group: vnic
-#: about: members that join late, die, restart and leave, a manager that restarts, hosts behind a member
+#: about: members that join late, crash, restart and leave, a restarted manager, hosts behind a member
 #: limit: 180
 #: here: yes
 #: packets: none
@@ -10,7 +10,7 @@ joined a 1
 joined b 2
 soon a 2
 
-# A late one. What it knows has come within a look or two.
+# A member that joins late. It knows all others after one or two intervals.
 sleep 2
 member c 10.98.0.3
 joined c 3
@@ -18,19 +18,19 @@ soon c 1
 soon c 2
 soon b 3
 
-# One that dies, which others do not notice.
+# A member that is killed, without any effect on other members.
 ip netns exec b ping -q -i 0.1 192.168.50.1 >"$KEEP/steady" &
 steady=$!
 kill -KILL "${MEMBER[c]}"
 wait "${MEMBER[c]}" || true
 wait_for 10 grep -q 'a member is gone' "$KEEP/a.log"
 refused on a ping -q -c 1 -W 1 192.168.50.3
-# It comes back, and is another host's neighbour with the address that it had.
+# When it returns, other hosts still use its previous address.
 member c 10.98.0.3
 joined c 3
 soon a 3
 
-# Restarted at once, it is the same member.
+# After an immediate restart, it's still the same member.
 before=$(on c cat /sys/class/net/vnic0/address)
 kill -KILL "${MEMBER[c]}"
 wait "${MEMBER[c]}" || true
@@ -40,13 +40,14 @@ wait_for 10 grep -q 'a member has restarted' "$KEEP/a.log"
 soon a 3
 [ "$(on c cat /sys/class/net/vnic0/address)" = "$before" ] || fail "the address has changed"
 
-# Another address of the user's is distributed. Hosts keep the old one for a while, as on any Ethernet.
+# If the user sets another address, this is distributed. Hosts continue to use the old address for
+# some time, as on any Ethernet.
 on b ip link set vnic0 address 06:11:22:33:44:55
 on a ip neighbour flush dev vnic0
 soon a 2
 on a ip neighbour show 192.168.50.2 | grep -q 06:11:22:33:44:55 || fail "the old address"
 
-# A host behind a member, whose address nothing but its frames tells.
+# A host behind a member, whose address is only known from its frames.
 ip netns add behind
 on b ip link add out type veth peer name eth0 netns behind
 on b ip link add bridge type bridge
@@ -61,13 +62,14 @@ on b ip link set vnic0 nomaster
 on b ip link set vnic0 up
 soon a 2
 
-# Members that know each other go on without the manager, and keep their addresses with another one.
+# Members that know each other continue to work without the manager, and keep their addresses with a
+# new manager.
 kill -INT $steady
 wait $steady || true
 grep -q ' 0% packet loss' "$KEEP/steady" || {
     tail -3 "$KEEP/steady"
     lost=$(grep -o '[0-9.]*% packet loss' "$KEEP/steady" | cut -d% -f1)
-    # Changing the address of an interface and its bridge takes a moment.
+    # It takes some time to change the address of an interface and its bridge.
     python3 -c "assert float('$lost') < 40"
 }
 addresses() {
@@ -86,7 +88,7 @@ soon a 2
 soon a 3
 [ "$(addresses)" = "$before" ] || fail "the addresses have changed"
 
-# Another manager gets nothing, and a member that takes orders from one only has no carrier.
+# Another manager is rejected, and a member that only accepts its own manager has no carrier.
 member d 10.98.0.4 --manage --switch 9
 wait_for 10 grep -q 'refuses a request' "$KEEP/d.log"
 wait_for 30 grep -q 'orders from another manager' "$KEEP/d.log"
@@ -97,7 +99,8 @@ wait_for 15 grep -q 'no manager has configured' "$KEEP/d.log"
 on d grep -q 1 /sys/class/net/vnic0/carrier 2>/dev/null && fail "orders of another manager"
 leave d
 
-# An interface that is set down takes nothing; one whose network is gone has no carrier.
+# An interface that is down doesn't accept any frames, and has no carrier if its network was
+# removed.
 on b ip link set vnic0 down
 refused on a ping -q -c 1 -W 1 192.168.50.2
 on b ip link set vnic0 up
@@ -112,7 +115,7 @@ wait_for 5 on b grep -q 0 /sys/class/net/vnic0/carrier
 on b ip address add 10.98.0.2/24 dev eth0
 wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
 
-# One that its user renames is the same.
+# If the user renames an interface, it stays the same member.
 on b ip link set vnic0 down
 on b ip link set vnic0 name managed0
 on b ip link set managed0 up
@@ -123,7 +126,7 @@ on b ip link set managed0 name vnic0
 on b ip link set vnic0 up
 wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
 
-# What cannot work says why.
+# An invalid setup must fail with an error.
 explained() { # words, host, option…
     local words=$1 host=$2
     shift 2
@@ -143,6 +146,6 @@ explained 'packets of 512 bytes' d --addr 10.97.0.4
 leave c
 on b ip link del vnic0
 wait "${MEMBER[b]}" && fail "a member without an interface goes on"
-# By the name that it had when the manager last asked for something.
+# It uses the name from the time of the last request by the manager.
 grep -Eq '(vnic|managed)0 was deleted' "$KEEP/b.log"
 leave a

@@ -1,5 +1,5 @@
 #: group: vnic
-#: about: a virtual Ethernet with MTUs of 1500 to 9000, over path MTUs of 1024 and 4096, IPv4 and IPv6
+#: about: virtual Ethernet with MTUs of 1500 to 9000 over path MTUs of 1024 and 4096, IPv4 and IPv6
 #: limit: 180
 #: here: yes
 #: packets: none
@@ -12,14 +12,14 @@ round() { # MTU of the virtual Ethernet, addresses of both
     joined b 2
     soon a 2
     [ "$(on b cat /sys/class/net/vnic0/mtu)" -eq "$mtu" ] || fail "the MTU is not $mtu"
-    # The longest packet, one that is too long, and those around the length of a fragment.
+    # The maximum packet size, one byte more, and sizes around the length of a fragment.
     reaches a 192.168.50.2 -M do -s $((mtu - 28))
     reaches b fd50::1 -M do -s $((mtu - 48))
     refused on a ping -c 1 -W 1 -M do -s $((mtu - 27)) 192.168.50.2
     for size in 0 1 17 18 962 963 $((mtu / 2)) $((mtu - 29)); do
         reaches a 192.168.50.2 -M do -s "$size" -c 1
     done
-    # Groups take the same lengths.
+    # The same sizes for multicast groups.
     on a ping -q -c 2 -i 0.2 -M do -s $((mtu - 48)) -I vnic0 ff02::1
     on b iperf3 -s -1 -D
     sleep 0.5
@@ -42,7 +42,7 @@ ip link set switch mtu 9000
 round 4000 10.98.0.1 10.98.0.2 "MTU 4000 over 4096"
 round 9000 fd98::1 fd98::2 "MTU 9000 over 4096, IPv6"
 
-# A member with shorter packets than others, who find out.
+# If a member uses smaller packets, other members must detect this.
 on b ip link set eth0 mtu 1500
 ip link set to-b mtu 1500
 round 9000 10.98.0.1 10.98.0.2 "MTU 9000 over 4096 and 1024"

@@ -1,12 +1,12 @@
 #: group: vnic
-#: about: two virtual Ethernets of the same members: an interface, an MTU and a switch for each
+#: about: two virtual Ethernets with the same members: separate interfaces, MTUs and switches
 #: limit: 120
 #: here: yes
 #: packets: none
 hosts 1500 a b c
 member a 10.98.0.1 --name vnic0 --name far0 --manage --switch 7 --switch 9 --mtu 1500 --mtu 9000
 member b 10.98.0.2 --name vnic0 --name far0
-# A member with one interface is at the first switch.
+# A member with a single interface uses the first switch.
 member c 10.98.0.3
 n=0
 for host in a b c; do
@@ -25,11 +25,12 @@ soon b 3
 wait_for 15 on a ping -q -c 1 -W 1 192.168.60.2
 reaches a 192.168.60.2 -M do -s 8972
 
-# What is in one Ethernet is not in the other.
+# The two Ethernets must be separate.
 on c ip address add 192.168.60.3/24 dev vnic0
 refused on a ping -q -c 1 -W 1 192.168.60.3
 
-# An interface whose queue is full leaves the others their turn. Its frames go to another host, which may lose them.
+# An interface with a full queue must not block others. Its frames are sent to another host, which
+# may drop them.
 on c iperf3 -s -1 -D
 wait_for 10 on c sh -c 'ss -Hltn sport = :5201 | grep -q .'
 on a iperf3 -u -b 0 -l 1400 -t 20 -c 192.168.50.3 >"$KEEP/flood" &
@@ -44,7 +45,7 @@ assert received >= 5, f"{received} of 10 pings beside a flood"
 END
 wait $flood || true
 
-# Both end together, and each says what it has done.
+# Both interfaces are removed at the same time, and statistics are printed for both.
 leave b
 for name in vnic0 far0; do
     grep -q "^$name: [1-9][0-9]* frames sent, [1-9][0-9]* received" "$KEEP/b.out" || fail "nothing about $name"
@@ -52,7 +53,8 @@ for name in vnic0 far0; do
 done
 reaches c 192.168.50.1
 
-# An interface more than there are switches has no carrier, and its member says so.
+# If there are more interfaces than switches, the additional interface has no carrier, and its
+# member reports this.
 member b 10.98.0.2 --name vnic0 --name far0 --name third0
 wait_for 15 grep -q 'no manager has configured each interface' "$KEEP/b.log"
 on b grep -q 1 /sys/class/net/vnic0/carrier || fail "the first has no carrier"

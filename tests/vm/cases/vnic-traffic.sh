@@ -19,11 +19,12 @@ for pair in a:2 a:3 b:1 b:3 c:1 c:2; do
     reaches ${pair%:*} fd50::${pair#*:}
 done
 
-# The address of a port has its LID in it, the end of 10.98.0.2, and is the one that its host answers with.
+# The address of a port contains its LID, which is the end of 10.98.0.2, and must be used in
+# responses from its host.
 on b cat /sys/class/net/vnic0/address | grep -q '^02:00:00:02:00:62$' || fail "another address"
 on a arping -I vnic0 -c 3 -W 1 192.168.50.3
 
-# Broadcast and a group reach every member.
+# All members must receive broadcast and multicast.
 on a sysctl -q -w net.ipv4.icmp_echo_ignore_broadcasts=0
 on b sysctl -q -w net.ipv4.icmp_echo_ignore_broadcasts=0
 on c sysctl -q -w net.ipv4.icmp_echo_ignore_broadcasts=0
@@ -34,8 +35,8 @@ done
 on a ping -c 3 -i 0.3 -I vnic0 ff02::1 >"$KEEP/group" || fail "nothing answers a group"
 [ "$(grep -o 'from fe80[^%]*' "$KEEP/group" | sort -u | wc -l)" -eq 3 ] || fail "not all answer a group"
 
-# Frames with a VLAN tag arrive with it, at every priority and length. These are raw, as not every
-# kernel has VLANs (vnic-vlan has a kernel that does).
+# Frames with a VLAN tag must be received without changes, for all priorities and lengths. We use
+# raw sockets, because some kernels don't support VLANs (vnic-vlan uses a kernel that does).
 cat >"$KEEP/vlan.py" <<'PY'
 import socket, struct, sys
 role, peer = sys.argv[1], bytes.fromhex(sys.argv[2].replace(":", ""))
@@ -74,17 +75,17 @@ answering=$!
 wait_for 10 grep -q ready "$KEEP/answering"
 on a timeout 30 python3 "$KEEP/vlan.py" ask "$(mac b)"
 wait $answering
-# The service class of a priority is a class selector of DSCP.
+# The service class for a priority is a DSCP class selector.
 sleep 1
 tshark -r "$KEEP/a.pcap" -Y 'ip.dsfield.dscp == 40' 2>/dev/null | grep -q RRoCE ||
     fail "no packet has the class of priority 5"
 
-# The longest frame takes two packets here.
+# Here, the maximum frame size needs two packets.
 reaches a 192.168.50.2 -M do -s 1472
 captured
 
-# Wireshark knows the management datagrams in packets of Omni-Path, so they are put into some: a record
-# of ERF, the link header (9B), and of the RoCE packet all from BTH to ICRC, to queue pair 1.
+# Wireshark can decode the management datagrams in Omni-Path packets, so we convert them: an ERF
+# record, the link header (9B), and the RoCE packet from BTH to ICRC for queue pair 1.
 python3 - "$KEEP/a.pcap" "$KEEP/opa.pcap" <<'PY'
 import struct, sys
 source, out = open(sys.argv[1], "rb"), open(sys.argv[2], "wb")
@@ -103,7 +104,8 @@ while head := source.read(16):
 PY
 tshark -r "$KEEP/opa.pcap" -T fields -e opa.mad.mgmtclass -e opa.mad.method -e opa.mad.attributeid \
     -e opa.mad.status -e _ws.malformed 2>/dev/null | sort | uniq -c | tee "$KEEP/mads"
-# Searches and their answers, claims, configurations, tables, addresses, traps; nothing malformed.
+# Queries and responses, claims, configurations, tables, addresses and traps, none of them
+# malformed.
 for mad in '0x01.0x0001' '0x81.0x0001' '0x02.0x0001' '0x02.0x0011' '0x81.0x0011' '0x02.0x0012' \
     '0x81.0x0012' '0x81.0x0013' '0x05.0x0002' '0x02.0xff12'; do
     grep -Eq "0x34.$mad.0x0000\s*$" "$KEEP/mads" || fail "Wireshark sees no datagram $mad"

@@ -1,5 +1,5 @@
 #: group: vnic
-#: about: VLANs of a stock kernel over the virtual Ethernet: priorities, two VLANs, the longest frames
+#: about: VLANs of a stock kernel over the virtual Ethernet: priorities, two VLANs, maximum frame size
 #: limit: 300
 modprobe -a tun veth bridge 8021q
 . "$RISER_ROOT/tests/vm/here.sh"
@@ -24,16 +24,16 @@ for id in 7 4094; do
     reaches b fd$((id % 100))::1 -M do -s 1452
     on a arping -I vlan$id -c 2 192.168.$((id % 100)).2
 done
-# What is in one VLAN only is not in the other.
+# The two VLANs must be separate.
 on b ip address del 192.168.94.2/24 dev vlan4094
 refused on a ping -q -c 1 -W 1 192.168.94.2
 captured
-# The service class of a priority is a class selector of DSCP.
+# The service class for a priority is a DSCP class selector.
 tshark -r "$KEEP/a.pcap" -Y 'ip.dsfield.dscp == 40' 2>/dev/null | grep -q RRoCE ||
     fail "no packet has the class of priority 5"
 leave b
 leave a
-# The next case of the boot makes its own.
+# The next case in this boot will create these again.
 ip netns del a
 ip netns del b
 ip link del switch

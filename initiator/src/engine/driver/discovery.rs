@@ -37,8 +37,8 @@ pub(super) struct Agent {
     memory: MemSlice,
     /// Next slot for a query.
     turn: usize,
-    /// Sends with outstanding completions. The completion queue has room for them, regardless of
-    /// when the send queue has.
+    /// Number of sends whose completions were not polled yet. This bounds sends by the completion
+    /// queue, because the send queue may have room earlier.
     sends: usize,
     searches: Vec<Search>,
 }

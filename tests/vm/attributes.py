@@ -1,11 +1,11 @@
-"""Reads and writes every file of LIO's tree, and compares what two trees answer.
+"""Reads and writes all files of LIO's tree, and compares the responses of two trees.
 
 attributes.py ask ROOT NAME=WORD … -- DIRECTORY …
-    Prints a line for each answer: path, what was done, what came of it. Each WORD stands as NAME.
+    Prints a line for each response: path, operation and result. Each WORD is replaced by NAME.
 attributes.py compare LIO RISERD ALLOWED
-    Prints what differs. ALLOWED has lines "NUMBER PATTERN => ANSWER -- reason": the first pattern is looked
-    for in the path with what was done, the second matches what riserd answers from its beginning, and so
-    many answers differ like that. What differs otherwise, or in another number of answers, is a failure.
+    Prints all differences. ALLOWED contains lines with "NUMBER PATTERN => ANSWER -- reason": PATTERN is
+    searched in the path with the operation, ANSWER must match the start of the response from riserd, and
+    NUMBER is the number of these differences. Any other difference or number is an error.
 """
 
 import errno
@@ -93,7 +93,8 @@ def ask(root, words, directories):
 
 
 def enter(path):
-    """Goes where a file is, as every part of a path is a question to the file system; the file's name."""
+    """Enters the directory of a file, because each part of a path is looked up in the file system.
+    Returns the file name."""
     folder, name = os.path.split(path)
     os.chdir(folder)
     return name

@@ -1,8 +1,8 @@
 """Flushes around lost sessions: flush.py FILE CACHE TPG [PORTAL]
 
-FILE is a unit that riser attached, CACHE is 1 if it has a volatile write cache, and TPG the directory of its
-portal group. Where the target refuses logins, its cache survives, and no flush fails. A portal that does not
-listen is treated as a restart: if writes were not flushed before, and the cache is volatile, one flush fails.
+FILE is a unit attached by riser, CACHE is 1 if it has a volatile write cache, and TPG is the directory of its
+portal group. If the target only rejects logins, its cache is kept and no flush fails. A portal that is not
+listening is treated as a restart: if there were unflushed writes in a volatile cache, one flush fails.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Compares two configurations that riserd-configfs imported: imports.py FILE FILE
+"""Compares two configurations imported by riserd-configfs: imports.py FILE FILE
 
-The order of disks, and with it the number of each adapter, is not part of a configuration.
+The order of disks, and therefore the number of each adapter, is not part of a configuration.
 """
 
 import re
@@ -8,7 +8,7 @@ import sys
 
 
 def blocks(path):
-    """Returns each backend, and the lines behind the backends."""
+    """Returns all backends, and the lines after the backends."""
     with open(path) as file:
         text = re.sub(r"\b(fileio|iblock|rd_mcp|pscsi)_\d+:", r"\1:", file.read())
     backends, _, rest = text.partition("\ntargets:")

@@ -726,7 +726,7 @@ fn dropped_server_closes_connections() {
     assert!(failed.is_pending(), "a worker failed");
 }
 
-/// A removed unit completes commands that it has started, but no others.
+/// A removed unit only completes commands that it has already started.
 #[test]
 fn removed_unit_completes_commands() {
     let port = free_port();

@@ -335,8 +335,8 @@ fn rejected_chains_close_connection() {
     world.is_empty();
 }
 
-/// Serves one disk over three protocols at the same time: each must read the data written by the
-/// others.
+/// Serves one disk over three protocols at the same time: each must read the data written with the
+/// other two.
 #[test]
 fn target_serves_all_protocols_at_once() {
     let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 1, host));

@@ -18,7 +18,7 @@ fn free_port() -> u16 {
     listener.local_addr().unwrap().port()
 }
 
-/// Creates a target with these CHAP users, or without authentication if there are none.
+/// Creates a target with these CHAP users. An empty list disables authentication.
 fn config(port: u16, users: &[&str]) -> Config {
     let chap = match users {
         [] => String::new(),

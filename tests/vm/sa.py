@@ -1,19 +1,20 @@
-"""The kernel's end of questions for paths.
+"""Path queries of the kernel.
 
     sa.py route SOURCE DESTINATION [OPTION=NUMBER …]
 
-has the kernel's RDMA CM ask for a path between two GIDs, or two addresses of IP with a slash before each, and
-prints what it has got. Options: timeout (milliseconds that the route may take), count (questions at once),
-class (traffic class), service (service identifier). An event that is no success is printed, and ends it.
+uses the kernel's RDMA CM to request a path between two GIDs, or between two IP addresses with a slash as
+prefix, and prints the result. Options: timeout (in milliseconds), count (concurrent queries), class (traffic
+class), service (service ID). If there is an unsuccessful event, this is printed and the program exits.
 
     sa.py given [SOCKET] -- PROGRAM …
 
-becomes a program that gets the kernel's questions by a socket of this network namespace, and programs'
-questions by a Unix socket at a path, as from a service manager.
+executes a program that receives kernel queries from a socket in this network namespace, and queries from
+programs on a Unix socket with the given path, as passed by a service manager.
 
     sa.py group MGID PORT
 
-makes a multicast group as IPoIB's broadcast group is, with a port as its member; by libibumad.
+creates a multicast group with the same parameters as the IPoIB broadcast group, and a port as its member, using
+libibumad.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ AF_IB, PS_TCP, RC, PATHS = 27, 0x0106, 2, 1
 
 
 class Channel:
-    """A file of rdma_ucm: commands are written, their answers are in memory that they name."""
+    """A file of rdma_ucm: commands are written, and responses are returned in memory given by the command."""
 
     def __init__(self):
         self.file = os.open("/dev/infiniband/rdma_cm", os.O_RDWR)
@@ -57,7 +58,7 @@ class Channel:
 
 
 def sockaddr(text, traffic_class=0, service=0, port=5555):
-    """A socket address: of InfiniBand for a GID, or of IP for an address with a slash before it."""
+    """Returns a socket address: InfiniBand for a GID, or IP for an address with a slash as prefix."""
     if text.startswith("/"):
         ip = ipaddress.ip_address(text[1:])
         if ip.version == 4:

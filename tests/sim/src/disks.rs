@@ -135,7 +135,7 @@ impl DiskFault {
 #[derive(Clone, Debug, Default)]
 pub struct DiskFaults {
     pub(crate) is_stalled: bool,
-    /// Disks that are stalled while others work.
+    /// Disks that are stalled while the remaining disks work.
     pub(crate) stalled: Vec<Disk>,
     /// Disks of hogs that are stalled.
     pub(crate) hung: Vec<Disk>,
@@ -174,7 +174,7 @@ impl DiskFaults {
         }
     }
 
-    /// Returns whether this disk is stalled while others may work.
+    /// Returns whether this disk is stalled while other disks may work.
     pub(crate) fn is_stalled_one(&self, disk: &Disk) -> bool {
         self.stalled.iter().any(|one| one.is_same(disk))
     }

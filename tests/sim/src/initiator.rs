@@ -653,7 +653,7 @@ impl User {
     }
 }
 
-/// Converts an unsuccessful answer to an error.
+/// Converts an unsuccessful response to an error.
 fn failure(answer: &Answer) -> LunError {
     match answer.sense() {
         Some(Sense {

@@ -321,7 +321,7 @@ pub struct Plan {
     pub sends: Option<u32>,
     /// Number of entries in a worker's ring.
     pub ring: u32,
-    /// Set if each initiator has a private unit that others cannot read.
+    /// Set if each initiator has a private unit that is not visible to other initiators.
     pub private_units: bool,
     /// Peers that occupy shared resources for as long as possible.
     pub hogs: Vec<HogPlan>,

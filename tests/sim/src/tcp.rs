@@ -255,8 +255,7 @@ impl Network {
         }
     }
 
-    /// Sets the disconnected addresses. Connection attempts that are no longer blocked must be
-    /// repeated.
+    /// Sets the disconnected addresses. Connection attempts to other addresses must be repeated.
     pub fn partition(&mut self, blocked: HashMap<IpAddr, Blocked>) {
         let waits = |dial: &Dial| !ways(&blocked, dial.from, dial.to).are_open();
         self.begun.retain(waits);
@@ -492,7 +491,7 @@ impl Connection {
                 let taken = match stream.write(&bytes[..bytes.len().min(most)]) {
                     Ok(taken) => taken,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
-                    // The initiator is gone, so no more data is delivered.
+                    // The initiator has disconnected, so no more data is delivered.
                     Err(_) => bytes.len(),
                 };
                 arrived.note(&bytes[..taken]);

@@ -744,7 +744,7 @@ impl Watcher {
                 Some((backend, _)) => {
                     self.taken.insert(task.lun, backend);
                 }
-                // Unknown backend: it may be any of those that were visible.
+                // Unknown backend: it may be any visible backend.
                 None => {
                     self.taken.remove(&task.lun);
                     self.led_to.insert(task.lun, backends.into_iter().collect());

@@ -90,7 +90,8 @@ fn portals_and_target_may_be_removed() {
     }
 }
 
-/// Checks reservations: a restart must keep those that persist, an upgrade must keep all of them.
+/// Checks reservations: a restart must keep persistent reservations, an upgrade must keep all
+/// reservations.
 #[test]
 fn restart_and_upgrade_lose_nothing() {
     let rival = RivalPlan {

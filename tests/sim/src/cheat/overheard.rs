@@ -80,7 +80,8 @@ impl Overheard {
         self.lock().get(&host).cloned()
     }
 
-    /// Returns the wanted information about a victim, or about another initiator if it has none.
+    /// Returns the wanted information about a victim, or about another initiator if this is not
+    /// available.
     pub(super) fn stolen<T>(&self, victim: u8, wanted: impl Fn(&Host) -> Option<T>) -> Option<T> {
         let all = self.lock();
         let its = all.get(&victim).and_then(&wanted);

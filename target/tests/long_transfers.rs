@@ -127,7 +127,7 @@ fn longest_transfer_exceeds_pool() {
 
 /// Multiple concurrent commands, each larger than the entire pool, must all complete.
 #[test]
-fn all_protocols_transfer_long_data() {
+fn protocols_transfer_long_data_concurrently() {
     const BLOCKS: u16 = 65_535;
     const LEN: usize = BLOCKS as usize * 512;
     let server = start(2, "");

@@ -375,7 +375,7 @@ fn portals_of_different_disks_are_never_mixed() {
 }
 
 #[test]
-fn all_listed_portals_are_used() {
+fn listed_portals_are_used() {
     let rig = Rig::new("iscsi", 107);
     let session = block_on(rig.client.connect(rig.url(3, "paths=all"))).unwrap();
     let mut portals: Vec<_> = session.status().report().paths.into_iter().collect();

@@ -3,9 +3,9 @@
 //!
 //! A single shared object is used for all of these names, so that the libraries share one device,
 //! one lock and one thread. `riser run` creates the links and configures a program to use them. The
-//! structures are those defined in the public headers of rdma-core 44.0
-//! ([`riser_rdma_core_sys::bindings`]), because programs directly access their fields and function
-//! tables.
+//! structures are defined in the public headers of rdma-core 44.0
+//! ([`riser_rdma_core_sys::bindings`]), and can't be changed, because programs directly access
+//! their fields and function tables.
 //!
 //! | module | contents |
 //! | --- | --- |

@@ -9,7 +9,7 @@
 //!   another socket is moved to its position. Therefore the first process creates the sockets of
 //!   all slots, and every process holds all of them. A new process receives them from an existing
 //!   process ([`Message::Join`]). They exist while there is at least one process.
-//! - **Slots.** A process owns its slot as long as it holds the slot's name, which is an abstract
+//! - **Slots.** A process owns its slot while it holds the slot's name, which is an abstract
 //!   address of a Unix socket. The kernel releases it when the process exits for any reason. This
 //!   socket is the process's mailbox. Other users can use these names too. So to find out whether a
 //!   slot has a process of this address, we check the shared memory, where each process holds a

@@ -148,8 +148,8 @@ extern "C" fn on_fault(
 /// Calls a handler like the kernel does.
 ///
 /// # Safety
-/// `action` must contain a handler for this signal, and the other arguments must be those passed by
-/// the kernel.
+/// `action` must contain a handler for this signal, and the other arguments must have been passed
+/// by the kernel.
 unsafe fn pass_on(
     action: &libc::sigaction,
     signal: libc::c_int,

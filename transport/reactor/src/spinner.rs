@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-/// What to do after a round of the worker's loop.
+/// The next step after a round of the worker's loop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// Run another round immediately.
@@ -21,7 +21,7 @@ pub enum Next {
 pub struct Spinner {
     max: Duration,
     budget: Duration,
-    /// Time since when polling has found no work.
+    /// Start of the current interval of polling without work.
     since: Option<Instant>,
     /// Set if there was work since the last park. A wake-up without work does not cause polling.
     worked: bool,
@@ -43,7 +43,7 @@ impl Spinner {
         }
     }
 
-    /// Decides what to do after a round at `now`. `worked` indicates whether it did any work,
+    /// Decides the next step after a round at `now`. `worked` indicates whether it did any work,
     /// `deadline` is the time of the worker's next timer.
     pub fn plan(&mut self, now: Instant, worked: bool, deadline: Option<Instant>) -> Next {
         if worked {

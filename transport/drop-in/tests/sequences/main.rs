@@ -2,9 +2,9 @@
 //! with each other.
 //!
 //! Each seed yields one sequence. A process runs a few of them sequentially, with a timeout for
-//! each, so if a call crashes the process or never returns, the seed is known. Errors are compared
-//! to those that rdma-core can return for a call. After each sequence, all of its objects are
-//! destroyed. This must succeed, no descriptors may be left open, and the devices must still be
+//! each, so if a call crashes the process or never returns, the seed is known. Errors are checked
+//! against the errors that rdma-core can return for a call. After each sequence, all of its objects
+//! are destroyed. This must succeed, no descriptors may be left open, and the devices must still be
 //! able to exchange messages.
 //!
 //! `RISER_SEQUENCES=N` runs this number of seeds of each kind, `RISER_SEQUENCES_FROM=SEED` sets the

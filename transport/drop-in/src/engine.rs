@@ -2,7 +2,7 @@
 //!
 //! All contexts of a device in a process share one [`Engine`]. A call of the program acquires the
 //! lock, does its work, and drives the NIC if it may have to wait for something, so a program that
-//! polls does not need another thread. At any time the NIC has exactly one driver:
+//! polls does not need another thread. The NIC is driven by:
 //!
 //! - An application thread that polls a completion queue. The engine's thread only checks every
 //!   [`TICK`] that polling continues. It keeps watching the socket if only other calls are used,

@@ -27,7 +27,7 @@
 //! | [`flood`] | a peer that sends many requests but doesn't read responses for some time |
 //! | [`hog`] | peers with deep queues for hanging disks, or with trickling data |
 //! | [`foreign`] | another target implementation, only for the initiator |
-//! | [`keeper`] | state that the target keeps across a power loss in addition to the disk, and failures to save it |
+//! | [`keeper`] | target state that is kept across a power loss, and failures to save it |
 //! | [`memory`] | memory limit of the target |
 //! | [`leaks`] | data sent to a peer that may not read it |
 //! | [`tcp`] | connections between initiators and target |

@@ -826,8 +826,8 @@ mod tests {
     #[test]
     fn changes_without_response_add_states() {
         let model = Model::new(KNOWLEDGE);
-        // Each state has the last executed change and the number of executed changes: 66 states, and
-        // the initial one.
+        // Each state has the last executed change and the number of executed changes: 66 states,
+        // and the initial one.
         for key in 1..=11 {
             assert!(!model.is_vague());
             model

@@ -1,4 +1,5 @@
-//! [`Plan`]: everything that a seed determines before a run starts. It can be converted from and to YAML ([`crate::text`]).
+//! [`Plan`]: everything that a seed determines before a run starts. It can be converted from and to
+//! YAML ([`crate::text`]).
 
 use std::time::Duration;
 

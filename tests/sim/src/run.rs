@@ -906,10 +906,10 @@ impl World {
             match &one.engine {
                 Some(engine) if engine.is_over() => one.engine = None,
                 Some(_) => {}
-                // Users have had one more step to process the completion of their commands. The next
-                // process must recover if there are incomplete commands, which it has to fence, or a
-                // write cache, because its flushes would cover earlier writes that the cache may
-                // have lost.
+                // Users have had one more step to process the completion of their commands. The
+                // next process must recover if there are incomplete commands, which it has to
+                // fence, or a write cache, because its flushes would cover earlier writes that the
+                // cache may have lost.
                 None => {
                     one.is_leaving = false;
                     let all = self.private.iter().chain([&self.history]);

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn truth_is_in_the_first_letter() {
+    fn first_letter_determines_boolean() {
         for (text, value) in [
             ("1\n", Ok(true)),
             ("10", Ok(true)),

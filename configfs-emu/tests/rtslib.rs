@@ -103,7 +103,7 @@ fn targetcli_configures_saves_and_restores() {
 /// The first target in this file is only partially supported by `riserd`, and there is another
 /// target after it.
 #[test]
-fn targetctl_restores_the_same_as_import() {
+fn targetctl_restore_matches_import() {
     let Some(rig) = Rig::new("configfs_restore") else {
         return;
     };
@@ -128,7 +128,7 @@ fn targetctl_restores_the_same_as_import() {
 /// The Pacemaker agents use this order: the attributes of a disk are written after its LUN was
 /// created.
 #[test]
-fn attributes_are_written_after_the_lun() {
+fn attributes_are_writable_after_lun_creation() {
     let Some(rig) = Rig::new("configfs_agent") else {
         return;
     };

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn headings_links_and_code_are_found_with_their_lines() {
+    fn page_elements_have_line_numbers() {
         let page = page();
         let lines = |pieces: Vec<Piece>| -> Vec<_> {
             let pieces = pieces.into_iter();

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_come_without_what_the_shell_takes_itself() {
+    fn shell_syntax_is_stripped_from_commands() {
         let script = "A=1 B_C=... riser discover 'x y?a=1&b=2'    # a comment\n\
                       cat > f <<'END'\nriser not a command\nEND\n\
                       riserd run --config f 2> log &\n\

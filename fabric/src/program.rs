@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wrong_filter_is_reported_and_the_usual_one_taken() {
+    fn invalid_filter_falls_back_to_default() {
         for (text, want, is_wrong) in [
             ("", "info", false),
             ("debug", "debug", false),

@@ -181,7 +181,7 @@ fn hosts_ask_over_queue_pair_1() {
 }
 
 #[test]
-fn a_client_of_an_administrator_that_is_not_there_gives_up() {
+fn client_times_out_without_administrator() {
     let mut host = Host::open(4, 5);
     let request = Request::path(addr(4).into(), addr(6).into(), None, None);
     assert_eq!(host.ask(request), Err(SaError::TimedOut));
@@ -224,7 +224,7 @@ fn ask_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
 }
 
 #[test]
-fn the_kernel_asks_over_netlink() {
+fn kernel_queries_over_netlink() {
     let (kernel, for_daemon) = match (netlink(), netlink()) {
         (Ok(kernel), Ok(for_daemon)) => (kernel, for_daemon),
         (Err(error), _) | (_, Err(error)) => {
@@ -265,7 +265,7 @@ fn the_kernel_asks_over_netlink() {
 }
 
 #[test]
-fn a_kernel_that_takes_no_answers_does_not_fill_the_log() {
+fn rejecting_kernel_does_not_flood_log() {
     let Ok(for_daemon) = netlink() else {
         skip("groups of netlink", "it takes CAP_NET_ADMIN");
         return;
@@ -301,7 +301,7 @@ fn a_kernel_that_takes_no_answers_does_not_fill_the_log() {
 }
 
 #[test]
-fn programs_wait_quietly_where_no_descriptor_is_free() {
+fn programs_wait_without_free_descriptors() {
     use rustix::process::{Pid, Resource, Rlimit, prlimit};
     use std::io::{Read as _, Write as _};
 
@@ -342,7 +342,7 @@ fn programs_wait_quietly_where_no_descriptor_is_free() {
 }
 
 #[test]
-fn a_state_that_is_damaged_is_put_aside() {
+fn damaged_state_is_moved_aside() {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
     // What a power cut may leave.
@@ -370,7 +370,7 @@ fn a_state_that_is_damaged_is_put_aside() {
 }
 
 #[test]
-fn the_last_of_two_states_counts() {
+fn last_state_option_takes_precedence() {
     // A service's unit has one, and its options may have another.
     let dir = Daemon::folder(30);
     std::fs::create_dir_all(&dir).unwrap();
@@ -395,7 +395,7 @@ fn refused(args: &[&str]) -> String {
 }
 
 #[test]
-fn what_keeps_it_from_answering_is_named() {
+fn startup_errors_are_reported() {
     use std::os::unix::fs::PermissionsExt as _;
 
     // Its records would have an address at which no host is.
@@ -436,7 +436,7 @@ fn what_keeps_it_from_answering_is_named() {
 }
 
 #[test]
-fn what_hosts_have_registered_outlives_a_restart() {
+fn registrations_survive_restart() {
     let mut daemon = Daemon::begin(23, None, true);
     let mut host = Host::open(24, 23);
     let mut record = ServiceRecord::new(0x1234, addr(24).into());
@@ -463,7 +463,7 @@ fn what_hosts_have_registered_outlives_a_restart() {
 }
 
 #[test]
-fn a_user_with_many_connections_ends_no_other_users() {
+fn heavy_user_does_not_disconnect_others() {
     use std::io::{Read as _, Write as _};
 
     if let Some(tool) = missing(&["setpriv", "/usr/bin/python3"]) {
@@ -502,7 +502,7 @@ fn a_user_with_many_connections_ends_no_other_users() {
 }
 
 #[test]
-fn a_kernel_without_rdma_is_named() {
+fn missing_kernel_rdma_is_reported() {
     let rdma = rustix::net::netlink::RDMA;
     let flags = SocketFlags::CLOEXEC;
     if socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(rdma)).is_ok() {
@@ -523,7 +523,7 @@ fn a_kernel_without_rdma_is_named() {
 
 /// Debian's `ib_acme`, which asks `ibacm` elsewhere.
 #[test]
-fn ib_acme_asks_over_the_socket() {
+fn ib_acme_queries_over_socket() {
     if let Some(tool) = missing(&["ib_acme"]) {
         skip(
             "ib_acme",

@@ -309,12 +309,12 @@ fn connect_both_ways(test: &str, programs: [&str; 2]) {
 }
 
 #[test]
-fn ours_and_rdma_cores_map_connections_in_both_directions() {
+fn connections_are_mapped_with_rdma_core() {
     connect_both_ways("iwpmd", [OURS, THEIRS]);
 }
 
 #[test]
-fn two_of_ours_map_connections_in_both_directions() {
+fn connections_are_mapped_between_our_daemons() {
     connect_both_ways("two riser-iwpmd", [OURS, OURS]);
 }
 
@@ -328,7 +328,7 @@ fn capabilities(process: &Process) -> [u64; 3] {
 }
 
 #[test]
-fn root_gives_up_what_the_kernel_does_not_ask_for() {
+fn root_drops_unneeded_capabilities() {
     let Some(link) = Link::new("capabilities of riser-iwpmd") else {
         return;
     };
@@ -345,7 +345,7 @@ fn root_gives_up_what_the_kernel_does_not_ask_for() {
 }
 
 #[test]
-fn what_cannot_work_says_why() {
+fn invalid_options_are_explained() {
     let Some(link) = Link::new("messages of riser-iwpmd") else {
         return;
     };
@@ -457,7 +457,7 @@ impl Drop for Forger {
 }
 
 #[test]
-fn answers_to_hosts_that_do_not_exist_hold_up_no_query() {
+fn responses_to_missing_hosts_delay_no_query() {
     let Some(link) = Link::new("port mapper beside forged requests") else {
         return;
     };
@@ -474,7 +474,7 @@ fn answers_to_hosts_that_do_not_exist_hold_up_no_query() {
 }
 
 #[test]
-fn a_listener_at_all_addresses_is_found_at_each() {
+fn wildcard_listener_is_found_at_each_address() {
     let Some(link) = Link::new("iwpmd at all addresses") else {
         return;
     };
@@ -496,7 +496,7 @@ fn a_listener_at_all_addresses_is_found_at_each() {
 }
 
 #[test]
-fn without_a_kernel_ours_asks_and_answers_rdma_cores() {
+fn daemon_interoperates_with_rdma_core_without_kernel() {
     let Some(link) = Link::new("iwpmd without a kernel") else {
         return;
     };
@@ -599,7 +599,7 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
 }
 
 #[test]
-fn the_kernel_has_the_same_answers_of_both() {
+fn kernel_receives_same_responses_from_both() {
     let Some(link) = Link::new("answers of iwpmd") else {
         return;
     };
@@ -613,7 +613,7 @@ fn the_kernel_has_the_same_answers_of_both() {
 }
 
 #[test]
-fn a_kernel_without_rdma_is_a_clear_error() {
+fn missing_kernel_rdma_is_reported() {
     let socket = nix::sys::socket::socket(
         nix::sys::socket::AddressFamily::Netlink,
         nix::sys::socket::SockType::Raw,

@@ -480,7 +480,7 @@ fn rows(kind: Kind, flows: usize, marks: bool, millis: u64) -> impl Iterator<Ite
 /// A row of every kind, shortened: what it has to reach is less, since how all begin at once is a
 /// larger part of it.
 #[test]
-fn flows_share_a_port_and_use_it() {
+fn flows_share_and_saturate_port() {
     for (kind, flows, mtu, room, marks, millis) in [
         (Kind::Send, 64, Mtu::Mtu4096, 32, true, 150),
         (Kind::Write, 16, Mtu::Mtu1024, 180, false, 150),

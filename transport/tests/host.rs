@@ -24,7 +24,7 @@ fn interface_of(address: &str, commands: &[&str]) -> Result<Option<String>, Stri
 
 /// `keepalived` and `ifupdown` label addresses that they add.
 #[test]
-fn an_address_with_a_label_is_one_of_its_interface() {
+fn labelled_address_belongs_to_interface() {
     let commands = [
         "link set lo up",
         "addr add 192.0.2.7/32 dev lo label lo:vip",

@@ -326,7 +326,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn both_sides_arm_by_packets_and_have_the_bit_only_when_migrated() {
+fn migration_state_is_armed_by_packets() {
     let mut rig = Rig::rc();
     rig.write(0);
     let with_bit = rig.take_bits();
@@ -392,7 +392,7 @@ fn in_the_middle_of_transfers(change: impl FnOnce(&mut Rig)) -> Rig {
 }
 
 #[test]
-fn a_path_that_dies_is_left_and_no_byte_is_lost() {
+fn dead_path_is_abandoned_without_loss() {
     let mut rig = in_the_middle_of_transfers(|rig| rig.cut(0));
     rig.run(Duration::from_secs(1));
     rig.assert_migrated(1);
@@ -407,7 +407,7 @@ fn a_path_that_dies_is_left_and_no_byte_is_lost() {
 }
 
 #[test]
-fn a_path_that_dies_in_one_direction_is_left_as_well() {
+fn half_dead_path_is_abandoned() {
     for device in 0..2 {
         let blocked = Blocked {
             inbound: true,
@@ -422,7 +422,7 @@ fn a_path_that_dies_in_one_direction_is_left_as_well() {
 }
 
 #[test]
-fn a_command_migrates_in_the_middle_of_transfers() {
+fn path_migrates_on_command_during_transfers() {
     let mut rig = in_the_middle_of_transfers(|rig| {
         rig.sides[0].modify(&to(PathMigState::Migrated)).unwrap();
         assert_eq!(rig.sides[0].mig_state(), PathMigState::Migrated);
@@ -436,7 +436,7 @@ fn a_command_migrates_in_the_middle_of_transfers() {
 }
 
 #[test]
-fn both_sides_migrate_at_once() {
+fn simultaneous_migration_succeeds() {
     let mut rig = in_the_middle_of_transfers(|rig| {
         for side in &mut rig.sides {
             side.modify(&to(PathMigState::Migrated)).unwrap();
@@ -446,7 +446,7 @@ fn both_sides_migrate_at_once() {
 }
 
 #[test]
-fn an_idle_peer_learns_of_a_migration() {
+fn idle_peer_is_notified_of_migration() {
     for device in 0..2 {
         let mut rig = Rig::rc();
         rig.arm(1);
@@ -461,7 +461,7 @@ fn an_idle_peer_learns_of_a_migration() {
 }
 
 #[test]
-fn a_lossy_path_is_kept() {
+fn lossy_path_is_kept() {
     let mut rig = Rig::new(
         [QpType::Rc; 2],
         FabricConfig {
@@ -491,7 +491,7 @@ fn a_lossy_path_is_kept() {
 }
 
 #[test]
-fn with_both_paths_dead_a_request_fails_after_the_retries_of_each() {
+fn request_fails_after_retries_on_both_paths() {
     let mut rig = Rig::rc();
     rig.arm(1);
     rig.cut(0);
@@ -510,7 +510,7 @@ fn with_both_paths_dead_a_request_fails_after_the_retries_of_each() {
 }
 
 #[test]
-fn without_an_armed_peer_a_dead_path_ends_the_connection() {
+fn dead_path_fails_connection_without_armed_peer() {
     let mut rig = Rig::rc();
     rig.sides[0].modify(&rearm(0, 1)).unwrap();
     rig.write(0);
@@ -522,7 +522,7 @@ fn without_an_armed_peer_a_dead_path_ends_the_connection() {
 }
 
 #[test]
-fn a_peer_that_took_its_path_back_is_not_followed() {
+fn peer_with_rearmed_path_is_not_followed() {
     let mut rig = Rig::rc();
     rig.arm(1);
     // It goes back to one path; packets with the bit come by the path, and are taken.
@@ -544,7 +544,7 @@ fn a_peer_that_took_its_path_back_is_not_followed() {
 }
 
 #[test]
-fn a_peer_on_another_path_than_ours_is_an_event() {
+fn peer_on_other_path_raises_event() {
     let mut rig = Rig::rc();
     rig.arm(1);
     // Side 1 has loaded path 1, side 0 another one.
@@ -577,7 +577,7 @@ fn zerocopy_bytes(bth: &Bth) -> Vec<u8> {
 }
 
 #[test]
-fn a_forged_packet_moves_no_connection() {
+fn forged_packet_does_not_migrate_connection() {
     let mut rig = Rig::rc();
     let inject = |rig: &mut Rig, path: u8, psn: u32, has_bit: bool| {
         let (from, to) = (socket(0, path), socket(1, path));
@@ -647,7 +647,7 @@ fn guessed_packets_move_no_connection() {
 
 /// A peer can repeat what asks for a migration to another path.
 #[test]
-fn a_refused_migration_is_reported_once_for_a_path() {
+fn refused_migration_is_reported_once_per_path() {
     let mut rig = Rig::rc();
     rig.arm(1);
     let qp = rig.sides[1].qp;
@@ -664,7 +664,7 @@ fn a_refused_migration_is_reported_once_for_a_path() {
 }
 
 #[test]
-fn an_unreliable_connection_migrates_by_command_and_by_packet() {
+fn unreliable_connection_migrates() {
     let mut rig = Rig::new([QpType::Uc; 2], FabricConfig::default());
     for device in 0..2 {
         rig.sides[device].modify(&rearm(device, 1)).unwrap();
@@ -691,7 +691,7 @@ fn an_unreliable_connection_migrates_by_command_and_by_packet() {
 }
 
 #[test]
-fn an_extended_connection_migrates() {
+fn extended_connection_migrates() {
     let mut rig = Rig::new([QpType::XrcIni, QpType::XrcTgt], FabricConfig::default());
     for device in 0..2 {
         rig.sides[device].modify(&rearm(device, 1)).unwrap();
@@ -819,7 +819,7 @@ fn attributes_of_migration_are_checked() {
 }
 
 #[test]
-fn a_path_is_loaded_on_the_way_to_rts() {
+fn path_is_loaded_before_rts() {
     let mut rig = Rig::rc();
     let dest = [0, 1].map(|device| {
         let side = &rig.sides[1 - device];
@@ -863,7 +863,7 @@ fn a_path_is_loaded_on_the_way_to_rts() {
 }
 
 #[test]
-fn while_the_send_queue_drains_its_attributes_stay() {
+fn draining_send_queue_keeps_attributes() {
     let mut rig = Rig::rc();
     let sqd = QpAttr::to(QpState::Sqd);
     let remote = rig.sides[1].remote(0);
@@ -1046,7 +1046,7 @@ mod managed {
     }
 
     #[test]
-    fn the_path_of_a_request_is_loaded_at_both_ends() {
+    fn request_path_is_loaded_at_both_ends() {
         let mut c = connected(Some(alt_path(0, 1)), true);
         c.assert_loaded(1);
         c.rig.write(0);
@@ -1060,7 +1060,7 @@ mod managed {
     }
 
     #[test]
-    fn a_path_is_taken_only_where_it_is_allowed() {
+    fn path_is_only_used_if_allowed() {
         let mut c = connected(Some(alt_path(0, 1)), false);
         for side in &c.rig.sides {
             let attr = side.attr();
@@ -1073,7 +1073,7 @@ mod managed {
     }
 
     #[test]
-    fn a_path_is_loaded_on_a_connection_by_either_side() {
+    fn either_side_can_load_path() {
         let mut c = connected(None, true);
         c.load(0, alt_path(0, 1)).unwrap();
         c.assert_loaded(1);
@@ -1096,7 +1096,7 @@ mod managed {
     }
 
     #[test]
-    fn a_path_is_refused_with_its_reason() {
+    fn path_is_rejected_with_reason() {
         let mut c = connected(None, true);
         let elsewhere = AltPath {
             ah: AhAttr {
@@ -1131,7 +1131,7 @@ mod managed {
     }
 
     #[test]
-    fn a_peer_that_does_not_answer_leaves_the_connection_as_it_was() {
+    fn unresponsive_peer_leaves_connection_unchanged() {
         let mut c = connected(None, true);
         c.rig.cut(0);
         assert_eq!(c.refused(0, alt_path(0, 1)), None);
@@ -1145,7 +1145,7 @@ mod managed {
     }
 
     #[test]
-    fn lost_messages_about_a_path_are_repeated() {
+    fn lost_path_messages_are_retransmitted() {
         for seed in 0..8 {
             let mut c = connected(None, true);
             let faults = FaultConfig::percent(seed, 30.0, 10.0, 0.0, 10.0);

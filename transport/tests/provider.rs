@@ -38,7 +38,7 @@ mod on_full_sockets {
             ops::sends_of_every_kind(full());
             ops::writes_and_reads(full());
             ops::mixed_traffic(full());
-            transfers::a_command_registers_transfers_and_invalidates(full());
+            transfers::command_registers_transfers_and_invalidates(full());
         }
     }
 }
@@ -75,7 +75,7 @@ mod on_a_bad_wire {
             ops::fast_registration_and_remote_invalidation(bad(seed));
             ops::inline_unsignaled_and_fenced(bad(seed));
             ops::mixed_traffic(bad(seed));
-            transfers::a_command_registers_transfers_and_invalidates(bad(seed));
+            transfers::command_registers_transfers_and_invalidates(bad(seed));
         }
     }
 
@@ -123,9 +123,9 @@ mod on_a_bad_wire {
     #[test]
     fn extended_connections() {
         for seed in 1..6 {
-            extended::extended_messages_go_to_the_queue_that_they_name(bad(seed));
-            extended::extended_reads_writes_and_atomics(bad(seed));
-            extended::extended_connections_share_a_queue(bad(seed));
+            extended::xrc_messages_select_their_srq(bad(seed));
+            extended::xrc_reads_writes_and_atomics(bad(seed));
+            extended::xrc_connections_share_srq(bad(seed));
         }
     }
 
@@ -139,10 +139,10 @@ mod on_a_bad_wire {
     #[test]
     fn connections() {
         for seed in 1..6 {
-            cm::both_sides_hear_what_the_other_says(bad(seed));
-            cm::a_refusal_brings_its_reason(bad(seed));
+            cm::connection_exchanges_private_data(bad(seed));
+            cm::rejection_contains_reason(bad(seed));
             cm::connections_come_and_go(bad(seed));
-            cm::data_before_the_confirmation_establishes(bad(seed));
+            cm::data_before_rtu_establishes(bad(seed));
         }
     }
 }
@@ -213,9 +213,9 @@ mod on_streams {
         ops::sends_of_every_kind(old());
         ops::writes_and_reads(old());
         ops::mixed_traffic(old());
-        cm::a_refusal_brings_its_reason(old());
+        cm::rejection_contains_reason(old());
         cm::connections_come_and_go(old());
-        transfers::a_command_registers_transfers_and_invalidates(old());
+        transfers::command_registers_transfers_and_invalidates(old());
     }
 }
 
@@ -233,7 +233,7 @@ mod with_itself {
     crate::provider_suite!(Itself::new(device(|_| {})));
 
     #[test]
-    fn no_packet_takes_the_socket() {
+    fn own_packets_bypass_socket() {
         let mut w = Itself::new(device(|_| {}));
         let (a, b) = connected(&mut w);
         for side in [&a, &b] {
@@ -252,7 +252,7 @@ mod with_itself {
     }
 
     #[test]
-    fn a_queue_pair_may_be_its_own_peer() {
+    fn qp_connects_to_itself() {
         let mut w = Itself::new(device(|_| {}));
         let wants = Wants::default();
         let (pd, cq, memory, mr) = objects(&mut w, End::A, &wants);
@@ -284,7 +284,7 @@ mod with_itself {
     }
 
     #[test]
-    fn a_faulty_wire_has_its_packets_too() {
+    fn faults_apply_to_own_packets() {
         let mut w = Itself::new(device(|c| {
             c.mtu = Some(Mtu::Mtu1024);
             c.faults.transmit = Some(FaultConfig::percent(3, 3.0, 2.0, 2.0, 5.0));
@@ -299,7 +299,7 @@ mod with_itself {
     }
 
     #[test]
-    fn a_capture_has_each_packet_once() {
+    fn capture_contains_own_packets_once() {
         let name = format!("riser-own-{}.pcap", std::process::id());
         let file = std::env::temp_dir().join(name);
         let mut w = Itself::new(device(|c| c.capture = Some(file.clone())));
@@ -343,7 +343,7 @@ mod on_sockets_without_segmentation {
         ops::sends_of_every_kind(plain());
         ops::writes_and_reads(plain());
         ops::mixed_traffic(plain());
-        unreliable::unreliable_sends_and_writes(plain());
+        unreliable::uc_sends_and_writes(plain());
     }
 }
 
@@ -372,7 +372,7 @@ mod only {
     use riser_testkit::skip::skip;
 
     #[test]
-    fn one_seed_gives_one_trace() {
+    fn seed_determines_trace() {
         let trace = |seed| {
             let w = Virtual::new(FabricConfig {
                 seed,
@@ -411,14 +411,14 @@ mod only {
     }
 
     #[test]
-    fn a_remote_access_error_is_reported_although_the_owner_disconnects_at_once() {
+    fn remote_access_error_survives_owner_disconnect() {
         a_remote_access_error_is_reported(Virtual::new(FabricConfig::default()));
         a_remote_access_error_is_reported(Real::new());
     }
 
     /// A message that a queue pair has received completes at the sender, however the receiver ends.
     #[test]
-    fn a_received_send_completes_although_the_receiver_ends_at_once() {
+    fn received_send_completes_despite_receiver_exit() {
         type Ending = fn(&mut Real, &Side);
         let endings: [Ending; 4] = [
             |w, b| w.provider(End::B).disconnect(b.id).unwrap(),
@@ -445,7 +445,7 @@ mod only {
     }
 
     #[test]
-    fn a_silent_peer_is_given_up() {
+    fn silent_peer_times_out() {
         let mut w = Virtual::new(FabricConfig::default());
         let (a, b) = connected(&mut w);
         w.0.fabric.set_faults(FaultConfig {
@@ -469,7 +469,7 @@ mod only {
     }
 
     #[test]
-    fn a_peer_has_a_limited_number_of_queue_pairs() {
+    fn peer_qps_are_limited() {
         let mut w = Virtual::new(FabricConfig {
             limits: NicLimits {
                 max_qps_per_peer: 1,
@@ -500,7 +500,7 @@ mod only {
     }
 
     #[test]
-    fn a_smaller_path_mtu_is_agreed_on() {
+    fn smaller_path_mtu_is_negotiated() {
         let (here, there) = addresses();
         for (large, small) in [(here, there), (there, here)] {
             let mut w = Real::at(here, there, |c| {
@@ -522,7 +522,7 @@ mod only {
     }
 
     #[test]
-    fn an_event_that_no_descriptor_signals_is_due() {
+    fn unsignalled_event_sets_deadline() {
         let (here, there) = addresses();
         let mut nic = Roce::open(&RoceConfig::new(here)).unwrap();
         nic.progress(Instant::now());
@@ -538,7 +538,7 @@ mod only {
     }
 
     #[test]
-    fn a_worker_that_does_not_exist_is_refused() {
+    fn unknown_worker_is_rejected() {
         for (index, bits) in [(1, 0), (4, 2), (0, 9)] {
             let error = Roce::open(&RoceConfig {
                 worker_index: index,
@@ -617,7 +617,7 @@ mod only {
     }
 
     #[test]
-    fn a_lossy_socket_loses_nothing() {
+    fn lossy_socket_delivers_all_data() {
         let faults = RoceFaults {
             transmit: Some(FaultConfig::percent(5, 2.0, 1.0, 1.0, 3.0)),
             receive: Some(FaultConfig::percent(6, 1.0, 0.0, 0.0, 2.0)),
@@ -626,7 +626,7 @@ mod only {
     }
 
     #[test]
-    fn many_connections_share_a_small_socket_buffer() {
+    fn small_socket_buffer_serves_many_connections() {
         // What an unprivileged program gets on a usual host.
         ops::many_connections(Real::with(|c| c.socket_buffer = 208 << 10));
     }
@@ -689,7 +689,7 @@ mod only {
     }
 
     #[test]
-    fn workers_share_a_port() {
+    fn workers_share_port() {
         let (here, there) = addresses();
         let mut server = workers(here, 2);
         let mut client = Roce::open(&RoceConfig::new(there)).unwrap();
@@ -761,7 +761,7 @@ mod only {
     }
 
     #[test]
-    fn a_capture_holds_what_went_over_the_wire() {
+    fn capture_contains_wire_packets() {
         let path = std::env::temp_dir().join(format!("riser-capture-{}.pcap", std::process::id()));
         let mut w = Real::with(|c| {
             c.capture = Some(path.with_extension(c.addr.to_string()));
@@ -801,7 +801,7 @@ mod only {
     }
 
     #[test]
-    fn tshark_reads_a_capture() {
+    fn tshark_reads_capture() {
         use crate::suite::{cm, transfers, unreliable};
 
         let dir = std::env::temp_dir().join(format!("riser-tshark-{}", std::process::id()));
@@ -818,11 +818,11 @@ mod only {
         ops::writes_and_reads(world());
         ops::atomics(world());
         ops::fast_registration_and_remote_invalidation(world());
-        cm::a_refusal_brings_its_reason(world());
-        cm::a_disconnect_reaches_both_sides(world());
-        cm::destroying_a_listener_refuses_what_waits(world());
-        transfers::a_command_registers_transfers_and_invalidates(world());
-        unreliable::unreliable_sends_and_writes(world());
+        cm::rejection_contains_reason(world());
+        cm::disconnect_reaches_both_sides(world());
+        cm::destroying_listener_rejects_pending_requests(world());
+        transfers::command_registers_transfers_and_invalidates(world());
+        unreliable::uc_sends_and_writes(world());
         let mut opcodes = std::collections::BTreeSet::new();
         for file in std::fs::read_dir(&dir).unwrap() {
             let file = file.unwrap().path();
@@ -874,7 +874,7 @@ mod only {
 /// The hop limit of what arrives, in a network without routers: what did not begin with the largest
 /// is treated as if it had passed some.
 #[test]
-fn a_device_on_its_link_takes_what_no_router_has_forwarded() {
+fn on_link_device_rejects_routed_packets() {
     use std::net::{IpAddr, UdpSocket};
     use std::time::{Duration, Instant};
 
@@ -901,7 +901,7 @@ fn a_device_on_its_link_takes_what_no_router_has_forwarded() {
 }
 
 #[test]
-fn a_link_local_address_is_refused_with_a_reason() {
+fn link_local_address_is_rejected() {
     use riser_transport::roce::{Roce, RoceConfig};
 
     let error = Roce::open(&RoceConfig::new("fe80::1".parse().unwrap())).unwrap_err();

@@ -978,7 +978,7 @@ fn number_from_env(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn every_byte_and_every_completion_survives_a_bad_wire() {
+fn bytes_and_completions_survive_bad_wire() {
     let seeds = seeds();
     eprintln!("RISER_SEED={}", seeds.start);
     let mut all = RcCounters::default();
@@ -1043,7 +1043,7 @@ fn add(all: &mut RcCounters, one: &RcCounters) {
 }
 
 #[test]
-fn a_perfect_wire_carries_every_packet_once() {
+fn perfect_wire_carries_packets_once() {
     for seed in 0..20 {
         let _replay = Replay(seed);
         run_without_repetition(seed, 0);
@@ -1051,7 +1051,7 @@ fn a_perfect_wire_carries_every_packet_once() {
 }
 
 #[test]
-fn a_congested_wire_slows_but_loses_and_repeats_nothing() {
+fn congested_wire_only_delays_packets() {
     for seed in 0..20 {
         let _replay = Replay(seed);
         let marked = [3, 30, 100][seed as usize % 3];
@@ -1087,7 +1087,7 @@ fn run_without_repetition(seed: u64, marked: u64) -> [RcCounters; 2] {
 }
 
 #[test]
-fn every_byte_survives_a_bad_and_congested_wire() {
+fn bytes_survive_bad_and_congested_wire() {
     for seed in 0..30 {
         let _replay = Replay(seed);
         let wire = Wire {
@@ -1102,7 +1102,7 @@ fn every_byte_survives_a_bad_and_congested_wire() {
 /// The wire dies in the middle: each side notices, and every request of both queues ends once, in
 /// order, the oldest unacknowledged one with the reason and the others flushed.
 #[test]
-fn a_dead_wire_ends_every_request_once() {
+fn dead_wire_completes_requests_once() {
     for seed in 0..50 {
         let _replay = Replay(seed);
         let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, BAD);

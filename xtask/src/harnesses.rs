@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_with_a_harness_are_found() {
+    fn harness_programs_are_found() {
         let message = |test: bool, program: Value| json!({ "profile": { "test": test }, "executable": program, "manifest_path": "/a/Cargo.toml" });
         let harness = Harness::of(&message(true, json!("/b/c-01ab"))).unwrap();
         assert_eq!(harness.folder, PathBuf::from("/a"));

@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn twice_the_latency_alone_is_too_much() {
+    fn doubled_latency_fails() {
         let figure = |p99| Figure { p50: 1.0, p99 };
         assert!(check_quiet(figure(10.0), figure(19.9)).is_ok());
         assert!(check_quiet(figure(10.0), figure(20.0)).is_err());

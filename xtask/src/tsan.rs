@@ -14,7 +14,7 @@ const SUBJECTS: &[(&str, &str)] = &[
 
 /// Functions to skip because they depend on how fast packets are received, but everything is slow
 /// here.
-const SKIPPED: &[&str] = &["narrow_the_requesters_window"];
+const SKIPPED: &[&str] = &["narrows_requester_window"];
 
 /// Options of `cargo xtask tsan`.
 #[derive(clap::Args)]

@@ -269,7 +269,7 @@ fn demo_mode_admits_all_initiators() {
 }
 
 #[test]
-fn secrets_are_the_targets() {
+fn acl_secrets_are_converted_to_target() {
     let mut fixture = Fixture::served();
     fixture.run(&format!("echo {TPG}/attrib/authentication 1"));
     // If an initiator has no credentials but they are required, it must not get access.

@@ -268,7 +268,7 @@ fn rejected_change_returns_daemon_errno() {
 }
 
 #[test]
-fn without_a_daemon_the_tree_stays_readable() {
+fn tree_stays_readable_without_daemon() {
     let mut rig = Rig::new();
     rig.state.lock().unwrap().is_down = true;
     rig.engine.refresh();

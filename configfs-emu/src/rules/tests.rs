@@ -168,7 +168,7 @@ fn device_is_enabled_with_known_medium() {
 }
 
 #[test]
-fn attributes_of_a_device_have_their_limits() {
+fn device_attributes_are_limited() {
     let setup = || {
         let mut fixture = Fixture::default();
         fixture.run(
@@ -613,7 +613,7 @@ fn srp_ports_have_their_limits() {
 }
 
 #[test]
-fn files_of_an_initiator_describe_its_session() {
+fn initiator_files_describe_session() {
     let mut fixture = Fixture::served();
     let acl = format!("{TPG}/acls/iqn.2026-01.example:client");
     assert_eq!(

@@ -176,7 +176,7 @@ mod tests {
     // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
-    fn addresses_have_the_layout_of_sockaddr_storage() {
+    fn addresses_match_sockaddr_storage() {
         let mut golden = [0; 128];
         golden[..8].copy_from_slice(&[2, 0, 0x0C, 0xBC, 10, 99, 0, 1]);
         let addr = "10.99.0.1:3260".parse().unwrap();

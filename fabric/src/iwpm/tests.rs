@@ -231,7 +231,7 @@ fn accept(request: WireMessage, mapped: &str) -> WireMessage {
 }
 
 #[test]
-fn a_kernel_of_version_3_is_known_by_its_error() {
+fn error_response_selects_version_3() {
     let mut rig = Rig::begun();
     let Some(Output::Netlink(hello)) = rig.mapper.poll_output() else {
         panic!()
@@ -281,7 +281,7 @@ fn client_of(output: &Output) -> u8 {
 }
 
 #[test]
-fn versions_that_are_not_known_are_refused() {
+fn unknown_versions_are_rejected() {
     for abi in [0, 2, 5, u16::MAX] {
         let mut rig = Rig::begun();
         rig.outputs();
@@ -296,7 +296,7 @@ fn versions_that_are_not_known_are_refused() {
 }
 
 #[test]
-fn a_client_registers_before_it_asks() {
+fn client_must_register_before_requests() {
     let mut rig = Rig::begun();
     rig.outputs();
     assert_eq!(rig.add("10.99.0.1:3260", 0), Err(14));
@@ -320,7 +320,7 @@ fn a_client_registers_before_it_asks() {
 }
 
 #[test]
-fn a_message_without_an_attribute_is_refused() {
+fn missing_attribute_is_rejected() {
     let mut rig = Rig::new(4);
     let kind = Kind {
         client: 2,
@@ -342,7 +342,7 @@ fn a_message_without_an_attribute_is_refused() {
 }
 
 #[test]
-fn a_mapping_reserves_a_port_until_it_is_removed() {
+fn mapping_reserves_port_until_removal() {
     let mut rig = Rig::new(4);
     assert_eq!(rig.add("10.99.0.1:3260", 0), Ok(addr("10.99.0.1:50000")));
     assert_eq!(rig.add("[fd99::1]:3260", 0), Ok(addr("[fd99::1]:50001")));
@@ -363,14 +363,14 @@ fn a_mapping_reserves_a_port_until_it_is_removed() {
 }
 
 #[test]
-fn an_address_of_the_hosts_tcp_stack_stays_as_it_is() {
+fn host_tcp_address_is_not_mapped() {
     let mut rig = Rig::new(4);
     assert_eq!(rig.add("10.99.0.1:3260", 1), Ok(addr("10.99.0.1:3260")));
     assert!(rig.reserved.borrow().is_empty());
 }
 
 #[test]
-fn listeners_at_all_addresses_share_a_mapping() {
+fn wildcard_listeners_share_mapping() {
     let mut rig = Rig::new(4);
     for _ in 0..3 {
         assert_eq!(rig.add("0.0.0.0:3260", 0), Ok(addr("0.0.0.0:50000")));
@@ -383,14 +383,14 @@ fn listeners_at_all_addresses_share_a_mapping() {
 }
 
 #[test]
-fn no_free_port_is_an_error() {
+fn port_exhaustion_is_reported() {
     let mut rig = Rig::new(4);
     rig.reserved.borrow_mut().extend(50_000..50_100);
     assert_eq!(rig.add("10.99.0.1:3260", 0), Err(11));
 }
 
 #[test]
-fn mappings_of_an_earlier_daemon_are_taken_over() {
+fn mappings_of_previous_daemon_are_adopted() {
     let mut rig = Rig::new(4);
     let mapinfo = |local: &str, mapped: &str, flags| Request::MapInfo {
         local: addr(local),
@@ -423,7 +423,7 @@ fn mappings_of_an_earlier_daemon_are_taken_over() {
 }
 
 #[test]
-fn a_query_is_answered_by_the_peers_accept() {
+fn query_completes_with_peer_accept() {
     let mut rig = Rig::new(4);
     rig.query("10.99.0.1:40000", "10.99.0.2:3260", 0);
     let sequence = rig.sequence;
@@ -489,7 +489,7 @@ fn a_query_is_answered_by_the_peers_accept() {
 }
 
 #[test]
-fn a_request_is_repeated_and_ends() {
+fn request_is_retransmitted_then_fails() {
     let mut rig = Rig::new(4);
     rig.query("10.99.0.1:40000", "10.99.0.2:3260", 1);
     let sequence = rig.sequence;
@@ -509,7 +509,7 @@ fn a_request_is_repeated_and_ends() {
 }
 
 #[test]
-fn a_reject_ends_a_query() {
+fn reject_completes_query() {
     let mut rig = Rig::new(4);
     rig.query("[fd99::1]:40000", "[fd99::2]:3260", 1);
     let sequence = rig.sequence;
@@ -538,7 +538,7 @@ fn a_reject_ends_a_query() {
 }
 
 #[test]
-fn pairs_of_addresses_that_cannot_connect_are_refused() {
+fn unconnectable_address_pairs_are_rejected() {
     let mut rig = Rig::new(4);
     for (local, remote, code) in [
         ("10.99.0.1:1", "[fd99::2]:3260", 10),
@@ -552,7 +552,7 @@ fn pairs_of_addresses_that_cannot_connect_are_refused() {
 }
 
 #[test]
-fn connections_share_a_local_address() {
+fn connections_share_local_address() {
     let mut rig = Rig::new(4);
     rig.query("10.99.0.1:40000", "10.99.0.2:3260", 0);
     rig.query("10.99.0.1:40000", "10.99.0.3:3260", 0);
@@ -598,7 +598,7 @@ fn too_many_queries_are_refused() {
 }
 
 #[test]
-fn a_peers_request_is_accepted_and_the_kernel_notified_once() {
+fn peer_request_notifies_kernel_once() {
     let mut rig = Rig::new(4);
     rig.add("10.99.0.1:3260", 0).unwrap();
     let request = peer_request("10.99.0.1:3260", 9);
@@ -631,7 +631,7 @@ fn a_peers_request_is_accepted_and_the_kernel_notified_once() {
 }
 
 #[test]
-fn a_peer_cannot_pass_for_another_host() {
+fn peer_cannot_impersonate_another_host() {
     let mut rig = Rig::new(4);
     rig.add("10.99.0.1:3260", 0).unwrap();
     // The peer would connect from its own address, but appear to be another host.
@@ -645,7 +645,7 @@ fn a_peer_cannot_pass_for_another_host() {
 }
 
 #[test]
-fn a_mapping_of_all_addresses_serves_the_one_that_was_asked_for() {
+fn wildcard_mapping_serves_requested_address() {
     let mut rig = Rig::new(4);
     rig.add("0.0.0.0:3260", 0).unwrap();
     let request = peer_request("10.99.0.1:3260", 9);
@@ -661,7 +661,7 @@ fn a_mapping_of_all_addresses_serves_the_one_that_was_asked_for() {
 }
 
 #[test]
-fn an_address_without_a_mapping_is_rejected() {
+fn unmapped_address_is_rejected() {
     let mut rig = Rig::new(4);
     rig.add("10.99.0.1:3260", 0).unwrap();
     let request = peer_request("10.99.0.1:3261", 9);
@@ -699,7 +699,7 @@ fn floods_of_peers_are_answered_and_bounded() {
 }
 
 #[test]
-fn without_a_kernel_the_program_has_mappings_and_queries() {
+fn mappings_and_queries_work_without_kernel() {
     let host = TestHost {
         reserved: Reserved::default(),
         next_random: 0x1000,

@@ -258,7 +258,7 @@ fn responses_are_those_of_iwpmd() {
 }
 
 #[test]
-fn messages_of_the_other_direction_are_not_valid() {
+fn messages_for_wrong_direction_are_invalid() {
     for operation in [4, 5, 9, 1023] {
         assert_eq!(Request::read(operation, &[]), Err(Invalid));
     }

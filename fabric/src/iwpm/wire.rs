@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_have_the_layout_of_iwpmd() {
+    fn messages_match_iwpmd_layout() {
         assert_eq!(request().write(), V4);
         assert_eq!(WireMessage::read(&V4), Ok(request()));
         for (number, message_type) in [
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_ip_version_6_fill_their_fields() {
+    fn ipv6_addresses_fill_their_fields() {
         let mut golden = [0; LONG];
         golden[..16].copy_from_slice(&[
             0x06, 0, 0xC0, 0x01, 0x0C, 0xBC, 0x9C, 0x40, 0, 0, 0, 0, 0, 0, 0, 1,
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_behind_an_ipv4_address_are_ignored() {
+    fn bytes_after_ipv4_address_are_ignored() {
         let mut bytes = V4;
         for at in [20, 36, 52] {
             bytes[at..at + 12].fill(0xA5);
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_is_written_alike() {
+    fn parsed_messages_round_trip() {
         bolero::check!().with_type::<Vec<u8>>().for_each(|bytes| {
             if let Ok(message) = WireMessage::read(bytes) {
                 assert_eq!(WireMessage::read(&message.write()), Ok(message));

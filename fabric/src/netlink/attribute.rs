@@ -108,7 +108,7 @@ mod tests {
     // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
-    fn attributes_have_the_layout_of_the_kernel() {
+    fn attributes_match_kernel_layout() {
         let mut bytes = Vec::new();
         put(&mut bytes, 1, &[4, 0]);
         put(&mut bytes, 2, b"siw0\0");

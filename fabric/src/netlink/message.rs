@@ -225,7 +225,7 @@ mod tests {
     // As on a little-endian host.
     #[cfg(target_endian = "little")]
     #[test]
-    fn messages_have_the_layout_of_the_kernel() {
+    fn messages_match_kernel_layout() {
         let bytes = Writer::new(HELLO).attribute(1, &[4, 0]).finish();
         let golden = [
             24, 0, 0, 0, 8, 8, 1, 0, 4, 3, 2, 1, 77, 0, 0, 0, 6, 0, 1, 0, 4, 0, 0, 0,

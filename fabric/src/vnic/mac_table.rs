@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_beyond_the_table_changes_nothing() {
+    fn out_of_range_update_is_ignored() {
         let mut table = MacTable::default();
         let entry = MacTableEntry::new(mac(1), Lid(1));
         assert!(table.set(2047, &[entry], 1));
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_addresses_is_bounded_and_leaves_room() {
+    fn address_flood_is_bounded() {
         let start = Instant::now();
         let mut learned = Learned::default();
         for n in 0..10_000 {

@@ -220,7 +220,7 @@ pub mod frame {
         }
 
         #[test]
-        fn a_tag_has_a_priority_and_hides_no_protocol() {
+        fn vlan_tag_yields_priority_and_inner_protocol() {
             let mut ip = vec![0x08, 0x00, 0x45, 0, 0, 40, 0, 0, 0, 0, 64, 6, 0, 0];
             ip.extend([10, 0, 0, 1, 10, 0, 0, 2, 0x12, 0x34, 0, 80]);
             let plain = frame(&ip);
@@ -240,7 +240,7 @@ pub mod frame {
         }
 
         #[test]
-        fn short_frames_have_no_protocol_and_end_nothing() {
+        fn short_frames_have_no_protocol() {
             assert!(Frame::new(&[0; 13]).is_none());
             for rest in [
                 &[0x81, 0x00][..],

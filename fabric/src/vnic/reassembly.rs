@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn fragments_in_order_are_a_frame() {
+    fn ordered_fragments_form_frame() {
         let mut frames = Reassembly::default();
         let mut take = |source, group, f, data: &[u8]| {
             let taken = frames.take(Lid(source), group, f, data);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_continue_a_frame_ends_it() {
+    fn non_consecutive_fragment_discards_frame() {
         let refused = [
             (fragment(7, 3, 9), &b"def"[..]),
             (fragment(6, 4, 9), b"def"),

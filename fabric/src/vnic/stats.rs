@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_are_counted_by_kind_and_length_with_check_sequence() {
+    fn frame_counters_include_check_sequence() {
         let mut stats = Stats::default();
         for len in [
             60, 61, 123, 124, 251, 252, 507, 508, 1019, 1020, 1514, 1515, 9014,

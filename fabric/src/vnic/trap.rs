@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_window_has_five_traps() {
+    fn window_allows_five_traps() {
         let start = Instant::now();
         let mut limit = TrapLimit::default();
         for at in [0, 100, 200, 300, 400] {

@@ -427,7 +427,7 @@ mod tests {
     const SET: u8 = method::SET;
 
     #[test]
-    fn every_attribute_is_read_and_those_that_can_be_are_set() {
+    fn attributes_are_readable_and_some_writable() {
         let now = Instant::now();
         let agent = &mut vema();
         let (status, data) = ask(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now);
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_is_refused_and_what_is_no_request_is_ignored() {
+    fn invalid_requests_are_rejected_or_ignored() {
         let now = Instant::now();
         let agent = &mut vema();
         let unsupported = [
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_has_one_manager_until_it_is_silent() {
+    fn host_keeps_manager_until_silent() {
         let mut now = Instant::now();
         let agent = &mut vema();
         let info = ClassPortInfo::new_zeroed();
@@ -619,7 +619,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_strangers_has_few_answers_and_the_manager_all() {
+    fn stranger_flood_does_not_affect_manager() {
         let mut now = Instant::now();
         let agent = &mut vema();
         let claim = (SET, id::CLASS_PORT_INFO, 0);
@@ -641,7 +641,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_strangers_leaves_first_orders_and_a_named_manager_their_answers() {
+    fn stranger_flood_allows_claim_and_configured_manager() {
         let now = Instant::now();
         let get = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
         let claim = (SET, id::CLASS_PORT_INFO, 0);
@@ -670,7 +670,7 @@ mod tests {
     }
 
     #[test]
-    fn traps_go_where_the_manager_said() {
+    fn traps_are_sent_to_configured_address() {
         let now = Instant::now();
         let agent = &mut vema();
         ask(
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_find_the_port_of_their_switch() {
+    fn packets_are_dispatched_by_switch() {
         let now = Instant::now();
         let agent = &mut vema();
         for vport in 0..2_u8 {

@@ -68,7 +68,7 @@ fn six_byte_length_zero_is_256_blocks() {
 }
 
 #[test]
-fn fua_and_the_write_cache() {
+fn fua_respects_write_cache() {
     let fua_of = |rig: &mut Rig, cdb: &[u8]| match rig.send_out(cdb, &[1; 512]).good().ops[..] {
         [BlockOp::Write { fua, .. }] => fua,
         ref ops => panic!("{ops:?}"),
@@ -391,7 +391,7 @@ fn unmap_checks_everything_first() {
 }
 
 #[test]
-fn write_same_repeats_a_block() {
+fn write_same_repeats_block() {
     let mut rig = Rig::new();
     let before = rig.disk.clone();
     // WRITE SAME (10), 40 blocks at LBA 2.

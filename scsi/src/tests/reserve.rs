@@ -138,7 +138,7 @@ fn registration_survives_nexus_removal() {
 }
 
 #[test]
-fn releases_notify_the_registrants() {
+fn releases_notify_registrants() {
     let mut rig = registered();
     out(&mut rig, A, RESERVE, 5, 0xa, 0).good();
     out(&mut rig, B, RELEASE, 5, 0xb, 0).good();

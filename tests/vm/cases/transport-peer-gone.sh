@@ -4,7 +4,7 @@
 two_hosts
 trap one_host EXIT
 export RISER_CUT="ip link set v0 down" RISER_HEAL="ip link set v0 up; sleep 1"
-for test in the_peer_vanishes the_peer_closes; do
+for test in peer_vanishes peer_closes; do
     on_devices rdma_core:10.99.0.1 roce:10.99.0.2@peer stress::$test
     on_devices roce:10.99.0.2@peer rdma_core:10.99.0.1 stress::$test
 done

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn both_sides_use_smaller_limits() {
+    fn peers_use_smaller_limits() {
         let asked = request(&wishes(3, 5), b"hello".to_vec());
         let (said, passive) = reply(&asked, &wishes(4, 9), b"welcome".to_vec()).unwrap();
         let (active, None) = judge(&asked, &said) else {

@@ -38,7 +38,7 @@ fn route(header: &UdHeader) -> (IpAddr, IpAddr, u8, usize) {
 }
 
 /// The kernel's headers and the NIC's are together what [`UdHeader`] packs.
-fn datagrams_have_the_headers_that_are_packed(test: &'static str, addrs: [&'static str; 3]) {
+fn datagrams_have_packed_headers(test: &'static str, addrs: [&'static str; 3]) {
     on_a_link(
         test,
         addrs,
@@ -85,13 +85,13 @@ fn datagrams_have_the_headers_that_are_packed(test: &'static str, addrs: [&'stat
 }
 
 #[test]
-fn a_datagram_on_the_link_has_the_headers_that_are_packed() {
-    let test = "a_datagram_on_the_link_has_the_headers_that_are_packed";
-    datagrams_have_the_headers_that_are_packed(test, V4);
+fn datagram_on_link_has_packed_headers() {
+    let test = "datagram_on_link_has_packed_headers";
+    datagrams_have_packed_headers(test, V4);
 }
 
 #[test]
-fn a_datagram_over_ipv6_has_the_headers_that_are_packed() {
-    let test = "a_datagram_over_ipv6_has_the_headers_that_are_packed";
-    datagrams_have_the_headers_that_are_packed(test, V6);
+fn ipv6_datagram_has_packed_headers() {
+    let test = "ipv6_datagram_has_packed_headers";
+    datagrams_have_packed_headers(test, V6);
 }

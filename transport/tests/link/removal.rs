@@ -74,8 +74,8 @@ fn has_event(device: &Roce) -> bool {
 }
 
 #[test]
-fn the_port_follows_address_and_link_and_connections_go_on() {
-    let test = "the_port_follows_address_and_link_and_connections_go_on";
+fn port_follows_address_and_link() {
+    let test = "port_follows_address_and_link";
     on_a_link(
         test,
         V4,
@@ -122,8 +122,8 @@ fn the_port_follows_address_and_link_and_connections_go_on() {
 }
 
 #[test]
-fn a_device_goes_with_its_interface_and_fails_cleanly() {
-    let test = "a_device_goes_with_its_interface_and_fails_cleanly";
+fn device_is_removed_with_its_interface() {
+    let test = "device_is_removed_with_its_interface";
     let removable: fn(&mut RoceConfig) = |config| config.is_removable = true;
     on_a_link(test, V4, removable, |w| {
         let (a, b) = connected_and_active(w);
@@ -196,8 +196,8 @@ fn a_device_goes_with_its_interface_and_fails_cleanly() {
 }
 
 #[test]
-fn an_address_is_followed_from_one_interface_to_another() {
-    let test = "an_address_is_followed_from_one_interface_to_another";
+fn address_is_followed_between_interfaces() {
+    let test = "address_is_followed_between_interfaces";
     on_a_link(
         test,
         V6,

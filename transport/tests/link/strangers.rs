@@ -112,9 +112,9 @@ fn a_stranger_lowers_the_path_mtu(
 }
 
 #[test]
-fn an_icmp_message_does_not_stop_connections() {
+fn icmp_does_not_stop_connections() {
     a_stranger_lowers_the_path_mtu(
-        "an_icmp_message_does_not_stop_connections",
+        "icmp_does_not_stop_connections",
         V4,
         fragmentation_needed,
         "mtu 600",
@@ -122,9 +122,9 @@ fn an_icmp_message_does_not_stop_connections() {
 }
 
 #[test]
-fn an_icmpv6_message_does_not_stop_connections() {
+fn icmpv6_does_not_stop_connections() {
     a_stranger_lowers_the_path_mtu(
-        "an_icmpv6_message_does_not_stop_connections",
+        "icmpv6_does_not_stop_connections",
         V6,
         packet_too_big,
         "mtu 1280",
@@ -134,8 +134,8 @@ fn an_icmpv6_message_does_not_stop_connections() {
 /// Connections that exist keep their path MTU: short messages still pass. New ones have one that
 /// the interface carries.
 #[test]
-fn new_connections_follow_the_interface() {
-    let test = "new_connections_follow_the_interface";
+fn new_connections_use_interface_mtu() {
+    let test = "new_connections_use_interface_mtu";
     on_a_link(
         test,
         V4,
@@ -173,8 +173,8 @@ const OTHERS: &[u8] = b"another session's bytes ";
 /// A peer acknowledges packets that it has not seen. Their requests complete, and the buffers are
 /// used for another session, whose bytes must not leave in what the full socket has not taken yet.
 #[test]
-fn a_buffer_that_is_used_again_does_not_leave_for_its_old_peer() {
-    let test = "a_buffer_that_is_used_again_does_not_leave_for_its_old_peer";
+fn reused_buffer_never_reaches_old_peer() {
+    let test = "reused_buffer_never_reaches_old_peer";
     let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
         config.socket_buffer = 208 << 10;
         config.max_inflight_bytes = Some(1 << 20);
@@ -247,8 +247,8 @@ fn forge_ack(from: &UdpSocket, to: SocketAddr, qpn: u32, psn: Psn) {
 /// Answers to unused addresses of the link wait for these neighbours in the kernel, for seconds.
 /// Neither what is sent to a peer nor a peer that comes waits with them.
 #[test]
-fn answers_to_hosts_that_do_not_exist_hold_up_no_other() {
-    let test = "answers_to_hosts_that_do_not_exist_hold_up_no_other";
+fn responses_to_missing_hosts_delay_no_peer() {
+    let test = "responses_to_missing_hosts_delay_no_peer";
     let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
         config.socket_buffer = 208 << 10;
     };
@@ -305,8 +305,8 @@ fn answers_to_hosts_that_do_not_exist_hold_up_no_other() {
 /// Packets repeated for peers that have gone wait for their neighbours in the kernel, again and
 /// again. What is sent to others does not wait with it.
 #[test]
-fn peers_that_have_gone_hold_up_no_other() {
-    let test = "peers_that_have_gone_hold_up_no_other";
+fn disconnected_peers_delay_no_other() {
+    let test = "disconnected_peers_delay_no_other";
     let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
         config.socket_buffer = 208 << 10;
     };
@@ -345,8 +345,8 @@ fn peers_that_have_gone_hold_up_no_other() {
 
 /// A connection outlives a link that carries nothing for some seconds.
 #[test]
-fn a_peer_that_comes_back_goes_on() {
-    let test = "a_peer_that_comes_back_goes_on";
+fn connection_survives_link_outage() {
+    let test = "connection_survives_link_outage";
     on_a_link(
         test,
         V4,

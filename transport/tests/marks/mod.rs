@@ -70,7 +70,7 @@ fn window(w: &mut Real, a: &Side, b: &Side) -> u64 {
 }
 
 #[test]
-fn a_marked_write_is_answered_by_notifications_that_narrow_the_requesters_window() {
+fn marked_write_narrows_requester_window() {
     let mut w = devices();
     let (a, b) = connected(&mut w);
     let write = |b: &Side| SendOp::Write(b.remote(0));

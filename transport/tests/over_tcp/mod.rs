@@ -101,7 +101,7 @@ fn works(w: &mut Streams) {
 }
 
 #[test]
-fn what_is_no_request_is_closed_without_an_event() {
+fn invalid_request_is_closed_without_event() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let more = [&REQUEST[..], b"too early"].concat();
@@ -124,7 +124,7 @@ fn what_is_no_request_is_closed_without_an_event() {
 }
 
 #[test]
-fn strangers_that_say_nothing_keep_no_place() {
+fn silent_strangers_do_not_occupy_slots() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let mut strangers: Vec<_> = (0..MAX_STRANGERS + 1).map(|_| dial(w)).collect();
@@ -176,7 +176,7 @@ fn accepted(w: &mut Streams, request: &[u8; 20]) -> (TcpStream, Side) {
 }
 
 #[test]
-fn a_message_with_a_wrong_crc_is_answered_with_the_reason() {
+fn message_with_bad_crc_is_terminated() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let (mut socket, side) = accepted(w, REQUEST);
@@ -196,7 +196,7 @@ fn a_message_with_a_wrong_crc_is_answered_with_the_reason() {
 }
 
 #[test]
-fn a_peer_that_leaves_before_it_is_accepted_is_reported() {
+fn peer_disconnect_before_accept_is_reported() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let mut socket = dial(w);
@@ -216,7 +216,7 @@ fn a_peer_that_leaves_before_it_is_accepted_is_reported() {
 }
 
 #[test]
-fn a_user_that_sleeps_wakes_for_a_connection() {
+fn sleeping_user_is_woken_by_connection() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     w.pass(Duration::from_millis(2));
@@ -236,7 +236,7 @@ fn a_user_that_sleeps_wakes_for_a_connection() {
 }
 
 #[test]
-fn a_host_that_opens_many_connections_displaces_its_own() {
+fn connection_flood_displaces_own_connections() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let other = w.addr(End::A);
@@ -250,7 +250,7 @@ fn a_host_that_opens_many_connections_displaces_its_own() {
 }
 
 #[test]
-fn a_peer_that_takes_nothing_keeps_no_connection_that_is_over() {
+fn non_receiving_peer_cannot_keep_closed_connection() {
     for errs in [true, false] {
         let w = &mut without_crcs();
         let _listener = listen(w, End::B, 4000);
@@ -275,7 +275,7 @@ fn a_peer_that_takes_nothing_keeps_no_connection_that_is_over() {
 }
 
 #[test]
-fn a_first_message_that_is_wrong_establishes_nothing() {
+fn invalid_first_message_establishes_no_connection() {
     let w = &mut without_crcs();
     let _listener = listen(w, End::B, 4000);
     // Revision 2, with a WRITE as the message that lets the responder send.
@@ -330,7 +330,7 @@ fn listener_at_b(w: &Streams) -> TcpListener {
 }
 
 #[test]
-fn a_reply_that_does_not_fit_is_answered_with_the_reason() {
+fn mismatched_reply_is_terminated_with_reason() {
     let w = &mut Streams::new();
     let listener = listener_at_b(w);
     let side = call(w);
@@ -353,7 +353,7 @@ fn a_reply_that_does_not_fit_is_answered_with_the_reason() {
 }
 
 #[test]
-fn a_peer_that_does_not_know_revision_2_is_asked_with_revision_1() {
+fn old_peer_is_retried_with_revision_1() {
     const OLDER: &[u8] = b"MPA ID Rep Frame\x40\x01\0\0";
     // It closes the connection, or resets it with what it has not read, or says its own revision.
     for (reads, answer) in [(29, &b""[..]), (1, b""), (29, OLDER)] {
@@ -391,7 +391,7 @@ fn a_peer_that_does_not_know_revision_2_is_asked_with_revision_1() {
 }
 
 #[test]
-fn a_peer_that_knows_no_revision_is_not_asked_a_third_time() {
+fn peer_without_known_revision_is_not_retried() {
     let w = &mut Streams::new();
     let listener = listener_at_b(w);
     let side = call(w);
@@ -420,7 +420,7 @@ fn refused_for_good(w: &mut Streams, side: &Side, listener: &TcpListener) {
 }
 
 #[test]
-fn a_refusal_of_revision_1_is_one() {
+fn revision_1_rejection_is_final() {
     let w = &mut Streams::new();
     let listener = listener_at_b(w);
     let side = call(w);
@@ -432,7 +432,7 @@ fn a_refusal_of_revision_1_is_one() {
 }
 
 #[test]
-fn a_peer_that_closes_late_or_knows_revision_2_is_not_asked_again() {
+fn late_close_or_revision_2_prevents_retry() {
     let w = &mut Streams::new();
     let listener = listener_at_b(w);
     // As a full server does with what waits too long.
@@ -458,7 +458,7 @@ fn a_peer_that_closes_late_or_knows_revision_2_is_not_asked_again() {
 
 /// CRCs are those of the bytes that leave, even if a program changes its memory meanwhile.
 #[test]
-fn memory_that_changes_while_it_is_sent_has_right_crcs() {
+fn memory_changed_during_send_has_valid_crc() {
     for markers in [false, true] {
         let w = &mut Streams::with(|config| config.markers = markers);
         let (a, b) = connected(w);
@@ -489,7 +489,7 @@ fn memory_that_changes_while_it_is_sent_has_right_crcs() {
 }
 
 #[test]
-fn a_peer_whose_tcp_does_not_answer_is_unreachable_in_time() {
+fn unresponsive_tcp_peer_becomes_unreachable() {
     let w = &mut Streams::new();
     let at = SocketAddr::new(w.addr(End::B), 4000);
     let full = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();

@@ -98,7 +98,7 @@ fn works(w: &mut Shared, a: &Side, b: &Side) {
 }
 
 #[test]
-fn the_end_of_a_process_ends_its_connections_at_once() {
+fn process_exit_closes_connections_immediately() {
     let w = &mut Shared::new();
     let (a, b) = connected(w);
     works(w, &a, &b);
@@ -121,7 +121,7 @@ fn the_end_of_a_process_ends_its_connections_at_once() {
 }
 
 #[test]
-fn a_request_ends_with_the_process_that_it_went_to() {
+fn request_fails_when_peer_process_exits() {
     let w = &mut Shared::new();
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -139,7 +139,7 @@ fn a_request_ends_with_the_process_that_it_went_to() {
 }
 
 #[test]
-fn where_no_process_listens_no_address_is_resolved() {
+fn address_resolution_requires_listener() {
     let w = &mut Shared::new();
     let (unused, also_unused) = addresses();
     let refused = ask_listener(unused, &ShmUsers::default()).unwrap_err();
@@ -163,7 +163,7 @@ fn where_no_process_listens_no_address_is_resolved() {
 }
 
 #[test]
-fn a_device_says_that_it_is_there() {
+fn device_responds_to_probe() {
     let mut w = Shared::new();
     let addr = w.addr(End::B);
     let asking = std::thread::spawn(move || ask_listener(addr, &ShmUsers::default()));
@@ -244,7 +244,7 @@ fn peers_of_one_address_are_kept_apart() {
 }
 
 #[test]
-fn a_peer_that_breaks_the_rules_of_the_rings_ends_alone() {
+fn ring_violation_only_closes_violator() {
     let w = &mut Shared::new();
     let (a, b) = connected(w);
     let at = w.addr(End::B);
@@ -312,7 +312,7 @@ fn random_packets_and_positions_harm_no_connection() {
 }
 
 #[test]
-fn processes_without_a_proper_first_message_are_left() {
+fn processes_without_valid_hello_are_dropped() {
     let w = &mut Shared::new();
     let at = w.addr(End::B);
     let mut strangers = Vec::new();
@@ -365,7 +365,7 @@ fn send_descriptor(socket: &OwnedFd, what: &impl AsFd) -> rustix::io::Result<usi
 }
 
 #[test]
-fn no_process_can_send_a_descriptor_to_a_listener() {
+fn listener_receives_no_descriptors() {
     if !refuses_descriptors() {
         riser_testkit::skip::skip("sending descriptors", "the kernel is older than Linux 6.16");
         return;
@@ -398,7 +398,7 @@ fn send_what_is_slow_to_close(socket: &OwnedFd) -> TcpStream {
 }
 
 #[test]
-fn a_descriptor_of_a_stranger_that_is_slow_to_close_holds_up_no_device() {
+fn slow_close_of_descriptor_delays_no_device() {
     let w = &mut Shared::new();
     let (a, b) = connected(w);
     let at = w.addr(End::B);
@@ -426,7 +426,7 @@ fn a_descriptor_of_a_stranger_that_is_slow_to_close_holds_up_no_device() {
 
 /// A listener's end closes what strangers have connected and it has not accepted.
 #[test]
-fn what_waits_at_a_listener_holds_up_no_end_of_it() {
+fn pending_connections_do_not_delay_listener_close() {
     let (at, _) = addresses();
     let listener = ShmListener::bind(at).unwrap();
     let sent = as_a_stranger(|| {
@@ -455,7 +455,7 @@ fn what_waits_at_a_listener_holds_up_no_end_of_it() {
 
 /// A process that shares memory and never reads it costs no other one anything.
 #[test]
-fn a_peer_that_reads_nothing_delays_no_other() {
+fn non_reading_peer_delays_no_other() {
     use riser_transport::verbs::{AhAttr, QKey, QpInitAttr, QpType, UdDest};
 
     let w = &mut Shared::new();
@@ -518,7 +518,7 @@ fn a_peer_that_reads_nothing_delays_no_other() {
 }
 
 #[test]
-fn a_sleeping_device_is_woken_by_what_comes_before_and_after_it_sleeps() {
+fn sleeping_device_is_woken_by_packets() {
     let w = &mut Shared::new();
     let (a, b) = connected(w);
     w.pass(Duration::from_millis(2));

@@ -22,7 +22,7 @@ fn param(data: &[u8]) -> ConnParam {
     }
 }
 
-pub(crate) fn both_sides_hear_what_the_other_says<W: World>(mut w: W) {
+pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -97,7 +97,7 @@ pub(crate) fn both_sides_hear_what_the_other_says<W: World>(mut w: W) {
     assert_eq!(attr_a.dest_qp, (!is_iwarp).then_some(number));
 }
 
-pub(crate) fn a_refusal_brings_its_reason<W: World>(mut w: W) {
+pub(crate) fn rejection_contains_reason<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -123,7 +123,7 @@ pub(crate) fn a_refusal_brings_its_reason<W: World>(mut w: W) {
     w.provider(End::A).destroy_id(id).unwrap();
 }
 
-pub(crate) fn no_peer_listens<W: World>(mut w: W) {
+pub(crate) fn missing_listener_rejects_request<W: World>(mut w: W) {
     let w = &mut w;
     let id = resolve(w, 4001);
     let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
@@ -141,7 +141,7 @@ pub(crate) fn no_peer_listens<W: World>(mut w: W) {
     assert_eq!(reason, 8, "invalid service id");
 }
 
-pub(crate) fn a_disconnect_reaches_both_sides<W: World>(mut w: W) {
+pub(crate) fn disconnect_reaches_both_sides<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     b.recv(w, 1, 0, 8);
@@ -169,7 +169,7 @@ pub(crate) fn a_disconnect_reaches_both_sides<W: World>(mut w: W) {
     assert!(matches!(gone, Err(CmError::InvalidState(_))));
 }
 
-pub(crate) fn both_disconnect_at_once<W: World>(mut w: W) {
+pub(crate) fn simultaneous_disconnect_completes<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     w.provider(End::A).disconnect(a.id).unwrap();
@@ -179,7 +179,7 @@ pub(crate) fn both_disconnect_at_once<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn destroying_an_identifier_ends_its_connection<W: World>(mut w: W) {
+pub(crate) fn destroying_identifier_closes_connection<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     w.provider(End::A).destroy_id(a.id).unwrap();
@@ -265,7 +265,7 @@ fn id_with<W: World>(w: &mut W, option: Option<CmOption>) -> CmId {
     id
 }
 
-pub(crate) fn ports_are_shared_as_their_owners_say<W: World>(mut w: W) {
+pub(crate) fn port_sharing_follows_owner_options<W: World>(mut w: W) {
     let w = &mut w;
     let here = SocketAddr::new(w.addr(End::A), 700);
     let share = Some(CmOption::ReuseAddress(true));
@@ -300,7 +300,7 @@ pub(crate) fn ports_are_shared_as_their_owners_say<W: World>(mut w: W) {
     p.bind_addr(late, here).unwrap();
 }
 
-pub(crate) fn wildcards_stand_for_the_address<W: World>(mut w: W) {
+pub(crate) fn wildcards_match_device_address<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rdma_core(End::B) {
         // The provider binds to its device's own address instead.
@@ -338,7 +338,7 @@ pub(crate) fn wildcards_stand_for_the_address<W: World>(mut w: W) {
     let _ = connect_to(w, 4000, &Wants::default(), &Wants::default());
 }
 
-pub(crate) fn a_listener_without_an_address_gets_a_port<W: World>(mut w: W) {
+pub(crate) fn unbound_listener_is_assigned_port<W: World>(mut w: W) {
     let w = &mut w;
     let addr = w.addr(End::B);
     let p = w.provider(End::B);
@@ -380,7 +380,7 @@ pub(crate) fn options_are_set_in_time<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn an_ack_timeout_is_proposed_to_the_peer<W: World>(mut w: W) {
+pub(crate) fn ack_timeout_is_proposed_to_peer<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rxe(End::A) || w.is_rxe(End::B) {
         // Kernels add the time that the adapter takes, and more.
@@ -414,7 +414,7 @@ pub(crate) fn an_ack_timeout_is_proposed_to_the_peer<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn every_port_space_connects<W: World>(mut w: W) {
+pub(crate) fn connections_work_in_all_port_spaces<W: World>(mut w: W) {
     let w = &mut w;
     for space in [PortSpace::Tcp, PortSpace::IbIp] {
         // The same port in both, with a listener of its own in each.
@@ -444,7 +444,7 @@ pub(crate) fn every_port_space_connects<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn a_bare_service_id_takes_all_the_private_data<W: World>(mut w: W) {
+pub(crate) fn bare_service_id_allows_full_private_data<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
         // Kernels have no bare service ids on RoCE, and say so.
@@ -495,7 +495,7 @@ pub(crate) fn a_bare_service_id_takes_all_the_private_data<W: World>(mut w: W) {
     w.provider(End::B).reject(request.id, b"").unwrap();
 }
 
-pub(crate) fn a_request_may_go_without_its_address_header<W: World>(mut w: W) {
+pub(crate) fn address_header_is_optional<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
         let end = if w.is_rdma_core(End::A) {
@@ -575,7 +575,7 @@ fn to_state<W: World>(w: &mut W, side: &Side, state: QpState) {
     p.modify_qp(side.qp, &attr).unwrap();
 }
 
-pub(crate) fn an_owner_takes_its_queue_pairs_through_their_states_itself<W: World>(mut w: W) {
+pub(crate) fn owner_can_transition_qp_states<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -646,7 +646,7 @@ pub(crate) fn an_owner_takes_its_queue_pairs_through_their_states_itself<W: Worl
     }
 }
 
-pub(crate) fn an_answer_is_refused_by_the_owner_of_the_queue_pair<W: World>(mut w: W) {
+pub(crate) fn qp_owner_can_reject_reply<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     for by_call in [true, false] {
@@ -676,7 +676,7 @@ pub(crate) fn an_answer_is_refused_by_the_owner_of_the_queue_pair<W: World>(mut 
     }
 }
 
-pub(crate) fn vendor_options_reach_the_other_side<W: World>(mut w: W) {
+pub(crate) fn vendor_options_reach_peer<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -708,7 +708,7 @@ pub(crate) fn vendor_options_reach_the_other_side<W: World>(mut w: W) {
     assert_eq!(said.ece, answer.ece);
 }
 
-pub(crate) fn vendor_options_are_refused_with_their_reason<W: World>(mut w: W) {
+pub(crate) fn vendor_options_are_rejected_with_reason<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -731,7 +731,7 @@ pub(crate) fn vendor_options_are_refused_with_their_reason<W: World>(mut w: W) {
     assert!(matches!(refused, Err(CmError::InvalidState(_))));
 }
 
-pub(crate) fn only_a_connection_has_a_timewait<W: World>(mut w: W) {
+pub(crate) fn timewait_only_follows_connection<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -764,7 +764,7 @@ pub(crate) fn only_a_connection_has_a_timewait<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn a_full_backlog_makes_requests_wait<W: World>(mut w: W) {
+pub(crate) fn full_backlog_delays_requests<W: World>(mut w: W) {
     let w = &mut w;
     let addr = SocketAddr::new(w.addr(End::B), 4000);
     let p = w.provider(End::B);
@@ -802,7 +802,7 @@ pub(crate) fn a_full_backlog_makes_requests_wait<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn destroying_a_listener_refuses_what_waits<W: World>(mut w: W) {
+pub(crate) fn destroying_listener_rejects_pending_requests<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
@@ -854,7 +854,7 @@ pub(crate) fn connections_come_and_go<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn data_before_the_confirmation_establishes<W: World>(mut w: W) {
+pub(crate) fn data_before_rtu_establishes<W: World>(mut w: W) {
     // The active side may send as soon as it is connected; in either order both are notified once.
     let w = &mut w;
     for port in 4000..4010 {
@@ -866,7 +866,7 @@ pub(crate) fn data_before_the_confirmation_establishes<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn an_error_here_does_not_end_the_connection_there<W: World>(mut w: W) {
+pub(crate) fn local_qp_error_keeps_peer_connected<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let error = QpAttr::to(QpState::Error);

@@ -66,7 +66,7 @@ fn ask<W: World>(w: &mut W, listener: CmId, id: CmId, data: &[u8]) -> CmId {
     request.id
 }
 
-pub(crate) fn a_datagram_identifier_finds_the_queue_pair_behind_a_port<W: World>(mut w: W) {
+pub(crate) fn sidr_resolves_queue_pair<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen_in(w, PortSpace::Udp, End::B, 4000);
     let id = resolve_in(w, PortSpace::Udp, 4000);
@@ -119,7 +119,7 @@ pub(crate) fn a_datagram_identifier_finds_the_queue_pair_behind_a_port<W: World>
     w.provider(End::B).destroy_id(request).unwrap();
 }
 
-pub(crate) fn a_datagram_identifier_is_refused<W: World>(mut w: W) {
+pub(crate) fn sidr_request_is_rejected<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen_in(w, PortSpace::Udp, End::B, 4000);
     for by_call in [true, false] {
@@ -152,7 +152,7 @@ pub(crate) fn a_datagram_identifier_is_refused<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn no_datagram_service_is_behind_a_port<W: World>(mut w: W) {
+pub(crate) fn sidr_without_service_is_rejected<W: World>(mut w: W) {
     let w = &mut w;
     // A port of connections is another port.
     let _listener = listen(w, End::B, 4001);

@@ -154,7 +154,7 @@ fn send<W: World>(w: &mut W, a: &Side, srqn: u32, op: SendOp, at: (usize, usize)
     w.provider(End::A).post_send(a.qp, &[wr]).unwrap();
 }
 
-pub(crate) fn extended_messages_go_to_the_queue_that_they_name<W: World>(mut w: W) {
+pub(crate) fn xrc_messages_select_their_srq<W: World>(mut w: W) {
     let w = &mut w;
     let Some(xrcd) = domain(w) else { return };
     let queues = [Queue::new(w, xrcd), Queue::new(w, xrcd)];
@@ -198,7 +198,7 @@ pub(crate) fn extended_messages_go_to_the_queue_that_they_name<W: World>(mut w: 
     assert!(c.iter().all(|c| c.status.is_ok()));
 }
 
-pub(crate) fn extended_reads_writes_and_atomics<W: World>(mut w: W) {
+pub(crate) fn xrc_reads_writes_and_atomics<W: World>(mut w: W) {
     let w = &mut w;
     let Some(xrcd) = domain(w) else { return };
     let queues = [Queue::new(w, xrcd), Queue::new(w, xrcd)];
@@ -235,7 +235,7 @@ pub(crate) fn extended_reads_writes_and_atomics<W: World>(mut w: W) {
     assert_eq!(event, AsyncEvent::QpAccessError(target));
 }
 
-pub(crate) fn extended_requests_for_a_wrong_queue<W: World>(mut w: W) {
+pub(crate) fn xrc_requests_to_wrong_srq_fail<W: World>(mut w: W) {
     let w = &mut w;
     let Some(xrcd) = domain(w) else { return };
     let good = Queue::new(w, xrcd);
@@ -270,7 +270,7 @@ pub(crate) fn extended_requests_for_a_wrong_queue<W: World>(mut w: W) {
     assert_eq!(a.completion(w).status, WcStatus::RemInvReqErr);
 }
 
-pub(crate) fn extended_connections_share_a_queue<W: World>(mut w: W) {
+pub(crate) fn xrc_connections_share_srq<W: World>(mut w: W) {
     let w = &mut w;
     let Some(xrcd) = domain(w) else { return };
     let queue = Queue::new(w, xrcd);
@@ -372,7 +372,7 @@ pub(crate) fn objects_of_xrc_domains<W: World>(mut w: W) {
     assert!(matches!(gone, Err(VerbsError::InvalidHandle(_))));
 }
 
-pub(crate) fn an_extended_connection_is_made_by_the_connection_manager<W: World>(mut w: W) {
+pub(crate) fn xrc_connects_through_cm<W: World>(mut w: W) {
     let w = &mut w;
     let Some(xrcd) = domain(w) else { return };
     let _listener = listen_for(w, QpType::XrcTgt);

@@ -75,7 +75,7 @@ fn refused<W: World>(w: &mut W, side: &Side, to: RemoteAddr, length: usize) {
 }
 
 /// A domain, memory, rights, all together, and what is refused.
-pub(crate) fn a_region_is_registered_anew<W: World>(mut w: W) {
+pub(crate) fn region_can_be_reregistered<W: World>(mut w: W) {
     if w.is_rxe(End::B) {
         // Drivers differ in what they can change.
         return;
@@ -303,7 +303,7 @@ pub(crate) fn windows_of_type_2<W: World>(mut w: W) {
     p.dereg_mr(mr.id).unwrap();
 }
 
-pub(crate) fn a_bind_against_the_rules_completes<W: World>(mut w: W) {
+pub(crate) fn invalid_bind_completes_with_error<W: World>(mut w: W) {
     let w = &mut w;
     let wants = Wants::default();
     let (_a, b) = connect_on(w, 5001, &wants, &wants);
@@ -370,7 +370,7 @@ fn join<W: World>(w: &mut W, end: End, qp: QpId, to: (End, u32)) {
 }
 
 /// Both queue pairs on one device, in one domain: windows of type 2 tell them apart.
-pub(crate) fn a_device_talks_to_itself<W: World>(mut w: W) {
+pub(crate) fn device_connects_to_itself<W: World>(mut w: W) {
     let provider = w.provider(End::A).device_attr().provider;
     if w.is_rxe(End::A) || provider == "shm" {
         // A kernel's GID index is its own business; memory is shared with other processes only.

@@ -247,7 +247,7 @@ impl Link {
 }
 
 /// Away from the first path and back to it, each time by one side, which the other follows.
-pub(crate) fn a_connection_migrates_by_command_and_by_packet<W: World>(mut w: W) {
+pub(crate) fn connection_migrates_by_command_and_packet<W: World>(mut w: W) {
     let w = &mut w;
     for kinds in KINDS {
         let Some(link) = Link::by_hand(w, kinds) else {
@@ -271,7 +271,7 @@ pub(crate) fn a_connection_migrates_by_command_and_by_packet<W: World>(mut w: W)
     }
 }
 
-pub(crate) fn a_connection_migrates_under_load<W: World>(mut w: W) {
+pub(crate) fn connection_migrates_under_load<W: World>(mut w: W) {
     const LEN: usize = 100_000;
     let w = &mut w;
     let Some(link) = Link::by_hand(w, KINDS[0]) else {
@@ -303,7 +303,7 @@ pub(crate) fn a_connection_migrates_under_load<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn an_armed_connection_is_rearmed_and_disarmed<W: World>(mut w: W) {
+pub(crate) fn armed_connection_is_rearmed_and_disarmed<W: World>(mut w: W) {
     let w = &mut w;
     let Some(link) = Link::by_hand(w, KINDS[0]) else {
         return;
@@ -348,7 +348,7 @@ pub(crate) fn an_armed_connection_is_rearmed_and_disarmed<W: World>(mut w: W) {
 }
 
 /// Identifiers of each type agree on a path by messages, where there are such.
-pub(crate) fn the_connection_manager_loads_a_path<W: World>(mut w: W) {
+pub(crate) fn cm_loads_alternate_path<W: World>(mut w: W) {
     let w = &mut w;
     let Some(gids) = gids(w) else { return };
     for end in [End::A, End::B] {

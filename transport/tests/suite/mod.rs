@@ -17,40 +17,40 @@ pub(crate) mod world;
 macro_rules! suite_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            objects: a_device_reports_what_it_is what_is_in_use_is_busy limits_hold
-                a_queue_pair_goes_through_its_states datagrams multicast;
+            objects: device_reports_attributes objects_in_use_are_busy limits_hold
+                qp_transitions_through_states datagrams multicast;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
-                a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
-                a_sender_waits_for_the_receiver not_ready_for_too_long keys_rights_and_ranges
-                a_bad_local_key_completes a_message_longer_than_its_receive flushes_in_order
-                a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
+                chain_posts_until_first_bad_request fast_registration_and_remote_invalidation
+                sender_waits_for_receiver not_ready_for_too_long keys_rights_and_ranges
+                bad_local_key_completes_with_error message_exceeding_receive_fails flushes_in_order
+                srq_limit_raises_event cq_overrun_raises_event
                 notifications_come_when_armed events_wait_for_further_completions
-                completions_with_their_times the_send_queue_drains mixed_traffic many_connections
+                completions_with_their_times send_queue_drains mixed_traffic many_connections
                 long_messages empty_messages;
-            cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason no_peer_listens
-                a_disconnect_reaches_both_sides both_disconnect_at_once
-                destroying_an_identifier_ends_its_connection calls_out_of_turn_are_refused
-                ports_are_shared_as_their_owners_say wildcards_stand_for_the_address
-                a_listener_without_an_address_gets_a_port options_are_set_in_time
-                an_ack_timeout_is_proposed_to_the_peer every_port_space_connects
-                a_bare_service_id_takes_all_the_private_data
-                a_request_may_go_without_its_address_header a_full_backlog_makes_requests_wait
-                destroying_a_listener_refuses_what_waits connections_come_and_go
-                an_owner_takes_its_queue_pairs_through_their_states_itself
-                an_answer_is_refused_by_the_owner_of_the_queue_pair
-                vendor_options_are_refused_with_their_reason
-                vendor_options_reach_the_other_side
-                only_a_connection_has_a_timewait
-                data_before_the_confirmation_establishes
-                an_error_here_does_not_end_the_connection_there;
-            datagrams: a_datagram_identifier_finds_the_queue_pair_behind_a_port
-                a_datagram_identifier_is_refused no_datagram_service_is_behind_a_port
+            cm: connection_exchanges_private_data rejection_contains_reason missing_listener_rejects_request
+                disconnect_reaches_both_sides simultaneous_disconnect_completes
+                destroying_identifier_closes_connection calls_out_of_turn_are_refused
+                port_sharing_follows_owner_options wildcards_match_device_address
+                unbound_listener_is_assigned_port options_are_set_in_time
+                ack_timeout_is_proposed_to_peer connections_work_in_all_port_spaces
+                bare_service_id_allows_full_private_data
+                address_header_is_optional full_backlog_delays_requests
+                destroying_listener_rejects_pending_requests connections_come_and_go
+                owner_can_transition_qp_states
+                qp_owner_can_reject_reply
+                vendor_options_are_rejected_with_reason
+                vendor_options_reach_peer
+                timewait_only_follows_connection
+                data_before_rtu_establishes
+                local_qp_error_keeps_peer_connected;
+            datagrams: sidr_resolves_queue_pair
+                sidr_request_is_rejected sidr_without_service_is_rejected
                 datagram_calls_out_of_turn_are_refused groups_are_joined_and_left;
-            memory: regions_of_foreign_memory_at_other_addresses a_region_is_registered_anew
+            memory: regions_of_foreign_memory_at_other_addresses region_can_be_reregistered
                 null_regions_and_prefetching windows_of_type_1 windows_of_type_2
-                a_bind_against_the_rules_completes a_device_talks_to_itself;
-            transfers: a_command_registers_transfers_and_invalidates
-                a_region_put_back_alive_is_replaced;
+                invalid_bind_completes_with_error device_connects_to_itself;
+            transfers: command_registers_transfers_and_invalidates
+                region_returned_valid_is_replaced;
         }
     };
 }
@@ -62,16 +62,16 @@ macro_rules! suite_names {
 macro_rules! hand_made_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            unreliable: unreliable_sends_and_writes an_unreliable_connection_reads_nothing
-                unreliable_connections_share_receives
-                unreliable_messages_without_a_receive_are_lost
-                an_unreliable_queue_pair_goes_through_its_states
-                an_unreliable_connection_within_a_device
-                an_unreliable_connection_is_made_by_the_connection_manager;
-            extended: extended_messages_go_to_the_queue_that_they_name
-                extended_reads_writes_and_atomics extended_requests_for_a_wrong_queue
-                extended_connections_share_a_queue objects_of_xrc_domains
-                an_extended_connection_is_made_by_the_connection_manager;
+            unreliable: uc_sends_and_writes uc_rejects_reads
+                uc_connections_share_receives
+                uc_messages_without_receive_are_lost
+                uc_qp_transitions_through_states
+                uc_connects_within_device
+                uc_connects_through_cm;
+            extended: xrc_messages_select_their_srq
+                xrc_reads_writes_and_atomics xrc_requests_to_wrong_srq_fail
+                xrc_connections_share_srq objects_of_xrc_domains
+                xrc_connects_through_cm;
         }
     };
 }
@@ -82,9 +82,9 @@ macro_rules! hand_made_names {
 macro_rules! two_address_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            migration: a_connection_migrates_by_command_and_by_packet
-                a_connection_migrates_under_load an_armed_connection_is_rearmed_and_disarmed
-                the_connection_manager_loads_a_path;
+            migration: connection_migrates_by_command_and_packet
+                connection_migrates_under_load armed_connection_is_rearmed_and_disarmed
+                cm_loads_alternate_path;
         }
     };
 }
@@ -94,31 +94,31 @@ macro_rules! two_address_names {
 macro_rules! stream_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            objects: a_device_reports_what_it_is what_is_in_use_is_busy limits_hold;
+            objects: device_reports_attributes objects_in_use_are_busy limits_hold;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
-                a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
-                keys_rights_and_ranges a_bad_local_key_completes a_message_longer_than_its_receive
-                flushes_in_order a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
+                chain_posts_until_first_bad_request fast_registration_and_remote_invalidation
+                keys_rights_and_ranges bad_local_key_completes_with_error message_exceeding_receive_fails
+                flushes_in_order srq_limit_raises_event cq_overrun_raises_event
                 notifications_come_when_armed events_wait_for_further_completions
-                completions_with_their_times the_send_queue_drains mixed_traffic many_connections
+                completions_with_their_times send_queue_drains mixed_traffic many_connections
                 long_messages empty_messages;
-            cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason no_peer_listens
-                a_disconnect_reaches_both_sides both_disconnect_at_once
-                destroying_an_identifier_ends_its_connection calls_out_of_turn_are_refused
-                ports_are_shared_as_their_owners_say wildcards_stand_for_the_address
-                a_listener_without_an_address_gets_a_port options_are_set_in_time
-                a_full_backlog_makes_requests_wait
-                destroying_a_listener_refuses_what_waits connections_come_and_go
-                only_a_connection_has_a_timewait data_before_the_confirmation_establishes;
-            memory: regions_of_foreign_memory_at_other_addresses a_region_is_registered_anew
+            cm: connection_exchanges_private_data rejection_contains_reason missing_listener_rejects_request
+                disconnect_reaches_both_sides simultaneous_disconnect_completes
+                destroying_identifier_closes_connection calls_out_of_turn_are_refused
+                port_sharing_follows_owner_options wildcards_match_device_address
+                unbound_listener_is_assigned_port options_are_set_in_time
+                full_backlog_delays_requests
+                destroying_listener_rejects_pending_requests connections_come_and_go
+                timewait_only_follows_connection data_before_rtu_establishes;
+            memory: regions_of_foreign_memory_at_other_addresses region_can_be_reregistered
                 null_regions_and_prefetching windows_of_type_1 windows_of_type_2
-                a_bind_against_the_rules_completes;
-            transfers: a_command_registers_transfers_and_invalidates
-                a_region_put_back_alive_is_replaced;
-            streams: what_iwarp_does_not_have_is_refused a_send_without_a_receive_ends_the_connection
-                what_is_written_with_a_wrong_key_ends_the_connection
-                an_error_here_ends_the_connection_there
-                a_reset_here_ends_the_connection_there;
+                invalid_bind_completes_with_error;
+            transfers: command_registers_transfers_and_invalidates
+                region_returned_valid_is_replaced;
+            streams: unsupported_iwarp_calls_are_rejected send_without_receive_closes_connection
+                write_with_wrong_key_closes_connection
+                local_qp_error_closes_peer_connection
+                local_qp_reset_closes_peer_connection;
         }
     };
 }

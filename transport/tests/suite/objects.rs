@@ -13,7 +13,7 @@ use riser_transport::verbs::Verbs as _;
 
 use crate::suite::world::{End, Wants, World, init_attr, objects};
 
-pub(crate) fn a_device_reports_what_it_is<W: World>(mut w: W) {
+pub(crate) fn device_reports_attributes<W: World>(mut w: W) {
     let addr = w.addr(End::A);
     let is_rxe = w.is_rxe(End::A);
     let p = w.provider(End::A);
@@ -36,7 +36,7 @@ pub(crate) fn a_device_reports_what_it_is<W: World>(mut w: W) {
     assert_eq!(p.query_pkey(0, 0), Err(VerbsError::InvalidPort(0)));
 }
 
-pub(crate) fn what_is_in_use_is_busy<W: World>(mut w: W) {
+pub(crate) fn objects_in_use_are_busy<W: World>(mut w: W) {
     let wants = Wants::default();
     let (pd, cq, memory, mr) = objects(&mut w, End::A, &wants);
     let p = w.provider(End::A);
@@ -120,7 +120,7 @@ pub(crate) fn limits_hold<W: World>(mut w: W) {
     p.destroy_cq(cq).unwrap();
 }
 
-pub(crate) fn a_queue_pair_goes_through_its_states<W: World>(mut w: W) {
+pub(crate) fn qp_transitions_through_states<W: World>(mut w: W) {
     let wants = Wants::default();
     let (pd, cq, _memory, _) = objects(&mut w, End::A, &wants);
     let peer = w.addr(End::B);

@@ -169,7 +169,7 @@ pub(crate) fn inline_unsignaled_and_fenced<W: World>(mut w: W) {
     assert_eq!(w.provider(End::A).peek_cq(a.cq, 9), Ok(0));
 }
 
-pub(crate) fn a_chain_posts_up_to_the_first_bad_request<W: World>(mut w: W) {
+pub(crate) fn chain_posts_until_first_bad_request<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     b.recv(w, 1, 0, 64);
@@ -257,7 +257,7 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
     assert_eq!((c.status, c.wr_id), (WcStatus::RemAccessErr, WrId(4)));
 }
 
-pub(crate) fn a_sender_waits_for_the_receiver<W: World>(mut w: W) {
+pub(crate) fn sender_waits_for_receiver<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     a.memory.write(0, b"late");
@@ -347,7 +347,7 @@ pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {
+pub(crate) fn bad_local_key_completes_with_error<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let mut bad = a.sge(0, 8);
@@ -372,7 +372,7 @@ pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {
     assert_eq!((c[1].wr_id, c[1].status), (WrId(3), WcStatus::WrFlushErr));
 }
 
-pub(crate) fn a_message_longer_than_its_receive<W: World>(mut w: W) {
+pub(crate) fn message_exceeding_receive_fails<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     b.recv(w, 5, 0, 5000);
@@ -426,7 +426,7 @@ pub(crate) fn flushes_in_order<W: World>(mut w: W) {
     assert_eq!(w.provider(End::B).peek_cq(b.cq, 1), Ok(0));
 }
 
-pub(crate) fn a_shared_receive_queue_and_its_limit<W: World>(mut w: W) {
+pub(crate) fn srq_limit_raises_event<W: World>(mut w: W) {
     let w = &mut w;
     let (pd, _, memory, mr) = objects(w, End::B, &Wants::default());
     let attr = SrqAttr {
@@ -477,7 +477,7 @@ pub(crate) fn a_shared_receive_queue_and_its_limit<W: World>(mut w: W) {
     w.provider(End::B).destroy_srq(srq).unwrap();
 }
 
-pub(crate) fn an_overrun_queue_is_an_event<W: World>(mut w: W) {
+pub(crate) fn cq_overrun_raises_event<W: World>(mut w: W) {
     let w = &mut w;
     let small = Wants {
         cqe: 3,
@@ -696,7 +696,7 @@ pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
     assert_eq!(w.provider(End::A).poll_cq(cq, 9, &mut out), Ok(1));
 }
 
-pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
+pub(crate) fn send_queue_drains<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     a.send(w, 1, SendOp::Write(b.remote(0)), 0, 100_000);

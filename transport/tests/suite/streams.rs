@@ -14,7 +14,7 @@ fn is_unsupported<T: std::fmt::Debug>(r: Result<T, VerbsError>) {
     assert!(matches!(r, Err(VerbsError::Unsupported(_))), "{r:?}");
 }
 
-pub(crate) fn what_iwarp_does_not_have_is_refused<W: World>(mut w: W) {
+pub(crate) fn unsupported_iwarp_calls_are_rejected<W: World>(mut w: W) {
     let w = &mut w;
     let wants = Wants::default();
     let (pd, cq, _memory, _) = objects(w, End::A, &wants);
@@ -59,7 +59,7 @@ fn is_over<W: World>(w: &mut W, sides: [&Side; 2]) {
     }
 }
 
-pub(crate) fn a_send_without_a_receive_ends_the_connection<W: World>(mut w: W) {
+pub(crate) fn send_without_receive_closes_connection<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     a.recv(w, 1, 0, 8);
@@ -71,7 +71,7 @@ pub(crate) fn a_send_without_a_receive_ends_the_connection<W: World>(mut w: W) {
     is_over(w, [&a, &b]);
 }
 
-pub(crate) fn what_is_written_with_a_wrong_key_ends_the_connection<W: World>(mut w: W) {
+pub(crate) fn write_with_wrong_key_closes_connection<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let wrong = RemoteAddr {
@@ -88,7 +88,7 @@ pub(crate) fn what_is_written_with_a_wrong_key_ends_the_connection<W: World>(mut
     assert_eq!(b.bytes(0, 100), [0; 100]);
 }
 
-pub(crate) fn an_error_here_ends_the_connection_there<W: World>(mut w: W) {
+pub(crate) fn local_qp_error_closes_peer_connection<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let error = QpAttr::to(QpState::Error);
@@ -96,7 +96,7 @@ pub(crate) fn an_error_here_ends_the_connection_there<W: World>(mut w: W) {
     is_over(w, [&a, &b]);
 }
 
-pub(crate) fn a_reset_here_ends_the_connection_there<W: World>(mut w: W) {
+pub(crate) fn local_qp_reset_closes_peer_connection<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let reset = QpAttr::to(QpState::Reset);

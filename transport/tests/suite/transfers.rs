@@ -18,7 +18,7 @@ const REQUESTS: [(u64, &[(usize, usize)]); 3] = [
 ];
 
 /// B is the target: it writes to, then reads from, memory that A registers for each command.
-pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) {
+pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let is_reported = w.provider(End::A).device_attr().reports_invalidation;
@@ -125,7 +125,7 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
     pool.destroy(w.provider(End::A));
 }
 
-pub(crate) fn a_region_put_back_alive_is_replaced<W: World>(mut w: W) {
+pub(crate) fn region_returned_valid_is_replaced<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let segments = w

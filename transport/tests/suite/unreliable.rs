@@ -150,14 +150,14 @@ fn exchange<W: World>(w: &mut W, a: &Side, b: &Side) {
     assert_eq!(b.bytes(320_000, 12_000), data[..12_000]);
 }
 
-pub(crate) fn unreliable_sends_and_writes<W: World>(mut w: W) {
+pub(crate) fn uc_sends_and_writes<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = plain(w);
     exchange(w, &a, &b);
     exchange(w, &b, &a);
 }
 
-pub(crate) fn an_unreliable_connection_within_a_device<W: World>(mut w: W) {
+pub(crate) fn uc_connects_within_device<W: World>(mut w: W) {
     let w = &mut w;
     let a = side(w, End::A, &Wants::default());
     let b = side(w, End::A, &Wants::default());
@@ -175,7 +175,7 @@ pub(crate) fn an_unreliable_connection_within_a_device<W: World>(mut w: W) {
     assert_eq!(own.bytes(0, 9), b"to myself");
 }
 
-pub(crate) fn an_unreliable_connection_reads_nothing<W: World>(mut w: W) {
+pub(crate) fn uc_rejects_reads<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = plain(w);
     let remote = b.remote(0);
@@ -200,7 +200,7 @@ pub(crate) fn an_unreliable_connection_reads_nothing<W: World>(mut w: W) {
 }
 
 /// What the peer does not allow is lost without a word, and what follows is not.
-pub(crate) fn unreliable_messages_without_a_receive_are_lost<W: World>(mut w: W) {
+pub(crate) fn uc_messages_without_receive_are_lost<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = plain(w);
     a.send(w, 1, SendOp::Send, 0, 5000);
@@ -232,7 +232,7 @@ pub(crate) fn unreliable_messages_without_a_receive_are_lost<W: World>(mut w: W)
     assert_eq!(b.bytes(0, 5), b"short");
 }
 
-pub(crate) fn unreliable_connections_share_receives<W: World>(mut w: W) {
+pub(crate) fn uc_connections_share_receives<W: World>(mut w: W) {
     let w = &mut w;
     // One domain for all, as the keys of a shared queue are looked up in that of the queue pair.
     let first = side(w, End::B, &Wants::default());
@@ -289,7 +289,7 @@ pub(crate) fn unreliable_connections_share_receives<W: World>(mut w: W) {
     }
 }
 
-pub(crate) fn an_unreliable_queue_pair_goes_through_its_states<W: World>(mut w: W) {
+pub(crate) fn uc_qp_transitions_through_states<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = (
         side(w, End::A, &Wants::default()),
@@ -335,7 +335,7 @@ pub(crate) fn an_unreliable_queue_pair_goes_through_its_states<W: World>(mut w: 
     exchange(w, &a, &b);
 }
 
-pub(crate) fn an_unreliable_connection_is_made_by_the_connection_manager<W: World>(mut w: W) {
+pub(crate) fn uc_connects_through_cm<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen_for(w, QpType::Uc);
     // A listener takes requests of its kind only.

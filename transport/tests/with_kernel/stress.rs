@@ -17,9 +17,9 @@ use crate::with_kernel::Devices;
 pub(crate) const TESTS: &[Test] = &[
     ("stress::sizes", sizes),
     ("stress::late_receivers", late_receivers),
-    ("stress::the_peer_vanishes", the_peer_vanishes),
-    ("stress::the_peer_closes", the_peer_closes),
-    ("stress::the_device_is_unplugged", the_device_is_unplugged),
+    ("stress::peer_vanishes", peer_vanishes),
+    ("stress::peer_closes", peer_closes),
+    ("stress::device_is_unplugged", device_is_unplugged),
     ("stress::events_reach_their_owner", events_reach_their_owner),
 ];
 
@@ -174,7 +174,7 @@ fn first_error(w: &mut Devices, side: &Side) -> WcStatus {
 }
 
 /// The network between the two goes, and comes back.
-fn the_peer_vanishes(mut w: Devices) {
+fn peer_vanishes(mut w: Devices) {
     let w = &mut w;
     let (a, b) = busy(w);
     finish(w, "RISER_CUT");
@@ -193,7 +193,7 @@ fn the_peer_vanishes(mut w: Devices) {
 }
 
 /// The listener's process ends in the middle of things; then the connecting one's.
-fn the_peer_closes(mut w: Devices) {
+fn peer_closes(mut w: Devices) {
     let w = &mut w;
     for closing in [End::B, End::A] {
         let (a, b) = busy(w);
@@ -223,7 +223,7 @@ fn the_peer_closes(mut w: Devices) {
 
 /// The first device goes while it works and comes back: its user hears of it, closes it, and can
 /// open it again.
-fn the_device_is_unplugged(mut w: Devices) {
+fn device_is_unplugged(mut w: Devices) {
     let w = &mut w;
     let addr = w.addr(End::A);
     assert!(has_device(addr));

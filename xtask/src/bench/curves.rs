@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_short_on_the_axis() {
+    fn axis_sizes_are_abbreviated() {
         let of = |id| CURVES.iter().find(|curve| curve.id == id).unwrap();
         let sizes = of("block-size")
             .xs

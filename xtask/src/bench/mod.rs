@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_are_a_number_within_bounds() {
+    fn rounds_are_limited() {
         assert_eq!(rounds("3"), Ok(3));
         for text in ["0", "1001", "three", "-1"] {
             assert!(rounds(text).is_err(), "{text}");

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_on_the_axis_are_short() {
+    fn axis_numbers_are_abbreviated() {
         let numbers = [0.5, 20.0, 1500.0, 100_000.0, 2_000_000.0, 8.4e9].map(short);
         assert_eq!(numbers.join(" "), "0.5 20 1.5k 100k 2M 8.4G");
     }

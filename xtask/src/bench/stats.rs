@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_of_the_same_round() {
+    fn ratios_use_same_round() {
         let ours = [(1, 10.0), (2, 30.0), (4, 5.0)];
         let theirs = [(2, 10.0), (1, 5.0), (3, 1.0)];
         assert_eq!(ratios(&ours, &theirs), [2.0, 3.0]);

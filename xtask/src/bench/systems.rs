@@ -202,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_have_the_client_of_nbd_servers() {
+    fn nbd_server_names_include_client() {
         let nbdkit = named(NBDKIT).unwrap();
         assert!(nbdkit.name("fio").ends_with("`fio` nbd engine"));
         assert!(nbdkit.name("riser").ends_with("`riser bench`"));

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn edges_are_read_from_the_list() {
+    fn edges_are_parsed_from_list() {
         let text = "2\n0\na\nb\nSTARTED 0 4\nFT 0 80 81 96\nCOV 0 10 12\nSTARTED 1 3\n";
         let inputs = inputs(vec!["a".into(), "b".into()], text);
         assert_eq!(inputs[0].edges, BTreeSet::from([10, 12]));

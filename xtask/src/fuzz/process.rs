@@ -199,7 +199,7 @@ mod tests {
         stat::number_of_executed_units: 999\nstat::new_units_added:          11\n";
 
     #[test]
-    fn figures_are_read_from_a_log() {
+    fn results_are_parsed_from_log() {
         assert_eq!(counters(LOG), Some(1234));
         assert_eq!(number_after(LOG, " cov:"), Some(77));
         assert_eq!(

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_the_table_are_distinguished() {
+    fn table_lines_are_distinguished() {
         assert_eq!(own("169,169,210 (100.0%)  PROGRAM TOTALS"), None);
         assert_eq!(own("  1,234 ( 0.10%)  src/a.rs:a::b [/x]"), Some(1234));
         let wire = "9 ( 0.10%)  src/option.rs:<riser_transport::loopback::Endpoint as P>::progress";

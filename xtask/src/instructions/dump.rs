@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn rounds_are_calls_of_a_step() {
+    fn rounds_are_counted_by_step_calls() {
         let text = TEXT.replace(
             "ob=(1)",
             "fl=(1) /w/target/src/worker/mod.rs\nfn=(9) riser_target::worker::Worker::run\n\

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_are_read_from_the_result() {
+    fn operations_are_parsed_from_result() {
         let output =
             "warning\n{\"jobs\":[{\"read\":{\"total_ios\":7},\"write\":{\"total_ios\":0}}]}";
         assert_eq!(operations_of(output, "read").unwrap(), 7);

@@ -12,7 +12,7 @@ use crate::daemon::OPTIMIZED;
 use crate::{Failure, sh};
 
 /// The test in `rc_sim` that uses seeds.
-const QUEUE_PAIRS: &str = "every_byte_and_every_completion_survives_a_bad_wire";
+const QUEUE_PAIRS: &str = "bytes_and_completions_survive_bad_wire";
 
 /// Number of messages per seed in this test.
 const SESSION_MESSAGES: u64 = 1000;

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn docs_are_not_among_the_tokens() {
+    fn tokens_exclude_docs() {
         let (text, _) = Text::new("/** A doc. */\nstruct S;\n").unwrap();
         assert!(text.tokens[0].is_ident("struct"));
         assert_eq!(text.docs.len(), 1);

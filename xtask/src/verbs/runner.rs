@@ -575,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_must_succeed_and_say_it() {
+    fn success_requires_output_from_both_ends() {
         let pair = case("ibv_rc_pingpong -c");
         let good = ended(0, "1000 iters in 0.01 seconds = 12.19 usec/iter\n");
         let silent = ended(0, "");

@@ -171,7 +171,7 @@ fn status(result: Result<Answer, SaError>) -> u16 {
 }
 
 #[test]
-fn paths_are_computed_from_the_gids() {
+fn paths_are_computed_from_gids() {
     let mut fabric = Fabric::new(1);
     let request = Request::path(gid(2), gid(9), Some(0x7fff), Some(0x1234));
     let path: PathRecord = fabric.ask(0, request).unwrap().record().unwrap();

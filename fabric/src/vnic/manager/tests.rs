@@ -168,7 +168,7 @@ impl Net {
 const SECOND: Duration = Duration::from_secs(1);
 
 #[test]
-fn members_are_found_configured_and_know_each_other() {
+fn members_are_found_configured_and_connected() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 20);
@@ -196,7 +196,7 @@ fn members_are_found_configured_and_know_each_other() {
 }
 
 #[test]
-fn a_late_member_is_found_within_an_interval() {
+fn late_member_is_found_within_interval() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 20);
@@ -209,7 +209,7 @@ fn a_late_member_is_found_within_an_interval() {
 }
 
 #[test]
-fn a_member_that_dies_is_forgotten_and_comes_back_with_its_lid_if_it_is_free() {
+fn returning_member_regains_free_lid() {
     let mut net = Net::new(&[100]);
     for n in 1..=3 {
         net.join(n, 10);
@@ -241,7 +241,7 @@ fn a_member_that_dies_is_forgotten_and_comes_back_with_its_lid_if_it_is_free() {
 }
 
 #[test]
-fn a_member_does_not_take_the_lid_of_one_that_is_away() {
+fn absent_member_keeps_its_lid() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 10);
@@ -262,7 +262,7 @@ fn a_member_does_not_take_the_lid_of_one_that_is_away() {
 }
 
 #[test]
-fn a_member_in_service_keeps_its_lid_when_others_come() {
+fn active_member_keeps_lid_on_joins() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.hosts.push((alike(10, 1), vema(9, 2)));
@@ -283,7 +283,7 @@ fn a_member_in_service_keeps_its_lid_when_others_come() {
 }
 
 #[test]
-fn as_many_members_as_there_may_be_have_addresses_that_end_alike() {
+fn maximum_members_may_share_address_ending() {
     let mut net = Net::new(&[100]);
     for n in 0..MAX_MEMBERS as u8 {
         // All 23 bits are the same.
@@ -306,7 +306,7 @@ fn as_many_members_as_there_may_be_have_addresses_that_end_alike() {
 }
 
 #[test]
-fn members_whose_addresses_have_both_lids_in_common_have_different_ones() {
+fn colliding_members_get_different_lids() {
     let gid = |n: u64| Gid::from(IpAddr::from((n << 32 | 1).to_be_bytes().map(u16::from)));
     let mut seen = HashMap::new();
     let (first, second) = (0..)
@@ -329,7 +329,7 @@ fn members_whose_addresses_have_both_lids_in_common_have_different_ones() {
 }
 
 #[test]
-fn a_restarted_member_keeps_its_lid_and_gets_its_tables() {
+fn restarted_member_keeps_lid_and_tables() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 20);
@@ -343,7 +343,7 @@ fn a_restarted_member_keeps_its_lid_and_gets_its_tables() {
 }
 
 #[test]
-fn a_restarted_manager_leaves_members_as_they_are() {
+fn restarted_manager_keeps_member_state() {
     let mut net = Net::new(&[100]);
     for n in [3, 1, 2] {
         net.join(n, 10);
@@ -374,7 +374,7 @@ fn a_restarted_manager_leaves_members_as_they_are() {
 }
 
 #[test]
-fn a_manager_that_restarts_with_a_member_changes_no_lid_in_any_order_of_answers() {
+fn simultaneous_restart_keeps_lids_in_any_order() {
     const HOSTS: usize = 4;
     let orders = (0..HOSTS.pow(3)).map(|n| [n % HOSTS, n / HOSTS % HOSTS, n / HOSTS / HOSTS]);
     for (order, restarted) in orders.flat_map(|order| (0..HOSTS).map(move |host| (order, host))) {
@@ -405,7 +405,7 @@ fn a_manager_that_restarts_with_a_member_changes_no_lid_in_any_order_of_answers(
 }
 
 #[test]
-fn a_member_does_not_take_the_lid_of_another_at_a_restart_of_the_manager() {
+fn manager_restart_does_not_reassign_lids() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 10);
@@ -422,7 +422,7 @@ fn a_member_does_not_take_the_lid_of_another_at_a_restart_of_the_manager() {
 }
 
 #[test]
-fn a_member_that_was_away_while_the_manager_restarted_comes_back_with_its_lid() {
+fn member_absent_during_restart_keeps_lid() {
     let mut net = Net::new(&[100]);
     for n in 1..=3 {
         net.join(n, 10);
@@ -441,7 +441,7 @@ fn a_member_that_was_away_while_the_manager_restarted_comes_back_with_its_lid() 
 }
 
 #[test]
-fn addresses_of_an_interface_reach_all_tables_soon() {
+fn interface_addresses_are_distributed_promptly() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.join(2, 20);
@@ -479,7 +479,7 @@ fn addresses_of_an_interface_reach_all_tables_soon() {
 }
 
 #[test]
-fn a_member_with_fewer_ports_is_at_the_first_switches() {
+fn member_with_fewer_ports_joins_first_switches() {
     let mut net = Net::new(&[100, 200]);
     net.join(1, 10);
     net.join_with(2, 20, 1);
@@ -500,7 +500,7 @@ fn a_member_with_fewer_ports_is_at_the_first_switches() {
 }
 
 #[test]
-fn a_member_cannot_take_addresses_that_another_has() {
+fn member_cannot_claim_used_addresses() {
     let mut net = Net::new(&[100]);
     for n in 1..=3 {
         net.join(n, 10);
@@ -525,7 +525,7 @@ fn a_member_cannot_take_addresses_that_another_has() {
 }
 
 #[test]
-fn members_that_fill_the_table_leave_others_their_address() {
+fn full_mac_table_keeps_port_addresses() {
     let mut net = Net::new(&[100]);
     for n in 1..=10 {
         net.join(n, 10);
@@ -545,7 +545,7 @@ fn members_that_fill_the_table_leave_others_their_address() {
 }
 
 #[test]
-fn a_member_that_changes_all_the_time_keeps_nothing_busy() {
+fn constantly_changing_member_is_rate_limited() {
     let mut net = Net::new(&[100]);
     for n in 1..=20 {
         net.join(n, 10);
@@ -571,7 +571,7 @@ fn a_member_that_changes_all_the_time_keeps_nothing_busy() {
 }
 
 #[test]
-fn a_member_that_is_never_right_is_asked_at_a_bounded_rate() {
+fn unconfigurable_member_is_queried_at_limited_rate() {
     let mut net = Net::new(&[100]);
     net.manager.admits = Some(net.now);
     let liar = address(7, 70);
@@ -620,7 +620,7 @@ fn lost_datagrams_are_repeated() {
 }
 
 #[test]
-fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
+fn refusing_member_stalls_no_other() {
     let mut net = Net::new(&[100]);
     for n in 0..=254 {
         net.join(n, 10);
@@ -651,7 +651,7 @@ fn members_are_bounded_and_one_that_refuses_stalls_no_other() {
 }
 
 #[test]
-fn a_manager_that_takes_the_place_of_another_one_warns_of_none() {
+fn successor_manager_does_not_warn() {
     let mut net = Net::new(&[100]);
     for n in 1..=5 {
         net.join(n, 10);
@@ -679,7 +679,7 @@ fn a_manager_that_takes_the_place_of_another_one_warns_of_none() {
 }
 
 #[test]
-fn a_member_with_many_ports_has_its_tables_within_an_interval() {
+fn member_with_many_ports_is_configured_promptly() {
     let vesws: Vec<_> = (1..=16).collect();
     let mut net = Net::new(&vesws);
     // Datagrams are short, so there are many of them.
@@ -706,7 +706,7 @@ fn a_member_with_many_ports_has_its_tables_within_an_interval() {
 }
 
 #[test]
-fn answers_from_many_queue_pairs_restart_a_member_once_for_a_search() {
+fn member_restarts_once_per_search() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.run(SECOND * 3);

@@ -80,7 +80,7 @@ fn to(n: u8) -> Destination {
 }
 
 #[test]
-fn a_frame_arrives_as_it_was_sent_at_every_length() {
+fn frames_of_all_lengths_arrive_unchanged() {
     let now = Instant::now();
     let (mut a, mut b) = (port(1, 9000), port(2, 9000));
     let mac = |n: u8| Mac::of_lid(Lid(n.into()));
@@ -102,7 +102,7 @@ fn a_frame_arrives_as_it_was_sent_at_every_length() {
 }
 
 #[test]
-fn the_table_counts_before_what_was_learned_and_before_addresses() {
+fn table_takes_precedence_over_learned_addresses() {
     let now = Instant::now();
     let mut a = port(1, 1500);
     let source = Mac::of_lid(Lid(1));
@@ -139,7 +139,7 @@ fn the_table_counts_before_what_was_learned_and_before_addresses() {
 }
 
 #[test]
-fn without_default_ports_an_unknown_address_has_no_lid() {
+fn unknown_address_needs_default_port() {
     let now = Instant::now();
     let mut a = VirtualPort::new(0, 4096);
     let mut info = config(1, 1500);
@@ -199,7 +199,7 @@ fn priorities_choose_class_lane_and_mtu() {
 }
 
 #[test]
-fn routing_control_is_of_the_protocol() {
+fn routing_control_depends_on_protocol() {
     let now = Instant::now();
     let mut a = port(1, 1500);
     let mut info = config(1, 1500);
@@ -223,7 +223,7 @@ fn routing_control_is_of_the_protocol() {
 }
 
 #[test]
-fn packets_that_are_not_for_the_port_are_counted() {
+fn misdirected_packets_are_counted() {
     let now = Instant::now();
     let mut a = port(1, 1500);
     let sent = frame(Mac::of_lid(Lid(2)), Mac::of_lid(Lid(1)), 60);
@@ -312,7 +312,7 @@ fn packets_that_are_not_for_the_port_are_counted() {
 }
 
 #[test]
-fn what_is_the_ports_own_cannot_be_configured_and_the_rest_is_kept() {
+fn read_only_port_fields_are_preserved() {
     let mut a = VirtualPort::new(0, 4096);
     a.set_link(true);
     a.set_macs(&[Mac([2; 6])], &[]);
@@ -364,7 +364,7 @@ fn what_is_the_ports_own_cannot_be_configured_and_the_rest_is_kept() {
 }
 
 #[test]
-fn the_shortest_path_of_all_bounds_packets_to_the_group() {
+fn smallest_path_mtu_limits_group_packets() {
     let now = Instant::now();
     let mut a = VirtualPort::new(0, 4096);
     a.configure(&config(1, 9000));
@@ -392,7 +392,7 @@ fn the_shortest_path_of_all_bounds_packets_to_the_group() {
 }
 
 #[test]
-fn changes_of_the_interface_are_reported_at_a_bounded_rate() {
+fn interface_change_reports_are_rate_limited() {
     let mut now = Instant::now();
     let mut a = VirtualPort::new(4, 4096);
     a.configure(&config(1, 1500));

@@ -496,7 +496,7 @@ mod tests {
 
     /// Offsets are those of `opa_vnic_encap.h` of Linux, added up by hand.
     #[test]
-    fn port_information_has_the_layout_of_linux() {
+    fn port_info_matches_linux_layout() {
         let vesw = |set: fn(&mut VeswInfo)| at::<VeswInfo>(set);
         assert_eq!(vesw(|v| v.fabric_id = 0x0102.into()), (0, vec![1, 2]));
         assert_eq!(vesw(|v| v.vesw_id = 0x0102.into()), (2, vec![1, 2]));
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_have_the_layout_of_linux() {
+    fn counters_match_linux_layout() {
         let summary = |set: fn(&mut SummaryCounters)| at::<SummaryCounters>(set).0;
         // The last byte of a counter of 8 bytes.
         assert_eq!(summary(|c| c.vesw_port_num = 1.into()), 7);
@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_of_a_mac_table_has_the_bytes_of_linux() {
+    fn mac_table_entry_matches_linux_bytes() {
         let entry = MacTableEntry::new(Mac([2, 0, 0, 1, 2, 3]), Lid(0x0a_0b0c));
         assert_eq!(
             entry.as_bytes(),
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_lies_gives_no_entries() {
+    fn invalid_count_yields_no_entries() {
         let data = [0; 40];
         assert_eq!(entries::<MacTableEntry>(&data, 2).unwrap().len(), 2);
         assert!(entries::<MacTableEntry>(&data, 3).is_none());

@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_has_the_bytes_of_linux() {
+    fn request_matches_linux_bytes() {
         let header = VemaHeader::new(method::SET, 0x0011, 0x0000_0102, 0x0102_0304_0506_0708);
         #[rustfmt::skip]
         let golden = [
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_notice_has_the_bytes_of_linux() {
+    fn notice_matches_linux_bytes() {
         let trap = VeswPortTrap {
             fabric_id: 0x0123.into(),
             vesw_id: 0x0456.into(),
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn class_port_information_has_its_fields_in_their_places() {
+    fn class_port_info_matches_layout() {
         let info = ClassPortInfo {
             base_version: 0x80,
             class_version: 0x80,

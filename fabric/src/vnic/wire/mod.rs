@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_local_address_has_its_lid() {
+    fn local_address_contains_lid() {
         let mac = Mac::of_lid(Lid(0x01_0203));
         assert_eq!(mac.to_string(), "02:00:00:03:02:01");
         assert_eq!(mac.lid(), Lid(0x01_0203));

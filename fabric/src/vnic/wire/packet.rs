@@ -265,7 +265,7 @@ mod tests {
     ];
 
     #[test]
-    fn a_header_has_the_bytes_of_linux() {
+    fn header_matches_linux_bytes() {
         let mut out = [0xee; 88];
         assert_eq!(header().emit(60, &mut out), 20);
         assert_eq!(out[..20], GOLDEN);
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fragment_has_two_words_more() {
+    fn fragment_header_has_two_extra_words() {
         let fragment = Some(Fragment {
             ident: 0x0102_0304,
             offset: 0x0506,
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_packet_is_refused() {
+    fn malformed_packets_are_rejected() {
         let mut out = [0; 80];
         header().emit(60, &mut out);
         let parse = |bytes: &[u8]| Header::parse(bytes).map(|_| ());

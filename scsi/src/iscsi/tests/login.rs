@@ -616,7 +616,7 @@ fn unrequested_stage_transition_is_refused() {
 }
 
 #[test]
-fn both_sides_negotiate_same_values() {
+fn peers_negotiate_same_values() {
     let mut gate = Gate::new(Auth::None);
     let Ok(LoginStep::FullFeature {
         tsih,

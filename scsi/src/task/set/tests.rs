@@ -29,7 +29,7 @@ fn add(set: &mut TaskSet, nexus: NexusId, tag: u64, attribute: TaskAttribute) ->
 }
 
 #[test]
-fn ordered_is_a_barrier() {
+fn ordered_command_is_barrier() {
     let mut set = TaskSet::new(8, 8);
     let first = add(&mut set, A, 1, Simple);
     assert!(set.try_start(first));

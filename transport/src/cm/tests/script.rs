@@ -259,7 +259,7 @@ pub(super) fn timed_out_peer_cancels_request() {
 }
 
 #[test]
-pub(super) fn no_peer_listens() {
+pub(super) fn missing_listener_rejects_request() {
     let mut pair = Pair::new();
     let mut params = req_params(1, 2, 0x11);
     params.service_id = ServiceId(0x0106_0001);

@@ -62,7 +62,7 @@ fn tests_cover_all_transitions() {
         script::events_contain_qp_attributes,
         script::req_is_retried_then_times_out,
         script::timed_out_peer_cancels_request,
-        script::no_peer_listens,
+        script::missing_listener_rejects_request,
         script::listener_masks_select_service_ids,
         script::invalid_reqs_are_rejected_with_reason,
         script::rej_is_repeated_for_duplicate_req,
@@ -98,8 +98,8 @@ fn tests_cover_all_transitions() {
     ];
     assert_all_taken(&STATES, || {
         scripts.iter().for_each(|script| script());
-        a_plea_for_time_is_followed_by_an_end();
-        a_discussion_of_a_path_ends_in_every_way();
+        mra_is_followed_by_completion();
+        path_negotiation_ends_in_all_ways();
     });
 }
 
@@ -108,7 +108,7 @@ fn mra(cm: &mut Cm, id: IbCmId) {
         .unwrap();
 }
 
-fn a_plea_for_time_is_followed_by_an_end() {
+fn mra_is_followed_by_completion() {
     let mut pair = Pair::new();
     let ids = pair.req_rcvd();
     mra(&mut pair.p, ids.p);
@@ -139,7 +139,7 @@ fn a_plea_for_time_is_followed_by_an_end() {
 
 /// Tests both states on each side while an alternate path is being negotiated. The side proposing
 /// it is the active side.
-fn a_discussion_of_a_path_ends_in_every_way() {
+fn path_negotiation_ends_in_all_ways() {
     for has_mra in [false, true] {
         let discussing = || {
             let mut pair = Pair::new();

@@ -105,7 +105,7 @@ fn operations_use_correct_opcodes_and_headers() {
 }
 
 #[test]
-fn chained_messages_share_an_acknowledgement() {
+fn chained_messages_share_acknowledgement() {
     let mut rig = Rig::new();
     for id in 0..3 {
         let flags = if id == 2 {

@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn attached_qps_get_a_copy() {
+    fn attached_qps_receive_copy() {
         let mut b = Bench::new();
         let (first, joined) = b.attached(3);
         assert_eq!(joined, Ok(Some(group(3))));

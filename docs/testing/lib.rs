@@ -1,8 +1,8 @@
-//! The book and the other documents of the repository, as tests read them.
+//! Parses the book and the other documents of the repository for tests.
 //!
-//! Tests of several crates check what documents say, each against its own code: the command lines
-//! of `riserd` and `riser` in `docs/tests/book`, those of `riserd-configfs` and `cargo xtask` in
-//! their own crates, the first steps of the README in `tests/tests/readme.rs`.
+//! Tests of several crates compare documents with their own code: `docs/tests/book` checks command
+//! lines of `riserd` and `riser`, the crates of `riserd-configfs` and `cargo xtask` check their
+//! own, and `tests/tests/readme.rs` runs the first steps of the README.
 //!
 //! - [`page`]: a document with its headings, links and code. [`shell`]: the commands of a script.
 
@@ -20,10 +20,10 @@ use walkdir::WalkDir;
 
 pub use page::Page;
 
-/// Pages of the book, relative to the repository's root.
+/// Directory of the book, relative to the repository's root.
 pub const BOOK: &str = "docs/src";
 
-/// Documents beside the book, relative to the repository's root.
+/// Documents other than the book, relative to the repository's root.
 const DOCUMENTS: &[&str] = &[
     "README.md",
     "CONTRIBUTING.md",
@@ -34,14 +34,14 @@ const DOCUMENTS: &[&str] = &[
     "docs/seeds.md",
 ];
 
-/// Returns the repository's root folder.
+/// Returns the repository's root directory.
 #[must_use]
 pub fn root() -> PathBuf {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR"));
     docs.parent().expect("docs is in a folder").to_owned()
 }
 
-/// Reads the pages of the book, in the order of their names.
+/// Reads the pages of the book, sorted by name.
 #[must_use]
 pub fn book() -> Vec<Page> {
     let root = root();
@@ -65,20 +65,20 @@ pub fn documents() -> Vec<Page> {
 /// A command in a document.
 #[derive(Clone, Debug)]
 pub struct Named {
-    /// The document and the line, for messages.
+    /// Document and line, for messages.
     pub place: String,
     /// The program and its arguments.
     pub words: Vec<String>,
-    /// Whether it is in running text, where arguments may be left out.
+    /// Whether this is in running text, where arguments may be omitted.
     pub is_prose: bool,
 }
 
-/// Returns the commands of a program in all documents: lines of shell blocks, and code in running
-/// text that begins with the program's words.
+/// Returns the commands of a program in all documents: lines of shell blocks, and inline code that
+/// begins with the program's words.
 #[must_use]
 pub fn commands_of(program: &[&str]) -> Vec<Named> {
     let mut commands = Vec::new();
-    // The changelog may name what is gone.
+    // The changelog may contain removed commands.
     let pages = documents().into_iter();
     for page in pages.filter(|page| !page.path.ends_with("CHANGELOG.md")) {
         let blocks = page.blocks();

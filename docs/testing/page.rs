@@ -1,4 +1,4 @@
-//! A document in Markdown: headings, links and code, with the lines that they are in.
+//! Parses a Markdown document into headings, links and code, with line numbers.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,35 +11,35 @@ use crate::root;
 /// A document.
 #[derive(Clone, Debug)]
 pub struct Page {
-    /// Its file, relative to the repository's root.
+    /// Path, relative to the repository's root.
     pub path: PathBuf,
     text: String,
 }
 
-/// A piece of a document and its line, from 1.
+/// A part of a document and its line number, starting at 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The text of code in running text, or the address of a link.
+    /// Text of inline code, or address of a link.
     pub text: String,
-    /// The line in which it begins.
+    /// Number of the first line.
     pub line: usize,
 }
 
-/// A block of code.
+/// A code block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// The language after the fence, or nothing.
+    /// Language after the fence; may be empty.
     pub language: String,
-    /// The heading above it.
+    /// Preceding heading.
     pub section: String,
-    /// The code.
+    /// Code in the block.
     pub text: String,
-    /// The line of the fence; that of the first line of code is the next one.
+    /// Line of the fence; the code starts on the next line.
     pub line: usize,
 }
 
 impl Page {
-    /// Reads a document, by its path below the repository's root.
+    /// Reads a document by its path relative to the repository's root.
     #[must_use]
     pub fn read(path: &Path) -> Self {
         let text = fs::read_to_string(root().join(path));
@@ -47,26 +47,26 @@ impl Page {
         Self::new(path, text)
     }
 
-    /// Takes a text as a document.
+    /// Creates a document from text.
     #[must_use]
     pub fn new(path: &Path, text: String) -> Self {
         let path = path.to_owned();
         Self { path, text }
     }
 
-    /// Returns the text.
+    /// Returns the text of the document.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Names a line, for messages.
+    /// Formats a line reference for messages.
     #[must_use]
     pub fn place(&self, line: usize) -> String {
         format!("{}:{line}", self.path.display())
     }
 
-    /// Returns the blocks of code with a fence.
+    /// Returns the fenced code blocks.
     #[must_use]
     pub fn blocks(&self) -> Vec<Block> {
         let (mut blocks, mut section, mut is_heading) = (Vec::new(), String::new(), false);
@@ -98,7 +98,7 @@ impl Page {
         blocks
     }
 
-    /// Returns the blocks of one language below one heading, without what is below others.
+    /// Returns the blocks of a language below a heading, without those below subsequent headings.
     #[must_use]
     pub fn section(&self, section: &str, language: &str) -> Vec<String> {
         let mut blocks = self.blocks();
@@ -106,7 +106,7 @@ impl Page {
         blocks.into_iter().map(|block| block.text).collect()
     }
 
-    /// Returns code in running text.
+    /// Returns inline code.
     #[must_use]
     pub fn spans(&self) -> Vec<Piece> {
         let spans = self.events().filter_map(|(event, line)| match event {
@@ -119,7 +119,7 @@ impl Page {
         spans.collect()
     }
 
-    /// Returns the addresses of links and pictures.
+    /// Returns the addresses of links and images.
     #[must_use]
     pub fn links(&self) -> Vec<Piece> {
         let links = self.events().filter_map(|(event, line)| match event {
@@ -132,7 +132,7 @@ impl Page {
         links.collect()
     }
 
-    /// Returns the anchors of the headings, as mdBook and GitHub make them.
+    /// Returns the anchors of the headings in the format of mdBook and GitHub.
     #[must_use]
     pub fn anchors(&self) -> BTreeSet<String> {
         let (mut anchors, mut open) = (BTreeSet::new(), None::<String>);
@@ -161,8 +161,8 @@ impl Page {
     fn events(&self) -> impl Iterator<Item = (Event<'_>, usize)> {
         let options = Options::ENABLE_TABLES;
         let events = Parser::new_ext(&self.text, options).into_offset_iter();
-        // Events are almost in the order of the text; lines are counted from the start each time,
-        // since pages are short.
+        // Events are not strictly in text order. We count lines from the start each time, because
+        // pages are short.
         events.map(|(event, range)| {
             let line = self.text[..range.start].matches('\n').count() + 1;
             (event, line)
@@ -170,7 +170,7 @@ impl Page {
     }
 }
 
-/// Makes the anchor of a heading: letters and digits in lower case, `-` for white space.
+/// Converts a heading to its anchor: letters and digits in lower case, and `-` for whitespace.
 fn anchor(heading: &str) -> String {
     let chars = heading.trim().chars().filter_map(|c| match c {
         c if c.is_alphanumeric() || c == '_' || c == '-' => Some(c.to_ascii_lowercase()),

@@ -1,12 +1,13 @@
-//! The simple commands of a shell script, as far as documents use the language: pipes and lists,
-//! quotes, comments, continued lines, here-documents, redirections, assignments before a command.
+//! Parses the simple commands of a shell script, for the syntax used in documents: pipes and lists,
+//! quotes, comments, continued lines, here-documents, redirections, and assignments before a
+//! command.
 
 /// A command of a script.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Command {
     /// The program and its arguments, without assignments and redirections.
     pub words: Vec<String>,
-    /// The line in which it begins, from 1.
+    /// Number of its first line, starting at 1.
     pub line: usize,
 }
 
@@ -24,7 +25,7 @@ pub fn commands(script: &str) -> Vec<Command> {
         if let Some((_, end)) = whole.split_once("<<") {
             let end = end.split_whitespace().next().unwrap_or_default();
             let end = end.trim_matches(['\'', '"', '-']).to_owned();
-            // What the here-document holds is no command.
+            // The contents of a here-document are not commands.
             lines.by_ref().find(|(_, line)| *line == end);
         }
         for part in parts(&whole) {
@@ -39,7 +40,7 @@ pub fn commands(script: &str) -> Vec<Command> {
     commands
 }
 
-/// Splits a line at `|`, `;` and `&` outside of quotes and of `$(…)`, and drops its comment.
+/// Splits a line at `|`, `;` and `&` outside of quotes and `$(…)`, and removes the comment.
 fn parts(line: &str) -> Vec<String> {
     let (mut parts, mut part) = (Vec::new(), String::new());
     let (mut quote, mut depth, mut last) = (None, 0, ' ');
@@ -51,7 +52,7 @@ fn parts(line: &str) -> Vec<String> {
             (None, '(') => depth += 1,
             (None, ')') => depth -= 1,
             (None, '#') if last.is_whitespace() => break,
-            // Those of `2>&1`.
+            // Part of `2>&1`.
             (None, '&') if last == '>' => {}
             (None, '|' | ';' | '&') if depth == 0 => {
                 parts.push(std::mem::take(&mut part));
@@ -70,7 +71,7 @@ fn parts(line: &str) -> Vec<String> {
     parts
 }
 
-/// Drops redirections with their files, and assignments before the command.
+/// Removes redirections with their files, and assignments before the command.
 fn without_redirections(words: Vec<String>) -> Vec<String> {
     let (mut kept, mut words) = (Vec::new(), words.into_iter());
     while let Some(word) = words.next() {

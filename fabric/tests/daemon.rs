@@ -1,4 +1,4 @@
-//! The program `riser-sa`: hosts, the kernel and programs ask it.
+//! Tests `riser-sa` with requests from hosts, the kernel and programs.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -32,24 +32,25 @@ fn addr(last: u8) -> IpAddr {
     [127, 0, 67, last].into()
 }
 
-/// The program, in a folder of its own.
+/// The program, with a separate directory.
 struct Daemon {
     process: Child,
     dir: PathBuf,
 }
 
 impl Daemon {
-    /// Starts it at an address, with a socket for netlink where it is to have one.
+    /// Starts the program at an address, optionally with a netlink socket.
     fn start(last: u8, netlink: Option<OwnedFd>) -> Self {
         Self::begin(last, netlink, false)
     }
 
-    /// Likewise, perhaps with a file that outlives it, and with its folder as it is.
+    /// Same as [`Self::start`], but optionally with a state file. Existing files in the directory
+    /// are preserved.
     fn begin(last: u8, netlink: Option<OwnedFd>, has_state: bool) -> Self {
         let dir = Self::folder(last);
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("hosts"), "127.0.67.99 far # a host\n").unwrap();
-        // As a service manager gives sockets: from the third descriptor on.
+        // Like a service manager, pass sockets starting at descriptor 3.
         let script = match &netlink {
             Some(_) => "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0 </dev/null",
             None => "exec \"$0\" --no-netlink \"$@\"",
@@ -101,11 +102,11 @@ impl Drop for Daemon {
     }
 }
 
-/// A host that asks the administrator.
+/// A host that queries the administrator.
 struct Host {
     device: Roce,
     client: SaClient,
-    /// Notices that have come.
+    /// Received notices.
     notices: Vec<(Trap, Gid)>,
 }
 
@@ -161,14 +162,14 @@ fn hosts_ask_over_queue_pair_1() {
     let path = host.ask(Request::path(sgid, dgid, None, None)).unwrap();
     let path: PathRecord = path.record().unwrap();
     assert_eq!((path.sgid(), path.dgid(), path.mtu.code()), (sgid, dgid, 5));
-    // A service of one is found by the other.
+    // The first host finds a service of the second host.
     let subscription = Request::inform(&InformInfo::new(Some(Trap::GidInService), true));
     host.ask(subscription).unwrap();
     let record = ServiceRecord::new(0x1234, dgid).with_name("riser.storage");
     other.ask(Request::set_service(&record)).unwrap();
     let find = Request::service(SaMethod::Get, ServiceMask::NAME, &record);
     assert_eq!(host.ask(find.clone()).unwrap().record(), Some(record));
-    // The other came into service after the subscription.
+    // The second host came into service after the subscription.
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &record);
     other.ask(delete).unwrap();
     assert_eq!(host.ask(find), Err(SaError::Status(0x0300)));
@@ -187,9 +188,9 @@ fn client_times_out_without_administrator() {
     assert_eq!(host.ask(request), Err(SaError::TimedOut));
 }
 
-/// A netlink socket in the group of local services, of a protocol that every kernel has and by which
-/// programs talk to each other. It stands for that of RDMA, which is there with the kernel's InfiniBand
-/// stack only. A group takes CAP_NET_ADMIN.
+/// Opens a netlink socket in the group of local services, using a protocol for communication
+/// between programs that every kernel has. It replaces the RDMA protocol, which requires the
+/// kernel's InfiniBand stack. Joining a group requires CAP_NET_ADMIN.
 fn netlink() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(
@@ -203,7 +204,7 @@ fn netlink() -> Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Sends a question to the group, as the kernel does; the answer to it.
+/// Sends a request to the group, like the kernel does, and returns the response.
 fn ask_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
     let message = Message {
         sequence,
@@ -211,7 +212,7 @@ fn ask_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
         body,
     };
     let group = SocketAddrNetlink::new(0, LS_GROUP);
-    // It goes to the group, and to the kernel, which takes nothing of this protocol.
+    // The message is delivered to the group, and to the kernel, which rejects this protocol.
     let sent = sendto(kernel, &message.emit(), SendFlags::empty(), &group);
     assert!(matches!(sent, Ok(_) | Err(Errno::CONNREFUSED)), "{sent:?}");
     let mut buffer = [0; 4096];
@@ -272,7 +273,7 @@ fn rejecting_kernel_does_not_flood_log() {
     };
     let daemon = Daemon::start(27, Some(for_daemon));
     for sequence in 1..=50 {
-        // It asks, and is gone.
+        // This socket sends a request and is closed.
         let body = Body::IpResolve {
             interface: 1,
             addr: addr(8),
@@ -289,7 +290,7 @@ fn rejecting_kernel_does_not_flood_log() {
     }
     let lines = || daemon.log().matches("the kernel takes no answer").count();
     eventually("it is said", PATIENCE, || lines() > 0);
-    // The last one has an answer, so all others have been looked at.
+    // The last request receives a response, so all previous requests have been processed.
     let kernel = netlink().unwrap();
     let question = Body::IpResolve {
         interface: 1,
@@ -318,7 +319,7 @@ fn programs_wait_without_free_descriptors() {
         prlimit(process, Resource::Nofile, rlimit).unwrap();
     };
     limit(free);
-    // Time of the processor, in ticks of 10 ms: the second and third field behind ten others.
+    // Processor time, in ticks of 10 ms: fields 12 and 13 after the name.
     let used = || {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let fields = stat.rsplit(')').next().unwrap().split_whitespace();
@@ -345,7 +346,7 @@ fn programs_wait_without_free_descriptors() {
 fn damaged_state_is_moved_aside() {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
-    // What a power cut may leave.
+    // Possible result of a power cut.
     let dir = Daemon::folder(29);
     std::fs::create_dir_all(&dir).unwrap();
     let (file, bad, new) = (
@@ -354,7 +355,7 @@ fn damaged_state_is_moved_aside() {
         dir.join("state.new"),
     );
     std::fs::write(&file, [0; 283]).unwrap();
-    // A new file of an earlier process, which is another file's name.
+    // A temporary file of an earlier process, which is a link to another file.
     let other = dir.join("other");
     std::fs::write(&other, "other").unwrap();
     symlink(&other, &new).unwrap();
@@ -371,11 +372,11 @@ fn damaged_state_is_moved_aside() {
 
 #[test]
 fn last_state_option_takes_precedence() {
-    // A service's unit has one, and its options may have another.
+    // The service's unit sets this option, and the configured options may set it again.
     let dir = Daemon::folder(30);
     std::fs::create_dir_all(&dir).unwrap();
     let [none, other] = ["none", "other"].map(|name| dir.join(name).display().to_string());
-    // What is read is refused.
+    // The file that is read is rejected.
     std::fs::write(&other, "another program's").unwrap();
     let addr = addr(30).to_string();
     let said = refused(&["--state", &none, "--state", &other, "--addr", &addr]);
@@ -383,7 +384,7 @@ fn last_state_option_takes_precedence() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// Runs the program with an error; what it says.
+/// Runs the program, which must fail, and returns its standard error.
 fn refused(args: &[&str]) -> String {
     let program = Command::new(env!("CARGO_BIN_EXE_riser-sa"))
         .arg("--no-netlink")
@@ -398,7 +399,7 @@ fn refused(args: &[&str]) -> String {
 fn startup_errors_are_reported() {
     use std::os::unix::fs::PermissionsExt as _;
 
-    // Its records would have an address at which no host is.
+    // Records would contain an address that belongs to no host.
     for addr in ["0.0.0.0", "::", "224.0.0.1", "255.255.255.255", "host"] {
         let said = refused(&["--addr", addr]);
         assert!(
@@ -417,7 +418,7 @@ fn startup_errors_are_reported() {
     let file = daemon.dir.join("hosts").display().to_string();
     let said = refused(&["--addr", &other, "--socket", &file]);
     assert!(said.contains("no socket"), "{said}");
-    // A socket of the service manager that takes no connections.
+    // A socket of the service manager that does not accept connections.
     let datagrams = std::os::unix::net::UnixDatagram::unbound().unwrap();
     let program = Command::new("sh")
         .args([
@@ -430,7 +431,7 @@ fn startup_errors_are_reported() {
         .unwrap();
     let said = String::from_utf8_lossy(&program.stderr);
     assert!(said.contains("ListenStream"), "{said}");
-    // Programs of all users may ask.
+    // Programs of all users may send requests.
     let mode = std::fs::metadata(&own).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o666);
 }
@@ -442,7 +443,7 @@ fn registrations_survive_restart() {
     let mut record = ServiceRecord::new(0x1234, addr(24).into());
     record.lease = 600.into();
     host.ask(Request::set_service(&record)).unwrap();
-    // An upgrade.
+    // An upgrade restarts the program.
     let pid = rustix::process::Pid::from_child(&daemon.process);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert!(daemon.process.wait().unwrap().success());
@@ -456,7 +457,7 @@ fn registrations_survive_restart() {
         Some(answer.record::<ServiceRecord>().unwrap().lease.get())
     });
     assert!((590..=600).contains(&lease), "{lease}");
-    // What is another program's stays as it is.
+    // A file of another program is not modified.
     let hosts = again.dir.join("hosts").display().to_string();
     let said = refused(&["--addr", &addr(25).to_string(), "--state", &hosts]);
     assert!(said.contains(&hosts), "{said}");
@@ -521,7 +522,7 @@ fn missing_kernel_rdma_is_reported() {
     );
 }
 
-/// Debian's `ib_acme`, which asks `ibacm` elsewhere.
+/// Debian's `ib_acme`, which normally queries `ibacm`.
 #[test]
 fn ib_acme_queries_over_socket() {
     if let Some(tool) = missing(&["ib_acme"]) {
@@ -541,7 +542,7 @@ fn ib_acme_queries_over_socket() {
         String::from_utf8_lossy(&done.stdout).into_owned()
     };
     let (own, other) = (addr(11).to_string(), addr(12).to_string());
-    // By address, with a source and without, and verified by the administrator.
+    // By address, with and without a source, and verified by the administrator.
     let said = acme(&["-f", "i", "-s", &own, "-d", &other, "-v"]);
     for line in [
         "dgid: ::ffff:127.0.67.12",

@@ -1,7 +1,7 @@
-//! `riser-iwpmd` beside rdma-core's `iwpmd`, at the two ends of a link, and both before a kernel
-//! that the test plays, in the place of netlink.
+//! Runs `riser-iwpmd` and rdma-core's `iwpmd` at the two ends of a link, and both with a simulated
+//! kernel that replaces netlink.
 //!
-//! Each end is a network namespace, which takes root.
+//! Each end is a network namespace, which requires root.
 
 use std::fs;
 use std::io::Read;
@@ -28,7 +28,7 @@ const THEIRS: &str = "/usr/sbin/iwpmd";
 /// Client of the kernel's connection manager.
 const IWCM: u8 = 2;
 
-/// Longest wait for an answer of a daemon's on this machine.
+/// Timeout for a daemon's response on this machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn addr(text: &str) -> SocketAddr {
@@ -40,7 +40,7 @@ fn ip(words: &str) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// Two hosts with a link: 10.98.0.1 and fd98::1, 10.98.0.2 and fd98::2.
+/// Two hosts connected by a link: 10.98.0.1 and fd98::1, 10.98.0.2 and fd98::2.
 struct Link {
     names: [String; 2],
     folder: PathBuf,
@@ -48,7 +48,7 @@ struct Link {
 }
 
 impl Link {
-    /// None, and a line for people, where that is not possible.
+    /// Returns `None`, and logs a skipped test, if this is not possible.
     fn new(test: &str) -> Option<Self> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -90,7 +90,7 @@ impl Link {
         Some(link)
     }
 
-    /// A program at an end.
+    /// Returns a command that runs a program at one end.
     fn command(&self, end: usize, program: &str) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.names[end], program]);
@@ -102,7 +102,7 @@ impl Link {
         query.args(["query", local, remote]).output().unwrap()
     }
 
-    /// A port mapper at an end, and its kernel, after they have met.
+    /// Starts a port mapper at one end, with a simulated kernel, and waits for its hello.
     fn daemon(&self, end: usize, program: &str) -> Daemon {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -129,7 +129,7 @@ impl Link {
         daemon
     }
 
-    /// The same with a client that has registered.
+    /// Same as [`Self::daemon`], with a registered client.
     fn registered(&self, end: usize, program: &str) -> Daemon {
         let mut daemon = self.daemon(end, program);
         let asked = daemon.ask(&Request::Hello { abi: ABI });
@@ -149,7 +149,7 @@ impl Drop for Link {
     }
 }
 
-/// A process that ends with the value.
+/// A process that is killed on drop.
 struct Process(Child);
 
 impl Drop for Process {
@@ -159,7 +159,7 @@ impl Drop for Process {
     }
 }
 
-/// A port mapper with the kernel's end of its netlink socket.
+/// A port mapper and the kernel's end of its netlink socket.
 struct Daemon {
     process: Process,
     netlink: Socket,
@@ -184,7 +184,7 @@ impl Daemon {
                 if let Response::QueryMapping { connection, .. }
                 | Response::RemoteInfo { connection } = &mut response
                 {
-                    // iwpmd leaves in the other fields what its memory had.
+                    // iwpmd does not initialize the other fields.
                     let plain = |addr: SocketAddr| SocketAddr::new(addr.ip(), addr.port());
                     connection.remote = plain(connection.remote);
                     connection.mapped_remote = plain(connection.mapped_remote);
@@ -200,7 +200,7 @@ impl Daemon {
         self.receive()
     }
 
-    /// The address that a new mapping gives this one.
+    /// Adds a mapping and returns the mapped address.
     fn add(&mut self, local: &str, flags: u32) -> SocketAddr {
         let request = add_mapping(local, flags);
         match self.ask(&request) {
@@ -266,8 +266,8 @@ fn mapinfo_request() -> Response {
     }
 }
 
-/// Connections from each of two port mappers with kernels to the other, and from neither to what is
-/// not mapped.
+/// Maps connections between two port mappers with kernels in both directions, and queries addresses
+/// without a mapping.
 fn connect_both_ways(test: &str, programs: [&str; 2]) {
     let Some(link) = Link::new(test) else {
         return;
@@ -318,7 +318,7 @@ fn connections_are_mapped_between_our_daemons() {
     connect_both_ways("two riser-iwpmd", [OURS, OURS]);
 }
 
-/// Sets of capabilities of a process: inheritable, permitted, effective.
+/// Returns the capability sets of a process: inheritable, permitted, effective.
 fn capabilities(process: &Process) -> [u64; 3] {
     let status = fs::read_to_string(format!("/proc/{}/status", process.0.id())).unwrap();
     ["CapInh:", "CapPrm:", "CapEff:"].map(|name| {
@@ -371,7 +371,7 @@ fn invalid_options_are_explained() {
             .unwrap();
         daemon
     };
-    // A host without IPv6 serves the other version, unless it is asked for.
+    // A host without IPv6 serves IPv4, unless IPv6 is requested explicitly.
     let mut without = ours(0, "--no-kernel --map 10.98.0.1:3260");
     let without = without
         .env("LD_PRELOAD", &link.shim)
@@ -406,7 +406,7 @@ fn invalid_options_are_explained() {
     refused(ours(1, "query 10.98.0.2:1 10.98.0.1:1"), 1, "no mapping");
 }
 
-/// Sends requests at the second end in the names of hosts that do not exist, for as long as it lives.
+/// Sends requests at the second end on behalf of nonexistent hosts until it is dropped.
 fn forge(link: &Link) -> Forger {
     let stop = Arc::new(AtomicBool::new(false));
     let is_over = Arc::clone(&stop);
@@ -466,7 +466,7 @@ fn responses_to_missing_hosts_delay_no_query() {
     let mapped = asked.add("10.98.0.2:3260", 0);
     let _forger = forge(&link);
     for port in 40_000..40_010 {
-        // Until the kernel has looked for the hosts in vain for the first time.
+        // Wait until the kernel's first lookup of these hosts has failed.
         std::thread::sleep(Duration::from_millis(200));
         let (connection, error) = asking.query(&format!("10.98.0.1:{port}"), "10.98.0.2:3260");
         assert_eq!((connection.mapped_remote, error), (mapped, 0));
@@ -479,12 +479,12 @@ fn wildcard_listener_is_found_at_each_address() {
         return;
     };
     let [mut a, mut b] = [(0, OURS), (1, THEIRS)].map(|(end, name)| link.registered(end, name));
-    // Of one that uses the host's TCP stack, as siw does.
+    // A listener that uses the host's TCP stack, like siw.
     b.add("10.98.0.2:3262", NO_PORT_MAP);
     let (connection, error) = a.query("10.98.0.1:40000", "10.98.0.2:3262");
     assert_eq!((connection.mapped_remote, error), (connection.remote, 0));
     b.receive();
-    // iwpmd is asked, and answers for the address that was asked for.
+    // We query iwpmd, which responds for the requested address.
     let mapped = a.add("0.0.0.0:3260", 0);
     let (connection, error) = b.query("10.98.0.2:40000", "10.98.0.1:3260");
     let expected = SocketAddr::new(connection.remote.ip(), mapped.port());
@@ -519,7 +519,7 @@ fn daemon_interoperates_with_rdma_core_without_kernel() {
     ours.args(["--map", "[fd98::1]:3260"])
         .stdout(Stdio::piped());
     let mut ours = Process(ours.spawn().unwrap());
-    // Both lines are there before it answers.
+    // Both lines are printed before it responds to requests.
     let mut printed = ours.0.stdout.take().unwrap();
     let mut lines = Vec::new();
     while lines.iter().filter(|byte| **byte == b'\n').count() < 2 {
@@ -540,7 +540,7 @@ fn daemon_interoperates_with_rdma_core_without_kernel() {
     assert_eq!((connection.mapped_remote, error), (mapped, 0));
 }
 
-/// Message without an attribute that it needs.
+/// Returns a message that lacks a required attribute.
 fn null(operation: u16) -> Vec<u8> {
     let header = Header {
         kind: Kind {
@@ -554,8 +554,7 @@ fn null(operation: u16) -> Vec<u8> {
     Writer::new(header).attribute(1, &[0; 4]).finish()
 }
 
-/// Asks a daemon at the first end for what a kernel asks, and gives the answers, with ports of its
-/// choice as zero.
+/// Sends the requests of a kernel to a daemon at the first end, and returns the responses.
 fn interview(link: &Link, program: &str) -> Vec<Response> {
     let mut daemon = link.daemon(0, program);
     let mut answers = Vec::new();
@@ -567,9 +566,8 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         mapped,
         flags: Some(flags),
     };
-    // The same again; one that uses the host's TCP stack; another
-    // version; a mapping of an earlier daemon, whose port is in use; one that is known, and one
-    // that is new.
+    // The same mapping again; a listener that uses the host's TCP stack; another version; and a
+    // mapping of an earlier daemon, whose port is in use.
     for request in [
         add_mapping("10.98.0.1:3260", 0),
         add_mapping("10.98.0.1:3261", NO_PORT_MAP),
@@ -589,7 +587,7 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         daemon.netlink.send(&null(operation)).unwrap();
         answers.push(daemon.receive());
     }
-    // Removed, and added again.
+    // Remove and add it again.
     daemon.send(&Request::RemoveMapping {
         echo: 0,
         local: addr("10.98.0.1:3261"),

@@ -11,18 +11,18 @@
 //!                             └──▶ (none): reject, or no response to the last request
 //! ```
 //!
-//! Each request from a peer is answered immediately and exactly once. The peer retransmits it until
-//! it receives a response, and a request from a forged address triggers no more datagrams, and no
-//! longer ones, than it consists of itself. The only stored state, the *association*, prevents
-//! duplicate notifications of the kernel. If there are too many associations, the request is still
-//! answered, but the kernel is not notified and will know the connection by its peer's mapped
-//! address. This also limits the rate at which peers can add addresses to the kernel, which stores
-//! them until they connect.
+//! Each request from a peer receives exactly one immediate response. The peer retransmits it until
+//! it receives a response, and a request from a forged address triggers no more and no longer
+//! datagrams than it consists of. The only stored state, the *association*, prevents duplicate
+//! notifications of the kernel. If there are too many associations, we still respond, but do not
+//! notify the kernel, which then knows the connection by its peer's mapped address. This also
+//! limits the rate at which peers can add addresses to the kernel, which stores them until they
+//! connect.
 //!
 //! An association handle is a random number, so that only a host that has received the request can
 //! respond to it. A mapping changes the port but never the IP address. An accept with the address
 //! of another host is ignored, because it would let the peer redirect the connection. A request
-//! with the address of another host is answered without notifying the kernel, because the
+//! with the address of another host receives a response without notifying the kernel, because the
 //! connection would appear to originate from that host.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};

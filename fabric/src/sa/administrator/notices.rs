@@ -141,7 +141,7 @@ impl Notices {
     pub(super) fn raise(&mut self, now: Instant, trap: Trap, about: Gid) {
         let notice = Notice::new(trap, about, self.own);
         for subscription in &mut self.all {
-            // A host need not be notified of its own actions.
+            // A host is not notified of its own actions.
             if subscription.info.admits(&notice)
                 && subscription.gid != about
                 && subscription.waiting.len() < MAX_NOTICES

@@ -15,7 +15,7 @@ fn address(n: u8, qpn: u32) -> QpAddress {
     }
 }
 
-/// An address in another network that ends like that of a number.
+/// Returns an address in another network with the same ending as that of host `n`.
 fn alike(network: u8, n: u8) -> QpAddress {
     let gid = Gid::from(IpAddr::from([network, 128, 0, n]));
     QpAddress { gid, qpn: 10 }
@@ -41,12 +41,12 @@ fn vema(n: u8, max_vports: u8) -> Vema {
     })
 }
 
-/// A network of hosts with a manager; every datagram arrives at once, unless it is lost.
+/// A network of hosts with a manager. Datagrams arrive immediately unless they are lost.
 struct Net {
     now: Instant,
     manager: EthernetManager,
     hosts: Vec<(QpAddress, Vema)>,
-    /// One of this number of datagrams is lost; 0 loses none.
+    /// Every `loss`-th datagram is lost; 0 disables loss.
     loss: usize,
     sent: usize,
     /// Number of requests to each host.
@@ -73,7 +73,7 @@ impl Net {
         self.hosts.push((address(n, qpn), vema(n, max_vports)));
     }
 
-    /// Another manager process in the place of the one before.
+    /// Replaces the manager by another process.
     fn restart_manager(&mut self) {
         self.manager = EthernetManager::new(ManagerConfig {
             address: address(1, 6),
@@ -87,7 +87,7 @@ impl Net {
         self.loss != 0 && self.sent.is_multiple_of(self.loss)
     }
 
-    /// Everything that happens in a time.
+    /// Simulates a period of time.
     fn run(&mut self, time: Duration) {
         let end = self.now + time;
         loop {
@@ -137,7 +137,7 @@ impl Net {
         self.hosts[host].1.port(0).unwrap()
     }
 
-    /// Has a host at an address, which reports a LID that it has from another manager.
+    /// Adds a host that reports a LID assigned by another manager.
     fn join_with_lid(&mut self, at: QpAddress, lid: Lid) {
         let mut host = vema(9, 2);
         let info = self.manager.config.vesws[0].port(lid);
@@ -148,7 +148,7 @@ impl Net {
         self.hosts.push((at, host));
     }
 
-    /// LIDs that hosts have, by their addresses.
+    /// Returns the LIDs of hosts by their addresses.
     fn lids_of_hosts(&self) -> HashMap<Gid, Lid> {
         let lid = |(at, vema): &(QpAddress, Vema)| (at.gid, vema.lid(0).unwrap());
         self.hosts.iter().map(lid).collect()
@@ -226,7 +226,8 @@ fn returning_member_regains_free_lid() {
     assert!(net.is_complete());
     assert_eq!(net.lids(2), [1, 2, 3]);
     assert_eq!(net.hosts[2].1.lid(0), Some(Lid(2)));
-    // Once more, with a LID that another has meanwhile, whose address ends like its own.
+    // Repeat this, but in the meantime the LID is assigned to a host whose address has the same
+    // ending.
     net.hosts.pop();
     net.run(SECOND * 5);
     net.hosts.push((alike(10, 2), vema(9, 2)));
@@ -252,7 +253,7 @@ fn absent_member_keeps_its_lid() {
     net.join_with_lid(address(3, 10), Lid(2));
     net.run(SECOND * 2);
     assert_eq!(net.lids(0), [1, 3]);
-    // It has started again.
+    // The member has restarted.
     net.join(2, 11);
     net.run(SECOND * 2);
     assert!(net.is_complete());
@@ -268,7 +269,7 @@ fn active_member_keeps_lid_on_joins() {
     net.hosts.push((alike(10, 1), vema(9, 2)));
     net.run(SECOND * 2);
     let before = net.lids_of_hosts();
-    // One reports a LID that its address ends with, and others those that members have.
+    // One host reports the LID derived from its address, the other hosts report LIDs of members.
     net.join_with_lid(address(2, 10), Lid(2));
     net.join_with_lid(address(3, 10), before[&alike(10, 1).gid]);
     net.join_with_lid(alike(11, 1), Lid(1));
@@ -286,7 +287,7 @@ fn active_member_keeps_lid_on_joins() {
 fn maximum_members_may_share_address_ending() {
     let mut net = Net::new(&[100]);
     for n in 0..MAX_MEMBERS as u8 {
-        // All 23 bits are the same.
+        // All 23 bits are equal.
         let gid = Gid::from(IpAddr::from([1 + n / 2, n << 7, 0, 1]));
         net.hosts.push((QpAddress { gid, qpn: 10 }, vema(9, 2)));
     }
@@ -297,7 +298,7 @@ fn maximum_members_may_share_address_ending() {
     assert_eq!(different.len(), MAX_MEMBERS);
     let is_spare = |lid: &&Lid| **lid >= FIRST_SPARE && !lid.is_multicast();
     assert_eq!(before.values().filter(is_spare).count(), MAX_MEMBERS - 1);
-    // They answer in another order.
+    // The hosts respond in a different order.
     net.hosts.reverse();
     net.restart_manager();
     net.run(SECOND * 5);
@@ -349,7 +350,7 @@ fn restarted_manager_keeps_member_state() {
         net.join(n, 10);
     }
     net.run(SECOND * 2);
-    // Entries of the table before must go.
+    // Entries of the previous table must be removed.
     net.hosts[0]
         .1
         .port_mut(0)
@@ -382,14 +383,14 @@ fn simultaneous_restart_keeps_lids_in_any_order() {
         for n in 1..4 {
             net.join(n, 10);
         }
-        // Its address ends as that of the first one.
+        // The address has the same ending as that of the first host.
         net.hosts.push((alike(10, 1), vema(9, 2)));
-        // Some are found first, and have the lowest LIDs of a manager that counts.
+        // The first hosts found have the lowest LIDs if the manager assigns them by counting.
         net.hosts.rotate_left(restarted);
         net.run(SECOND * 3);
         let before = net.lids_of_hosts();
 
-        // One that has lost its LID answers before, between or after the others.
+        // The host that has lost its LID responds before, between or after the other hosts.
         net.hosts[restarted].0.qpn = 11;
         net.hosts[restarted].1 = vema(8, 2);
         for (place, other) in order.into_iter().enumerate() {
@@ -411,7 +412,7 @@ fn manager_restart_does_not_reassign_lids() {
     net.join(2, 10);
     net.run(SECOND * 2);
     assert_eq!(net.hosts[1].1.lid(0), Some(Lid(2)));
-    // It says the same as the second one, and is found first.
+    // This host reports the same state as the second one, and is found first.
     let lies = net.hosts[1].1.clone();
     net.hosts.insert(0, (address(3, 10), lies));
     net.restart_manager();
@@ -450,7 +451,7 @@ fn interface_addresses_are_distributed_promptly() {
     let macs: Vec<_> = (0..255).map(mac).collect();
     net.hosts[0].1.port_mut(0).unwrap().set_macs(&macs, &[]);
     net.hosts[0].1.port_mut(0).unwrap().set_link(true);
-    // A trap says so: it does not take an interval.
+    // A trap reports the change, so it does not take a full interval.
     net.run(Duration::from_millis(200));
     assert_eq!(net.port(1).mac_table().len(), 257);
     assert_eq!(net.port(1).mac_table().dlid(mac(254)), Some(Lid(1)));
@@ -458,7 +459,7 @@ fn interface_addresses_are_distributed_promptly() {
         net.port(1).mac_table().digest(),
         net.port(0).mac_table().digest()
     );
-    // The second one has some of them as well: the first keeps them.
+    // The second host claims some of them as well, but the first host keeps them.
     net.hosts[1]
         .1
         .port_mut(0)
@@ -491,7 +492,7 @@ fn member_with_fewer_ports_joins_first_switches() {
     let other = net.hosts[0].1.port(1).unwrap();
     let lids: Vec<_> = other.paths().iter().map(|p| p.dlid.get()).collect();
     assert_eq!((lids, other.mac_table().len()), (vec![1, 3], 2));
-    // One that begins again with more gets them.
+    // A member that restarts with more ports joins the second switch.
     net.hosts.remove(1);
     net.join_with(2, 21, 2);
     net.run(SECOND * 5);
@@ -509,7 +510,7 @@ fn member_cannot_claim_used_addresses() {
     let chosen = Mac([0x06, 0, 0, 0, 0, 7]);
     net.hosts[2].1.port_mut(0).unwrap().set_macs(&[chosen], &[]);
     net.run(SECOND * 2);
-    // The first one claims what the others have, and what a later one will get.
+    // The first host claims addresses of the other hosts, and the address of a later host.
     let wanted: Vec<_> = (2..=4).map(|n| Mac::of_lid(Lid(n))).collect();
     let claims = [&[chosen], &wanted[..]].concat();
     net.hosts[0].1.port_mut(0).unwrap().set_macs(&claims, &[]);
@@ -562,10 +563,10 @@ fn constantly_changing_member_is_rate_limited() {
         net.manager.handle_mad(member, &trap, net.now);
         net.run(Duration::from_millis(10));
     }
-    // Ten looks, and about as many tables.
+    // Ten queries, and about as many tables.
     let asked = net.asked[&address(9, agent)];
     assert!((20..50).contains(&asked), "{asked}");
-    // The others are what they should be soon afterwards.
+    // All members are complete soon afterwards.
     net.run(SECOND * 2);
     assert!(net.is_complete());
 }
@@ -575,7 +576,7 @@ fn unconfigurable_member_is_queried_at_limited_rate() {
     let mut net = Net::new(&[100]);
     net.manager.admits = Some(net.now);
     let liar = address(7, 70);
-    // It answers at once, and has never done what it was asked for.
+    // This member responds immediately, but never applies the configuration.
     let asked = (0..100_000).take_while(|_| {
         let Some((to, mad)) = net.manager.poll_transmit(net.now) else {
             return false;
@@ -592,7 +593,7 @@ fn unconfigurable_member_is_queried_at_limited_rate() {
     });
     let asked = asked.count();
     assert!((5..1000).contains(&asked), "{asked}");
-    // Others are not kept waiting, nor is it for ever.
+    // Other members are not delayed, and the manager eventually waits.
     net.join(1, 10);
     net.run(SECOND * 2);
     assert!(net.manager.members().any(|member| member.is_complete));
@@ -625,7 +626,7 @@ fn refusing_member_stalls_no_other() {
     for n in 0..=254 {
         net.join(n, 10);
     }
-    // Another manager has the first one.
+    // The first host belongs to another manager.
     let other = address(250, 99);
     let info = ClassPortInfo {
         trap_gid: other.gid.0,
@@ -665,7 +666,7 @@ fn successor_manager_does_not_warn() {
     }
     assert!(net.is_complete());
 
-    // One that stays is warned of, once for all members.
+    // A manager that remains active causes a warning, once for all members.
     net.manager = EthernetManager::new(config(&[100]));
     for _ in 0..20 {
         let now = net.now;
@@ -682,7 +683,7 @@ fn successor_manager_does_not_warn() {
 fn member_with_many_ports_is_configured_promptly() {
     let vesws: Vec<_> = (1..=16).collect();
     let mut net = Net::new(&vesws);
-    // Datagrams are short, so there are many of them.
+    // Datagrams are short, so many are needed.
     net.manager.config.max_mad = 160;
     for n in 1..=2 {
         net.join_with(n, 10, 16);
@@ -717,7 +718,7 @@ fn member_restarts_once_per_search() {
             None => net.now += Duration::from_millis(10),
         }
     };
-    // Answers to it, and to transactions before it.
+    // Responses to this and previous transactions.
     let mut changes = 0;
     for n in 0..1000 {
         let tid = search.tid.get() - u64::from(n / 2);
@@ -768,11 +769,11 @@ fn vnic_manager() {
     bolero::check!().for_each(|bytes: &[u8]| {
         let mut net = Net::new(&[100]);
         net.join(2, 20);
-        // So that an input need not be long to bring a member to its configuration.
+        // This allows short inputs to configure a member.
         net.manager.admits = Some(net.now);
         let mut rest = bytes;
-        // Answers to the request under way, with the input's status and attribute: status, length,
-        // data; and the same bytes as datagrams.
+        // Interprets the input as responses to the current request, with status, length and data,
+        // and the same data as datagrams.
         while let [status, len, tail @ ..] = rest {
             let (data, tail) = tail.split_at((usize::from(*len) * 2).min(tail.len()));
             rest = tail;

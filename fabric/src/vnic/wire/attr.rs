@@ -326,21 +326,21 @@ pub struct SummaryCounters {
     pub vesw_id: U16,
     /// Port number within the switch.
     pub vesw_port_num: U32,
-    /// Frames of the interface that were not sent.
+    /// Frames of the interface that were dropped.
     pub tx_errors: U64,
-    /// Packets that no frame was taken from.
+    /// Packets that yielded no frame.
     pub rx_errors: U64,
-    /// Frames that were sent.
+    /// Transmitted frames.
     pub tx_packets: U64,
-    /// Frames that were received.
+    /// Received frames.
     pub rx_packets: U64,
-    /// Bytes that were sent, with check sequences.
+    /// Transmitted bytes, including FCS.
     pub tx_bytes: U64,
-    /// Bytes that were received, with check sequences.
+    /// Received bytes, including FCS.
     pub rx_bytes: U64,
-    /// Frames that were sent, by kind and length.
+    /// Transmitted frames, by kind and length.
     pub tx: GroupCounters,
-    /// Frames that were received, by kind and length.
+    /// Received frames, by kind and length.
     pub rx: GroupCounters,
     /// Reserved.
     pub reserved: [U64; 16],
@@ -356,15 +356,15 @@ pub struct ErrorCounters {
     pub vp_instance: U16,
     /// Virtual switch.
     pub vesw_id: U16,
-    /// Number of the port at its switch.
+    /// Port number within the switch.
     pub vesw_port_num: U32,
-    /// All errors of sending.
+    /// Total transmit errors.
     pub tx_errors: U64,
-    /// All errors of receiving.
+    /// Total receive errors.
     pub rx_errors: U64,
     /// Reserved.
     pub rsvd0: U64,
-    /// Frames from an address that the port may not send from.
+    /// Frames from a source address that the port must not use.
     pub tx_smac_filt: U64,
     /// Reserved.
     pub rsvd1: [U64; 3],
@@ -372,27 +372,27 @@ pub struct ErrorCounters {
     pub tx_dlid_zero: U64,
     /// Reserved.
     pub rsvd4: U64,
-    /// Other errors of sending.
+    /// Other transmit errors.
     pub tx_logic: U64,
     /// Reserved.
     pub rsvd5: U64,
-    /// Frames of the interface while the port does not forward.
+    /// Frames of the interface while the port was not forwarding.
     pub tx_drop_state: U64,
     /// Packets of another virtual switch.
     pub rx_bad_veswid: U64,
     /// Reserved.
     pub rsvd6: U64,
-    /// Frames of fewer than 64 bytes with check sequence.
+    /// Frames shorter than 64 bytes including FCS.
     pub rx_runt: U64,
-    /// Frames that are longer than the MTU.
+    /// Frames longer than the MTU.
     pub rx_oversize: U64,
     /// Reserved.
     pub rsvd7: U64,
-    /// Frames while the interface is down.
+    /// Frames received while the interface was down.
     pub rx_eth_down: U64,
-    /// Packets while the port does not forward.
+    /// Packets received while the port was not forwarding.
     pub rx_drop_state: U64,
-    /// Other errors of receiving.
+    /// Other receive errors.
     pub rx_logic: U64,
     /// Reserved.
     pub rsvd8: U64,
@@ -400,21 +400,21 @@ pub struct ErrorCounters {
     pub rsvd9: [U64; 16],
 }
 
-/// Queue pair that a port takes packets with. Ours: Omni-Path's hardware needs none.
+/// Queue pair that receives a port's packets. Extension: not needed by Omni-Path hardware.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct EndPoint {
-    /// Number of the queue pair, of 24 bits.
+    /// Queue pair number, 24 bits.
     pub qpn: U32,
-    /// Longest packet that it takes, in bytes: the path MTU.
+    /// Maximum packet length in bytes, which is the path MTU.
     pub mtu: U16,
     /// Reserved.
     pub reserved: U16,
 }
 
-/// In front of paths. Ours: Omni-Path's packets are routed by LID alone.
+/// Header of paths. Extension: Omni-Path only routes packets by LID.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -424,13 +424,13 @@ pub struct PathsHeader {
     pub offset: U16,
     /// Number of paths in the message.
     pub num_entries: U16,
-    /// Number of paths that there are; a port forgets those beyond.
+    /// Total number of paths; a port removes any paths beyond.
     pub total: U16,
     /// Reserved.
     pub reserved: U16,
 }
 
-/// Where packets to a LID go. Ours.
+/// Location of a LID. Extension, not defined by Omni-Path.
 #[derive(
     Clone,
     Copy,
@@ -448,13 +448,13 @@ pub struct PathsHeader {
 pub struct Path {
     /// LID of the port.
     pub dlid: U32,
-    /// Queue pair of the port, of 24 bits.
+    /// Queue pair number of the port, 24 bits.
     pub qpn: U32,
-    /// Longest packet that it takes, in bytes.
+    /// Maximum packet length, in bytes.
     pub mtu: U16,
     /// Reserved.
     pub reserved: U16,
-    /// Address of the fabric's port.
+    /// Address of the fabric port.
     pub gid: [u8; 16],
 }
 
@@ -471,7 +471,8 @@ const _: () = {
     assert!(size_of::<Path>() == 28);
 };
 
-/// Entries behind a header, as many as it says; none where the bytes are fewer.
+/// Returns the entries after a header, using the count in the header. Returns no entries if there
+/// are fewer bytes.
 pub(in crate::vnic) fn entries<T: FromBytes + Immutable + KnownLayout + Unaligned>(
     data: &[u8],
     count: u16,
@@ -484,7 +485,7 @@ pub(in crate::vnic) fn entries<T: FromBytes + Immutable + KnownLayout + Unaligne
 mod tests {
     use super::*;
 
-    /// Offset of a field, by the bytes that differ from zeros where only the field does.
+    /// Returns the offset of a field, which is found as the only nonzero bytes.
     fn at<T: FromZeros + IntoBytes + Immutable>(set: impl FnOnce(&mut T)) -> (usize, Vec<u8>) {
         let mut value = T::new_zeroed();
         set(&mut value);
@@ -494,7 +495,7 @@ mod tests {
         (first, bytes[first..=last].to_vec())
     }
 
-    /// Offsets are those of `opa_vnic_encap.h` of Linux, added up by hand.
+    /// Offsets in Linux' `opa_vnic_encap.h`, added up by hand.
     #[test]
     fn port_info_matches_linux_layout() {
         let vesw = |set: fn(&mut VeswInfo)| at::<VeswInfo>(set);
@@ -509,7 +510,7 @@ mod tests {
         assert_eq!(vesw(|v| v.u_ucast_dlid[0] = 0x0100_0001.into()).0, 24);
         assert_eq!(vesw(|v| v.u_ucast_dlid[15] = 0x0100_0001.into()).0, 84);
         assert_eq!(vesw(|v| v.rc = 0x0100_0001.into()).0, 88);
-        // The layout before has 44 reserved bytes, then an MTU for each priority.
+        // The older layout has 44 reserved bytes, followed by an MTU per priority.
         assert_eq!(vesw(|v| v.eth_mtu_pcp[0] = 0x0102.into()).0, 132);
         assert_eq!(vesw(|v| v.eth_mtu = 0x2328.into()), (148, vec![0x23, 0x28]));
         let port = |set: fn(&mut PerVeswPortInfo)| at::<PerVeswPortInfo>(set).0;
@@ -535,7 +536,7 @@ mod tests {
     #[test]
     fn counters_match_linux_layout() {
         let summary = |set: fn(&mut SummaryCounters)| at::<SummaryCounters>(set).0;
-        // The last byte of a counter of 8 bytes.
+        // The last byte of an 8-byte counter.
         assert_eq!(summary(|c| c.vesw_port_num = 1.into()), 7);
         assert_eq!(summary(|c| c.tx_errors = 1.into()), 15);
         assert_eq!(summary(|c| c.rx_bytes = 1.into()), 55);

@@ -1,8 +1,8 @@
 //! Management datagrams of the Ethernet management class (EMA): headers, class port information,
 //! notices. All fields are big-endian.
 //!
-//! A datagram of Omni-Path has up to 2048 bytes. Here one ends behind what its attribute needs, so
-//! that it fits the path MTU.
+//! Omni-Path datagrams have up to 2048 bytes. Here a datagram only contains the bytes of its
+//! attribute, so that it fits the path MTU.
 
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -11,43 +11,43 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 pub const BASE_VERSION: u8 = 0x80;
 /// Management class (`OPA_MGMT_CLASS_INTEL_EMA`).
 pub const MGMT_CLASS: u8 = 0x34;
-/// Version of the class (`OPA_EMA_CLASS_VERSION`).
+/// Class version (`OPA_EMA_CLASS_VERSION`).
 pub const CLASS_VERSION: u8 = 0x80;
-/// Longest datagram, in bytes.
+/// Maximum datagram length, in bytes.
 pub const MAX: usize = 2048;
 /// Intel's organization identifier.
 pub const OUI: [u8; 3] = [0x00, 0x06, 0x6a];
 
-/// Length of everything in front of the attribute, in bytes.
+/// Length of the headers preceding the attribute, in bytes.
 pub const HEADER: usize = size_of::<VemaHeader>();
-/// Longest attribute, in bytes (`OPA_VNIC_EMA_DATA`).
+/// Maximum attribute length, in bytes (`OPA_VNIC_EMA_DATA`).
 pub const MAX_DATA: usize = MAX - HEADER;
 
 /// Method of a datagram (IBTA 13.4.5).
 pub mod method {
-    /// Asks for an attribute.
+    /// Reads an attribute.
     pub const GET: u8 = 0x01;
     /// Sets an attribute.
     pub const SET: u8 = 0x02;
-    /// Reports an event, without an answer.
+    /// Reports an event; there is no response.
     pub const TRAP: u8 = 0x05;
-    /// Bit that answers have.
+    /// Response bit.
     pub const RESPONSE: u8 = 0x80;
-    /// Answers both requests.
+    /// Response to both requests.
     pub const GET_RESP: u8 = 0x81;
 }
 
-/// Status of an answer (IBTA 13.4.7).
+/// Status of a response (IBTA 13.4.7).
 pub mod status {
-    /// The request was carried out.
+    /// The request was executed.
     pub const OK: u16 = 0;
-    /// No such attribute, or not by this method.
+    /// The attribute, or this method for it, is unsupported.
     pub const UNSUPPORTED_METHOD_ATTRIB: u16 = 0x000c;
-    /// A value is not valid.
+    /// A value is invalid.
     pub const INVALID_ATTRIB_VALUE: u16 = 0x001c;
 }
 
-/// Headers of a datagram of a vendor's class, with its organization (`struct opa_vnic_vema_mad`).
+/// Headers of a vendor class datagram, including the organization (`struct opa_vnic_vema_mad`).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -63,17 +63,17 @@ pub struct VemaHeader {
     pub method: u8,
     /// One of [`status`].
     pub status: U16,
-    /// Nothing in this class.
+    /// Not used by this class.
     pub class_specific: U16,
-    /// Transaction, which an answer repeats.
+    /// Transaction ID, repeated by a response.
     pub tid: U64,
     /// Attribute, one of [`attr::id`](super::attr::id).
     pub attr_id: U16,
     /// Reserved.
     pub resv: U16,
-    /// Modifier: the index of a virtual port in its low byte.
+    /// Attribute modifier: the low byte is the index of a virtual port.
     pub attr_mod: U32,
-    /// RMPP header, which no datagram of the class uses.
+    /// RMPP header, not used by this class.
     pub rmpp: [u8; 12],
     /// Reserved.
     pub reserved: u8,
@@ -82,7 +82,7 @@ pub struct VemaHeader {
 }
 
 impl VemaHeader {
-    /// Headers of a request.
+    /// Creates the headers of a request.
     #[must_use]
     pub fn new(method: u8, attr_id: u16, attr_mod: u32, tid: u64) -> Self {
         Self {
@@ -98,7 +98,7 @@ impl VemaHeader {
         }
     }
 
-    /// Headers of the answer to this request.
+    /// Returns the headers of the response to this request.
     #[must_use]
     pub fn answer(&self, status: u16) -> Self {
         Self {
@@ -108,14 +108,14 @@ impl VemaHeader {
         }
     }
 
-    /// Index of the virtual port that a request is for.
+    /// Returns the index of the virtual port in the request.
     #[must_use]
     pub fn vport(&self) -> u8 {
         self.attr_mod.get() as u8
     }
 
-    /// Reads a datagram of the class; returns its headers and its attribute. None where it is of
-    /// another class, version or organization, or too short or long.
+    /// Parses a datagram of the class, and returns its headers and attribute. Returns `None` if the
+    /// class, version or organization differs, or if the length is invalid.
     #[must_use]
     pub fn parse(mad: &[u8]) -> Option<(Self, &[u8])> {
         if mad.len() > MAX {
@@ -129,7 +129,7 @@ impl VemaHeader {
         is_class.then_some((header, data))
     }
 
-    /// A datagram with these headers and an attribute.
+    /// Returns a datagram with these headers and an attribute.
     #[must_use]
     pub fn with(&self, data: &[u8]) -> Vec<u8> {
         [self.as_bytes(), data].concat()
@@ -148,29 +148,29 @@ pub struct ClassPortInfo {
     pub class_version: u8,
     /// Capabilities: [`ClassPortInfo::CAP_TRAP`], and the number of virtual ports in the high byte.
     pub cap_mask: U16,
-    /// Further capabilities, and in the low 5 bits the response time: 4.096 µs × 2^n.
+    /// Additional capabilities; the low 5 bits are the response time: 4.096 µs × 2^n.
     pub cap_mask2_resp_time: U32,
-    /// Where requests should go instead.
+    /// Redirection of requests.
     pub redirect_gid: [u8; 16],
-    /// Traffic class and flow label of that.
+    /// Traffic class and flow label of the redirection.
     pub redirect_tc_fl: U32,
-    /// LID of that.
+    /// LID of the redirection.
     pub redirect_lid: U32,
-    /// Service level and queue pair of that.
+    /// Service level and queue pair of the redirection.
     pub redirect_sl_qp: U32,
-    /// Queue key of that.
+    /// Queue key of the redirection.
     pub redirect_qkey: U32,
-    /// Where traps go: the manager's GID.
+    /// Destination of traps: the manager's GID.
     pub trap_gid: [u8; 16],
-    /// Traffic class and flow label of that.
+    /// Traffic class and flow label of traps.
     pub trap_tc_fl: U32,
-    /// LID of that; no trap is sent while it is 0.
+    /// Destination LID of traps; 0 disables traps.
     pub trap_lid: U32,
-    /// Hop limit, and in the low 24 bits the queue pair of that.
+    /// Hop limit of traps, and the destination queue pair in the low 24 bits.
     pub trap_hl_qp: U32,
-    /// Queue key of that.
+    /// Queue key of traps.
     pub trap_qkey: U32,
-    /// Partition of that.
+    /// Partition of traps.
     pub trap_pkey: U16,
     /// Partition of the redirection.
     pub redirect_pkey: U16,
@@ -186,7 +186,7 @@ impl ClassPortInfo {
     /// Response time of an agent: 1.07 s.
     pub const RESP_TIME: u32 = 18;
 
-    /// Number of virtual ports that the agent can have.
+    /// Returns the maximum number of virtual ports of the agent.
     #[must_use]
     pub fn vports(&self) -> u8 {
         (self.cap_mask.get() >> 8) as u8
@@ -199,11 +199,11 @@ impl ClassPortInfo {
 )]
 #[repr(C)]
 pub struct NoticeAttr {
-    /// Type of notice in bits 1 to 7; bit 0 is clear, as the notice is a vendor's.
+    /// Notice type in bits 1 to 7; bit 0 is clear in vendor notices.
     pub gen_type: u8,
     /// [`OUI`].
     pub oui: [u8; 3],
-    /// Number of the trap.
+    /// Trap number.
     pub trap_num: U16,
     /// Toggle bit and count.
     pub toggle_count: U16,
@@ -211,17 +211,17 @@ pub struct NoticeAttr {
     pub issuer_lid: U32,
     /// Reserved.
     pub reserved: U32,
-    /// GID of the sender, in reports only.
+    /// GID of the sender; only in reports.
     pub issuer_gid: [u8; 16],
-    /// What has happened: a [`VeswPortTrap`] and zeros.
+    /// Event: a [`VeswPortTrap`] and zeros.
     pub raw_data: [u8; 64],
 }
 
 impl NoticeAttr {
-    /// Type of information (`OPA_INTEL_EMA_NOTICE_TYPE_INFO`).
+    /// Notice type: information (`OPA_INTEL_EMA_NOTICE_TYPE_INFO`).
     pub const TYPE_INFO: u8 = 4;
 
-    /// A notice of a port's event.
+    /// Creates a notice for an event of a port.
     #[must_use]
     pub fn new(issuer_lid: u32, trap: &VeswPortTrap) -> Self {
         let mut notice = Self {
@@ -234,7 +234,7 @@ impl NoticeAttr {
         notice
     }
 
-    /// The event that a notice reports; none of another organization's.
+    /// Returns the reported event, or `None` if the notice is from another organization.
     #[must_use]
     pub fn trap(&self) -> Option<VeswPortTrap> {
         let trap = VeswPortTrap::read_from_prefix(&self.raw_data).ok()?.0;
@@ -242,7 +242,7 @@ impl NoticeAttr {
     }
 }
 
-/// What a trap reports (`struct opa_veswport_trap`).
+/// Event reported by a trap (`struct opa_veswport_trap`).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -252,11 +252,11 @@ pub struct VeswPortTrap {
     pub fabric_id: U16,
     /// Virtual switch, 12 bits.
     pub vesw_id: U16,
-    /// Number of the port at its switch.
+    /// Port number within the switch.
     pub vesw_port_num: U32,
-    /// Number of the fabric's port, from 1.
+    /// Number of the fabric port, starting at 1.
     pub opa_port_num: U16,
-    /// Index of the virtual port, from 0.
+    /// Index of the virtual port, starting at 0.
     pub vesw_port_index: u8,
     /// One of [`TrapOpcode`].
     pub opcode: u8,
@@ -264,27 +264,27 @@ pub struct VeswPortTrap {
     pub reserved: U32,
 }
 
-/// Kind of event that a trap reports.
+/// Type of event reported by a trap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TrapOpcode {
-    /// The interface has other unicast addresses.
+    /// The unicast addresses of the interface have changed.
     IfaceUcastMacChange = 1,
-    /// The interface has other multicast addresses.
+    /// The multicast addresses of the interface have changed.
     IfaceMcastMacChange = 2,
-    /// The interface was connected or disconnected.
+    /// The link state of the interface has changed.
     EthLinkStatusChange = 3,
 }
 
 impl TrapOpcode {
-    /// All kinds.
+    /// All event types.
     pub const ALL: [Self; 3] = [
         Self::IfaceUcastMacChange,
         Self::IfaceMcastMacChange,
         Self::EthLinkStatusChange,
     ];
 
-    /// The kind of a number.
+    /// Converts a number to an event type.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|opcode| *opcode as u8 == code)
@@ -309,7 +309,7 @@ mod tests {
         let golden = [
             // Base version, class, class version, method, status, class-specific.
             0x80, 0x34, 0x80, 0x02, 0, 0, 0, 0,
-            // Transaction.
+            // Transaction ID.
             1, 2, 3, 4, 5, 6, 7, 8,
             // Attribute, reserved, modifier.
             0x00, 0x11, 0, 0, 0, 0, 1, 2,

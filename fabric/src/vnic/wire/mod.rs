@@ -1,4 +1,4 @@
-//! Layouts on the wire.
+//! Wire formats.
 
 pub mod attr;
 pub mod mad;
@@ -8,7 +8,7 @@ use std::fmt;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// A MAC address, in the order of the wire.
+/// A MAC address, in wire order.
 #[derive(
     Clone,
     Copy,
@@ -28,33 +28,33 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {
-    /// Returns whether the address is of a group (IEEE 802, the I/G bit).
+    /// Returns whether this is a group address (IEEE 802, the I/G bit).
     #[must_use]
     pub const fn is_multicast(self) -> bool {
         self.0[0] & 1 != 0
     }
 
-    /// Returns whether the address is administered locally (IEEE 802, the U/L bit).
+    /// Returns whether the address is locally administered (IEEE 802, the U/L bit).
     #[must_use]
     pub const fn is_local(self) -> bool {
         self.0[0] & 2 != 0
     }
 
-    /// Returns whether all bytes are zero, which is no address.
+    /// Returns whether all bytes are zero, which is an invalid address.
     #[must_use]
     pub fn is_zero(self) -> bool {
         self == Self::default()
     }
 
-    /// The locally administered address of a LID: its bytes, the lowest first, are the last three
-    /// of the address. Senders compute the LID from such an address where no table has it.
+    /// Returns the locally administered address of a LID: the last three bytes are the LID, with
+    /// the lowest byte first. If an address is not in a table, senders derive the LID from it.
     #[must_use]
     pub const fn of_lid(lid: Lid) -> Self {
         let [low, middle, high, _] = lid.0.to_le_bytes();
         Self([0x02, 0, 0, low, middle, high])
     }
 
-    /// The LID in a locally administered address.
+    /// Returns the LID in a locally administered address.
     #[must_use]
     pub const fn lid(self) -> Lid {
         let [.., low, middle, high] = self.0;
@@ -75,25 +75,25 @@ impl fmt::Debug for Mac {
     }
 }
 
-/// A local identifier of 24 bits: an address of a port, or of all ports of a virtual switch. 0 is
-/// none.
+/// A 24-bit local identifier: the address of a port, or of all ports of a virtual switch. 0 is
+/// invalid.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Lid(pub u32);
 
 impl Lid {
-    /// No address.
+    /// Invalid address.
     pub const NONE: Self = Self(0);
-    /// First address of groups: the top four bits are ones (`OPA_MCAST_NR`).
+    /// First multicast address: the top four bits are ones (`OPA_MCAST_NR`).
     pub const MULTICAST: Self = Self(0xf0_0000);
 
-    /// Returns whether it is the address of a group.
+    /// Returns whether this is a multicast address.
     #[must_use]
     pub const fn is_multicast(self) -> bool {
         self.0 >= Self::MULTICAST.0
     }
 }
 
-/// Hash FNV-1a of 32 bits.
+/// 32-bit FNV-1a hash.
 pub(super) fn fnv1a<'a>(bytes: impl IntoIterator<Item = &'a u8>) -> u32 {
     bytes.into_iter().fold(0x811c_9dc5, |hash, byte| {
         (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193)

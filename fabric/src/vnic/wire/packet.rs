@@ -1,4 +1,4 @@
-//! An encapsulated frame: the OPA header of 16 bytes (L2), an L4 header of 4 bytes, the frame.
+//! Encapsulation of a frame: the 16-byte OPA header (L2), a 4-byte L4 header, the frame.
 //!
 //! ```text
 //!  word  bits 31 ───────────────────────────────────────────────────────────── 0
@@ -11,13 +11,14 @@
 //!   6    length of the frame:16                offset:16
 //! ```
 //!
-//! The words are little-endian. The length counts units of 8 bytes: both headers, the frame, padding
-//! and a tail of 5 bytes (ICRC and one more), as hardware sends them. In a datagram nothing follows
-//! the frame, which the datagram's own ICRC covers.
+//! The words are little-endian. The length is in units of 8 bytes: both headers, the frame, padding
+//! and a tail of 5 bytes (ICRC and one more), as sent by hardware. In a datagram, the frame is not
+//! followed by a tail, because the datagram's own ICRC covers it.
 //!
-//! A frame that is longer than the path MTU allows is sent in fragments, which have an L4 type of our
-//! own, [`L4Type::EthernetFragment`], and two words more. Omni-Path has no fragments, as its links
-//! carry 10 KiB. A sender sends the fragments of a frame in order.
+//! A frame that is longer than the path MTU is sent in fragments, which have a separate L4 type,
+//! [`L4Type::EthernetFragment`], and two additional words. This is an extension: Omni-Path does not
+//! need fragments, because its links carry 10 KiB. A sender sends the fragments of a frame in
+//! order.
 
 use zerocopy::byteorder::little_endian::{U16, U32};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -33,7 +34,7 @@ const SC_MASK: u32 = 0x1f;
 const RC_SHIFT: u32 = 25;
 const RC_MASK: u32 = 7;
 const FECN: u32 = 1 << 28;
-/// Link type 1 and L2 type 2, the header of 16 bytes.
+/// Link type 1 and L2 type 2: the 16-byte header.
 const FORMAT: u32 = 0b110 << 29;
 const FORMAT_MASK: u32 = 0b111 << 29;
 const SLID_HIGH_SHIFT: u32 = 8;
@@ -42,28 +43,28 @@ const PKEY_SHIFT: u32 = 16;
 const AGE_SHIFT: u32 = 16;
 const VESW_SHIFT: u32 = 16;
 const VESW_MASK: u32 = 0xfff;
-/// ICRC and tail byte behind a frame.
+/// ICRC and tail byte after a frame.
 const TAIL: usize = 5;
 
 /// Length of both headers, in bytes.
 pub const HEADER: usize = 20;
-/// Length of the headers of a fragment, in bytes.
+/// Header length of a fragment, in bytes.
 pub const FRAGMENT_HEADER: usize = 28;
 
-/// Type of the header behind L2.
+/// Type of the header after L2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum L4Type {
     /// A frame (`OPA_VNIC_L4_ETHR`).
     Ethernet = 0x78,
-    /// A part of a frame. No type of Omni-Path's.
+    /// A fragment of a frame. Extension, not defined by Omni-Path.
     EthernetFragment = 0x79,
 }
 
-/// Place of a fragment in its frame.
+/// Position of a fragment in its frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fragment {
-    /// Number of the frame, which the sender counts.
+    /// Frame number, counted by the sender.
     pub ident: u32,
     /// Offset of the fragment, in bytes.
     pub offset: u16,
@@ -74,27 +75,27 @@ pub struct Fragment {
 /// Headers of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Address of the sending port, 24 bits.
+    /// LID of the sending port, 24 bits.
     pub slid: Lid,
-    /// Address of the receiving port, 24 bits.
+    /// LID of the receiving port, 24 bits.
     pub dlid: Lid,
     /// Partition key.
     pub pkey: u16,
-    /// Equal for all packets of a flow.
+    /// Flow entropy, equal for all packets of a flow.
     pub entropy: u16,
     /// Service class, 5 bits.
     pub sc: u8,
     /// Routing control, 3 bits.
     pub rc: u8,
-    /// The packet has met congestion.
+    /// The packet has experienced congestion.
     pub fecn: bool,
-    /// Packets of the receiver have met congestion.
+    /// Packets of the receiver have experienced congestion.
     pub becn: bool,
-    /// Age, 8 bits: 0 where it is not measured.
+    /// Age, 8 bits; 0 if it is not measured.
     pub age: u8,
     /// Virtual Ethernet switch, 12 bits.
     pub vesw_id: u16,
-    /// Place in a frame; none where the packet has all of it.
+    /// Position in a frame, or `None` if the packet contains the whole frame.
     pub fragment: Option<Fragment>,
 }
 
@@ -112,30 +113,30 @@ struct RawFragment {
     frame_len: U16,
 }
 
-/// Reason why bytes are no packet.
+/// Reason why a packet is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PacketError {
-    /// There are fewer bytes than headers have.
+    /// The packet is shorter than its headers.
     #[error("the packet is shorter than its headers")]
     Short,
-    /// It is another kind of header.
+    /// The link type or L2 type is unknown.
     #[error("the packet has no header of 16 bytes")]
     Format,
-    /// The header behind L2 is of another kind.
+    /// The L4 type is unknown.
     #[error("the L4 type {0:#x} is not Ethernet")]
     L4Type(u8),
-    /// The length in the header is not that of the packet.
+    /// The length in the header does not match the packet.
     #[error("the packet has another length than its header says")]
     Length,
 }
 
-/// Length of a packet in units of 8 bytes, with padding and tail.
+/// Returns the packet length in units of 8 bytes, including padding and tail.
 const fn wire_length(headers_and_data: usize) -> u32 {
     (headers_and_data + TAIL).div_ceil(8) as u32
 }
 
 impl Header {
-    /// Length of the headers on the wire, in bytes.
+    /// Returns the length of the headers on the wire, in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
         match self.fragment {
@@ -144,14 +145,14 @@ impl Header {
         }
     }
 
-    /// Returns whether the headers have no bytes, which they never are.
+    /// Returns `false`, because the headers always have bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         false
     }
 
-    /// Writes the headers of a packet with `data` bytes of a frame to the beginning of `out`, and
-    /// returns their length. Bits beyond the width of a field are cut off.
+    /// Writes the headers of a packet with `data` bytes of a frame to the start of `out`, and
+    /// returns their length. Values are truncated to the width of their field.
     ///
     /// # Panics
     /// If `out` is shorter than [`FRAGMENT_HEADER`].
@@ -192,7 +193,7 @@ impl Header {
         self.len()
     }
 
-    /// Reads the headers of a packet; returns them and what follows.
+    /// Parses the headers of a packet; returns them and the remaining bytes.
     ///
     /// # Errors
     /// [`PacketError`].
@@ -256,9 +257,9 @@ mod tests {
         }
     }
 
-    /// Bytes that `opa_vnic_make_header` of Linux writes on a little-endian host, computed by hand
-    /// from its shifts: h[0] = 0x00b12345, h[1] = 0xcb36789a, h[2] = 0x8001fa78, h[3] = 0x5a,
-    /// h[4] = 0x0abc0000. 60 bytes of a frame and 20 of headers are 11 units.
+    /// Bytes written by Linux' `opa_vnic_make_header` on a little-endian host, computed by hand
+    /// from its shifts: h[0] = 0x00b12345, h[1] = 0xcb36789a, h[2] = 0x8001fa78, h[3] = 0x5a, h[4]
+    /// = 0x0abc0000. A frame of 60 bytes and headers of 20 bytes are 11 units.
     const GOLDEN: [u8; 20] = [
         0x45, 0x23, 0xb1, 0x00, 0x9a, 0x78, 0x36, 0xcb, 0x78, 0xfa, 0x01, 0x80, 0x5a, 0x00, 0x00,
         0x00, 0x00, 0x00, 0xbc, 0x0a,

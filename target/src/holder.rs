@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_named_by_what_it_has_open() {
+    fn process_is_found_by_open_file() {
         let name = format!("riserd-holder-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let file = fs::File::create(&path).unwrap();

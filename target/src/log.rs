@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_passes_then_one_line_a_second() {
+    fn burst_is_followed_by_rate_limit() {
         let t = Instant::now();
         let mut limit = RateLimit::default();
         let passed = (0..1000).filter(|_| limit.admit(t).is_some()).count();

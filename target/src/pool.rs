@@ -590,7 +590,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_cross_pieces_and_come_back() {
+    fn data_crosses_pieces_and_is_released() {
         let mut pool = Pool::new(4 << 20).unwrap();
         let len = (2 << 20) + 4096 + 7;
         let buffer = pool.take(len).unwrap();
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exhausted_pool_gives_nothing_and_loses_nothing() {
+    fn exhausted_pool_recovers_all_memory() {
         let mut pool = Pool::new(1 << 20).unwrap();
         let a = pool.take(1 << 19).unwrap();
         assert!(pool.take((1 << 19) + 1).is_none());
@@ -640,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_keeps_to_its_share_while_others_wait() {
+    fn owner_keeps_share_while_others_wait() {
         const MIB: u32 = 1 << 20;
         let (hog, other) = (Owner(1), Owner(2));
         let mut pool = Pool::new(8 << 20).unwrap();
@@ -667,7 +667,7 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_that_would_exceed_its_share_does_not_keep_the_turn() {
+    fn owner_over_share_loses_turn() {
         const MIB: u32 = 1 << 20;
         let (first, other) = (Owner(1), Owner(2));
         let mut pool = Pool::new(8 << 20).unwrap();
@@ -723,7 +723,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reserve_goes_to_one_started_command_after_the_other() {
+    fn started_commands_take_turns_with_reserve() {
         let (greedy, other) = (Owner(1), Owner(2));
         let mut pool = Pool::new(4 << 20).unwrap();
         let mut held: Vec<_> = std::iter::from_fn(|| pool.grant(greedy, 1 << 20)).collect();
@@ -756,7 +756,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_the_next_turn_tries_again() {
+    fn next_turn_wakes_its_claim() {
         const HALF: u32 = 1 << 19;
         let (first, other, passing) = (Owner(1), Owner(2), Owner(3));
         // A small pool only consists of common memory.
@@ -785,7 +785,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_leave_the_data_memory_alone() {
+    fn tables_do_not_use_data_memory() {
         let mut pool = Pool::new(1 << 20).unwrap();
         let one = Owner(1);
         let tables: Vec<_> = std::iter::from_fn(|| pool.take_table(one, 4096)).collect();

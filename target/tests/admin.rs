@@ -292,7 +292,7 @@ fn configuration_is_applied_saved_and_rolled_back() {
 }
 
 #[test]
-fn secrets_are_read_from_where_they_are() {
+fn secrets_are_read_from_sources() {
     let mut daemon = Daemon::start("secrets", "127.81.0.7");
     let file = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&file).unwrap();

@@ -389,7 +389,7 @@ fn flood_of_denials_is_limited_and_counted() {
 }
 
 #[test]
-fn it_can_be_left_out() {
+fn audit_log_can_be_disabled() {
     let daemon = Daemon::start_logging(
         "audit-off",
         "targets: []\nlog: { audit: off, format: json }\n",

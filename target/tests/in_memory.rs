@@ -415,7 +415,7 @@ fn new_commands_wait_for_replaced_session() {
 /// A host with a hanging disk can log in again and use its units. Only the hanging unit returns
 /// BUSY.
 #[test]
-fn srp_login_starts_beside_hanging_write() {
+fn srp_login_starts_despite_hanging_write() {
     const BUSY: u8 = 8;
     let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
     let faults = Arc::new(Faults::new(Vec::new()));
@@ -1071,7 +1071,7 @@ fn claim_without_recovery_gets_response() {
 }
 
 #[test]
-fn coming_and_going_leaves_nothing() {
+fn repeated_logins_leave_no_resources() {
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 5555);
     let req = login_req(1, world.target());

@@ -833,7 +833,7 @@ fn reassign(client: &mut Client, tag: u32) -> TmfStatus {
 /// on another connection: either an existing one, which logs out the lost connection, or a new one
 /// that reinstates it.
 #[test]
-fn commands_outlive_their_connection() {
+fn commands_survive_lost_connection() {
     let port = free_port();
     let open = "iqn.2026-01.org.example:open";
     let cdb = |opcode: u8, lba: u8, blocks: u8| [opcode, 0, 0, 0, 0, lba, 0, 0, blocks, 0];
@@ -943,7 +943,7 @@ fn recovery_is_disabled_by_default() {
 
 /// Discovery sessions must not use the session limits of hosts, from any address.
 #[test]
-fn discovery_sessions_keep_no_host_out() {
+fn discovery_sessions_block_no_host() {
     let port = free_port();
     let text = format!(
         "{}limits: {{ max_sessions: 1, sessions_per_address: 1 }}\n",

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_files_do_not_differ_however_they_are_written() {
+    fn diff_ignores_syntax_differences() {
         let one = config("    luns: { 0: a }\n", "");
         let other = config(
             "    luns: { 0x0: { backend: a, read_only: false } }\n",
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn differences_stand_at_their_places() {
+    fn differences_have_paths() {
         let old = config("    luns: { 0: a, 1: b }\n    access: open\n", "");
         let new = config(
             "    luns: { 0: a, 2: { backend: b, read_only: true } }\n",
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn secrets_are_masked_and_their_change_is_told() {
+    fn changed_secret_is_reported_but_masked() {
         let chap = |secret: &str| {
             let users = format!("users: [{{ name: u, secret: {secret} }}]");
             config(&format!("    chap: {{ {users} }}\n"), "")

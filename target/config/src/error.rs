@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn near_words_are_suggested_and_far_ones_are_not() {
+    fn only_similar_words_are_suggested() {
         let known = ["path", "block_size", "write_cache"];
         assert_eq!(nearest("pth", known), Some("path"));
         assert_eq!(nearest("blocksize", known), Some("block_size"));
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn the_offset_counts_bytes_of_the_place() {
+    fn offset_is_in_bytes() {
         let error = |line, column| ConfigError {
             file: "f".into(),
             line,

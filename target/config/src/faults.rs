@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_strikes_its_range_its_kind_and_its_number_of_times() {
+    fn fault_matches_range_type_and_count() {
         let faults = Faults::new(vec![Fault {
             on: FaultOn::Read,
             offset: 4096,

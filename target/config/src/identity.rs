@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn derived_names_are_fixed_for_ever_and_differ_by_every_part() {
+    fn derived_names_are_stable_and_distinct() {
         let host = HostId::new("a");
         assert_eq!(
             host.derive("serial", "disk0"),

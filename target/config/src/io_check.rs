@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_limit_is_refused_with_its_place() {
+    fn invalid_limit_error_has_position() {
         for (limits, place) in [
             ("{ iops: 0 }", "limits.iops"),
             ("{ iops: 2000000000 }", "limits.iops"),
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bandwidth_that_long_commands_exceed_for_long_is_noted() {
+    fn too_low_bandwidth_adds_note() {
         let text = config("{ read_bandwidth: 1MiB }", "{ bandwidth: 4MiB, iops: 1 }");
         let notes = Config::parse(&text, "a.yaml").unwrap().notes;
         assert_eq!(notes.len(), 1, "{notes:?}");

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn wildcards_meet_the_addresses_that_they_cover() {
+    fn wildcards_overlap_included_addresses() {
         let meets = |one: &str, other: &str| {
             let (one, other) = (listen(one).unwrap(), listen(other).unwrap());
             assert_eq!(one.meets(&other), other.meets(&one));

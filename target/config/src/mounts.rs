@@ -123,14 +123,14 @@ mod tests {
         45 44 0:44 / /run/hidden rw - tmpfs riserd rw\n";
 
     #[test]
-    fn mounts_that_ask_the_daemon_are_known_by_their_source() {
+    fn daemon_mounts_are_detected_by_source() {
         let expected = ["/run/the tree", "/sys/kernel/config"];
         assert_eq!(mounts(MOUNTINFO), expected.map(PathBuf::from));
         assert!(mounts(b"\n1 2\n3 4 0:1 / /x rw -\n").is_empty());
     }
 
     #[test]
-    fn a_path_is_followed_until_it_meets_a_mount() {
+    fn path_is_resolved_up_to_mount() {
         let dir = std::env::temp_dir().join(format!("riserd-mounts-{}", std::process::id()));
         let mount = dir.join("mount");
         fs::create_dir_all(&mount).unwrap();

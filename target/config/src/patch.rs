@@ -176,7 +176,7 @@ limits: { queue_depth: 7 }
     }
 
     #[test]
-    fn a_merge_patch_sets_and_takes_away() {
+    fn merge_patch_sets_and_removes() {
         let text =
             r#"{ "backends": { "b": { "serial": null, "read_only": true } }, "limits": null }"#;
         let config = patched(Patch::MERGE, text).unwrap();
@@ -207,7 +207,7 @@ limits: { queue_depth: 7 }
     }
 
     #[test]
-    fn operations_go_by_pointers_all_or_none() {
+    fn patch_operations_are_atomic() {
         let text = r#"[
             { "op": "test", "path": "/backends/b/serial", "value": "B" },
             { "op": "add", "path": "/targets/0/luns/1", "value": { "backend": "b", "read_only": true } },
@@ -225,7 +225,7 @@ limits: { queue_depth: 7 }
     }
 
     #[test]
-    fn what_is_no_configuration_is_refused_with_its_place() {
+    fn invalid_result_error_has_position() {
         for (patch, said) in [
             (
                 r#"{ "limits": { "queue_depth": 0 } }"#,
@@ -247,7 +247,7 @@ limits: { queue_depth: 7 }
 
     /// A value that a patch has moved to the root cannot be moved back from there.
     #[test]
-    fn operations_that_fail_after_others_have_replaced_the_top_are_refused() {
+    fn failed_operation_after_root_replacement_is_rejected() {
         let text = r#"[
             { "op": "move", "from": "/limits", "path": "" },
             { "op": "test", "path": "/queue_depth", "value": 8 }
@@ -258,7 +258,7 @@ limits: { queue_depth: 7 }
 
     /// Each operation doubles the size of the configuration.
     #[test]
-    fn a_short_patch_makes_no_large_configuration() {
+    fn patch_copies_are_limited() {
         let double = |n: usize| format!(r#"{{ "op": "copy", "from": "", "path": "/a{n}" }}"#);
         let operations: Vec<_> = (0..24).map(double).collect();
         let text = format!("[{}]", operations.join(","));
@@ -269,7 +269,7 @@ limits: { queue_depth: 7 }
 
     /// The stack size is limited, too.
     #[test]
-    fn a_patch_makes_no_deep_configuration() {
+    fn patch_depth_is_limited() {
         let mut operations = vec![r#"{"op":"add","path":"/a","value":{}}"#.to_owned()];
         for _ in 0..20_000 {
             operations.push(r#"{"op":"add","path":"/b","value":{}}"#.to_owned());
@@ -283,7 +283,7 @@ limits: { queue_depth: 7 }
 
     /// Characters allowed in a file must be preserved when a different key changes.
     #[test]
-    fn every_character_outlives_a_patch() {
+    fn patch_preserves_special_characters() {
         for c in ('\u{1}'..'\u{100}').chain(['\u{2028}', '\u{feff}', '\u{fffe}', '\u{1f512}']) {
             let text = format!("{TEXT}identity: \"a\\U{:08x}b\"\n", u32::from(c));
             let config = Config::parse(&text, "test.yaml").unwrap();

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_place_is_told_from_the_schema() {
+    fn shapes_match_schema() {
         for (keys, kind) in [
             (&["identity"] as &[&str], "Text"),
             (&["strict"], "Bool"),
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_has_numbers_or_units_by_number() {
+    fn rule_luns_are_list_or_mapping() {
         let schema = schema();
         let mut shape = Shape::root(&schema);
         for key in ["targets", "", "access", "", "luns"] {
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_may_stand_for_a_logical_unit() {
+    fn logical_unit_can_be_name() {
         let schema = schema();
         let target = match Shape::root(&schema).key("targets").unwrap().kind() {
             Kind::List(target) => target,

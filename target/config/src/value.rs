@@ -371,7 +371,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_those_of_files() {
+    fn sizes_are_parsed() {
         assert_eq!("1.5GiB".parse(), Ok(Size(3 << 29)));
         let most = "9223372036854775807";
         assert_eq!(most.parse(), Ok(Size(i64::MAX as u64)));
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_contain_their_addresses() {
+    fn networks_contain_addresses() {
         let net: Net = "10.1.0.0/16".parse().unwrap();
         assert!(net.contains("10.1.255.1".parse().unwrap()));
         assert!(net.contains("::ffff:10.1.0.1".parse().unwrap()));

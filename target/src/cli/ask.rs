@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_replaced_is_kept() {
+    fn replaced_file_is_backed_up() {
         let dir = Dir::new("kept");
         let file = dir.0.join("riserd.yaml");
         assert_eq!(replace(&file, b"one").unwrap(), None);
@@ -270,7 +270,7 @@ mod tests {
     /// For example, the configuration file of the package is replaced by root and read by the
     /// service.
     #[test]
-    fn a_file_that_is_replaced_keeps_its_owner_and_mode() {
+    fn replaced_file_keeps_owner_and_mode() {
         let dir = Dir::new("owner");
         let file = dir.0.join("riserd.yaml");
         let access = |path: &Path| {
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_where_all_users_may_make_files_is_ours_alone() {
+    fn file_in_shared_directory_is_private() {
         let dir = Dir::new("shared");
         fs::set_permissions(&dir.0, fs::Permissions::from_mode(0o1777)).unwrap();
         let file = dir.0.join("now.yaml");
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_symbolic_link_stays_one() {
+    fn symbolic_link_is_preserved() {
         let dir = Dir::new("link");
         let (file, link) = (dir.0.join("real.yaml"), dir.0.join("riserd.yaml"));
         std::os::unix::fs::symlink("real.yaml", &link).unwrap();

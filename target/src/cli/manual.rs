@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_of_the_file_has_every_object_and_key() {
+    fn configuration_page_has_all_keys() {
         let page = String::from_utf8(render(Page::Configuration).unwrap()).unwrap();
         assert!(page.contains(".TH riserd.yaml 5"), "{page}");
         for object in objects(&schema()) {
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn all_pages_are_written() {
+    fn man_writes_all_pages() {
         let name = format!("riserd-man-{}", std::process::id());
         let dir = std::env::temp_dir().join(name);
         fs::create_dir_all(&dir).unwrap();

@@ -533,13 +533,13 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_well_formed() {
+    fn command_line_is_well_formed() {
         Cli::command().debug_assert();
         assert!(Cli::try_parse_from(["riserd", "run"]).is_err());
     }
 
     #[test]
-    fn check_describes_what_would_be_served() {
+    fn check_describes_targets() {
         let (code, text) = riserd(MINIMAL, &["check", "FILE"]);
         assert_eq!(code, 0);
         assert!(
@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_show_their_line_and_exit_with_2() {
+    fn configuration_errors_show_line_and_exit_2() {
         let text = MINIMAL.replace("kind: file", "kind: fiel");
         let (code, said) = riserd(&text, &["check", "FILE"]);
         assert_eq!(code, 2);
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_is_a_document_where_that_is_asked_for() {
+    fn configuration_error_can_be_json() {
         let text = MINIMAL.replace("kind: file", "kind: fiel");
         let error = Config::parse(&text, "riserd.yaml").unwrap_err();
         let failure = Failure {
@@ -615,7 +615,7 @@ mod tests {
     }
 
     #[test]
-    fn the_form_of_the_output_goes_before_or_after_the_verb_in_any_words() {
+    fn output_option_works_in_any_position() {
         for (words, form) in [
             (&["riserd", "status"] as &[&str], Output::Text),
             (&["riserd", "-o", "human", "status"], Output::Text),
@@ -632,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn check_opens_what_is_named_and_changes_nothing() {
+    fn check_open_changes_nothing() {
         let dir = std::env::temp_dir().join(format!("riserd-check-open-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let file = |name: &str| dir.join(name).display().to_string();
@@ -675,7 +675,7 @@ mod tests {
     }
 
     #[test]
-    fn check_reports_a_file_that_was_served_and_is_missing() {
+    fn check_reports_missing_known_file() {
         let dir = std::env::temp_dir().join(format!("riserd-check-gone-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let image = dir.join("disk.img");
@@ -702,7 +702,7 @@ mod tests {
     }
 
     #[test]
-    fn check_names_the_process_that_has_the_name_for_shared_memory() {
+    fn check_reports_owner_of_shared_memory() {
         let _taken = ShmListener::bind([127, 4, 0, 1].into()).unwrap();
         let process = format!("process {} of user", std::process::id());
         for (transport, part) in [
@@ -788,7 +788,7 @@ mod tests {
     }
 
     #[test]
-    fn run_hands_the_configuration_over_and_fails_with_1() {
+    fn failed_run_exits_with_1() {
         assert_eq!(riserd(MINIMAL, &["run", "--config", "FILE"]).0, 0);
         let other = MINIMAL.replace("name: demo", "name: other");
         let (code, said) = riserd(&other, &["run", "--config", "FILE"]);
@@ -796,7 +796,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_lists_the_loopback_address() {
+    fn devices_lists_loopback_address() {
         let (code, text) = riserd("", &["devices"]);
         assert_eq!(code, 0);
         assert!(

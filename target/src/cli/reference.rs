@@ -274,7 +274,7 @@ mod tests {
     use crate::config::schema;
 
     #[test]
-    fn every_key_of_the_schema_is_described_once() {
+    fn schema_keys_are_described_once() {
         let objects = objects(&schema());
         let find = |place: &str| {
             let found = objects.iter().find(|o| o.places.iter().any(|p| p == place));
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_summed_up_with_its_unit_range_and_default() {
+    fn key_summary_has_unit_range_and_default() {
         let schema = json!({
             "properties": {
                 "depth": { "description": "Depth.\n\nMore of\nit.", "type": "integer", "minimum": 1, "maximum": 9,

@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_and_tags_are_read_as_they_are_written() {
+    fn times_and_tags_are_parsed() {
         for (text, expected) in [
             ("5ms", Some(5_000)),
             ("250us", Some(250)),

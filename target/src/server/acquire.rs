@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_that_is_still_being_closed_takes_no_portal_with_it() {
+    fn closing_shared_memory_keeps_portal_available() {
         let addr = IpAddr::from([127, 97, 9, 3]);
         let slots = Arc::new(DeviceSlots::default());
         slots.take(addr, DeviceKind::Shared, Duration::ZERO);
@@ -618,7 +618,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_another_program_shares_is_no_portal_of_iwarp() {
+    fn iwarp_portal_does_not_share_used_port() {
         let at: SocketAddr = "127.97.9.4:3260".parse().unwrap();
         let theirs = TcpListener::bind(at).unwrap();
         theirs.listen().unwrap();

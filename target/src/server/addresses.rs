@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wildcard_is_a_portal_at_each_address() {
+    fn wildcard_expands_to_all_addresses() {
         let text = "{ protocol: iscsi, listen: 0.0.0.0 }, { protocol: iser, listen: \"eth0:9\" }, \
                     { protocol: srp, listen: \"[::]\" }";
         let expansion = expand(&[text], host());
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_specific_portal_is_there() {
+    fn most_specific_portal_wins() {
         let text = "{ protocol: iscsi, listen: \":3260\" }, { protocol: iscsi, listen: eth0 }, \
                     { protocol: iscsi, listen: 192.0.2.1, redirect: { to: \"192.0.2.9\" } }";
         let expansion = expand(&[text], host());
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_wildcard_lacks_is_named() {
+    fn wildcard_problems_are_reported() {
         let iser = "{ protocol: iser, listen: \"eth0:5555\" }";
         let srp = "{ protocol: srp, listen: 192.0.2.1 }, { protocol: iscsi, listen: eth9 }";
         let expansion = expand(&[iser, srp], host());
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_address_does_not_displace_one_that_is_served() {
+    fn new_address_does_not_replace_existing() {
         let targets = targets(&["{ protocol: iscsi, listen: eth0 }"]);
         let mut addresses = Addresses::default();
         let served = (0..MAX_ADDRESSES).map(|n| interface("eth0", &format!("192.0.2.{n}")));
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn two_protocols_that_meet_at_a_port_of_the_rdma_cm_do_not_share_it() {
+    fn protocols_do_not_share_rdma_cm_port() {
         let moving = vec![
             interface("eth0", "192.0.2.1"),
             interface("eth1", "192.0.2.1"),
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_protocol_that_lacks_a_device_is_named() {
+    fn only_rdma_protocol_lacks_device() {
         let targets =
             targets(&["{ protocol: iscsi, listen: eth0 }, { protocol: iser, listen: eth0 }"]);
         let mut addresses = Addresses::default();
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_may_be_away_for_a_moment() {
+    fn removed_address_is_kept_for_grace() {
         let targets = targets(&["{ protocol: iscsi, listen: eth0 }"]);
         let start = Instant::now();
         let mut addresses = Addresses::default();

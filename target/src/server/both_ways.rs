@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn another_process_at_the_address_is_warned_of() {
+    fn other_process_at_address_causes_warning() {
         let [network, shared] = [1, 2].map(|last| IpAddr::from([127, 97, 9, last]));
         let _network = UdpSocket::bind((network, ROCE_PORT)).unwrap();
         let _shared = shm::ShmListener::bind(shared).unwrap();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_of_another_user_is_none_that_all_reach() {
+    fn squatter_of_other_user_is_not_reached() {
         let addr = IpAddr::from([127, 97, 9, 4]);
         let own = rustix::process::geteuid().as_raw();
         let other = if own == 54_321 { 54_322 } else { 54_321 };
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn sharing_memory_on_a_kernel_that_cannot_refuse_descriptors_is_warned_of() {
+    fn shared_memory_on_old_kernel_causes_warning() {
         for text in ["{ shm: true }", "{ provider: shm }"] {
             let warning = descriptors(&transport(text), false).unwrap();
             assert!(warning.contains("untrusted local users"), "{warning}");

@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_keeps_its_names_wherever_its_image_goes() {
+    fn names_survive_move_and_rename() {
         let mut all = Identities::default();
         let first = keep(&mut all, &config(&[("d", "")]), file(1));
         let mut moved = config(&[("d", "")]);
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relative_path_in_another_working_directory_is_another_file() {
+    fn relative_path_depends_on_working_directory() {
         let mut relative = config(&[("d", "")]);
         let Source::File { path, .. } = &mut relative.backends[0].spec.source else {
             unreachable!("it is a file");
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn derived_names_that_are_given_to_another_backend_are_not_kept() {
+    fn derived_names_configured_elsewhere_are_dropped() {
         let mut all = Identities::default();
         let first = keep(&mut all, &config(&[("d", "")]), file(1));
         let Naa::LocallyAssigned(naa) = first.naa else {
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_in_the_place_of_a_file_is_another_disk() {
+    fn device_replacing_file_is_new_disk() {
         let mut all = Identities::default();
         let mut generations = Vec::new();
         let as_file = config(&[("d", "")]);
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_derived_later_is_nobody_elses() {
+    fn later_derived_name_is_unique() {
         let mut all = Identities::default();
         let first = keep(&mut all, &config(&[("d", "")]), file(1));
         assert_eq!(keep(&mut all, &config(&[("e", "")]), file(1)), first);
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_another_backend_has_is_not_taken_for_its_own() {
+    fn file_of_other_backend_is_not_matched() {
         let mut all = Identities::default();
         let both = config(&[("d", ""), ("e", "")]);
         let first = keep(&mut all, &both, file(1));
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_configuration_gives_comes_first() {
+    fn configured_identity_takes_precedence() {
         let mut all = Identities::default();
         let first = keep(&mut all, &config(&[("d", "")]), file(1));
         let given = keep(&mut all, &config(&[("d", ", serial: MINE")]), file(1));
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_given_to_another_backend_are_not_kept() {
+    fn names_configured_elsewhere_are_dropped() {
         let mut all = Identities::default();
         let mine = ", serial: MINE, naa: 3123456789abcdef";
         let before = keep(&mut all, &config(&[("d", mine)]), file(1));
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_file_with_the_number_of_an_old_one_is_another_disk() {
+    fn reused_inode_is_new_disk() {
         let mut all = Identities::default();
         let first = keep(&mut all, &config(&[("d", "")]), file(1));
         let Found::File(old) = file(1) else {
@@ -586,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_of_a_disk_that_was_missing_is_another() {
+    fn missing_disk_changes_cache_generation() {
         let mut all = Identities::default();
         keep(&mut all, &config(&[("d", "")]), file(1));
         let before = all.cache_generation("d", [7; 16]);

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_keeps_its_number_whatever_comes_before_it() {
+    fn port_number_does_not_depend_on_order() {
         let (first, ids) = numbers(&PortIds::new(), &[2, 0, 3]);
         assert_eq!(ids, [1, 2, 3]);
         let (_, ids) = numbers(&first, &[3, 4, 2, 0]);
@@ -201,14 +201,14 @@ mod tests {
     }
 
     #[test]
-    fn of_two_ports_with_one_number_that_in_names_keeps_it() {
+    fn duplicate_number_is_kept_by_iscsi() {
         let srp = Port::Srp("10.0.0.2:5555".parse().unwrap());
         let known = PortIds::from([(srp, 1), (Port::Iscsi, 1)]);
         assert_eq!(numbers(&known, &[2, 0]).1, [2, 1]);
     }
 
     #[test]
-    fn numbers_of_targets_that_are_gone_are_bounded() {
+    fn removed_targets_with_numbers_are_limited() {
         let one = |at| (format!("t{at:05}"), PortIds::from([(Port::Iscsi, 1)]));
         let mut all: AllPortIds = (0..2 * MOST_GONE).map(one).collect();
         let is_configured = |name: &str| name >= "t08000";
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn the_portal_group_of_iscsi_keeps_its_number_while_it_is_away() {
+    fn removed_iscsi_group_keeps_its_number() {
         let (first, ids) = numbers(&PortIds::new(), &[2, 0]);
         assert_eq!(ids, [1, 2]);
         let (without, ids) = numbers(&first, &[2, 3]);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_during_a_change_serves_before_and_after() {
+    fn saved_numbers_are_valid_during_change() {
         let with = |ids| AllPortIds::from([("t".to_owned(), ids)]);
         let (old, _) = numbers(&PortIds::new(), &[2, 3]);
         let (new, after) = numbers(&old, &[4, 3]);
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_kept_already_are_served_where_nothing_can_be_saved() {
+    fn known_numbers_work_without_saving() {
         let keeper: std::sync::Arc<Kept> = std::sync::Arc::default();
         let (one, two, three) = (
             "{ protocol: srp, listen: 10.0.0.1 }",
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restart_with_another_order_changes_no_number() {
+    fn restart_with_new_order_keeps_numbers() {
         let keeper = std::sync::Arc::default();
         let (one, two, three) = (
             "{ protocol: srp, listen: 10.0.0.1 }",

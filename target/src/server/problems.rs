@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_backend_that_fails_some_commands_is_served_and_a_device_that_is_gone_is_not() {
+    fn only_removed_devices_are_not_served() {
         let subject = |name: &str| Subject::Backend(name.to_owned());
         let mut problems = Problems::default();
         for (name, error) in [

@@ -536,23 +536,23 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_that_of_the_diagram() {
+    fn transition_table_matches_diagram() {
         let expected = "Staging: Staged Undoing\nStaged: Applying Undoing\nApplying: Applied\n\
                         Applied: \nUndoing: Undone\nUndone: \n";
         assert_eq!(testing::table(&ALL), expected);
     }
 
     #[test]
-    fn every_transition_is_taken() {
+    fn transition_coverage_is_complete() {
         testing::assert_all_taken(&ALL, || {
-            a_change_is_staged_everywhere_before_it_is_applied();
-            a_worker_that_fails_undoes_the_change_at_once();
-            what_is_staged_can_be_withdrawn();
+            change_is_staged_before_commit();
+            failed_worker_undoes_change();
+            staged_change_can_be_withdrawn();
         });
     }
 
     #[test]
-    fn a_change_is_staged_everywhere_before_it_is_applied() {
+    fn change_is_staged_before_commit() {
         let start = Instant::now();
         let mut rollout = Rollout::stage(2, start);
         assert_eq!(orders(&mut rollout), [(0, Order::Stage), (1, Order::Stage)]);
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_fails_undoes_the_change_at_once() {
+    fn failed_worker_undoes_change() {
         let start = Instant::now();
         let mut rollout = Rollout::stage(3, start);
         orders(&mut rollout);
@@ -604,7 +604,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_does_not_answer_undoes_the_change_in_the_end() {
+    fn unresponsive_worker_undoes_change() {
         let start = Instant::now();
         let mut rollout = Rollout::stage(2, start);
         rollout.handle_staged(0, Ok(()), start);
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn portals_that_are_refused_are_named_together() {
+    fn rejected_portals_are_reported_together() {
         let start = Instant::now();
         let mut rollout = Rollout::stage(2, start);
         let refused = |port| Err(StageError::Portals(vec![unserved(port)]));
@@ -635,7 +635,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_staged_can_be_withdrawn() {
+    fn staged_change_can_be_withdrawn() {
         let start = Instant::now();
         let mut rollout = Rollout::staged(1);
         rollout.withdraw(start);
@@ -644,7 +644,7 @@ mod tests {
     }
 
     #[test]
-    fn without_workers_nothing_is_waited_for() {
+    fn change_without_workers_is_immediate() {
         let start = Instant::now();
         let mut rollout = Rollout::stage(0, start);
         assert_eq!(rollout.state(), RolloutState::Staged);
@@ -663,7 +663,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_never_waits_for_a_full_mailbox_when_it_is_polled() {
+    fn polled_driver_does_not_block() {
         let start = Instant::now();
         let (senders, [mut one, mut two]) = workers(1);
         let mut driver = RolloutDriver::staged(senders);
@@ -685,7 +685,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_takes_a_worker_that_is_gone_for_an_answer() {
+    fn driver_treats_exited_worker_as_reply() {
         let start = Instant::now();
         let (senders, [one, mut two]) = workers(8);
         drop(one);

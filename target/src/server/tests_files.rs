@@ -96,7 +96,7 @@ fn start_patiently(
 
 /// A failed start does not change any files, and the next start can still create them.
 #[test]
-fn a_start_that_fails_leaves_no_files() {
+fn failed_start_leaves_no_files() {
     const LISTEN: &str = "127.97.9.1:3290";
     let (dir, names) = (Dir::new("start"), Arc::new(Names::default()));
     let old = std::fs::File::create(dir.0.join("old")).unwrap();
@@ -125,7 +125,7 @@ fn a_start_that_fails_leaves_no_files() {
 
 /// If files were opened again, they could be created, extended and removed each time.
 #[test]
-fn a_start_that_waits_for_an_address_opens_its_files_once() {
+fn waiting_start_opens_files_once() {
     const LISTEN: &str = "127.97.9.4:3290";
     let (dir, names) = (Dir::new("wait"), Arc::new(Names::default()));
     let taken = TcpListener::bind(LISTEN).unwrap();
@@ -149,7 +149,7 @@ fn a_start_that_waits_for_an_address_opens_its_files_once() {
 
 /// The same for a change.
 #[test]
-fn a_change_that_is_not_made_is_no_reason_not_to_create_a_file_later() {
+fn file_can_be_created_after_rejection() {
     const LISTEN: &str = "127.97.9.2:3290";
     let (dir, names) = (Dir::new("change"), Arc::new(Names::default()));
     let mut server = start(&config(&dir.0, LISTEN, &["old"], ""), &names).unwrap();
@@ -169,7 +169,7 @@ fn a_change_that_is_not_made_is_no_reason_not_to_create_a_file_later() {
 /// If a file system does not respond, this blocks a single thread, but not the threads that control
 /// the server.
 #[test]
-fn what_cannot_be_taken_back_now_is_taken_back_later() {
+fn blocked_undo_is_completed_later() {
     const LISTEN: &str = "127.97.9.3:3290";
     let (dir, names) = (Dir::new("later"), Arc::new(Names::default()));
     let mut server = start(&config(&dir.0, LISTEN, &["old"], ""), &names).unwrap();

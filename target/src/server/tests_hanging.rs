@@ -26,7 +26,7 @@ fn config(dir: &std::path::Path, size: &str) -> Config {
 }
 
 #[test]
-fn a_file_system_that_does_not_answer_stops_no_one_else() {
+fn hung_file_system_delays_no_other_disk() {
     let dir = std::env::temp_dir().join(format!("riserd-hanging-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir(&dir).unwrap();

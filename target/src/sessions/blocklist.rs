@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_end_with_their_time_or_by_request() {
+    fn blocks_expire_or_are_removed() {
         let list = Blocklist::default();
         let (host, srp) = (initiator(NAME), initiator("0x0002c90300a1b2c4"));
         list.block(&[host.clone(), srp.clone()], None, "root")
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn block_that_cannot_be_kept_is_not_made() {
+    fn unsaved_block_is_not_applied() {
         let keeper: Arc<dyn BlockKeeper> = Arc::new(Full::default());
         let list = Blocklist::open(Some(Arc::clone(&keeper))).unwrap();
         let (first, second) = (initiator(NAME), initiator("0x0002c90300a1b2c4"));

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_permit_that_is_dropped_makes_room() {
+    fn dropped_permit_makes_room() {
         let budget = Budget::default();
         let acquire = |host| budget.acquire(BOUNDS, address(host), None);
         let (one, two) = (acquire(1), acquire(1));
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_replaces_another_needs_no_room_beside_it() {
+    fn replacing_session_needs_no_room() {
         let budget = Budget::default();
         let held: Vec<_> = [1, 1, 2]
             .iter()
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replaced_session_may_have_ended_meanwhile() {
+    fn replaced_session_may_already_be_closed() {
         let budget = Budget::default();
         let permit = budget.acquire(BOUNDS, address(1), Some(address(1)));
         assert!(permit.is_some());

@@ -449,7 +449,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn discovery_shows_of_a_portal_at_all_addresses_the_one_that_was_used() {
+    fn discovery_shows_used_address_of_wildcard() {
         let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), 3260);
         let all = ["127.0.0.1", "172.17.0.1", "192.0.2.1", "192.0.2.2"].map(at);
         let mut target = IscsiDef {

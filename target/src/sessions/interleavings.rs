@@ -99,7 +99,7 @@ impl Shared {
 }
 
 #[test]
-fn interleavings_of_logins_serve_one_session_at_a_time_and_forget_none() {
+fn interleavings_of_logins_serve_one_session() {
     explore(|| {
         let (channels, mailboxes): (Vec<_>, Vec<_>) = (0..LOGINS).map(|_| channel()).unzip();
         let shared = Arc::new(Shared {

@@ -744,7 +744,7 @@ mod tests {
 
     /// All state of a session should be removed, regardless of how its connection is closed.
     #[test]
-    fn a_connection_leaves_nothing_behind() {
+    fn closed_connection_releases_all_state() {
         type Way = fn(&IscsiSessions, Tsih, SessionGuard);
         let ways: [(&str, Way); 4] = [
             ("the connection is lost", |sessions, tsih, guard| {
@@ -838,7 +838,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_takes_another_s_place_waits_for_its_end() {
+    fn new_session_waits_for_replaced_session() {
         let sessions = IscsiSessions::default();
         let (first, one, old) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
         assert!(old.is_empty());
@@ -860,7 +860,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_waits_for_those_that_one_before_it_has_waited_for_in_vain() {
+    fn session_inherits_waits_of_failed_login() {
         let sessions = IscsiSessions::default();
         let (_, first, _) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
         let (_, second, _) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
@@ -878,7 +878,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_may_not_take_another_s_place_leaves_it_alone() {
+    fn rejected_login_does_not_replace_session() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let (first, _guard, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
         let refuse = |there: Option<&Session>| match there {
@@ -941,7 +941,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_join_up_to_the_limit_and_replace_each_other() {
+    fn connections_are_limited_and_replaceable() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
         let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
@@ -990,7 +990,7 @@ mod tests {
     }
 
     #[test]
-    fn a_logout_of_the_session_ends_the_others() {
+    fn session_logout_closes_other_connections() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
         let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
@@ -1009,7 +1009,7 @@ mod tests {
 
     /// Its commands at a device must not overtake commands sent after the response.
     #[test]
-    fn a_logout_of_the_session_waits_on_for_a_connection_that_is_detached_meanwhile() {
+    fn session_logout_waits_for_detached_connection() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
         let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
@@ -1028,7 +1028,7 @@ mod tests {
     /// session was replaced by a newer login. Its commands at a device must not overtake the new
     /// session.
     #[test]
-    fn a_newer_session_waits_on_for_a_connection_that_is_detached_meanwhile() {
+    fn newer_session_waits_for_detached_connection() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let (tsih, old, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
         let (newer, _newer) = sessions
@@ -1050,7 +1050,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_of_level_2_survives_a_connection_that_is_lost() {
+    fn level_2_session_survives_lost_connection() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
         let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
@@ -1076,7 +1076,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_that_are_kept_are_bounded_and_end_with_their_session() {
+    fn kept_connections_are_limited() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
         let (tsih, first, _) = entered(sessions.enter(recoverable(&budget), &new(0, 0), 7, fits));

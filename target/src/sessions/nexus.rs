@@ -798,7 +798,7 @@ mod tests {
 
     /// All state of a session should be removed, regardless of how its channel is closed.
     #[test]
-    fn a_channel_leaves_nothing_behind() {
+    fn closed_channel_releases_all_state() {
         type Way = fn(&Host<'_>);
         let ways: [(&str, Way); 5] = [
             ("its login fails after it was entered", |host| {
@@ -860,7 +860,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_session_waits_for_every_channel_of_older_ones() {
+    fn newer_session_waits_for_older_channels() {
         let registry = open();
         let host = Host::new(&registry, 1);
         let first = host.log_in(1);
@@ -879,7 +879,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_channel_may_be_established_before_the_first_one() {
+    fn second_channel_can_be_established_first() {
         let registry = open();
         let host = Host::new(&registry, 1);
         let new = host.single(2).unwrap().nexus;
@@ -901,7 +901,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_in_anothers_name_takes_no_channel_along() {
+    fn forged_request_closes_no_channel() {
         let registry = open();
         let host = Host::new(&registry, 1);
         let current = host.log_in(1);
@@ -922,7 +922,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_in_anothers_name_keeps_no_session_that_has_ended() {
+    fn forged_request_keeps_no_closed_session() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.log_in(1);
@@ -941,7 +941,7 @@ mod tests {
 
     /// Its worker may be notified that the wait is over before the channel is terminated.
     #[test]
-    fn a_channel_without_its_session_is_not_started() {
+    fn channel_of_closed_session_never_starts() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.log_in(1);
@@ -953,7 +953,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_does_not_wait_for_requests_newer_than_itself() {
+    fn session_does_not_wait_for_newer_requests() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.log_in(1);
@@ -968,7 +968,7 @@ mod tests {
     /// The old session may still have writes at a device, which must not be overtaken by a channel
     /// of the new session.
     #[test]
-    fn a_channel_of_a_login_that_is_established_late_starts_nothing() {
+    fn channel_of_late_login_never_starts() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.log_in(1);
@@ -986,7 +986,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_requests_the_later_one_counts() {
+    fn later_request_wins() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.single(1).unwrap();
@@ -997,7 +997,7 @@ mod tests {
     }
 
     #[test]
-    fn channel_starts_early_beside_replaced_session() {
+    fn channel_starts_early_despite_replaced_session() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.single(1).unwrap();
@@ -1038,7 +1038,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_sees_other_units_neither_joins_nor_replaces_a_session() {
+    fn address_with_other_units_is_denied() {
         let rules = "luns: { 0: a, 1: b }, \
             access: [{ address: 10.0.0.2 }, { address: 10.0.0.3, luns: [0] }]";
         let registry = registry(rules);
@@ -1054,7 +1054,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_that_are_never_established_give_their_places_to_others() {
+    fn unestablished_sessions_make_room() {
         let registry = open();
         let host = Host::new(&registry, 1);
         // Each of them uses the name and address of a different host.
@@ -1094,7 +1094,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_in_a_host_s_name_take_the_oldest_of_that_host_only() {
+    fn flood_drops_oldest_request_of_host() {
         let registry = open();
         let (one, two) = (Host::new(&registry, 1), Host::new(&registry, 2));
         two.request(B, MultiChannelAction::Single, 1).unwrap();
@@ -1112,7 +1112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_finds_no_place_when_it_is_established_ends() {
+    fn request_over_session_limit_is_dropped() {
         let registry = open();
         let hosts = [1, 2, 3].map(|n| Host::new(&registry, n));
         for (host, serial) in hosts.iter().zip(1..) {
@@ -1131,7 +1131,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_that_are_never_established_leave_their_session_to_others() {
+    fn unestablished_channels_make_room() {
         let registry = open();
         let host = Host::new(&registry, 1);
         host.log_in(1);
@@ -1153,7 +1153,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_of_all_protocols_have_one_budget() {
+    fn protocols_share_session_budget() {
         let registry = open();
         let (one, two) = (Host::new(&registry, 1), Host::new(&registry, 2));
         one.log_in(1);

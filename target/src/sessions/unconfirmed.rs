@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_address_with_most_of_them_loses_its_oldest() {
+    fn busiest_address_loses_oldest_connection() {
         let hosts = [1, 2, 3, 2, 3];
         let of = |range: std::ops::Range<usize>| {
             let all = range.map(|what| Unconfirmed {

@@ -109,7 +109,7 @@ mod tests {
 
     /// An initiator may request to close a connection repeatedly.
     #[test]
-    fn a_channel_waits_for_another_one_once() {
+    fn repeated_wait_is_added_once() {
         let [first, second, third] = [1, 2, 3].map(|serial| ConnRef { worker: 0, serial });
         let mut waits = Waits::default();
         for _ in 0..100 {
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn an_heir_in_the_session_waits_only_until_a_channel_is_free() {
+    fn inherited_wait_lasts_until_free() {
         let [lost, second, third, login] = [1, 2, 3, 4].map(|serial| ConnRef { worker: 0, serial });
         let mut waits = Waits::default();
         waits.wait_until_free(&[lost], second);
@@ -138,7 +138,7 @@ mod tests {
 
     /// Two connections of a session close each other, and both are replaced by a login.
     #[test]
-    fn channels_that_wait_for_each_other_leave_no_wait() {
+    fn mutual_waits_are_removed() {
         let [first, second, login] = [1, 2, 3].map(|serial| ConnRef { worker: 0, serial });
         let mut waits = Waits::default();
         waits.wait_for(&[first], second);

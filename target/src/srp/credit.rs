@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_carry_what_silence_owes() {
+    fn responses_return_owed_credits() {
         let mut lim = ReqLim::new(3);
         lim.on_request();
         lim.on_request();
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn an_initiator_over_its_limit_is_counted_and_conserved() {
+    fn requests_over_limit_conserve_credits() {
         let mut lim = ReqLim::new(1);
         lim.on_request();
         lim.on_request();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiting_chain_is_not_overtaken() {
+    fn waiting_chain_is_not_overtaken() {
         let mut queue = SendQueue::new(4, 2);
         assert!(queue.take(3));
         assert!(!queue.take(2));

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_login_gets_what_it_asked_for() {
+    fn plain_login_is_accepted() {
         let outcome = decide(|_, _, _, _| {}).unwrap();
         assert_eq!(outcome.rsp.req_lim_delta, 128);
         assert_eq!(outcome.rsp.max_it_iu_len, 8260);
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn every_refusal_has_its_reason() {
+    fn rejections_have_correct_reason() {
         type Change = fn(&mut LoginReq, &mut LoginLimits, &mut Admission, &mut LoginView);
         let cases: [(Change, u32); 10] = [
             (|r, _, _, _| r.req_it_iu_len = 8277, 0x0001_0002),
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn other_channels_end_or_stay_as_asked() {
+    fn other_channels_are_kept_or_terminated() {
         let single = decide(|_, _, _, v| v.channels = 3).unwrap();
         assert_eq!(single.rsp.multi_channel, MultiChannelResult::Terminated);
         let multi = decide(|r, _, _, v| {

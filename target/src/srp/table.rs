@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn long_tables_lie_in_the_pool() {
+    fn long_tables_use_pool_buffers() {
         let mut pool = Pool::new(1 << 20).unwrap();
         for n in [1, 16, 17, 255] {
             let list = descs(n, 512);
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_describes_too_little_is_refused_and_holds_nothing() {
+    fn short_table_is_rejected_without_leak() {
         let mut pool = Pool::new(1 << 20).unwrap();
         let list = descs(40, 512);
         let data = indirect(&list, 40, 40 * 512 + 1);
@@ -388,7 +388,7 @@ mod tests {
         /// A table in separate pages of the pool should result in the same requests as its
         /// descriptors, and the number of requests should match.
         #[test]
-        fn a_table_that_crosses_pages_gives_the_requests_of_its_descriptors(
+        fn fragmented_table_yields_same_requests(
             lens in proptest::collection::vec(1u32..1500, 200..700),
             is_read in any::<bool>(),
             wrs in 1u32..300,

@@ -48,7 +48,7 @@ fn good(tag: u64) -> Answer {
 }
 
 #[test]
-fn a_read_goes_disk_buffer_wire_in_one_post() {
+fn read_is_sent_in_one_post() {
     let mut rig = Rig::live();
     rig.disks[0][512..1536].copy_from_slice(&pattern(1024));
     rig.remote.insert(KEY, vec![0; 4096]);
@@ -66,7 +66,7 @@ fn a_read_goes_disk_buffer_wire_in_one_post() {
 }
 
 #[test]
-fn a_write_fetches_its_data_first() {
+fn write_fetches_data_first() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, pattern(2048));
     let iu = write10(4, 4)
@@ -83,7 +83,7 @@ fn a_write_fetches_its_data_first() {
 }
 
 #[test]
-fn immediate_data_needs_no_read_and_holds_its_receive() {
+fn immediate_data_keeps_its_receive() {
     let mut rig = Rig::live();
     let before = rig.receives[0].len();
     let iu = write10(0, 8).out(Data::Immediate(pattern(4096)));
@@ -149,7 +149,7 @@ fn residuals_and_sense_come_back() {
 }
 
 #[test]
-fn inquiry_of_a_missing_unit_is_answered() {
+fn inquiry_to_missing_unit_succeeds() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![0xee; 255]);
     for len in [36u8, 0] {
@@ -180,7 +180,7 @@ fn commands_before_establishment_wait_and_are_announced() {
 }
 
 #[test]
-fn a_connection_that_is_never_established_ends() {
+fn unestablished_connection_times_out() {
     let mut rig = Rig::new();
     rig.add_channel(params(), 1);
     rig.send(0, &cmd(&[0; 6]).bytes());
@@ -192,7 +192,7 @@ fn a_connection_that_is_never_established_ends() {
 }
 
 #[test]
-fn requests_beyond_the_contexts_wait_in_order() {
+fn requests_without_context_wait_in_order() {
     let mut rig = Rig::live();
     for tag in 1..=7 {
         assert!(rig.send(0, &cmd(&[0x35; 1]).tag(tag).bytes()));
@@ -212,7 +212,7 @@ fn requests_beyond_the_contexts_wait_in_order() {
 }
 
 #[test]
-fn ordered_tasks_wait_for_their_turn() {
+fn ordered_tasks_wait_for_older_tasks() {
     let mut rig = Rig::live();
     let sync = |tag| cmd(&[0x35]).tag(tag);
     rig.send(0, &sync(1).bytes());
@@ -233,7 +233,7 @@ fn ordered_tasks_wait_for_their_turn() {
 }
 
 #[test]
-fn a_command_waits_for_pool_memory() {
+fn command_waits_for_pool_memory() {
     let mut rig = Rig::live();
     let all = rig.pool.take(4 << 20).unwrap();
     rig.remote.insert(KEY, vec![1; 512]);
@@ -263,7 +263,7 @@ fn a_command_waits_for_pool_memory() {
 }
 
 #[test]
-fn waits_for_other_tasks_and_for_memory_are_stages_of_their_own() {
+fn task_and_memory_waits_are_stages() {
     let mut rig = Rig::live();
     let tracer = Arc::new(Tracer::new(None, Duration::ZERO, 8));
     rig.stats[0].trace(Some(Arc::clone(&tracer)));
@@ -298,7 +298,7 @@ fn waits_for_other_tasks_and_for_memory_are_stages_of_their_own() {
 
 /// An ordered command has no memory yet, and commands that use the memory are waiting for it.
 #[test]
-fn a_command_in_the_order_gets_memory_that_others_hold() {
+fn ordered_command_gets_memory_of_others() {
     const MIB: usize = 1 << 20;
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; MIB]);
@@ -326,7 +326,7 @@ fn a_command_in_the_order_gets_memory_that_others_hold() {
 /// Newer commands of the nexus have to wait for an ORDERED command, so they must not use the memory
 /// that it needs.
 #[test]
-fn no_command_overtakes_one_that_waits_for_memory() {
+fn command_waiting_for_memory_is_not_overtaken() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; 1 << 20]);
     let data = |len| Data::Direct(MemDesc::new(0, KEY, len));
@@ -348,7 +348,7 @@ fn no_command_overtakes_one_that_waits_for_memory() {
 
 /// The same while its table is being fetched.
 #[test]
-fn no_command_takes_the_memory_of_one_that_fetches_its_table() {
+fn table_fetch_keeps_its_memory() {
     const MIB: u32 = 1 << 20;
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; MIB as usize]);
@@ -370,7 +370,7 @@ fn no_command_takes_the_memory_of_one_that_fetches_its_table() {
 }
 
 #[test]
-fn commands_that_need_the_reserve_have_it_in_turn() {
+fn commands_take_turns_with_reserve() {
     let mut rig = Rig::live();
     rig.add_channel(params(), 2);
     rig.establish(1);
@@ -403,7 +403,7 @@ fn commands_that_need_the_reserve_have_it_in_turn() {
 }
 
 #[test]
-fn long_transfers_go_in_portions_and_others_pass_between() {
+fn long_transfers_yield_between_portions() {
     let mut rig = Rig::live();
     let entries = 60;
     rig.disks[0][..entries * 512].copy_from_slice(&pattern(entries * 512));
@@ -431,7 +431,7 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
 /// While its response is sent, a command is no longer in the task set of the unit, but its data
 /// transfer may have just started.
 #[test]
-fn no_data_move_after_the_function_that_ended_their_command() {
+fn aborted_command_sends_no_more_data() {
     for function in [
         TskMgmtFunction::AbortTaskSet,
         TskMgmtFunction::ClearTaskSet,
@@ -461,7 +461,7 @@ fn no_data_move_after_the_function_that_ended_their_command() {
 /// A command may have been removed from the task set before its channel is notified that it was
 /// aborted by another nexus.
 #[test]
-fn a_cleared_command_whose_answer_has_begun_is_answered() {
+fn cleared_command_completes_started_response() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![0; 60 * 512]);
     let read = read10(0, 60).into(indirect(&blocks(60), 60));
@@ -489,7 +489,7 @@ fn a_cleared_command_whose_answer_has_begun_is_answered() {
 /// command aborted by its own nexus does not have a status. Both also apply if it was aborted by
 /// another nexus.
 #[test]
-fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
+fn own_abort_suppresses_response_after_clear() {
     let overlapped = cmd(&[0; 6]).lun(1).tag(5).bytes();
     let abort = tmf(6, 0, TskMgmtFunction::AbortTask, 5);
     for (iu, tag) in [(overlapped, 5), (abort, 6)] {
@@ -523,7 +523,7 @@ fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
 
 /// The function may be received on another channel of the nexus.
 #[test]
-fn no_data_move_after_a_function_over_another_channel() {
+fn abort_from_other_channel_stops_data() {
     for (function, is_last) in [
         (TskMgmtFunction::AbortTaskSet, false),
         (TskMgmtFunction::ClearTaskSet, false),
@@ -566,7 +566,7 @@ fn no_data_move_after_a_function_over_another_channel() {
 }
 
 #[test]
-fn a_full_send_queue_is_waited_for() {
+fn full_send_queue_delays_chains() {
     let mut rig = Rig::new();
     rig.add_channel(
         ChannelParams {
@@ -589,7 +589,7 @@ fn a_full_send_queue_is_waited_for() {
 }
 
 #[test]
-fn abort_task_waits_until_the_device_lets_go() {
+fn abort_task_waits_for_device() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![0; 512]);
     let iu = read10(0, 1)
@@ -637,7 +637,7 @@ fn abort_task_of_nothing_is_complete() {
 
 /// CVE-2016-6327: repeated ABORT TASK for a command in any state must not crash or lose a command.
 #[test]
-fn cve_2016_6327_abort_task_in_every_state() {
+fn cve_2016_6327_aborts_lose_no_command() {
     for steps in 0..6 {
         let mut rig = Rig::live();
         rig.remote.insert(KEY, pattern(512 * 40));
@@ -663,7 +663,7 @@ fn cve_2016_6327_abort_task_in_every_state() {
 }
 
 #[test]
-fn a_reset_reaches_tasks_of_other_channels_and_tells_their_nexuses() {
+fn reset_aborts_tasks_of_other_channels() {
     let mut rig = Rig::live();
     rig.add_channel(params(), 2);
     rig.establish(1);
@@ -691,7 +691,7 @@ fn a_reset_reaches_tasks_of_other_channels_and_tells_their_nexuses() {
 }
 
 #[test]
-fn a_logout_of_the_initiator_ends_the_channel() {
+fn initiator_logout_closes_channel() {
     let mut rig = Rig::live();
     rig.send(0, &cmd(&[0x35]).bytes());
     let mut iu = [0; 16];
@@ -714,7 +714,7 @@ fn t_logout(rig: &mut Rig) -> TLogoutReason {
 }
 
 #[test]
-fn shutdown_lets_commands_finish_then_logs_out() {
+fn shutdown_completes_commands_before_logout() {
     let mut rig = Rig::live();
     rig.send(0, &cmd(&[0x35]).bytes());
     let until = rig.now + Duration::from_secs(5);
@@ -748,7 +748,7 @@ fn shutdown_lets_commands_finish_then_logs_out() {
 }
 
 #[test]
-fn a_terminated_channel_is_told_why() {
+fn terminated_channel_gets_logout_reason() {
     let mut rig = Rig::live();
     rig.with(0, |ch, cx| {
         ch.handle_terminate(cx);
@@ -759,7 +759,7 @@ fn a_terminated_channel_is_told_why() {
 }
 
 #[test]
-fn a_terminated_channel_starts_nothing_and_waits_for_its_device() {
+fn terminated_channel_waits_for_device() {
     let mut rig = Rig::live();
     let write = |byte| write10(0, 1).out(Data::Immediate(vec![byte; 512]));
     rig.send(0, &write(0xaa).tag(1).bytes());
@@ -785,7 +785,7 @@ fn a_terminated_channel_starts_nothing_and_waits_for_its_device() {
 }
 
 #[test]
-fn a_channel_that_replaces_others_waits_until_they_are_gone() {
+fn replacing_channel_waits_for_replaced() {
     let waiting = || {
         let mut rig = Rig::new();
         let chan = rig.add_channel(params(), 1);
@@ -810,7 +810,7 @@ fn a_channel_that_replaces_others_waits_until_they_are_gone() {
 }
 
 #[test]
-fn a_tag_in_use_ends_the_commands_of_the_nexus() {
+fn duplicate_tag_aborts_nexus_commands() {
     let mut rig = Rig::live();
     let write = |byte| write10(0, 1).out(Data::Immediate(vec![byte; 512]));
     rig.send(0, &write(0xaa).tag(1).bytes());
@@ -843,7 +843,7 @@ fn a_tag_in_use_ends_the_commands_of_the_nexus() {
 }
 
 #[test]
-fn messages_that_make_no_sense_end_one_channel() {
+fn malformed_messages_close_one_channel() {
     let login = LoginReq {
         tag: Tag(1),
         req_it_iu_len: 100,
@@ -879,7 +879,7 @@ fn messages_that_make_no_sense_end_one_channel() {
 }
 
 #[test]
-fn a_malformed_command_with_a_tag_is_answered() {
+fn malformed_command_gets_response() {
     let mut rig = Rig::live();
     let mut iu = read10(0, 1)
         .tag(5)
@@ -916,7 +916,7 @@ fn cve_2026_74394_immediate_data_length_wraps() {
 /// CVE-2020-28374, CVE-2021-3139: a copy command of one unit contains the designator of another
 /// unit, which may not be visible to the initiator. No command to LUN 0 should access another unit.
 #[test]
-fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name() {
+fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
     let mut rig = Rig::live();
     rig.disks[1].fill(0x77);
     // EXTENDED COPY (LID1) with two targets by NAA designator, and a segment from the second to the
@@ -987,7 +987,7 @@ fn cve_2020_28374_and_2021_3139_no_command_leads_to_a_unit_that_it_does_not_name
 
 /// CVE-2026-100075: if an indirect table fails halfway, send-queue credit must not change.
 #[test]
-fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
+fn cve_2026_100075_failed_table_keeps_credit() {
     let mut rig = Rig::live();
     let free = rig.channels[0].send_queue().free();
     for round in 0..50 {
@@ -1010,7 +1010,7 @@ fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
 /// CVE-2022-50129 and CVE-2024-26872: if the connection is closed at any point, no resource may be
 /// used after it was released, and none may leak.
 #[test]
-fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {
+fn cve_2022_50129_and_2024_26872_teardown_leaks_nothing() {
     for before in 0..12 {
         for after in 0..8 {
             let mut rig = Rig::live();
@@ -1049,7 +1049,7 @@ fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {
 }
 
 #[test]
-fn events_are_told_once_at_a_time_to_those_who_asked() {
+fn events_are_sent_one_by_one() {
     let mut rig = Rig::live();
     rig.add_channel(
         ChannelParams {
@@ -1082,7 +1082,7 @@ fn events_are_told_once_at_a_time_to_those_who_asked() {
 }
 
 #[test]
-fn a_silent_initiator_is_looked_for() {
+fn silent_initiator_is_probed() {
     let mut rig = Rig::live();
     rig.advance(KEEPALIVE - Duration::from_secs(1));
     rig.send(0, &cmd(&[0; 6]).bytes());
@@ -1111,7 +1111,7 @@ fn compare_and_write(lba: u8) -> Vec<u8> {
 }
 
 #[test]
-fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
+fn command_without_data_blocks_no_others() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![0; 1024]);
     rig.send(0, &compare_and_write(0));
@@ -1133,7 +1133,7 @@ fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
 }
 
 #[test]
-fn a_table_for_a_unit_that_is_not_there_is_fetched_all_the_same() {
+fn table_for_missing_unit_is_fetched() {
     let mut rig = Rig::live();
     let descs = [MemDesc::new(0, KEY, 96)];
     rig.remote.insert(TABLE, table_bytes(&descs));
@@ -1147,7 +1147,7 @@ fn a_table_for_a_unit_that_is_not_there_is_fetched_all_the_same() {
 }
 
 #[test]
-fn an_initiator_that_does_not_give_its_data_loses_its_channel() {
+fn missing_data_closes_channel() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![0; 1024]);
     rig.send(0, &compare_and_write(0));
@@ -1170,7 +1170,7 @@ const STATES: [ChState; 6] = [
 ];
 
 #[test]
-fn the_table_is_the_diagram() {
+fn channel_table_matches_diagram() {
     let expected = "Connecting: Joining Draining\n\
                     Joining: Live Disconnecting Draining\n\
                     Live: Disconnecting Draining\n\
@@ -1181,13 +1181,13 @@ fn the_table_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_is_taken() {
+fn channel_transition_coverage_is_complete() {
     assert_all_taken(&STATES, || {
-        a_connection_that_is_never_established_ends();
+        unestablished_connection_times_out();
         // Normally, after a shutdown, and after a logout of the initiator.
-        a_channel_that_replaces_others_waits_until_they_are_gone();
-        shutdown_lets_commands_finish_then_logs_out();
-        a_logout_of_the_initiator_ends_the_channel();
+        replacing_channel_waits_for_replaced();
+        shutdown_completes_commands_before_logout();
+        initiator_logout_closes_channel();
         // The connection is closed before the replaced session.
         let mut rig = Rig::new();
         let chan = rig.add_channel(params(), 1);

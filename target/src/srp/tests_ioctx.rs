@@ -547,7 +547,7 @@ fn functions_are_answered() {
 }
 
 #[test]
-fn the_table_is_the_diagram() {
+fn context_table_matches_diagram() {
     let expected = "Done: New Mgmt\n\
         New: AwaitLimit AwaitTask FetchTable AwaitBuffer NeedData DataIn WriteData \
         AwaitCredit(FetchTable) AwaitCredit(NeedData) AwaitCredit(Respond) CmdRspSent Mgmt\n\
@@ -579,7 +579,7 @@ fn the_table_is_the_diagram() {
 }
 
 #[test]
-fn every_transition_is_taken() {
+fn context_transition_coverage_is_complete() {
     assert_all_taken(&STATES, || {
         commands_go_on();
         commands_get_memory();

@@ -92,7 +92,7 @@ fn throttled_command_is_counted_by_its_kind() {
 }
 
 #[test]
-fn limited_commands_wait_in_their_order_and_hold_no_memory() {
+fn limited_commands_wait_without_memory() {
     let mut rig = limited();
     for tag in 1..4 {
         rig.send(0, &write(tag).bytes());
@@ -124,7 +124,7 @@ fn limited_commands_wait_in_their_order_and_hold_no_memory() {
 }
 
 #[test]
-fn an_external_table_is_fetched_when_its_command_may_go() {
+fn limit_delays_fetch_of_external_table() {
     let mut rig = limited();
     rig.remote.insert(TABLE, table_bytes(&blocks(2)));
     let external = || write10(0, 2).out(indirect(&blocks(2), 0));
@@ -145,7 +145,7 @@ fn an_external_table_is_fetched_when_its_command_may_go() {
 
 /// Tables of waiting commands leave half of the table memory for other commands.
 #[test]
-fn tables_of_waiting_commands_leave_room_for_others() {
+fn tables_of_waiting_commands_leave_room() {
     let mut rig = limited();
     let long = |tag| write10(0, 20).tag(tag).out(indirect(&blocks(20), 20));
     rig.send(0, &long(1).bytes());
@@ -169,7 +169,7 @@ fn tables_of_waiting_commands_leave_room_for_others() {
 }
 
 #[test]
-fn functions_end_what_waits_and_it_is_never_carried_out() {
+fn aborted_waiting_commands_never_execute() {
     use TskMgmtFunction as Function;
     for function in [
         Function::AbortTask,
@@ -205,7 +205,7 @@ fn functions_end_what_waits_and_it_is_never_carried_out() {
 }
 
 #[test]
-fn a_reset_by_another_nexus_ends_what_waits_with_task_aborted() {
+fn foreign_reset_completes_waiting_commands() {
     let mut rig = limited();
     rig.add_channel(params(), 2);
     rig.establish(1);
@@ -224,7 +224,7 @@ fn a_reset_by_another_nexus_ends_what_waits_with_task_aborted() {
 }
 
 #[test]
-fn what_waits_goes_with_its_connection() {
+fn waiting_commands_end_with_connection() {
     for ends in 0..3 {
         let mut rig = limited();
         for tag in 1..4 {
@@ -256,7 +256,7 @@ fn what_waits_goes_with_its_connection() {
 }
 
 #[test]
-fn the_order_of_a_nexus_holds_while_its_commands_wait() {
+fn waiting_commands_keep_nexus_order() {
     let mut rig = limited();
     rig.send(0, &write(1).bytes());
     rig.settle();
@@ -275,7 +275,7 @@ fn the_order_of_a_nexus_holds_while_its_commands_wait() {
 /// A command that waits for older tasks keeps its data in memory, so it must not wait behind a
 /// command that is waiting for a limit.
 #[test]
-fn no_data_wait_in_memory_behind_a_limit() {
+fn limited_commands_block_no_data_buffers() {
     let mut rig = limited();
     rig.send(0, &write(1).bytes());
     rig.settle();
@@ -299,7 +299,7 @@ fn no_data_wait_in_memory_behind_a_limit() {
 }
 
 #[test]
-fn other_limits_count_for_what_waits() {
+fn new_limits_apply_to_waiting_commands() {
     let mut rig = limited();
     for tag in 1..5 {
         rig.send(0, &read(tag).bytes());
@@ -320,7 +320,7 @@ fn other_limits_count_for_what_waits() {
 
 /// All channels of an initiator share its limits, but not with another initiator.
 #[test]
-fn an_initiator_has_its_limits_on_all_its_channels() {
+fn initiator_channels_share_limits() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; 1 << 20]);
     for nexus in [1, 2] {
@@ -365,7 +365,7 @@ fn an_initiator_has_its_limits_on_all_its_channels() {
 
 /// The cost of a command depends on the data transferred, not on the expected length.
 #[test]
-fn a_command_costs_what_it_moves() {
+fn command_cost_is_transferred_data() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; 1 << 20]);
     rig.units[0].limits.set(&IoLimits {
@@ -410,7 +410,7 @@ fn a_command_costs_what_it_moves() {
 
 /// An initiator without access to a unit must not use up the limit of other initiators.
 #[test]
-fn what_is_refused_costs_nothing() {
+fn rejected_command_costs_nothing() {
     let mut rig = limited();
     let chan = rig.add_channel(params(), 2);
     rig.establish(chan);
@@ -477,7 +477,7 @@ fn what_is_refused_costs_nothing() {
 
 /// Commands waiting for the limits of a unit must not use up the contexts for other units.
 #[test]
-fn what_would_wait_for_long_is_answered_with_task_set_full() {
+fn long_wait_returns_task_set_full() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; 1 << 20]);
     rig.units[0].limits.set(&IoLimits {
@@ -508,7 +508,7 @@ fn what_would_wait_for_long_is_answered_with_task_set_full() {
 
 /// A command that waits for older tasks also keeps its table.
 #[test]
-fn no_tables_wait_in_memory_behind_a_limit() {
+fn limited_commands_block_no_tables() {
     let mut rig = limited();
     rig.remote.insert(TABLE, table_bytes(&blocks(20)));
     rig.send(0, &write(1).bytes());

@@ -236,7 +236,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_request_ends_once_and_nothing_stays(
+    fn requests_complete_once_without_leaks(
         steps in proptest::collection::vec(step(), 1..120),
         window in windows(),
     ) {

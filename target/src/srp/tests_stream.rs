@@ -62,7 +62,7 @@ fn is_good(answer: &Answer) -> bool {
 }
 
 #[test]
-fn a_long_write_fetches_one_piece_after_the_other() {
+fn long_write_fetches_pieces_in_sequence() {
     for inline in [true, false] {
         let mut rig = Rig::with_window(WINDOW);
         describe(&mut rig, &pattern());
@@ -106,7 +106,7 @@ fn a_long_write_fetches_one_piece_after_the_other() {
 }
 
 #[test]
-fn a_long_read_answers_with_its_last_piece() {
+fn long_read_responds_with_last_piece() {
     for inline in [true, false] {
         let mut rig = Rig::with_window(WINDOW);
         rig.disks[0][..LEN].copy_from_slice(&pattern());
@@ -132,7 +132,7 @@ fn a_long_read_answers_with_its_last_piece() {
 }
 
 #[test]
-fn immediate_data_may_be_longer_than_the_window() {
+fn immediate_data_can_exceed_window() {
     let mut rig = Rig::with_window(WINDOW);
     let before = rig.receives[0].len();
     rig.send(0, &write10(0, 9).out(Data::Immediate(pattern())).bytes());
@@ -151,7 +151,7 @@ fn immediate_data_may_be_longer_than_the_window() {
 /// If a command is aborted between pieces, its buffer should be returned when it is no longer used
 /// by a device.
 #[test]
-fn an_abort_in_the_middle_ends_every_state() {
+fn abort_between_pieces_works_in_all_states() {
     let aborts = |write: bool, steps: usize, expected: IoctxState| {
         let mut rig = Rig::with_window(WINDOW);
         describe(&mut rig, &pattern());
@@ -184,7 +184,7 @@ fn an_abort_in_the_middle_ends_every_state() {
 }
 
 #[test]
-fn an_error_in_the_middle_says_what_was_moved() {
+fn error_between_pieces_has_residual() {
     for (write, steps) in [(true, 3), (false, 2)] {
         let mut rig = Rig::with_window(WINDOW);
         describe(&mut rig, &pattern());
@@ -215,7 +215,7 @@ fn an_error_in_the_middle_says_what_was_moved() {
 /// A command that reads and writes keeps its blocks between pieces. If the initiator does not send
 /// the next piece, its channel is closed.
 #[test]
-fn blocks_are_kept_between_pieces_and_not_for_ever() {
+fn blocks_are_kept_between_pieces() {
     let mut rig = Rig::with_window(WINDOW);
     describe(&mut rig, &pattern());
     let data = last_first(&mut rig, true);
@@ -244,7 +244,7 @@ fn blocks_are_kept_between_pieces_and_not_for_ever() {
 
 /// Each piece is received in time, but other commands wait for the command to complete.
 #[test]
-fn all_later_pieces_have_their_time_together() {
+fn later_pieces_share_time_limit() {
     let mut rig = Rig::with_window(WINDOW);
     const BLOCKS: u8 = 40;
     rig.remote.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
@@ -272,7 +272,7 @@ fn all_later_pieces_have_their_time_together() {
 /// The same if the connection transfers other data in the meantime, but only for the time required
 /// for this data.
 #[test]
-fn a_busy_connection_has_more_time() {
+fn busy_connection_has_more_time() {
     const BLOCKS: u8 = 240;
     let late = DATA_OUT_TIMEOUT - Duration::from_secs(1);
     let pieces_with = |moved: u32| {
@@ -311,7 +311,7 @@ fn a_busy_connection_has_more_time() {
 
 /// The send queue is filled with responses that the initiator does not receive.
 #[test]
-fn what_waits_for_credit_does_not_wait_for_ever() {
+fn credit_wait_times_out() {
     let mut rig = Rig::with_window(WINDOW);
     describe(&mut rig, &pattern());
     let data = last_first(&mut rig, true);
@@ -340,7 +340,7 @@ fn what_waits_for_credit_does_not_wait_for_ever() {
 
 /// These keep their data in memory.
 #[test]
-fn answers_that_nobody_takes_are_not_kept_for_ever() {
+fn unreceived_response_times_out() {
     let mut rig = Rig::with_window(WINDOW);
     rig.remote.insert(KEY, vec![0; 512]);
     let data = Data::Direct(MemDesc::new(0, KEY, 512));
@@ -356,7 +356,7 @@ fn answers_that_nobody_takes_are_not_kept_for_ever() {
 
 /// Neither are responses waiting behind other responses, which are received one by one.
 #[test]
-fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
+fn slowly_received_responses_time_out() {
     let mut rig = Rig::with_window(WINDOW);
     rig.remote.insert(KEY, vec![0; 512]);
     for tag in [1, 2, 3] {
@@ -385,7 +385,7 @@ fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
 
 /// The channel is also closed if the initiator stops receiving data in the middle of a READ.
 #[test]
-fn data_that_nobody_takes_are_not_kept_for_ever() {
+fn unreceived_data_times_out() {
     let mut rig = Rig::with_window(WINDOW);
     rig.remote.insert(KEY, vec![0; 6000]);
     let data = last_first(&mut rig, true);

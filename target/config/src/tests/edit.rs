@@ -46,7 +46,7 @@ fn changed(edit: impl FnOnce(&mut Document) -> Edited<()>) -> Result<Vec<String>
 }
 
 #[test]
-fn keys_are_set_by_their_kinds() {
+fn keys_are_set_by_type() {
     let set = |at: &str, keys: &[&str]| changed(|d| d.set(&place(at), &pairs(keys)));
     for (at, keys, expected) in [
         (
@@ -160,7 +160,7 @@ fn keys_are_set_by_their_kinds() {
 }
 
 #[test]
-fn a_rule_gets_numbers_or_units_by_number() {
+fn rule_luns_accept_list_or_mapping() {
     let rule = |d: &mut Document, keys: &[&str]| {
         d.delete(&place("/targets/t/access"))?;
         d.create(&place("/targets/t/access/0"), &pairs(keys))
@@ -210,7 +210,7 @@ fn a_rule_gets_numbers_or_units_by_number() {
 }
 
 #[test]
-fn objects_come_and_go_by_their_names() {
+fn objects_are_created_and_deleted() {
     let create = |at: &str, keys: &[&str]| changed(|d| d.create(&place(at), &pairs(keys)));
     let one = |text: &str| Ok(vec![text.to_owned()]);
     assert_eq!(
@@ -318,7 +318,7 @@ fn objects_come_and_go_by_their_names() {
 
 /// A name can look like it ends with a port.
 #[test]
-fn a_name_is_not_meant_by_its_beginning() {
+fn name_prefix_does_not_match() {
     let text = "\
 backends: { a: { kind: ram, size: 1MiB } }
 targets:
@@ -351,7 +351,7 @@ targets:
 }
 
 #[test]
-fn rules_keep_the_order_that_they_are_given() {
+fn rules_keep_their_order() {
     let mut document = document();
     for (at, name) in [
         ("access/0", "b"),
@@ -378,7 +378,7 @@ fn rules_keep_the_order_that_they_are_given() {
 }
 
 #[test]
-fn a_name_with_a_slash_is_a_name() {
+fn name_can_contain_slash() {
     let renamed = changed(|d| {
         let keys = pairs(&["users/me~12/name=a~b/c"]);
         d.set(&place("/targets/t/chap"), &keys)?;
@@ -406,7 +406,7 @@ fn a_name_with_a_slash_is_a_name() {
 }
 
 #[test]
-fn a_name_is_no_number() {
+fn numeric_name_is_not_index() {
     let mut document = document();
     document
         .set(&place("/targets/t"), &pairs(&["iqn=iqn.2026-01.a:u"]))
@@ -419,7 +419,7 @@ fn a_name_is_no_number() {
 }
 
 #[test]
-fn what_is_not_set_is_told() {
+fn unset_keys_are_listed() {
     let document = document();
     let target = document.at(&place("/targets/t")).unwrap();
     let children: Vec<_> = target

@@ -28,7 +28,7 @@ fn with(backend: &str, target: &str, rest: &str) -> String {
 }
 
 #[test]
-fn the_examples_are_valid() {
+fn examples_are_valid() {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy/examples");
     let mut seen = 0;
     for entry in std::fs::read_dir(dir).unwrap() {
@@ -45,7 +45,7 @@ fn the_examples_are_valid() {
 }
 
 #[test]
-fn the_minimal_example_means_what_it_says() {
+fn minimal_example_is_read_correctly() {
     let c = parse(MINIMAL);
     assert_eq!(
         c.backends[0].spec.source,
@@ -68,7 +68,7 @@ fn the_minimal_example_means_what_it_says() {
 }
 
 #[test]
-fn the_full_example_shows_the_defaults() {
+fn full_example_contains_defaults() {
     let full = parse(FULL);
     assert_eq!(full.limits, Limits::default());
     assert_eq!(full.transport.mtu, None);
@@ -82,7 +82,7 @@ fn the_full_example_shows_the_defaults() {
 }
 
 #[test]
-fn access_is_denied_unless_a_rule_allows_it() {
+fn access_is_denied_by_default() {
     let c = parse(FULL);
     let t = &c.targets[0];
     let id = |text: &str| u128::from_str_radix(text, 16).unwrap().to_be_bytes();
@@ -110,7 +110,7 @@ fn access_is_denied_unless_a_rule_allows_it() {
 }
 
 #[test]
-fn a_rule_gives_units_numbers_of_its_own() {
+fn rule_can_renumber_units() {
     let text = "backends: { a: { kind: ram, size: 1MiB }, b: { kind: ram, size: 1MiB } }
 targets:
   - name: t
@@ -178,7 +178,7 @@ fn names_are_stable_distinct_and_legal() {
 }
 
 #[test]
-fn the_number_of_workers_is_a_power_of_two_and_a_smaller_one_is_noted() {
+fn worker_count_is_rounded_with_note() {
     let note = |count: usize| {
         let text = format!("backends: {{}}\ntargets: []\nworkers: {{ count: {count} }}\n");
         let config = Config::parse(&text, "test.yaml").unwrap();
@@ -199,7 +199,7 @@ fn the_number_of_workers_is_a_power_of_two_and_a_smaller_one_is_noted() {
 }
 
 #[test]
-fn mistakes_are_named_with_their_place() {
+fn errors_have_position() {
     let luns = |l: &str| with("", &format!("    luns: {l}\n"), "");
     let access = |a: &str| with("", &format!("    luns: {{ 0: d }}\n    access: {a}\n"), "");
     let rest = |r: &str| with("", "", r);
@@ -529,7 +529,7 @@ fn mistakes_are_named_with_their_place() {
 }
 
 #[test]
-fn documents_made_to_exhaust_are_refused() {
+fn oversized_documents_are_rejected() {
     for deep in ["[", "{a: ", "- ", "? "] {
         assert!(Config::parse(&deep.repeat(100_000), "f").is_err());
     }
@@ -557,7 +557,7 @@ fn unused_backends_are_noted() {
 }
 
 #[test]
-fn a_secret_in_a_file_is_as_long_as_one_in_the_configuration() {
+fn secret_file_has_same_length_limits() {
     let file = std::env::temp_dir().join(format!("riserd-secret-{}", std::process::id()));
     let user = ChapUser {
         name: "host".into(),
@@ -578,7 +578,7 @@ fn a_secret_in_a_file_is_as_long_as_one_in_the_configuration() {
 }
 
 #[test]
-fn a_secret_that_every_user_can_read_is_warned_of() {
+fn world_readable_secret_causes_warning() {
     use std::os::unix::fs::PermissionsExt;
     let dir = std::env::temp_dir().join(format!("riserd-readable-{}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
@@ -618,7 +618,7 @@ proptest! {
     }
 
     #[test]
-    fn text_that_looks_like_yaml_never_panics(text in "[a-c0-9:{}\\[\\],&*!|>'\"#% \n\t-]{0,80}") {
+    fn yaml_like_text_never_panics(text in "[a-c0-9:{}\\[\\],&*!|>'\"#% \n\t-]{0,80}") {
         if let Err(e) = Config::parse(&text, "f") {
             prop_assert!(e.line > 0 && e.column > 0);
             prop_assert!(e.offset_in(&text) <= text.len());

@@ -23,7 +23,7 @@ fn config(backend: &str, rest: &str) -> Config {
 }
 
 #[test]
-fn the_defaults_of_the_schema_are_those_of_the_reader() {
+fn schema_defaults_match_parser() {
     let host = HostId::new("test");
     let without = config("", "");
     let backend = defaults("Backend");
@@ -63,7 +63,7 @@ fn the_defaults_of_the_schema_are_those_of_the_reader() {
 /// Each key and each enum value must have a description that is a full sentence, with a summary
 /// that fits on one line.
 #[test]
-fn every_key_is_described() {
+fn keys_have_descriptions() {
     let schema = schema();
     let mut count = 0;
     let root = [("configuration", &schema)];

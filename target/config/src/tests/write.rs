@@ -255,7 +255,7 @@ fn read(text: &str) -> Config {
 
 proptest! {
     #[test]
-    fn what_is_written_reads_back_equal(seed: u64) {
+    fn written_configuration_reads_back_equal(seed: u64) {
         let config = read(&any_config(seed));
         let yaml = config.to_yaml();
         prop_assert_eq!(&read(&yaml), &config, "{}", yaml);
@@ -265,7 +265,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_written_is_what_the_schema_describes(seed: u64) {
+    fn written_configuration_matches_schema(seed: u64) {
         let config = read(&any_config(seed));
         let value = config.to_value();
         let schema = schema();
@@ -274,7 +274,7 @@ proptest! {
 }
 
 #[test]
-fn the_examples_are_what_the_schema_describes() {
+fn examples_match_schema() {
     let schema = schema();
     let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/examples");
     let mut seen = 0;
@@ -291,7 +291,7 @@ fn the_examples_are_what_the_schema_describes() {
 }
 
 #[test]
-fn the_schema_finds_mistakes() {
+fn schema_rejects_invalid_files() {
     let schema = schema();
     for (text, place) in [
         ("{ targets: [], backend: {} }", "/backend"),
@@ -423,7 +423,7 @@ fn properties(value: &serde_json::Value, names: &mut std::collections::BTreeSet<
 
 /// `full.yaml` should contain all keys of the schema.
 #[test]
-fn the_full_example_has_every_key_of_the_schema() {
+fn full_example_contains_all_keys() {
     let mut names = std::collections::BTreeSet::new();
     properties(&schema(), &mut names);
     assert!(names.len() > 50, "{names:?}");

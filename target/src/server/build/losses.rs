@@ -154,7 +154,7 @@ fn keepers(dir: &Dir) -> Keepers {
 }
 
 #[test]
-fn losses_are_noticed_whatever_a_disk_is_called() {
+fn losses_are_detected_for_all_names() {
     for naa in [
         "",
         ", naa: 3123456789abcdef",
@@ -167,7 +167,7 @@ fn losses_are_noticed_whatever_a_disk_is_called() {
 
 /// The stored names cannot be read at first. When they can, the disk is still missing.
 #[test]
-fn a_disk_that_was_missing_while_names_could_not_be_read() {
+fn missing_disk_is_loss_without_names() {
     let dir = Dir::new("unread-names");
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
@@ -186,7 +186,7 @@ fn a_disk_that_was_missing_while_names_could_not_be_read() {
 
 /// The disk returns before the names can be read, and then the daemon is restarted.
 #[test]
-fn a_disk_that_came_back_while_names_could_not_be_read() {
+fn returning_disk_is_loss_without_names() {
     let dir = Dir::new("unread-back");
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
@@ -210,7 +210,7 @@ fn a_disk_that_came_back_while_names_could_not_be_read() {
 
 /// The start fails because of the disk, or for a different reason.
 #[test]
-fn a_disk_that_was_missing_at_a_start_that_failed() {
+fn missing_disk_at_failed_start_is_loss() {
     for is_strict in [true, false] {
         let dir = Dir::new("failed-start");
         let keepers = keepers(&dir);
@@ -239,7 +239,7 @@ fn a_disk_that_was_missing_at_a_start_that_failed() {
 
 /// The problem is reported until there is room to store the loss.
 #[test]
-fn a_loss_that_cannot_be_written_down_is_a_problem() {
+fn unsaved_loss_is_reported() {
     let dir = Dir::new("full-state");
     let full = Arc::new(Full {
         inner: keepers(&dir).identities.unwrap(),
@@ -282,7 +282,7 @@ fn a_loss_that_cannot_be_written_down_is_a_problem() {
 
 /// Another program locks the file for a long time.
 #[test]
-fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
+fn locked_disk_is_loss_without_reservations() {
     let dir = Dir::new("left-out-locked");
     let reservations = Arc::new(Unreadable::default());
     let keepers = Keepers {
@@ -306,7 +306,7 @@ fn a_disk_that_was_locked_while_its_reservations_could_not_be_read() {
 
 /// At first, the reservations cannot be read, then the disk is missing.
 #[test]
-fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
+fn missing_disk_is_loss_without_reservations() {
     let dir = Dir::new("unread-reservations");
     let reservations = Arc::new(Unreadable::default());
     let keepers = Keepers {
@@ -335,7 +335,7 @@ fn a_disk_that_was_missing_while_its_reservations_could_not_be_read() {
 
 /// The file system may not be mounted.
 #[test]
-fn a_missing_disk_with_a_given_naa_is_not_created() {
+fn missing_disk_with_naa_is_not_created() {
     for naa in ["3123456789abcdef", "6001405abcdef0123456789abcdef012"] {
         let dir = Dir::new("unmade");
         let keepers = keepers(&dir);
@@ -381,7 +381,7 @@ fn is_awaited(server: &Server) -> bool {
 
 /// If a daemon was killed, the kernel may keep its lock for longer than we wait at startup.
 #[test]
-fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
+fn locked_disk_becomes_ready_without_loss() {
     assert!(keeps_cache("locked", |server, _, release| {
         retry(server).unwrap();
         assert!(is_awaited(server));
@@ -405,7 +405,7 @@ fn a_disk_whose_lock_is_held_becomes_ready_and_has_lost_nothing() {
 }
 
 #[test]
-fn a_disk_that_is_not_the_one_whose_lock_was_held_may_have_lost_something() {
+fn replaced_disk_after_lock_is_loss() {
     let path = |config: &Config, name| {
         let path = config.backends[0].spec.source.path().unwrap();
         path.with_file_name(name)
@@ -433,7 +433,7 @@ fn a_disk_that_is_not_the_one_whose_lock_was_held_may_have_lost_something() {
 /// If a change was rejected, problems detected by it must not be reported to initiators, not even
 /// after a restart.
 #[test]
-fn a_change_that_is_refused_leaves_a_disk_awaited() {
+fn rejected_change_keeps_waiting_for_disk() {
     let dir = Dir::new("refused");
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
@@ -458,7 +458,7 @@ fn a_change_that_is_refused_leaves_a_disk_awaited() {
 
 /// In strict mode, the start fails, but the disk is not affected.
 #[test]
-fn a_mistake_in_the_configuration_is_no_loss() {
+fn configuration_error_is_not_loss() {
     let dir = Dir::new("mistake");
     let keepers = keepers(&dir);
     fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_cannot_be_read_are_neither_guessed_nor_overwritten() {
+    fn unreadable_names_are_not_replaced() {
         const AT: &str = "127.97.8.6";
         let dir = format!("riserd-names-{}", std::process::id());
         let dir = std::env::temp_dir().join(dir);
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_cannot_be_read_any_more_stop_only_new_ones() {
+    fn unreadable_names_only_affect_new_units() {
         let dir = format!("riserd-names-later-{}", std::process::id());
         let dir = std::env::temp_dir().join(dir);
         let _ = fs::remove_dir_all(&dir);

@@ -164,7 +164,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_address_that_cannot_be_listened_on_keeps_nothing_else_from_being_served() {
+    fn unavailable_portal_does_not_affect_others() {
         let dir = Dir::new("unserved");
         let portals = format!(
             "{{ protocol: iscsi, listen: \"127.97.8.1:3290\" }}, {}",
@@ -201,7 +201,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_start_goes_on_without_a_portal_that_cannot_be_listened_on() {
+    fn start_continues_without_unavailable_portal() {
         let dir = Dir::new("unserved-start");
         std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
         let portals = rivals("127.97.8.3");
@@ -233,7 +233,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_address_in_use_keeps_nothing_else_from_being_served() {
+    fn address_in_use_does_not_affect_others() {
         let dir = Dir::new("in-use");
         std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
         let (tcp, rdma) = ("127.97.8.21:3290", "127.97.8.22:5555");
@@ -268,7 +268,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_name_for_shared_memory_is_waited_for_and_tried_again() {
+    fn shared_memory_name_is_retried() {
         let dir = Dir::new("shm");
         std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
         let addr = IpAddr::from([127, 97, 8, 24]);
@@ -298,7 +298,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_name_that_another_process_has_taken_does_not_keep_the_network_waiting() {
+    fn used_shared_memory_name_delays_no_portal() {
         let dir = Dir::new("shm-taken");
         std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
         let addr = IpAddr::from([127, 97, 8, 25]);
@@ -315,7 +315,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn disks_that_are_still_being_opened_are_left_as_they_are() {
+    fn slow_disk_is_added_after_others() {
         let dir = Dir::new("partly");
         let portals = "{ protocol: iscsi, listen: \"127.97.8.8:3290\" }";
         let text = config(&dir.0, "", portals).to_yaml();
@@ -349,7 +349,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_secret_that_cannot_be_read_any_more_keeps_no_disk_away() {
+    fn retry_ignores_unreadable_secret() {
         let dir = Dir::new("secret");
         let secret = dir.0.join("secret");
         std::fs::write(&secret, "a secret of enough bytes").unwrap();

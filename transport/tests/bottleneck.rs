@@ -1,17 +1,17 @@
-//! Many connections through one port of a switch, under virtual time.
+//! Simulates many connections through one switch port, under virtual time.
 //!
-//! Each flow has two hosts and a link of its own; the links lead to one port of the same rate,
-//! which has room for a few packets and drops what comes beyond, and, where it marks, marks packets
-//! with data from a quarter of that on. Acknowledgements and requests for READs go round it. All
-//! flows always have something to send. So they must share the port by themselves, and go-back-N
-//! makes each loss cost a window of packets.
+//! Each flow has two hosts and a separate link; all links lead to one port of the same rate, which
+//! has room for a few packets and drops the excess. If marking is enabled, it marks packets with
+//! data once a quarter of the room is in use. Acknowledgements and READ requests bypass the port.
+//! All flows always have data to send. So they must share the port themselves, and with go-back-N
+//! each loss costs a window of packets.
 //!
-//! A row of the table is judged by what a user sees: how much of the port's rate was delivered, how
-//! many bytes were sent for each byte delivered, and how much of its fair share the slowest flow
-//! got. The same seed gives the same row.
+//! A row of the table is checked from the user's perspective: the share of the port's rate that was
+//! delivered, the bytes sent for each byte delivered, and the slowest flow's share of its fair
+//! rate. The same seed yields the same row.
 //!
-//! The whole table:
-//! `cargo test --release -p riser-transport --test bottleneck -- --ignored --nocapture table`
+//! The whole table: `cargo test --release -p riser-transport --test bottleneck -- --ignored
+//! --nocapture table`
 
 #![allow(clippy::print_stderr, reason = "the table is for reading")]
 
@@ -32,20 +32,21 @@ use riser_transport::verbs::{
 use riser_transport::wire::{Packet, Psn, Qpn, RnrTimer};
 
 const PD: PdId = PdId(Handle::new(1, 1));
-/// Bytes of a message, and messages of a flow under way.
+/// Message length in bytes, and number of messages in flight per flow.
 const LEN: usize = 64 * 1024;
 const DEPTH: usize = 16;
-/// Receives that are posted.
+/// Number of posted receives.
 const RECVS: u32 = 24;
-/// Nanoseconds that a packet takes over a cable.
+/// Cable delay of a packet, in nanoseconds.
 const CABLE: u64 = 5_000;
-/// Nanoseconds by which a host that was idle is late.
+/// Wake-up delay of an idle host, in nanoseconds.
 const LATENESS: u64 = 50_000;
-/// Nanoseconds within which all flows begin.
+/// Time during which the flows start, in nanoseconds.
 const START: u64 = 1_000_000;
-/// Bytes of a packet beside its payload: BTH, RETH at times, ICRC, UDP, IP, Ethernet and its gap.
+/// Bytes of a packet in addition to its payload: BTH, sometimes RETH, ICRC, UDP, IP, Ethernet and
+/// its gap.
 const OVERHEAD: u64 = 90;
-/// Packets shorter than this go round the port.
+/// Shorter packets bypass the port.
 const SHORT: usize = 250;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,30 +56,30 @@ enum Kind {
     Read,
 }
 
-/// A row of the table.
+/// Parameters of a row in the table.
 #[derive(Clone, Copy, Debug)]
 struct Net {
     flows: usize,
-    /// Packets that the port has room for.
+    /// Queue length of the port, in packets.
     room: u64,
-    /// It marks packets from a quarter of that on.
+    /// Whether the port marks packets when its queue is at least a quarter full.
     marks: bool,
     mtu: Mtu,
     kind: Kind,
-    /// Bytes that a connection may have on the way.
+    /// Maximum bytes in flight per connection.
     inflight: u32,
-    /// Milliseconds of virtual time.
+    /// Virtual run time, in milliseconds.
     millis: u64,
 }
 
-/// The result, as fractions.
+/// Results, as fractions.
 #[derive(Clone, Copy, Debug)]
 struct Row {
-    /// Of the port's rate.
+    /// Share of the port's rate.
     goodput: f64,
     /// Packets sent for each packet delivered.
     sent: f64,
-    /// Of its fair share, the slowest and the fastest flow.
+    /// Share of the fair rate, for the slowest and the fastest flow.
     least: f64,
     most: f64,
     drops: u64,
@@ -98,7 +99,7 @@ impl Row {
 /// Bounds for every row.
 const MIN_GOODPUT: f64 = 0.90;
 const MAX_SENT: f64 = 1.10;
-/// The slowest flow gets this part of an equal share at least.
+/// Minimum share of the fair rate for the slowest flow.
 const MIN_SHARE: f64 = 0.33;
 
 /// One end of a flow.
@@ -109,7 +110,7 @@ struct Side {
     out: Vec<RcEvent>,
     mr: Mr,
     _memory: Memory,
-    /// The earliest timer event that is meant.
+    /// Earliest valid timer event.
     armed: Option<u64>,
 }
 
@@ -202,18 +203,18 @@ impl Side {
     }
 }
 
-/// Event at a time. Packets are in [`Sim::packets`].
+/// Scheduled event. Packets are stored in [`Sim::packets`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Start,
     AtPort(usize),
     Delivered(usize),
-    /// With a mark.
+    /// Packet with a congestion mark.
     Marked(usize),
     Timer,
 }
 
-/// Sides are numbered: 2 × flow for the one that posts, and the next for its peer.
+/// Sides are numbered: 2 × flow for the side that posts, followed by its peer.
 struct Sim {
     net: Net,
     random: Rng,
@@ -222,11 +223,11 @@ struct Sim {
     sequence: u64,
     heap: BinaryHeap<Reverse<(u64, u64, usize, Event)>>,
     sides: Vec<Side>,
-    /// When the link of each flow is free.
+    /// Time at which the link of each flow becomes free.
     links: Vec<u64>,
-    /// When the port is free.
+    /// Time at which the port becomes free.
     port: u64,
-    /// Nanoseconds that a full packet takes at the rate of the port.
+    /// Transmission time of a full packet at the port, in nanoseconds.
     service: u64,
     done: Vec<u64>,
     is_dead: Vec<bool>,
@@ -319,7 +320,7 @@ impl Sim {
         self.sides[2 * flow].post(self.net.kind, remote);
     }
 
-    /// A packet has come to the port: it is queued or dropped.
+    /// A packet has arrived at the port: it is queued or dropped.
     fn enqueue(&mut self, side: usize, packet: usize) {
         let queued = self.port.saturating_sub(self.now) / self.service;
         if queued >= self.net.room {
@@ -336,7 +337,7 @@ impl Sim {
         self.push(self.port + CABLE, side, event);
     }
 
-    /// Posts again what is complete.
+    /// Handles completions and posts new requests.
     fn settle(&mut self, side: usize) {
         let flow = side / 2;
         let mut out = std::mem::take(&mut self.sides[side].out);
@@ -378,9 +379,9 @@ impl Sim {
                 self.links[flow] = self.now + self.random.u64(..LATENESS);
             }
             self.links[flow] += self.service;
-            // Never longer than a packet, so packets keep their order. Links that run at exactly
-            // one rate would let the flow that finds the last place in a full queue keep it for
-            // ever.
+            // This is less than a packet, so the packet order is preserved. If all links had
+            // exactly the same rate, a flow that finds the last free slot of a full queue would
+            // always get it.
             let drift = self.random.u64(..self.service);
             self.push(
                 self.links[flow] + CABLE + drift,
@@ -460,7 +461,7 @@ fn show(net: &Net) -> Row {
     row
 }
 
-/// The rows of one kind and number of flows.
+/// Returns the rows for a kind and number of flows.
 fn rows(kind: Kind, flows: usize, marks: bool, millis: u64) -> impl Iterator<Item = Net> {
     let row = move |mtu, room, inflight| Net {
         flows,
@@ -471,14 +472,14 @@ fn rows(kind: Kind, flows: usize, marks: bool, millis: u64) -> impl Iterator<Ite
         inflight,
         millis,
     };
-    // The default buffers of a host, and those of a host that lets a program have 16 MiB.
+    // The default socket buffers of a host, and those of a host with a limit of 16 MiB per program.
     let ethernet = [64, 180, 512].map(|room| row(Mtu::Mtu1024, room, 425_984 / 4));
     let jumbo = [32, 128, 512].map(|room| row(Mtu::Mtu4096, room, 1 << 20));
     ethernet.into_iter().chain(jumbo)
 }
 
-/// A row of every kind, shortened: what it has to reach is less, since how all begin at once is a
-/// larger part of it.
+/// Runs a short row of every kind. The bounds are relaxed, because the initial phase has a larger
+/// share of the time.
 #[test]
 fn flows_share_and_saturate_port() {
     for (kind, flows, mtu, room, marks, millis) in [
@@ -486,7 +487,7 @@ fn flows_share_and_saturate_port() {
         (Kind::Write, 16, Mtu::Mtu1024, 180, false, 150),
         (Kind::Write, 256, Mtu::Mtu4096, 128, true, 150),
         (Kind::Read, 256, Mtu::Mtu4096, 32, true, 150),
-        // Windows of two packets, and nothing but losses to share by.
+        // Windows of two packets, where losses are the only congestion signal.
         (Kind::Write, 32, Mtu::Mtu4096, 64, false, 300),
     ] {
         let row = show(&Net {

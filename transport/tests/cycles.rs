@@ -1,5 +1,5 @@
-//! Ten thousand connections, one after the other, leave nothing behind. A test program of its own,
-//! because it looks at the memory of the process.
+//! Checks that ten thousand consecutive connections leak nothing. This is a separate test program,
+//! because it measures the memory of the process.
 
 #[allow(dead_code, reason = "the suite belongs to another test program")]
 mod software;
@@ -12,7 +12,7 @@ use riser_transport::verbs::{CmEventKind, RdmaCm as _, SendOp, Verbs as _};
 use software::Virtual;
 use suite::world::{End, Wants, World, cm_event, connect_to, listen};
 
-/// Resident memory of this process in KiB; `None` where the system does not report it.
+/// Returns the resident memory of this process in KiB, or `None` if the system does not report it.
 fn resident() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/statm").ok()?;
     let pages: u64 = text.split_whitespace().nth(1)?.parse().ok()?;

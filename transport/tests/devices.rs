@@ -1,30 +1,32 @@
-//! The provider suite on devices that this machine may or may not have, and what only those show.
+//! Runs the provider suite on devices that may or may not be present, and tests that require such
+//! devices.
 //!
-//! With a device of the provider `iwarp` the suite is the part of it that iWARP offers.
+//! With a device of the provider `iwarp`, only the part of the suite that iWARP supports is run.
 //!
-//! `RISER_SUITE` names two devices, `PROVIDER:ADDRESS` or `PROVIDER:ADDRESS@NAMESPACE` each; the
+//! `RISER_SUITE` selects two devices, `PROVIDER:ADDRESS` or `PROVIDER:ADDRESS@NAMESPACE` each; the
 //! first connects, the second listens:
 //!
 //! ```text
 //! RISER_SUITE="rdma_core:10.99.0.1 roce:10.99.0.2,10.99.1.2@peer" devices [WORD…]
 //! ```
 //!
-//! A device of ours has further addresses behind its first; one of the host's has those of its GID
-//! table.
+//! Our devices may have additional addresses after the first; a host device has the addresses of
+//! its GID table.
 //!
-//! Words choose the tests whose names contain one of them. Without words the suite runs; the tests
-//! of the module `stress` run when they are named. They read more of the environment:
+//! Words select the tests whose names contain one of them. Without words, the suite is run; the
+//! tests of the module `stress` are only run if they are selected. They use additional environment
+//! variables:
 //!
-//! | variable | what it is |
+//! | variable | meaning |
 //! | --- | --- |
-//! | `RISER_LENGTH` | the longest message of `stress::sizes`, in bytes |
+//! | `RISER_LENGTH` | the maximum message length of `stress::sizes`, in bytes |
 //! | `RISER_MTU` | the path MTU that `stress::sizes` must find |
-//! | `RISER_CUT` | a command that takes the peer away |
-//! | `RISER_HEAL` | a command that brings it back |
+//! | `RISER_CUT` | a command that disconnects the peer |
+//! | `RISER_HEAL` | a command that reconnects it |
 //!
-//! The tests run one after the other, since they share their addresses. `cargo xtask interop` runs
-//! them between the software NIC and a Linux kernel; where nothing is named, there is nothing to
-//! do.
+//! The tests run sequentially, because they share their addresses. `cargo xtask interop` runs them
+//! between the software NIC and a Linux kernel. If no devices are selected, this program does
+//! nothing.
 
 #![allow(clippy::print_stdout, reason = "the output is the report")]
 
@@ -40,10 +42,11 @@ use with_kernel::{Devices, stress};
 
 type Test = (&'static str, fn(Devices));
 
-/// No test takes longer, even where a kernel is emulated and its network loses every tenth packet.
+/// Timeout for each test, which allows for an emulated kernel and a network that loses every tenth
+/// packet.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// Callback of `suite_names` that makes the table of the suite.
+/// Callback of `suite_names` that generates the table of the suite.
 #[macro_export]
 macro_rules! suite_table {
     (() $($module:ident: $($name:ident)*;)*) => {
@@ -56,8 +59,7 @@ macro_rules! suite_table {
 
 fn main() -> ExitCode {
     let Ok(spec) = std::env::var("RISER_SUITE") else {
-        // In the words of Rust's harness, by which `cargo xtask test` sees that a harness has
-        // ended.
+        // This is the output format of Rust's test harness, which `cargo xtask test` parses.
         println!("RISER_SUITE names no devices\ntest result: ok. 0 passed; 0 failed;");
         return ExitCode::SUCCESS;
     };
@@ -104,7 +106,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a test; ends the whole program if it hangs.
+/// Runs a test, and terminates the whole program if it hangs.
 fn watched(name: &'static str, test: impl FnOnce()) -> bool {
     let (done, waiting) = channel::<()>();
     std::thread::spawn(move || {

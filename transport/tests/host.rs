@@ -1,4 +1,4 @@
-//! Interfaces of a host, in a network namespace of the test's own.
+//! Tests with interfaces of a host, in a separate network namespace.
 
 #![allow(unsafe_code, reason = "a thread enters a network namespace")]
 
@@ -8,7 +8,8 @@ use std::process::Command;
 use riser_transport::netif::interfaces;
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-/// The interface that an address is found at, in a namespace where these commands of `ip` have run.
+/// Returns the interface of an address, in a namespace that was configured with these commands of
+/// `ip`.
 fn interface_of(address: &str, commands: &[&str]) -> Result<Option<String>, String> {
     // SAFETY: no descriptors are unshared, only the network of this thread.
     unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.map_err(|error| error.to_string())?;
@@ -22,7 +23,7 @@ fn interface_of(address: &str, commands: &[&str]) -> Result<Option<String>, Stri
     Ok(all.find(|it| it.address == address).map(|it| it.name))
 }
 
-/// `keepalived` and `ifupdown` label addresses that they add.
+/// `keepalived` and `ifupdown` label the addresses that they add.
 #[test]
 fn labelled_address_belongs_to_interface() {
     let commands = [

@@ -1,5 +1,5 @@
-//! Path migration (IBTA 17.2.8) between two devices with two addresses each, over a wire in memory
-//! whose paths are lossy, dead, or have forged packets on them. Connections are made by hand.
+//! Path migration (IBTA 17.2.8) between two devices with two addresses each, over an in-memory wire
+//! with paths that are lossy, dead, or carry forged packets. Connections are established manually.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -16,14 +16,14 @@ use riser_transport::verbs::{
 };
 use riser_transport::wire::{Bth, IcrcFlow, Opcode, Psn, Qpn, ROCE_PORT};
 
-/// Bytes of memory of each side.
+/// Memory size of each side, in bytes.
 const REGION: usize = 2 << 20;
 /// ACK timeout of both paths: 67 ms.
 const TIMEOUT: u8 = 14;
-/// First PSN of either direction.
+/// Initial PSN of both directions.
 const PSN: u32 = 0x00ff_fff0;
 
-/// Address of a device by the number of the path.
+/// Returns the address of a device on a path.
 fn addr(device: usize, path: u8) -> IpAddr {
     [127, 0, path, device as u8 + 1].into()
 }
@@ -118,14 +118,14 @@ impl Side {
         self.attr().path_mig_state.unwrap()
     }
 
-    /// GID of the peer and index of our address, on the path of packets.
+    /// Returns the GID of the peer and the index of our address for the current path.
     fn path(&self) -> (IpAddr, u16) {
         let ah = self.attr().ah.unwrap();
         (ah.dgid.ip(), ah.sgid_index)
     }
 }
 
-/// The path with a number from a device to the other one.
+/// Returns a path from a device to its peer.
 fn ah(device: usize, path: u8) -> AhAttr {
     AhAttr {
         sgid_index: path.into(),
@@ -156,7 +156,7 @@ fn to(state: PathMigState) -> QpAttr {
     }
 }
 
-/// Packets with and without the MigReq bit, by their source.
+/// Number of packets with and without the MigReq bit, by source.
 type Bits = Arc<Mutex<BTreeMap<IpAddr, [u64; 2]>>>;
 
 struct Rig {
@@ -229,7 +229,7 @@ impl Rig {
         side.modify(&rts).unwrap();
     }
 
-    /// Does what is due next, within a while; false if there is nothing.
+    /// Executes the next event until `limit`; returns false if there is none.
     fn step(&mut self, limit: Instant) -> bool {
         let due = self.sides.iter().filter_map(|side| side.device.deadline());
         let Some(at) = due.min().filter(|at| *at <= limit) else {
@@ -249,7 +249,7 @@ impl Rig {
         self.fabric.advance_to(end);
     }
 
-    /// The next completions of a device.
+    /// Returns the next completions of a device.
     fn completions(&mut self, device: usize, count: usize) -> Vec<Completion> {
         let end = self.fabric.now() + Duration::from_secs(60);
         let mut out = Vec::new();
@@ -272,7 +272,7 @@ impl Rig {
         std::iter::from_fn(|| device.poll_async_event()).collect()
     }
 
-    /// Both sides load the same path and show each other that they have.
+    /// Loads the same path on both sides, and exchanges packets to arm it.
     fn arm(&mut self, path: u8) {
         for device in 0..2 {
             self.sides[device].modify(&rearm(device, path)).unwrap();
@@ -282,7 +282,7 @@ impl Rig {
         assert_eq!(states, [PathMigState::Armed; 2]);
     }
 
-    /// A WRITE of a few bytes by a device, which arrives.
+    /// Writes a few bytes from a device to its peer.
     fn write(&mut self, device: usize) {
         let remote = self.sides[1 - device].remote(64);
         self.sides[device].post(99, SendOp::Write(remote), 0, 8);
@@ -290,7 +290,7 @@ impl Rig {
         self.run(Duration::from_micros(100));
     }
 
-    /// Cuts a path off, at both ends.
+    /// Disconnects a path at both ends.
     fn cut(&self, path: u8) {
         for device in 0..2 {
             self.fabric.partition(addr(device, path), Blocked::BOTH);
@@ -301,7 +301,7 @@ impl Rig {
         std::mem::take(&mut self.bits.lock().unwrap())
     }
 
-    /// Both sides have taken a path, and each has reported it once.
+    /// Checks that both sides have migrated to a path, and that each has reported it once.
     fn assert_migrated(&mut self, path: u8) {
         for device in 0..2 {
             let side = &self.sides[device];
@@ -354,7 +354,8 @@ fn migration_state_is_armed_by_packets() {
     assert_eq!((rig.events(0), rig.events(1)), (vec![], vec![]));
 }
 
-/// Large transfers of both kinds and directions, in whose middle the path changes by `change`.
+/// Runs large transfers of both kinds in both directions. During these transfers, `change` changes
+/// the path.
 fn in_the_middle_of_transfers(change: impl FnOnce(&mut Rig)) -> Rig {
     let mut rig = Rig::rc();
     rig.arm(1);
@@ -366,8 +367,8 @@ fn in_the_middle_of_transfers(change: impl FnOnce(&mut Rig)) -> Rig {
         memory.slice(length..2 * length).unwrap().write(0, &data[1]);
     }
     for device in 0..2 {
-        // The first quarter of its memory to the third of the peer's, the second quarter of the
-        // peer's memory to its fourth.
+        // Write the first quarter of this memory to the third of the peer, and read the second
+        // quarter of the peer to the fourth of this memory.
         let write = SendOp::Write(rig.sides[1 - device].remote(2 * length));
         let read = SendOp::Read(rig.sides[1 - device].remote(length));
         let side = &mut rig.sides[device];
@@ -396,7 +397,7 @@ fn dead_path_is_abandoned_without_loss() {
     let mut rig = in_the_middle_of_transfers(|rig| rig.cut(0));
     rig.run(Duration::from_secs(1));
     rig.assert_migrated(1);
-    // And back, over the path of before.
+    // Migrate back to the previous path.
     for device in 0..2 {
         rig.fabric.partition(addr(device, 0), Blocked::NONE);
     }
@@ -501,7 +502,7 @@ fn request_fails_after_retries_on_both_paths() {
     rig.sides[0].post(1, SendOp::Write(remote), 0, 8);
     assert_eq!(rig.status(0), WcStatus::RetryExcErr);
     let took = rig.fabric.now() - begin;
-    // Twice two intervals of three ACK timeouts.
+    // Two intervals of three ACK timeouts on each path.
     assert!(took >= Duration::from_millis(67 * 12), "{took:?}");
     let qp = rig.sides[0].qp;
     assert_eq!(rig.events(0), [AsyncEvent::PathMig(qp)]);
@@ -525,7 +526,7 @@ fn dead_path_fails_connection_without_armed_peer() {
 fn peer_with_rearmed_path_is_not_followed() {
     let mut rig = Rig::rc();
     rig.arm(1);
-    // It goes back to one path; packets with the bit come by the path, and are taken.
+    // Side 1 returns to a single path. It still accepts packets with the bit on this path.
     rig.sides[1].modify(&to(PathMigState::Rearm)).unwrap();
     rig.sides[1].modify(&to(PathMigState::Migrated)).unwrap();
     assert_eq!(rig.sides[1].path(), (addr(0, 0), 0));
@@ -533,7 +534,7 @@ fn peer_with_rearmed_path_is_not_followed() {
     rig.write(0);
     assert_eq!(rig.sides[0].mig_state(), PathMigState::Armed);
     assert_eq!((rig.events(0), rig.events(1)), (vec![], vec![]));
-    // What is sent by the other path from now on is dropped there.
+    // Packets on the other path are dropped there.
     rig.sides[0].modify(&to(PathMigState::Migrated)).unwrap();
     let remote = rig.sides[1].remote(0);
     rig.sides[0].post(1, SendOp::Write(remote), 0, 8);
@@ -547,7 +548,7 @@ fn peer_with_rearmed_path_is_not_followed() {
 fn peer_on_other_path_raises_event() {
     let mut rig = Rig::rc();
     rig.arm(1);
-    // Side 1 has loaded path 1, side 0 another one.
+    // Side 1 has loaded path 1, but side 0 has loaded another path.
     let other = QpAttr {
         alt_path: Some(alt_path(0, 2)),
         ..QpAttr::default()
@@ -561,7 +562,7 @@ fn peer_on_other_path_raises_event() {
     assert_eq!(rig.sides[1].path(), (addr(0, 0), 0));
 }
 
-/// A SEND ONLY without data.
+/// Returns a SEND ONLY packet without data.
 fn forge(rig: &Rig, from: SocketAddr, to: SocketAddr, psn: u32, has_bit: bool) -> Vec<u8> {
     let side = &rig.sides[1];
     let qpn = Qpn::new(side.device.qp_num(side.qp).unwrap());
@@ -590,13 +591,13 @@ fn forged_packet_does_not_migrate_connection() {
         assert_eq!(rig.sides[1].path(), (addr(0, 0), 0));
         assert_eq!(rig.events(1), []);
     };
-    // With one path, even a packet that comes next.
+    // With a single path, this applies even to the next packet in sequence.
     inject(&mut rig, 1, PSN, true);
     stays(&mut rig, PathMigState::Migrated);
     rig.sides[1].modify(&rearm(1, 1)).unwrap();
     inject(&mut rig, 1, PSN, true);
     stays(&mut rig, PathMigState::Rearm);
-    // By the path, without the bit, but with a PSN that the peer does not send.
+    // On the current path without the bit, but with a PSN that the peer does not send.
     inject(&mut rig, 0, PSN ^ 0x80_0000, false);
     inject(&mut rig, 0, PSN + 7, false);
     stays(&mut rig, PathMigState::Rearm);
@@ -608,23 +609,24 @@ fn forged_packet_does_not_migrate_connection() {
     inject(&mut rig, 1, next ^ 0x80_0000, true);
     inject(&mut rig, 2, next ^ 0x80_0000, true);
     stays(&mut rig, PathMigState::Armed);
-    // A wrong ICRC.
+    // An invalid ICRC.
     let (from, to) = (socket(0, 1), socket(1, 1));
     let mut packet = forge(&rig, from, to, next, true);
     *packet.last_mut().unwrap() ^= 1;
     rig.fabric.inject(from, to, packet);
     rig.run(Duration::from_millis(1));
     stays(&mut rig, PathMigState::Armed);
-    // The connection works, on its path.
+    // The connection works on its current path.
     rig.write(0);
     rig.write(1);
-    // Nothing but the path and the number tell the peer's packet from these.
+    // The peer's packet only differs from these in the path and the PSN.
     rig.sides[1].recv(1, 0, 8);
     inject(&mut rig, 1, next + 1, true);
     assert_eq!(rig.sides[1].mig_state(), PathMigState::Migrated);
 }
 
-/// One PSN in 4096 would do, so a stranger who knows the number of the queue pair could try them.
+/// One in 4096 PSNs would be accepted, so a stranger who knows the queue pair number could try
+/// them.
 #[test]
 fn guessed_packets_move_no_connection() {
     let mut rig = Rig::rc();
@@ -637,7 +639,7 @@ fn guessed_packets_move_no_connection() {
         rig.run(Duration::from_micros(10));
     }
     assert_eq!(rig.sides[1].mig_state(), PathMigState::Armed);
-    // It works, and migrates by command.
+    // The connection works, and migrates on command.
     rig.write(0);
     rig.sides[1]
         .modify(&self::to(PathMigState::Migrated))
@@ -645,7 +647,7 @@ fn guessed_packets_move_no_connection() {
     assert_eq!(rig.sides[1].path(), (addr(0, 1), 1));
 }
 
-/// A peer can repeat what asks for a migration to another path.
+/// A peer can repeat packets that request a migration to another path.
 #[test]
 fn refused_migration_is_reported_once_per_path() {
     let mut rig = Rig::rc();
@@ -669,7 +671,7 @@ fn unreliable_connection_migrates() {
     for device in 0..2 {
         rig.sides[device].modify(&rearm(device, 1)).unwrap();
     }
-    // Nothing is answered, so each side has to send.
+    // There are no responses, so each side has to send.
     rig.write(0);
     rig.write(1);
     let states = [0, 1].map(|device| rig.sides[device].mig_state());
@@ -718,7 +720,7 @@ fn extended_connection_migrates() {
     rig.cut(0);
     send(&mut rig, 2);
     rig.assert_migrated(1);
-    // A command migrates the target as well, which then answers on the new path only.
+    // A target migrates on command as well, and then only responds on the new path.
     rig.arm_quietly(0);
     send(&mut rig, 3);
     for device in 0..2 {
@@ -790,7 +792,7 @@ fn attributes_of_migration_are_checked() {
         ..QpAttr::default()
     };
     assert_eq!(refused(side, &wrong), invalid("destination address"));
-    // To be migrated is what a connection is at first.
+    // The initial state of a connection is Migrated.
     side.modify(&to(PathMigState::Migrated)).unwrap();
     side.modify(&path(|_| {})).unwrap();
     assert_eq!(side.attr().alt_path, Some(alt_path(0, 1)));
@@ -798,7 +800,7 @@ fn attributes_of_migration_are_checked() {
     side.modify(&to(PathMigState::Rearm)).unwrap();
     side.modify(&to(PathMigState::Migrated)).unwrap();
     assert_eq!(side.path(), (addr(1, 0), 0), "it was not armed");
-    // RESET forgets it.
+    // RESET clears the alternate path.
     side.modify(&to(PathMigState::Rearm)).unwrap();
     let reset = QpAttr::to(QpState::Reset);
     side.modify(&reset).unwrap();
@@ -807,7 +809,7 @@ fn attributes_of_migration_are_checked() {
         (attr.alt_path, attr.path_mig_state),
         (None, Some(PathMigState::Migrated))
     );
-    // A datagram queue pair has neither.
+    // A datagram queue pair has neither a path nor a migration state.
     let (pd, cq) = (side.pd, side.cq);
     let init = QpInitAttr::new(pd, cq, QpType::Ud, QpCap::new(1, 1));
     let ud = side.device.create_qp(&init).unwrap();
@@ -886,7 +888,7 @@ fn draining_send_queue_keeps_attributes() {
     rig.sides[0].modify(&changed).unwrap();
     assert_eq!(rig.sides[0].path(), (addr(1, 1), 1));
     assert_eq!(rig.sides[0].attr().timeout, Some(10));
-    // The other side follows by hand.
+    // We also migrate the other side manually.
     rig.sides[1].modify(&sqd).unwrap();
     let changed = QpAttr {
         ah: Some(ah(1, 1)),
@@ -902,7 +904,7 @@ fn draining_send_queue_keeps_attributes() {
     rig.write(1);
 }
 
-/// Connections that the connection manager makes, each with a queue pair.
+/// Connections established by the connection manager, with a queue pair each.
 mod managed {
     use riser_transport::verbs::{
         CmError, CmEventKind, CmId, CmOption, ConnParam, PortSpace, RdmaCm as _,
@@ -919,7 +921,8 @@ mod managed {
     }
 
     impl Connection {
-        /// `offered` is the path of the request. B takes paths of its peer's if it `allows` them.
+        /// `offered` is the alternate path in the request. B only accepts alternate paths if
+        /// `allows` is set.
         fn new(offered: Option<AltPath>, allows: bool, config: FabricConfig) -> Self {
             let mut rig = Rig::new([QpType::Rc; 2], config);
             let listener = {
@@ -953,7 +956,8 @@ mod managed {
                 assert!(matches!(event.kind, CmEventKind::ConnectRequest { .. }));
                 Some(event.id)
             });
-            // What an owner moves its queue pair with that does so before it accepts.
+            // The attributes for queue pairs managed by their owner also contain the path, before
+            // accepting.
             let rts = rig.sides[1].device.init_qp_attr(b, QpState::Rts).unwrap();
             assert_eq!(rts.alt_path.is_some(), offered.is_some() && allows);
             rig.replace_qp(1, b);
@@ -1004,7 +1008,7 @@ mod managed {
             status
         }
 
-        /// Ends the connection, over the path that is left.
+        /// Closes the connection over the remaining path.
         fn end(mut self) {
             self.rig.sides[0].device.disconnect(self.ids[0]).unwrap();
             for device in 0..2 {
@@ -1030,7 +1034,7 @@ mod managed {
             })
         }
 
-        /// A queue pair that the connection manager connects, in place of the other.
+        /// Replaces the queue pair by the one connected by the connection manager.
         fn replace_qp(&mut self, device: usize, id: CmId) {
             let side = &mut self.sides[device];
             let init = QpInitAttr {
@@ -1055,7 +1059,7 @@ mod managed {
         c.rig.sides[0].post(1, SendOp::Write(remote), 0, 8);
         assert_eq!(c.rig.status(0), WcStatus::Success);
         c.rig.assert_migrated(1);
-        // The connection manager follows.
+        // The connection manager uses the new path as well.
         c.end();
     }
 
@@ -1083,7 +1087,7 @@ mod managed {
         device.modify(&to(PathMigState::Migrated)).unwrap();
         c.rig.run(Duration::from_millis(1));
         c.rig.assert_migrated(1);
-        // And another one by the other side, with all messages on the path of now.
+        // The other side loads another path, using the current path for all messages.
         c.rig.cut(0);
         c.allow(0);
         c.load(1, alt_path(1, 2)).unwrap();
@@ -1112,7 +1116,7 @@ mod managed {
             ..alt_path(0, 1)
         };
         assert!(matches!(c.load(0, wrong), Err(CmError::Verbs(_))));
-        // Both at once: each refuses the other's.
+        // If both load a path at the same time, each rejects the other's request.
         c.allow(0);
         c.load(0, alt_path(0, 1)).unwrap();
         c.load(1, alt_path(1, 1)).unwrap();
@@ -1124,7 +1128,7 @@ mod managed {
             let event = c.rig.cm_event(device);
             assert_eq!(event, CmEventKind::AlternatePathError { status: Some(3) });
         }
-        // And later it works.
+        // A later attempt succeeds.
         c.load(1, alt_path(1, 1)).unwrap();
         c.assert_loaded(1);
         c.end();

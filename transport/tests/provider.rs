@@ -1,4 +1,4 @@
-//! The provider suite on the wire in memory and on sockets, and what only one of them can show.
+//! Runs the provider suite on an in-memory wire and on sockets, and tests specific to either.
 
 mod link;
 mod marks;
@@ -17,7 +17,8 @@ mod on_loopback {
 }
 
 mod on_full_sockets {
-    //! The same where a socket takes few packets at a time, so that the rest waits in its batch.
+    //! The suite with a socket that accepts only a few packets at a time, so that the rest waits in
+    //! its batch.
 
     use riser_transport::loopback::FabricConfig;
     use riser_transport::verbs::Mtu;
@@ -44,7 +45,7 @@ mod on_full_sockets {
 }
 
 mod on_a_bad_wire {
-    //! The same with every thirtieth packet lost, and others repeated, spoilt and overtaken.
+    //! The suite with one in thirty packets lost, and others duplicated, corrupted or reordered.
 
     use std::collections::BTreeMap;
     use std::time::Duration;
@@ -79,7 +80,8 @@ mod on_a_bad_wire {
         }
     }
 
-    /// Messages over a wire that loses packets: each arrives as it was sent or not at all, and most do.
+    /// Sends messages over a lossy wire: each message arrives either unchanged or not at all, and
+    /// most of them arrive.
     fn messages_arrive_whole_or_not_at_all(mut w: Virtual) {
         const SLOT: usize = 8192;
         const ROUNDS: u32 = 200;
@@ -220,7 +222,7 @@ mod on_streams {
 }
 
 mod with_itself {
-    //! A device that is its own peer.
+    //! The suite with a device that is its own peer.
 
     use riser_transport::roce::fault::FaultConfig;
     use riser_transport::verbs::{Mtu, PortSpace, RdmaCm as _, SendOp, Verbs as _};
@@ -348,7 +350,7 @@ mod on_sockets_without_segmentation {
 }
 
 mod only {
-    //! Tests that need one of the worlds.
+    //! Tests that require a specific world.
 
     use std::collections::BTreeSet;
     use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -380,7 +382,7 @@ mod only {
                 ..FabricConfig::default()
             });
             let fabric = w.0.fabric.clone();
-            // Addresses of memory differ between runs, so this talks in sends only.
+            // Memory addresses differ between runs, so this test only uses SENDs.
             let mut w = w;
             let (a, b) = connected(&mut w);
             for n in 0..50 {
@@ -396,8 +398,8 @@ mod only {
         assert_ne!(trace(1), trace(2));
     }
 
-    /// The owner closes a connection in the round in which the peer's request fails, as an
-    /// appliance does; the peer still learns why.
+    /// The owner closes a connection in the same round in which the peer's request fails, like an
+    /// appliance does. The peer must still receive the reason.
     fn a_remote_access_error_is_reported<W: World>(mut w: W) {
         let w = &mut w;
         let (a, b) = connected(w);
@@ -416,7 +418,7 @@ mod only {
         a_remote_access_error_is_reported(Real::new());
     }
 
-    /// A message that a queue pair has received completes at the sender, however the receiver ends.
+    /// A received message completes at the sender, no matter how the receiver exits.
     #[test]
     fn received_send_completes_despite_receiver_exit() {
         type Ending = fn(&mut Real, &Side);
@@ -454,7 +456,7 @@ mod only {
         });
         a.send(&mut w, 1, SendOp::Write(b.remote(0)), 0, 8);
         assert_eq!(a.completion(&mut w).status, WcStatus::RetryExcErr);
-        // A connection that is not answered is over as well, and so is a request.
+        // An unanswered disconnect and an unanswered request time out as well.
         w.provider(End::A).disconnect(a.id).unwrap();
         assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::Disconnected);
         assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::TimewaitExit);
@@ -554,7 +556,7 @@ mod only {
     fn packets_from_elsewhere_change_nothing() {
         let mut w = Virtual::new(FabricConfig::default());
         let (a, b) = connected(&mut w);
-        // A third device knows everything but has another address.
+        // A third device has all information, but a different address.
         let stranger: IpAddr = Ipv4Addr::new(127, 0, 0, 3).into();
         let mut third = w.0.fabric.endpoint(stranger);
         let pd = third.alloc_pd().unwrap();
@@ -627,14 +629,14 @@ mod only {
 
     #[test]
     fn small_socket_buffer_serves_many_connections() {
-        // What an unprivileged program gets on a usual host.
+        // The limit for unprivileged programs on a typical host.
         ops::many_connections(Real::with(|c| c.socket_buffer = 208 << 10));
     }
 
     #[test]
     fn ipv6_sockets_talk() {
-        // A host has ::1 on its loopback interface; another address of its own may be anywhere, and
-        // its interface may carry less.
+        // A host has ::1 on its loopback interface. Its other addresses may be on any interface,
+        // which may have a smaller MTU.
         let mut own = riser_transport::netif::interfaces().unwrap();
         own.retain(|interface| interface.address.is_ipv6());
         let pairs = || own.windows(2).map(|pair| (&pair[0], &pair[1]));
@@ -653,7 +655,7 @@ mod only {
             Err(e) => return skip("ipv6_sockets_talk", &format!("{a} or {b} is taken: {e}")),
         }
         suite_objects::datagrams(open().unwrap());
-        // A group is joined on an interface.
+        // Joining a group requires an interface.
         if of_one.is_some() {
             suite_objects::multicast(open().unwrap());
         }
@@ -674,7 +676,7 @@ mod only {
         suite_objects::multicast(pair());
     }
 
-    /// Opens `count` workers of a device.
+    /// Opens all workers of a device.
     fn workers(addr: IpAddr, bits: u8) -> Vec<Roce> {
         (0..1 << bits)
             .map(|index| {
@@ -788,7 +790,7 @@ mod only {
                     SocketAddr::from(([packet[16], packet[17], packet[18], packet[19]], port(22)));
                 let flow = riser_transport::wire::IcrcFlow::new(src, dst).unwrap();
                 flow.check_exact(&packet[28..], port(4)).unwrap();
-                // On a busy machine some are sent twice.
+                // On a busy machine, some packets are retransmitted.
                 if (6..=0x0a).contains(&packet[28]) {
                     writes.insert(packet[28 + 9..28 + 12].to_vec());
                 }
@@ -806,7 +808,7 @@ mod only {
 
         let dir = std::env::temp_dir().join(format!("riser-tshark-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
-        // One end of each pair sees both directions.
+        // Capture at one end of each pair, which sees both directions.
         let opened = std::cell::Cell::new(0);
         let world = || {
             Real::with(|c| {
@@ -839,7 +841,8 @@ mod only {
             for field in fields {
                 command.args(["-e", field]);
             }
-            // Our payloads are random; dissectors that guess at them see what is not there.
+            // Our payloads are random, so heuristic dissectors would find protocols that are not
+            // there.
             for guess in ["rpcordma", "smb_direct", "nvme-rdma", "iser"] {
                 command.args(["--disable-protocol", guess]);
             }
@@ -855,8 +858,8 @@ mod only {
                 assert!(!opcode.is_empty(), "not taken for RoCE: {line}");
                 opcodes.insert(opcode.to_owned());
                 assert_eq!(columns.next(), Some(""), "malformed: {line}");
-                // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is
-                // wrong.
+                // Expert severities: 0x200000 is a chat, 0x400000 a note, and higher values are
+                // errors.
                 let severe = columns
                     .next()
                     .unwrap_or("")
@@ -871,8 +874,8 @@ mod only {
     }
 }
 
-/// The hop limit of what arrives, in a network without routers: what did not begin with the largest
-/// is treated as if it had passed some.
+/// Tests the received hop limit, in a network without routers. We treat packets that were sent with
+/// a smaller hop limit as forwarded by routers.
 #[test]
 fn on_link_device_rejects_routed_packets() {
     use std::net::{IpAddr, UdpSocket};

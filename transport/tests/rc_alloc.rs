@@ -1,5 +1,5 @@
-//! Once a connection has warmed up, moving messages allocates nothing: not the requester, not the
-//! responder, not the key table, not registrations.
+//! Once a connection has warmed up, messages do not cause allocations: not in the requester, the
+//! responder, the key table, or for registrations.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ thread_local! {
 }
 
 fn count() {
-    // A thread that is ending has no counter any more.
+    // A terminating thread no longer has a counter.
     let _ = ALLOCATIONS.try_with(|n| n.set(n.get() + 1));
 }
 
@@ -96,8 +96,8 @@ impl End {
     }
 }
 
-/// Whether a packet is lost: one in `lose`, scattered so that no pattern of traffic meets it
-/// always.
+/// Returns whether a packet is lost. One in `lose` packets is lost, distributed so that no traffic
+/// pattern is always affected.
 fn is_lost(packet: u64, lose: u64) -> bool {
     (packet.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).is_multiple_of(lose)
 }
@@ -111,7 +111,7 @@ struct Link {
 }
 
 impl Link {
-    /// Carries packets back and forth until there is none; one in `lose` is lost.
+    /// Transfers packets in both directions until there are none; one in `lose` is lost.
     fn carry(&mut self, lose: u64) {
         loop {
             let mut is_quiet = true;
@@ -143,7 +143,7 @@ impl Link {
         }
     }
 
-    /// One message of each kind from the first end to the second.
+    /// Sends one message of each kind from the first end to the second.
     fn round(&mut self, lose: u64) {
         let [a, b] = &mut self.ends;
         let receive = [b.sge(0, 100), b.sge(100, LEN - 100)];
@@ -205,7 +205,8 @@ fn messages_move_without_allocation() {
     for _ in 0..3 {
         link.round(17);
     }
-    // The round itself names its two segments without allocating; so must everything below it.
+    // The round itself refers to its two segments without allocating, and so must all code below
+    // it.
     let before = ALLOCATIONS.get();
     let footprints = [0, 1].map(|i: usize| link.ends[i].qp.footprint());
     assert!(

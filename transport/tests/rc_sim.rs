@@ -1,19 +1,18 @@
-//! Two queue pairs on a bad wire, under virtual time.
+//! Simulates two queue pairs on a bad wire, under virtual time.
 //!
-//! Every packet really is bytes with an ICRC. Of them 20 % are lost, 5 % doubled, 5 % corrupted
-//! (and then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both
-//! directions. Both sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU,
-//! over the wrap of the PSN, with their own receive queues and with shared ones. Their sockets are
-//! full now and then, so that packets wait while acknowledgements come in, the bound of what may be
-//! on the way changes, and the owner of a request overwrites its buffer as soon as it is complete.
-//! An oracle checks every byte, that each completion comes exactly once and in order, and that
-//! every packet leaves with the bytes that its ICRC was made of.
+//! All packets are encoded with an ICRC. 20 % of them are lost, 5 % duplicated, 5 % corrupted (and
+//! dropped because of their ICRC) and a quarter is overtaken by up to 64 other packets, in both
+//! directions. Both sides send all kinds of requests, from 0 bytes to 64 KiB, with all path MTUs,
+//! across the wrap of the PSN, with dedicated and shared receive queues. Their sockets are full
+//! occasionally, so that packets wait while acknowledgements arrive, the limit of bytes in flight
+//! changes, and the owner of a request overwrites its buffer as soon as it is complete. An oracle
+//! checks all bytes, that each completion is delivered exactly once and in order, and that the
+//! bytes of each packet still match its ICRC when it is sent.
 //!
-//! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000). Such a long run
-//!   takes other seeds each time, from a first one that it prints; without it the seeds are always
-//!   the same.
-//! - `RISER_SEED`: the first seed of a long run, to repeat one.
-//! - `RISER_SIM_SEED`: run the one session of this seed. A failure prints it.
+//! - `RISER_SIM_MESSAGES`: total number of messages to send (in sessions of 1,000). Such a long run
+//!   uses different seeds each time, and prints the first one; otherwise the seeds are fixed.
+//! - `RISER_SEED`: the first seed of a long run, to repeat it.
+//! - `RISER_SIM_SEED`: runs only the session with this seed, which is printed by a failure.
 
 #![allow(clippy::print_stderr, reason = "a failing session prints its seed")]
 
@@ -36,10 +35,10 @@ use riser_transport::verbs::{
 use riser_transport::wire::{IcrcFlow, Packet, Psn, Qpn, RnrTimer};
 
 const SESSION_MESSAGES: u64 = 1000;
-/// Messages of one side under way at once, each with its own memory.
+/// Number of messages in flight per side, each with separate memory.
 const SLOTS: usize = 24;
 const MAX_LEN: usize = 64 * 1024;
-/// A slot, and the guard bytes after it.
+/// Length of a slot and the guard bytes after it.
 const STRIDE: usize = MAX_LEN + 64;
 const GUARD: u8 = 0xee;
 const RECVS: usize = 16;
@@ -47,16 +46,16 @@ const FAST_REGIONS: usize = 4;
 const PATTERN: usize = 1 << 18;
 const INLINE: usize = 64;
 
-/// Faults of the wire: chances in a hundred.
+/// Faults of the wire, in percent.
 #[derive(Clone, Copy)]
 struct Wire {
     loss: u64,
     duplication: u64,
     corruption: u64,
     reordered: u64,
-    /// Chance that the socket is full when it is offered a packet.
+    /// Probability that the socket is full when a packet is sent.
     full: u64,
-    /// Chance that a router marks a packet for congestion.
+    /// Probability that a router marks a packet for congestion.
     marked: u64,
 }
 
@@ -84,13 +83,13 @@ const DEAD: Wire = Wire {
 };
 
 const REORDER_BY: u64 = 64;
-/// Chance in a hundred that the owner of the receives is slow to post more, and for how long.
+/// Probability in percent that the owner delays posting receives, and the delay in nanoseconds.
 const RECV_STALL: u64 = 10;
 const RECV_STALL_TIME: u64 = 400_000;
-/// Time that a packet occupies the wire, and that it takes to the other end, in nanoseconds.
+/// Transmission time and latency of a packet, in nanoseconds.
 const PACKET_TIME: u64 = 1000;
 const LATENCY: u64 = 5000;
-/// Time for which a full socket takes nothing, in nanoseconds.
+/// Time during which a full socket accepts no packets, in nanoseconds.
 const FULL_TIME: u64 = 20_000;
 
 struct Random(fastrand::Rng);
@@ -108,12 +107,12 @@ impl Random {
         self.below(100) < chance
     }
 
-    /// Bytes that may be on the way, of 8 KiB to 128 KiB.
+    /// Returns a limit of bytes in flight, from 8 KiB to 128 KiB.
     fn inflight(&mut self) -> u32 {
         1 << (13 + self.below(5))
     }
 
-    /// Mostly small, now and then up to 64 KiB.
+    /// Returns a message length: mostly small, occasionally up to 64 KiB.
     fn length(&mut self) -> usize {
         let most = match self.below(200) {
             0..100 => 65,
@@ -136,28 +135,28 @@ struct Message {
     check: Check,
 }
 
-/// Condition that must be true when the message is complete.
+/// Condition that must hold when the message is complete.
 #[derive(Clone, Copy, Debug)]
 enum Check {
     Nothing,
-    /// The peer's slot holds the pattern from this offset on.
+    /// The peer's slot contains the pattern starting at this offset.
     Remote {
         slot: usize,
         at: usize,
         len: usize,
     },
-    /// Our slot does.
+    /// Our slot contains the pattern starting at this offset.
     Local {
         slot: usize,
         at: usize,
         len: usize,
     },
-    /// Our slot holds this number.
+    /// Our slot contains this number.
     Number {
         slot: usize,
         value: u64,
     },
-    /// The fast region is registered under this key and may be given to the peer.
+    /// The fast region is registered with this key, which may be passed to the peer.
     Registered {
         region: usize,
         key: RKey,
@@ -172,7 +171,7 @@ enum Check {
 struct Expected {
     opcode: WcOpcode,
     len: usize,
-    /// Place of a SEND's data in the pattern.
+    /// Offset of a SEND's data in the pattern.
     at: usize,
     imm: Option<u32>,
     invalidated: Option<RKey>,
@@ -183,9 +182,9 @@ struct Expected {
 enum Region {
     Idle,
     Busy,
-    /// Registered, and we invalidate it.
+    /// Registered, to be invalidated by us.
     Held,
-    /// Registered, and the peer may invalidate it.
+    /// Registered, and may be invalidated by the peer.
     Given,
 }
 
@@ -202,7 +201,7 @@ struct Side {
     remote_mr: Mr,
     recv_mr: Mr,
     cells_mr: Mr,
-    /// Values of the cells of the peer after everything posted so far.
+    /// Values of the peer's cells after all posted requests.
     cell_model: [u64; 2],
     under_way: VecDeque<Message>,
     free_slots: Vec<usize>,
@@ -210,17 +209,17 @@ struct Side {
     completed: u64,
     expected: VecDeque<Expected>,
     late_recvs: Vec<usize>,
-    /// Until when receives are not posted again.
+    /// Time until which receives are not posted again.
     stalled_until: u64,
-    /// Chance in a hundred that its owner is slow to post more.
+    /// Probability in percent that the owner delays posting receives.
     recv_stall: u64,
     regions: Vec<(Mr, RKey, Region)>,
-    /// Keys of the peer's that we may invalidate.
+    /// Keys of the peer that we may invalidate.
     given: Vec<RKey>,
     flow_out: IcrcFlow,
     flow_in: IcrcFlow,
     wire_free: u64,
-    /// Packets that the socket has not taken yet, and until when it takes nothing.
+    /// Packets that the socket has not accepted yet, and the time until which it accepts none.
     batch: TxBatch,
     full_until: u64,
 }
@@ -379,7 +378,7 @@ impl Sim {
         let mut sides = [0, 1].map(|i| Side::new(i, &mut random, srq, wire.loss > 0, addrs));
         let mtu = Mtu::ALL[(seed % 5) as usize];
         let reads = 1 + random.below(8) as u8;
-        // Half of the sessions begin just before the wrap of the PSN.
+        // Half of the sessions start just before the wrap of the PSN.
         let psns: [Psn; 2] = std::array::from_fn(|_| {
             let back = random.below(5000) as u32;
             let base = if random.percent(50) {
@@ -429,7 +428,7 @@ impl Sim {
     }
 
     fn run(&mut self) -> [RcCounters; 2] {
-        // Longer than any session takes, and shorter than a test's patience.
+        // Longer than any session, but shorter than a test's timeout.
         let limit = 600_000_000_000;
         while self.sides.iter().any(|s| s.completed < self.quota) {
             self.step();
@@ -454,11 +453,11 @@ impl Sim {
         [0, 1].map(|i| *self.sides[i].qp.counters())
     }
 
-    /// Lets both sides do what they can now, and then time pass to the next thing that happens.
+    /// Executes all pending work of both sides, then advances time to the next event.
     fn step(&mut self) {
         for me in 0..2 {
             self.post(me);
-            // Now and then the send queue is drained, and goes on when it says that it is empty.
+            // Occasionally drain the send queue, and resume it when it is empty.
             if self.wire.loss > 0
                 && self.random.below(1000) == 0
                 && self.sides[me].qp.state() == QpState::Rts
@@ -466,7 +465,7 @@ impl Sim {
                 let (qp, mut env) = self.sides[me].env();
                 qp.to_sqd(&mut env);
             }
-            // The more connections a peer has, the less may be on the way on each.
+            // The limit per connection depends on the number of connections of a peer.
             if self.random.below(100) == 0 {
                 let most = self.random.inflight();
                 self.sides[me].qp.set_max_inflight(most);
@@ -527,7 +526,7 @@ impl Sim {
         self.flush(me);
     }
 
-    /// Puts what a side has to send into its batch.
+    /// Adds the packets of a side to its batch.
     fn gather(&mut self, me: usize) {
         let now = self.instant();
         let side = &mut self.sides[me];
@@ -553,7 +552,7 @@ impl Sim {
         }
     }
 
-    /// Sends a side's batch; false if the socket is full before its end.
+    /// Sends the batch of a side; returns false if the socket becomes full.
     fn flush(&mut self, me: usize) -> bool {
         let mut batch = std::mem::replace(&mut self.sides[me].batch, TxBatch::new(1));
         let outcome = batch.drain(self.instant(), |batch, groups| {
@@ -601,7 +600,7 @@ impl Sim {
         bytes.clear();
         bytes.extend_from_slice(packet);
         if self.random.percent(self.wire.corruption) {
-            // A burst of up to 32 bits, which a CRC-32 always finds.
+            // A burst of up to 32 bits, which CRC-32 always detects.
             let at = self.random.below(bytes.len() as u64 - 3) as usize;
             let flips = (self.random.next() as u32 | 1).to_le_bytes();
             for (byte, flip) in bytes[at..at + 4].iter_mut().zip(flips) {
@@ -616,7 +615,7 @@ impl Sim {
         self.heap.push(Reverse((at, self.sequence, index)));
     }
 
-    /// Posts what fits: receives that were late, and chains of messages.
+    /// Posts as much as possible: delayed receives, and chains of messages.
     fn post(&mut self, me: usize) {
         while self.sides[me].stalled_until <= self.now
             && let Some(slot) = self.sides[me].late_recvs.pop()
@@ -767,7 +766,7 @@ impl Sim {
                 | SendOp::WriteImm(..)
         );
         let is_inline = may_inline && len <= INLINE && self.random.percent(50);
-        // One to three entries, cut anywhere.
+        // One to three entries, split at random offsets.
         let mut cuts = [
             0,
             self.random.below(len as u64 + 1),
@@ -803,14 +802,14 @@ impl Sim {
         qp.post_send(&[wr], &mut env)
             .expect("room in the send queue");
         if is_inline {
-            // Inline data has been copied; the buffer may change at once.
+            // Inline data have been copied; the buffer may be modified immediately.
             side.local.fill(local_at, len, 0x55);
         }
     }
 
-    /// Checks a side's events against the expected ones.
+    /// Compares the events of a side with the expected events.
     fn settle(&mut self, me: usize) {
-        // A transmission may add more: what is done without the wire ends at once.
+        // Transmitting may add events, because local requests complete immediately.
         while !self.sides[me].out.is_empty() {
             let mut events = std::mem::take(&mut self.sides[me].out);
             for event in events.drain(..) {
@@ -879,7 +878,7 @@ impl Sim {
             }
             Check::Invalidated { region } => side.regions[region].2 = Region::Idle,
         }
-        // The buffer is used for something else at once.
+        // The buffer is reused immediately.
         let at = message.slot * STRIDE;
         self.sides[me].local.fill(at, message.len, 0xaa);
     }
@@ -940,7 +939,7 @@ fn opcode_of(op: &SendOp) -> WcOpcode {
     }
 }
 
-/// Prints how to run a failing session again.
+/// Prints the command to repeat a failed session.
 struct Replay(u64);
 
 impl Drop for Replay {
@@ -955,7 +954,7 @@ impl Drop for Replay {
     }
 }
 
-/// The sessions to run, by their seeds.
+/// Returns the seeds of the sessions to run.
 fn seeds() -> Range<u64> {
     if let Some(seed) = number_from_env("RISER_SIM_SEED") {
         return seed..seed + 1;
@@ -993,7 +992,7 @@ fn bytes_and_completions_survive_bad_wire() {
         seeds.end - seeds.start
     );
     if seeds.end - seeds.start >= 10 {
-        // The wire was bad enough for every kind of trouble, and no request was refused.
+        // The wire has triggered all kinds of faults, and no request was rejected.
         let met = [
             all.retransmits,
             all.timeouts,
@@ -1061,12 +1060,12 @@ fn congested_wire_only_delays_packets() {
     }
 }
 
-/// Runs the session of `seed` on a perfect wire whose routers mark `marked` packets in a hundred
-/// for congestion, and checks that nothing is sent twice.
+/// Runs the session with `seed` on a perfect wire whose routers mark `marked` percent of the
+/// packets for congestion, and checks that no packet is retransmitted.
 fn run_without_repetition(seed: u64, marked: u64) -> [RcCounters; 2] {
     let wire = Wire { marked, ..PERFECT };
     let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, wire);
-    // A receive that is missing gives an RNR NAK and so a repetition; here none is missing.
+    // A missing receive would cause an RNR NAK and a retransmission, so post all of them.
     for side in &mut sim.sides {
         side.recv_stall = 0;
         side.late_recvs = (0..RECVS).collect();
@@ -1099,8 +1098,8 @@ fn bytes_survive_bad_and_congested_wire() {
     }
 }
 
-/// The wire dies in the middle: each side notices, and every request of both queues ends once, in
-/// order, the oldest unacknowledged one with the reason and the others flushed.
+/// The wire fails in the middle: each side detects this, and every request of both queues completes
+/// once, in order. The oldest unacknowledged request has the reason, and the others are flushed.
 #[test]
 fn dead_wire_completes_requests_once() {
     for seed in 0..50 {
@@ -1113,13 +1112,13 @@ fn dead_wire_completes_requests_once() {
         sim.wire = DEAD;
         for me in 0..2 {
             sim.post(me);
-            // A user draining the send queue would wait for a message that is not repeated.
+            // A user draining the send queue would wait for a message that is never retransmitted.
             if sim.sides[me].qp.state() == QpState::Sqd {
                 sim.sides[me].qp.resume();
             }
         }
         loop {
-            // First, since a deadline may have been the time to send what was paced.
+            // Transmit first, because a deadline may be a pacing deadline.
             for me in 0..2 {
                 sim.transmit(me);
             }
@@ -1149,7 +1148,7 @@ fn dead_wire_completes_requests_once() {
                 if done.status == WcStatus::Success {
                     assert_eq!(status, WcStatus::Success, "a success after an error");
                 }
-                // What succeeded without being signaled is not reported.
+                // Successful unsignaled requests are not reported.
                 while message.wr_id != done.wr_id.0 {
                     assert!(!message.is_signaled && status == WcStatus::Success);
                     message = side.under_way.pop_front().expect("a message under way");

@@ -1,7 +1,7 @@
-//! Two devices at the ends of a link of their own, and what a stranger on it can do to them.
+//! Two devices at the ends of a separate link, and attacks by a stranger on it.
 //!
-//! Each end is a thread in a network namespace of its own, which goes with the thread. It takes
-//! root; a test that cannot have it says so where the test command counts it.
+//! Each end is a thread in a new network namespace, which is removed with the thread. This requires
+//! root; a test without root is recorded as skipped.
 
 #![allow(
     unsafe_code,
@@ -22,13 +22,13 @@ use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
 use crate::software::Real;
 use riser_testkit::skip::skip;
 
-/// Ends of the link, and a stranger's address at B's end.
+/// Addresses of both ends of the link, and of a stranger at B's end.
 const V4: [&str; 3] = ["10.9.0.1", "10.9.0.2", "10.9.0.66"];
 const V6: [&str; 3] = ["fd09::1", "fd09::2", "fd09::66"];
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread in a network namespace of its own.
+/// A thread in a separate network namespace.
 struct Network {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -39,7 +39,7 @@ impl Network {
         let (jobs, waiting) = channel::<Job>();
         let (answer, entered) = channel();
         let thread = thread::spawn(move || {
-            // SAFETY: the flag concerns the network alone, of which a thread may have its own.
+            // SAFETY: the flag only affects the network, which may differ per thread.
             let result = unsafe { unshare_unsafe(UnshareFlags::NEWNET) };
             let is_inside = result.is_ok();
             let _ = answer.send(result);
@@ -55,7 +55,7 @@ impl Network {
         })
     }
 
-    /// Runs `job` inside.
+    /// Runs `job` in the namespace.
     fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
         let (answer, result) = channel();
         let jobs = self.jobs.as_ref().expect("a running thread");
@@ -74,11 +74,11 @@ impl Drop for Network {
     }
 }
 
-/// The devices of a test. Their addresses are those of [`V4`] or [`V6`]; the namespace of A is the
-/// one that the test runs in.
+/// Devices of a test. Their addresses are those of [`V4`] or [`V6`]; the test runs in the namespace
+/// of A.
 type Link = Real<Network>;
 
-/// Runs a command of words, in the namespace of the calling thread.
+/// Runs a command, given as words, in the namespace of the calling thread.
 fn sh(words: &str) -> Result<String, String> {
     let mut words = words.split_whitespace();
     let mut command = Command::new(words.next().expect("a command"));
@@ -89,7 +89,7 @@ fn sh(words: &str) -> Result<String, String> {
     out.status.success().then_some(text).ok_or(error)
 }
 
-/// Makes the link: `v0` here, `v1` at the other end, with jumbo frames.
+/// Creates the link: `v0` here, `v1` at the other end, with jumbo frames.
 fn lay(at_b: &Network) -> Result<(), String> {
     let b = at_b.run(|| gettid().as_raw_nonzero().get());
     sh(&format!(
@@ -112,7 +112,7 @@ fn lay(at_b: &Network) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs `body` with a device at each end of a link, at these addresses and changed by `change`.
+/// Runs `body` with a device at each end of a link, at these addresses and configured by `change`.
 fn on_a_link(
     test: &'static str,
     [a, b, _]: [&'static str; 3],
@@ -133,7 +133,7 @@ fn on_a_link(
         change(&mut config);
         Roce::open(&config).expect("a device at an end of the link")
     };
-    // The panic of a test that fails comes out here.
+    // Propagates the panic of a failed test.
     let result = at_a.run(move || {
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let far = at_b.run(move || open(b));

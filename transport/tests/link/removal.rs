@@ -1,4 +1,4 @@
-//! Addresses, links and interfaces that go, and come back.
+//! Removal and return of addresses, links and interfaces.
 
 use std::time::{Duration, Instant};
 
@@ -18,8 +18,8 @@ fn port_state(w: &mut Link, end: End) -> PortState {
     w.provider(end).query_port(1).unwrap().state
 }
 
-/// Connects two queue pairs once both ports are active, which the kernel may report late, and takes
-/// the events so far.
+/// Connects two queue pairs after both ports have become active, which the kernel may report late,
+/// and consumes the events.
 fn connected_and_active(w: &mut Link) -> (Side, Side) {
     let sides = connected(w);
     for end in [End::A, End::B] {
@@ -31,7 +31,8 @@ fn connected_and_active(w: &mut Link) -> (Side, Side) {
     sides
 }
 
-/// Waits until a device has had all of these events, in this order; others may be among them.
+/// Waits until a device has received all of these events, in this order, possibly interleaved with
+/// other events.
 fn events(w: &mut Link, end: End, wanted: &[AsyncEvent]) {
     for next in wanted {
         w.until(&format!("{next:?}"), |w| {
@@ -41,16 +42,16 @@ fn events(w: &mut Link, end: End, wanted: &[AsyncEvent]) {
     }
 }
 
-/// Runs commands while the owner of device A sleeps, which is woken.
+/// Runs commands while the owner of device A sleeps, and checks that it is woken.
 fn while_asleep(w: &mut Link, commands: &[&str]) {
-    // Nothing is left to be done before.
+    // Process all pending work first.
     w.pass(Duration::from_millis(20));
     assert!(!w.a.arm_fds());
     for command in commands {
         sh(command).unwrap();
     }
     let until = Instant::now() + w.patience();
-    // The device may sleep again, as where a packet of IPv6 has come first.
+    // The device may sleep again, for example if an IPv6 packet arrives first.
     while !has_event(&w.a) {
         {
             let fds = w.a.event_fds();
@@ -68,7 +69,7 @@ fn while_asleep(w: &mut Link, commands: &[&str]) {
     }
 }
 
-/// Whether an event waits, for which the owner of a device must not sleep.
+/// Returns whether an event is pending, so that the owner of the device must not sleep.
 fn has_event(device: &Roce) -> bool {
     device.deadline().is_some_and(|at| at <= Instant::now())
 }
@@ -98,7 +99,7 @@ fn port_follows_address_and_link() {
             );
             assert_eq!(port_state(w, End::A), PortState::Active);
             write_arrives(w, &a, &b);
-            // A link has two ends.
+            // This affects both ends of the link.
             while_asleep(w, &["ip link set v0 down"]);
             events(w, End::A, &[AsyncEvent::PortError(1)]);
             events(w, End::B, &[AsyncEvent::PortError(1)]);
@@ -107,7 +108,7 @@ fn port_follows_address_and_link() {
             events(w, End::A, &[AsyncEvent::PortActive(1)]);
             events(w, End::B, &[AsyncEvent::PortActive(1)]);
             write_arrives(w, &a, &b);
-            // Not even with its interface does a device go that was not opened for that.
+            // A device that is not removable stays even if its interface is deleted.
             while_asleep(w, &["ip link del v0"]);
             events(
                 w,
@@ -144,7 +145,7 @@ fn device_is_removed_with_its_interface() {
         assert_eq!(w.a.deadline().filter(|at| *at > Instant::now()), None);
         let flushed = a.completion(w);
         assert_eq!((flushed.wr_id.0, flushed.status), (7, WcStatus::WrFlushErr));
-        // What is posted later is flushed as well, and nothing else is begun.
+        // Later requests are flushed as well, and new objects cannot be created.
         a.send(w, 8, SendOp::Send, 0, 64);
         assert_eq!(a.completion(w).status, WcStatus::WrFlushErr);
         let gone = VerbsError::DeviceGone;
@@ -178,7 +179,7 @@ fn device_is_removed_with_its_interface() {
         w.a.destroy_cq(a.cq).unwrap();
         w.a.dereg_mr(a.mr.id).unwrap();
         w.a.dealloc_pd(a.pd).unwrap();
-        // Another device has the address, once that is there again.
+        // When the address is back, another device can use it.
         let config = RoceConfig::new(V4[0].parse().unwrap());
         assert!(Roce::open(&config).is_err());
         sh("ip link add v0 type veth peer name v1").unwrap();

@@ -1,4 +1,4 @@
-//! Attacks of a stranger, a lying peer or the owner of the interface on others' connections.
+//! Attacks on connections by a stranger, a lying peer or the owner of the interface.
 
 use std::io::Read;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -24,7 +24,7 @@ use crate::suite::world::{
 };
 use riser_testkit::skip::skip;
 
-/// A WRITE of 64 KiB arrives.
+/// Writes 64 KiB and checks that they arrive.
 pub(super) fn write_arrives(w: &mut Link, a: &Side, b: &Side) {
     let data = pattern(7, 64 << 10);
     a.memory.write(0, &data);
@@ -39,7 +39,7 @@ fn path_mtu(w: &mut Link, side: &Side) -> Mtu {
     attr.path_mtu.expect("a connected queue pair")
 }
 
-/// The checksum of RFC 1071.
+/// Computes the checksum of RFC 1071.
 fn checksum(bytes: &[u8]) -> [u8; 2] {
     let words = bytes
         .chunks(2)
@@ -51,8 +51,8 @@ fn checksum(bytes: &[u8]) -> [u8; 2] {
     (!(sum as u16)).to_be_bytes()
 }
 
-/// "Fragmentation needed", for 600 bytes, about a packet of RoCEv2 from A to B: all that has to be
-/// known are the two addresses (RFC 1191).
+/// Sends "fragmentation needed", with an MTU of 600 bytes, for a RoCEv2 packet from A to B. This
+/// only requires knowledge of the two addresses (RFC 1191).
 fn fragmentation_needed() {
     let mut m = vec![3, 4, 0, 0, 0, 0, 2, 88];
     m.extend([0x45, 0, 4, 64, 0, 0, 0x40, 0, 64, 17, 0, 0]);
@@ -63,7 +63,7 @@ fn fragmentation_needed() {
     send_icmp(Protocol::ICMPV4, V4[2], V4[0], &m);
 }
 
-/// "Packet too big", for 1280 bytes (RFC 8201). The kernel makes the checksum.
+/// Sends "packet too big", with an MTU of 1280 bytes (RFC 8201). The kernel computes the checksum.
 fn packet_too_big() {
     let mut m = vec![2, 0, 0, 0, 0, 0, 5, 0];
     m.extend([0x60, 0, 0, 0, 4, 44, 17, 64]);
@@ -81,8 +81,8 @@ fn send_icmp(protocol: Protocol, from: &str, to: &str, message: &[u8]) {
     socket.send_to(message, &at(to).into()).unwrap();
 }
 
-/// A third host says that the path carries less. The kernel believes it, for ten minutes; that must
-/// not end connections that have a path MTU of their own.
+/// A third host claims that the path MTU is smaller. The kernel accepts this for ten minutes, but
+/// it must not close connections, which have their own path MTU.
 fn a_stranger_lowers_the_path_mtu(
     test: &'static str,
     addrs: [&'static str; 3],
@@ -131,8 +131,8 @@ fn icmpv6_does_not_stop_connections() {
     );
 }
 
-/// Connections that exist keep their path MTU: short messages still pass. New ones have one that
-/// the interface carries.
+/// Existing connections keep their path MTU, so short messages still pass. New connections use the
+/// MTU of the interface.
 #[test]
 fn new_connections_use_interface_mtu() {
     let test = "new_connections_use_interface_mtu";
@@ -170,8 +170,9 @@ const MESSAGES: usize = 16;
 const LEN: usize = 40 << 10;
 const OTHERS: &[u8] = b"another session's bytes ";
 
-/// A peer acknowledges packets that it has not seen. Their requests complete, and the buffers are
-/// used for another session, whose bytes must not leave in what the full socket has not taken yet.
+/// A peer acknowledges packets before receiving them. The requests complete, and the buffers are
+/// reused for another session. The bytes of that session must not be sent in packets which the full
+/// socket has not accepted yet.
 #[test]
 fn reused_buffer_never_reaches_old_peer() {
     let test = "reused_buffer_never_reaches_old_peer";
@@ -191,7 +192,7 @@ fn reused_buffer_never_reaches_old_peer() {
         for n in 0..MESSAGES {
             a.send(w, n as u64, SendOp::Write(b.remote(0)), n * LEN, LEN);
         }
-        // Only A is driven from here on; the peer is the forger.
+        // From this point, only A is driven, and the forger replaces the peer.
         let end = Instant::now() + w.patience();
         let (mut done, mut seen, mut out) = (0, 0, Vec::new());
         let mut frame = vec![0; 1 << 17];
@@ -199,7 +200,8 @@ fn reused_buffer_never_reaches_old_peer() {
             assert!(Instant::now() < end, "{done} done, {seen} bytes seen");
             w.a.progress(Instant::now());
             let (to, qpn) = (w.a.socket_addr(), w.a.qp_num(a.qp).unwrap());
-            // It acknowledges all that was made, wherever that is: so the window opens.
+            // Acknowledge all generated packets, whether or not they have been sent, so that the
+            // window grows.
             let made = w.a.qp_counters(a.qp).unwrap().rc;
             if let Some(last) = (made.tx_packets - made.retransmits).checked_sub(1) {
                 forge_ack(&forger, to, qpn, Psn::new(first).add(last as u32));
@@ -221,7 +223,8 @@ fn reused_buffer_never_reaches_old_peer() {
     });
 }
 
-/// Bytes of UDP payload of a frame, or of several that the kernel keeps as one, that A sent.
+/// Returns the number of UDP payload bytes in a frame sent by A, or in several frames that the
+/// kernel has combined.
 fn udp_payload_from_a(frame: &[u8]) -> u64 {
     const HEADERS: usize = 14 + 20 + 8;
     let is_ours = frame.len() > HEADERS && frame[23] == 17 && frame[26..30] == [10, 9, 0, 1];
@@ -244,8 +247,8 @@ fn forge_ack(from: &UdpSocket, to: SocketAddr, qpn: u32, psn: Psn) {
     from.send_to(&bytes, to).unwrap();
 }
 
-/// Answers to unused addresses of the link wait for these neighbours in the kernel, for seconds.
-/// Neither what is sent to a peer nor a peer that comes waits with them.
+/// Responses to unused addresses of the link wait for neighbour discovery in the kernel, for
+/// seconds. They must not delay packets to a peer, nor a new peer.
 #[test]
 fn responses_to_missing_hosts_delay_no_peer() {
     let test = "responses_to_missing_hosts_delay_no_peer";
@@ -255,7 +258,8 @@ fn responses_to_missing_hosts_delay_no_peer() {
     on_a_link(test, V4, unprivileged, |w| {
         let (a, b) = connected(w);
         write_arrives(w, &a, &b);
-        // The ends know each other; of all other addresses, B's end says nothing.
+        // The ends have static neighbour entries, and B's end does not respond for any other
+        // address.
         let mac = |device: &str| {
             let shown = sh(&format!("ip -o link show {device}")).unwrap();
             let (_, rest) = shown.split_once("link/ether ").unwrap();
@@ -273,7 +277,7 @@ fn responses_to_missing_hosts_delay_no_peer() {
             for host in 100..164 {
                 sh(&format!("ip addr add 10.9.0.{host}/32 dev v1")).unwrap();
             }
-            // After the addresses have been announced, if they were.
+            // Wait until the addresses have been announced, if they are.
             sh("ip link set v1 arp off").unwrap();
             know(V4[0], &mac_a, "v1").unwrap();
             let bind = |host| UdpSocket::bind((format!("10.9.0.{host}"), 0)).unwrap();
@@ -281,7 +285,8 @@ fn responses_to_missing_hosts_delay_no_peer() {
         });
         let mut n = 0;
         w.until("answers", |w| {
-            // As many at once as a round handles: with more it falls behind, and handles few.
+            // Send the number of requests handled by a round. With more, the NIC falls behind and
+            // handles fewer.
             let sockets = Arc::clone(&sockets);
             n += 1;
             w.at_b.run(move || {
@@ -302,8 +307,8 @@ fn responses_to_missing_hosts_delay_no_peer() {
     });
 }
 
-/// Packets repeated for peers that have gone wait for their neighbours in the kernel, again and
-/// again. What is sent to others does not wait with it.
+/// Retransmissions to disconnected peers wait for neighbour discovery in the kernel, repeatedly.
+/// They must not delay packets to other peers.
 #[test]
 fn disconnected_peers_delay_no_other() {
     let test = "disconnected_peers_delay_no_other";
@@ -343,7 +348,7 @@ fn disconnected_peers_delay_no_other() {
     });
 }
 
-/// A connection outlives a link that carries nothing for some seconds.
+/// A connection survives if its link is down for some seconds.
 #[test]
 fn connection_survives_link_outage() {
     let test = "connection_survives_link_outage";
@@ -364,7 +369,7 @@ fn connection_survives_link_outage() {
     );
 }
 
-/// Takes a new queue pair to RTS.
+/// Returns the attributes to move a new queue pair to RTS.
 fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
     [
         QpAttr {
@@ -393,7 +398,7 @@ fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
     ]
 }
 
-/// A REQ for a service that does not exist.
+/// Sends a REQ for a service that does not exist.
 fn forge_req(from: &UdpSocket, to: SocketAddr, n: u32) {
     let ip = from.local_addr().unwrap().ip();
     let mut cm = Cm::new(CmConfig::new(CaGuid(1)), 0, 0, [n as u8; 32]);

@@ -1,6 +1,6 @@
-//! Marks of congestion on packets between real sockets. A router's mark is one that the sender's
-//! socket sets on all its data, so that everything from there on is as in a network: the control
-//! message that the mark arrives in, the notification, and what its receiver makes of it.
+//! Congestion marks on packets between real sockets. The sender's socket sets the mark on all its
+//! data, instead of a router. All later steps are the same as in a network: receiving the control
+//! message with the mark, the notification, and the reaction of its receiver.
 
 #![allow(
     unsafe_code,
@@ -21,14 +21,14 @@ use crate::suite::world::{Side, connected, pattern};
 const CE: u32 = 3;
 const LEN: usize = 64 << 10;
 
-/// From now on, all data of a device arrives marked.
+/// Marks all further data sent by a device.
 fn mark_data_of(device: &Roce) {
     let local = device.socket_addr();
     let mut found = 0;
     for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
         let number = entry.unwrap().file_name().into_string().unwrap();
-        // SAFETY: the descriptor may be another thread's and be closed meanwhile; it is only asked
-        // for its address, unless that is the device's, which is open.
+        // SAFETY: the descriptor may belong to another thread and be closed concurrently. We only
+        // query its address, unless it is the address of the device, which is open.
         let fd = unsafe { BorrowedFd::borrow_raw(number.parse().unwrap()) };
         let socket = SockRef::from(&fd);
         if socket.local_addr().ok().and_then(|a| a.as_socket()) == Some(local) {
@@ -39,7 +39,7 @@ fn mark_data_of(device: &Roce) {
     assert_eq!(found, 1, "the socket of {local}");
 }
 
-/// Devices with short packets, whose windows are more than the fewest.
+/// Returns devices with short packets, with windows above the minimum.
 fn devices() -> Real {
     Real::with(|config| config.mtu = Some(Mtu::Mtu1024))
 }
@@ -59,7 +59,8 @@ fn transfer(w: &mut Real, a: &Side, b: &Side, op: fn(&Side) -> SendOp, times: us
     }
 }
 
-/// Packets that the requester sends of a long WRITE before anything is acknowledged: its window.
+/// Returns the window: the number of packets of a long WRITE that the requester sends before the
+/// first acknowledgement.
 fn window(w: &mut Real, a: &Side, b: &Side) -> u64 {
     let before = w.a.rc_counters().tx_packets;
     a.send(w, 99, SendOp::Write(b.remote(0)), 0, 2 * LEN);

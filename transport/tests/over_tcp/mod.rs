@@ -1,4 +1,4 @@
-//! What only a stream can show: peers that are no ours, by their bytes.
+//! Tests specific to streams: foreign peers, simulated by their bytes.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -17,13 +17,13 @@ use crate::suite::world::{
     resolve,
 };
 
-/// A request of revision 1 with CRCs and no private data.
+/// Revision 1 request with CRCs and without private data.
 const REQUEST: &[u8; 20] = b"MPA ID Req Frame\x40\x01\0\0";
 
-/// The same without CRCs.
+/// Same as [`REQUEST`], without CRCs.
 const WITHOUT_CRCS: &[u8; 20] = b"MPA ID Req Frame\0\x01\0\0";
 
-/// Devices that leave CRCs to their peers, so that messages can be written by hand.
+/// Returns devices that do not request CRCs, so that messages can be written manually.
 fn without_crcs() -> Streams {
     Streams::with(|config| config.crc = false)
 }
@@ -41,7 +41,7 @@ fn dial(w: &Streams) -> TcpStream {
     dial_from(w, Ipv4Addr::LOCALHOST.into())
 }
 
-/// An FPDU without a CRC.
+/// Returns an FPDU without a CRC.
 fn fpdu(ulpdu: &[u8]) -> Vec<u8> {
     let mut out = (ulpdu.len() as u16).to_be_bytes().to_vec();
     out.extend_from_slice(ulpdu);
@@ -49,7 +49,7 @@ fn fpdu(ulpdu: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The request of an RDMA READ of all of a region, as message `msn` of its queue.
+/// Returns an RDMA READ request for a whole region, as message `msn` of its queue.
 fn read_all(side: &Side, msn: u32) -> Vec<u8> {
     let size = side.mr.length as u32;
     let words = [0, 1, msn, 0, 1, 0, 0, size, side.mr.rkey.0];
@@ -59,7 +59,7 @@ fn read_all(side: &Side, msn: u32) -> Vec<u8> {
     fpdu(&ulpdu)
 }
 
-/// CRC32C, bit by bit, as it is sent.
+/// Computes CRC32C bit by bit, in wire order.
 fn crc32c(bytes: &[u8]) -> [u8; 4] {
     let mut crc = u32::MAX;
     for byte in bytes {
@@ -71,7 +71,7 @@ fn crc32c(bytes: &[u8]) -> [u8; 4] {
     (!crc).to_le_bytes()
 }
 
-/// Receives at least `len` bytes from the device, fewer where it closes the connection.
+/// Receives at least `len` bytes from the device, or fewer if it closes the connection.
 fn hear(w: &mut Streams, socket: &mut TcpStream, len: usize) -> Vec<u8> {
     let mut heard = Vec::new();
     w.until("bytes of a peer", |_| {
@@ -80,7 +80,7 @@ fn hear(w: &mut Streams, socket: &mut TcpStream, len: usize) -> Vec<u8> {
             Ok(0) => return Some(()),
             Ok(n) => heard.extend_from_slice(&bytes[..n]),
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-            // What was sent to a socket that is closed.
+            // The socket was closed with unread data.
             Err(_) => return Some(()),
         }
         (heard.len() >= len).then_some(())
@@ -88,7 +88,7 @@ fn hear(w: &mut Streams, socket: &mut TcpStream, len: usize) -> Vec<u8> {
     heard
 }
 
-/// A connection of ours works beside all that.
+/// Checks that a regular connection works at the same time.
 fn works(w: &mut Streams) {
     let wants = Wants {
         region: 4096,
@@ -111,7 +111,7 @@ fn invalid_request_is_closed_without_event() {
         assert!(hear(w, &mut socket, 1).is_empty());
         assert_eq!(w.poll_cm_event(End::B), None);
     }
-    // Another revision is refused in words.
+    // An unknown revision receives a reject reply.
     let mut socket = dial(w);
     socket.write_all(b"MPA ID Req Frame\0\x07\0\0").unwrap();
     let heard = hear(w, &mut socket, 20);
@@ -128,7 +128,7 @@ fn silent_strangers_do_not_occupy_slots() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let mut strangers: Vec<_> = (0..MAX_STRANGERS + 1).map(|_| dial(w)).collect();
-    // The oldest goes for the newest.
+    // The newest replaces the oldest.
     assert!(hear(w, &mut strangers[0], 1).is_empty());
     works(w);
     w.pass(Duration::from_millis(5));
@@ -136,10 +136,10 @@ fn silent_strangers_do_not_occupy_slots() {
     assert_eq!(left.kind(), ErrorKind::WouldBlock);
 }
 
-/// A request by its bytes, which the device has, and what it needs to accept it.
+/// Sends a request as bytes; returns the socket and the objects to accept it.
 fn requested(w: &mut Streams, request: &[u8]) -> (TcpStream, Side) {
     let mut socket = dial(w);
-    // In two pieces, of which the first says nothing.
+    // In two parts, of which the first is incomplete.
     let (first, rest) = request.split_at(7);
     socket.write_all(first).unwrap();
     w.pass(Duration::from_millis(2));
@@ -162,14 +162,14 @@ fn requested(w: &mut Streams, request: &[u8]) -> (TcpStream, Side) {
     (socket, side)
 }
 
-/// A request of revision 1 by its bytes, which the device accepts.
+/// Sends a revision 1 request as bytes, which the device accepts.
 fn accepted(w: &mut Streams, request: &[u8; 20]) -> (TcpStream, Side) {
     let (mut socket, side) = requested(w, request);
     let p = w.provider(End::B);
     p.accept(side.id, &ConnParam::default()).unwrap();
     let reply = hear(w, &mut socket, 20);
     assert_eq!(reply, [b"MPA ID Rep Frame", &request[16..]].concat());
-    // Revision 1 has no message that would confirm.
+    // Revision 1 has no confirmation message.
     let event = cm_event(w, End::B);
     assert!(matches!(event.kind, CmEventKind::Established { .. }));
     (socket, side)
@@ -180,10 +180,10 @@ fn message_with_bad_crc_is_terminated() {
     let w = &mut Streams::new();
     let _listener = listen(w, End::B, 4000);
     let (mut socket, side) = accepted(w, REQUEST);
-    // An RDMA WRITE of no bytes.
+    // An empty RDMA WRITE.
     let fpdu = b"\0\x0e\xc1\x40\0\0\0\0\0\0\0\0\0\0\0\0nope";
     socket.write_all(fpdu).unwrap();
-    // The length, a Terminate message as the only one of queue 2, MPA's error 2, and a CRC.
+    // The length, the first Terminate message of queue 2, MPA error 2, and a CRC.
     let heard = hear(w, &mut socket, 28);
     let body = b"\0\x16\x41\x47\0\0\0\0\0\0\0\x02\0\0\0\x01\0\0\0\0\x20\x02\0\0";
     assert_eq!((heard.len(), &heard[..24]), (28, &body[..]));
@@ -255,7 +255,7 @@ fn non_receiving_peer_cannot_keep_closed_connection() {
         let w = &mut without_crcs();
         let _listener = listen(w, End::B, 4000);
         let (mut socket, side) = accepted(w, WITHOUT_CRCS);
-        // More than the two sockets take.
+        // More than fits in both socket buffers.
         for msn in 1..=16 {
             socket.write_all(&read_all(&side, msn)).unwrap();
         }
@@ -278,7 +278,7 @@ fn non_receiving_peer_cannot_keep_closed_connection() {
 fn invalid_first_message_establishes_no_connection() {
     let w = &mut without_crcs();
     let _listener = listen(w, End::B, 4000);
-    // Revision 2, with a WRITE as the message that lets the responder send.
+    // Revision 2, with a WRITE as the first message, which allows the responder to send.
     let request = b"MPA ID Req Frame\x10\x02\0\x04\x80\x04\x80\x04";
     let (mut socket, side) = requested(w, request);
     let p = w.provider(End::B);
@@ -294,7 +294,7 @@ fn invalid_first_message_establishes_no_connection() {
     assert!(matches!(event.kind, CmEventKind::Rejected { .. }));
 }
 
-/// The device calls a peer, which is to listen at port 4000 of B's address.
+/// Connects the device to a peer, which should listen on port 4000 of B's address.
 fn call(w: &mut Streams) -> Side {
     let wants = Wants::default();
     let id = resolve(w, 4000);
@@ -338,7 +338,7 @@ fn mismatched_reply_is_terminated_with_reason() {
     let request = hear(w, &mut socket, 29);
     assert_eq!(request[16..20], *b"\x50\x02\0\x09");
     assert_eq!(request[24..], *b"hello");
-    // One RDMA READ more than was allowed.
+    // One RDMA READ more than allowed.
     let allowed = u16::from_be_bytes([request[20], request[21]]) & 0x3fff;
     let mut reply = b"MPA ID Rep Frame\x50\x02\0\x04\0\x01".to_vec();
     reply.extend_from_slice(&(allowed + 1).to_be_bytes());
@@ -355,7 +355,8 @@ fn mismatched_reply_is_terminated_with_reason() {
 #[test]
 fn old_peer_is_retried_with_revision_1() {
     const OLDER: &[u8] = b"MPA ID Rep Frame\x40\x01\0\0";
-    // It closes the connection, or resets it with what it has not read, or says its own revision.
+    // The peer closes the connection, resets it because of unread data, or replies with its own
+    // revision.
     for (reads, answer) in [(29, &b""[..]), (1, b""), (29, OLDER)] {
         let w = &mut Streams::new();
         let listener = listener_at_b(w);
@@ -384,7 +385,7 @@ fn old_peer_is_retried_with_revision_1() {
             panic!("{event:?}");
         };
         assert_eq!(param.private_data, b"ok");
-        // The connection carries messages, with CRCs.
+        // The connection transfers messages with CRCs.
         side.send(w, 1, SendOp::Send, 0, 4);
         assert_eq!(hear(w, &mut socket, 28)[..2], *b"\0\x16");
     }
@@ -409,7 +410,7 @@ fn peer_without_known_revision_is_not_retried() {
     assert!(listener.accept().is_err());
 }
 
-/// The device's call has been refused, and it does not call again.
+/// Checks that the device's request was rejected, and that it does not retry.
 fn refused_for_good(w: &mut Streams, side: &Side, listener: &TcpListener) {
     let event = cm_event(w, End::A);
     assert_eq!(event.id, side.id);
@@ -435,14 +436,14 @@ fn revision_1_rejection_is_final() {
 fn late_close_or_revision_2_prevents_retry() {
     let w = &mut Streams::new();
     let listener = listener_at_b(w);
-    // As a full server does with what waits too long.
+    // Like an overloaded server that closes connections which have waited too long.
     let side = call(w);
     let (mut socket, _) = called(w, &listener);
     assert_eq!(hear(w, &mut socket, 29).len(), 29);
     w.pass(Duration::from_millis(5100));
     drop(socket);
     refused_for_good(w, &side, &listener);
-    // As one does at once, whose other connection says that it knows the revision.
+    // Close immediately, but another connection has shown that the peer supports the revision.
     let side = call(w);
     let (mut open, _) = called(w, &listener);
     assert_eq!(hear(w, &mut open, 29).len(), 29);
@@ -456,14 +457,14 @@ fn late_close_or_revision_2_prevents_retry() {
     refused_for_good(w, &side, &listener);
 }
 
-/// CRCs are those of the bytes that leave, even if a program changes its memory meanwhile.
+/// CRCs match the bytes that are sent, even if a program modifies its memory concurrently.
 #[test]
 fn memory_changed_during_send_has_valid_crc() {
     for markers in [false, true] {
         let w = &mut Streams::with(|config| config.markers = markers);
         let (a, b) = connected(w);
         let half = a.mr.length as usize / 2;
-        // It ends with this test, also with one that fails.
+        // The thread exits with this test, even if the test fails.
         let test = Arc::new(());
         let (alive, memories) = (test.clone(), [a.memory.clone(), b.memory.clone()]);
         let writer = std::thread::spawn(move || {
@@ -495,7 +496,7 @@ fn unresponsive_tcp_peer_becomes_unreachable() {
     let full = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     full.bind(&at.into()).unwrap();
     full.listen(0).unwrap();
-    // No more connections have room, and what asks for one is not answered.
+    // The backlog is full, and further connection attempts receive no response.
     let callers: Vec<_> = (0..4)
         .map(|_| {
             let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();

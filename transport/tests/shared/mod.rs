@@ -1,4 +1,4 @@
-//! What only shared memory can show: peers that end, that lie, and that sleep.
+//! Tests specific to shared memory: peers that exit, send invalid data, or sleep.
 
 use std::io::{IoSlice, IoSliceMut, Write as _};
 use std::mem::MaybeUninit;
@@ -29,13 +29,13 @@ use crate::suite::world::{
     End, Side, Wants, World, cm_event, connect_to, connected, init_attr, listen, objects, resolve,
 };
 
-/// Bytes of the memory of a link without its first page: a ring of 1 MiB for each direction.
+/// Memory size of a link without its first page, in bytes: a ring of 1 MiB for each direction.
 const DATA: usize = 2 << 20;
-/// Places of the tails of both rings in the first page, in words of four bytes: first what the
-/// listening side writes, then what the connecting side does.
+/// Offsets of the tails of both rings in the first page, in words of four bytes: first the ring
+/// written by the listening side, then the ring written by the connecting side.
 const TAILS: [usize; 2] = [0, 96];
 
-/// A connection to the listener at an address by a program that is none of ours.
+/// Connects a foreign program to the listener at an address.
 fn knock(at: IpAddr) -> OwnedFd {
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     let name = SocketAddrUnix::new_abstract_name(format!("riser-shm/{at}").as_bytes()).unwrap();
@@ -43,14 +43,14 @@ fn knock(at: IpAddr) -> OwnedFd {
     socket
 }
 
-/// A HELLO from 127.0.0.1, by its bytes.
+/// Sends a HELLO from 127.0.0.1, as bytes.
 fn greet(socket: &OwnedFd) {
     let mut hello = *b"RISRSHM>\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\xff\xff\x7f\0\0\x01";
     hello[8..10].copy_from_slice(&1u16.to_ne_bytes());
     rustix::net::send(socket, &hello, SendFlags::NOSIGNAL).unwrap();
 }
 
-/// The memory that comes with a WELCOME.
+/// Receives a WELCOME and returns its memory.
 fn take_welcome(w: &mut Shared, socket: &OwnedFd) -> SharedMemory {
     let memory = w.until("a WELCOME", |_| {
         let mut bytes = [0; 64];
@@ -79,7 +79,7 @@ fn await_end(w: &mut Shared, socket: &OwnedFd) {
     });
 }
 
-/// Whether the descriptors of a device are readable within a while.
+/// Returns whether the descriptors of a device become readable within `wait`.
 fn is_readable(device: &Shm, wait: Duration) -> bool {
     let fds = device.event_fds();
     let mut fds: Vec<_> = fds
@@ -103,7 +103,7 @@ fn process_exit_closes_connections_immediately() {
     let (a, b) = connected(w);
     works(w, &a, &b);
     b.recv(w, 9, 0, 64);
-    // What it has sent before it ends counts.
+    // Data sent before the process exits are received.
     b.recv(w, 10, 0, 64);
     a.send(w, 2, SendOp::Send, 0, 64);
     w.a.progress(Instant::now());
@@ -116,7 +116,7 @@ fn process_exit_closes_connections_immediately() {
     assert_eq!(cm_event(w, End::B).kind, CmEventKind::Disconnected);
     let attr = w.b.query_qp(b.qp).unwrap();
     assert_eq!(attr.state, Some(QpState::Error));
-    // Not by a timer: those of a connection take seconds.
+    // This does not depend on a timer, which would take seconds.
     assert!(begin.elapsed() < w.patience() / 2);
 }
 
@@ -171,7 +171,7 @@ fn device_responds_to_probe() {
         w.step();
     }
     asking.join().unwrap().unwrap();
-    // The link of the question has ended.
+    // The link of the probe has been closed.
     works_afterwards(&mut w);
 }
 
@@ -180,8 +180,8 @@ fn works_afterwards(w: &mut Shared) {
     works(w, &a, &b);
 }
 
-/// Three devices, two of which have one address. All that one of them may know of the other's
-/// connection does not let it in.
+/// Three devices, two of which have the same address. Neither can interfere with the other's
+/// connection, even if it has all information about it.
 #[test]
 fn peers_of_one_address_are_kept_apart() {
     let w = &mut Shared::new();
@@ -191,7 +191,7 @@ fn peers_of_one_address_are_kept_apart() {
     let mut first = std::mem::replace(&mut w.a, Shm::open(ShmConfig::new(same)).unwrap());
     let _listener = listen(w, End::B, 4001);
     let (c, d) = connect_to(w, 4001, &Wants::default(), &Wants::default());
-    // What leads to the peer is its own, everything else the other connection's.
+    // The path to the peer is its own, and all other attributes are those of the other connection.
     let own = w.a.query_qp(c.qp).unwrap();
     let qp =
         w.a.create_qp(&init_attr(c.pd, c.cq, &Wants::default()))
@@ -271,7 +271,7 @@ fn ring_violation_only_closes_violator() {
     works(w, &a, &b);
 }
 
-/// A process that writes anything into its memory does not disturb the device.
+/// A process that writes arbitrary data into its memory does not disturb the device.
 #[test]
 fn random_packets_and_positions_harm_no_connection() {
     let w = &mut Shared::new();
@@ -288,7 +288,7 @@ fn random_packets_and_positions_harm_no_connection() {
             let mut packet = len.to_ne_bytes().to_vec();
             packet.extend((0..len).map(|_| random.u8(..)));
             if len > 8 {
-                // One that has a known opcode, and a queue pair of ours now and then.
+                // Use a known opcode, and sometimes one of our queue pairs.
                 packet[4] = random.u8(..0x15);
                 packet[5] = 0;
                 packet[6..8].copy_from_slice(&[0xff; 2]);
@@ -321,11 +321,11 @@ fn processes_without_valid_hello_are_dropped() {
     }
     w.pass(Duration::from_millis(20));
     assert_eq!(w.b.link_counters().refused, 0);
-    // One more takes the place of the first.
+    // An additional process replaces the first.
     strangers.push(knock(at));
     let first = strangers.remove(0);
     await_end(w, &first);
-    // A message that is none ends it at once, and silence after a while.
+    // An invalid message closes the link immediately, silence after a while.
     rustix::net::send(&strangers[0], b"hello", SendFlags::NOSIGNAL).unwrap();
     await_end(w, &strangers[0]);
     works_afterwards(w);
@@ -334,8 +334,8 @@ fn processes_without_valid_hello_are_dropped() {
     assert_eq!(w.b.link_counters().refused, MAX_GREETING as u64 + 1);
 }
 
-/// Runs as a user whom no device of ours lets in, for a descriptor to be sent by them; `None` where the
-/// kernel refuses that, or this process may not.
+/// Runs as a user that our devices reject, in order to send a descriptor. Returns `None` if the
+/// kernel refuses this, or if this process lacks the rights.
 fn as_a_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> Option<T> {
     if refuses_descriptors() {
         let why = "the kernel refuses it, as Linux does since 6.16";
@@ -348,7 +348,7 @@ fn as_a_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> Option<T> {
     }
     let act = || {
         let uid = Uid::from_raw(54_321);
-        // Of this thread alone.
+        // This only affects the current thread.
         rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
         act()
     };
@@ -383,8 +383,8 @@ fn listener_receives_no_descriptors() {
     works(w, &a, &b);
 }
 
-/// Sends the only descriptor of a connection whose closing waits for an hour, or until the peer that
-/// is returned is closed.
+/// Sends the only descriptor of a connection. Closing it waits for an hour, or until the returned
+/// peer is closed.
 fn send_what_is_slow_to_close(socket: &OwnedFd) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -410,7 +410,7 @@ fn slow_close_of_descriptor_delays_no_device() {
     let Some((socket, never_reads)) = sent else {
         return;
     };
-    // A device that waits for it is freed in the end, for this test to fail.
+    // If the device waits for it, this thread releases it eventually, so that the test fails.
     let (works_tx, works_rx) = mpsc::channel();
     let rescue = std::thread::spawn(move || {
         let is_held_up = works_rx.recv_timeout(Duration::from_secs(20)).is_err();
@@ -424,7 +424,7 @@ fn slow_close_of_descriptor_delays_no_device() {
     assert!(!rescue.join().unwrap(), "a device has waited for it");
 }
 
-/// A listener's end closes what strangers have connected and it has not accepted.
+/// Closing a listener closes pending connections of strangers.
 #[test]
 fn pending_connections_do_not_delay_listener_close() {
     let (at, _) = addresses();
@@ -444,23 +444,23 @@ fn pending_connections_do_not_delay_listener_close() {
         is_held_up
     });
     drop(listener);
-    // The name is free at once.
+    // The name is available immediately.
     ShmListener::bind(at).unwrap();
-    // It is known that it is not closed.
+    // The socket is reported as not closed yet.
     assert!(check_closed(Duration::ZERO).is_err());
     ended_tx.send(()).unwrap();
     assert!(!rescue.join().unwrap(), "the thread has waited for it");
     check_closed(Duration::from_secs(20)).unwrap();
 }
 
-/// A process that shares memory and never reads it costs no other one anything.
+/// A process that shares memory but never reads it does not delay other processes.
 #[test]
 fn non_reading_peer_delays_no_other() {
     use riser_transport::verbs::{AhAttr, QKey, QpInitAttr, QpType, UdDest};
 
     let w = &mut Shared::new();
     let (a, b) = connected(w);
-    // A listener that answers and then sleeps endlessly: another device that is not driven.
+    // A listener that responds and then sleeps forever: another device that is not driven.
     let (idle, _) = addresses();
     let mut sleeper = Shm::open(ShmConfig::listening(idle).unwrap()).unwrap();
     let wants = Wants::default();
@@ -546,7 +546,7 @@ fn sleeping_device_is_woken_by_packets() {
         assert_eq!(a.completion(w).status, WcStatus::Success);
         w.pass(Duration::from_millis(1));
     }
-    // A device that is awake costs its peer no wake-up.
+    // A device that is awake requires no wake-up by its peer.
     let bells = w.a.link_counters().bells;
     assert_eq!(bells, 10);
     works(w, &a, &b);

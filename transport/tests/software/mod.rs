@@ -1,4 +1,4 @@
-//! The worlds of the software NIC: on a wire in memory, on sockets, and in shared memory.
+//! Worlds of the software NIC: an in-memory wire, sockets, and shared memory.
 
 use std::collections::{HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
@@ -53,25 +53,25 @@ impl World for Virtual {
     }
 }
 
-/// Two devices of a kind on this host. The second one is in a namespace that `at_b` stands for, if any.
+/// Two devices of the same kind on this host. The second may be in the namespace `at_b`.
 pub(crate) struct Two<D, N = ()> {
     pub(crate) a: D,
     pub(crate) b: D,
     pub(crate) at_b: N,
 }
 
-/// Over real sockets of the loopback interface, or of one in a namespace.
+/// Over real sockets on the loopback interface, or on an interface in a namespace.
 pub(crate) type Real<N = ()> = Two<Roce, N>;
 
-/// Over shared memory: two devices of this process, which are each other's peers all the same.
+/// Over shared memory: two devices of this process, which are nevertheless peers.
 pub(crate) type Shared = Two<Shm>;
 
-/// Over TCP: two devices for iWARP.
+/// Over TCP: two iWARP devices.
 pub(crate) type Streams = Two<Iwarp>;
 
-/// A device of which a host may have two.
+/// A device that may exist twice on a host.
 pub(crate) trait OnHost: Provider {
-    /// Time that anything may take.
+    /// Timeout for all operations.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     fn ip(&self) -> IpAddr;
@@ -130,8 +130,8 @@ impl<D: OnHost, N> World for Two<D, N> {
     }
 }
 
-/// Two loopback addresses that no other test uses: of this process, and of other processes as far
-/// as their numbers differ.
+/// Returns two loopback addresses that are not used by other tests of this process, nor by other
+/// processes unless their process IDs collide.
 pub(crate) fn addresses() -> (IpAddr, IpAddr) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let n = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -142,7 +142,7 @@ pub(crate) fn addresses() -> (IpAddr, IpAddr) {
     )
 }
 
-/// A device on the loopback interface, whose configuration `change` has changed.
+/// Opens a device on the loopback interface, configured by `change`.
 pub(crate) fn device(change: impl Fn(&mut RoceConfig)) -> Roce {
     let mut config = RoceConfig::new(addresses().0);
     change(&mut config);
@@ -154,7 +154,7 @@ impl Real {
         Self::with(|_| {})
     }
 
-    /// Devices whose configuration `change` has changed.
+    /// Opens devices configured by `change`.
     pub(crate) fn with(change: impl Fn(&mut RoceConfig)) -> Self {
         let (a, b) = addresses();
         Self::at(a, b, change).expect("devices on the loopback interface")
@@ -178,7 +178,7 @@ impl Real {
     }
 }
 
-/// A device that can be its own peer, and a way to drive it.
+/// A device that can be its own peer, and a function to drive it.
 pub(crate) trait Alone {
     type Device: Provider;
 
@@ -210,7 +210,7 @@ impl Alone for Roce {
     }
 }
 
-/// One of a pair of devices, whose other end is left alone.
+/// Uses only one device of a pair.
 impl Alone for Pair {
     type Device = Endpoint;
 
@@ -234,12 +234,12 @@ impl Alone for Pair {
     }
 }
 
-/// Both ends are one device, which talks to itself.
+/// A single device as both ends.
 pub(crate) struct Itself<D> {
     device: D,
-    /// Identifiers that connection requests have made: the end B, which listens.
+    /// Identifiers created by connection requests. They belong to end B, which listens.
     requested: HashSet<CmId>,
-    /// Events of the other end than the one that was asked for.
+    /// Events that belong to the other end.
     events: VecDeque<CmEvent>,
 }
 
@@ -285,7 +285,8 @@ impl<D: Alone> World for Itself<D> {
     }
 }
 
-/// The states up to RTS of a queue pair whose peer is queue pair `number` at an address.
+/// Returns the attributes to move a queue pair to RTS, with queue pair `number` at an address as
+/// its peer.
 pub(crate) fn connected_steps(peer: IpAddr, number: u32) -> [QpAttr; 3] {
     [
         QpAttr {
@@ -332,7 +333,7 @@ impl Streams {
         Self::with(|_| {})
     }
 
-    /// Devices whose configuration `change` has changed.
+    /// Opens devices configured by `change`.
     pub(crate) fn with(change: impl Fn(&mut IwarpConfig)) -> Self {
         let (a, b) = addresses();
         let open = |addr| {

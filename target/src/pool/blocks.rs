@@ -1,4 +1,4 @@
-//! Blocks of a part of the mapping: a buddy allocator.
+//! Blocks in a part of the mapping: a buddy allocator.
 
 use riser_memory::Memory;
 use smallvec::SmallVec;
@@ -6,10 +6,10 @@ use smallvec::SmallVec;
 use super::buffer::{Buffer, Piece};
 use super::{MAX_BLOCK, MAX_ORDER, MAX_PIECES, MIN_BLOCK};
 
-/// No neighbour in a free list.
+/// Used as a link if there is no other block in a free list.
 const NIL: u32 = u32::MAX;
 
-/// State of a page, of [`MIN_BLOCK`] bytes.
+/// State of a page with [`MIN_BLOCK`] bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Page {
     /// Not the start of a block.
@@ -20,13 +20,13 @@ enum Page {
     Used { order: u8 },
 }
 
-/// A part of the mapping, in blocks.
+/// A part of the mapping, divided into blocks.
 #[derive(Debug)]
 pub(super) struct Blocks {
-    /// Offset of its first byte in the mapping.
+    /// Offset in the mapping.
     pub(super) base: usize,
     pub(super) len: usize,
-    /// Order of the smallest block that is handed out.
+    /// Order of the smallest block that can be allocated.
     least: usize,
     pages: Vec<Page>,
     heads: [u32; MAX_ORDER + 1],
@@ -34,12 +34,13 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks of any order.
+    /// Creates an allocator for blocks of any order.
     pub(super) fn new(base: usize, len: usize) -> Self {
         Self::with_least(base, len, 0)
     }
 
-    /// Blocks of the highest order only, which small buffers cannot fragment.
+    /// Creates an allocator for blocks of the highest order only, which cannot be fragmented by
+    /// small buffers.
     pub(super) fn undivided(base: usize, len: usize) -> Self {
         Self::with_least(base, len, MAX_ORDER)
     }
@@ -53,8 +54,8 @@ impl Blocks {
             heads: [NIL; MAX_ORDER + 1],
             free: len,
         };
-        // In reverse, since a free list returns the last block first: memory is used from its
-        // beginning.
+        // Use reverse order, because a free list returns the last block first. This way, memory is
+        // used from the start.
         for block in (0..len / MAX_BLOCK).rev() {
             blocks.push((block << MAX_ORDER) as u32, MAX_ORDER);
         }
@@ -80,8 +81,8 @@ impl Blocks {
             } else {
                 self.take_block(order_of(want).max(self.least))
             };
-            // Memory is taken whole or not at all: two commands that each wait with a part of
-            // theirs could wait for each other.
+            // Either allocate all of the memory or none of it. If two commands could wait with a
+            // part of their memory, they might wait for each other.
             let Some((page, order)) = taken else {
                 for piece in buffer.pieces.drain(..) {
                     self.put(piece.offset);
@@ -103,10 +104,10 @@ impl Blocks {
         self.put_block(((offset - self.base) / MIN_BLOCK) as u32);
     }
 
-    /// A block of `order`, or a smaller one where no larger one is left.
+    /// Allocates a block of `order`, or the largest available block if all of them are smaller.
     fn take_block(&mut self, order: usize) -> Option<(u32, usize)> {
-        // The smallest that is large enough, to keep large blocks whole. A smaller one only where
-        // memory is in pieces: the buffer has more of them then.
+        // Prefer the smallest block that is large enough, to keep large blocks intact. Only use a
+        // smaller block if the memory is fragmented. The buffer then has more pieces.
         let from = match self.heads[order] {
             NIL => (order + 1..=MAX_ORDER)
                 .chain((0..order).rev())
@@ -132,8 +133,8 @@ impl Blocks {
         self.free += MIN_BLOCK << order;
         self.pages[page as usize] = Page::Inner;
         while order < MAX_ORDER {
-            // Blocks of one order lie at multiples of their size, so the two halves of a larger
-            // block differ in one bit of their numbers.
+            // Each block is aligned to its size, so the two halves of a larger block only differ in
+            // a single bit of their index.
             let buddy = page ^ (1 << order);
             match self.pages.get(buddy as usize) {
                 Some(Page::Free { order: o, .. }) if usize::from(*o) == order => {
@@ -178,7 +179,7 @@ impl Blocks {
     }
 }
 
-/// The order of the smallest block that holds `len` bytes, at most [`MAX_ORDER`].
+/// Returns the order of the smallest block for `len` bytes, up to [`MAX_ORDER`].
 fn order_of(len: usize) -> usize {
     let blocks = len.div_ceil(MIN_BLOCK).next_power_of_two();
     (blocks.trailing_zeros() as usize).min(MAX_ORDER)

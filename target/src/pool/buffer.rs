@@ -1,4 +1,4 @@
-//! Buffers: the data of one command.
+//! Buffers for the data of a command.
 
 use std::ops::Range;
 
@@ -9,48 +9,49 @@ use smallvec::SmallVec;
 use super::MIN_BLOCK;
 use super::shares::Charge;
 
-/// A part of a buffer, contiguous in memory.
+/// A contiguous part of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Byte offset within the pool's mapping.
+    /// Offset in the mapping of the pool, in bytes.
     pub(super) offset: usize,
-    /// Bytes of the block that the buffer uses.
+    /// Number of bytes used by the buffer.
     pub(super) len: u32,
-    /// The block is `MIN_BLOCK << order` bytes long.
+    /// The size of the block is `MIN_BLOCK << order` bytes.
     pub(super) order: u8,
 }
 
-/// Data of one command: blocks of a pool, in order.
+/// Buffer for the data of a command: an ordered list of blocks in a pool.
 #[derive(Debug)]
 pub struct Buffer {
     pub(super) memory: Memory,
-    /// At most [`MAX_PIECES`]; nearly all buffers are of one or two, and are moved a lot.
+    /// At most [`MAX_PIECES`]. Almost all buffers have one or two pieces, and they are moved
+    /// frequently.
     pub(super) pieces: SmallVec<[Piece; 2]>,
     pub(super) len: u32,
-    /// Account that it is charged to, if any.
+    /// The account that it is charged to, if any.
     pub(super) charge: Option<Charge>,
 }
 
 impl Buffer {
-    /// Requested length in bytes.
+    /// Returns the requested length in bytes.
     #[must_use]
     pub fn len(&self) -> u32 {
         self.len
     }
 
-    /// Whether it holds no byte.
+    /// Returns whether the length is zero.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of its blocks.
+    /// Returns the total size of its blocks in bytes.
     pub(super) fn held(&self) -> usize {
         self.pieces.iter().map(|p| MIN_BLOCK << p.order).sum()
     }
 
-    /// The ranges of the mapping that hold bytes `range` of the buffer, in order. What lies beyond
-    /// the end is left out.
+    /// Returns the ranges of the mapping for a range of bytes in this buffer, in order. Anything
+    /// after the end is ignored.
     #[must_use]
     pub fn ranges(&self, range: Range<u32>) -> Ranges<'_> {
         Ranges {
@@ -60,10 +61,11 @@ impl Buffer {
         }
     }
 
-    /// The bytes of a part that lie in its first `pieces` pieces. The part begins within the
-    /// buffer.
+    /// Returns the number of bytes of a part which are in its first `pieces` pieces. The part must
+    /// start in the buffer.
     pub(crate) fn len_of_pieces(&self, part: Range<u32>, pieces: usize) -> u32 {
-        // Nearly all buffers are of one piece, and no part has more pieces than its buffer.
+        // Almost all buffers have a single piece, and a part can't have more pieces than its
+        // buffer.
         if self.pieces.len() <= pieces {
             return part.end.min(self.len) - part.start;
         }
@@ -71,26 +73,26 @@ impl Buffer {
         ranges.map(|range| range.len() as u32).sum()
     }
 
-    /// Appends all of its pieces to a list, as slices that keep the mapping alive.
+    /// Appends all pieces to a list, as slices that keep the mapping alive.
     pub(crate) fn put_slices(&self, out: &mut Vec<MemSlice>) {
         for range in self.ranges(0..self.len) {
             out.push(self.memory.slice(range).expect("pieces lie in the mapping"));
         }
     }
 
-    /// The same ranges as slices that keep the mapping alive.
+    /// Returns the same ranges as slices that keep the mapping alive.
     pub fn slices(&self, range: Range<u32>) -> impl Iterator<Item = MemSlice> + '_ {
         self.ranges(range)
             .map(|r| self.memory.slice(r).expect("pieces lie in the mapping"))
     }
 
-    /// The mapping that its ranges lie in.
+    /// Returns the mapping that contains the ranges.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Copies `bytes` in, at `offset`.
+    /// Copies `bytes` to the given offset.
     ///
     /// # Panics
     /// If they do not fit.
@@ -103,7 +105,7 @@ impl Buffer {
         }
     }
 
-    /// The part of `len` bytes that begins at `offset`.
+    /// Returns the part with `len` bytes starting at `offset`.
     fn part(&self, offset: u32, len: usize) -> Range<u32> {
         let end = u32::try_from(len)
             .ok()
@@ -112,11 +114,11 @@ impl Buffer {
         offset..end.expect("the bytes fit the buffer")
     }
 
-    /// Calls `f` with the bytes of a part, piece by piece and in order, where they lie: for a digest,
-    /// which is to cost no copy.
+    /// Calls `f` with the bytes of a part in order, piece by piece. They are accessed in place, to
+    /// compute a digest without copying.
     ///
     /// # Safety
-    /// No operation of the ring or of a device writes the part until this returns.
+    /// The part must not be written by any operation of the ring or of a device until this returns.
     ///
     /// # Panics
     /// If the part is not within the buffer.
@@ -127,13 +129,13 @@ impl Buffer {
     pub unsafe fn for_each_piece(&self, part: Range<u32>, mut f: impl FnMut(&[u8])) {
         assert!(part.end <= self.len, "part {part:?} beyond {}", self.len);
         for run in self.ranges(part) {
-            // SAFETY: the caller's promise; the run belongs to this buffer alone.
+            // SAFETY: this is ensured by the caller, and the run belongs only to this buffer.
             unsafe { self.memory.with_bytes(run.start, run.len(), &mut f) };
         }
     }
 }
 
-/// Ranges of a pool's mapping that hold a part of a buffer, in order: see [`Buffer::ranges`].
+/// Ranges of the mapping for a part of a buffer, in order: see [`Buffer::ranges`].
 #[derive(Clone, Debug)]
 pub struct Ranges<'a> {
     pieces: std::slice::Iter<'a, Piece>,

@@ -1,7 +1,7 @@
-//! Accounts of a pool: the memory of each initiator and of each unit, and their guaranteed parts.
+//! Accounts of a pool: the memory used by each initiator and each unit, and their guaranteed parts.
 //!
-//! The model and its invariant are described in [`super`]. Nothing here knows addresses; the
-//! numbers are bytes of whole blocks.
+//! The model and its invariant are described in [`super`]. This module does not use any addresses.
+//! All numbers are bytes in whole blocks.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hash};
@@ -11,14 +11,14 @@ use slab::Slab;
 
 use super::{Claim, MAX_BLOCK, Owner};
 
-/// Key of an initiator, the same for all of its sessions.
+/// Key of an initiator, which is the same for all of its sessions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct InitiatorKey(u64);
 
-/// Part of the pool that a buffer is charged to.
+/// The part of the pool that a buffer is charged to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
-    /// Shared by all.
+    /// Shared by all claims.
     Common,
     /// Guaranteed to the initiator of the owner.
     Initiator,
@@ -26,21 +26,21 @@ pub(super) enum Part {
     Gathering,
     /// Guaranteed to the unit, for commands that have started.
     Started,
-    /// The reserve, which no account counts.
+    /// The reserve, which is not counted by any account.
     Reserve,
 }
 
-/// Charge of one buffer.
+/// The charge for a buffer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Charge {
     pub(super) claim: Claim,
     pub(super) part: Part,
 }
 
-/// Account of an initiator or of a unit.
+/// Account of an initiator or a unit.
 #[derive(Debug, Default)]
 struct Account {
-    /// Bytes of all its data buffers.
+    /// Bytes in data buffers.
     data: usize,
     /// Bytes charged to a unit's part for commands that gather their data.
     gathering: usize,
@@ -52,7 +52,7 @@ struct Account {
     owners: u32,
     /// Key of an initiator with a session.
     key: Option<InitiatorKey>,
-    /// The unit holds a buffer of the reserve.
+    /// Set while the unit has a buffer from the reserve.
     has_reserve: bool,
 }
 
@@ -61,44 +61,44 @@ impl Account {
         self.data > 0 || self.waits > 0
     }
 
-    /// Bytes charged to the unit's part.
+    /// Returns the number of bytes charged to the unit's part.
     fn own(&self) -> usize {
         self.gathering + self.started
     }
 }
 
-/// Requests for a unit's part that precede a request in the line.
+/// Requests in the line that are before a request for the same unit's part.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ahead {
-    /// Bytes that the first of them reserves.
+    /// Bytes reserved by the first of these requests.
     pub(super) reserved: usize,
-    /// A command waits that gathers its data.
+    /// Set if a command is waiting that gathers its data.
     pub(super) gathers: bool,
 }
 
 /// Account of an owner.
 #[derive(Debug)]
 struct Holding {
-    /// Account of its initiator.
+    /// Index of its initiator's account.
     initiator: usize,
-    /// Bytes of data buffers.
+    /// Bytes in data buffers.
     data: usize,
-    /// Bytes of descriptor tables.
+    /// Bytes in descriptor tables.
     tables: usize,
     /// Entries in the line.
     waits: u32,
-    /// The owner has a session: the account stays while it is idle.
+    /// Set if the owner has a session. In this case, the account is kept while it is idle.
     is_member: bool,
 }
 
-/// A part of the pool that initiators, or units, divide among them.
+/// A part of the pool that is divided among initiators or units.
 #[derive(Debug, Default)]
 struct Area {
-    /// Size in bytes; 0 while nobody has to be kept apart.
+    /// Size in bytes, or 0 if isolation is not required.
     size: usize,
     /// Bytes in use.
     used: usize,
-    /// Guaranteed part of each.
+    /// Guaranteed part for each of them.
     part: usize,
 }
 
@@ -119,26 +119,27 @@ impl Area {
 #[derive(Debug)]
 pub(super) struct Shares {
     len: usize,
-    /// Size and use of the common part.
+    /// Size of the common part.
     common: usize,
     common_used: usize,
     of_initiators: Area,
     of_units: Area,
     initiators: Slab<Account>,
     by_key: FxHashMap<InitiatorKey, usize>,
-    /// Makes keys of names, which peers choose, so that none has the key of another.
+    /// Converts names to keys. Names are chosen by peers, which must not be able to cause
+    /// collisions.
     keys: RandomState,
-    /// By number, after that of commands without a unit.
+    /// Unit accounts by number, after an account for commands without a unit.
     units: Vec<Account>,
     served_units: usize,
-    /// Initiators, and units, that hold memory or wait for it.
+    /// Number of initiators that use memory or wait for it. The same for units below.
     active_initiators: usize,
     active_units: usize,
-    /// By numbers of ours: no peer can choose them for their hashes.
+    /// The numbers are assigned by us, so a peer cannot cause collisions.
     owners: FxHashMap<Owner, Holding>,
 }
 
-/// Place of a unit's account.
+/// Returns the index of a unit's account.
 fn place(unit: Option<u32>) -> usize {
     unit.map_or(0, |unit| unit as usize + 1)
 }
@@ -162,9 +163,9 @@ impl Shares {
         }
     }
 
-    /// Divides the pool anew, after the number of initiators or units has changed.
+    /// Divides the pool again after the number of initiators or units has changed.
     fn divide(&mut self) {
-        // In whole blocks, so that a pool too small to be divided stays common.
+        // Use whole blocks, so that a pool which is too small to be divided only has a common part.
         let area = self.len / 4 / MAX_BLOCK * MAX_BLOCK;
         self.of_initiators.divide(area, self.initiators.len());
         self.of_units.divide(area, self.served_units);
@@ -176,10 +177,10 @@ impl Shares {
         self.divide();
     }
 
-    /// An owner has a session of this initiator.
+    /// Called when an owner has a session of this initiator.
     pub(super) fn enter(&mut self, owner: Owner, name: &impl Hash) {
         let known = self.owners.get(&owner).map(|holding| holding.is_member);
-        // A connection logs in once.
+        // A connection can only log in once.
         if known == Some(true) {
             return;
         }
@@ -198,8 +199,8 @@ impl Shares {
         }
     }
 
-    /// Moves the account of an owner without a session to the initiator of its session: its first
-    /// commands may arrive with the last request of the login.
+    /// Moves the account of an owner without a session to the initiator of its session. Its first
+    /// commands may be received with the last request of the login.
     fn adopt(&mut self, owner: Owner, initiator: usize) {
         let holding = self.owners.get_mut(&owner).expect("an owner is known");
         holding.is_member = true;
@@ -213,7 +214,7 @@ impl Shares {
         self.divide();
     }
 
-    /// The session of an owner is over.
+    /// Called when the session of an owner is closed.
     pub(super) fn leave(&mut self, owner: Owner) {
         if let Some(holding) = self.owners.get_mut(&owner) {
             holding.is_member = false;
@@ -242,7 +243,7 @@ impl Shares {
         })
     }
 
-    /// The account of an owner; without a session the owner counts as an initiator.
+    /// Returns the account of an owner. Without a session, the owner is treated as an initiator.
     fn holding(&mut self, owner: Owner) -> &mut Holding {
         if !self.owners.contains_key(&owner) {
             let initiator = self.add_initiator(None);
@@ -251,7 +252,7 @@ impl Shares {
         self.owners.get_mut(&owner).expect("it was looked up")
     }
 
-    /// Removes the account of an owner that neither has, wants nor may want anything.
+    /// Removes the account of an owner if it does not use or want any memory and has no session.
     fn forget_idle(&mut self, owner: Owner) {
         let is_idle = |h: &Holding| !h.is_member && h.data + h.tables == 0 && h.waits == 0;
         let Some(holding) = self.owners.get(&owner).filter(|h| is_idle(h)) else {
@@ -276,7 +277,7 @@ impl Shares {
     }
 
     fn unit(&self, unit: Option<u32>) -> Option<&Account> {
-        // Commands without a unit wait for no disk.
+        // Commands without a unit do not wait for a disk.
         unit.and_then(|_| self.units.get(place(unit)))
     }
 
@@ -289,19 +290,19 @@ impl Shares {
         self.common
     }
 
-    /// Whether the part of an owner's initiator has room for `need` bytes. All memory of an initiator
-    /// counts against its part. A longer buffer is granted if it is the only one.
+    /// Returns whether the part of an owner's initiator has room for `need` bytes. All memory of an
+    /// initiator counts against its part. A larger buffer is granted if it is the only one.
     pub(super) fn has_initiator_room(&self, owner: Owner, need: usize) -> bool {
         let held = self.initiator(owner).map_or(0, |a| a.data);
         let area = &self.of_initiators;
         (held == 0 || held + need <= area.part) && area.has_room(need)
     }
 
-    /// The guaranteed part of a unit, if it has room for `need` bytes behind the requests in the
-    /// line.
+    /// Returns the guaranteed part of a unit if it has room for `need` bytes after the requests in
+    /// the line.
     ///
-    /// Commands that gather their data get half of the part. Commands that have started get all of
-    /// it, but no more than the other half while a command waits that gathers.
+    /// Commands that gather their data can use half of the part. Commands that have started can use
+    /// all of it, but only the other half while a command that gathers its data is waiting.
     pub(super) fn unit_part(
         &self,
         unit: u32,
@@ -320,22 +321,24 @@ impl Shares {
             (false, false) => (Part::Started, own, area.part),
         };
         let fits = match own + ahead.reserved {
-            // The only buffer may be longer than the part, if the unit has no other memory.
+            // If the unit has no other memory, a single buffer can be larger than the part.
             0 => need <= area.part || data == 0,
             _ => own + need <= area.part && held + ahead.reserved + need <= most,
         };
         (fits && area.has_room(need)).then_some(part)
     }
 
-    /// Whether a unit's part can hold a buffer of `need` bytes once its other buffers are released.
+    /// Returns whether a unit's part has room for a buffer of `need` bytes after its other buffers
+    /// are released.
     pub(super) fn can_hold(&self, unit: u32, need: usize) -> bool {
         let area = &self.of_units;
         let (own, data) = self.unit(Some(unit)).map_or((0, 0), |a| (a.own(), a.data));
         area.used - own + need <= area.size && (need <= area.part || data == own)
     }
 
-    /// Whether a buffer of `need` bytes requires that a unit's part holds no memory of commands that
-    /// have started, and no command that has gathered its data into the part can wait for these.
+    /// Returns whether a buffer of `need` bytes requires that a unit's part has no memory of
+    /// started commands, and there are no commands with gathered data in the part that may be
+    /// waiting for these.
     pub(super) fn excludes_started(&self, unit: u32, need: usize) -> bool {
         let gathering = self.unit(Some(unit)).map_or(0, |a| a.gathering);
         gathering == 0 && need > self.of_units.part / 2
@@ -355,7 +358,7 @@ impl Shares {
         if bytes == 0 {
             return;
         }
-        // One look-up for an owner that is known, as nearly all are.
+        // Use a single lookup if the owner is known, which is almost always the case.
         let holding = match self.owners.get_mut(&claim.owner) {
             Some(holding) => holding,
             None => self.holding(claim.owner),
@@ -412,7 +415,7 @@ impl Shares {
         }
     }
 
-    /// Bytes of an owner's descriptor tables.
+    /// Returns the number of bytes in an owner's descriptor tables.
     pub(super) fn tables(&self, owner: Owner) -> usize {
         self.owners.get(&owner).map_or(0, |holding| holding.tables)
     }
@@ -428,7 +431,7 @@ impl Shares {
         }
     }
 
-    /// A claim enters the line.
+    /// Called when a claim is added to the line.
     pub(super) fn begin_wait(&mut self, claim: Claim) {
         let place = place(claim.unit);
         if self.units.len() <= place {
@@ -445,7 +448,7 @@ impl Shares {
         account.waits += 1;
     }
 
-    /// A claim leaves the line.
+    /// Called when a claim is removed from the line.
     pub(super) fn end_wait(&mut self, claim: Claim) {
         let account = &mut self.units[place(claim.unit)];
         account.waits -= 1;
@@ -459,14 +462,14 @@ impl Shares {
         self.forget_idle(claim.owner);
     }
 
-    /// Whether an owner has an entry in the line.
+    /// Returns whether an owner has an entry in the line.
     pub(super) fn waits(&self, owner: Owner) -> bool {
         self.owners.get(&owner).is_some_and(|h| h.waits > 0)
     }
 
-    /// Whether the initiator and the unit of a claim are both within their shares of the pool with
-    /// `need` bytes more: the pool divided by the number of accounts that have or want some. An
-    /// account that has nothing is within its share.
+    /// Returns whether the initiator and the unit of a claim will both be within their shares after
+    /// allocating `need` bytes: the pool divided by the number of accounts that use or want memory.
+    /// An account without memory is always within its share.
     pub(super) fn is_within_share(&self, claim: Claim, need: usize) -> bool {
         let is_within = |account: Option<&Account>, active: usize| {
             account.is_none_or(|a| a.data == 0 || a.data + need <= self.len / active.max(1))
@@ -475,14 +478,14 @@ impl Shares {
             && is_within(self.unit(claim.unit), self.active_units)
     }
 
-    /// Whether the initiator of an owner has more than half of its share. All others together that
-    /// have no more leave half of the pool.
+    /// Returns whether the initiator of an owner uses more than half of its share. If this is false
+    /// for all initiators, they leave at least half of the pool.
     pub(super) fn is_beyond_half_share(&self, owner: Owner) -> bool {
         let most = self.len / (2 * self.active_initiators.max(1));
         self.initiator(owner).is_some_and(|a| a.data > most)
     }
 
-    /// Whether two owners have the same initiator.
+    /// Returns whether two owners have the same initiator.
     pub(super) fn is_same_initiator(&self, one: Owner, other: Owner) -> bool {
         let initiator = |owner| self.owners.get(&owner).map(|holding| holding.initiator);
         one == other || initiator(one).is_some_and(|of_one| Some(of_one) == initiator(other))
@@ -492,7 +495,7 @@ impl Shares {
         self.units.get(place(unit)).is_some_and(|u| u.has_reserve)
     }
 
-    /// Whether nothing is charged, and only sessions have accounts.
+    /// Returns whether no memory is charged, and there are only accounts for sessions.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         self.owners.values().all(|h| h.is_member)
@@ -500,7 +503,7 @@ impl Shares {
             && self.common_used + self.of_initiators.used + self.of_units.used == 0
     }
 
-    /// Guaranteed parts of an initiator and of a unit.
+    /// Returns the guaranteed parts of an initiator and of a unit.
     #[cfg(test)]
     pub(super) fn parts(&self) -> (usize, usize) {
         (self.of_initiators.part, self.of_units.part)

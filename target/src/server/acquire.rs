@@ -31,7 +31,7 @@ use crate::worker::device_slots::{DeviceKind, DeviceSlot, DeviceSlots};
 /// Timeout for workers to close an unused device.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// Opens devices and listening sockets for a simulation, instead of those of the host.
+/// Opens devices and listening sockets for a simulation, instead of using the host.
 pub trait SimulatedNetwork: Debug + Send + Sync {
     /// Opens the device with this address for a worker. `worker` is its index out of `workers`.
     ///

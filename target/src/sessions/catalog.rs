@@ -280,8 +280,8 @@ impl IscsiDef {
     /// this address.
     ///
     /// Loopback addresses are only useful to an initiator on the same host. Wildcard portals
-    /// include addresses that this initiator may not be able to reach, such as those of container
-    /// bridges or separate networks, and it would spend a long time trying them.
+    /// include addresses that this initiator may not be able to reach, such as addresses of
+    /// container bridges or separate networks, and it would spend a long time trying them.
     pub fn shown_to(&self, by: SocketAddr) -> impl Iterator<Item = SocketAddr> + '_ {
         let is_useful = move |at: &SocketAddr| by.ip().is_loopback() || !at.ip().is_loopback();
         let is_listed = move |at: &SocketAddr| at.ip() == by.ip() || !self.unlisted.contains(at);

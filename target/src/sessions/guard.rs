@@ -29,7 +29,7 @@ pub struct Departure {
 /// The result of closing a connection.
 #[derive(Debug, Default)]
 pub struct Left {
-    /// Channels that are no longer waiting.
+    /// Channels that can stop waiting.
     pub notify: Vec<ConnRef>,
     /// Channels to terminate, because their session is closed or can never be established.
     pub terminate: Vec<ConnRef>,

@@ -134,7 +134,7 @@ pub struct SessionGrant {
 /// State of a connection in its session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ConnectionStanding {
-    /// Up, as far as the target has detected.
+    /// Up: no loss of the connection was detected.
     Up,
     /// Lost, but not logged out.
     Lost,
@@ -321,8 +321,8 @@ impl IscsiSessions {
             session,
         } = new;
         let mut table = self.lock();
-        // Check this while holding the lock. This ensures that the replaced session is the one that
-        // was checked, and that `change` will log out the new session if the initiator loses access
+        // Check this while holding the lock. This ensures that we replace the same session that was
+        // checked, and that `change` will log out the new session if the initiator loses access
         // after the check.
         let there = table.current.get(&session.key);
         check(there.map(|tsih| &table.entries[tsih].session))?;
@@ -844,8 +844,8 @@ mod tests {
         assert!(old.is_empty());
         let (_, two, old) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
         assert_eq!(old, [channel(1)]);
-        // A third session logs in while the second is still waiting, and the second client gives
-        // up.
+        // A third session logs in while the second is still waiting. Then the second client
+        // disconnects.
         let (third, _three, old) = entered(sessions.enter(session(1), &new(0, 3), 7, fits));
         assert_eq!(old, [channel(2)]);
         let left = lose(two);

@@ -359,8 +359,8 @@ impl Registry {
     }
 
     /// Switches to a new catalog, and notifies nexuses whose units have changed. Returns the
-    /// channels to log out: either the initiator can no longer log in, or the units for the address
-    /// of the channel no longer match those of its session.
+    /// channels to log out: either the initiator can no longer log in, or the address of the
+    /// channel no longer has access to the same units as its session.
     pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ConnRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
@@ -403,7 +403,7 @@ impl Registry {
         self.lock().stopping = false;
     }
 
-    /// Returns the current number of sessions, not including those that were never established.
+    /// Returns the current number of sessions, not including sessions that were never established.
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.lock().budget.sessions() as usize
@@ -1071,8 +1071,8 @@ mod tests {
         let most = MAX_UNCONFIRMED as u64;
         assert!((0..most).all(|_| forge().is_empty()));
         assert_eq!(forge(), [channel(1001)], "the oldest");
-        // A genuine host is accepted, and its request is only dropped when all others were replaced
-        // by forged requests.
+        // A genuine host is accepted, and its request is only dropped when forged requests have
+        // replaced all other entries.
         host.single(1).unwrap();
         for _ in 1..most {
             assert_ne!(forge(), [channel(1)]);

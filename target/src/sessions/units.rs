@@ -14,8 +14,7 @@ pub(super) struct UnitEntries {
     luns: Arc<LunMap>,
     /// Nexuses replaced by this nexus.
     predecessors: Vec<NexusId>,
-    /// Units that are no longer visible to the nexus. It keeps its entry there for the commands in
-    /// flight.
+    /// Units removed from the nexus. It keeps its entries there for commands in flight.
     former: Vec<Weak<Unit>>,
 }
 
@@ -103,8 +102,7 @@ impl UnitEntries {
     }
 
     /// Called when all workers use the current map, so there are no new commands for older maps.
-    /// The nexus leaves all units that are no longer visible, as soon as its last command there has
-    /// completed.
+    /// The nexus leaves its removed units, each as soon as its last command there has completed.
     pub(super) fn settle(&mut self) {
         let former = std::mem::take(&mut self.former);
         for unit in former.iter().filter_map(Weak::upgrade) {

@@ -167,7 +167,8 @@ pub struct Channel {
     pub(super) backlog: Backlog,
     pub(super) own: OwnMessages,
     pub(super) blocks_in_flight: u32,
-    /// Chains in flight that commands are waiting for: all chains without a response.
+    /// Chains in flight that commands are waiting for, not including chains of a response and its
+    /// data.
     pub(super) transfers: u32,
     /// Deadline for the next chain to complete.
     pub(super) data_deadline: Option<Instant>,

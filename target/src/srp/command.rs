@@ -163,8 +163,8 @@ impl Channel {
         false
     }
 
-    /// Completes an aborted command that is no longer used by any device. If it was aborted by
-    /// another nexus, its initiator is waiting for a response, so we return TASK ABORTED (SPC-4
+    /// Completes an aborted command after all devices have released its buffers. If it was aborted
+    /// by another nexus, its initiator is waiting for a response, so we return TASK ABORTED (SPC-4
     /// 7.5.8: TAS).
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;

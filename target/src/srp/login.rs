@@ -215,7 +215,7 @@ pub fn plan_login(
         }
     }
     // This is checked after the request itself: if a request can never be accepted, the reason
-    // should say so instead of suggesting a retry.
+    // should not suggest a retry.
     if view.exhausted {
         return Err(LoginRejReason::InsufficientResources);
     }

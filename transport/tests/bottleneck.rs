@@ -472,7 +472,8 @@ fn rows(kind: Kind, flows: usize, marks: bool, millis: u64) -> impl Iterator<Ite
         inflight,
         millis,
     };
-    // The default socket buffers of a host, and those of a host with a limit of 16 MiB per program.
+    // The default socket buffers of a host, and the buffers of a host with a limit of 16 MiB per
+    // program.
     let ethernet = [64, 180, 512].map(|room| row(Mtu::Mtu1024, room, 425_984 / 4));
     let jumbo = [32, 128, 512].map(|room| row(Mtu::Mtu4096, room, 1 << 20));
     ethernet.into_iter().chain(jumbo)

@@ -229,7 +229,7 @@ impl Rig {
         side.modify(&rts).unwrap();
     }
 
-    /// Executes the next event until `limit`; returns false if there is none.
+    /// Executes the next event until `limit`; returns false if no event is due.
     fn step(&mut self, limit: Instant) -> bool {
         let due = self.sides.iter().filter_map(|side| side.device.deadline());
         let Some(at) = due.min().filter(|at| *at <= limit) else {

@@ -45,7 +45,8 @@ mod on_full_sockets {
 }
 
 mod on_a_bad_wire {
-    //! The suite with one in thirty packets lost, and others duplicated, corrupted or reordered.
+    //! The suite with one in thirty packets lost, and some packets duplicated, corrupted or
+    //! reordered.
 
     use std::collections::BTreeMap;
     use std::time::Duration;

@@ -111,7 +111,7 @@ struct Link {
 }
 
 impl Link {
-    /// Transfers packets in both directions until there are none; one in `lose` is lost.
+    /// Transfers packets in both directions until none are left; one in `lose` is lost.
     fn carry(&mut self, lose: u64) {
         loop {
             let mut is_quiet = true;

@@ -1099,7 +1099,8 @@ fn bytes_survive_bad_and_congested_wire() {
 }
 
 /// The wire fails in the middle: each side detects this, and every request of both queues completes
-/// once, in order. The oldest unacknowledged request has the reason, and the others are flushed.
+/// once, in order. The oldest unacknowledged request has the reason, and the remaining requests are
+/// flushed.
 #[test]
 fn dead_wire_completes_requests_once() {
     for seed in 0..50 {

@@ -191,7 +191,8 @@ fn peers_of_one_address_are_kept_apart() {
     let mut first = std::mem::replace(&mut w.a, Shm::open(ShmConfig::new(same)).unwrap());
     let _listener = listen(w, End::B, 4001);
     let (c, d) = connect_to(w, 4001, &Wants::default(), &Wants::default());
-    // The path to the peer is its own, and all other attributes are those of the other connection.
+    // The path leads to the correct peer, and all other attributes are copied from the other
+    // connection.
     let own = w.a.query_qp(c.qp).unwrap();
     let qp =
         w.a.create_qp(&init_attr(c.pd, c.cq, &Wants::default()))

@@ -1,4 +1,4 @@
-//! Connections: made, refused, ended, and given up.
+//! Connections: establishing, rejecting, closing and timeouts.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
@@ -53,7 +53,7 @@ pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
         assert_eq!(said.private_data.len(), MAX_CONNECT_PRIVATE_DATA);
         assert_eq!(&said.private_data[..6], b"hello\0");
     }
-    // The peer's depth is what we hold, and the other way round.
+    // The peer's depth corresponds to our resources, and vice versa.
     assert_eq!((said.responder_resources, said.initiator_depth), (5, 3));
     let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
     let init = init_attr(pd, cq, &Wants::default());
@@ -65,8 +65,8 @@ pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
         panic!("not established");
     };
     assert_eq!(said.private_data[..7], *b"welcome");
-    // The answer asks for no more than the request offered.
-    // siw holds as many as the request asks for.
+    // The reply must not exceed the offer of the request. siw keeps the resources requested by the
+    // request.
     let held = if w.is_siw(End::B) { 5 } else { 3 };
     let depths = (said.responder_resources, said.initiator_depth);
     assert_eq!(depths, (3, held));
@@ -77,7 +77,8 @@ pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
         cm_event(w, End::B).kind,
         CmEventKind::Established { .. }
     ));
-    // Each begins with the PSN that the other expects, and bounds its READs by the other's offer.
+    // Each side starts with the PSN that the other expects, and limits its READs to the other's
+    // offer.
     let attr_a = w.provider(End::A).query_qp(qp_a).unwrap();
     let attr_b = w.provider(End::B).query_qp(qp_b).unwrap();
     assert_eq!(
@@ -85,7 +86,7 @@ pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
         (attr_b.rq_psn, attr_b.sq_psn)
     );
     for (end, attr) in [(End::A, attr_a), (End::B, attr_b)] {
-        // rdma_rxe makes it a power of two.
+        // rdma_rxe rounds this up to a power of two.
         let depth = Some(if w.is_rxe(end) { 4 } else { 3 });
         assert_eq!(
             (attr.max_rd_atomic, attr.max_dest_rd_atomic),
@@ -93,7 +94,7 @@ pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
         );
     }
     let number = w.provider(End::B).qp_num(qp_b).unwrap();
-    // The TCP connection leads to the queue pair.
+    // With iWARP, the TCP connection determines the peer's queue pair.
     assert_eq!(attr_a.dest_qp, (!is_iwarp).then_some(number));
 }
 
@@ -131,7 +132,7 @@ pub(crate) fn missing_listener_rejects_request<W: World>(mut w: W) {
     w.provider(End::A).create_cm_qp(id, &init).unwrap();
     let asked = w.provider(End::A).connect(id, &param(b""));
     if w.is_siw(End::A) && asked.is_err() {
-        // It waits for TCP to connect, in the call.
+        // siw waits for the TCP connection inside the call.
         return;
     }
     asked.unwrap();
@@ -155,7 +156,7 @@ pub(crate) fn disconnect_reaches_both_sides<W: World>(mut w: W) {
         assert_eq!(cm_event(w, side.end).kind, CmEventKind::Disconnected);
         assert_eq!(side.completion(w).status, WcStatus::WrFlushErr);
         let state = w.provider(side.end).query_qp(side.qp).unwrap().state;
-        // siw closes in another state.
+        // siw uses a different state.
         assert!(state == Some(QpState::Error) || w.is_siw(side.end));
     }
     for side in [&a, &b] {
@@ -184,7 +185,7 @@ pub(crate) fn destroying_identifier_closes_connection<W: World>(mut w: W) {
     let (a, b) = connected(w);
     w.provider(End::A).destroy_id(a.id).unwrap();
     assert_eq!(cm_event(w, End::B).kind, CmEventKind::Disconnected);
-    // The queue pair stays its owner's to destroy.
+    // The owner still has to destroy the queue pair.
     w.provider(End::A).destroy_qp(a.qp).unwrap();
     w.provider(End::B).destroy_qp(b.qp).unwrap();
     w.provider(End::B).destroy_id(b.id).unwrap();
@@ -209,7 +210,7 @@ pub(crate) fn calls_out_of_turn_are_refused<W: World>(mut w: W) {
     wrong(p.create_cm_qp(id, &init).map(drop));
     let port = |port| SocketAddr::new(here, port);
     let peer = SocketAddr::new(there, 1);
-    // A device whose peer is itself is not the other end.
+    // Skip a device that is its own peer.
     if there != here {
         assert_eq!(p.bind_addr(id, peer), Err(CmError::AddressNotAvailable));
     }
@@ -255,7 +256,7 @@ pub(crate) fn calls_out_of_turn_are_refused<W: World>(mut w: W) {
     assert_eq!(too_long, Err(CmError::PrivateDataTooLong { len, max }));
 }
 
-/// An identifier of A with an option, if any.
+/// Creates an identifier of A, with an optional option.
 fn id_with<W: World>(w: &mut W, option: Option<CmOption>) -> CmId {
     let p = w.provider(End::A);
     let id = p.create_id(PortSpace::Tcp).unwrap();
@@ -272,12 +273,12 @@ pub(crate) fn port_sharing_follows_owner_options<W: World>(mut w: W) {
     let alone = id_with(w, None);
     let p = w.provider(End::A);
     p.bind_addr(alone, here).unwrap();
-    // Each port space has ports of its own.
+    // Each port space has separate ports.
     if p.device_attr().provider != "iwarp" {
         let other = p.create_id(PortSpace::Udp).unwrap();
         p.bind_addr(other, here).unwrap();
     }
-    // One that shares does not make the other share.
+    // Sharing must be enabled by both.
     let sharing = id_with(w, share);
     let p = w.provider(End::A);
     assert_eq!(p.bind_addr(sharing, here), Err(CmError::AddressInUse));
@@ -289,7 +290,7 @@ pub(crate) fn port_sharing_follows_owner_options<W: World>(mut w: W) {
     let third = id_with(w, None);
     let p = w.provider(End::A);
     assert_eq!(p.bind_addr(third, here), Err(CmError::AddressInUse));
-    // A listener is alone.
+    // A listener does not share its port.
     assert_eq!(p.listen(second, 1), Err(CmError::AddressInUse));
     p.destroy_id(sharing).unwrap();
     p.listen(second, 1).unwrap();
@@ -303,7 +304,7 @@ pub(crate) fn port_sharing_follows_owner_options<W: World>(mut w: W) {
 pub(crate) fn wildcards_match_device_address<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rdma_core(End::B) {
-        // The provider binds to its device's own address instead.
+        // The provider binds to the address of its device instead.
         return;
     }
     let here = SocketAddr::new(w.addr(End::B), 4000);
@@ -316,7 +317,7 @@ pub(crate) fn wildcards_match_device_address<W: World>(mut w: W) {
     let specific = p.create_id(PortSpace::Tcp).unwrap();
     p.bind_addr(specific, here).unwrap();
     let wild = p.create_id(PortSpace::Tcp).unwrap();
-    // Which of the two a request would be for is not defined.
+    // The listener for a request would be ambiguous.
     assert_eq!(p.bind_addr(wild, any), Err(CmError::AddressNotAvailable));
     p.destroy_id(specific).unwrap();
     if here.is_ipv4() {
@@ -383,7 +384,7 @@ pub(crate) fn options_are_set_in_time<W: World>(mut w: W) {
 pub(crate) fn ack_timeout_is_proposed_to_peer<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rxe(End::A) || w.is_rxe(End::B) {
-        // Kernels add the time that the adapter takes, and more.
+        // Kernels add the delay of the adapter, and more.
         return;
     }
     let _listener = listen(w, End::B, 4000);
@@ -417,7 +418,7 @@ pub(crate) fn ack_timeout_is_proposed_to_peer<W: World>(mut w: W) {
 pub(crate) fn connections_work_in_all_port_spaces<W: World>(mut w: W) {
     let w = &mut w;
     for space in [PortSpace::Tcp, PortSpace::IbIp] {
-        // The same port in both, with a listener of its own in each.
+        // Use the same port in both port spaces, with a separate listener in each.
         let listener = listen_in(w, space, End::B, 4000);
         let id = resolve_in(w, space, 4000);
         let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
@@ -447,7 +448,7 @@ pub(crate) fn connections_work_in_all_port_spaces<W: World>(mut w: W) {
 pub(crate) fn bare_service_id_allows_full_private_data<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rdma_core(End::A) || w.is_rdma_core(End::B) {
-        // Kernels have no bare service ids on RoCE, and say so.
+        // Kernels do not support bare service ids on RoCE, and return an error.
         let end = if w.is_rdma_core(End::A) {
             End::A
         } else {
@@ -540,7 +541,7 @@ pub(crate) fn address_header_is_optional<W: World>(mut w: W) {
     let CmEventKind::ConnectRequest { peer, param, .. } = request.kind else {
         panic!("{request:?}");
     };
-    // The peer's port is not known.
+    // The peer's port is unknown.
     assert_eq!(peer, SocketAddr::new(w.addr(End::A), 0));
     assert_eq!(param.private_data, vec![7; 92]);
     let attr = w.provider(End::B).init_qp_attr(request.id, QpState::Rtr);
@@ -548,7 +549,7 @@ pub(crate) fn address_header_is_optional<W: World>(mut w: W) {
     w.provider(End::B).reject(request.id, b"").unwrap();
 }
 
-/// The objects of a side whose queue pair its owner moves.
+/// Creates the objects of a side whose owner transitions the queue pair.
 fn with_own_qp<W: World>(w: &mut W, end: End, id: CmId) -> (Side, u32) {
     let wants = Wants::default();
     let (pd, cq, memory, mr) = objects(w, end, &wants);
@@ -582,7 +583,7 @@ pub(crate) fn owner_can_transition_qp_states<W: World>(mut w: W) {
     let wrong =
         |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
     let p = w.provider(End::A);
-    // It has no queue pair, and is given no number of one.
+    // The identifier has no queue pair, and no number was passed.
     wrong(p.connect(id, &param(b"")));
     wrong(p.init_qp_attr(id, QpState::Rtr).map(drop));
     wrong(p.establish(id));
@@ -618,7 +619,7 @@ pub(crate) fn owner_can_transition_qp_states<W: World>(mut w: W) {
     };
     assert_eq!((said.qp_num, event.id), (number_b, id));
     assert_eq!(&said.private_data[..8], b"welcome\0");
-    // Longer than the passive side waits for an answer by itself.
+    // This exceeds the default response timeout of the passive side.
     w.pass(Duration::from_secs(1));
     assert_eq!(w.provider(End::B).poll_cm_event(), None);
     for state in [QpState::Rtr, QpState::Rts] {
@@ -636,7 +637,7 @@ pub(crate) fn owner_can_transition_qp_states<W: World>(mut w: W) {
     for (end, id) in [(End::A, id), (End::B, request.id)] {
         let event = cm_event(w, end);
         assert_eq!((event.id, event.kind), (id, CmEventKind::Disconnected));
-        // The queue pair is its owner's, who alone moves it.
+        // Only its owner transitions the queue pair.
         let qp = if end == End::A { a.qp } else { b.qp };
         let state = w.provider(end).query_qp(qp).unwrap().state;
         assert_eq!(state, Some(QpState::Rts));
@@ -744,11 +745,11 @@ pub(crate) fn timewait_only_follows_connection<W: World>(mut w: W) {
     let init = init_attr(pd, cq, &Wants::default());
     w.provider(End::B).create_cm_qp(request, &init).unwrap();
     w.provider(End::B).accept(request, &param(b"")).unwrap();
-    // Taken back before the other side has heard of it.
+    // Cancel before the other side has received the request.
     w.provider(End::A).destroy_id(id).unwrap();
     let event = cm_event(w, End::B);
     if w.is_rdma_core(End::A) && matches!(event.kind, CmEventKind::Established { .. }) {
-        // A thread of the library has answered first.
+        // A library thread has replied first.
         return;
     }
     assert!(
@@ -783,12 +784,12 @@ pub(crate) fn full_backlog_delays_requests<W: World>(mut w: W) {
     let first = cm_event(w, End::B).id;
     w.pass(Duration::from_millis(50));
     if w.is_rdma_core(End::B) {
-        // A kernel counts only what it has not reported yet, and our own library no less.
+        // A kernel only counts requests that it has not reported yet, and so does our own library.
         return;
     }
     assert_eq!(w.poll_cm_event(End::B), None);
     w.provider(End::B).reject(first, b"").unwrap();
-    // The second is repeated, and now there is room.
+    // The second request is retransmitted, and now there is room.
     let second = cm_event(w, End::B);
     assert!(matches!(second.kind, CmEventKind::ConnectRequest { .. }));
     w.provider(End::B).mra(second.id).unwrap();
@@ -820,7 +821,7 @@ pub(crate) fn destroying_listener_rejects_pending_requests<W: World>(mut w: W) {
     );
 }
 
-/// Everything is given back, cycle after cycle.
+/// Checks that all resources are released in each cycle.
 pub(crate) fn connections_come_and_go<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
@@ -855,7 +856,8 @@ pub(crate) fn connections_come_and_go<W: World>(mut w: W) {
 }
 
 pub(crate) fn data_before_rtu_establishes<W: World>(mut w: W) {
-    // The active side may send as soon as it is connected; in either order both are notified once.
+    // The active side may send as soon as it is connected. In either order, both sides are notified
+    // exactly once.
     let w = &mut w;
     for port in 4000..4010 {
         let (a, b) = connect_on(w, port, &Wants::default(), &Wants::default());

@@ -1,4 +1,4 @@
-//! Identifiers for datagrams: a queue pair behind a port is found, or not.
+//! Datagram identifiers: resolving the queue pair of a port (SIDR).
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -13,7 +13,8 @@ use crate::suite::world::{
     End, Side, Wants, World, cm_event, init_attr, listen, listen_in, objects, resolve_in,
 };
 
-/// The objects of an identifier's end, and its datagram queue pair, which is ready at once.
+/// Creates the objects of an identifier's end, and its datagram queue pair, which is ready
+/// immediately.
 fn with_qp<W: World>(w: &mut W, end: End, id: CmId) -> Side {
     let wants = Wants::default();
     let (pd, cq, memory, mr) = objects(w, end, &wants);
@@ -46,7 +47,7 @@ fn param(data: &[u8]) -> ConnParam {
     }
 }
 
-/// Asks for the queue pair behind port 4000 of B; the question's identifier there.
+/// Requests the queue pair for port 4000 of B; returns the identifier of the request there.
 fn ask<W: World>(w: &mut W, listener: CmId, id: CmId, data: &[u8]) -> CmId {
     w.provider(End::A).connect(id, &param(data)).unwrap();
     let request = cm_event(w, End::B);
@@ -86,10 +87,10 @@ pub(crate) fn sidr_resolves_queue_pair<W: World>(mut w: W) {
     assert_eq!(said.qkey, Some(DATAGRAM_QKEY));
     let way: AhAttr = said.ah.unwrap();
     if w.provider(End::A).device_attr().provider != "shm" {
-        // A device of shared memory has names of its own for its peers.
+        // A shared memory device uses its own names for its peers.
         assert_eq!(way.dgid, Gid::from(w.addr(End::B)));
     }
-    // What the answer says is enough to send to it.
+    // The information in the reply is sufficient for sending to the peer.
     a.memory.write(0, b"datagram");
     let p = w.provider(End::A);
     let ah = p.create_ah(a.pd, way).unwrap();
@@ -109,7 +110,7 @@ pub(crate) fn sidr_resolves_queue_pair<W: World>(mut w: W) {
     assert_eq!(received.byte_len, 48);
     assert_eq!(received.src_qp, w.provider(End::A).qp_num(a.qp).unwrap());
     assert_eq!(b.bytes(40, 8), b"datagram");
-    // Neither end has more to learn, and each goes by itself.
+    // There are no further events, and the identifiers can be destroyed independently.
     assert_eq!(w.provider(End::B).poll_cm_event(), None);
     w.provider(End::A).destroy_id(id).unwrap();
     w.pass(Duration::from_millis(20));
@@ -133,7 +134,7 @@ pub(crate) fn sidr_request_is_rejected<W: World>(mut w: W) {
             assert!(matches!(again, Err(CmError::InvalidState(_))));
             p.destroy_id(request).unwrap();
         } else {
-            // Nothing else would answer the question.
+            // Destroying the identifier sends a response, because nothing else would.
             p.destroy_id(request).unwrap();
         }
         let CmEventKind::Rejected {
@@ -146,7 +147,7 @@ pub(crate) fn sidr_request_is_rejected<W: World>(mut w: W) {
         assert_eq!(reason, 2, "refused");
         let said: &[u8] = if by_call { b"no thanks\0" } else { &[0; 10] };
         assert_eq!(&private_data[..10], said);
-        // Its queue pair may serve others.
+        // The queue pair may have other uses.
         let state = w.provider(End::A).query_qp(a.qp).unwrap().state;
         assert_eq!(state, Some(QpState::Rts));
     }
@@ -154,7 +155,7 @@ pub(crate) fn sidr_request_is_rejected<W: World>(mut w: W) {
 
 pub(crate) fn sidr_without_service_is_rejected<W: World>(mut w: W) {
     let w = &mut w;
-    // A port of connections is another port.
+    // Ports for connections are separate.
     let _listener = listen(w, End::B, 4001);
     let id = resolve_in(w, PortSpace::Udp, 4001);
     w.provider(End::A).connect(id, &param(b"")).unwrap();
@@ -189,7 +190,7 @@ pub(crate) fn datagram_calls_out_of_turn_are_refused<W: World>(mut w: W) {
     );
     let request = ask(w, listener, id, b"");
     let p = w.provider(End::B);
-    // Without a queue pair there is none to name.
+    // A reply requires a queue pair.
     wrong(p.accept(request, &param(b"")));
     let len = MAX_DATAGRAM_ANSWER_PRIVATE_DATA + 1;
     let too_long = param(&[0; MAX_DATAGRAM_ANSWER_PRIVATE_DATA + 1]);
@@ -206,7 +207,7 @@ pub(crate) fn datagram_calls_out_of_turn_are_refused<W: World>(mut w: W) {
         cm_event(w, End::A).kind,
         CmEventKind::Established { .. }
     ));
-    // A second queue pair of an identifier would be another owner's.
+    // An identifier can only have one queue pair.
     let again = QpInitAttr {
         qp_type: QpType::Ud,
         ..init_attr(b.pd, b.cq, &Wants::default())
@@ -219,8 +220,8 @@ pub(crate) fn datagram_calls_out_of_turn_are_refused<W: World>(mut w: W) {
 pub(crate) fn groups_are_joined_and_left<W: World>(mut w: W) {
     let w = &mut w;
     if w.is_rxe(End::A) || w.provider(End::A).device_attr().provider == "shm" {
-        // Linux joins no IPv6 groups on RoCEv2, and needs a multicast route for those of IPv4.
-        // Shared memory reaches hosts only, not groups.
+        // Linux does not join IPv6 groups on RoCEv2, and requires a multicast route for IPv4
+        // groups. Shared memory only reaches hosts, not groups.
         return;
     }
     let here = SocketAddr::new(w.addr(End::A), 0);
@@ -239,7 +240,7 @@ pub(crate) fn groups_are_joined_and_left<W: World>(mut w: W) {
     let wrong =
         |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
     wrong(p.join_multicast(id, group(1), false));
-    // A program that joins a group resolves its address first, or binds one of its own.
+    // Before joining a group, a program resolves its address or binds a local one.
     p.resolve_addr(id, None, SocketAddr::new(group(1), 0), Duration::ZERO)
         .unwrap();
     assert_eq!(cm_event(w, End::A).kind, CmEventKind::AddrResolved);
@@ -266,7 +267,7 @@ pub(crate) fn groups_are_joined_and_left<W: World>(mut w: W) {
     p.leave_multicast(id, group(1)).unwrap();
     let gone = p.leave_multicast(id, group(1));
     assert_eq!(gone, Err(CmError::AddressNotAvailable));
-    // Joined and left before the event was taken.
+    // Join and leave before the event is consumed.
     p.join_multicast(id, group(1), false).unwrap();
     p.leave_multicast(id, group(1)).unwrap();
     assert_eq!(p.poll_cm_event(), None);
@@ -276,7 +277,7 @@ pub(crate) fn groups_are_joined_and_left<W: World>(mut w: W) {
     let beyond = p.join_multicast(id, group(66), true);
     let limits = [
         VerbsError::InsufficientResources("multicast groups"),
-        // The number that libraries answer with.
+        // The error number returned by libraries.
         VerbsError::Os(libc::ENOMEM),
     ];
     assert!(

@@ -1,4 +1,4 @@
-//! Extended reliable connections (XRC), made by hand but for one.
+//! Extended reliable connections (XRC), which are established manually except for one.
 
 use riser_memory::Memory;
 use riser_transport::verbs::{
@@ -13,7 +13,7 @@ use crate::suite::world::{
     End, Side, Wants, World, cm_event, init_attr, listen_for, objects, pattern, resolve_for,
 };
 
-/// A shared receive queue at B, with its completion queue and memory of its own.
+/// A shared receive queue at B, with a separate completion queue and memory.
 struct Queue {
     srq: SrqId,
     number: u32,
@@ -66,7 +66,7 @@ impl Queue {
     }
 }
 
-/// An XRC domain of B's; `None` where one of the devices has none.
+/// Opens an XRC domain at B; returns `None` if either device does not support it.
 fn domain<W: World>(w: &mut W) -> Option<XrcdId> {
     for end in [End::A, End::B] {
         if w.is_rxe(end) {
@@ -78,7 +78,7 @@ fn domain<W: World>(w: &mut W) -> Option<XrcdId> {
     Some(w.provider(End::B).open_xrcd().unwrap())
 }
 
-/// A connection from A to a domain of B's: A's side, and the queue pair at B.
+/// Connects A to a domain of B; returns A's side and the queue pair at B.
 fn connect<W: World>(w: &mut W, xrcd: XrcdId) -> (Side, QpId) {
     let wants = Wants::default();
     let (pd, cq, memory, mr) = objects(w, End::A, &wants);
@@ -103,7 +103,7 @@ fn connect<W: World>(w: &mut W, xrcd: XrcdId) -> (Side, QpId) {
     (side, target)
 }
 
-/// Takes an end to RTS; `psn` are the first ones of its own packets and its peer's.
+/// Moves an end to RTS; `psn` contains the initial PSNs of its own packets and its peer's.
 fn bring_up<W: World>(w: &mut W, own: (End, QpId), peer: (End, QpId), psn: [u32; 2]) {
     let is_target = own.0 == End::B;
     let dest = w.provider(peer.0).qp_num(peer.1).unwrap();
@@ -164,7 +164,7 @@ pub(crate) fn xrc_messages_select_their_srq<W: World>(mut w: W) {
         let queue = &queues[n as usize % 2];
         let data = pattern(n.into(), 5000);
         a.memory.write(0, &data);
-        // The first of all finds no receive yet.
+        // The first request finds no receive yet.
         if n > 0 {
             queue.recv(w, n.into(), 100_000, 5000);
         }
@@ -180,7 +180,7 @@ pub(crate) fn xrc_messages_select_their_srq<W: World>(mut w: W) {
         assert!(queue.bytes(100_000, 5000) == data);
         assert!(a.completion(w).status.is_ok());
     }
-    // A train of messages for different queues.
+    // Send a train of messages to different queues.
     for n in 0..8u64 {
         queues[n as usize % 2].recv(w, n, 1000 * n as usize, 64);
     }
@@ -227,7 +227,7 @@ pub(crate) fn xrc_reads_writes_and_atomics<W: World>(mut w: W) {
         assert_eq!(queue.bytes(80_000, 8), 42u64.to_ne_bytes());
         a.memory.fill(100_000, 40_000, 0);
     }
-    // The key of another protection domain than that of the queue.
+    // The key belongs to a different protection domain than the queue.
     let wrong = SendOp::Write(queues[1].remote(0));
     send(w, &a, queues[0].number, wrong, (0, 8));
     assert_eq!(a.completion(w).status, WcStatus::RemAccessErr);
@@ -255,7 +255,7 @@ pub(crate) fn xrc_requests_to_wrong_srq_fail<W: World>(mut w: W) {
         });
         let state = w.provider(End::B).query_qp(target).unwrap().state;
         assert_eq!(state, Some(QpState::Error));
-        // The end of a connection flushes nothing of a shared queue.
+        // Destroying a connection does not flush a shared queue.
         w.provider(End::B).destroy_qp(target).unwrap();
         w.provider(End::A).destroy_qp(a.qp).unwrap();
     }
@@ -263,7 +263,7 @@ pub(crate) fn xrc_requests_to_wrong_srq_fail<W: World>(mut w: W) {
     send(w, &a, good.number, SendOp::Send, (0, 64));
     assert_eq!(good.completion(w).wr_id, WrId(1));
     assert_eq!(w.provider(End::B).peek_cq(foreign.cq, 1), Ok(0));
-    // A queue that is gone.
+    // The queue has been destroyed.
     w.provider(End::B).destroy_srq(good.srq).unwrap();
     assert!(a.completion(w).status.is_ok());
     send(w, &a, good.number, SendOp::Send, (0, 64));
@@ -322,7 +322,7 @@ pub(crate) fn objects_of_xrc_domains<W: World>(mut w: W) {
     };
     let refused = p.post_send(target, &[wr]).unwrap_err();
     assert_eq!(refused.reason, PostReason::InvalidOpcode);
-    // A target has a domain, and nothing else has.
+    // Only a target has a domain, and it has no other objects.
     let cap = QpCap::new(1, 1);
     let none: PdId = Handle::new(0, 0).into();
     let (pd, cq, _memory, _) = objects(w, End::B, &Wants::default());
@@ -353,7 +353,7 @@ pub(crate) fn objects_of_xrc_domains<W: World>(mut w: W) {
     };
     let plain = p.create_srq(pd, attr).unwrap();
     assert!(p.srq_num(plain).is_err());
-    // The other end: requests name a queue, and receives are none of its.
+    // The initiator must name a queue in its requests, and cannot post receives.
     let p = w.provider(End::A);
     let unnamed = SendWr::new(2, SendOp::Send, &[]);
     let refused = p.post_send(a.qp, &[wr, unnamed]).unwrap_err();
@@ -396,7 +396,7 @@ pub(crate) fn xrc_connects_through_cm<W: World>(mut w: W) {
     let request = cm_event(w, End::B).id;
     let target = QpInitAttr::xrc_target(xrcd);
     let target = w.provider(End::B).create_cm_qp(request, &target).unwrap();
-    // The answer names the queue.
+    // The reply contains the queue number.
     let answer = ConnParam {
         private_data: queue.number.to_be_bytes().to_vec(),
         rnr_retry_count: 6,
@@ -411,7 +411,7 @@ pub(crate) fn xrc_connects_through_cm<W: World>(mut w: W) {
     let number = u32::from_be_bytes(*number);
     let kind = cm_event(w, End::B).kind;
     assert!(matches!(kind, CmEventKind::Established { .. }), "{kind:?}");
-    // Each end has the attributes of its kind.
+    // Each end only has the attributes of its type.
     let own = w.provider(End::A).query_qp(qp).unwrap();
     assert_eq!((own.max_rd_atomic, own.max_dest_rd_atomic), (Some(2), None));
     assert_eq!((own.retry_cnt, own.rnr_retry), (Some(5), Some(6)));

@@ -1,4 +1,4 @@
-//! Memory: regions at addresses of their owner's choice, changed and null ones, and windows.
+//! Memory: regions at custom addresses, reregistered and null regions, and windows.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ pub(crate) fn regions_of_foreign_memory_at_other_addresses<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let owner = Memory::new(8192).unwrap();
-    // SAFETY: `owner` outlives the regions, and no reference to its bytes is made.
+    // SAFETY: `owner` outlives the regions, and there is no reference to its bytes.
     let foreign = unsafe { Memory::foreign(owner.ptr(100), 5000) };
     let access = Access::LOCAL_WRITE | Access::REMOTE;
-    // A kernel wants the same offset in a page.
+    // A kernel requires the same offset within a page.
     let iova = 0x1234_5678_9000 + 100;
     let p = w.provider(End::B);
     let mr = p.reg_mr_iova(b.pd, &foreign.whole(), iova, access).unwrap();
@@ -39,7 +39,7 @@ pub(crate) fn regions_of_foreign_memory_at_other_addresses<W: World>(mut w: W) {
     a.send(w, 1, SendOp::Write(remote(100)), 0, 4900);
     written(w, &a, 1);
     assert_eq!(owner.slice(200..5100).unwrap().to_vec(), data);
-    // The owner of the addresses names them in the same way.
+    // The owner uses the same addresses.
     let sges = [sge(&mr, 101, 7)];
     let wr = SendWr::new(2, SendOp::Write(a.remote(9000)), &sges);
     w.provider(End::B).post_send(b.qp, &[wr]).unwrap();
@@ -58,11 +58,11 @@ fn sge(mr: &Mr, offset: u64, length: u32) -> Sge {
     }
 }
 
-/// A WRITE that the peer refuses, which ends the connection.
+/// Sends a WRITE that the peer rejects, which closes the connection.
 fn refused<W: World>(w: &mut W, side: &Side, to: RemoteAddr, length: usize) {
     side.send(w, 999, SendOp::Write(to), 0, length);
     let c = side.completion(w);
-    // It has completed when it is refused, with iWARP.
+    // With iWARP, it has already completed when it is rejected.
     let is_iwarp = w.is_iwarp(side.end);
     let status = match is_iwarp {
         true => WcStatus::Success,
@@ -74,10 +74,10 @@ fn refused<W: World>(w: &mut W, side: &Side, to: RemoteAddr, length: usize) {
     }
 }
 
-/// A domain, memory, rights, all together, and what is refused.
+/// Changes the domain, the memory, the rights, and all of them, and tests invalid changes.
 pub(crate) fn region_can_be_reregistered<W: World>(mut w: W) {
     if w.is_rxe(End::B) {
-        // Drivers differ in what they can change.
+        // Drivers support different changes.
         return;
     }
     let w = &mut w;
@@ -93,7 +93,7 @@ pub(crate) fn region_can_be_reregistered<W: World>(mut w: W) {
         translation: Some((&range, 4096)),
         ..MrChange::default()
     };
-    // The call of the library has no address for it.
+    // The library call has no parameter for this address.
     let addr = if is_library {
         let refused = p.rereg_mr(mr.id, &at_another);
         assert!(matches!(refused, Err(VerbsError::Unsupported(_))));
@@ -118,7 +118,7 @@ pub(crate) fn region_can_be_reregistered<W: World>(mut w: W) {
     let mr = p.rereg_mr(mr.id, &change).unwrap();
     let attr = p.query_mr(mr.id).unwrap();
     assert_eq!((attr.mr, attr.pd, attr.access), (mr, b.pd, all));
-    // It is no longer of its first domain.
+    // The region no longer belongs to its first domain.
     p.dealloc_pd(pd).unwrap();
     assert!(matches!(
         p.rereg_mr(
@@ -154,7 +154,7 @@ pub(crate) fn null_regions_and_prefetching<W: World>(mut w: W) {
     let p = w.provider(End::A);
     let own = [sge(&a.mr, 0, 4096)];
     if is_rxe {
-        // It has neither, or prefetches regions on demand only.
+        // This device supports neither, or only prefetches on-demand regions.
         let unsupported = |r| matches!(r, Err(VerbsError::Unsupported(_)));
         assert!(unsupported(p.alloc_null_mr(a.pd).map(drop)));
         assert!(p.advise_mr(a.pd, MrAdvice::Prefetch, &own).is_err());
@@ -175,12 +175,12 @@ pub(crate) fn null_regions_and_prefetching<W: World>(mut w: W) {
         p.advise_mr(a.pd, MrAdvice::Prefetch, &unknown),
         Err(VerbsError::InvalidHandle(_))
     ));
-    // Keys are looked up in one domain.
+    // Keys are looked up in a single domain.
     let other = p.alloc_pd().unwrap();
     p.advise_mr(other, MrAdvice::Prefetch, &own).unwrap_err();
     let data = pattern(4, 20_000);
     b.memory.write(0, &data);
-    // The middle of what is read goes nowhere, and of what is written comes from nowhere.
+    // The null region discards the middle of a READ, and provides zeros for the middle of a WRITE.
     let list = [a.sge(0, 5000), sge(&null, 77, 10_000), a.sge(9000, 5000)];
     let read = SendWr::new(1, SendOp::Read(b.remote(0)), &list);
     let write = SendWr::new(2, SendOp::Write(b.remote(0)), &list);
@@ -198,7 +198,7 @@ pub(crate) fn null_regions_and_prefetching<W: World>(mut w: W) {
     p.dereg_mr(null.id).unwrap();
 }
 
-/// A region of B's that windows can be bound to, and that gives peers nothing itself.
+/// Registers a region of B to which windows can be bound, without remote access.
 fn bindable<W: World>(w: &mut W, b: &Side) -> Mr {
     let access = Access::LOCAL_WRITE | Access::MW_BIND;
     let range = b.memory.whole();
@@ -236,9 +236,9 @@ pub(crate) fn windows_of_type_1<W: World>(mut w: W) {
     written(w, &a, 2);
     assert_eq!(b.bytes(5000, 3000), data);
     let busy = w.provider(End::B).dereg_mr(mr.id).unwrap_err();
-    // rdma_rxe has another word for it.
+    // rdma_rxe returns a different error.
     assert!(w.is_rxe(End::B) || matches!(busy, VerbsError::ResourceBusy(_)));
-    // Bound again without being unbound, in the middle of a chain.
+    // Bind again without unbinding, in the middle of a chain.
     let second = bind(&mw, key.next(), &mr, 0, 10, Access::REMOTE_READ);
     let write = SendWr::new(13, SendOp::Write(a.remote(0)), &[]);
     let chain = [write, SendWr::new(3, SendOp::BindMw(second), &[]), write];
@@ -277,7 +277,7 @@ pub(crate) fn windows_of_type_2<W: World>(mut w: W) {
     a.send(w, 2, to(2900, key), 0, 100);
     written(w, &a, 2);
     assert_eq!(b.bytes(7900, 100), data);
-    // The peer takes the key back, and its owner itself after the next bind.
+    // The peer invalidates the key, and the owner invalidates it after the next bind.
     b.recv(w, 7, 0, 64);
     a.send(w, 3, SendOp::SendInv(key), 0, 1);
     ok(w, &a, WcOpcode::Send, 3);
@@ -308,14 +308,14 @@ pub(crate) fn invalid_bind_completes_with_error<W: World>(mut w: W) {
     let wants = Wants::default();
     let (_a, b) = connect_on(w, 5001, &wants, &wants);
     let mw = w.provider(End::B).alloc_mw(b.pd, MwType::Type2).unwrap();
-    // A region that allows peers everything, but no windows.
+    // A region with all remote rights, but not for windows.
     let wr = bind(&mw, mw.rkey.next(), &b.mr, 0, 64, Access::REMOTE_READ);
     let list = [b.sge(0, 1)];
     let with_list = SendWr::new(1, SendOp::BindMw(wr), &list);
     let p = w.provider(End::B);
     p.post_send(b.qp, &[with_list]).unwrap_err();
     if w.is_rdma_core(End::B) {
-        // Refused before the library sees it, for which every region allows windows.
+        // This is rejected before calling the library, for which all regions allow windows.
         let plain = SendWr::new(2, SendOp::BindMw(wr), &[]);
         let refused = w.provider(End::B).post_send(b.qp, &[plain]).unwrap_err();
         assert_eq!(refused.reason, PostReason::InvalidKey);
@@ -327,7 +327,7 @@ pub(crate) fn invalid_bind_completes_with_error<W: World>(mut w: W) {
     w.provider(End::B).dealloc_mw(mw.id).unwrap();
 }
 
-/// Takes a queue pair to RTS towards another one.
+/// Moves a queue pair to RTS, with another queue pair as its peer.
 fn join<W: World>(w: &mut W, end: End, qp: QpId, to: (End, u32)) {
     let peer = Gid::from(w.addr(to.0));
     let p = w.provider(end);
@@ -369,11 +369,13 @@ fn join<W: World>(w: &mut W, end: End, qp: QpId, to: (End, u32)) {
     }
 }
 
-/// Both queue pairs on one device, in one domain: windows of type 2 tell them apart.
+/// Uses two queue pairs on the same device and in the same domain, which are distinguished by type
+/// 2 windows.
 pub(crate) fn device_connects_to_itself<W: World>(mut w: W) {
     let provider = w.provider(End::A).device_attr().provider;
     if w.is_rxe(End::A) || provider == "shm" {
-        // A kernel's GID index is its own business; memory is shared with other processes only.
+        // The GID index is unknown with a kernel, and shared memory only connects to other
+        // processes.
         return;
     }
     let w = &mut w;
@@ -408,7 +410,7 @@ pub(crate) fn device_connects_to_itself<W: World>(mut w: W) {
         (WcStatus::Success, qps[0], numbers[0])
     );
     assert_eq!(memory.slice(100_000..150_000).unwrap().to_vec(), data);
-    // A window that one queue pair has bound is none for the peer of another.
+    // A window bound on one queue pair is not accessible to the peer of another.
     let p = w.provider(End::A);
     let region = Access::LOCAL_WRITE | Access::MW_BIND;
     let region = p.reg_mr(pd, &memory.whole(), region).unwrap();
@@ -428,7 +430,7 @@ pub(crate) fn device_connects_to_itself<W: World>(mut w: W) {
     w.provider(End::A).post_send(qps[2], &[quiet]).unwrap();
     let c = next(w);
     assert_eq!((c.wr_id, c.status), (WrId(4), WcStatus::RemAccessErr));
-    // The window outlives a RESET of the queue pair that bound it, as with rdma_rxe.
+    // The window outlives a RESET of its queue pair, like with rdma_rxe.
     let reset = QpAttr::to(QpState::Reset);
     for i in [0, 1] {
         w.provider(End::A).modify_qp(qps[i], &reset).unwrap();
@@ -439,7 +441,7 @@ pub(crate) fn device_connects_to_itself<W: World>(mut w: W) {
     w.provider(End::A).post_send(qps[0], &[write(5)]).unwrap();
     let c = next(w);
     assert_eq!((c.wr_id, c.status), (WrId(5), WcStatus::Success));
-    // It ends with the queue pair.
+    // The window is invalidated when the queue pair is destroyed.
     let p = w.provider(End::A);
     let busy = p.dereg_mr(region.id);
     assert!(matches!(busy, Err(VerbsError::ResourceBusy(_))));

@@ -1,5 +1,5 @@
-//! Path migration (IBTA 17.2.8) between devices that have two addresses each, by attributes and by the
-//! connection manager. What needs paths that are lost or forged is in `tests/migration.rs`.
+//! Path migration (IBTA 17.2.8) between devices with two addresses each, by attributes and by the
+//! connection manager. Tests with dead paths or forged packets are in `tests/migration.rs`.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -22,7 +22,7 @@ const KINDS: [[QpType; 2]; 3] = [
 ];
 /// ACK timeout of both paths: 67 ms.
 const TIMEOUT: u8 = 14;
-/// First PSN of either direction.
+/// Initial PSN of both directions.
 const PSN: u32 = 0x00ff_fff0;
 
 fn to(state: PathMigState) -> QpAttr {
@@ -32,13 +32,13 @@ fn to(state: PathMigState) -> QpAttr {
     }
 }
 
-/// The two addresses of each device, A's first; `None` where one has fewer, or where its connections
-/// do not migrate.
+/// Returns the two addresses of each device, starting with A. Returns `None` if a device has fewer
+/// addresses, or if its connections do not migrate.
 fn gids<W: World>(w: &mut W) -> Option<[[Gid; 2]; 2]> {
     for end in [End::A, End::B] {
         let p = w.provider(end);
         let has_two = p.query_port(1).unwrap().gid_table_len > 1;
-        // A kernel's table has other GIDs than those of addresses.
+        // A kernel's GID table contains additional GIDs.
         if !p.device_attr().path_migration || !has_two || w.is_rxe(end) {
             return None;
         }
@@ -49,7 +49,7 @@ fn gids<W: World>(w: &mut W) -> Option<[[Gid; 2]; 2]> {
     )
 }
 
-/// The path of a side between the addresses with a number.
+/// Returns the path of a side between the addresses with this number.
 fn path_of(gids: &[[Gid; 2]; 2], own: usize, number: u16) -> AltPath {
     AltPath {
         ah: AhAttr {
@@ -61,17 +61,17 @@ fn path_of(gids: &[[Gid; 2]; 2], own: usize, number: u16) -> AltPath {
     }
 }
 
-/// A connection, and the addresses of its ends.
+/// A connection and the addresses of its ends.
 struct Link {
     sides: [Side; 2],
     gids: [[Gid; 2]; 2],
     kinds: [QpType; 2],
-    /// Number of the shared receive queue of an extended connection.
+    /// Number of the shared receive queue of an XRC connection.
     srqn: Option<u32>,
 }
 
 impl Link {
-    /// The ends, whose queue pairs `make` makes.
+    /// Creates the ends, using `make` to create their queue pairs.
     fn new<W: World>(
         w: &mut W,
         gids: [[Gid; 2]; 2],
@@ -117,7 +117,7 @@ impl Link {
         }
     }
 
-    /// A connection that is made by hand, over the first addresses.
+    /// Establishes a connection manually, over the first addresses.
     fn by_hand<W: World>(w: &mut W, kinds: [QpType; 2]) -> Option<Self> {
         let gids = gids(w)?;
         let link = Self::new(w, gids, kinds, |w, end, init| {
@@ -164,7 +164,7 @@ impl Link {
         }
     }
 
-    /// As [`path_of`].
+    /// Same as [`path_of`].
     fn path(&self, own: usize, number: u16) -> AltPath {
         path_of(&self.gids, own, number)
     }
@@ -179,7 +179,8 @@ impl Link {
         w.provider(side.end).query_qp(side.qp).unwrap()
     }
 
-    /// A WRITE by a side, which arrives. The receiving end of an extended connection sends none.
+    /// Sends a WRITE and checks that it arrives. The receiving end of an XRC connection does not
+    /// send.
     fn write<W: World>(&self, w: &mut W, own: usize, seed: u64) {
         if self.kinds[own] == QpType::XrcTgt {
             return;
@@ -200,7 +201,7 @@ impl Link {
         });
     }
 
-    /// Loads the path with a number at both ends.
+    /// Loads the path with this number at both ends.
     fn load<W: World>(&self, w: &mut W, number: u16) {
         for own in 0..2 {
             let attr = QpAttr {
@@ -214,7 +215,7 @@ impl Link {
         }
     }
 
-    /// Arms both ends, which packets of the other do.
+    /// Arms both ends by exchanging packets.
     fn arm<W: World>(&self, w: &mut W, seed: u64) {
         for own in 0..2 {
             self.write(w, own, seed + own as u64);
@@ -229,7 +230,7 @@ impl Link {
         });
     }
 
-    /// A side has taken the path with a number, and reports it.
+    /// Checks that a side has migrated to the path with this number and has reported it.
     fn assert_migrated<W: World>(&self, w: &mut W, own: usize, number: u16) {
         let side = &self.sides[own];
         let event = side.event(w);
@@ -246,7 +247,8 @@ impl Link {
     }
 }
 
-/// Away from the first path and back to it, each time by one side, which the other follows.
+/// Migrates to the second path and back. Each time, one side migrates on command, and the other
+/// follows.
 pub(crate) fn connection_migrates_by_command_and_packet<W: World>(mut w: W) {
     let w = &mut w;
     for kinds in KINDS {
@@ -254,7 +256,7 @@ pub(crate) fn connection_migrates_by_command_and_packet<W: World>(mut w: W) {
             return;
         };
         link.write(w, 0, 1);
-        // The receiving end of an extended connection has no packets of its own accord.
+        // The receiving end of an XRC connection does not send packets on its own.
         let second = if kinds[1] == QpType::XrcTgt { 0 } else { 1 };
         for (number, own) in [(1, 0), (0, second)] {
             link.load(w, number);
@@ -264,7 +266,7 @@ pub(crate) fn connection_migrates_by_command_and_packet<W: World>(mut w: W) {
             link.write(w, own, 40 + u64::from(number));
             link.assert_migrated(w, 1 - own, number);
             link.write(w, 1 - own, 50 + u64::from(number));
-            // There is no other path now.
+            // There is no alternate path now.
             let refused = link.modify(w, own, &to(PathMigState::Rearm));
             assert!(refused.is_err());
         }
@@ -308,7 +310,7 @@ pub(crate) fn armed_connection_is_rearmed_and_disarmed<W: World>(mut w: W) {
     let Some(link) = Link::by_hand(w, KINDS[0]) else {
         return;
     };
-    // Nothing is loaded, and only packets arm.
+    // No path is loaded, and only packets can arm a connection.
     for state in [PathMigState::Rearm, PathMigState::Armed] {
         assert!(link.modify(w, 0, &to(state)).is_err());
     }
@@ -335,7 +337,7 @@ pub(crate) fn armed_connection_is_rearmed_and_disarmed<W: World>(mut w: W) {
     }
     link.load(w, 1);
     link.arm(w, 1);
-    // Back to REARM, which the next packets end.
+    // Return to REARM, until the next packets arrive.
     for own in 0..2 {
         link.modify(w, own, &to(PathMigState::Rearm)).unwrap();
     }
@@ -347,13 +349,13 @@ pub(crate) fn armed_connection_is_rearmed_and_disarmed<W: World>(mut w: W) {
     assert_eq!(w.provider(End::A).poll_async_event(), None);
 }
 
-/// Identifiers of each type agree on a path by messages, where there are such.
+/// Identifiers of each type negotiate a path by messages, if supported.
 pub(crate) fn cm_loads_alternate_path<W: World>(mut w: W) {
     let w = &mut w;
     let Some(gids) = gids(w) else { return };
     for end in [End::A, End::B] {
         if w.is_rdma_core(end) {
-            // Linux has none on RoCE.
+            // Linux does not support this on RoCE.
             let path = path_of(&gids, 0, 1);
             let p = w.provider(end);
             let id = p.create_id(PortSpace::Tcp).unwrap();

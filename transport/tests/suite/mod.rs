@@ -1,4 +1,4 @@
-//! The suite that every provider passes.
+//! The test suite for all providers.
 
 pub(crate) mod cm;
 pub(crate) mod datagrams;
@@ -12,7 +12,7 @@ pub(crate) mod transfers;
 pub(crate) mod unreliable;
 pub(crate) mod world;
 
-/// Hands the names of the suite's functions to a macro, after what is given for it.
+/// Passes the names of the suite's functions to a macro, after the given tokens.
 #[macro_export]
 macro_rules! suite_names {
     ($then:ident, $given:tt) => {
@@ -55,9 +55,9 @@ macro_rules! suite_names {
     };
 }
 
-/// As [`suite_names`], for the part of the suite that is about services that there are not in shared
-/// memory, and makes connections without the connection manager: there a peer is known by the link to
-/// it, which the manager makes.
+/// Same as [`suite_names`], for the part of the suite that requires services which shared memory
+/// does not have, and that establishes connections without the connection manager: shared memory
+/// identifies a peer by its link, which is created by the connection manager.
 #[macro_export]
 macro_rules! hand_made_names {
     ($then:ident, $given:tt) => {
@@ -76,8 +76,8 @@ macro_rules! hand_made_names {
     };
 }
 
-/// As [`suite_names`], for the part of the suite that needs devices with two addresses each. On others
-/// there is nothing to do.
+/// Same as [`suite_names`], for the part of the suite that requires devices with two addresses
+/// each. These tests do nothing on other devices.
 #[macro_export]
 macro_rules! two_address_names {
     ($then:ident, $given:tt) => {
@@ -89,7 +89,8 @@ macro_rules! two_address_names {
     };
 }
 
-/// As [`suite_names`], for devices for iWARP: reliable connections that the connection manager makes.
+/// Same as [`suite_names`], for iWARP devices, which only support reliable connections established
+/// by the connection manager.
 #[macro_export]
 macro_rules! stream_names {
     ($then:ident, $given:tt) => {
@@ -123,7 +124,7 @@ macro_rules! stream_names {
     };
 }
 
-/// As [`provider_suite`], for devices for iWARP.
+/// Same as [`provider_suite`], for iWARP devices.
 #[macro_export]
 macro_rules! stream_suite {
     ($world:expr) => {
@@ -131,7 +132,7 @@ macro_rules! stream_suite {
     };
 }
 
-/// Makes a test of every function of the suite, for the world that an expression makes.
+/// Generates a test for each function of the suite, using an expression that creates the world.
 #[macro_export]
 macro_rules! provider_suite {
     ($world:expr) => {
@@ -139,7 +140,7 @@ macro_rules! provider_suite {
     };
 }
 
-/// As [`provider_suite`], for connections without the connection manager.
+/// Same as [`provider_suite`], for connections without the connection manager.
 #[macro_export]
 macro_rules! hand_made_suite {
     ($world:expr) => {
@@ -147,7 +148,7 @@ macro_rules! hand_made_suite {
     };
 }
 
-/// Expansion of the names by `provider_suite`.
+/// Expands the names for `provider_suite`.
 #[macro_export]
 macro_rules! suite_tests {
     (($world:expr) $($module:ident: $($name:ident)*;)*) => {

@@ -1,4 +1,4 @@
-//! Objects: limits, handles, who keeps whom alive, and the queue pair's states.
+//! Objects: limits, handles, references between objects, and queue pair states.
 
 use std::net::IpAddr;
 
@@ -23,7 +23,7 @@ pub(crate) fn device_reports_attributes<W: World>(mut w: W) {
     assert_eq!((port.state, port.addr), (PortState::Active, addr));
     assert!(port.active_mtu >= Mtu::Mtu1024);
     assert_eq!(p.query_port(2), Err(VerbsError::InvalidPort(2)));
-    // A kernel keeps a link-local address first, and has room for more.
+    // A kernel adds a link-local address first, and has room for more.
     let end = port.gid_table_len;
     let own = (0..end).filter(|i| p.query_gid(1, *i) == Ok(Gid::from(addr)));
     assert!(if is_rxe {
@@ -49,7 +49,7 @@ pub(crate) fn objects_in_use_are_busy<W: World>(mut w: W) {
     p.destroy_qp(qp).unwrap();
     p.destroy_cq(cq).unwrap();
     p.dealloc_pd(pd).unwrap();
-    // Stale handles name nothing, also after their slots are used again.
+    // Stale handles are invalid, even after their slots have been reused.
     let again = p.alloc_pd().unwrap();
     assert_ne!(again, pd);
     let gone = |r: Result<(), VerbsError>| assert!(matches!(r, Err(VerbsError::InvalidHandle(_))));
@@ -116,7 +116,7 @@ pub(crate) fn limits_hold<W: World>(mut w: W) {
     }
     let wrong = p.reg_mr(pd, &memory.whole(), Access::REMOTE_WRITE);
     assert!(matches!(wrong, Err(VerbsError::InvalidAccess(_))));
-    // Every refusal left the objects free.
+    // No failed call has kept a reference to the objects.
     p.destroy_cq(cq).unwrap();
 }
 
@@ -223,7 +223,7 @@ pub(crate) fn qp_transitions_through_states<W: World>(mut w: W) {
     p.modify_qp(qp, &init).unwrap();
 }
 
-/// A datagram queue pair in RTS with a receive at the beginning of its memory.
+/// A datagram queue pair in RTS, with a receive at the start of its memory.
 struct Datagrams {
     end: End,
     pd: PdId,
@@ -299,7 +299,7 @@ impl Datagrams {
         w.provider(self.end).post_send(self.qp, &[wr]).unwrap();
     }
 
-    /// The next datagram, with the header before it.
+    /// Returns the next datagram and the preceding header.
     fn received<W: World>(&self, w: &mut W) -> (Completion, [u8; GRH_LEN]) {
         let mut out = Vec::new();
         let c = w.until("a datagram", |w| {
@@ -312,7 +312,7 @@ impl Datagrams {
         (c, grh)
     }
 
-    /// Number of datagrams that wait.
+    /// Returns the number of pending datagrams.
     fn waiting<W: World>(&self, w: &mut W) -> usize {
         let mut out = Vec::new();
         w.provider(self.end).poll_cq(self.cq, 9, &mut out).unwrap();
@@ -368,7 +368,7 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
     let mut got = [0; 8];
     b.memory.read(40, &mut got);
     assert_eq!(&got, b"datagram");
-    // The bytes before the payload lead back. Over shared memory a link stands for the sender.
+    // The header before the payload identifies the sender. With shared memory, this is a link.
     let header = RouteHeader::parse(&grh).unwrap();
     assert_eq!(c.network, Some(header.network()));
     let here = w.addr(End::B);
@@ -394,12 +394,12 @@ pub(crate) fn datagrams<W: World>(mut w: W) {
     assert!(matches!(gone, Err(VerbsError::InvalidHandle(_))));
 }
 
-/// Queue pair that datagrams to a group go to.
+/// Destination queue pair of group datagrams.
 const TO_GROUP: u32 = 0x00ff_ffff;
 
 pub(crate) fn multicast<W: World>(mut w: W) {
     let w = &mut w;
-    // A kernel's groups need a network that carries them; shared memory has none.
+    // A kernel's groups require a network with multicast; shared memory has none.
     let has_groups = w.provider(End::A).device_attr().max_mcast_grp > 0;
     if !has_groups || w.is_rxe(End::A) || w.is_rxe(End::B) {
         return;
@@ -441,13 +441,13 @@ pub(crate) fn multicast<W: World>(mut w: W) {
         let header = RouteHeader::parse(&grh).unwrap();
         let ends = (w.addr(End::A), group);
         assert_eq!((header.source, header.destination), ends);
-        // A group is no sender.
+        // A group cannot be a sender.
         assert!(w.provider(End::B).ah_from_wc(1, &c, &grh).is_err());
         b.receive(w);
     }
-    // Neither what it sent itself, nor those that are not attached.
+    // The sender does not receive its own datagram, and unattached queue pairs receive none.
     assert_eq!(a.waiting(w) + other.waiting(w), 0);
-    // From an attached one that wants its own.
+    // Send from an attached queue pair that wants to receive its own datagrams.
     let ah = w.provider(End::B).create_ah(b[0].pd, attr).unwrap();
     b[0].send(w, ah, TO_GROUP, &[b[0].sge(9000, 4)]);
     for to in [&a, &b[0], &b[1]] {
@@ -455,7 +455,8 @@ pub(crate) fn multicast<W: World>(mut w: W) {
         assert_eq!((c.byte_len, c.src_qp), (44, b[0].number));
         to.receive(w);
     }
-    // Who has left gets nothing more, once attached twice or destroyed.
+    // A detached queue pair receives no more datagrams, even if it was attached twice or is
+    // destroyed.
     let p = w.provider(End::B);
     p.detach_mcast(b[1].qp, gid, 0).unwrap();
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Every operation, what completes and in which order, and what fails how.
+//! All operations, the order of completions, and errors.
 
 use std::time::Duration;
 
@@ -22,7 +22,8 @@ pub(crate) fn ok<W: World>(w: &mut W, side: &Side, opcode: WcOpcode, wr_id: u64)
     );
 }
 
-/// A WRITE has ended, and its bytes are there. With iWARP the answer to a READ behind it shows that.
+/// Checks that a WRITE has completed, and that its bytes have arrived. With iWARP, this is verified
+/// by a subsequent READ.
 pub(crate) fn written<W: World>(w: &mut W, side: &Side, wr_id: u64) {
     ok(w, side, WcOpcode::Write, wr_id);
     if w.is_iwarp(side.end) {
@@ -67,7 +68,7 @@ pub(crate) fn sends_of_every_kind<W: World>(mut w: W) {
     );
     assert_eq!(b.bytes(0, 20_000), data);
     assert_eq!(b.bytes(100_000, 4096), data[7..4103]);
-    // A scatter list on both sides.
+    // Use a scatter list on both sides.
     let sges = [a.sge(500, 3), a.sge(100, 5000), a.sge(9, 1)];
     let wr = SendWr::new(13, SendOp::Send, &sges);
     w.provider(End::A).post_send(a.qp, &[wr]).unwrap();
@@ -84,7 +85,7 @@ pub(crate) fn writes_and_reads<W: World>(mut w: W) {
     a.memory.write(0, &data);
     a.send(w, 1, SendOp::Write(b.remote(1000)), 0, 300_001);
     ok(w, &a, WcOpcode::Write, 1);
-    // With iWARP the answer to the READ is what shows that the WRITE is there.
+    // With iWARP, only the response to the READ proves that the WRITE has arrived.
     a.send(w, 2, SendOp::Read(b.remote(1001)), 500_000, 300_000);
     let c = a.completion(w);
     assert_eq!(b.bytes(1000, 300_001), data);
@@ -104,7 +105,7 @@ pub(crate) fn writes_and_reads<W: World>(mut w: W) {
         );
         assert_eq!(b.bytes(700_000, 10_000), data[5..10_005]);
     }
-    // A write of nothing looks at no key.
+    // An empty WRITE does not check the key.
     let nowhere = RemoteAddr {
         addr: 0,
         rkey: RKey(0),
@@ -119,7 +120,7 @@ pub(crate) fn atomics<W: World>(mut w: W) {
         return;
     }
     let (a, b) = connected(w);
-    // Atomics act on the responder's own integers.
+    // Atomics use the responder's byte order.
     b.memory.write(64, &40u64.to_ne_bytes());
     let remote = b.remote(64);
     a.send(w, 1, SendOp::FetchAdd { remote, add: 2 }, 0, 8);
@@ -145,7 +146,7 @@ pub(crate) fn inline_unsignaled_and_fenced<W: World>(mut w: W) {
     for n in 0..3 {
         b.recv(w, n, 1000 * n as usize, 64);
     }
-    // In memory that no region covers.
+    // This memory is not registered.
     let mut data = *b"inline data";
     let quiet = SendFlags::empty();
     let wr = SendWr::with_inline(1, SendOp::Send, &data).flags(quiet);
@@ -189,7 +190,7 @@ pub(crate) fn chain_posts_until_first_bad_request<W: World>(mut w: W) {
         wr_id: WrId(0),
         sges: &[],
     };
-    // A kernel's queues may be deeper than what was asked for.
+    // A kernel's queues may be deeper than requested.
     let is_rxe = w.is_rxe(End::B);
     let all = vec![wr; 65 + if is_rxe { 1000 } else { 0 }];
     let e = w.provider(End::B).post_recv(b.qp, &all).unwrap_err();
@@ -205,7 +206,7 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
         .provider(End::A)
         .alloc_fast_mr(a.pd, segments.min(4))
         .unwrap();
-    // A window takes one segment.
+    // A window has a single segment.
     let parts = match segments {
         0..3 => vec![a.slice(5000, 4229)],
         _ => vec![a.slice(5000, 100), a.slice(100, 33), a.slice(9000, 4096)],
@@ -245,9 +246,9 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
     assert_eq!(got, data);
     let attr = w.provider(End::A).query_mr(pool_mr.id).unwrap();
     assert_eq!(attr.valid, !is_reported);
-    // The key is dead.
+    // The key has been invalidated.
     let op = if w.is_iwarp(End::B) {
-        // Only what is answered can be refused.
+        // Only requests with a response can be rejected.
         SendOp::Read(there)
     } else {
         SendOp::Write(there)
@@ -272,7 +273,7 @@ pub(crate) fn sender_waits_for_receiver<W: World>(mut w: W) {
 
 pub(crate) fn not_ready_for_too_long<W: World>(mut w: W) {
     let w = &mut w;
-    // Each side says in its message how often the other retries.
+    // Each side specifies the retry count of the other in its message.
     let b_wants = Wants {
         param: riser_transport::verbs::ConnParam {
             rnr_retry_count: 2,
@@ -301,7 +302,7 @@ pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
             Access::REMOTE_ATOMIC,
         ),
     ];
-    // What is written completes before it is refused, with iWARP.
+    // With iWARP, a WRITE completes before it is rejected.
     let first = usize::from(w.is_iwarp(End::A));
     let last = if w.has_immediate_data() { 3 } else { 2 };
     for (n, (op, right)) in ops.into_iter().enumerate().take(last).skip(first) {
@@ -332,7 +333,7 @@ pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
                 "operation {n} case {case}"
             );
             if w.is_rxe(End::B) {
-                // rdma_rxe raises no event for it.
+                // rdma_rxe does not raise an event for this.
                 w.until("the error state", |w| {
                     let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
                     (state == Some(QpState::Error)).then_some(())
@@ -361,7 +362,7 @@ pub(crate) fn bad_local_key_completes_with_error<W: World>(mut w: W) {
     ];
     w.provider(End::A).post_send(a.qp, &wrs).unwrap();
     if w.is_rxe(End::A) {
-        // rdma_rxe flushes what the error overtakes, even what would have ended otherwise.
+        // rdma_rxe also flushes requests that would otherwise have completed before the error.
         let c = a.completions(w, 3);
         assert_eq!([c[0].wr_id.0, c[1].wr_id.0, c[2].wr_id.0], [1, 2, 3]);
         assert!(c.iter().all(|c| !c.status.is_ok()), "{c:?}");
@@ -379,7 +380,7 @@ pub(crate) fn message_exceeding_receive_fails<W: World>(mut w: W) {
     b.recv(w, 6, 0, 5000);
     a.send(w, 1, SendOp::Send, 0, 5001);
     let c = a.completion(w);
-    // rdma_rxe blames itself. What was sent has completed, with iWARP.
+    // rdma_rxe reports a local error. With iWARP, the SEND has already completed.
     let (refused, local) = match (w.is_rxe(End::B), w.is_iwarp(End::B)) {
         (true, _) => (WcStatus::RemOpErr, WcStatus::LocQpOpErr),
         (false, true) => (WcStatus::Success, WcStatus::LocLenErr),
@@ -398,7 +399,7 @@ pub(crate) fn flushes_in_order<W: World>(mut w: W) {
         a.recv(w, 100 + n, 0, 64);
     }
     for n in 0..10 {
-        // The peer has no receive, so none of these completes by itself.
+        // The peer has no receive, so none of these completes normally.
         a.send(w, n, SendOp::Send, 0, 8);
     }
     let error = QpAttr::to(QpState::Error);
@@ -413,13 +414,13 @@ pub(crate) fn flushes_in_order<W: World>(mut w: W) {
     };
     assert_eq!(ids(false), (0..10).collect::<Vec<_>>());
     assert_eq!(ids(true), (100..110).collect::<Vec<_>>());
-    // What is posted now flushes at once: how a queue pair is drained.
+    // Requests posted now are flushed immediately. This is used to drain a queue pair.
     a.recv(w, 200, 0, 8);
     a.send(w, 201, SendOp::Send, 0, 8);
     let c = a.completions(w, 2);
     let mut drained: Vec<_> = c.iter().map(|c| c.wr_id.0).collect();
     if w.is_rxe(End::A) {
-        // Nothing orders two queues of one queue pair.
+        // There is no order between the two queues of a queue pair.
         drained.sort_unstable();
     }
     assert_eq!(drained, [200, 201]);
@@ -441,7 +442,8 @@ pub(crate) fn srq_limit_raises_event<W: World>(mut w: W) {
     };
     let (a1, b1) = connect_on(w, 5000, &Wants::default(), &shared);
     let (a2, b2) = connect_on(w, 5001, &Wants::default(), &shared);
-    // Keys of a shared queue are looked up in the domain of the queue pair that uses them.
+    // Keys of a shared queue are looked up in the domain of the queue pair that consumes the
+    // receive.
     let (mr1, mr2) = (b1.mr, b2.mr);
     assert!(mr.rkey != mr1.rkey && mr1.rkey != mr2.rkey);
     drop(memory);
@@ -491,7 +493,7 @@ pub(crate) fn cq_overrun_raises_event<W: World>(mut w: W) {
     let mut out = Vec::new();
     let polled = w.provider(End::A).poll_cq(a.cq, 9, &mut out);
     assert_eq!(polled, Err(VerbsError::CqOverrun));
-    // rdma_rxe leaves it to the user to end the queue pair.
+    // With rdma_rxe, the user has to destroy the queue pair.
     if w.is_rxe(End::A) {
         return;
     }
@@ -530,7 +532,7 @@ pub(crate) fn notifications_come_when_armed<W: World>(mut w: W) {
     let fired = w.until("a notification", |w| w.provider(End::B).poll_cq_event());
     assert_eq!(fired, b.cq);
     let b_cq = b.cq;
-    // A device of the host's fires at the first of them already.
+    // A host device already fires at the first completion.
     if w.is_rdma_core(End::B) {
         w.until("both", |w| {
             (w.provider(End::B).peek_cq(b_cq, 9) == Ok(2)).then_some(())
@@ -557,12 +559,12 @@ pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
         a.send(w, n, SendOp::Write(b.remote(0)), 0, 8);
         ok(w, &a, WcOpcode::Write, n);
     };
-    // The time is far away, so the third is what the event waits for.
+    // The period is very long, so the event only waits for the third completion.
     set(w, 3, 1_000_000).unwrap();
     let attr = w.provider(End::A).query_cq(a.cq).unwrap();
     assert_eq!((attr.moderation.count, attr.entries), (3, 256));
     if w.is_rdma_core(End::A) {
-        // The library has 16 bits for the microseconds.
+        // The library uses 16 bits for the microseconds.
         assert_eq!(attr.moderation.period, Duration::from_micros(0xffff));
         a_library_lets_events_wait(w, &a, &b);
         return;
@@ -577,7 +579,7 @@ pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
         }
         assert_eq!(w.provider(End::A).poll_cq_event(), Some(a.cq));
     }
-    // What waits comes when the wish is taken back.
+    // Disabling moderation delivers a pending event.
     w.provider(End::A)
         .req_notify_cq(a.cq, Notify::Next)
         .unwrap();
@@ -585,7 +587,7 @@ pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
     assert_eq!(w.provider(End::A).poll_cq_event(), None);
     set(w, 0, 0).unwrap();
     assert_eq!(w.provider(End::A).poll_cq_event(), Some(a.cq));
-    // The time comes by the device's own timer.
+    // The period is timed by the device.
     set(w, 100, 30).unwrap();
     w.provider(End::A)
         .req_notify_cq(a.cq, Notify::Next)
@@ -597,7 +599,7 @@ pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
     let fired = w.until("a notification", |w| w.provider(End::A).poll_cq_event());
     assert_eq!(fired, a.cq);
     assert!(w.now() - before >= Duration::from_millis(30));
-    // A queue that is destroyed leaves no event.
+    // Destroying a queue removes its event.
     w.provider(End::A)
         .req_notify_cq(a.cq, Notify::Next)
         .unwrap();
@@ -608,7 +610,7 @@ pub(crate) fn events_wait_for_further_completions<W: World>(mut w: W) {
     assert_eq!(w.provider(End::A).poll_cq_event(), None);
 }
 
-/// The part of it that does not depend on how fast a library's thread is.
+/// The part of this test that does not depend on the timing of a library thread.
 fn a_library_lets_events_wait<W: World>(w: &mut W, a: &Side, b: &Side) {
     let set = |w: &mut W, count, millis| {
         let period = Duration::from_millis(millis);
@@ -671,14 +673,14 @@ pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
             wr_id: WrId(n),
             sges: &[],
         };
-        // In ERROR it is flushed at once.
+        // In ERROR, it is flushed immediately.
         w.provider(End::A).post_recv(qp, &[wr]).unwrap();
     };
     receive(w, 1);
-    // Longer than what is expected: a device that was not driven for a while has an old time.
+    // Wait longer than the expected minimum, because an idle device may use an outdated time.
     w.pass(Duration::from_millis(20));
     receive(w, 2);
-    // With entries in flight the queue grows and shrinks.
+    // The queue can grow and shrink with pending entries.
     w.provider(End::A).resize_cq(cq, 2).unwrap();
     assert!(w.provider(End::A).resize_cq(cq, 1).is_err());
     w.provider(End::A).resize_cq(cq, 64).unwrap();
@@ -687,7 +689,7 @@ pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
     assert_eq!(got[0].completion.wr_id, WrId(1));
     assert_eq!(got[0].completion.status, WcStatus::WrFlushErr);
     let apart = Duration::from_nanos(got[1].device_time - got[0].device_time);
-    // A library's device looks at the clock when its thread does.
+    // A library's device reads the clock in its thread.
     let is_library = w.is_rdma_core(End::A);
     assert!(is_library || apart >= Duration::from_millis(4), "{apart:?}");
     assert_eq!(got[1].wall_time - got[0].wall_time, apart);
@@ -739,7 +741,7 @@ pub(crate) fn send_queue_drains<W: World>(mut w: W) {
         .unwrap();
     let mut waiting = 2;
     if w.is_rxe(End::A) {
-        // rdma_rxe goes on when something is posted.
+        // rdma_rxe only resumes when a request is posted.
         a.send(w, 3, SendOp::Write(b.remote(0)), 0, 8);
         waiting = 3;
     }
@@ -772,7 +774,7 @@ pub(crate) fn long_messages<W: World>(mut w: W) {
     assert!(b.bytes(0, LEN) == data, "64 MiB sent");
 }
 
-/// Operations that move nothing, both ways.
+/// Tests operations without data in both directions.
 pub(crate) fn empty_messages<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
@@ -790,8 +792,8 @@ pub(crate) fn empty_messages<W: World>(mut w: W) {
     }
 }
 
-/// Both sides write, read and send at once; every byte is checked. Nothing is empty: `rdma_rxe`
-/// (6.12) drops a READ of no bytes that comes again, if what came before it was at a higher
+/// Both sides write, read and send concurrently; all bytes are checked. No operation is empty,
+/// because `rdma_rxe` (6.12) drops a retransmitted empty READ if the previous request used a higher
 /// address.
 pub(crate) fn mixed_traffic<W: World>(mut w: W) {
     const SLOT: usize = 48_000;
@@ -800,7 +802,8 @@ pub(crate) fn mixed_traffic<W: World>(mut w: W) {
     let (a, b) = connected(w);
     let sides = [&a, &b];
     for (i, side) in sides.into_iter().enumerate() {
-        // Slots 0 to 7 are sources, 8 to 11 receives, 12 to 15 read targets; the peer writes 16 on.
+        // Slots 0 to 7 are sources, 8 to 11 receives, 12 to 15 READ targets; the peer writes to
+        // slots from 16.
         for slot in 0..8 {
             let data = pattern((i * 100 + slot) as u64, SLOT);
             side.memory.write(slot * SLOT, &data);
@@ -813,7 +816,7 @@ pub(crate) fn mixed_traffic<W: World>(mut w: W) {
     let mut completed = [0u64; 2];
     let mut received = [0u64; 2];
     let imm = (!w.is_iwarp(End::A)).then_some(());
-    // siw completes a SEND before READs that were posted before it.
+    // siw completes a SEND before previously posted READs.
     let last = match w.has_immediate_data() {
         true => SendFlags::SIGNALED,
         false => SendFlags::SIGNALED | SendFlags::FENCE,
@@ -823,8 +826,8 @@ pub(crate) fn mixed_traffic<W: World>(mut w: W) {
     while completed != [ROUNDS; 2] {
         for i in 0..2 {
             let (me, other) = (sides[i], sides[1 - i]);
-            // One round at a time, so that every slot can be checked when its round is over.
-            // With iWARP a SEND completes before the other side has it, which is to check first.
+            // Run one round at a time, so that each slot can be checked after its round. With
+            // iWARP, a SEND completes before the other side has received it, so wait for its check.
             let is_over = posted[i] == completed[i] && posted[i] == received[1 - i];
             if is_over && posted[i] < ROUNDS {
                 let n = posted[i];
@@ -878,7 +881,7 @@ pub(crate) fn mixed_traffic<W: World>(mut w: W) {
     }
 }
 
-/// Many connections at once, each with a READ and a WRITE under way all the time.
+/// Uses many connections at the same time, each with a READ and a WRITE always in flight.
 pub(crate) fn many_connections<W: World>(mut w: W) {
     const SESSIONS: usize = 64;
     const ROUNDS: usize = 20;

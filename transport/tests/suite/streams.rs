@@ -1,4 +1,4 @@
-//! What devices for iWARP do otherwise than others.
+//! Behaviour specific to iWARP devices.
 
 use riser_transport::verbs::{
     AsyncEvent, CmError, CmEventKind, PortSpace, PostReason, QpAttr, QpInitAttr, QpState, QpType,
@@ -34,7 +34,7 @@ pub(crate) fn unsupported_iwarp_calls_are_rejected<W: World>(mut w: W) {
     is_unsupported(p.open_xrcd());
     is_unsupported(p.local_mad(1, &[0; 256]));
     assert_eq!(p.device_attr().max_mcast_grp, 0);
-    // A queue pair comes to RTS with its connection only.
+    // A queue pair can only reach RTS through its connection.
     let qp = p.create_qp(&init_attr(pd, cq, &wants)).unwrap();
     let id = p.create_id(PortSpace::Tcp).unwrap();
     p.listen(id, 1).unwrap();
@@ -50,7 +50,7 @@ pub(crate) fn unsupported_iwarp_calls_are_rejected<W: World>(mut w: W) {
     );
 }
 
-/// The end of a connection, which both sides learn of, and whose requests are flushed.
+/// Checks that a connection is closed, that both sides are notified, and that requests are flushed.
 fn is_over<W: World>(w: &mut W, sides: [&Side; 2]) {
     for side in sides {
         assert_eq!(cm_event(w, side.end).kind, CmEventKind::Disconnected);

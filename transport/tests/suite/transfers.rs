@@ -1,4 +1,4 @@
-//! Chains of RDMA requests and `mr_pool`, as a target and an initiator use them.
+//! Chains of RDMA requests and `mr_pool`, as used by a target and an initiator.
 
 use riser_transport::mr_pool::{MrPool, MrState};
 use riser_transport::verbs::{
@@ -9,20 +9,21 @@ use riser_transport::verbs::Verbs as _;
 
 use crate::suite::world::{End, World, connected, ended, pattern};
 
-/// Requests that move 70 kB from 100 bytes into the local data: the offset in the remote region,
-/// and the local pieces. The local data are 33,333 bytes from 0, then those from 50,000 on.
+/// Requests that transfer 70 kB at offset 100 of the local data: the offset in the remote region,
+/// and the local pieces. The local data consist of 33,333 bytes at 0, followed by the bytes at
+/// 50,000.
 const REQUESTS: [(u64, &[(usize, usize)]); 3] = [
     (0, &[(100, 12_345)]),
     (12_345, &[(12_445, 20_888), (50_000, 9_112)]),
     (42_345, &[(59_112, 27_655)]),
 ];
 
-/// B is the target: it writes to, then reads from, memory that A registers for each command.
+/// B acts as the target: it writes to and reads from memory that A registers for each command.
 pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let is_reported = w.provider(End::A).device_attr().reports_invalidation;
-    // Where a region is a window, it takes one segment.
+    // If a region is a window, it has only one segment.
     let segments = w
         .provider(End::A)
         .device_attr()
@@ -44,7 +45,7 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
         keys.push(mr.rkey());
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
         let reg = mr.reg_wr(WrId(1), access);
-        // The command follows the registration, so B has a key that is valid.
+        // The command follows the registration, so B receives a valid key.
         let command_sge = [a.sge(900_100, 32)];
         let command = SendWr::new(2, SendOp::Send, &command_sge).flags(SendFlags::empty());
         b.recv(w, 3, 900_000, 64);
@@ -101,7 +102,7 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
         let c = a.completion(w);
         assert_eq!(c.invalidated, is_reported.then_some(mr.rkey()));
         if !is_reported {
-            // Where invalidation is not reported, one invalidates oneself.
+            // If invalidation is not reported, invalidate the key locally.
             let inv = mr.inv_wr(WrId(9));
             w.provider(End::A).post_send(a.qp, &[inv]).unwrap();
             let c = a.completion(w);
@@ -118,7 +119,7 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
             .collect();
         let there = [b.bytes(0, 33_333), b.bytes(50_000, 50_000)].concat();
         assert!(here == there[100..70_100], "round {round}");
-        // The next round brings something else.
+        // The next round transfers different data.
         a.memory.write(200_000, &pattern(round + 50, 40_000));
     }
     assert_eq!((pool.available(), pool.outstanding()), (2, 0));
@@ -155,7 +156,7 @@ pub(crate) fn region_returned_valid_is_replaced<W: World>(mut w: W) {
     b.send(w, 1, SendOp::Read(from), 0, 8);
     assert_eq!(b.completion(w).status, WcStatus::RemAccessErr);
     ended(w);
-    // A local invalidation does as well as a remote one.
+    // A local invalidation is equivalent to a remote one.
     let (a, _b) =
         crate::suite::world::connect_on(w, 5001, &Default::default(), &Default::default());
     let mut pool = MrPool::new(w.provider(End::A), a.pd, 1, segments).unwrap();

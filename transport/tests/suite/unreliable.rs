@@ -1,4 +1,4 @@
-//! Unreliable connections, which are made by hand but for one.
+//! Unreliable connections, which are established manually except for one.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::suite::world::{
     End, Side, Wants, World, cm_event, init_attr, listen_for, objects, pattern, resolve_for,
 };
 
-/// First PSN of each end.
+/// Initial PSN of each end.
 const PSN: [u32; 2] = [0x00ff_fff0, 77];
 
-/// A queue pair in RESET, with its objects.
+/// Creates a queue pair in RESET, with its objects.
 fn side<W: World>(w: &mut W, end: End, wants: &Wants) -> Side {
     let (pd, cq, memory, mr) = objects(w, end, wants);
     let init = QpInitAttr {
@@ -32,16 +32,16 @@ fn side<W: World>(w: &mut W, end: End, wants: &Wants) -> Side {
         memory,
         mr,
         qp,
-        // None makes it.
+        // There is no identifier.
         id: CmId(Handle::new(u32::MAX, 0)),
     }
 }
 
-/// Takes a queue pair to RTS; `psn` are the first ones of its own packets and its peer's.
+/// Moves a queue pair to RTS; `psn` contains the initial PSNs of its own packets and its peer's.
 fn bring_up<W: World>(w: &mut W, side: &Side, peer: &Side, psn: [u32; 2]) {
     let dest = w.provider(peer.end).qp_num(peer.qp).unwrap();
     let dgid = w.addr(peer.end).into();
-    // A kernel keeps a link-local address first.
+    // A kernel adds a link-local address first.
     let own = w.addr(side.end).into();
     let p = w.provider(side.end);
     let port = p.query_port(1).unwrap();
@@ -90,13 +90,13 @@ fn connected<W: World>(w: &mut W, a: &Wants, b: &Wants) -> (Side, Side) {
     (a, b)
 }
 
-/// A plain connection.
+/// Establishes a connection with default parameters.
 pub(crate) fn plain<W: World>(w: &mut W) -> (Side, Side) {
     connected(w, &Wants::default(), &Wants::default())
 }
 
-/// Sends and writes from one end to the other, and looks at what arrives. Messages fit a burst, so
-/// that no socket loses them.
+/// Sends and writes from one end to the other, and checks the data that arrive. Messages fit into a
+/// burst, so that no socket drops them.
 fn exchange<W: World>(w: &mut W, a: &Side, b: &Side) {
     let data = pattern(1, 20_000);
     a.memory.write(0, &data);
@@ -164,7 +164,7 @@ pub(crate) fn uc_connects_within_device<W: World>(mut w: W) {
     connect(w, &a, &b);
     exchange(w, &a, &b);
     exchange(w, &b, &a);
-    // And a queue pair with itself.
+    // Connect a queue pair to itself.
     let own = side(w, End::A, &Wants::default());
     bring_up(w, &own, &own, [5, 5]);
     own.recv(w, 1, 0, 64);
@@ -199,7 +199,7 @@ pub(crate) fn uc_rejects_reads<W: World>(mut w: W) {
     exchange(w, &a, &b);
 }
 
-/// What the peer does not allow is lost without a word, and what follows is not.
+/// Messages that the peer does not allow are silently lost, but later messages are not.
 pub(crate) fn uc_messages_without_receive_are_lost<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = plain(w);
@@ -216,7 +216,7 @@ pub(crate) fn uc_messages_without_receive_are_lost<W: World>(mut w: W) {
     a.send(w, 3, SendOp::Send, 0, 5000);
     assert!(a.completion(w).status.is_ok());
     if w.is_rxe(b.end) {
-        // rdma_rxe ends the receive that is too short.
+        // rdma_rxe completes the receive that is too short.
         assert_eq!(b.completion(w).wr_id, WrId(9));
         return;
     }
@@ -234,7 +234,8 @@ pub(crate) fn uc_messages_without_receive_are_lost<W: World>(mut w: W) {
 
 pub(crate) fn uc_connections_share_receives<W: World>(mut w: W) {
     let w = &mut w;
-    // One domain for all, as the keys of a shared queue are looked up in that of the queue pair.
+    // Use one domain for all, because keys of a shared queue are looked up in the domain of the
+    // queue pair.
     let first = side(w, End::B, &Wants::default());
     let attr = SrqAttr {
         max_wr: 16,
@@ -301,7 +302,7 @@ pub(crate) fn uc_qp_transitions_through_states<W: World>(mut w: W) {
     assert!(matches!(early, Err(VerbsError::InvalidTransition { .. })));
     bring_up(w, &a, &b, PSN);
     let p = w.provider(End::A);
-    // What belongs to acknowledgements and READs is not this kind's.
+    // This type has no attributes for acknowledgements and READs.
     let reliable = QpAttr {
         min_rnr_timer: Some(3),
         ..QpAttr::default()
@@ -316,7 +317,7 @@ pub(crate) fn uc_qp_transitions_through_states<W: World>(mut w: W) {
         })
     );
     assert_eq!(p.query_qp(a.qp).unwrap().state, Some(QpState::Rts));
-    // In INIT it takes receives, and packets only from RTR on.
+    // Receives can be posted in INIT, but packets are only accepted starting with RTR.
     bring_up(w, &b, &a, [PSN[1], PSN[0]]);
     exchange(w, &a, &b);
     for n in 0..3 {
@@ -330,7 +331,7 @@ pub(crate) fn uc_qp_transitions_through_states<W: World>(mut w: W) {
     assert_eq!(a.completion(w).status, WcStatus::WrFlushErr);
     let p = w.provider(End::A);
     p.modify_qp(a.qp, &QpAttr::to(QpState::Reset)).unwrap();
-    // Again, from the beginning.
+    // Repeat all states.
     bring_up(w, &a, &b, [PSN[0] - 9, PSN[1]]);
     exchange(w, &a, &b);
 }
@@ -338,7 +339,7 @@ pub(crate) fn uc_qp_transitions_through_states<W: World>(mut w: W) {
 pub(crate) fn uc_connects_through_cm<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen_for(w, QpType::Uc);
-    // A listener takes requests of its kind only.
+    // A listener only accepts requests of its type.
     let other = resolve_for(w, QpType::Rc);
     let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
     let p = w.provider(End::A);
@@ -348,7 +349,7 @@ pub(crate) fn uc_connects_through_cm<W: World>(mut w: W) {
     let CmEventKind::Rejected { reason, .. } = cm_event(w, End::A).kind else {
         panic!("not refused");
     };
-    // A kernel has one reason for all that it refuses by itself.
+    // A kernel uses the same reason for all requests that it rejects itself.
     if !w.is_rxe(End::B) {
         assert_eq!(reason, 9, "invalid transport type");
     }

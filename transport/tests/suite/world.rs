@@ -1,4 +1,4 @@
-//! Two providers, and a way to drive them: what every test of the suite stands on.
+//! Two providers and a way to drive them, used by all tests of the suite.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -10,64 +10,64 @@ use riser_transport::verbs::{
     RemoteAddr, SendOp, SendWr, Sge, SrqId, Verbs as _, WrId,
 };
 
-/// Which of the two devices.
+/// Selects one of the two devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     A,
     B,
 }
 
-/// Two devices that reach each other.
+/// Two devices that can reach each other.
 pub(crate) trait World {
     type P: Provider + ?Sized;
 
     fn provider(&mut self, end: End) -> &mut Self::P;
     fn addr(&self, end: End) -> IpAddr;
-    /// Lets something happen: drives both devices, and lets a little time pass if they are idle.
+    /// Drives both devices, and advances time slightly if they are idle.
     fn step(&mut self);
-    /// The devices' time.
+    /// Returns the time of the devices.
     fn now(&self) -> Instant;
 
-    /// Whether a device is behind rdma-core's libraries: it has no more than the module
-    /// `riser_transport::rdma_core` passes on.
+    /// Returns whether a device uses rdma-core's libraries, so that it only supports calls
+    /// implemented by `riser_transport::rdma_core`.
     fn is_rdma_core(&mut self, end: End) -> bool {
         self.provider(end).device_attr().provider == "rdma_core"
     }
 
-    /// Whether it is `rdma_rxe` that is behind them, whose details differ where that module says so.
-    /// Those of our own libraries (`riser-drop-in`) do not.
+    /// Returns whether the device is `rdma_rxe`, whose differences are documented in that module.
+    /// Our own libraries (`riser-drop-in`) have no differences.
     fn is_rxe(&mut self, end: End) -> bool {
         self.is_rdma_core(end) && self.provider(end).device_attr().name.starts_with("rxe")
     }
 
-    /// Whether a device is one for iWARP, which has no SENDs with immediate data and completes SENDs
-    /// and WRITEs before the peer has seen them.
+    /// Returns whether a device uses iWARP, which has no SENDs with immediate data, and completes
+    /// SENDs and WRITEs before the peer has received them.
     fn is_iwarp(&mut self, end: End) -> bool {
         let attr = self.provider(end).device_attr();
         attr.provider == "iwarp" || attr.name.starts_with("siw")
     }
 
-    /// Whether a device is Linux's for iWARP, by rdma-core.
+    /// Returns whether a device is Linux' iWARP device, used through rdma-core.
     fn is_siw(&mut self, end: End) -> bool {
         self.is_rdma_core(end) && self.is_iwarp(end)
     }
 
-    /// Whether both ends know immediate data and atomics: not Linux's device for iWARP.
+    /// Returns whether both ends support immediate data and atomics. Linux' iWARP device does not.
     fn has_immediate_data(&mut self) -> bool {
         ![End::A, End::B].into_iter().any(|end| self.is_siw(end))
     }
 
-    /// The next event of the RDMA CM at a device.
+    /// Returns the next RDMA CM event of a device.
     fn poll_cm_event(&mut self, end: End) -> Option<CmEvent> {
         self.provider(end).poll_cm_event()
     }
 
-    /// Time that anything may take, of the devices' time.
+    /// Timeout for all operations, in the devices' time.
     fn patience(&self) -> Duration {
         Duration::from_secs(60)
     }
 
-    /// Drives the devices until `done` answers something, while patience lasts.
+    /// Drives the devices until `done` returns a value, or panics after the timeout.
     fn until<T>(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> Option<T>) -> T
     where
         Self: Sized,
@@ -82,7 +82,7 @@ pub(crate) trait World {
         }
     }
 
-    /// Lets time pass.
+    /// Drives the devices for a period of time.
     fn pass(&mut self, time: Duration)
     where
         Self: Sized,
@@ -94,10 +94,10 @@ pub(crate) trait World {
     }
 }
 
-/// Bytes of memory of each side.
+/// Memory size of each side, in bytes.
 pub(crate) const REGION: usize = 1 << 20;
 
-/// A device's objects for a test: a domain, a queue, a region, and a connected queue pair.
+/// Objects of a device for a test: a domain, a queue, a region, and a connected queue pair.
 pub(crate) struct Side {
     pub(crate) end: End,
     pub(crate) pd: PdId,
@@ -176,7 +176,7 @@ impl Side {
         w.provider(self.end).post_recv(self.qp, &[wr]).unwrap();
     }
 
-    /// The next `n` completions.
+    /// Returns the next `n` completions.
     pub(crate) fn completions<W: World>(&self, w: &mut W, n: usize) -> Vec<Completion> {
         let mut out = Vec::new();
         w.until("completions", |w| {
@@ -193,7 +193,7 @@ impl Side {
         self.completions(w, 1).remove(0)
     }
 
-    /// The next asynchronous event.
+    /// Returns the next asynchronous event.
     pub(crate) fn event<W: World>(&self, w: &mut W) -> AsyncEvent {
         w.until("an asynchronous event", |w| {
             w.provider(self.end).poll_async_event()
@@ -201,7 +201,7 @@ impl Side {
     }
 }
 
-/// Everything but the queue pair.
+/// Creates all objects except the queue pair.
 pub(crate) fn objects<W: World>(w: &mut W, end: End, wants: &Wants) -> (PdId, CqId, Memory, Mr) {
     let p = w.provider(end);
     let pd = p.alloc_pd().unwrap();
@@ -227,17 +227,17 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
     }
 }
 
-/// The next event of the RDMA CM.
+/// Returns the next RDMA CM event.
 pub(crate) fn cm_event<W: World>(w: &mut W, end: End) -> CmEvent {
     w.until("an event of the RDMA CM", |w| w.poll_cm_event(end))
 }
 
-/// Takes the events of a connection that an error has ended, as errors do with iWARP.
+/// Consumes the events of a connection that was closed by an error, as with iWARP.
 pub(crate) fn ended<W: World>(w: &mut W) {
     if w.is_iwarp(End::A) {
         for end in [End::A, End::B] {
             assert_eq!(cm_event(w, end).kind, CmEventKind::Disconnected);
-            // Kernels have no second event for iWARP.
+            // Kernels have no second event with iWARP.
             if !w.is_rdma_core(end) {
                 assert_eq!(cm_event(w, end).kind, CmEventKind::TimewaitExit);
             }
@@ -245,12 +245,12 @@ pub(crate) fn ended<W: World>(w: &mut W) {
     }
 }
 
-/// A listener at a device.
+/// Creates a listener at a device.
 pub(crate) fn listen<W: World>(w: &mut W, end: End, port: u16) -> CmId {
     listen_in(w, PortSpace::Tcp, end, port)
 }
 
-/// A listener at a device, in a port space.
+/// Creates a listener at a device, in a port space.
 pub(crate) fn listen_in<W: World>(w: &mut W, space: PortSpace, end: End, port: u16) -> CmId {
     let addr = SocketAddr::new(w.addr(end), port);
     let p = w.provider(end);
@@ -260,7 +260,7 @@ pub(crate) fn listen_in<W: World>(w: &mut W, space: PortSpace, end: End, port: u
     listener
 }
 
-/// A listener at port 4000 of B's for queue pairs of a kind.
+/// Creates a listener on port 4000 of B for queue pairs of this type.
 pub(crate) fn listen_for<W: World>(w: &mut W, qp_type: QpType) -> CmId {
     let addr = SocketAddr::new(w.addr(End::B), 4000);
     let p = w.provider(End::B);
@@ -270,7 +270,7 @@ pub(crate) fn listen_for<W: World>(w: &mut W, qp_type: QpType) -> CmId {
     listener
 }
 
-/// An identifier of A for queue pairs of a kind that has resolved port 4000 of B's.
+/// Creates an identifier of A for queue pairs of this type, and resolves port 4000 of B.
 pub(crate) fn resolve_for<W: World>(w: &mut W, qp_type: QpType) -> CmId {
     let p = w.provider(End::A);
     let id = p.create_id_for(PortSpace::IbIp, qp_type).unwrap();
@@ -278,12 +278,12 @@ pub(crate) fn resolve_for<W: World>(w: &mut W, qp_type: QpType) -> CmId {
     id
 }
 
-/// An identifier of A that has resolved B's port.
+/// Creates an identifier of A and resolves B's port.
 pub(crate) fn resolve<W: World>(w: &mut W, port: u16) -> CmId {
     resolve_in(w, PortSpace::Tcp, port)
 }
 
-/// An identifier of A that has resolved B's port, in a port space.
+/// Creates an identifier of A in a port space, and resolves B's port.
 pub(crate) fn resolve_in<W: World>(w: &mut W, space: PortSpace, port: u16) -> CmId {
     let id = w.provider(End::A).create_id(space).unwrap();
     resolve_id(w, id, port);
@@ -302,8 +302,8 @@ fn resolve_id<W: World>(w: &mut W, id: CmId, port: u16) {
     assert_eq!(cm_event(w, End::A).kind, CmEventKind::RouteResolved);
 }
 
-/// A connection from A to B on `port`, without a listener yet. Both sides have events left over
-/// only if something is wrong.
+/// Creates a listener and connects A to B on `port`. Afterwards, no events are pending unless there
+/// is an error.
 pub(crate) fn connect_on<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -> (Side, Side) {
     let listener = listen(w, End::B, port);
     let sides = connect_to(w, port, a, b);
@@ -311,7 +311,7 @@ pub(crate) fn connect_on<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -
     sides
 }
 
-/// A connection from A to a listener of B's.
+/// Connects A to an existing listener of B.
 pub(crate) fn connect_to<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -> (Side, Side) {
     let id = resolve(w, port);
     let (pd, cq, memory, mr) = objects(w, End::A, a);
@@ -360,12 +360,12 @@ pub(crate) fn connect_to<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -
     (side_a, side_b)
 }
 
-/// A plain connection.
+/// Establishes a connection with default parameters.
 pub(crate) fn connected<W: World>(w: &mut W) -> (Side, Side) {
     connect_on(w, 5000, &Wants::default(), &Wants::default())
 }
 
-/// Bytes that identify their place.
+/// Returns bytes that depend on their position.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut x = seed | 1;
     (0..len)

@@ -1,4 +1,4 @@
-//! Two devices by name, of any provider.
+//! Two devices of any provider, selected by name.
 
 pub(crate) mod stress;
 
@@ -16,21 +16,20 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::suite::world::{End, World};
 
-/// A device, and how it was named.
+/// A device and its configuration.
 struct Named {
-    /// A device for iWARP opens its sockets as it needs them, so its calls are made in its network
-    /// namespace.
+    /// An iWARP device opens sockets on demand, so its calls are executed in its network namespace.
     namespace: Option<File>,
     provider: Option<Box<dyn Provider + Send>>,
     addr: IpAddr,
     name: String,
 }
 
-/// The two devices that `RISER_SUITE` names.
+/// The two devices selected by `RISER_SUITE`.
 pub(crate) struct Devices {
     a: Named,
     b: Named,
-    /// The network namespace of the tests.
+    /// Network namespace of the tests.
     home: Option<File>,
 }
 
@@ -49,7 +48,7 @@ impl Devices {
         }
     }
 
-    /// Enters the network namespace of a device, if either is in one of its own.
+    /// Enters the network namespace of a device, if either device uses a separate one.
     fn enter(&mut self, end: End) {
         if [&self.a, &self.b]
             .iter()
@@ -69,12 +68,12 @@ impl Devices {
             .expect("entering a network namespace");
     }
 
-    /// Closes a device, as the end of its process would.
+    /// Closes a device, as if its process exited.
     pub(crate) fn close(&mut self, end: End) {
         self.named(end).provider = None;
     }
 
-    /// Opens a device again.
+    /// Closes and reopens a device.
     pub(crate) fn reopen(&mut self, end: End) {
         let named = self.named(end);
         named.provider = None;
@@ -82,7 +81,7 @@ impl Devices {
     }
 }
 
-/// The next test begins in the network namespace of the tests.
+/// Return to the network namespace of the tests for the next test.
 impl Drop for Devices {
     fn drop(&mut self) {
         if let Some(home) = &self.home {
@@ -108,7 +107,7 @@ impl Named {
         let home = namespace.as_ref().filter(|_| kind == "iwarp");
         let home = home.map(|namespace| file(&format!("/run/netns/{namespace}")));
         let kind = kind.to_owned();
-        // A thread that enters a namespace stays there, so one is made for the purpose.
+        // A thread that enters a namespace stays there, so use a separate thread.
         let opening = thread::spawn(move || {
             if let Some(namespace) = namespace {
                 let path = format!("/run/netns/{namespace}");
@@ -172,7 +171,7 @@ impl World for Devices {
         Instant::now()
     }
 
-    /// The kernel runs on an emulated machine, over a network that may lose every tenth packet.
+    /// The kernel may run on an emulated machine, with a network that loses every tenth packet.
     fn patience(&self) -> Duration {
         Duration::from_secs(300)
     }

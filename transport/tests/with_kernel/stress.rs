@@ -1,5 +1,5 @@
-//! Conditions of a kernel and a real network: every length at every path MTU, receivers that are
-//! late, peers that vanish, devices that are unplugged.
+//! Tests for a kernel and a real network: all lengths with all path MTUs, late receivers,
+//! disconnected peers, unplugged devices.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ fn done(w: &mut Devices, side: &Side, opcode: WcOpcode) {
     assert_eq!((c.status, c.opcode), (WcStatus::Success, opcode), "{c:?}");
 }
 
-/// One message of every operation and length, from one side to the other.
+/// Sends one message of this length for each operation.
 fn one_of_each(w: &mut Devices, from: &Side, to: &Side, length: usize) {
     let data = pattern(length as u64 + 3, length);
     from.memory.write(0, &data);
@@ -86,7 +86,8 @@ fn one_of_each(w: &mut Devices, from: &Side, to: &Side, length: usize) {
     assert_eq!(to.bytes(8, 8), 1u64.to_ne_bytes());
 }
 
-/// Lengths around every packet boundary, then powers of two up to `RISER_LENGTH`, both ways.
+/// Tests lengths around each packet boundary, then powers of two up to `RISER_LENGTH`, in both
+/// directions.
 fn sizes(mut w: Devices) {
     let w = &mut w;
     let longest = number("RISER_LENGTH").unwrap_or(REGION);
@@ -108,7 +109,7 @@ fn sizes(mut w: Devices) {
     }
 }
 
-/// Sends that wait for their receives, both ways at once, many times.
+/// Sends messages before their receives are posted, in both directions concurrently, many times.
 fn late_receivers(mut w: Devices) {
     let w = &mut w;
     let (a, b) = connected(w);
@@ -140,13 +141,13 @@ fn late_receivers(mut w: Devices) {
     }
 }
 
-/// Long transfers both ways under way.
+/// Starts long transfers in both directions.
 fn busy(w: &mut Devices) -> (Side, Side) {
     const LENGTH: usize = 64 << 20;
     let wants = Wants {
         region: LENGTH,
         param: ConnParam {
-            // With 7, rdma_rxe never gives up.
+            // With 7, rdma_rxe retries forever.
             retry_count: 6,
             ..ConnParam::default()
         },
@@ -162,7 +163,8 @@ fn busy(w: &mut Devices) -> (Side, Side) {
     (a, b)
 }
 
-/// Waits for the last of a side's four requests to end, and says how the first failed one did.
+/// Waits until all four requests of a side have completed, and returns the status of the first
+/// failed request.
 fn first_error(w: &mut Devices, side: &Side) -> WcStatus {
     let mut out = Vec::new();
     w.until("the end of all work", |w| {
@@ -173,14 +175,14 @@ fn first_error(w: &mut Devices, side: &Side) -> WcStatus {
     error.expect("work that the cut ended").status
 }
 
-/// The network between the two goes, and comes back.
+/// Disconnects and reconnects the network.
 fn peer_vanishes(mut w: Devices) {
     let w = &mut w;
     let (a, b) = busy(w);
     finish(w, "RISER_CUT");
     for side in [&a, &b] {
         let status = first_error(w, side);
-        // rdma_rxe flushes where it finds its own link down.
+        // rdma_rxe flushes requests if it detects that its own link is down.
         let is_flush = status == WcStatus::WrFlushErr && w.is_rxe(side.end);
         assert!(is_flush || status == WcStatus::RetryExcErr, "{status:?}");
     }
@@ -192,7 +194,7 @@ fn peer_vanishes(mut w: Devices) {
     one_of_each(w, &a, &b, 100_000);
 }
 
-/// The listener's process ends in the middle of things; then the connecting one's.
+/// Closes the listening device during transfers, then the connecting device.
 fn peer_closes(mut w: Devices) {
     let w = &mut w;
     for closing in [End::B, End::A] {
@@ -201,7 +203,8 @@ fn peer_closes(mut w: Devices) {
         let is_rxe = w.is_rxe(closing);
         w.close(closing);
         let status = first_error(w, &stays);
-        // A kernel disconnects for its dead processes; the software NIC dies with its own.
+        // A kernel disconnects on behalf of dead processes, but the software NIC dies with its
+        // process.
         if is_rxe {
             assert!(
                 matches!(status, WcStatus::WrFlushErr | WcStatus::RetryExcErr),
@@ -221,8 +224,8 @@ fn peer_closes(mut w: Devices) {
     }
 }
 
-/// The first device goes while it works and comes back: its user hears of it, closes it, and can
-/// open it again.
+/// Removes the first device during transfers and adds it again: its user is notified, closes it,
+/// and can reopen it.
 fn device_is_unplugged(mut w: Devices) {
     let w = &mut w;
     let addr = w.addr(End::A);
@@ -240,7 +243,7 @@ fn device_is_unplugged(mut w: Devices) {
         }
         (removal || fatal).then_some(())
     });
-    // The kernel waits for its users before it releases it.
+    // The kernel waits for its users before it releases the device.
     w.close(End::A);
     let status = w.until("the removal", |_| cut.try_wait().expect("a child"));
     assert!(status.success(), "{status}");
@@ -259,7 +262,7 @@ fn device_is_unplugged(mut w: Devices) {
     one_of_each(w, &a, &b, 100_000);
 }
 
-/// A second device of this process at the first one's RDMA device reads what is meant for the
+/// Opens the RDMA device a second time in this process. The second instance reads events of the
 /// first.
 fn events_reach_their_owner(mut w: Devices) {
     let w = &mut w;
@@ -278,7 +281,7 @@ fn events_reach_their_owner(mut w: Devices) {
     assert_eq!(other.poll_async_event(), None);
     assert_eq!(a.event(w), AsyncEvent::SqDrained(a.qp));
     drop(other);
-    // The first still has its device.
+    // The first instance still has its device.
     b.send(w, 1, SendOp::Write(a.remote(0)), 0, 100_000);
     done(w, &b, WcOpcode::Write);
 }

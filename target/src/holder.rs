@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_found_by_their_addresses() {
+    fn sockets_are_found_by_address() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let table = fs::read_to_string("/proc/net/tcp").unwrap();

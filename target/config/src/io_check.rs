@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_read_and_written_back() {
+    fn limits_round_trip() {
         let text = config(
             "{ iops: 5000, read_bandwidth: 100MiB, burst: 2s }",
             "{ write_iops: 10, bandwidth: 1.5MiB, burst: 1500ms }",

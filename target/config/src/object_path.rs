@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_read_as_they_are_written() {
+    fn paths_round_trip() {
         for (text, shown) in [
             ("/", "/"),
             ("", "/"),

@@ -294,7 +294,7 @@ limits: { queue_depth: 7 }
     }
 
     #[test]
-    fn other_media_types_are_no_patches() {
+    fn unknown_media_types_are_rejected() {
         assert!(Patch::parse("application/yaml", "{}").is_none());
         assert!(Patch::parse("Application/Merge-Patch+JSON; charset=utf-8", "{}").is_some());
         assert!(Patch::parse(Patch::OPERATIONS, "{}").unwrap().is_err());

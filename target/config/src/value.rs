@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn identifiers_are_hexadecimal_in_full() {
+    fn identifiers_are_full_hexadecimal() {
         let guid = Guid(0x0002_c903_00a1_b2c3);
         assert_eq!("0x0002c90300a1b2c3".parse(), Ok(guid));
         assert_eq!("0002:c903:00a1:b2c3".parse(), Ok(guid));

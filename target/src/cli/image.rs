@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formats_are_known_by_their_first_bytes() {
+    fn formats_are_detected_by_magic_bytes() {
         let mut vdi = vec![0; 0x40];
         vdi.extend([0x7f, 0x10, 0xda, 0xbe]);
         for (start, name) in [

@@ -758,7 +758,7 @@ mod tests {
     /// Same as on startup (RFC 7143 9.2.1): the secrets are equal, although they have different
     /// sources.
     #[test]
-    fn check_refuses_one_secret_in_both_directions() {
+    fn check_rejects_shared_mutual_secret() {
         let file = std::env::temp_dir().join(format!("riserd-secret-{}", std::process::id()));
         std::fs::write(&file, "a-secret-of-enough-bytes\n").unwrap();
         let text = format!(

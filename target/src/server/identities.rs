@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn another_host_name_changes_nothing() {
+    fn host_rename_keeps_names() {
         let mut all = Identities {
             host: Some("as it was".into()),
             ..Identities::default()

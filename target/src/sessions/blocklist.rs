@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn initiators_are_named_with_all_ports() {
+    fn initiator_names_cover_all_ports() {
         let host = initiator(NAME);
         assert_eq!(initiator("IQN.2026-01.org.example:host"), host);
         assert_eq!(initiator(&format!("{NAME},i,0x00023d000001")), host);

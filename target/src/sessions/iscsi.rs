@@ -973,7 +973,7 @@ mod tests {
     }
 
     #[test]
-    fn handles_are_random_and_free() {
+    fn handles_are_random_and_unused() {
         let sessions = IscsiSessions::default();
         let mut guards = Vec::new();
         let mut enter = |isid, random| {

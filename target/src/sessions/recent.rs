@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sessions_are_forgotten_by_age_and_number() {
+    fn sessions_expire_by_age_and_number() {
         let mut recent = Recent::default();
         let start = Instant::now();
         let second = Duration::from_secs(1);

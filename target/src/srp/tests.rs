@@ -97,7 +97,7 @@ fn immediate_data_keeps_its_receive() {
 }
 
 #[test]
-fn indirect_tables_short_long_and_external() {
+fn indirect_tables_of_any_kind_work() {
     for (entries, inline) in [(3u32, 3), (40, 40), (40, 0), (200, 30)] {
         let mut rig = Rig::live();
         let len = entries * 512;
@@ -127,7 +127,7 @@ fn indirect_tables_short_long_and_external() {
 }
 
 #[test]
-fn residuals_and_sense_come_back() {
+fn response_has_residuals_and_sense() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![0; 4096]);
     let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 4096)));
@@ -165,7 +165,7 @@ fn inquiry_to_missing_unit_succeeds() {
 }
 
 #[test]
-fn commands_before_establishment_wait_and_are_announced() {
+fn early_commands_wait_for_establishment() {
     let mut rig = Rig::new();
     rig.add_channel(params(), 1);
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
@@ -618,7 +618,7 @@ fn abort_task_waits_for_device() {
 }
 
 #[test]
-fn abort_task_of_nothing_is_complete() {
+fn abort_of_unknown_task_completes() {
     let mut rig = Rig::live();
     rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 99));
     rig.settle();

@@ -545,7 +545,7 @@ fn oversized_documents_are_rejected() {
 }
 
 #[test]
-fn unused_backends_are_noted() {
+fn unused_backends_add_note() {
     let c = parse(&with("", "    access: open\n", ""));
     assert_eq!(
         c.notes,

@@ -1,4 +1,4 @@
-//! [`Rollout`]: a change that is applied by all workers, and [`RolloutDriver`], which communicates with them.
+//! [`Rollout`]: a change that is applied by all workers. [`RolloutDriver`]: communicates with them.
 //!
 //! ```text
 //!   Staging ─ all have acquired ─▶ Staged ─ commit ─▶ Applying ─ all done, or late ─▶ Applied

@@ -28,8 +28,8 @@
 //!   are allocated from the worker's pool.
 //!
 //! # Not implemented
-//! Bidirectional commands are supported here, but not by the logical unit. Protection information
-//! is not supported.
+//! - Bidirectional commands, which are not supported by the logical unit.
+//! - Protection information.
 
 #![forbid(unsafe_code)]
 

@@ -550,7 +550,7 @@ impl Pool {
         self.shares.unit_part(unit, need, gathers, ahead)
     }
 
-    /// Returns the requests before a request for a unit's part. We ignore requests that don't fit
+    /// Returns the requests before a request for a unit's part. We ignore requests that do not fit
     /// into the part, because the memory they need is used by other units.
     fn ahead(&self, unit: u32, is_own: impl Fn(&Waiter) -> bool, gathers: bool) -> Ahead {
         let mut ahead = Ahead::default();

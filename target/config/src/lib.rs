@@ -3,7 +3,7 @@
 //! [`Config::parse`] is a pure function: it returns a [`Config`] or a single [`ConfigError`] with
 //! the file, line, column and path. It does not open, resolve or create anything; this is done when
 //! the server starts. So this crate does not depend on the daemon, and programs that only read or
-//! edit configurations, such as `riserd-configfs`, don't need to link it.
+//! edit configurations, such as `riserd-configfs`, do not need to link it.
 //!
 //! # Modules
 //! - `model`: [`Config`] and its parts, as used by the daemon; `source`: the sources of backends;

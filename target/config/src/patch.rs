@@ -79,7 +79,7 @@ fn yaml_of(json: &Value) -> String {
     yaml
 }
 
-/// Applies operations. After an error, the document must not be used: we don't undo anything,
+/// Applies operations. After an error, the document must not be used: we do not undo anything,
 /// because not all operations can be undone.
 fn operate(json: &mut Value, operations: &[PatchOperation]) -> Result<(), String> {
     let mut copied = 0;

@@ -868,7 +868,7 @@ impl Builder {
         Ok(self.put(name, Store::absent(&backend.spec)))
     }
 
-    /// Treats a backend as missing because its reservations could not be read, so we don't know
+    /// Treats a backend as missing because its reservations could not be read, so we do not know
     /// which initiators can use it.
     fn leave_out(
         &mut self,

@@ -90,7 +90,7 @@ fn first_host(machine: &HostId, random: Option<u64>) -> String {
 }
 
 impl Identities {
-    /// Creates the state for a new installation. Containers and golden images don't have a machine
+    /// Creates the state for a new installation. Containers and golden images do not have a machine
     /// ID and often share a host name, so their names also depend on a random number.
     pub(super) fn of_new_host(random: u64) -> Self {
         Self {

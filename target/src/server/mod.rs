@@ -107,7 +107,7 @@ pub enum ServerError {
         /// The invalid setting.
         source: riser_scsi::config::ConfigError,
     },
-    /// Reservations cannot be read, so we don't know which initiators can use the unit.
+    /// Reservations cannot be read, so we do not know which initiators can use the unit.
     #[error("backend {name}: its reservations: {source}")]
     Reservations {
         /// Backend name.
@@ -901,7 +901,7 @@ impl Server {
         self.shared.registry.sessions()
     }
 
-    /// Returns the counters and sessions of each worker. Workers that don't reply within a second
+    /// Returns the counters and sessions of each worker. Workers that do not reply within a second
     /// are omitted.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Snapshot> {

@@ -444,7 +444,7 @@ impl Server {
 
     /// Acquires network resources for a catalog, and lets all workers start to do the same. If a
     /// portal is not available and the builder tolerates this, it is removed from the catalog, so
-    /// that other portals don't have to wait for it.
+    /// that other portals do not have to wait for it.
     fn acquire(
         &self,
         config: &Config,

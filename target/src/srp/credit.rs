@@ -8,7 +8,7 @@ use crate::fabric::TaskIdx;
 ///
 /// Invariant: the credits held by the initiator, the outstanding requests, and the credits that we
 /// owe to the initiator always add up to the limit from the login. If an initiator exceeds its
-/// limit, its own share becomes negative, but it doesn't get more than any other channel.
+/// limit, its own share becomes negative, but it does not get more than any other channel.
 #[derive(Clone, Debug)]
 pub struct ReqLim {
     limit: u32,

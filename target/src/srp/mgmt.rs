@@ -41,7 +41,7 @@ impl Channel {
 
     /// Handles a command with the tag of a command in flight: a response could be for either of
     /// them. We abort all commands of the nexus in the unit's task set without a response, and also
-    /// the older command if it's for another unit (SAM-5 5.10).
+    /// the older command if it is for another unit (SAM-5 5.10).
     pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, older: TaskIdx) {
         self.counters.malformed += 1;
         let tag = self.ioctx[usize::from(idx.0)].tag.0;

@@ -118,7 +118,7 @@ impl Channel {
     }
 
     /// Aborts everything immediately, when a worker exits without a shutdown. After this, the
-    /// channel can't be used. The devices are already closed, so buffers are no longer accessed.
+    /// channel cannot be used. The devices are already closed, so buffers are no longer accessed.
     pub fn abandon(&mut self, pool: &mut Pool) {
         for idx in self.ioctx.numbers() {
             if let Some(io) = self.ioctx.get_mut(idx) {

@@ -1,10 +1,10 @@
 //! Unit names, and how to handle stored names that cannot be read.
 //!
-//! With different names, initiators would see different disks. Therefore, we don't derive any names
-//! in this case. Units and SRP portals with configured names are available. All others are added
-//! when the file can be read, and it is not written before that. If the file is missing, we don't
-//! derive names either while the daemon is running, because it may have been moved before it is
-//! restored.
+//! With different names, initiators would see different disks. Therefore, we do not derive any
+//! names in this case. Units and SRP portals with configured names are available. All others are
+//! added when the file can be read, and it is not written before that. If the file is missing, we
+//! do not derive names either while the daemon is running, because it may have been moved before it
+//! is restored.
 
 use std::path::PathBuf;
 

@@ -153,7 +153,7 @@ pub(super) mod tests {
             .collect()
     }
 
-    /// Returns two portals. If the second is open, we can't listen on the first, because its
+    /// Returns two portals. If the second is open, we cannot listen on the first, because its
     /// service ID is the same as for the port of the second (RDMA IP CM Service, InfiniBand
     /// Architecture Release 1.3 annex A11.2).
     fn rivals(listen: &str) -> String {

@@ -333,7 +333,7 @@ pub(super) struct Portal {
 pub(super) struct Redirect {
     /// Address or host name, with a port unless it is 3260.
     pub(super) to: String,
-    /// Tell initiators that the redirect is permanent.
+    /// Mark the redirect as permanent.
     #[serde(default, skip_serializing_if = "is_default")]
     #[schemars(extend("default" = false))]
     pub(super) permanent: bool,

@@ -134,7 +134,7 @@ impl Server {
         self.flushes
     }
 
-    /// Stops the workers. If they are run by the caller, this only tells them to exit.
+    /// Stops the workers. If they are run by the caller, this only sends them the order to exit.
     ///
     /// # Errors
     /// Same as [`Server::shutdown`].

@@ -149,7 +149,7 @@ pub(super) struct Backend {
     /// Logical block size.
     #[schemars(extend("default" = 512, "enum" = [512, 4096], "x-unit" = "bytes"))]
     pub(super) block_size: Option<Located<u64>>,
-    /// Whether to bypass the page cache. Only for the kinds file and device.
+    /// Bypass the page cache. Only for the kinds file and device.
     #[schemars(extend("default" = "auto"))]
     pub(super) direct: Option<Located<Direct>>,
     /// Volatile write cache. If `off`, a write only completes when it is durable.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::faults::Faults;
 
-/// Whether to bypass the page cache.
+/// Bypass of the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Direct {

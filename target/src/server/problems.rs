@@ -95,12 +95,12 @@ impl Subject {
     }
 }
 
-/// Why a resource is missing, and since when.
+/// The reason why a resource is missing, with a date.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// Human-readable reason.
     pub why: String,
-    /// When the problem was detected.
+    /// Date when the problem was detected.
     pub since: SystemTime,
     /// If an open backend requires action by an administrator, the reason, such as a full file
     /// system.

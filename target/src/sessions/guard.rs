@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use crate::fabric::ConnRef;
 
-/// How a connection leaves its session.
+/// The way in which a connection leaves its session.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Departure {
     /// Set if the connection was logged out. Not used by SRP, which cannot log out a single

@@ -188,7 +188,7 @@ pub struct Channel {
     /// Set if requests should complete without being executed.
     pub(super) torn_down: bool,
     pub(super) deadline: Option<Instant>,
-    /// When to log out a channel that is still waiting for replaced sessions.
+    /// Time at which to log out a channel that is still waiting for replaced sessions.
     join_until: Instant,
     /// Time of the last message from the initiator.
     heard: Instant,

@@ -220,7 +220,8 @@ impl Builder {
     }
 
     /// Returns true if a missing resource should be reported as a problem instead of an error: if
-    /// it is not required at startup, or if it was missing before.
+    /// it is optional, was missing before, belongs to a known wildcard, or is not required at
+    /// startup.
     pub(super) fn tolerates(&self, subject: &Subject) -> bool {
         self.is_lenient
             || subject.is_optional()

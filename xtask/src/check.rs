@@ -5,7 +5,7 @@
 //! peer, root or a network namespace.
 
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, Suite, TIDY, check, step,
 };
 use crate::{Failure, sh};
 
@@ -21,8 +21,7 @@ const STEPS: &[Step] = &[
 /// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(selection: &Selection) -> Result<(), Failure> {
     let run = Run {
-        all: false,
-        is_whole: selection.is_whole(),
+        suite: Suite::Everyday,
         lanes: 1,
     };
     steps::run(STEPS, selection, &run)

@@ -1,9 +1,8 @@
 //! Builds the Rust test harnesses using Cargo, runs them and adds up the results.
 //!
 //! Most of our tests spend their time waiting for timeouts, peers or processes. To make use of that
-//! time, [`run_all`] runs the harnesses itself, so that several can run in parallel or Cargo can
-//! start on the next steps. Because tests use fixed loopback addresses and the same UDP port, any
-//! harnesses that run at the same time must use separate network namespaces.
+//! time, [`run_all`] runs several harnesses in parallel. Because tests use fixed loopback addresses
+//! and the same UDP port, harnesses that run at the same time must use separate network namespaces.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -140,9 +139,8 @@ pub(crate) fn building_optimized(args: &[&str]) -> Command {
 }
 
 /// Runs all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes` in
-/// parallel, and then the documentation tests. `once_built` is called when Cargo has finished the
-/// build and released its lock.
-pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
+/// parallel, and then the documentation tests.
+pub(crate) fn run_all(lanes: usize) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
             return Results::of(Err("Cargo names no harness".into()));
@@ -152,9 +150,6 @@ pub(crate) fn run_all(lanes: usize, once_built: impl FnOnce()) -> Results {
     };
     let harnesses = harnesses.into_iter();
     let harnesses = harnesses.filter(|harness| !harness.is_of_simulator());
-    // At this point, Cargo has released the lock on its output directory, so any work started here
-    // will not have to wait for the tests to build.
-    once_built();
     // With a single lane we don't need a namespace (and therefore root), because the addresses are
     // not shared.
     let is_isolated = lanes > 1;

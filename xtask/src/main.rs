@@ -2,7 +2,7 @@
 //!
 //! - `cargo xtask demo`: runs the main use case end to end on this machine ([`demo`]).
 //! - `cargo xtask check`: checks to run before a commit ([`check`]).
-//! - `cargo xtask test`: runs all checks and tests ([`mod@test`]).
+//! - `cargo xtask test`: runs checks and tests ([`mod@test`]).
 //! - `cargo xtask tidy`: checks for import cycles and words to avoid, and measures the source code
 //!   ([`tidy`]).
 //! - `cargo xtask baddays`: tests failure scenarios ([`baddays`]).
@@ -75,10 +75,11 @@ mod tree;
 mod tsan;
 mod verbs;
 
+use std::fmt::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use riser_testkit::skip;
 use steps::Selection;
 
@@ -102,7 +103,7 @@ enum Command {
     Demo(demo::Options),
     /// Run formatting, lints, quick tests and tidiness checks before a commit; this takes minutes.
     Check(Selection),
-    /// Run checks and tests (use --all to include long runs) and count results.
+    /// Run all tests that use a single build of the workspace; --full runs the longer suites.
     Test(test::Options),
     /// Check for import cycles and for words to avoid in user-visible text; measure with --report.
     Tidy(tidy::Options),
@@ -162,8 +163,35 @@ fn root() -> PathBuf {
     manifest.parent().map(PathBuf::from).unwrap_or(manifest)
 }
 
+/// Commands that the help lists first.
+const EVERYDAY: [&str; 4] = ["demo", "check", "test", "bench"];
+
+/// Returns the command line parser. Its help lists the everyday commands first, and the remaining
+/// commands in a second group.
+fn command_line() -> clap::Command {
+    let mut cli = Cli::command();
+    let mut special = String::from("Special commands:\n");
+    for command in cli.get_subcommands_mut() {
+        if EVERYDAY.contains(&command.get_name()) {
+            continue;
+        }
+        let about = command.get_about().map(ToString::to_string);
+        let about = about.unwrap_or_default();
+        let name = command.get_name();
+        let _ = writeln!(special, "  {name:<13} {}", first_sentence(&about));
+        *command = command.clone().hide(true);
+    }
+    cli.subcommand_help_heading("Everyday commands")
+        .after_help(special.trim_end().to_owned())
+}
+
+fn first_sentence(about: &str) -> &str {
+    about.split(&[';', '.'][..]).next().unwrap_or(about)
+}
+
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let matches = command_line().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit());
     cli.packages.decide();
     let result = match cli.command {
         Command::Demo(options) => demo::run(&options),
@@ -202,6 +230,20 @@ fn main() -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn help_lists_everyday_commands_first() {
+        let help = command_line().render_help().to_string();
+        let (first, second) = help.split_once("Special commands:").unwrap();
+        for command in Cli::command().get_subcommands() {
+            let line = format!("\n  {} ", command.get_name());
+            let part = match EVERYDAY.contains(&command.get_name()) {
+                true => first,
+                false => second,
+            };
+            assert!(part.contains(&line), "{}", command.get_name());
+        }
+    }
 
     #[test]
     fn documents_call_it_as_it_is() {

@@ -74,11 +74,6 @@ pub(crate) fn installed(program: &str) -> Command {
     c
 }
 
-/// Returns the same command with the lowest priority, so that it doesn't affect other work.
-pub(crate) fn at_lowest_priority(command: &Command) -> Command {
-    behind(cmd("nice", ["-n", "19"]), command)
-}
-
 /// Returns the same command with a wrapper such as `nice`.
 pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
     program.arg(command.get_program()).args(command.get_args());

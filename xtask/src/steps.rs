@@ -34,11 +34,37 @@ impl Outcome {
     }
 }
 
+/// Selects the steps of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Suite {
+    /// Steps for every change.
+    Everyday,
+    /// Longer steps, which run before a change is merged.
+    Full,
+    /// All steps, including steps that take hours or need other privileges.
+    All,
+}
+
+impl Suite {
+    /// Returns true if a run of this suite includes the steps of `other`.
+    fn includes(self, other: Self) -> bool {
+        self == Self::All || self == other
+    }
+
+    /// Returns the option that selects this suite.
+    fn option(self) -> &'static str {
+        match self {
+            Self::Everyday => "",
+            Self::Full => "  (--full)",
+            Self::All => "  (--all)",
+        }
+    }
+}
+
 /// A step of a run. Every step has a name and requirements, and returns counts.
 pub(crate) struct Step {
     pub(crate) name: &'static str,
-    /// Set if this step should only run with `--all`.
-    is_extra: bool,
+    suite: Suite,
     /// Programs to use if available.
     needs: &'static [&'static [Need]],
     /// Programs that must be available; otherwise the step is skipped.
@@ -50,19 +76,16 @@ pub(crate) struct Step {
 
 /// Options of the current run, passed to every step.
 pub(crate) struct Run {
-    /// Set if the run includes the steps of `--all`.
-    pub(crate) all: bool,
-    /// Set if the user did not select specific steps.
-    pub(crate) is_whole: bool,
+    pub(crate) suite: Suite,
     /// Number of test harnesses to run in parallel.
     pub(crate) lanes: usize,
 }
 
-/// Creates a step for every run.
+/// Creates an everyday step.
 pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
     Step {
         name,
-        is_extra: false,
+        suite: Suite::Everyday,
         needs: &[],
         required: &[],
         of_crate: None,
@@ -71,12 +94,9 @@ pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
 }
 
 impl Step {
-    /// Marks this step to run with `--all` only.
-    pub(crate) const fn extra(self) -> Self {
-        Self {
-            is_extra: true,
-            ..self
-        }
+    /// Moves this step to another suite.
+    pub(crate) const fn suite(self, suite: Suite) -> Self {
+        Self { suite, ..self }
     }
 
     /// Sets the programs used by this step. If a program is missing, the step skips just the tests
@@ -147,7 +167,7 @@ pub(crate) struct Selection {
 
 impl Selection {
     /// Returns true if the user did not select specific steps.
-    pub(crate) fn is_whole(&self) -> bool {
+    fn is_whole(&self) -> bool {
         self.only.is_empty()
     }
 }
@@ -156,8 +176,7 @@ impl Selection {
 pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<(), Failure> {
     if selection.list {
         for step in steps {
-            let note = if step.is_extra { "  (--all)" } else { "" };
-            println!("{}{note}", step.name);
+            println!("{}{}", step.name, step.suite.option());
         }
         return Ok(());
     }
@@ -234,7 +253,7 @@ fn chosen<'a>(
     let is_wanted = |step: &&Step| {
         let named = only.iter().any(|word| step.name.contains(word));
         // A step selected by name will always run.
-        named || (run.is_whole && (run.all || !step.is_extra))
+        named || (selection.is_whole() && run.suite.includes(step.suite))
     };
     Ok(steps.iter().filter(is_wanted).collect())
 }
@@ -287,24 +306,30 @@ mod tests {
         }
     }
 
-    fn names(words: &[&str], all: bool) -> Result<Vec<&'static str>, Failure> {
-        const STEPS: &[Step] = &[NEVER, step("another", |_| panic!("it runs")).extra()];
-        let selection = selection(words);
-        let run = Run {
-            all,
-            is_whole: selection.is_whole(),
-            lanes: 1,
-        };
-        let chosen = chosen(STEPS, &selection, &run)?;
+    fn names(words: &[&str], suite: Suite) -> Result<Vec<&'static str>, Failure> {
+        const STEPS: &[Step] = &[
+            NEVER,
+            step("another", |_| panic!("it runs")).suite(Suite::Full),
+            step("third", |_| panic!("it runs")).suite(Suite::All),
+        ];
+        let run = Run { suite, lanes: 1 };
+        let chosen = chosen(STEPS, &selection(words), &run)?;
         Ok(chosen.iter().map(|step| step.name).collect())
     }
 
     #[test]
     fn steps_are_selected_by_name() {
-        assert_eq!(names(&[], false).unwrap(), ["one of these"]);
-        assert_eq!(names(&[], true).unwrap(), ["one of these", "another"]);
-        assert_eq!(names(&["other"], false).unwrap(), ["another"]);
-        assert_eq!(names(&["one", "another"], false).unwrap().len(), 2);
+        assert_eq!(names(&["other"], Suite::Everyday).unwrap(), ["another"]);
+        let both = names(&["one", "another"], Suite::Everyday);
+        assert_eq!(both.unwrap(), ["one of these", "another"]);
+    }
+
+    #[test]
+    fn steps_are_selected_by_suite() {
+        assert_eq!(names(&[], Suite::Everyday).unwrap(), ["one of these"]);
+        assert_eq!(names(&[], Suite::Full).unwrap(), ["another"]);
+        let all = names(&[], Suite::All).unwrap();
+        assert_eq!(all, ["one of these", "another", "third"]);
     }
 
     #[test]
@@ -318,7 +343,7 @@ mod tests {
 
     #[test]
     fn unknown_step_name_fails() {
-        let why = names(&["one", "fuzz"], false).unwrap_err().to_string();
+        let why = names(&["one", "fuzz"], Suite::All).unwrap_err().to_string();
         assert_eq!(why, "no step's name contains \"fuzz\"; --list names them");
     }
 

@@ -1,13 +1,13 @@
-//! `cargo xtask test`: runs all checks and tests, and counts the results.
+//! `cargo xtask test`: runs checks and tests, and counts the results.
+//!
+//! Without options, it runs all tests that use a single build of the workspace. The longer suites,
+//! which use other builds, large sizes or foreign peers, run with `--full`.
 
-use std::thread;
-
-use crate::daemon::{self, OPTIMIZED};
-use crate::harnesses::{self, Results, SIMULATOR, building_optimized, cargo_test, optimized_test};
+use crate::daemon::OPTIMIZED;
+use crate::harnesses::{self, Results, SIMULATOR, cargo_test, optimized_test};
 use crate::packages::{Need, need};
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, TIDY, check, clippy, doc,
-    step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, Suite, TIDY, check, step,
 };
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{
@@ -76,14 +76,27 @@ const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 pub(crate) struct Options {
     #[command(flatten)]
     selection: Selection,
-    /// Run everything that can fail, including all interop cases, the package, the soak test, the
-    /// container and instruction counts.
+    /// Run the longer suites instead: lints, documentation, simulator seeds, instruction counts,
+    /// conformance, RDMA programs and interop.
     #[arg(long)]
+    full: bool,
+    /// Run all suites, and also all interop cases, the package, the soak test and the container.
+    #[arg(long, conflicts_with = "full")]
     all: bool,
     /// Number of test harnesses to run in parallel. More than one requires root, because each needs
-    /// its own network namespace.
-    #[arg(long, default_value_t = 1)]
-    lanes: usize,
+    /// its own network namespace [default: 3 as root, 1 otherwise].
+    #[arg(long)]
+    lanes: Option<usize>,
+}
+
+impl Options {
+    fn suite(&self) -> Suite {
+        match (self.full, self.all) {
+            (_, true) => Suite::All,
+            (true, false) => Suite::Full,
+            (false, false) => Suite::Everyday,
+        }
+    }
 }
 
 /// A test to run again with a larger size.
@@ -126,99 +139,77 @@ const SEQUENCES: Long = Long {
     args: &["--test-threads=1"],
 };
 
-/// Lints and documentation run after the tests. Because the tests leave the cores idle for a long
-/// time, the results should already be available by then ([`work_ahead`]). `cargo xtask check` runs
-/// the lints first.
+const fn full(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
+    step(name, run).suite(Suite::Full)
+}
+
+const fn extra(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
+    step(name, run).suite(Suite::All)
+}
+
 const STEPS: &[Step] = &[
     FMT,
     TIDY,
     DEPENDENCIES,
-    step("tests", all_functions).needing(&[NEEDS]),
-    CLIPPY,
-    DOC,
-    step("book", |_| Outcome::of(book())).requiring_crate("mdbook"),
-    step("benchmarks, once each", |_| benchmarks()),
-    step("deny", |_| deny()).requiring_crate("cargo-deny"),
-    step("interleavings of threads", |_| {
+    step("tests", |run| functions(harnesses::run_all(run.lanes))).needing(&[NEEDS]),
+    CLIPPY.suite(Suite::Full),
+    DOC.suite(Suite::Full),
+    full("book", |_| Outcome::of(book())).requiring_crate("mdbook"),
+    full("benchmarks, once each", |_| benchmarks()),
+    full("deny", |_| deny()).requiring_crate("cargo-deny"),
+    full("interleavings of threads", |_| {
         Outcome::of(interleavings::run(&interleavings::Options::for_test()))
     }),
-    step("simulation of a million messages", |_| again(&MILLION)),
-    step("tests of the simulator", |_| {
+    full("simulation of a million messages", |_| again(&MILLION)),
+    full("tests of the simulator", |_| {
         functions(optimized_test(&SIMULATOR, &[]))
     }),
-    step("a thousand seeds of the simulator", |_| {
+    full("a thousand seeds of the simulator", |_| {
         Outcome::of(sim::thousand())
     }),
-    step("sessions and connection cycles", |_| again(&CYCLES)),
-    step("configuration changes during I/O", |_| again(&CHANGES)),
+    full("sessions and connection cycles", |_| again(&CYCLES)),
+    full("configuration changes during I/O", |_| again(&CHANGES)),
     // These functions are ignored in `tests`, so we need to count them here.
-    step("a stranger on the network", |_| {
+    full("a stranger on the network", |_| {
         let args = "--workspace --test adversary -- --ignored --nocapture";
         let args: Vec<_> = args.split(' ').collect();
         functions(cargo_test(&args, &[("RISER_ADVERSARY_SECONDS", "12")]))
     }),
-    step("demo", |_| {
+    full("demo", |_| {
         Outcome::of(demo::run(&demo::Options::for_test()))
     })
     .requiring(demo::NEEDS),
     // Uses the programs built by the demo.
-    step("instructions of reads and writes", |_| instructions_step())
+    full("instructions of reads and writes", |_| instructions_step())
         .requiring(instructions::NEEDS),
-    step("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
-    step("RDMA programs on our libraries", |_| {
+    full("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
+    full("RDMA programs on our libraries", |_| {
         match verbs::run_all(&verbs::Options::for_test()) {
             Ok((tally, failure)) => Outcome::Ran(tally, failure),
             Err(e) => Outcome::of(Err(e)),
         }
     })
     .needing(verbs::NEEDS),
-    step("interop with the kernel", interop_step).needing(&[interop::NEEDS, interop::NEEDS_HERE]),
-    step("package", |_| package_step())
+    full("interop with the kernel", interop_step).needing(&[interop::NEEDS, interop::NEEDS_HERE]),
+    extra("package", |_| package_step())
         .requiring(package::NEEDS)
-        .requiring_crate(package::SUBCOMMAND)
-        .extra(),
-    step("sessions that come and go", |_| again(&SOAK)).extra(),
-    step("sequences of RDMA calls", |_| again(&SEQUENCES)).extra(),
-    step("container", |_| container_step()).extra(),
-    step("instructions of counting", |_| {
+        .requiring_crate(package::SUBCOMMAND),
+    extra("sessions that come and go", |_| again(&SOAK)),
+    extra("sequences of RDMA calls", |_| again(&SEQUENCES)),
+    extra("container", |_| container_step()),
+    extra("instructions of counting", |_| {
         Outcome::of(instructions::counting())
     })
-    .requiring(instructions::NEEDS)
-    .extra(),
+    .requiring(instructions::NEEDS),
 ];
 
 /// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let run = Run {
-        all: options.all,
-        is_whole: options.selection.is_whole(),
-        lanes: options.lanes,
+        suite: options.suite(),
+        lanes: options.lanes.unwrap_or(if sh::is_root() { 3 } else { 1 }),
     };
     steps::run(STEPS, &options.selection, &run)
-}
-
-/// Runs all test functions. If no steps were selected, we use the idle time to run Cargo for other
-/// steps.
-fn all_functions(run: &Run) -> Outcome {
-    thread::scope(|scope| {
-        let once_built = || {
-            if run.is_whole {
-                scope.spawn(work_ahead);
-            }
-        };
-        functions(harnesses::run_all(run.lanes, once_built))
-    })
-}
-
-/// Runs Cargo for later steps with the lowest priority. These steps will then find the result up to
-/// date, or they will report the error.
-fn work_ahead() {
-    let longer = [MILLION, CYCLES, CHANGES].map(|long| ["--test", long.test]);
-    let tests = [longer.as_flattened(), &SIMULATOR].concat();
-    let programs = daemon::building(OPTIMIZED);
-    for command in [clippy(), doc(), building_optimized(&tests), programs] {
-        let _ = sh::output(&mut sh::at_lowest_priority(&command));
-    }
 }
 
 /// Counts test functions that are not part of another step. The step must have at least one
@@ -308,7 +299,7 @@ fn conformance_step() -> Outcome {
 
 /// Runs the short cases, or all cases, if the rig is available.
 fn interop_step(run: &Run) -> Outcome {
-    match interop::run_cases(&interop::Options::for_test(run.all)) {
+    match interop::run_cases(&interop::Options::for_test(run.suite == Suite::All)) {
         Ok(interop::Ended::Ran(counts, failure)) => {
             Outcome::Ran(Tally::of(Kind::Case, counts), failure)
         }

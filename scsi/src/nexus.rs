@@ -35,6 +35,15 @@ impl PortName {
             Self::Iscsi(_) => 5,
         }
     }
+
+    /// Returns the part of the name that identifies the device of this port: the GUID of SRP, or the
+    /// iSCSI name.
+    pub(crate) fn device(&self) -> &[u8] {
+        match self {
+            Self::Srp(id) => &id[8..],
+            Self::Iscsi(name) => name.split(',').next().unwrap_or(name).as_bytes(),
+        }
+    }
 }
 
 /// An SRP port identifier is formatted as two hex values, `<identifier extension>:<GUID>`. An iSCSI

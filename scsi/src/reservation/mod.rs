@@ -21,7 +21,8 @@
 //!
 //! # Not implemented
 //! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE. These are refused, as reported in REPORT
-//! CAPABILITIES. The number of registrations is limited to [`MAX_REGISTRANTS`].
+//! CAPABILITIES. The number of registrations is limited to [`MAX_REGISTRANTS`], of which
+//! an initiator device can use [`MAX_REGISTRANTS_PER_DEVICE`].
 
 mod service_actions;
 
@@ -39,6 +40,10 @@ use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
 /// Maximum number of registrations for an LU. The list must fit into a single READ KEYS or READ
 /// FULL STATUS response.
 pub(crate) const MAX_REGISTRANTS: usize = 256;
+
+/// Maximum number of registrations of an LU for the ports of a single initiator device. A host has a
+/// port for each path.
+pub(crate) const MAX_REGISTRANTS_PER_DEVICE: usize = 64;
 
 /// TYPE of a persistent reservation (SPC-4 table 40).
 #[derive(

@@ -1,8 +1,8 @@
 //! The service actions of PERSISTENT RESERVE OUT (SPC-4 5.13, 6.16.2).
 
 use super::{
-    Action, Held, Keys, MAX_REGISTRANTS, Notices, Ports, Registrant, ReservationChange,
-    ReservationError, ReservationType, Reservations,
+    Action, Held, Keys, MAX_REGISTRANTS, MAX_REGISTRANTS_PER_DEVICE, Notices, Ports, Registrant,
+    ReservationChange, ReservationError, ReservationType, Reservations,
 };
 use crate::nexus::Nexus;
 
@@ -58,9 +58,13 @@ impl Reservations {
             (None, 0) => return Ok(Notices::default()),
             (None, key) => {
                 // A registration is still there after the nexus has been removed, and an iSCSI
-                // initiator can use any ISID. Without a limit, an initiator could register with
-                // more and more ports until we run out of memory.
-                if self.registrants.len() == MAX_REGISTRANTS {
+                // initiator can use any ISID. Without limits, an initiator could register with
+                // more and more ports until we run out of memory, or until no other initiator can
+                // register.
+                let device = nexus.initiator.device();
+                let ports = self.registrants.iter().map(|known| &known.ports.initiator);
+                let same = ports.filter(|port| port.device() == device).count();
+                if self.registrants.len() == MAX_REGISTRANTS || same == MAX_REGISTRANTS_PER_DEVICE {
                     return Err(ReservationError::NoRoom);
                 }
                 self.registrants.push(Registrant {

@@ -3,8 +3,10 @@
 use super::{A, B, Outcome, Rig, srp_nexus};
 use crate::lu::Flags;
 use crate::lu::UnitState;
-use crate::nexus::NexusId;
-use crate::reservation::{Action, Keys, ReservationChange, ReservationType};
+use crate::nexus::{Nexus, NexusId, PortName};
+use crate::reservation::{
+    Action, Keys, MAX_REGISTRANTS_PER_DEVICE, ReservationChange, ReservationType,
+};
 use crate::sense::SenseFormat;
 use crate::step::{BlockOp, Status};
 
@@ -135,6 +137,29 @@ fn registration_survives_nexus_removal() {
     rig.lu.take_attention(again);
     assert_eq!(access(&mut rig, again), (true, true));
     out(&mut rig, again, RELEASE, 3, 0xa, 0).good();
+}
+
+#[test]
+fn registrations_are_limited_per_initiator_device() {
+    let mut rig = Rig::new();
+    let mut register = |name: &str, isid: usize| {
+        let nexus = Nexus {
+            initiator: PortName::Iscsi(format!("{name},i,0x{isid:012x}")),
+            ..srp_nexus(0)
+        };
+        let id = NexusId(9);
+        rig.lu.add_nexus(id, nexus);
+        rig.lu.take_attention(id);
+        let outcome = out(&mut rig, id, REGISTER, 0, 0, 5);
+        rig.lu.remove_nexus(id);
+        outcome
+    };
+    for isid in 0..MAX_REGISTRANTS_PER_DEVICE {
+        register("iqn.2026-01.host:a", isid).good();
+    }
+    let refused = register("iqn.2026-01.host:a", MAX_REGISTRANTS_PER_DEVICE);
+    assert_eq!(refused.check(), (5, 0x55, 0x04));
+    register("iqn.2026-01.host:b", 0).good();
 }
 
 #[test]

@@ -19,6 +19,7 @@ use riser_configfs_emu::engine::{Daemon, Engine};
 use riser_configfs_emu::fuse::Mount;
 use riser_configfs_emu::host::{Host, OtherHost};
 use riser_configfs_emu::saved;
+use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing_subscriber::EnvFilter;
@@ -39,11 +40,11 @@ struct Summary {
 }
 
 impl Summary {
-    fn exit_code(&self) -> ExitCode {
+    fn exit_status(&self) -> u8 {
         match (self.lost.is_empty(), self.notes.is_empty()) {
-            (false, _) => ExitCode::from(INCOMPLETE),
-            (true, false) => ExitCode::from(NOTED),
-            (true, true) => ExitCode::SUCCESS,
+            (false, _) => INCOMPLETE,
+            (true, false) => NOTED,
+            (true, true) => 0,
         }
     }
 }
@@ -138,7 +139,7 @@ fn main() -> ExitCode {
             for what in &summary.lost {
                 tracing::warn!("not converted: {what}");
             }
-            summary.exit_code()
+            ExitCode::from(summary.exit_status())
         }
         Err(error) => {
             tracing::error!("{error}");
@@ -189,14 +190,21 @@ fn read(file: &Path) -> Result<String, Failure> {
 fn import(file: &Path) -> Result<Summary, Failure> {
     let document = serde_json::from_str(&read(file)?);
     let document = document.map_err(|e| format!("{}: {e}", file.display()))?;
+    let (config, summary) = converted(&document)?;
+    print(&config.to_yaml())?;
+    Ok(summary)
+}
+
+/// Converts a saveconfig document.
+fn converted(document: &Value) -> Result<(Config, Summary), Failure> {
     let world = OtherHost::default();
-    let restored = saved::restore(&document, &world);
+    let restored = saved::restore(document, &world);
     let imported = saved::configuration(restored, &secret()?, &world);
-    print(&imported.config.to_yaml())?;
-    Ok(Summary {
+    let summary = Summary {
         lost: imported.lost,
         notes: imported.notes,
-    })
+    };
+    Ok((imported.config, summary))
 }
 
 fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Summary, Failure> {
@@ -222,6 +230,18 @@ fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Summary, Fai
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn exit_status_distinguishes_losses_from_notes() {
+        let status = |document: &Value| converted(document).unwrap().1.exit_status();
+        let mut document: Value =
+            serde_json::from_str(include_str!("../tests/data/lio/minimal.json")).unwrap();
+        assert_eq!(status(&document), 0);
+        document["targets"][0]["tpgs"][0]["enable"] = false.into();
+        assert_eq!(status(&document), NOTED);
+        document["storage_objects"][0]["plugin"] = "pscsi".into();
+        assert_eq!(status(&document), INCOMPLETE);
+    }
 
     #[test]
     fn documents_call_it_as_it_is() {

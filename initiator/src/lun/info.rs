@@ -74,6 +74,24 @@ fn longest(block: u32, pool: usize) -> u32 {
     whole(u64::from(MAX_TRANSFER).min(pool as u64 / 4), block)
 }
 
+/// Returns the maximum number of bytes for UNMAP, or for the WRITE SAME that replaces it, and for
+/// WRITE SAME. Returns 0 for UNMAP if neither is supported.
+fn ranges(limits: &BlockLimits, provisioning: &Provisioning, block: u32) -> (u64, u64) {
+    let bytes = |blocks: u64| blocks.saturating_mul(block.into()).min(MAX_RUN);
+    // A MAXIMUM WRITE SAME LENGTH of 0 means that no limit is reported.
+    let same = match limits.max_write_same {
+        0 => bytes(u32::MAX.into()),
+        blocks => bytes(blocks.min(u32::MAX.into())),
+    };
+    // A MAXIMUM UNMAP LBA COUNT of 0 means that UNMAP must not be used.
+    let discard = match (provisioning.unmap, provisioning.write_same) {
+        (true, _) if limits.max_unmap > 0 => bytes(limits.max_unmap.into()),
+        (_, true) => same,
+        (_, false) => 0,
+    };
+    (discard, same)
+}
+
 /// Rounds a length down to whole blocks, but at least one.
 fn whole(len: u64, block: u32) -> u32 {
     let len = len.max(block.into()) as u32;
@@ -88,26 +106,7 @@ impl LunInfo {
 
     fn geometry(&self, pool: usize) -> Geometry {
         let block = self.capacity.block_size;
-        let bytes = |blocks: u64| blocks.saturating_mul(block.into()).min(MAX_RUN);
-        let runs = u64::from(u32::MAX);
-        // A MAXIMUM UNMAP LBA COUNT of 0 means that UNMAP must not be used. A MAXIMUM WRITE SAME
-        // LENGTH of 0 means that no limit is reported.
-        let max_discard = if self.provisioning.unmap {
-            match self.limits.max_unmap {
-                0 => 0,
-                blocks => bytes(blocks.into()),
-            }
-        } else {
-            0
-        };
-        let same = match self.limits.max_write_same {
-            0 => runs,
-            blocks => blocks.min(runs),
-        };
-        let max_discard = match max_discard {
-            0 if self.provisioning.write_same => bytes(same),
-            n => n,
-        };
+        let (max_discard, max_write_zeroes) = ranges(&self.limits, &self.provisioning, block);
         let (_, optimal_transfer) = transfers(&self.limits, block, pool);
         let max_transfer = longest(block, pool);
         Geometry {
@@ -117,7 +116,7 @@ impl LunInfo {
             max_transfer,
             optimal_transfer,
             max_discard,
-            max_write_zeroes: bytes(same),
+            max_write_zeroes,
             reports_status: self.capacity.provisioning,
             read_only: self.caching.write_protected,
             volatile_cache: self.caching.write_cache,
@@ -343,6 +342,21 @@ impl Session {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn unmap_and_write_same_are_bounded() {
+        let mut limits = BlockLimits::default();
+        let mut provisioning = Provisioning::default();
+        assert_eq!(ranges(&limits, &provisioning, 512), (0, MAX_RUN));
+        provisioning.write_same = true;
+        assert_eq!(ranges(&limits, &provisioning, 512), (MAX_RUN, MAX_RUN));
+        provisioning.unmap = true;
+        limits.max_unmap = 8;
+        assert_eq!(ranges(&limits, &provisioning, 512), (8 * 512, MAX_RUN));
+        limits.max_unmap = u32::MAX;
+        limits.max_write_same = 16;
+        assert_eq!(ranges(&limits, &provisioning, 512), (MAX_RUN, 16 * 512));
+    }
 
     #[test]
     fn transfers_respect_both_limits() {

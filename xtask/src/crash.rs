@@ -1,10 +1,10 @@
-//! `cargo xtask crash`: a longer run of `tests/tests/crash`, using the `optimized` profile.
+//! `cargo xtask crash`: a longer run of `tests/tests/crash`, using the `release` profile.
 
 use std::process::Command;
 
 use riser_testkit::programs::ARE_BUILT;
 
-use crate::daemon::{self, OPTIMIZED};
+use crate::daemon::{self, RELEASE};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{noted, skip_log};
 use crate::{Failure, interop, sh, skip};
@@ -74,10 +74,10 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Runs a test with the `optimized` profile, using the given variables to increase its size. The
+/// Runs a test with the `release` profile, using the given variables to increase its size. The
 /// test functions run sequentially.
 pub(crate) fn long(test: &str, numbers: &[(&str, u64)], name: Option<&str>) -> Result<(), Failure> {
-    let mut command = optimized_test(test)?;
+    let mut command = release_test(test)?;
     command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
     command.args(name);
     command.args(["--test-threads=1", "--nocapture"]);
@@ -101,12 +101,12 @@ pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
     Err(format!("not all was tried:{}", lines.collect::<String>()).into())
 }
 
-/// Returns a Cargo command to run a test with the `optimized` profile; the caller can add arguments
+/// Returns a Cargo command to run a test with the `release` profile; the caller can add arguments
 /// for the test. We build all programs first because Cargo doesn't build programs from other
 /// packages for a test, so any existing programs may be out of date.
-pub(crate) fn optimized_test(test: &str) -> Result<Command, Failure> {
+pub(crate) fn release_test(test: &str) -> Result<Command, Failure> {
     daemon::build()?;
-    let args = ["test", "--profile", OPTIMIZED, "--workspace", "--test"];
+    let args = ["test", "--profile", RELEASE, "--workspace", "--test"];
     let mut command = sh::cargo(args);
     command.env(ARE_BUILT, "1").args([test, "--"]);
     Ok(command)

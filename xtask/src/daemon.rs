@@ -13,7 +13,10 @@ use crate::{Failure, root, sh};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Profile used for programs and long simulations in tests.
-pub(crate) const OPTIMIZED: &str = "optimized";
+pub(crate) const RELEASE: &str = "release";
+
+/// Profile used for packages and benchmarks.
+pub(crate) const DIST: &str = "dist";
 
 /// Logical unit of [`TARGET`].
 pub(crate) const URL: &str = "srp://127.0.0.1:5555/0";
@@ -37,12 +40,12 @@ const PACKAGES: [&str; 5] = [
 
 /// Builds the programs and libraries for testing and returns the output directory.
 pub(crate) fn build() -> Result<PathBuf, Failure> {
-    build_in(OPTIMIZED)
+    build_in(RELEASE)
 }
 
 /// Builds the programs and libraries as shipped, for use in benchmarks.
-pub(crate) fn build_release() -> Result<PathBuf, Failure> {
-    build_in("release")
+pub(crate) fn build_dist() -> Result<PathBuf, Failure> {
+    build_in(DIST)
 }
 
 /// Builds the programs and libraries with the given Cargo profile.

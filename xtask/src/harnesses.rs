@@ -14,7 +14,7 @@ use std::time::Instant;
 use riser_testkit::programs::ARE_BUILT;
 use serde_json::Value;
 
-use crate::daemon::OPTIMIZED;
+use crate::daemon::{self, RELEASE};
 use crate::tally::{Counts, skip_log};
 use crate::{Failure, sh, skip};
 
@@ -27,12 +27,12 @@ const ISOLATED: [&str; 5] = [
     "ip link set lo up && exec \"$0\" \"$@\"",
 ];
 
-/// Cargo arguments for tests that use the `optimized` profile. We always build the same packages
+/// Cargo arguments for tests that use the `release` profile. We always build the same packages
 /// with the same features, because any change would cause a rebuild of all dependencies. This set
 /// includes the simulator.
-pub(crate) const OPTIMIZED_TESTS: [&str; 5] = [
+pub(crate) const RELEASE_TESTS: [&str; 5] = [
     "--profile",
-    OPTIMIZED,
+    RELEASE,
     "--workspace",
     "--features",
     "riser-sim/coverage",
@@ -126,15 +126,19 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(sh::output(&mut command))
 }
 
-/// Runs tests with the `optimized` profile. The arguments select the tests.
-pub(crate) fn optimized_test(args: &[&str], env: &[(&str, &str)]) -> Results {
-    cargo_test(&[&OPTIMIZED_TESTS, args].concat(), env)
+/// Builds the programs, and runs tests with the `release` profile. The arguments select the tests.
+pub(crate) fn release_test(args: &[&str], env: &[(&str, &str)]) -> Results {
+    if let Err(e) = daemon::build() {
+        return Results::of(Err(e));
+    }
+    let env = [env, &[(ARE_BUILT, "1")]].concat();
+    cargo_test(&[&RELEASE_TESTS, args].concat(), &env)
 }
 
-/// Returns a Cargo command to build tests with the `optimized` profile, including any programs in
+/// Returns a Cargo command to build tests with the `release` profile, including any programs in
 /// their packages.
-pub(crate) fn building_optimized(args: &[&str]) -> Command {
-    let args = OPTIMIZED_TESTS.iter().chain(args);
+pub(crate) fn building_release(args: &[&str]) -> Command {
+    let args = RELEASE_TESTS.iter().chain(args);
     sh::cargo(["test", "--quiet", "--no-run"].iter().chain(args))
 }
 
@@ -211,7 +215,7 @@ impl Harness {
         })
     }
 
-    /// Returns true if this harness should run with the `optimized` profile ([`SIMULATOR`]).
+    /// Returns true if this harness should run with the `release` profile ([`SIMULATOR`]).
     fn is_of_simulator(&self) -> bool {
         let is_its = self.is_integration && self.folder.ends_with("tests/sim");
         is_its && SIMULATOR.contains(&self.name())

@@ -25,7 +25,7 @@ pub(crate) struct Options {
     protocol: Option<String>,
 }
 
-/// Runs this test with the `optimized` profile and prints its results. Root is required to create
+/// Runs this test with the `release` profile and prints its results. Root is required to create
 /// the networks. The test fails if the messages increase the 99th percentile of another session's
 /// latency to more than twice the value seen when we send the same messages to another daemon on
 /// this machine.
@@ -34,7 +34,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {
         return Err("only root may make network namespaces".into());
     }
-    let mut command = crash::optimized_test("adversary")?;
+    let mut command = crash::release_test("adversary")?;
     command.args(["--ignored", "--nocapture"]);
     command.arg("almost_valid_messages_spare_other_sessions");
     command.env("RISER_HOSTILE_MESSAGES", options.messages.to_string());

@@ -1,4 +1,4 @@
-//! `cargo xtask linear`: a longer run of `tests/tests/linear`, using the `optimized` profile.
+//! `cargo xtask linear`: a longer run of `tests/tests/linear`, using the `release` profile.
 
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, crash, sh};

@@ -56,7 +56,7 @@ struct Figure {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
-        None => daemon::build_release()?,
+        None => daemon::build_dist()?,
     };
     let scratch = sh::Scratch::new("neighbours")?;
     let rows = measure(options, &programs, scratch.path())?;

@@ -8,6 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use crate::daemon::DIST;
 use crate::packages::{Need, ensure, have_program, need};
 use crate::sh::{self, cmd};
 use crate::{Failure, daemon, root};
@@ -54,16 +55,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
     have_program(SUBCOMMAND)?;
     if options.no_test {
-        return build_package(RELEASE, env!("CARGO_PKG_VERSION")).map(drop);
+        return build_package(DIST, env!("CARGO_PKG_VERSION")).map(drop);
     }
     if !sh::is_root() {
         return Err(format!("{WANTS_ROOT}; --no-test only builds the package").into());
     }
-    build_and_install(RELEASE)
+    build_and_install(DIST)
 }
-
-/// Profile used for releases.
-const RELEASE: &str = "release";
 
 /// Reason why we must be root to test the package.
 pub(crate) const WANTS_ROOT: &str = "a Debian root is made and entered by root only";

@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: a longer run of `tests/tests/soak`, using the `optimized` profile.
+//! `cargo xtask soak`: a longer run of `tests/tests/soak`, using the `release` profile.
 
 use crate::{Failure, crash, sh};
 

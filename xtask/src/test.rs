@@ -3,8 +3,8 @@
 //! Without options, it runs all tests that use a single build of the workspace. The longer suites,
 //! which use other builds, large sizes or foreign peers, run with `--full`.
 
-use crate::daemon::OPTIMIZED;
-use crate::harnesses::{self, Results, SIMULATOR, cargo_test, optimized_test};
+use crate::daemon::RELEASE;
+use crate::harnesses::{self, Results, SIMULATOR, cargo_test, release_test};
 use crate::packages::{Need, need};
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, Suite, TIDY, check, step,
@@ -162,7 +162,7 @@ const STEPS: &[Step] = &[
     }),
     full("simulation of a million messages", |_| again(&MILLION)),
     full("tests of the simulator", |_| {
-        functions(optimized_test(&SIMULATOR, &[]))
+        functions(release_test(&SIMULATOR, &[]))
     }),
     full("a thousand seeds of the simulator", |_| {
         Outcome::of(sim::thousand())
@@ -226,7 +226,7 @@ fn functions(results: Results) -> Outcome {
 /// is skipped if any function is skipped.
 fn again(long: &Long) -> Outcome {
     let args = [&["--test", long.test, "--"], long.args].concat();
-    let run = optimized_test(&args, &[long.size]);
+    let run = release_test(&args, &[long.size]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
         (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),
@@ -317,7 +317,7 @@ fn package_step() -> Outcome {
     if !sh::is_root() {
         return Outcome::skipped(package::WANTS_ROOT.to_owned());
     }
-    Outcome::of(package::build_and_install(OPTIMIZED))
+    Outcome::of(package::build_and_install(RELEASE))
 }
 
 fn container_step() -> Outcome {

@@ -80,7 +80,7 @@ impl Rig {
             Some(folder) => folder.clone(),
             None => {
                 println!("building riserd and riser");
-                daemon::build_release()?
+                daemon::build_dist()?
             }
         };
         // Remove the files of interrupted runs, because each uses one GiB, usually of memory.

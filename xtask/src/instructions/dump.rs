@@ -323,7 +323,7 @@ mod tests {
     /// Uses the callgrind format, with each name defined once, relative line numbers, and calls
     /// with their inclusive cost.
     const TEXT: &str = "# callgrind format\nversion: 1\npid: 7\n\
-        cmd:  /w/.build/optimized/riserd run --config=/x\npart: 2\n\ndesc: Trigger: dump\n\n\
+        cmd:  /w/.build/release/riserd run --config=/x\npart: 2\n\ndesc: Trigger: dump\n\n\
         positions: line\nevents: Ir\nsummary: 2350\n\n\
         ob=(1) /w/riserd\nfl=(1) /w/target/src/worker/mod.rs\n\
         fn=(1) riser_target::worker::Worker::step\n430 100\n\

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::daemon::OPTIMIZED;
+use crate::daemon::RELEASE;
 use crate::{Failure, root, sh};
 
 /// The function that checks if a change is enabled. This is added to a crate that is used by all
@@ -101,7 +101,7 @@ impl Copy {
     /// with a common directory both trees would have to build each other's crates again.
     pub(super) fn building(&self) -> Command {
         let mut command = sh::cargo(["build", "--quiet", "--package", "riser-sim", "--profile"]);
-        command.args([OPTIMIZED, "--features", "coverage", "--target-dir"]);
+        command.args([RELEASE, "--features", "coverage", "--target-dir"]);
         command.arg(&self.build);
         command.current_dir(&self.tree);
         command
@@ -109,7 +109,7 @@ impl Copy {
 
     /// Returns a simulator command that will run seeds until one fails.
     pub(super) fn simulator(&self, seeds: u64) -> Command {
-        let mut simulator = Command::new(self.build.join(OPTIMIZED).join("riser-sim"));
+        let mut simulator = Command::new(self.build.join(RELEASE).join("riser-sim"));
         simulator.args(["--first", "--seeds", &seeds.to_string()]);
         simulator
     }

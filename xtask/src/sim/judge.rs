@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use super::copy::{Copy, Run};
-use crate::daemon::OPTIMIZED;
+use crate::daemon::RELEASE;
 use crate::{Failure, sh};
 
 /// The test in `rc_sim` that uses seeds.
@@ -51,7 +51,7 @@ impl<'a> Judge<'a> {
         match self {
             Self::Simulator => None,
             Self::QueuePairs => {
-                let args = vec!["--test", "rc_sim", "--profile", OPTIMIZED];
+                let args = vec!["--test", "rc_sim", "--profile", RELEASE];
                 Some(("riser-transport", args, QUEUE_PAIRS))
             }
             // The interleaving checker requires a build with debug assertions.
@@ -60,10 +60,10 @@ impl<'a> Judge<'a> {
                 Some((package, args, word))
             }
             Self::Tests(package, word) => {
-                Some((package, vec!["--lib", "--profile", OPTIMIZED], word))
+                Some((package, vec!["--lib", "--profile", RELEASE], word))
             }
             Self::Integration(package, file, word) => {
-                let args = vec!["--test", file, "--profile", OPTIMIZED];
+                let args = vec!["--test", file, "--profile", RELEASE];
                 Some((package, args, word))
             }
         }

@@ -1,4 +1,4 @@
-//! `cargo xtask sim`: runs the simulator (`tests/sim`) with the `optimized` profile.
+//! `cargo xtask sim`: runs the simulator (`tests/sim`) with the `release` profile.
 
 mod copy;
 mod judge;
@@ -9,8 +9,8 @@ mod switches;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::daemon::OPTIMIZED;
-use crate::harnesses::{SIMULATOR, building_optimized};
+use crate::daemon::RELEASE;
+use crate::harnesses::{SIMULATOR, building_release};
 use crate::{Failure, root, sh};
 
 /// Options of `cargo xtask sim`.
@@ -96,12 +96,12 @@ pub(crate) fn thousand() -> Result<(), Failure> {
 /// Returns a Cargo command to build the simulator along with its tests, because recording
 /// transitions is a feature that is not enabled in other programs.
 fn building() -> Command {
-    building_optimized(&SIMULATOR)
+    building_release(&SIMULATOR)
 }
 
 /// Returns a command to run the simulator.
 pub(crate) fn program() -> Command {
-    let folder = root().join(".build").join(OPTIMIZED);
+    let folder = root().join(".build").join(RELEASE);
     let mut command = Command::new(folder.join("riser-sim"));
     command.current_dir(root());
     command

@@ -30,7 +30,7 @@ use cases::{Case, Place};
 use pyverbs::{Test, Verdict};
 pub(crate) use runner::{Ended, Rig};
 
-use crate::daemon::{self, OPTIMIZED};
+use crate::daemon::{self, RELEASE};
 use crate::packages::{self, Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, root, sh};
@@ -89,7 +89,7 @@ pub(crate) struct Options {
     #[arg(long)]
     not_yet: bool,
     /// Cargo profile used to build `riser` and the library.
-    #[arg(long, default_value = OPTIMIZED)]
+    #[arg(long, default_value = RELEASE)]
     profile: String,
     /// Use `riser`, `riserd`, `libriser_drop_in.so` and, if available, the test `devices` from this
     /// directory instead of building them.
@@ -112,7 +112,7 @@ impl Options {
             list: false,
             not_yet: false,
             figures: None,
-            profile: OPTIMIZED.to_owned(),
+            profile: RELEASE.to_owned(),
             programs: None,
             logs: ".build/verbs".into(),
         }

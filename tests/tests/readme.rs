@@ -136,7 +136,6 @@ fn quickstart_runs_as_pasted() {
     };
     let said = succeeded(shell.env("SCRIPT", script));
     for (part, times) in [
-        ("valid: 1 backend(s), 1 target(s)", 1),
         ("1.00 GiB  RISER VIRTUAL DISK  iscsi://127.0.0.1/", 1),
         ("1.00 GiB  RISER VIRTUAL DISK  srp://127.0.0.1/", 1),
         ("IOPS", 4),

@@ -29,7 +29,12 @@ fn read(path: &Path) -> Result<(Config, String), Failure> {
         let at = e.utf8_error().valid_up_to();
         mistake(format!("not UTF-8 from byte {at} on"))
     })?;
-    match Config::parse(&text, &path.display().to_string()) {
+    parse(text, &path.display().to_string())
+}
+
+/// Parses a configuration. `name` is used in errors.
+pub(super) fn parse(text: String, name: &str) -> Result<(Config, String), Failure> {
+    match Config::parse(&text, name) {
         Ok(config) => Ok((config, text)),
         Err(e) => Err(Failure {
             text: report(&e, text),

@@ -11,7 +11,7 @@
 //!
 //! # Modules
 //! - `ask`: requests to a running daemon. `verbs`: commands that show and change its objects by
-//!   path. `trace`: traces commands.
+//!   path. `trace`: traces commands. `serve`: the configuration of `run --serve`.
 //! - `completion`: shell completion scripts. `manual`: manual pages. [`mod@reference`]: the keys of
 //!   a configuration file, for a manual page and the book.
 //! - `check`: configuration files. `probe`: checks whether resources can be opened. `devices`:
@@ -26,11 +26,13 @@ mod image;
 mod manual;
 mod probe;
 pub mod reference;
+mod serve;
 mod trace;
 mod verbs;
 
 use std::error::Error;
 use std::io::{self, Write};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -46,7 +48,7 @@ use self::ask::{Ask, Output, asked, interval, show};
 use self::check::{Described, checked, load};
 use self::trace::Trace;
 use self::verbs::Verb;
-use crate::config::{ConfigError, schema};
+use crate::config::{Config, ConfigError, schema};
 use crate::control::upgrade::Handover;
 use crate::control::{Source, report};
 
@@ -87,8 +89,25 @@ enum Command {
     /// written to standard error, and RUST_LOG overrides the log filter in the file.
     Run {
         /// Path of the configuration file.
-        #[arg(long, short, value_name = "FILE")]
-        config: PathBuf,
+        #[arg(long, short, value_name = "FILE", required_unless_present = "serve")]
+        config: Option<PathBuf>,
+        /// Serve this file or block device without a configuration file, to all initiators that can
+        /// reach the addresses of --listen. `create` creates a file, which requires its size. If
+        /// this option is repeated, the disks are LUN 0, 1, and so on.
+        #[arg(
+            long,
+            value_name = "PATH[,size=SIZE][,create][,read_only]",
+            conflicts_with_all = ["config", "restore"]
+        )]
+        serve: Vec<serve::Disk>,
+        /// Addresses of the iSCSI, iSER and SRP portals of --serve.
+        #[arg(
+            long,
+            value_name = "ADDRESS",
+            default_value = "127.0.0.1",
+            requires = "serve"
+        )]
+        listen: Vec<IpAddr>,
         /// Restore the configuration that was last applied, from the state directory. The file is
         /// only used if it has changed since it was last read, or if no configuration was applied.
         #[arg(long)]
@@ -319,7 +338,16 @@ fn dispatch(
     let get = |path| Question::new(Method::GET, path);
     let post = |path| Question::new(Method::POST, path);
     let done = match command {
-        Command::Run { config, restore } => serve(config, restore, run),
+        Command::Run {
+            config: Some(file),
+            restore,
+            ..
+        } => run_with(file.clone(), &|| load(&file), restore, run),
+        Command::Run { serve, listen, .. } => {
+            let text = serve::document(&serve, &listen);
+            let parse = || check::parse(text.clone(), serve::ORIGIN).map(|(config, _)| config);
+            run_with(serve::ORIGIN.into(), &parse, false, run)
+        }
         Command::Check { file, open, output } => {
             let config = load(&file)?;
             let described = Described::new(&config, open);
@@ -431,9 +459,10 @@ fn block_time(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Serves the configuration from a file, or from the previous program.
-fn serve(
+/// Serves the configuration that `load` returns, or that of the previous program.
+fn run_with(
     file: PathBuf,
+    load: &dyn Fn() -> Result<Config, Failure>,
     restore: bool,
     run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
 ) -> Result<(), Failure> {
@@ -442,7 +471,7 @@ fn serve(
     let handover = Handover::take();
     let config = match handover.config() {
         Some(config) => config.clone(),
-        None => load(&file)?,
+        None => load()?,
     };
     crate::control::logging::start(&config.log);
     if let Some(why) = handover.broken() {
@@ -451,10 +480,10 @@ fn serve(
             "what the program before has left is of no use; starting afresh"
         );
     }
-    let reread = &|| load(&file).map_err(|failure| failure.text);
+    let reread = &|| load().map_err(|failure| failure.text);
     let source = Source {
         config,
-        file: file.clone(),
+        file,
         reread,
         restore,
         handover,

@@ -38,8 +38,9 @@ echo "nfsd 10.98.0.1 \$until rig" >auth.unix.ip/channel
 echo "rig $IMAGES/export \$until 9218 65534 65534 0" >nfsd.export/channel
 echo "rig 1 \\x00000000 \$until $IMAGES/export" >nfsd.fh/channel
 echo "-2 -3 +4 +4.2" >/proc/fs/nfsd/versions
-echo 2 >/proc/fs/nfsd/nfsv4gracetime
-echo 2 >/proc/fs/nfsd/nfsv4leasetime
+# The minimum of both times is 10 s.
+echo 10 >/proc/fs/nfsd/nfsv4gracetime
+echo 10 >/proc/fs/nfsd/nfsv4leasetime
 echo 4 >/proc/fs/nfsd/threads
 END
 }

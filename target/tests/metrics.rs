@@ -108,7 +108,7 @@ fn metrics_are_available_on_socket_and_tcp() {
         let answer = get(LISTEN, path).unwrap();
         assert!(answer.starts_with("HTTP/1.1 404 "), "{path}");
         assert!(
-            answer.ends_with("\r\n\r\n{\"error\":\"there is no such path\"}"),
+            answer.ends_with("\r\n\r\n{\"error\":\"unknown path\"}"),
             "{answer}"
         );
     }
@@ -201,7 +201,10 @@ fn remote_metrics_require_configuration() {
         .unwrap();
     assert_eq!(checked.status.code(), Some(2));
     let said = String::from_utf8(checked.stderr).unwrap();
-    assert!(said.contains("other hosts reach 0.0.0.0:9910"), "{said}");
+    assert!(
+        said.contains("0.0.0.0:9910 is accessible from other hosts"),
+        "{said}"
+    );
     assert!(said.contains("remote: true"), "{said}");
 }
 

@@ -134,7 +134,7 @@ impl Document {
     /// Fails if the object or key does not exist, or if a value has the wrong type.
     pub fn set(&mut self, place: &ObjectPath, pairs: &[(String, String)]) -> Edited<()> {
         if !self.at(place)?.kind().is_structured() {
-            return Err(EditError::new(place, "this is a key, which has no keys"));
+            return Err(EditError::new(place, "this is a key, not an object"));
         }
         self.assign(place, pairs, false)
     }
@@ -147,7 +147,7 @@ impl Document {
     /// invalid.
     pub fn create(&mut self, place: &ObjectPath, pairs: &[(String, String)]) -> Edited<()> {
         let Some((above, _)) = place.split_last() else {
-            return Err(EditError::new(place, "it is there already"));
+            return Err(EditError::new(place, "it exists already"));
         };
         let found = self.at(place);
         if let Ok(found) = found
@@ -160,11 +160,11 @@ impl Document {
         let has_order = matches!(above.shape.kind(), Kind::List(item) if !has_names(item));
         match found {
             Ok(found) if !found.kind().is_structured() => {
-                let hint = Some("`set` sets it".to_owned());
+                let hint = Some("use `set` to set it".to_owned());
                 return Err(EditError::new(place, "this is a key").hint(hint));
             }
             Ok(found) if found.value.is_some() && !has_order => {
-                return Err(EditError::new(place, "it is there already"));
+                return Err(EditError::new(place, "it exists already"));
             }
             _ => {}
         }
@@ -182,7 +182,7 @@ impl Document {
         let Some((above, last)) = place.split_last() else {
             return Err(EditError::new(
                 place,
-                "a configuration cannot be without it",
+                "the root of the configuration cannot be deleted",
             ));
         };
         if self.at(place)?.value.is_none() {
@@ -305,7 +305,7 @@ impl Document {
         match last.parse() {
             Ok(n) if n <= count => items.insert(n, empty()),
             _ => {
-                let message = format!("a number from 0 to {count} is where it can go");
+                let message = format!("invalid position: must be a number from 0 to {count}");
                 return Err(EditError::new(place, message));
             }
         }
@@ -458,7 +458,7 @@ fn value(place: &ObjectPath, shape: Shape<'_>, text: &str) -> Edited<Value> {
         Scalar::Bool => text.parse().map(Value::Bool).map_err(|_| "true or false"),
         Scalar::Number => {
             let number = text.parse::<u64>().map(Value::from);
-            number.map_err(|_| "a whole number that is not negative")
+            number.map_err(|_| "a non-negative integer")
         }
         Scalar::Text => Ok(Value::from(text)),
     };
@@ -477,7 +477,10 @@ fn value(place: &ObjectPath, shape: Shape<'_>, text: &str) -> Edited<Value> {
             let hint = Some(format!("its keys are {}", keys.join(", ")));
             Err(EditError::new(place, "this is an object").hint(hint))
         }
-        Kind::Map(_) => Err(EditError::new(place, "this holds objects, which have keys")),
+        Kind::Map(_) => Err(EditError::new(
+            place,
+            "this is a mapping of objects: set the keys of an object instead",
+        )),
         // A word that is short for an object or a list. Its meaning is checked with the whole
         // document.
         Kind::Object(_) | Kind::List(_) => Ok(in_full(text.into(), shape)),
@@ -535,7 +538,7 @@ fn lost(here: &ObjectPath, value: Option<&Value>, shape: Shape<'_>, segment: &st
             let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
             let hint = match nearest(segment, keys.iter().copied()) {
                 Some(near) => format!("did you mean `{near}`?"),
-                None => format!("the keys here are {}", keys.join(", ")),
+                None => format!("valid keys are {}", keys.join(", ")),
             };
             EditError::new(here, format!("unknown key `{segment}`")).hint(Some(hint))
         }
@@ -547,7 +550,7 @@ fn lost(here: &ObjectPath, value: Option<&Value>, shape: Shape<'_>, segment: &st
         Kind::List(_) => missing(here, segment, &names(items(value))),
         Kind::Values(_) | Kind::Scalar(_) => EditError::new(
             here,
-            format!("this is a value; there is no `{segment}` beneath it"),
+            format!("unknown key `{segment}`: this is a value, not an object"),
         ),
     }
 }
@@ -575,9 +578,9 @@ fn missing(here: &ObjectPath, segment: &str, there: &[String]) -> EditError {
         None if there.is_empty() || there.len() > MAX_LISTED => None,
         None => {
             let names: Vec<_> = there.iter().map(|name| escaped(name)).collect();
-            Some(format!("there is {}", names.join(", ")))
+            Some(format!("valid names are {}", names.join(", ")))
         }
     };
-    let message = format!("there is no `{}`", escaped(segment));
+    let message = format!("unknown name `{}`", escaped(segment));
     EditError::new(here, message).hint(hint)
 }

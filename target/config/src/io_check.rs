@@ -16,7 +16,7 @@ pub(super) fn check(path: &str, written: Option<&Located<raw::IoLimits>>) -> Che
         return Ok(default);
     };
     if let Some(burst) = written.burst.as_ref().filter(|b| b.value.0 > MAX_BURST) {
-        let message = "a burst is an hour at most";
+        let message = "must be at most 1 hour";
         return Err(Mistake::new(
             burst.at,
             format!("{path}.limits.burst"),
@@ -47,8 +47,8 @@ pub(super) fn note(place: &str, limits: &IoLimits, longest: u32) -> Option<Strin
     let seconds = u64::from(longest) / rates.into_iter().flatten().min()?;
     (seconds > MAX_WAIT.as_secs()).then(|| {
         format!(
-            "{place}: at its bandwidth a command of {} MiB (limits.max_transfer) takes {seconds} s, and others wait \
-             behind it for longer than initiators may",
+            "{place}: with this bandwidth, a command of {} MiB (limits.max_transfer) takes \
+             {seconds} s, and commands behind it may exceed the timeout of initiators",
             longest >> 20
         )
     })
@@ -118,7 +118,7 @@ mod tests {
         let text = config("{ read_bandwidth: 1MiB }", "{ bandwidth: 4MiB, iops: 1 }");
         let notes = Config::parse(&text, "a.yaml").unwrap().notes;
         assert_eq!(notes.len(), 1, "{notes:?}");
-        assert!(notes[0].starts_with("backend `d`: at its bandwidth a command of 32 MiB"));
+        assert!(notes[0].starts_with("backend `d`: with this bandwidth, a command of 32 MiB"));
         assert!(notes[0].contains("takes 32 s"), "{notes:?}");
         let text = config("{ bandwidth: 4MiB }", "{ write_bandwidth: 2MiB }");
         let notes = Config::parse(&text, "a.yaml").unwrap().notes;

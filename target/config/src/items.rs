@@ -70,7 +70,7 @@ pub(super) fn push(
     {
         json!({ "protocol": protocol, "listen": listen })
     } else {
-        return Err(format!("a further one has the number {count}"));
+        return Err(format!("a new item must have the number {count}"));
     };
     items.push(item);
     Ok(count)

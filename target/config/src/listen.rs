@@ -127,7 +127,7 @@ impl TryFrom<String> for Listen {
 
     fn try_from(text: String) -> Result<Self, String> {
         let written: Written = text.parse()?;
-        let port = written.port.ok_or("it has no port")?;
+        let port = written.port.ok_or("missing port")?;
         Ok(written.with_port(port))
     }
 }
@@ -191,8 +191,8 @@ impl FromStr for Written {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || {
             format!(
-                "`{text}` is not an address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all \
-                 addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555"
+                "`{text}` is not an address; use 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, \
+                 or for all addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555"
             )
         };
         let (host, port) = parts(text).ok_or_else(wrong)?;
@@ -203,7 +203,7 @@ impl FromStr for Written {
             && ip.is_multicast()
         {
             return Err(format!(
-                "a portal needs one address of this host, which {ip} is not"
+                "a portal cannot listen on {ip}: this is a multicast address"
             ));
         }
         Ok(Self { host, port })

@@ -247,7 +247,10 @@ impl ChapUser {
                 Secret::Env(name) => format!("${name}: "),
                 Secret::Credential(name) => format!("credential {name}: "),
             };
-            let why = format!("{place}a secret has 12 to 255 bytes, not {}", secret.len());
+            let why = format!(
+                "{place}a secret must have 12 to 255 bytes, not {}",
+                secret.len()
+            );
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
         Ok(Credentials {
@@ -261,7 +264,8 @@ impl ChapUser {
 fn warn_readable(path: &Path) {
     let mode = std::fs::metadata(path).map_or(0, |file| file.mode());
     if mode & 0o004 != 0 {
-        tracing::warn!(path = %path.display(), "every user of this host can read this secret: chmod o= it");
+        tracing::warn!(path = %path.display(), "secret is readable by all users of this host: \
+                                                remove the permission with chmod o=");
     }
 }
 
@@ -610,7 +614,8 @@ impl Workers {
         let (wanted, number) = (self.wanted(cores), self.number(cores));
         (wanted > number).then(|| {
             format!(
-                "{number} of {wanted} workers run: their number is a power of two, {MAX_WORKERS} at most"
+                "{number} of {wanted} workers run: their number must be a power of two, at most \
+                 {MAX_WORKERS}"
             )
         })
     }

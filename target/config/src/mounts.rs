@@ -24,7 +24,7 @@ pub fn find(path: &Path) -> Option<PathBuf> {
 #[must_use]
 pub fn why(path: &Path, mount: &Path) -> String {
     let (path, mount) = (path.display(), mount.display());
-    format!("{path}: lies below {mount}, which asks this daemon: it would wait for itself")
+    format!("{path}: is below {mount}, which is served by this daemon: it would wait for itself")
 }
 
 /// Returns the mount points from `mountinfo` (`proc_pid_mountinfo(5)`) that must not be used.

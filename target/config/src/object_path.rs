@@ -70,9 +70,9 @@ impl FromStr for ObjectPath {
         }
         let names = inner.split('/').map(|segment| match unescaped(segment) {
             Some(name) if !name.is_empty() => Ok(name),
-            Some(_) => Err(format!("`{text}` is not a path: a name in it is empty")),
+            Some(_) => Err(format!("invalid path `{text}`: it contains an empty name")),
             None => Err(format!(
-                "`{text}` is not a path: `~` in a name is written `~0`, and `/` is `~1`"
+                "invalid path `{text}`: in names, `~` must be written as `~0`, and `/` as `~1`"
             )),
         });
         names.collect::<Result<_, _>>().map(Self)

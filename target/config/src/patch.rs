@@ -233,7 +233,7 @@ limits: { queue_depth: 7 }
             ),
             (
                 r#"{ "backends": { "a": null } }"#,
-                "/targets/t/luns/0: there is no backend `a`",
+                "/targets/t/luns/0: unknown backend `a`",
             ),
             (
                 r#"{ "limit": {} }"#,

@@ -214,22 +214,22 @@ pub(super) type Bandwidth = Bytes<4096, { 1 << 50 }, 1, NO_DEFAULT>;
 #[serde(deny_unknown_fields)]
 pub(super) struct IoLimits {
     /// Read and write commands.
-    #[schemars(extend("x-unit" = "commands a second"))]
+    #[schemars(extend("x-unit" = "commands per second"))]
     pub(super) iops: Option<Iops>,
     /// Read commands.
-    #[schemars(extend("x-unit" = "commands a second"))]
+    #[schemars(extend("x-unit" = "commands per second"))]
     pub(super) read_iops: Option<Iops>,
     /// Write commands.
-    #[schemars(extend("x-unit" = "commands a second"))]
+    #[schemars(extend("x-unit" = "commands per second"))]
     pub(super) write_iops: Option<Iops>,
     /// Data read and written in total.
-    #[schemars(extend("x-unit" = "bytes a second"))]
+    #[schemars(extend("x-unit" = "bytes per second"))]
     pub(super) bandwidth: Option<Bandwidth>,
     /// Data read.
-    #[schemars(extend("x-unit" = "bytes a second"))]
+    #[schemars(extend("x-unit" = "bytes per second"))]
     pub(super) read_bandwidth: Option<Bandwidth>,
     /// Data written.
-    #[schemars(extend("x-unit" = "bytes a second"))]
+    #[schemars(extend("x-unit" = "bytes per second"))]
     pub(super) write_bandwidth: Option<Bandwidth>,
     /// Time for which unused capacity is kept, so that it can be used in a burst.
     #[schemars(extend("default" = "100ms", "x-unit" = "time", "x-limits" = "at most 60m"))]

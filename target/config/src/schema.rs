@@ -19,7 +19,7 @@ use super::yaml::{Entries, Located};
 /// an empty line. `default` is the value of a key that is not set, in file syntax; if there is no
 /// `default`, the description contains it. We use two additional keywords, which are ignored by
 /// other readers: `x-unit` is the unit of a value (`bytes`, `MiB`, `seconds`, `percent`, `time`,
-/// `commands a second`, `bytes a second`), and `x-limits` describes valid values if `minimum`,
+/// `commands per second`, `bytes per second`), and `x-limits` describes valid values if `minimum`,
 /// `maximum` and `enum` cannot.
 #[must_use]
 pub fn schema() -> serde_json::Value {

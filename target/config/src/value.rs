@@ -69,7 +69,7 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self, String> {
         match parse_size(text)? {
             bytes if bytes <= i64::MAX as u64 => Ok(Self(bytes)),
-            _ => Err(format!("`{text}` is more than a file can hold")),
+            _ => Err(format!("`{text}` exceeds the maximum size of a file")),
         }
     }
 }
@@ -142,7 +142,7 @@ impl FromStr for Guid {
             .filter(|d| d.len() == 16)
             .and_then(|d| u64::from_str_radix(&d, 16).ok())
             .map(Self)
-            .ok_or_else(|| format!("`{text}` is not a GUID; write 16 hexadecimal digits"))
+            .ok_or_else(|| format!("`{text}` is not a GUID; use 16 hexadecimal digits"))
     }
 }
 
@@ -181,7 +181,7 @@ impl FromStr for InitiatorId {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || {
             format!(
-                "`{text}` names no initiator; write 16 hexadecimal digits (its GUID) or 32 (its \
+                "`{text}` is not an initiator; use 16 hexadecimal digits (its GUID) or 32 (its \
                  port identifier)"
             )
         };
@@ -348,8 +348,8 @@ impl FromStr for NaaText {
         use riser_scsi::data::designator::Naa;
         let wrong = || {
             format!(
-                "`{text}` is not an NAA identifier; write 16 hexadecimal digits that begin with 3 or \
-                 32 that begin with 6"
+                "`{text}` is not an NAA identifier; use 16 hexadecimal digits starting with 3, or \
+                 32 starting with 6"
             )
         };
         let digits = hex_digits(text).ok_or_else(wrong)?;
@@ -376,7 +376,10 @@ mod tests {
         let most = "9223372036854775807";
         assert_eq!(most.parse(), Ok(Size(i64::MAX as u64)));
         let error = "8388608TiB".parse::<Size>().unwrap_err();
-        assert!(error.ends_with("more than a file can hold"), "{error}");
+        assert!(
+            error.ends_with("exceeds the maximum size of a file"),
+            "{error}"
+        );
         assert!("0.1GiB".parse::<Size>().is_err());
     }
 

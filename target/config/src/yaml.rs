@@ -158,7 +158,7 @@ fn in_our_words(error: &Error) -> (String, Option<String>) {
             format!("unknown key `{field}`"),
             Some(
                 suggestion(field, expected)
-                    .unwrap_or_else(|| format!("the keys here are {}", list(expected))),
+                    .unwrap_or_else(|| format!("valid keys are {}", list(expected))),
             ),
         ),
         Error::SerdeUnknownVariant {
@@ -167,18 +167,18 @@ fn in_our_words(error: &Error) -> (String, Option<String>) {
             format!("`{variant}` is not one of {}", list(expected)),
             suggestion(variant, expected),
         ),
-        Error::SerdeMissingField { field, .. } => (format!("the key `{field}` is missing"), None),
+        Error::SerdeMissingField { field, .. } => (format!("missing key `{field}`"), None),
         Error::DuplicateMappingKey { key, .. } => (
             match key {
-                Some(key) => format!("the key `{key}` is there twice"),
-                None => "a key is there twice".to_owned(),
+                Some(key) => format!("duplicate key `{key}`"),
+                None => "duplicate key".to_owned(),
             },
             None,
         ),
         Error::InvalidScalar { ty, .. } => (
             match *ty {
                 "f32" | "f64" => "expected a number".to_owned(),
-                _ => "expected a whole number that is not negative".to_owned(),
+                _ => "expected a non-negative integer".to_owned(),
             },
             None,
         ),
@@ -187,16 +187,16 @@ fn in_our_words(error: &Error) -> (String, Option<String>) {
             match *expected {
                 "mapping start" => "expected a mapping (`key: value`)".to_owned(),
                 "sequence start" => "expected a list (`- item`)".to_owned(),
-                "string scalar" => "expected one value, not a list or a mapping".to_owned(),
+                "string scalar" => "expected a single value, not a list or a mapping".to_owned(),
                 other => format!("expected {other}"),
             },
             None,
         ),
         Error::MultipleDocuments { .. } => (
-            "a second document begins here".to_owned(),
-            Some("a configuration is one YAML document".to_owned()),
+            "unsupported second YAML document".to_owned(),
+            Some("a configuration must be a single YAML document".to_owned()),
         ),
-        Error::NullIntoString { .. } => ("a value is missing".to_owned(), None),
+        Error::NullIntoString { .. } => ("missing value".to_owned(), None),
         Error::SerdeInvalidType {
             unexpected,
             expected,

@@ -32,7 +32,7 @@ pub(super) fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec
                 format!("{path}.path"),
                 format!("{} is already backend `{other}`", file.display()),
             )
-            .hint("one backend can be a LUN of several targets"));
+            .hint("a single backend can be a LUN of several targets"));
         }
         check_unique(&path, &b.value, &backend, &out)?;
         out.push(backend);
@@ -73,7 +73,7 @@ fn check_unique(
     let message = format!("backend `{}` already has this {what}", other.name);
     Err(
         Mistake::new(at.unwrap_or_default(), format!("{path}.{key}"), message)
-            .hint("initiators take two disks with one name for two paths to one disk"),
+            .hint("initiators treat disks with the same name as paths to a single disk"),
     )
 }
 
@@ -85,7 +85,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
         // SCSI supports other sizes, but few operating systems can use such disks.
         Some(v) if matches!(v.value, 512 | 4096) => v.value as u32,
         Some(v) => {
-            let message = format!("a block size is 512 or 4096, not {}", v.value);
+            let message = format!("unsupported block size {}: must be 512 or 4096", v.value);
             return Err(Mistake::new(v.at, at("block_size"), message));
         }
     };
@@ -93,7 +93,8 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
     if let Some(size) = &b.size {
         let bytes = size.value.0;
         if bytes == 0 || !bytes.is_multiple_of(u64::from(block_size)) {
-            let message = format!("{bytes} bytes are not a number of {block_size}-byte blocks");
+            let message =
+                format!("{bytes} bytes are not a multiple of the block size, {block_size} bytes");
             return Err(Mistake::new(size.at, at("size"), message));
         }
     }
@@ -128,11 +129,11 @@ fn threshold(path: &str, b: &raw::Backend) -> Checked<Option<u8>> {
         Err(Mistake::new(located.at, place, message.to_owned()))
     };
     if b.kind != raw::Kind::File || b.thin == Some(false) {
-        return wrong("only a thin backend of kind file has a `threshold`");
+        return wrong("`threshold` is only supported for thin backends of kind file");
     }
     match located.value.whole() {
         Some(percent @ 1..100) => Ok(Some(percent)),
-        _ => wrong("a threshold is a whole number of percent from 1 to 99"),
+        _ => wrong("must be a whole number of percent from 1 to 99"),
     }
 }
 
@@ -168,7 +169,7 @@ fn check_keys(path: &str, b: &raw::Backend) -> Checked<()> {
     match alien.find_map(|(key, _, at)| Some((key, at?))) {
         Some((key, at)) => {
             let kind = kind_name(b.kind);
-            let message = format!("a backend of kind {kind} has no `{key}`");
+            let message = format!("`{key}` is not supported for backends of kind {kind}");
             Err(Mistake::new(at, format!("{path}.{key}"), message))
         }
         None => Ok(()),
@@ -181,13 +182,17 @@ fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
     let at = |key: &str| format!("{path}.{key}");
     let missing = |key: &str| {
         let kind = kind_name(b.kind);
-        let message = format!("a backend of kind {kind} needs `{key}`");
+        let message = format!("missing key `{key}`, which is required for backends of kind {kind}");
         Mistake::new(located.at, path, message)
     };
     let file = || {
         let p = b.path.as_ref().ok_or_else(|| missing("path"))?;
         match p.value.is_empty() || p.value.contains('\0') {
-            true => Err(Mistake::new(p.at, at("path"), "an empty path")),
+            true => Err(Mistake::new(
+                p.at,
+                at("path"),
+                "invalid path: empty or with a NUL character",
+            )),
             false => whole_path(&p.value, p.at, &at("path")),
         }
     };
@@ -198,7 +203,7 @@ fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
             // A new file needs a size, but an existing file already has one.
             if let Some(c) = create {
                 if size.is_none() {
-                    return Err(missing("size").hint("`create: true` must know how large"));
+                    return Err(missing("size").hint("`create: true` requires a size"));
                 }
                 if b.read_only == Some(true) {
                     let message = "a read-only file cannot be created";

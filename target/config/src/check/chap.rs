@@ -13,7 +13,7 @@ pub(super) fn chap(path: &str, raw: Option<Located<raw::Chap>>) -> Checked<Optio
         return Ok(None);
     };
     if raw.value.users.is_empty() {
-        let message = "with `chap` and no users, no initiator can log in";
+        let message = "missing `users`: with `chap` but no users, no initiator can log in";
         return Err(Mistake::new(raw.at, path, message));
     }
     let users = raw.value.users.into_iter().enumerate();
@@ -27,7 +27,7 @@ pub(super) fn chap(path: &str, raw: Option<Located<raw::Chap>>) -> Checked<Optio
     if let (Some(own), Some(at)) = (&mutual, own_at)
         && users.iter().any(|user| user.secret == own.secret)
     {
-        let message = "both sides have one secret: each could play the other";
+        let message = "same secret for both directions: each side could impersonate the other";
         return Err(Mistake::new(at, own_path, message));
     }
     let algorithms = chap_algorithms(&format!("{path}.algorithms"), raw.value.algorithms)?;
@@ -46,7 +46,7 @@ fn chap_algorithms(
         return Ok(ALGORITHMS.to_vec());
     };
     if list.value.is_empty() {
-        let message = "without an algorithm no initiator can log in";
+        let message = "missing algorithms: no initiator could log in";
         return Err(Mistake::new(list.at, path, message));
     }
     let named = list.value.iter().map(|name| {
@@ -63,7 +63,9 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
     let user = raw.value;
     let wrong = |message: &str| Mistake::new(raw.at, path, message);
     if user.name.is_empty() || user.name.len() > 255 || user.name.chars().any(char::is_control) {
-        return Err(wrong("a CHAP name has 1 to 255 characters"));
+        return Err(wrong(
+            "a CHAP name must have 1 to 255 characters, without control characters",
+        ));
     }
     let credential = user.secret_credential.map(Secret::Credential);
     let mut given = [
@@ -76,26 +78,28 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
     .flatten();
     let (Some(secret), None) = (given.next(), given.next()) else {
         let ways = "`secret`, `secret_file`, `secret_env` or `secret_credential`";
-        return Err(wrong(&format!("give one of {ways}")));
+        return Err(wrong(&format!("exactly one of {ways} is required")));
     };
     let is_env = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
     // Same rule as in systemd: a single path component.
     let is_file = |name: &str| is_env(name) && !name.contains('/') && name != "." && name != "..";
     match &secret {
         Secret::Inline(secret) if !SECRET_LEN.contains(&secret.len()) => {
-            return Err(wrong("a secret has 12 to 255 bytes"));
+            return Err(wrong("a secret must have 12 to 255 bytes"));
         }
         Secret::File(file) if file.as_os_str().is_empty() => {
-            return Err(wrong("`secret_file` is a path"));
+            return Err(wrong("`secret_file` must be a path"));
         }
         Secret::File(file) => {
             whole_path(&file.to_string_lossy(), raw.at, path)?;
         }
         Secret::Env(name) if !is_env(name) => {
-            return Err(wrong("`secret_env` names a variable of the environment"));
+            return Err(wrong(
+                "`secret_env` must be the name of an environment variable",
+            ));
         }
         Secret::Credential(name) if !is_file(name) => {
-            return Err(wrong("`secret_credential` is a name without `/`"));
+            return Err(wrong("`secret_credential` must be a file name without `/`"));
         }
         _ => {}
     }

@@ -30,11 +30,7 @@ pub(super) fn workers(raw: raw::Workers) -> Checked<Workers> {
         let place = format!("workers.cpus[{i}]");
         let cpu = c.value.get() as usize;
         if cpus.contains(&cpu) {
-            return Err(Mistake::new(
-                c.at,
-                place,
-                format!("CPU {cpu} is there twice"),
-            ));
+            return Err(Mistake::new(c.at, place, format!("duplicate CPU {cpu}")));
         }
         cpus.push(cpu);
     }
@@ -88,13 +84,16 @@ pub(super) fn limits(raw: raw::Limits) -> Checked<Limits> {
         .flatten()
         .next()
     {
-        let message = format!("{mib} MiB of buffers are less than two commands may need");
+        let message = format!("{mib} MiB of buffers are not enough for two commands");
         return Err(Mistake::new(at, "limits.buffer_pool_mib", message));
     }
     if let Some(v) = &raw.sessions_per_address
         && limits.sessions_per_address > limits.max_sessions
     {
-        let message = format!("more than max_sessions, which is {}", limits.max_sessions);
+        let message = format!(
+            "must not exceed max_sessions, which is {}",
+            limits.max_sessions
+        );
         return Err(Mistake::new(v.at, "limits.sessions_per_address", message));
     }
     Ok(limits)
@@ -125,12 +124,13 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         if let Some((key, _)) = useless.into_iter().find(|(_, is_set)| *is_set) {
             let message = match key {
                 "shm" => {
-                    "shm shares memory without `shm: true`, which is for the other providers".into()
+                    "provider shm always shares memory; `shm: true` is only for the other providers"
+                        .into()
                 }
                 key if is_iwarp => {
-                    format!("iwarp uses TCP, and `{key}` is about the packets of RoCE")
+                    format!("provider iwarp uses TCP; `{key}` only applies to RoCE packets")
                 }
-                key => format!("shm uses no network, which `{key}` is about"),
+                key => format!("provider shm does not use a network; `{key}` is not supported"),
             };
             return Err(Mistake::new(provider.at, "transport.provider", message));
         }
@@ -165,7 +165,7 @@ pub(super) fn iwarp(provider: Option<(At, Provider)>, targets: &[Target]) -> Che
     };
     if let Some((target, _)) = portals().find(|(_, p)| p.protocol == Protocol::Srp) {
         let message = format!(
-            "target `{}` has an SRP portal, and SRP is not spoken over iWARP",
+            "target `{}` has an SRP portal, but SRP is not supported over iWARP",
             target.name
         );
         return Err(mistake(message).hint("use iSER: `protocol: iser`"));
@@ -174,10 +174,10 @@ pub(super) fn iwarp(provider: Option<(At, Provider)>, targets: &[Target]) -> Che
     for (target, iser) in of(Protocol::Iser) {
         if of(Protocol::Iscsi).any(|(_, iscsi)| iscsi.listen.meets(&iser.listen)) {
             let message = format!(
-                "{} of target `{}` is a TCP port, which an iSCSI portal has already",
+                "{} of target `{}` is a TCP port that is already used by an iSCSI portal",
                 iser.listen, target.name
             );
-            return Err(mistake(message).hint("give one of them another port"));
+            return Err(mistake(message).hint("use a different port for one of them"));
         }
     }
     Ok(())
@@ -189,9 +189,9 @@ pub(super) fn log(raw: raw::Log) -> Checked<Log> {
         Some(f) => match f.value.parse::<tracing_subscriber::EnvFilter>() {
             Ok(_) => f.value,
             Err(_) => {
-                let message = format!("`{}` is not a log filter", f.value);
+                let message = format!("invalid log filter `{}`", f.value);
                 return Err(Mistake::new(f.at, "log.filter", message)
-                    .hint("a level such as `info`, or `info,riser_target=debug`"));
+                    .hint("use a level such as `info`, or `info,riser_target=debug`"));
             }
         },
     };
@@ -212,14 +212,14 @@ pub(super) fn metrics(raw: raw::Metrics) -> Checked<Option<Metrics>> {
         Ok(address) if address.port() != 0 => address,
         _ => {
             return mistake(format!(
-                "`{text}` is not an address with a port, such as 127.0.0.1:9909"
+                "`{text}` is not an IP address with a port, such as 127.0.0.1:9909"
             ));
         }
     };
     let remote = raw.remote;
     if !address.ip().is_loopback() && !remote {
-        let message = format!("other hosts reach {address}, and need no password");
-        return mistake(message).map_err(|m| m.hint("`remote: true` beside it, if that is meant"));
+        let message = format!("{address} is accessible from other hosts without a password");
+        return mistake(message).map_err(|m| m.hint("add `remote: true` if this is intended"));
     }
     let listen = address;
     Ok(Some(Metrics { listen, remote }))

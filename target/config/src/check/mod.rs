@@ -26,14 +26,14 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         return Err(Mistake::new(
             identity.at,
             "identity",
-            "an identity cannot be empty",
+            "invalid identity: must not be empty",
         ));
     }
     let backends = backends(root.backends.0)?;
     // An empty list is intentional, but a missing list is probably an oversight.
     let Some(raw_targets) = root.targets else {
-        return Err(Mistake::new(At::default(), "targets", "there is no target")
-            .hint("`targets:` lists what is served, and where"));
+        return Err(Mistake::new(At::default(), "targets", "missing targets")
+            .hint("list the targets with their portals and LUNs in `targets:`"));
     };
     let mut names = HashMap::new();
     let mut portals = Vec::new();
@@ -47,7 +47,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         {
             let message = format!("target `{other}` already has the iSCSI name {iqn}");
             return Err(Mistake::new(iqn_at, format!("targets[{i}].iqn"), message)
-                .hint("initiators know a target by its iSCSI name"));
+                .hint("initiators identify a target by its iSCSI name"));
         }
         targets.push(target);
     }
@@ -97,7 +97,7 @@ fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<Strin
         // add a note instead of an error, because a target can be created before its initiators.
         if t.access == Access::Rules(Vec::new()) {
             notes.push(format!(
-                "no initiator may log in to target `{}`: give `access:` rules, or `access: open`",
+                "no initiator can log in to target `{}`: add `access:` rules, or set `access: open`",
                 t.name
             ));
         }

@@ -12,6 +12,6 @@ pub(super) fn is_name(text: &str) -> bool {
 }
 
 pub(super) fn name_mistake(at: At, path: &str, name: &str) -> Mistake {
-    Mistake::new(at, path, format!("`{name}` is not a valid name"))
-        .hint("1 to 64 letters, digits, `-`, `_`, `.` or `:`")
+    Mistake::new(at, path, format!("invalid name `{name}`"))
+        .hint("use 1 to 64 letters, digits, `-`, `_`, `.` or `:`")
 }

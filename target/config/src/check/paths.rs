@@ -9,8 +9,8 @@ use crate::yaml::At;
 pub(super) fn whole_path(text: &str, at: At, path: &str) -> Checked<PathBuf> {
     match text.starts_with('~') {
         true => Err(
-            Mistake::new(at, path, "`~` does not stand for a home directory here")
-                .hint("write the path in full, or `./~` for a file of such a name"),
+            Mistake::new(at, path, "`~` is not supported for home directories")
+                .hint("use the full path, or `./~` for a file with this name"),
         ),
         false => Ok(PathBuf::from(text)),
     }

@@ -31,11 +31,11 @@ pub(super) fn target(
     }
     // Target names are used by the admin API, the log and the metrics.
     if let Some(line) = names.insert(name.clone(), t.name.at.line) {
-        let message = format!("there is already a target `{name}`, in line {line}");
+        let message = format!("duplicate target `{name}`, first defined in line {line}");
         return Err(Mistake::new(t.name.at, format!("{path}.name"), message));
     }
     if t.portals.value.is_empty() {
-        let message = "a target listens somewhere";
+        let message = "missing portals: a target must listen on at least one address";
         return Err(
             Mistake::new(t.portals.at, format!("{path}.portals"), message)
                 .hint("- { protocol: srp, listen: 127.0.0.1 }"),
@@ -87,7 +87,7 @@ fn portal(
     if protocol != Protocol::Iscsi && is_link_local {
         let ip = listen.ip();
         return Err(mistake(format!(
-            "{ip} is a link-local address, which RDMA portals cannot have"
+            "{ip} is a link-local address, which RDMA portals do not support"
         ))
         .hint("use a global or unique local address of the interface"));
     }
@@ -97,7 +97,7 @@ fn portal(
             let what = match *place == listen {
                 true => format!("{listen} is already {what} of target `{other}`"),
                 false => format!(
-                    "{listen} includes or is part of {place}, which is already {what} of target `{other}`"
+                    "{listen} overlaps with {place}, which is already {what} of target `{other}`"
                 ),
             };
             return Err(mistake(what));
@@ -144,14 +144,14 @@ fn redirect(
         return Ok(None);
     };
     if protocol != Protocol::Iscsi {
-        let message = "only iSCSI initiators can be sent elsewhere";
+        let message = "redirects are only supported for iSCSI portals";
         return Err(Mistake::new(raw.at, path, message));
     }
     let to = TargetAddress::parse(&raw.value.to).ok_or_else(|| {
         Mistake::new(
             raw.at,
             format!("{path}.to"),
-            "an address or host name, and a port if it is not 3260",
+            "must be an address or host name, with a port if it is not 3260",
         )
         .hint("redirect: { to: \"192.0.2.20:3260\" }")
     })?;
@@ -173,7 +173,8 @@ fn iqn(
         Some(iqn) => iscsi_name(&format!("{path}.iqn"), &iqn).map(Some),
         None if !has_iscsi => Ok(None),
         None => IscsiName::new(name).map(Some).map_err(|_| {
-            let message = "a target with an iSCSI or iSER portal needs `iqn`";
+            let message =
+                "missing `iqn`, which is required for targets with an iSCSI or iSER portal";
             Mistake::new(at, path, message).hint("iqn: iqn.2026-01.com.example:disk1")
         }),
     }
@@ -193,12 +194,12 @@ fn luns(
     for (number, l) in raw {
         let place = format!("{path}.{number}");
         let Some(number) = u16::try_from(number).ok().filter(|n| *n <= MAX_LUN) else {
-            let message = format!("a LUN is from 0 to {MAX_LUN}, not {number}");
+            let message = format!("a LUN must be from 0 to {MAX_LUN}, not {number}");
             return Err(Mistake::new(l.at, place, message));
         };
         let wanted = &l.value.backend;
         let Some(backend) = backends.iter().position(|b| b.name == *wanted) else {
-            let mistake = Mistake::new(l.at, place, format!("there is no backend `{wanted}`"));
+            let mistake = Mistake::new(l.at, place, format!("unknown backend `{wanted}`"));
             let near = nearest(wanted, backends.iter().map(|b| b.name.as_str()));
             return Err(match near {
                 Some(near) => mistake.hint(format!("did you mean `{near}`?")),
@@ -212,7 +213,7 @@ fn luns(
         // The parser rejects exact duplicates of a key, but we need to check for `1` and `0x1`
         // here.
         if luns.insert(number, lun).is_some() {
-            let message = format!("LUN {number} is there twice");
+            let message = format!("duplicate LUN {number}");
             return Err(Mistake::new(l.at, place, message));
         }
     }
@@ -234,8 +235,12 @@ fn access(
         let place = format!("{path}.access[{i}]");
         let rule = r.value;
         if rule.initiator.is_none() && rule.address.is_none() && rule.iqn.is_none() {
-            return Err(Mistake::new(r.at, place, "a rule that names no initiator")
-                .hint("give `initiator`, `iqn`, `address` or several; `access: open` admits all"));
+            return Err(
+                Mistake::new(r.at, place, "missing initiator in access rule").hint(
+                    "set at least one of `initiator`, `iqn` and `address`; `access: open` admits \
+                       all initiators",
+                ),
+            );
         }
         let seen = rule.luns.map(|seen| {
             let place = format!("{place}.luns");
@@ -244,7 +249,7 @@ fn access(
         // SRP does not support authentication, so a rule with credentials could never match.
         let place_of_chap = format!("{place}.chap");
         if let (Some(chap), Some(_)) = (&rule.chap, &rule.initiator) {
-            let message = "an SRP initiator has nothing to prove who it is with";
+            let message = "CHAP is not supported for SRP initiators";
             return Err(Mistake::new(chap.at, place_of_chap, message));
         }
         out.push(Rule {
@@ -284,7 +289,9 @@ fn rule_luns(
                     format!("{path}.{number}"),
                     message,
                 )
-                .hint("add it to the `luns` of the target; a rule gives it another number"));
+                .hint(
+                    "add it to the `luns` of the target; a rule only assigns a different number",
+                ));
             }
             return Ok(RuleLuns::Map(map));
         }

@@ -102,7 +102,7 @@ fn keys_are_set_by_type() {
         (
             "/limits",
             "max_sessions=many",
-            "/limits/max_sessions: expected a whole number that is not negative, not `many`",
+            "/limits/max_sessions: expected a non-negative integer, not `many`",
         ),
         (
             "/limits",
@@ -112,17 +112,17 @@ fn keys_are_set_by_type() {
         (
             "/targets/u",
             "iqn=x",
-            "/targets: there is no `u` (there is t)",
+            "/targets: unknown name `u` (there is t)",
         ),
         (
             "/targets/t",
             "luns/7=a",
-            "/targets/t/luns: there is no `7` (there is 0)",
+            "/targets/t/luns: unknown name `7` (there is 0)",
         ),
         (
             "/targets/t",
             "luns/0=x",
-            "/targets/t/luns/0: there is no backend `x`",
+            "/targets/t/luns/0: unknown backend `x`",
         ),
         (
             "/targets/t",
@@ -142,12 +142,12 @@ fn keys_are_set_by_type() {
         (
             "/backends/a/size",
             "x=1",
-            "/backends/a/size: this is a key, which has no keys",
+            "/backends/a/size: this is a key, not an object",
         ),
         (
             "/targets/t/chap/users/me",
             "name=x",
-            "/targets/t/chap/users: there is no `me` (did you mean `me~12`?)",
+            "/targets/t/chap/users: unknown name `me` (did you mean `me~12`?)",
         ),
         (
             "/backends/a",
@@ -205,7 +205,7 @@ fn rule_luns_accept_list_or_mapping() {
     });
     assert_eq!(
         mixed.unwrap_err(),
-        "/targets/t/access/0/luns: this is a value; there is no `5` beneath it"
+        "/targets/t/access/0/luns: unknown key `5`: this is a value, not an object"
     );
 }
 
@@ -243,40 +243,36 @@ fn objects_are_created_and_deleted() {
     let keys = ["secret=our own twelve bytes", "name=us"];
     assert_eq!(create("/targets/t/chap/mutual", &keys).unwrap().len(), 1);
     for (at, keys, expected) in [
-        (
-            "/backends/a",
-            "kind=ram",
-            "/backends/a: it is there already",
-        ),
+        ("/backends/a", "kind=ram", "/backends/a: it exists already"),
         (
             "/targets/t/luns/4",
             "read_only=true",
-            "/targets/t/luns/4: the key `backend` is missing",
+            "/targets/t/luns/4: missing key `backend`",
         ),
         (
             "/targets/v/luns/4",
             "backend=a",
-            "/targets: there is no `v` (there is t)",
+            "/targets: unknown name `v` (there is t)",
         ),
         (
             "/targets/t/portals/5",
             "protocol=srp",
-            "/targets/t/portals/5: a further one has the number 2",
+            "/targets/t/portals/5: a new item must have the number 2",
         ),
         (
             "/targets/t/access/1",
             "iqn=x",
-            "/targets/t/access/1: a number from 0 to 0 is where it can go",
+            "/targets/t/access/1: invalid position: must be a number from 0 to 0",
         ),
         (
             "/targets/t/iqn",
             "x=y",
-            "/targets/t/iqn: this is a key (`set` sets it)",
+            "/targets/t/iqn: this is a key (use `set` to set it)",
         ),
         (
             "/targets/v",
             "access=open",
-            "/targets/v: the key `portals` is missing",
+            "/targets/v: missing key `portals`",
         ),
     ] {
         assert_eq!(create(at, &[keys]), Err(expected.to_owned()), "{at} {keys}");
@@ -300,16 +296,16 @@ fn objects_are_created_and_deleted() {
     );
     assert_eq!(delete("/targets/t").unwrap().len(), 1);
     for (at, expected) in [
-        ("/", "/: a configuration cannot be without it"),
-        ("/limits", "/limits: it is not set"),
+        ("/", "/: the root of the configuration cannot be deleted"),
+        ("/limits", "/limits: not set"),
         (
             "/backends/z",
-            "/backends: there is no `z` (there is a, b.c)",
+            "/backends: unknown name `z` (there is a, b.c)",
         ),
         ("/backends/a", "/backends/a: is in use by /targets/t/luns/0"),
         (
             "/backends/a/serial/x",
-            "/backends/a/serial: this is a value; there is no `x` beneath it",
+            "/backends/a/serial: unknown key `x`: this is a value, not an object",
         ),
     ] {
         assert_eq!(delete(at), Err(expected.to_owned()), "{at}");

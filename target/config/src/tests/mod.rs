@@ -105,7 +105,7 @@ fn access_is_denied_by_default() {
     );
     assert_eq!(
         nobody.notes,
-        ["no initiator may log in to target `t`: give `access:` rules, or `access: open`"]
+        ["no initiator can log in to target `t`: add `access:` rules, or set `access: open`"]
     );
 }
 
@@ -188,7 +188,7 @@ fn worker_count_is_rounded_with_note() {
         assert_eq!(note(count), (count, Vec::new()));
     }
     let (number, notes) = note(3);
-    let text = "2 of 3 workers run: their number is a power of two, 64 at most";
+    let text = "2 of 3 workers run: their number must be a power of two, at most 64";
     assert_eq!((number, &notes[..]), (2, &[text.to_owned()][..]));
     assert_eq!(note(1024).0, 64);
     let text = "backends: {}\ntargets: []\n";
@@ -208,7 +208,8 @@ fn errors_have_position() {
         // File structure.
         (
             String::new(),
-            "1:1: targets: there is no target (`targets:` lists what is served, and where)",
+            "1:1: targets: missing targets (list the targets with their portals and LUNs in \
+             `targets:`)",
         ),
         ("- 1".into(), "1:1: expected a mapping (`key: value`)"),
         (
@@ -221,24 +222,27 @@ fn errors_have_position() {
         ),
         (
             "a: 1\na: 2".into(),
-            "1:1: a: unknown key `a` (the keys here are identity, strict, backends, targets, discovery_chap, workers, limits, transport, admin, state, metrics, log)",
+            "1:1: a: unknown key `a` (valid keys are identity, strict, backends, targets, \
+             discovery_chap, workers, limits, transport, admin, state, metrics, log)",
         ),
         (
             "identity: x\nidentity: y".into(),
-            "2:1: the key `identity` is there twice",
+            "2:1: duplicate key `identity`",
         ),
         (
             "identity: ''".into(),
-            "1:11: identity: an identity cannot be empty",
+            "1:11: identity: invalid identity: must not be empty",
         ),
         (
             rest("---\nfoo: 1\n"),
-            "7:1: a second document begins here (a configuration is one YAML document)",
+            "7:1: unsupported second YAML document (a configuration must be a single YAML document)",
         ),
         // Backends.
         (
             backend(", colour: red"),
-            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, threshold, stoppable, rotational, serial, naa, vendor, product, revision, limits)",
+            "2:31: backends.d.colour: unknown key `colour` (valid keys are kind, path, size, \
+             create, block_size, direct, write_cache, read_only, thin, threshold, stoppable, \
+             rotational, serial, naa, vendor, product, revision, limits)",
         ),
         (
             backend(", bloc_size: 512"),
@@ -246,11 +250,11 @@ fn errors_have_position() {
         ),
         (
             backend(", block_size: 1024"),
-            "2:43: backends.d.block_size: a block size is 512 or 4096, not 1024",
+            "2:43: backends.d.block_size: unsupported block size 1024: must be 512 or 4096",
         ),
         (
             backend(", block_size: big"),
-            "2:43: backends.d.block_size: expected a whole number that is not negative",
+            "2:43: backends.d.block_size: expected a non-negative integer",
         ),
         (
             backend(", write_cache: maybe"),
@@ -262,11 +266,11 @@ fn errors_have_position() {
         ),
         (
             backend(", direct: on"),
-            "2:39: backends.d.direct: a backend of kind ram has no `direct`",
+            "2:39: backends.d.direct: `direct` is not supported for backends of kind ram",
         ),
         (
             backend(", threshold: 80%"),
-            "2:42: backends.d.threshold: only a thin backend of kind file has a `threshold`",
+            "2:42: backends.d.threshold: `threshold` is only supported for thin backends of kind file",
         ),
         (
             backend(", threshold: 120%"),
@@ -274,7 +278,7 @@ fn errors_have_position() {
         ),
         (
             backend(", path: /x"),
-            "2:37: backends.d.path: a backend of kind ram has no `path`",
+            "2:37: backends.d.path: `path` is not supported for backends of kind ram",
         ),
         (
             backend(", serial: ''"),
@@ -282,7 +286,8 @@ fn errors_have_position() {
         ),
         (
             backend(", naa: 5000"),
-            "2:36: backends.d.naa: `5000` is not an NAA identifier; write 16 hexadecimal digits that begin with 3 or 32 that begin with 6",
+            "2:36: backends.d.naa: `5000` is not an NAA identifier; use 16 hexadecimal digits \
+             starting with 3, or 32 starting with 6",
         ),
         (
             "backends: { d: { kind: fil } }".into(),
@@ -290,19 +295,19 @@ fn errors_have_position() {
         ),
         (
             "backends: { d: { path: /x } }".into(),
-            "1:18: backends.d: the key `kind` is missing",
+            "1:18: backends.d: missing key `kind`",
         ),
         (
             "backends: { d: { kind: file } }".into(),
-            "1:16: backends.d: a backend of kind file needs `path`",
+            "1:16: backends.d: missing key `path`, which is required for backends of kind file",
         ),
         (
             "backends: { d: { kind: ram } }".into(),
-            "1:16: backends.d: a backend of kind ram needs `size`",
+            "1:16: backends.d: missing key `size`, which is required for backends of kind ram",
         ),
         (
             "backends: { d: { kind: ram, size: 1000 } }".into(),
-            "1:35: backends.d.size: 1000 bytes are not a number of 512-byte blocks",
+            "1:35: backends.d.size: 1000 bytes are not a multiple of the block size, 512 bytes",
         ),
         (
             "backends: { d: { kind: ram, size: lots } }".into(),
@@ -310,56 +315,62 @@ fn errors_have_position() {
         ),
         (
             "backends: { d: { kind: file, path: /x, create: true } }".into(),
-            "1:16: backends.d: a backend of kind file needs `size` (`create: true` must know how large)",
+            "1:16: backends.d: missing key `size`, which is required for backends of kind file \
+             (`create: true` requires a size)",
         ),
         (
             "backends: { a b: { kind: ram, size: 512 } }".into(),
-            "1:18: backends.a b: `a b` is not a valid name (1 to 64 letters, digits, `-`, `_`, `.` or `:`)",
+            "1:18: backends.a b: invalid name `a b` (use 1 to 64 letters, digits, `-`, `_`, `.` or \
+             `:`)",
         ),
         (
             "backends:\n  a: { kind: file, path: /x/y }\n  b: { kind: file, path: /x/./y }".into(),
-            "3:26: backends.b.path: /x/./y is already backend `a` (one backend can be a LUN of several targets)",
+            "3:26: backends.b.path: /x/./y is already backend `a` (a single backend can be a LUN \
+             of several targets)",
         ),
         (
             "backends:\n  a: { kind: ram, size: 512, naa: 3123456789abcdef }\n  b: { kind: ram, size: 512, naa: 3123456789ABCDEF }".into(),
-            "3:35: backends.b.naa: backend `a` already has this world-wide name (initiators take two disks with one name for two paths to one disk)",
+            "3:35: backends.b.naa: backend `a` already has this world-wide name (initiators treat \
+             disks with the same name as paths to a single disk)",
         ),
         (
             "backends:\n  a: { kind: ram, size: 512, serial: same }\n  b: { kind: ram, size: 512, serial: same }".into(),
-            "3:38: backends.b.serial: backend `a` already has this serial number (initiators take two disks with one name for two paths to one disk)",
+            "3:38: backends.b.serial: backend `a` already has this serial number (initiators treat \
+             disks with the same name as paths to a single disk)",
         ),
         (
             "backends:\n  a: { kind: file, path: ~/disk.img }".into(),
-            "2:26: backends.a.path: `~` does not stand for a home directory here (write the path in full, or `./~` for a file of such a name)",
+            "2:26: backends.a.path: `~` is not supported for home directories (use the full path, \
+             or `./~` for a file with this name)",
         ),
         // Targets.
         (
             luns("{ 0: e }"),
-            "6:16: targets[0].luns.0: there is no backend `e`",
+            "6:16: targets[0].luns.0: unknown backend `e`",
         ),
         (
             luns("{ 0: d, 0: d }"),
-            "6:19: targets[0].luns: the key `0` is there twice",
+            "6:19: targets[0].luns: duplicate key `0`",
         ),
         (
             luns("{ 1: d, 0x1: d }"),
-            "6:19: targets[0].luns: the key `0x1` is there twice",
+            "6:19: targets[0].luns: duplicate key `0x1`",
         ),
         (
             luns("{ 16384: d }"),
-            "6:20: targets[0].luns.16384: a LUN is from 0 to 16383, not 16384",
+            "6:20: targets[0].luns.16384: a LUN must be from 0 to 16383, not 16384",
         ),
         (
             luns("{ 99999: d }"),
-            "6:20: targets[0].luns.99999: a LUN is from 0 to 16383, not 99999",
+            "6:20: targets[0].luns.99999: a LUN must be from 0 to 16383, not 99999",
         ),
         (
             luns("{ -1: d }"),
-            "6:13: targets[0].luns: expected a whole number that is not negative",
+            "6:13: targets[0].luns: expected a non-negative integer",
         ),
         (
             luns("{ 0: { backend: d, ro: true } }"),
-            "6:30: targets[0].luns.0.ro: unknown key `ro` (the keys here are backend, read_only)",
+            "6:30: targets[0].luns.0.ro: unknown key `ro` (valid keys are backend, read_only)",
         ),
         (
             access("closed"),
@@ -367,7 +378,8 @@ fn errors_have_position() {
         ),
         (
             access("[{ luns: [0] }]"),
-            "7:14: targets[0].access[0]: a rule that names no initiator (give `initiator`, `iqn`, `address` or several; `access: open` admits all)",
+            "7:14: targets[0].access[0]: missing initiator in access rule (set at least one of \
+             `initiator`, `iqn` and `address`; `access: open` admits all initiators)",
         ),
         (
             access("[{ address: 10.0.0.1, luns: [0, 3] }]"),
@@ -375,7 +387,7 @@ fn errors_have_position() {
         ),
         (
             access("[{ address: 10.0.0.1, luns: { 0: x } }]"),
-            "7:46: targets[0].access[0].luns.0: there is no backend `x`",
+            "7:46: targets[0].access[0].luns.0: unknown backend `x`",
         ),
         (
             access("[{ address: 10.0.0.1, luns: d }]"),
@@ -386,11 +398,13 @@ fn errors_have_position() {
              targets: [{ name: t, portals: [{ protocol: srp, listen: 127.0.0.1 }], luns: { 0: d }, \
              access: [{ address: 10.0.0.1, luns: { 0: e } }] }]"
                 .into(),
-            "2:128: targets[0].access[0].luns.0: backend `e` is not a LUN of this target (add it to the `luns` of the target; a rule gives it another number)",
+            "2:128: targets[0].access[0].luns.0: backend `e` is not a LUN of this target (add it \
+             to the `luns` of the target; a rule only assigns a different number)",
         ),
         (
             access("[{ initiator: 12 }]"),
-            "7:27: targets[0].access[0].initiator: `12` names no initiator; write 16 hexadecimal digits (its GUID) or 32 (its port identifier)",
+            "7:27: targets[0].access[0].initiator: `12` is not an initiator; use 16 hexadecimal \
+             digits (its GUID) or 32 (its port identifier)",
         ),
         (
             access("[{ address: host }]"),
@@ -398,11 +412,12 @@ fn errors_have_position() {
         ),
         (
             "targets: [{ name: t }]".into(),
-            "1:13: targets[0]: the key `portals` is missing",
+            "1:13: targets[0]: missing key `portals`",
         ),
         (
             "targets: [{ name: t, portals: [] }]".into(),
-            "1:31: targets[0].portals: a target listens somewhere (- { protocol: srp, listen: 127.0.0.1 })",
+            "1:31: targets[0].portals: missing portals: a target must listen on at least one \
+             address (- { protocol: srp, listen: 127.0.0.1 })",
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: nfs, listen: ::1 }] }]".into(),
@@ -410,23 +425,28 @@ fn errors_have_position() {
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: srp, listen: 224.0.0.1 }] }]".into(),
-            "1:57: targets[0].portals[0].listen: a portal needs one address of this host, which 224.0.0.1 is not",
+            "1:57: targets[0].portals[0].listen: a portal cannot listen on 224.0.0.1: this is a \
+             multicast address",
         ),
         (
             rest("  - name: t\n    portals: [{ protocol: srp, listen: ::1 }]\n"),
-            "6:11: targets[1].name: there is already a target `t`, in line 4",
+            "6:11: targets[1].name: duplicate target `t`, first defined in line 4",
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: srp, listen: 192.0.2.1000 }] }]".into(),
-            "1:57: targets[0].portals[0].listen: `192.0.2.1000` is not an address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555",
+            "1:57: targets[0].portals[0].listen: `192.0.2.1000` is not an address; use 192.0.2.1, \
+             192.0.2.1:5555 or [2001:db8::1]:5555, or for all addresses 0.0.0.0, [::], an \
+             interface such as eth0:5555, or :5555",
         ),
         (
             rest("  - name: u\n    portals: [{ protocol: srp, listen: 0.0.0.0 }]\n"),
-            "7:40: targets[1].portals[0].listen: 0.0.0.0:5555 includes or is part of 127.0.0.1:5555, which is already a portal of target `t`",
+            "7:40: targets[1].portals[0].listen: 0.0.0.0:5555 overlaps with 127.0.0.1:5555, which \
+             is already a portal of target `t`",
         ),
         (
             rest("  - name: u\n    portals: [{ protocol: iser, listen: :5555 }]\n"),
-            "7:41: targets[1].portals[0].listen: :5555 includes or is part of 127.0.0.1:5555, which is already an RDMA portal of target `t`",
+            "7:41: targets[1].portals[0].listen: :5555 overlaps with 127.0.0.1:5555, which is \
+             already an RDMA portal of target `t`",
         ),
         (
             rest(
@@ -440,14 +460,16 @@ fn errors_have_position() {
         ),
         (
             rest("  - name: u\n    portals: [{ protocol: iser, listen: fe80::1 }]\n"),
-            "7:41: targets[1].portals[0].listen: fe80::1 is a link-local address, which RDMA portals cannot have (use a global or unique local address of the interface)",
+            "7:41: targets[1].portals[0].listen: fe80::1 is a link-local address, which RDMA \
+             portals do not support (use a global or unique local address of the interface)",
         ),
         (
             rest(
                 "    iqn: iqn.2026-01.a:t\n  - name: u\n    iqn: iqn.2026-01.a:T\n    \
                  portals: [{ protocol: iscsi, listen: ::1 }]\n",
             ),
-            "8:10: targets[1].iqn: target `t` already has the iSCSI name iqn.2026-01.a:t (initiators know a target by its iSCSI name)",
+            "8:10: targets[1].iqn: target `t` already has the iSCSI name iqn.2026-01.a:t \
+             (initiators identify a target by its iSCSI name)",
         ),
         // Other keys.
         (
@@ -460,7 +482,7 @@ fn errors_have_position() {
         ),
         (
             rest("workers: { cpus: [1, 1] }\n"),
-            "6:22: workers.cpus[1]: CPU 1 is there twice",
+            "6:22: workers.cpus[1]: duplicate CPU 1",
         ),
         (
             rest("limits: { queue_depth: 0 }\n"),
@@ -472,11 +494,11 @@ fn errors_have_position() {
         ),
         (
             rest("limits: { buffer_pool_mib: 1 }\n"),
-            "6:28: limits.buffer_pool_mib: 1 MiB of buffers are less than two commands may need",
+            "6:28: limits.buffer_pool_mib: 1 MiB of buffers are not enough for two commands",
         ),
         (
             rest("limits: { sessions_per_address: 300 }\n"),
-            "6:33: limits.sessions_per_address: more than max_sessions, which is 256",
+            "6:33: limits.sessions_per_address: must not exceed max_sessions, which is 256",
         ),
         (
             rest("transport: { mtu: 1500 }\n"),
@@ -484,28 +506,29 @@ fn errors_have_position() {
         ),
         (
             rest("transport: { provider: shm, mtu: 1024 }\n"),
-            "6:24: transport.provider: shm uses no network, which `mtu` is about",
+            "6:24: transport.provider: provider shm does not use a network; `mtu` is not supported",
         ),
         (
             rest("transport: { provider: iwarp, mtu: 1024 }\n"),
-            "6:24: transport.provider: iwarp uses TCP, and `mtu` is about the packets of RoCE",
+            "6:24: transport.provider: provider iwarp uses TCP; `mtu` only applies to RoCE packets",
         ),
         (
             rest("transport: { provider: iwarp }\n"),
-            "6:24: transport.provider: target `t` has an SRP portal, and SRP is not spoken over iWARP \
+            "6:24: transport.provider: target `t` has an SRP portal, but SRP is not supported over iWARP \
              (use iSER: `protocol: iser`)",
         ),
         (
             rest("transport: { provider: shm, on_link: true }\n"),
-            "6:24: transport.provider: shm uses no network, which `on_link` is about",
+            "6:24: transport.provider: provider shm does not use a network; `on_link` is not supported",
         ),
         (
             rest("transport: { provider: shm, faults: { loss: 1 } }\n"),
-            "6:24: transport.provider: shm uses no network, which `faults` is about",
+            "6:24: transport.provider: provider shm does not use a network; `faults` is not supported",
         ),
         (
             rest("transport: { provider: shm, shm: true }\n"),
-            "6:24: transport.provider: shm shares memory without `shm: true`, which is for the other providers",
+            "6:24: transport.provider: provider shm always shares memory; `shm: true` is only for \
+             the other providers",
         ),
         (
             rest("transport: { faults: { loss: 101 } }\n"),
@@ -513,7 +536,8 @@ fn errors_have_position() {
         ),
         (
             rest("log: { filter: '==' }\n"),
-            "6:16: log.filter: `==` is not a log filter (a level such as `info`, or `info,riser_target=debug`)",
+            "6:16: log.filter: invalid log filter `==` (use a level such as `info`, or \
+             `info,riser_target=debug`)",
         ),
     ];
     let mut wrong = Vec::new();
@@ -567,7 +591,7 @@ fn secret_file_has_same_length_limits() {
         std::fs::write(&file, text).unwrap();
         let error = user.credentials().unwrap_err().to_string();
         let why = format!(
-            "{}: a secret has 12 to 255 bytes, not {len}",
+            "{}: a secret must have 12 to 255 bytes, not {len}",
             file.display()
         );
         assert_eq!(error, why);
@@ -600,7 +624,7 @@ fn world_readable_secret_causes_warning() {
     }
     let warning = logged(0o644);
     assert!(
-        warning.contains("every user of this host can read this secret"),
+        warning.contains("secret is readable by all users of this host"),
         "{warning}"
     );
     assert!(warning.contains(file.to_str().unwrap()), "{warning}");

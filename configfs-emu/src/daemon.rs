@@ -84,7 +84,7 @@ pub struct AdminSocket(pub PathBuf);
 impl AdminSocket {
     fn ask<T: DeserializeOwned + Default>(&self, path: &'static str) -> T {
         client::call(&self.0, Question::new(Method::GET, path)).unwrap_or_else(|error| {
-            tracing::warn!(%error, path, "riserd does not answer");
+            tracing::warn!(%error, path, "riserd does not respond");
             T::default()
         })
     }

@@ -49,7 +49,7 @@ pub enum ApplyError {
         errno: Option<Errno>,
     },
     /// The daemon's configuration is not the same as last returned by [`Daemon::document`].
-    #[error("the configuration has changed meanwhile")]
+    #[error("the configuration was changed in the meantime")]
     Outdated,
     /// The daemon did not respond.
     #[error("{0}")]
@@ -158,10 +158,10 @@ impl Engine {
                 self.is_lost = false;
                 self.take(document);
             }
-            Err(error) if self.is_lost => tracing::debug!(%error, "riserd is not there"),
+            Err(error) if self.is_lost => tracing::debug!(%error, "cannot connect to riserd"),
             Err(error) => {
                 self.is_lost = true;
-                tracing::warn!(%error, "riserd is not there; the tree is what it was");
+                tracing::warn!(%error, "cannot connect to riserd; the tree is not updated");
             }
         }
     }

@@ -14,19 +14,19 @@ Examples:
 
 Exit status:
   0  the tree was unmounted
-  1  it cannot be mounted, or riserd cannot be reached
-  2  bad usage";
+  1  the tree cannot be mounted, or riserd cannot be reached
+  2  invalid usage";
 
 pub(crate) const IMPORT: &str = "\
 Examples:
   riserd-configfs import /etc/target/saveconfig.json
 
 Exit status:
-  0  everything is in the configuration
+  0  everything was converted
   1  the file cannot be read
-  2  bad usage
-  3  something that LIO serves is left out
-  4  there are only notes: settings without an effect, and parts that LIO does not serve either";
+  2  invalid usage
+  3  something served by LIO is omitted
+  4  only notes: settings without an effect, and parts that are also not served by LIO";
 
 pub(crate) const EXPORT: &str = "\
 Examples:
@@ -34,10 +34,10 @@ Examples:
   riserd-configfs export /etc/riser/riserd.yaml
 
 Exit status:
-  0  everything is in the file
+  0  everything was converted
   1  the configuration cannot be read
-  2  bad usage
-  3  something that LIO cannot have is left out";
+  2  invalid usage
+  3  something not supported by LIO is omitted";
 
 /// Writes the manual page of a command to standard output, or the pages for the command and all of
 /// its subcommands to a directory.

@@ -164,7 +164,7 @@ impl Group<'_> {
             let name = backend_name(self.tree, device);
             let added = match (self.has_backend)(&name) {
                 true => self.put(&mut backends, lun, name),
-                false => Err(format!("backend {name} is left out")),
+                false => Err(format!("backend {name} is omitted")),
             };
             if let Err(reason) = added {
                 omitted.push(Omission::new(self.tree, lun, reason));
@@ -227,7 +227,7 @@ impl Group<'_> {
             own => own == "1",
         };
         match is_required {
-            true => self.credentials(group("auth"), "this initiator is left out", omitted),
+            true => self.credentials(group("auth"), "this initiator is omitted", omitted),
             false => Admission::Admitted(None),
         }
     }
@@ -251,8 +251,8 @@ impl Group<'_> {
             CheckedLogin::Usable(login, None) => Admission::Admitted(Some(login)),
             CheckedLogin::Usable(login, Some(reason)) => {
                 omit(format!(
-                    "{reason}: mutual authentication is left out, and initiators that require it cannot \
-                     log in until a valid mutual secret is set at both sides"
+                    "{reason}: mutual authentication is omitted, and initiators that require it \
+                     cannot log in until a valid mutual secret is set at both sides"
                 ));
                 Admission::Admitted(Some(login))
             }
@@ -267,7 +267,7 @@ impl Group<'_> {
     ) -> Option<View> {
         let login = match self.attrib("authentication") {
             true => {
-                let consequence = "initiators without an ACL are left out";
+                let consequence = "initiators without an ACL are omitted";
                 match self.credentials(self.dir("auth"), consequence, omitted) {
                     Admission::Admitted(login) => login,
                     Admission::Refused => return None,
@@ -294,9 +294,7 @@ impl Group<'_> {
     fn put<T>(&self, all: &mut BTreeMap<u64, T>, lun: NodeId, value: T) -> Result<(), String> {
         let number = lun_number(&self.tree.dir(lun).name).expect("checked by mkdir");
         if number > MAX_LUN {
-            return Err(format!(
-                "LUN {number} is left out; the highest is {MAX_LUN}"
-            ));
+            return Err(format!("LUN {number} is omitted: the maximum is {MAX_LUN}"));
         }
         // Several names can be the same number because of leading zeros.
         match all.entry(number) {
@@ -304,7 +302,7 @@ impl Group<'_> {
                 entry.insert(value);
                 Ok(())
             }
-            Entry::Occupied(_) => Err(format!("LUN {number} exists twice")),
+            Entry::Occupied(_) => Err(format!("duplicate LUN {number}")),
         }
     }
 }

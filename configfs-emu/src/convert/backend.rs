@@ -78,7 +78,8 @@ pub(super) fn plain(
         }
         other => {
             let reason = format!(
-                "a block size of {other} bytes, and riserd has 512 and 4096: this disk is left out"
+                "unsupported block size of {other} bytes, riserd supports 512 and 4096: this disk \
+                 is omitted"
             );
             omitted.push(Omission::new(tree, device, reason));
             return None;
@@ -115,8 +116,9 @@ fn names(tree: &Tree, device: NodeId, doc: &mut Map<String, Value>, omitted: &mu
         doc.insert("serial".to_owned(), json!(serial));
     } else {
         let reason = format!(
-            "the unit serial number of {} bytes is left out, as riserd has 1 to {MAX_SERIAL} printable \
-             characters; the NAA identifier that LIO derives from it, {naa}, is kept",
+            "the unit serial number of {} bytes is omitted, because riserd supports 1 to \
+             {MAX_SERIAL} printable characters; the NAA identifier that LIO derives from it, \
+             {naa}, is kept",
             serial.len()
         );
         omitted.push(Omission::new(tree, wwn, reason));

@@ -73,7 +73,7 @@ fn backends(
         }
         let name = backend_name(tree, device);
         if backends.contains_key(&name) {
-            let reason = format!("another backend has the name {name}: this disk is left out");
+            let reason = format!("another backend has the name {name}: this disk is omitted");
             omitted.push(Omission::new(tree, device, reason));
             continue;
         }
@@ -122,8 +122,8 @@ impl Identifiers {
             let value = doc.get(key).and_then(Value::as_str).unwrap_or_default();
             if let Some(other) = self.0.get(&(key, value.to_owned())) {
                 reasons.push(format!(
-                    "the {name} {value} is that of backend {other} as well, and hosts with multipath \
-                     would treat both as one disk: this disk gets another {name}"
+                    "the {name} {value} is also used by backend {other}, and hosts with multipath \
+                     would treat both as a single disk: this disk gets a different {name}"
                 ));
                 doc.shift_remove(key);
             }
@@ -174,8 +174,8 @@ impl Exporter<'_> {
 fn second_group(tree: &Tree, tpg: NodeId, doc: &Value) -> String {
     let acls = tree.child(tpg, "acls").expect("it comes with it");
     format!(
-        "a second enabled portal group of one target, and riserd has one for each: its {} portals, {} \
-         LUNs and {} initiators are left out; give them a target with another name",
+        "second enabled portal group of a target, riserd supports one per target: its {} portals, \
+         {} LUNs and {} initiators are omitted; use a target with a different name for them",
         doc["portals"].as_array().map_or(0, Vec::len),
         doc["luns"].as_object().map_or(0, Map::len),
         tree.subdirs(acls).count(),
@@ -207,7 +207,7 @@ pub(super) fn discovery(tree: &Tree, rest: &Rest, omitted: &mut Vec<Omission>) -
         }
         CheckedLogin::Usable(login, reason) => {
             let reason = reason
-                .map(|reason| format!("{reason}: mutual authentication of discovery is left out"));
+                .map(|reason| format!("{reason}: mutual authentication of discovery is omitted"));
             (login, reason)
         }
     };

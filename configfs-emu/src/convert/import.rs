@@ -220,13 +220,13 @@ impl Importer<'_> {
         let text = |key: &str| doc.get(key).and_then(Value::as_str).unwrap_or_default();
         let backends = self.config.iter().flat_map(|c| &c.backends);
         let known = backends.into_iter().find(|b| b.name == name);
-        let known = known.ok_or("the configuration has a mistake")?;
+        let known = known.ok_or("the configuration is invalid")?;
         let (plugin, control) = match &known.spec.source {
             riser_config::Source::File { size, .. } => {
                 let size = match (size, self.world.medium(text("path"))) {
                     (Some(size), _) => *size,
                     (None, Medium::File { size }) => size,
-                    _ => return Err("its size is not known".to_owned()),
+                    _ => return Err("its size is unknown".to_owned()),
                 };
                 let path = text("path");
                 let control = format!("{}={path},{}={size}", option::FILE, option::SIZE);
@@ -242,7 +242,7 @@ impl Importer<'_> {
             }
             riser_config::Source::Ram { size } | riser_config::Source::Null { size } => {
                 if size % PAGE != 0 {
-                    return Err("its size is not one in pages".to_owned());
+                    return Err("its size is not a multiple of the page size".to_owned());
                 }
                 let null = u8::from(text("kind") == "null");
                 let control = format!("rd_pages={},rd_nullio={null}", size / PAGE);
@@ -251,7 +251,7 @@ impl Importer<'_> {
         };
         // `control` uses commas between options, and they can't be quoted.
         if control.matches(',').count() != 1 {
-            return Err("its path has a comma".to_owned());
+            return Err("its path contains a comma".to_owned());
         }
         let mut tree = self.tree.clone();
         let (host, device, is_named) = place(&tree, name, plugin);
@@ -327,7 +327,7 @@ impl Importer<'_> {
                     Ok(tree)
                 })
             }
-            None => Err("the configuration has a mistake".to_owned()),
+            None => Err("the configuration is invalid".to_owned()),
         };
         match shown {
             Ok(tree) => self.tree = tree,

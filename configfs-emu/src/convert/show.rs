@@ -32,7 +32,7 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
         (true, _, Some(iqn)) => (Fabric::Iscsi, format!("iscsi/{iqn}/tpgt_1")),
         (false, [portal], _) => {
             let at = portal.listen.at();
-            let at = at.ok_or("an SRP port of LIO is at one address")?;
+            let at = at.ok_or("an SRP port of LIO has a single address")?;
             // In LIO, the name of a port is its GUID or GID. From an address, we can only get the
             // GID.
             let gid = match at.ip() {
@@ -42,7 +42,7 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
             let port = format!("srpt/0x{:032x}", gid.to_bits());
             (Fabric::Srpt, format!("{port}/tpgt_1"))
         }
-        _ => return Err("it is served by SRP at several places, or by iSCSI as well".to_owned()),
+        _ => return Err("it has several SRP portals, or also an iSCSI portal".to_owned()),
     };
     let mut hand = GroupShell {
         shell: Shell {
@@ -89,7 +89,7 @@ struct GroupShell<'a> {
 
 /// Returns a function that adds the path to an error.
 fn refused(path: &str) -> impl Fn(Errno) -> String {
-    move |errno| format!("LIO has nothing like it: {errno} at {path}")
+    move |errno| format!("LIO has no equivalent: {errno} at {path}")
 }
 
 impl GroupShell<'_> {
@@ -124,7 +124,8 @@ impl GroupShell<'_> {
         let is_served = fabric == Fabric::Iscsi || !show.world.port_addresses(name).is_empty();
         if !is_served {
             return Err(
-                "its portal is at no address of this host, and LIO has its own ports".into(),
+                "its portal is not on an address of this host, and LIO only has ports of its host"
+                    .into(),
             );
         }
         self.shell.mkdir(wwn).map_err(refused(wwn))?;
@@ -177,7 +178,7 @@ impl GroupShell<'_> {
         let listens: BTreeSet<Listen> = target.portals.iter().map(|p| p.listen).collect();
         for listen in listens {
             let np = np_of(&listen);
-            let np = np.ok_or_else(|| format!("a portal of LIO is not at {listen}"))?;
+            let np = np.ok_or_else(|| format!("LIO does not support a portal at {listen}"))?;
             let id = self.mkdir(&format!("np/{np}"))?;
             let speaks = |protocol| {
                 let mut all = target.portals.iter();
@@ -256,7 +257,7 @@ impl GroupShell<'_> {
             return Ok(());
         };
         let [user] = chap.users.as_slice() else {
-            return Err("LIO has one user for each initiator".to_owned());
+            return Err("LIO supports a single user per initiator".to_owned());
         };
         self.user(auth, user, ["userid", "password"])?;
         match &chap.mutual {
@@ -269,7 +270,7 @@ impl GroupShell<'_> {
     /// show it.
     fn user(&mut self, auth: &str, user: &ChapUser, files: [&str; 2]) -> Result<(), String> {
         let Secret::Inline(secret) = &user.secret else {
-            return Err("its CHAP secret is not in the configuration itself".to_owned());
+            return Err("its CHAP secret is not part of the configuration".to_owned());
         };
         self.write(&format!("{auth}/{}", files[0]), &user.name)?;
         self.write(&format!("{auth}/{}", files[1]), secret)

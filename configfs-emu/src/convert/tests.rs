@@ -355,11 +355,11 @@ fn short_secret_leaves_out_its_initiator_alone() {
         [
             format!(
                 "target/{ACL}/auth: the CHAP secret of user `client` has 5 bytes, and riserd requires 12 \
-                 to 255: this initiator is left out until a valid secret is set at both sides"
+                 to 255: this initiator is omitted until a valid secret is set at both sides"
             ),
             format!(
                 "target/{second}/auth: the CHAP secret of user `me` has 5 bytes, and riserd requires 12 to \
-                 255: mutual authentication is left out, and initiators that require it cannot log in \
+                 255: mutual authentication is omitted, and initiators that require it cannot log in \
                  until a valid mutual secret is set at both sides"
             ),
         ]
@@ -463,14 +463,14 @@ fn unsupported_part_leaves_out_nothing_else() {
     );
     let omitted: Vec<String> = exported.omitted.iter().map(ToString::to_string).collect();
     for (line, part) in omitted.iter().zip([
-        "core/fileio_1/long,name/wwn: the unit serial number of 80 bytes is left out",
-        "core/fileio_1/long,name: the NAA identifier 60014055a0e1b2c00004000800001234 is that of backend \
-         fileio_0:disk as well",
-        "core/fileio_2/odd: a block size of 2048 bytes",
-        "lun/lun_16384: LUN 16384 is left out; the highest is 16383",
-        "lun/lun_2: backend fileio_2:odd is left out",
-        "tpgt_2: a second enabled portal group of one target, and riserd has one for each: its 1 portals, \
-         0 LUNs and 0 initiators are left out",
+        "core/fileio_1/long,name/wwn: the unit serial number of 80 bytes is omitted",
+        "core/fileio_1/long,name: the NAA identifier 60014055a0e1b2c00004000800001234 is also used by \
+         backend fileio_0:disk",
+        "core/fileio_2/odd: unsupported block size of 2048 bytes",
+        "lun/lun_16384: LUN 16384 is omitted: the maximum is 16383",
+        "lun/lun_2: backend fileio_2:odd is omitted",
+        "tpgt_2: second enabled portal group of a target, riserd supports one per target: its 1 portals, \
+         0 LUNs and 0 initiators are omitted",
     ]) {
         assert!(line.contains(part), "{line}\n{part}");
     }
@@ -501,7 +501,7 @@ fn mapping_of_duplicate_lun_shows_no_disk() {
             { "iqn": "iqn.2026-01.example:other", "luns": [] },
         ])
     );
-    assert!(omitted[0].contains("LUN 0 exists twice"), "{omitted:?}");
+    assert!(omitted[0].contains("duplicate LUN 0"), "{omitted:?}");
 }
 
 #[test]
@@ -599,7 +599,7 @@ fn long_names_are_shortened_and_stay_distinct() {
         fixture
             .export()
             .unwrap_err()
-            .contains("a second enabled portal group")
+            .contains("second enabled portal group")
     );
 }
 
@@ -706,8 +706,9 @@ fn configuration_round_trips() {
     assert_eq!(
         hidden,
         [
-            "backend odd: its size is not one in pages",
-            "target srp-open: its portal is at no address of this host, and LIO has its own ports",
+            "backend odd: its size is not a multiple of the page size",
+            "target srp-open: its portal is not on an address of this host, and LIO only has ports \
+             of its host",
             "target net: backend odd of LUN 0 is not shown",
         ]
     );

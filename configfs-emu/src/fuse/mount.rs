@@ -72,7 +72,7 @@ impl Mount {
             asked();
             events.send(None)
         });
-        let unreachable = |_| io::Error::other("the session's thread is gone");
+        let unreachable = |_| io::Error::other("the session's thread has exited");
         match event.recv().map_err(unreachable)? {
             Some(end) => {
                 self.forget();

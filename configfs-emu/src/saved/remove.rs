@@ -22,7 +22,7 @@ pub(super) fn remove(document: &mut Value, place: &str, lock_secret: &str) -> St
         // If initiators must authenticate for discovery, removing this must not give access to all
         // initiators.
         document["discovery_chap"] = lock;
-        return "credentials of discovery; no initiator can discover targets".to_owned();
+        return "credentials for discovery; no initiator can discover targets".to_owned();
     }
     *document = json!({ "targets": [] });
     format!("all targets, because of {place}")

@@ -226,7 +226,7 @@ impl Restorer<'_> {
             "block" => format!("udev_path={dev}"),
             "ramdisk" => format!("rd_pages={}", size / crate::rules::device::PAGE),
             other => {
-                let why = format!("riserd has no backstore `{other}`: this disk is left out");
+                let why = format!("unsupported backstore `{other}`: this disk is omitted");
                 return self.lose(&what, why);
             }
         };
@@ -278,8 +278,8 @@ impl Restorer<'_> {
         }
         let enabled = self.write(&format!("{path}/enable"), "1");
         let (label, invalid) = match dev {
-            "" => (what, "its size is missing"),
-            dev => (format!("{what}: {dev}"), "its path or size is missing"),
+            "" => (what, "missing size"),
+            dev => (format!("{what}: {dev}"), "missing path or size"),
         };
         if !self.done(&label, enabled, invalid) {
             return;
@@ -346,15 +346,15 @@ impl Restorer<'_> {
             "iscsi" => Fabric::Iscsi,
             "srpt" => Fabric::Srpt,
             other => {
-                let why = format!("riserd has no fabric `{other}`: this target is left out");
+                let why = format!("unsupported fabric `{other}`: this target is omitted");
                 return self.lose(&what, why);
             }
         };
         let name = name_of(fabric, wwn);
         let path = format!("{}/{name}", fabric.name());
         let invalid = match fabric {
-            Fabric::Iscsi => "invalid name of an iSCSI target: this target is left out",
-            Fabric::Srpt => "invalid name of an SRP port: this target is left out",
+            Fabric::Iscsi => "invalid name of an iSCSI target: this target is omitted",
+            Fabric::Srpt => "invalid name of an SRP port: this target is omitted",
         };
         if !self.mkdir(&what, fabric.name(), invalid) || !self.mkdir(&what, &path, invalid) {
             return;
@@ -374,8 +374,9 @@ impl Restorer<'_> {
         let addresses = self.shell.world.port_addresses(port);
         for address in addresses.into_iter().filter(host::is_placeholder) {
             let why = format!(
-                "riserd serves SRP at an IP address, and LIO's file has the GID of an InfiniBand port: \
-                 replace {address} in its `portals` by the IP address of that port"
+                "riserd serves SRP at an IP address, but LIO's file contains the GID of an \
+                 InfiniBand port: replace {address} in its `portals` with the IP address of that \
+                 port"
             );
             self.lose(what, why);
         }
@@ -399,7 +400,7 @@ impl Restorer<'_> {
         self.login(&format!("{path}/auth"), "chap_", group);
         self.name_refused(path);
         let counts = format!(
-            "its {} LUNs and {} ACLs are left out",
+            "its {} LUNs and {} ACLs are omitted",
             items(group, "luns").count(),
             items(group, "node_acls").count()
         );
@@ -416,7 +417,11 @@ impl Restorer<'_> {
     fn portal(&mut self, tpg: &str, portal: &Value) {
         let address = text(portal, "ip_address");
         let np = format!("{tpg}/np/{address}:{}", written(&portal["port"]));
-        if !self.mkdir(&np, &np, "not an IP address and port that no portal has") {
+        if !self.mkdir(
+            &np,
+            &np,
+            "not an IP address and port, or already used by another portal",
+        ) {
             return;
         }
         for (key, file) in [("iser", "iser"), ("offload", "cxgbit")] {
@@ -429,7 +434,7 @@ impl Restorer<'_> {
         let path = format!("{tpg}/lun/lun_{}", written(&lun["index"]));
         let object = text(lun, "storage_object");
         let Some(device) = self.device(object) else {
-            return self.lose(&path, format!("{object} is left out or missing"));
+            return self.lose(&path, format!("{object} is omitted or missing"));
         };
         if self.mkdir(&path, &path, "invalid number of a LUN")
             && self.link(&format!("{path}/{}", alias(lun)), &device)
@@ -466,7 +471,7 @@ impl Restorer<'_> {
             let Ok(lun_dir) = self.shell.at(&lun) else {
                 // If a LUN was left out, it has already been reported.
                 if items(group, "luns").all(|lun| written(&lun["index"]) != number) {
-                    let why = format!("the portal group has no LUN {number}: this LUN is left out");
+                    let why = format!("the portal group has no LUN {number}: this LUN is omitted");
                     self.note(&dir, why);
                 }
                 continue;

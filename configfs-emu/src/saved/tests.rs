@@ -85,22 +85,22 @@ fn unsupported_parts_are_reported() {
     let first = "iscsi/iqn.2026-01.com.example:t/tpgt_1";
     let left_out = |name: &str| {
         format!(
-            "iscsi/iqn.2026-01.com.example:{name}/tpgt_1/lun/lun_9: /backstores/user/rbd is left out or \
-             missing"
+            "iscsi/iqn.2026-01.com.example:{name}/tpgt_1/lun/lun_9: /backstores/user/rbd is \
+             omitted or missing"
         )
     };
     assert_eq!(
         lost,
         [
-            "storage object rbd: riserd has no backstore `user`: this disk is left out".to_owned(),
+            "storage object rbd: unsupported backstore `user`: this disk is omitted".to_owned(),
             left_out("t"),
-            "target naa.5001405000000001: riserd has no fabric `loopback`: this target is left out"
+            "target naa.5001405000000001: unsupported fabric `loopback`: this target is omitted"
                 .to_owned(),
             left_out("second"),
             left_out("off"),
             format!(
                 "target/{first}/acls/iqn.2026-01.com.example:host/auth: the CHAP secret of user `host` has 5 \
-                 bytes, and riserd requires 12 to 255: this initiator is left out until a valid secret is \
+                 bytes, and riserd requires 12 to 255: this initiator is omitted until a valid secret is \
                  set at both sides"
             ),
         ]
@@ -109,8 +109,8 @@ fn unsupported_parts_are_reported() {
         notes,
         [
             "core/fileio_0/img/attrib/pi_prot_type = 1: unsupported by riserd; ignored",
-            "iscsi/iqn.2026-01.com.example:off/tpgt_1: disabled in the file; its 3 LUNs and 1 ACLs are left \
-             out",
+            "iscsi/iqn.2026-01.com.example:off/tpgt_1: disabled in the file; its 3 LUNs and 1 ACLs \
+             are omitted",
         ]
     );
     let names: Vec<&str> = config.targets.iter().map(|t| t.name.as_str()).collect();
@@ -137,7 +137,7 @@ fn mapped_lun_of_missing_lun_is_noted() {
     let imported = configuration(restore(&file, &world), "a secret", &world);
     assert_eq!(imported.lost, [] as [String; 0]);
     let acl = "iscsi/iqn.2026-01.com.example:t/tpgt_1/acls/iqn.2026-01.com.example:host";
-    let note = format!("{acl}/lun_8: the portal group has no LUN 77: this LUN is left out");
+    let note = format!("{acl}/lun_8: the portal group has no LUN 77: this LUN is omitted");
     assert_eq!(imported.notes, [note]);
 }
 

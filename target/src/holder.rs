@@ -29,7 +29,7 @@ pub struct HeldBy(pub(crate) Option<Holder>);
 impl fmt::Display for HeldBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Some(holder) => write!(f, ": {holder} has it"),
+            Some(holder) => write!(f, ": in use by {holder}"),
             None => Ok(()),
         }
     }

@@ -29,7 +29,7 @@ use crate::warn_limited;
 /// The driver has reached its maximum number of requests in total or for this store. The request
 /// was not accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the backend driver has as many requests as it takes")]
+#[error("the request queue of the backend driver is full")]
 pub struct DriverFull;
 
 /// A completed request, so that the worker can respond to its command.
@@ -1224,7 +1224,7 @@ impl Driver {
             let (offset, len) = plan::range(&request.op);
             let (backend, op) = (attached.store.name(), plan::name(&request.op));
             let now = self.now;
-            warn_limited!(attached.complaints, now, backend, op, offset, len, %why, "a backend fails");
+            warn_limited!(attached.complaints, now, backend, op, offset, len, %why, "backend failed");
         }
         self.finish(index, StepResult::Failed(error));
     }
@@ -1236,7 +1236,7 @@ impl Driver {
         let suppressed = attached.complaints.take_suppressed();
         let suppressed = (suppressed > 0).then_some(suppressed);
         let backend = attached.store.name();
-        tracing::info!(backend, suppressed, "a backend works again");
+        tracing::info!(backend, suppressed, "backend recovered");
     }
 
     fn finish(&mut self, index: usize, result: StepResult) {

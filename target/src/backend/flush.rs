@@ -99,7 +99,7 @@ impl Inner {
             Ok(()) => kept.is_saved = true,
             Err(error) => {
                 let serial = &kept.unit.serial;
-                tracing::error!(serial, %error, "the record of a failed flush cannot be saved");
+                tracing::error!(serial, %error, "cannot save the record of a failed flush");
             }
         }
     }
@@ -125,7 +125,7 @@ impl FlushState {
     ) -> Option<FlushFailure> {
         let loaded = keeper.load(unit).unwrap_or_else(|error| {
             let serial = &unit.serial;
-            tracing::error!(serial, %error, "the record of failed flushes cannot be read");
+            tracing::error!(serial, %error, "cannot read the record of failed flushes");
             Some(FlushFailure {
                 errno: error.raw_os_error().unwrap_or(libc::EIO),
                 at: date,
@@ -157,7 +157,7 @@ impl FlushState {
         match threads.spawn("flush-failure", Box::new(move || inner.save())) {
             Ok(saver) => *lock(&self.saver) = Some(saver),
             Err(error) => {
-                tracing::error!(%error, "no thread to save a failed flush");
+                tracing::error!(%error, "cannot start a thread to save a failed flush");
                 self.inner.save();
             }
         }

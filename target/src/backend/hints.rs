@@ -15,27 +15,28 @@ pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String
         (io::ErrorKind::NotFound, Some(directory)) if !directory.exists() => {
             let directory = directory.display();
             Some(format!(
-                "there is no directory {directory}: make it with `mkdir -p {directory}`, or give another `path`"
+                "directory {directory} does not exist: create it with `mkdir -p {directory}`, or \
+                 use another `path`"
             ))
         }
         (io::ErrorKind::NotFound, _) => {
             Some("`create: true` and a `size` create a file".to_owned())
         }
         (io::ErrorKind::PermissionDenied, _) if is_readable() => {
-            Some("it can be read: `read_only: true` serves it so".to_owned())
+            Some("it is readable: use `read_only: true` to serve it read-only".to_owned())
         }
         // The sandbox of the service mounts everything read-only except for its `ReadWritePaths=`.
         // Therefore other paths fail with the same error as a read-only file system.
         (io::ErrorKind::ReadOnlyFilesystem, Some(directory)) => {
             let or = if is_readable() {
-                ", or `read_only: true` serves it as it is"
+                ", or use `read_only: true`"
             } else {
                 ""
             };
             let directory = directory.display();
             Some(format!(
-                "if it is the sandbox of the service that makes it so, `systemctl edit riserd` lets it in with \
-                 `ReadWritePaths={directory}`{or}"
+                "if this is due to the sandbox of the service, add `ReadWritePaths={directory}` \
+                 with `systemctl edit riserd`{or}"
             ))
         }
         _ => None,
@@ -48,7 +49,8 @@ pub(super) fn notes(spec: &Spec, size: u64) -> Vec<String> {
     let tail = size % u64::from(spec.block_size);
     if tail > 0 {
         notes.push(format!(
-            "{size} bytes are not a number of {}-byte blocks: the last {tail} are not served",
+            "{size} bytes are not a multiple of the block size, {} bytes: the last {tail} are not \
+             served",
             spec.block_size
         ));
     }
@@ -56,7 +58,7 @@ pub(super) fn notes(spec: &Spec, size: u64) -> Vec<String> {
         && let Some(memory) = memory().filter(|memory| size > *memory)
     {
         notes.push(format!(
-            "a RAM disk of {} on a host with {} of memory, more than which cannot be written",
+            "RAM disk of {} exceeds the memory of the host, {}: writes beyond it will fail",
             bytes(size),
             bytes(memory)
         ));
@@ -91,7 +93,8 @@ mod tests {
         };
         let path = std::env::current_exe().unwrap();
         let hint = |spec: &Spec, errno| hint(spec, &path, &io::Error::from_raw_os_error(errno));
-        let expected = Some("it can be read: `read_only: true` serves it so".to_owned());
+        let expected =
+            Some("it is readable: use `read_only: true` to serve it read-only".to_owned());
         for errno in [libc::EACCES, libc::EPERM] {
             assert_eq!(hint(&spec, errno), expected);
         }

@@ -80,16 +80,16 @@ fn describe(cause: Cause, path: &Path, fd: BorrowedFd<'_>) -> String {
     );
     match cause {
         Cause::Deleted => format!(
-            "{path}: the served file was deleted; its data are lost when riserd ends. To save them, stop its \
-             initiators and run: {copy}"
+            "{path}: the served file was deleted; its data will be lost when riserd terminates. To \
+             save the data, stop its initiators and run: {copy}"
         ),
         Cause::Replaced => format!(
-            "{path}: this path leads to another file than the one that is served; the next start would serve the \
-             other one. To save the data of the served one, stop its initiators and run: {copy}"
+            "{path}: the served file was replaced; the next start would serve the new file. To \
+             save the data of the served file, stop its initiators and run: {copy}"
         ),
         _ => format!(
-            "{path}: the served file was moved away; the next start would not find it. Move it back, or stop its \
-             initiators and run: {copy}"
+            "{path}: the served file was moved; the next start would not find it. Move it back, or \
+             stop its initiators and run: {copy}"
         ),
     }
 }

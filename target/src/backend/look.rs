@@ -65,7 +65,7 @@ pub(crate) fn growth_until() -> Instant {
 }
 
 fn silent() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "the file system does not answer")
+    io::Error::new(io::ErrorKind::TimedOut, "the file system does not respond")
 }
 
 impl<T: Send + 'static> Look<T> {
@@ -121,7 +121,7 @@ impl<T: Send + 'static> Look<T> {
         let left = until.saturating_duration_since(Instant::now());
         match self.result.recv_timeout(left) {
             Ok(answer) => Ok(answer),
-            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("asking panicked")),
+            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("the query panicked")),
             Err(RecvTimeoutError::Timeout) => {
                 let mut is_late = self.is_late.lock().unwrap_or_else(PoisonError::into_inner);
                 // Check again, because the result may just have arrived.

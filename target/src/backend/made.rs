@@ -42,7 +42,7 @@ impl Made {
             Some(len) => sys::set_file_size(&self.file, len),
         };
         if let Err(error) = undone {
-            tracing::warn!(path = %self.path.display(), %error, "a file keeps its new size");
+            tracing::warn!(path = %self.path.display(), %error, "cannot restore the size of a file");
         }
     }
 
@@ -54,7 +54,7 @@ impl Made {
         let made = File::from(fd.try_clone_to_owned()?).metadata()?;
         let there = std::fs::symlink_metadata(&self.path)?;
         if (there.dev(), there.ino()) != (made.dev(), made.ino()) {
-            return Err(io::Error::other("another file has its name"));
+            return Err(io::Error::other("the file was replaced"));
         }
         std::fs::remove_file(&self.path)
     }

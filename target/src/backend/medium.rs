@@ -275,7 +275,8 @@ fn to_size(
             // It was extended before, by us or by the user, so initiators may have written to this
             // area.
             let path = path.display();
-            tracing::warn!(%path, actual, wanted, "a file is larger than its `size`: all of it is served");
+            tracing::warn!(%path, actual, wanted, "file is larger than its `size`; the whole file \
+                                                   is served");
             Ok(file)
         }
         _ => Ok(file),
@@ -440,15 +441,15 @@ fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenEr
 
 fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
     let fd = file.as_fd();
-    sys::set_direct(fd, true).map_err(|e| format!("the file system refuses it: {e}"))?;
+    sys::set_direct(fd, true).map_err(|e| format!("rejected by the file system: {e}"))?;
     let align = sys::direct_alignment(fd)
         .map_err(|e| e.to_string())?
-        .ok_or("the file system says that this file has none")?;
+        .ok_or("the file system does not support it for this file")?;
     // Otherwise a write of a single block would be a read-modify-write, and two workers could
     // overwrite each other's data.
     if !block_size.is_multiple_of(align.offset) {
         return Err(format!(
-            "it needs blocks of {} bytes, and the unit has blocks of {block_size}",
+            "it requires blocks of {} bytes, but the unit has blocks of {block_size} bytes",
             align.offset
         ));
     }
@@ -456,7 +457,7 @@ fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
     let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
     let block = block.whole().slice(0..align.offset as usize);
     sys::probe_read(fd, &block.expect("as long as the mapping at least"))
-        .map_err(|e| format!("a first read fails: {e}"))?;
+        .map_err(|e| format!("the first read failed: {e}"))?;
     Ok(align)
 }
 

@@ -54,7 +54,7 @@ impl MediumFaults {
 pub(super) fn too_small(path: &Path, found: u64, wanted: u64) -> String {
     let path = path.display();
     format!(
-        "{path}: has {found} bytes instead of {wanted}; what was stored behind its end is lost. Restore it; `riserd \
-         rescan` serves the size that it has"
+        "{path}: has {found} bytes instead of {wanted}; data beyond its end are lost. Restore it, \
+         or use `riserd rescan` to serve its current size"
     )
 }

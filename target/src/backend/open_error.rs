@@ -32,7 +32,7 @@ pub enum OpenError {
         hint: String,
     },
     /// The path does not refer to the open file.
-    #[error("{}: is not what is served any more; another file has taken its place", path.display())]
+    #[error("{}: file was replaced while being served", path.display())]
     Moved {
         /// Path of the backend.
         path: PathBuf,
@@ -61,8 +61,8 @@ pub enum OpenError {
     },
     /// A file that existed before is missing.
     #[error(
-        "{}: is missing, and it was there before: is its file system mounted? It is not created again; for an \
-         empty disk, create an empty file there",
+        "{}: is missing, but it existed before: is its file system mounted? It is not created \
+         again; for an empty disk, create an empty file there",
         path.display()
     )]
     Gone {
@@ -71,8 +71,8 @@ pub enum OpenError {
     },
     /// The names of its unit are not available, because the file with names cannot be read.
     #[error(
-        "the names of logical units cannot be read: {why}; restore the file from a backup, or move it away and \
-         restart riserd: then there are new names, and initiators see new disks"
+        "cannot read the names of logical units: {why}; restore the file from a backup, or move it \
+         away and restart riserd, which assigns new names: initiators will see new disks"
     )]
     Unnamed {
         /// Error with the path of the file.
@@ -100,7 +100,7 @@ pub enum OpenError {
         mount: PathBuf,
     },
     /// A served backend would become smaller.
-    #[error("it has {from} bytes and nothing shrinks one to {to}")]
+    #[error("cannot shrink from {from} to {to} bytes")]
     Shrinks {
         /// Current capacity in bytes.
         from: u64,
@@ -108,7 +108,7 @@ pub enum OpenError {
         to: u64,
     },
     /// The backend is smaller than a single block.
-    #[error("a backend of {size} bytes holds no block of {block_size} bytes")]
+    #[error("backend of {size} bytes is smaller than a block of {block_size} bytes")]
     Empty {
         /// Size of the file or device, in bytes.
         size: u64,
@@ -118,11 +118,12 @@ pub enum OpenError {
     /// A failed flush was not cleared. Acknowledged writes may be lost, and the flush at shutdown
     /// would fail.
     #[error(
-        "a flush failed ({0}): deal with what was lost, and clear it (riserd clear-flush-failure)"
+        "a flush failed ({0}): check for lost writes, and clear the failure (riserd \
+         clear-flush-failure)"
     )]
     FlushFailed(io::Error),
     /// The block size is not supported.
-    #[error("a block size of {0} bytes; 512 and 4096 are supported")]
+    #[error("unsupported block size of {0} bytes: must be 512 or 4096")]
     BlockSize(u32),
     /// `direct: on` is not supported for this file or device.
     #[error("{}: cannot be served with direct I/O: {reason}", path.display())]

@@ -102,7 +102,7 @@ pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
     let looks: Vec<_> = stores.filter_map(Store::look_undo).collect();
     for look in looks {
         if let Err(error) = look.and_then(|look| look.finish(until)) {
-            tracing::warn!(%error, "a file keeps its new size for now");
+            tracing::warn!(%error, "cannot restore the size of a file yet");
         }
     }
 }
@@ -300,7 +300,7 @@ fn failed(path: &Path, action: &'static str, source: io::Error) -> OpenError {
 }
 
 fn late(path: &Path) -> OpenError {
-    let why = "the file system does not answer";
+    let why = "the file system does not respond";
     failed(
         path,
         "open it",
@@ -381,7 +381,7 @@ impl Opening {
             }
             Err(RecvTimeoutError::Disconnected) => {
                 self.mark.clear();
-                let why = io::Error::other("opening it panicked");
+                let why = io::Error::other("the thread panicked");
                 Err(failed(path, "open it", why))
             }
         }

@@ -130,7 +130,8 @@ impl Store {
         let file = store.file_id();
         // Provide this from the start, before the first periodic measurement.
         if let Err(error) = store.measure_space() {
-            tracing::debug!(backend = store.name, %error, "cannot measure the room of a file system");
+            tracing::debug!(backend = store.name, %error, "cannot measure the free space of a file \
+                                                           system");
         }
         Ok(Arc::new(Self {
             notes,
@@ -299,7 +300,7 @@ impl Store {
             && is_waiting(path)
         {
             // execve(2) waits for all threads to exit, and nothing would be served in the meantime.
-            let why = "a thread waits for its file system, which does not answer";
+            let why = "a thread is blocked by its file system, which does not respond";
             let error = io::Error::new(io::ErrorKind::TimedOut, why);
             return Err(io_error(path, "release it")(error));
         }
@@ -528,8 +529,8 @@ impl Store {
             tracing::error!(
                 backend = self.name,
                 %error,
-                "a flush had failed before the start: flushes fail until an administrator clears it \
-                 (riserd clear-flush-failure)"
+                "a flush failed before the start: flushes fail until an administrator clears the \
+                 failure (riserd clear-flush-failure)"
             );
         }
     }
@@ -552,8 +553,8 @@ impl Store {
             tracing::error!(
                 backend = self.name,
                 %error,
-                "a flush failed: writes that were acknowledged may be lost; flushes fail until an \
-                 administrator clears it (riserd clear-flush-failure)"
+                "a flush failed: acknowledged writes may be lost; flushes fail until an \
+                 administrator clears the failure (riserd clear-flush-failure)"
             );
         }
     }

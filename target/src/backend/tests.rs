@@ -1060,7 +1060,7 @@ fn ram_disk_larger_than_memory_is_noted() {
     assert_eq!(notes(1 << 20), [] as [String; 0]);
     let large = notes(1 << 50);
     assert!(
-        large[0].starts_with("a RAM disk of 1.0 PiB on a host with "),
+        large[0].starts_with("RAM disk of 1.0 PiB exceeds the memory of the host, "),
         "{large:?}"
     );
 }
@@ -1088,7 +1088,7 @@ fn open_error_explains_reason() {
     });
     let (text, images) = (text.to_string(), dir.file("images"));
     let remedy = format!(
-        "there is no directory {0}: make it with `mkdir -p {0}`",
+        "directory {0} does not exist: create it with `mkdir -p {0}`",
         images.display()
     );
     assert!(text.contains(&remedy), "{text}");
@@ -1108,7 +1108,7 @@ fn open_error_explains_reason() {
     assert_eq!(store.capacity(), 512);
     assert_eq!(
         store.notes(),
-        ["700 bytes are not a number of 512-byte blocks: the last 188 are not served"]
+        ["700 bytes are not a multiple of the block size, 512 bytes: the last 188 are not served"]
     );
     drop(store);
     File::create(&path).unwrap();

@@ -148,27 +148,27 @@ fn rejected_change_is_named() {
         (
             &["set", "/limits", "max_sessions=-1"],
             2,
-            "/limits/max_sessions: expected a whole number that is not negative, not `-1`",
+            "/limits/max_sessions: expected a non-negative integer, not `-1`",
         ),
         (
             &["set", "/targets/demo/luns/0", "backend=disk1"],
             2,
-            "/targets/demo/luns/0: there is no backend `disk1` (did you mean `disk0`?)",
+            "/targets/demo/luns/0: unknown backend `disk1` (did you mean `disk0`?)",
         ),
         (
             &["create", "/targets/demo/luns/1", "backend=disk1"],
             2,
-            "/targets/demo/luns/1: there is no backend `disk1` (did you mean `disk0`?)",
+            "/targets/demo/luns/1: unknown backend `disk1` (did you mean `disk0`?)",
         ),
         (
             &["create", "/targets/other", "access=open"],
             2,
-            "/targets/other: the key `portals` is missing",
+            "/targets/other: missing key `portals`",
         ),
         (
             &["create", "/targets/demo", "access=open"],
             2,
-            "/targets/demo: it is there already",
+            "/targets/demo: it exists already",
         ),
         (&["create", "/shelves/a"], 2, "/: unknown key `shelves`"),
         (
@@ -179,12 +179,12 @@ fn rejected_change_is_named() {
         (
             &["delete", "/backends/disk7"],
             2,
-            "/backends: there is no `disk7` (did you mean `disk0`?)",
+            "/backends: unknown name `disk7` (did you mean `disk0`?)",
         ),
         (
             &["delete", "/targets/demo/portals/iscsi:127.82.0.2"],
             2,
-            "/targets/demo/portals: a target listens somewhere",
+            "/targets/demo/portals: missing portals: a target must listen on at least one address",
         ),
         (
             &["get", "/targets/demo/nothing"],
@@ -194,12 +194,12 @@ fn rejected_change_is_named() {
         (
             &["get", "/backends/disk0/serial"],
             1,
-            "/backends/disk0/serial: it is not set",
+            "/backends/disk0/serial: not set",
         ),
         (
             &["ls", "/targets/none"],
             2,
-            "/targets: there is no `none` (there is demo)",
+            "/targets: unknown name `none` (there is demo)",
         ),
         // Errors that can only be detected by the daemon.
         (
@@ -207,11 +207,11 @@ fn rejected_change_is_named() {
             1,
             "nothing was applied",
         ),
-        (&["set", "/workers", "count=2"], 1, "takes a restart"),
+        (&["set", "/workers", "count=2"], 1, "requires a restart"),
         (
             &["set", "/workers", "count=2", "--dry-run"],
             1,
-            "takes a restart",
+            "requires a restart",
         ),
     ] {
         let (found, said) = fails(&daemon.ask(args));
@@ -335,7 +335,7 @@ fn concurrent_change_is_not_lost() {
     // This may be the number of another rule by now.
     let (code, said) = fails(&ask(&front, &["delete", "/targets/demo/access/0"]));
     assert_eq!(code, 1);
-    assert!(said.contains("has changed meanwhile"), "{said}");
+    assert!(said.contains("was changed in the meantime"), "{said}");
     let rules = document(&daemon, &["get", "/targets/demo/access"]);
     assert_eq!(rules.as_array().unwrap().len(), 2);
 }

@@ -38,7 +38,7 @@ pub enum ClientError {
     #[error("no default admin socket for this user; name one with --socket")]
     Nowhere,
     /// The socket refused the connection, or it was closed before we received a response.
-    #[error("no riserd answers at {}: {source}", path.display())]
+    #[error("cannot connect to riserd at {}: {source}", path.display())]
     Unreachable {
         /// Path of the admin socket.
         path: PathBuf,
@@ -56,7 +56,7 @@ pub enum ClientError {
         group: String,
     },
     /// The request timed out.
-    #[error("riserd did not answer in time")]
+    #[error("timed out waiting for a response from riserd")]
     Timeout,
     /// The daemon found an error in the request.
     #[error("{0}")]
@@ -76,7 +76,7 @@ pub enum ClientError {
     #[error("{0}")]
     NotUpgraded(String),
     /// The response is not valid for this API.
-    #[error("not an answer of riserd's admin API: {0}")]
+    #[error("invalid response from riserd's admin API: {0}")]
     Garbled(String),
 }
 

@@ -91,10 +91,12 @@ impl Wanted {
     pub fn check(&self) -> Result<(), String> {
         let is_time = |seconds: f64| (0.0..=MOST_SECONDS).contains(&seconds);
         if !is_time(self.slower_than) || !self.seconds.is_none_or(is_time) {
-            return Err(format!("times are from 0 to {MOST_SECONDS} seconds"));
+            return Err(format!(
+                "invalid time: must be from 0 to {MOST_SECONDS} seconds"
+            ));
         }
         if !(1..=MOST_COMMANDS).contains(&self.count()) {
-            return Err(format!("a count is from 1 to {MOST_COMMANDS}"));
+            return Err(format!("invalid count: must be from 1 to {MOST_COMMANDS}"));
         }
         Ok(())
     }

@@ -87,11 +87,11 @@ pub(super) fn show<T: Serialize>(
 
 /// Parses the interval between two updates.
 pub(super) fn interval(text: &str) -> Result<f64, String> {
-    let seconds: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    let seconds: f64 = text.parse().map_err(|_| "invalid number".to_owned())?;
     if (0.1..=3600.0).contains(&seconds) {
         Ok(seconds)
     } else {
-        Err("from 0.1 to 3600 seconds".to_owned())
+        Err("must be from 0.1 to 3600 seconds".to_owned())
     }
 }
 
@@ -135,8 +135,9 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
             Ok(None) => Ok(()),
             Ok(Some(old)) => {
                 let (file, old) = (file.display(), old.display());
-                let note =
-                    format!("riserd: what {file} said before, comments included, is in {old}");
+                let note = format!(
+                    "riserd: saved the previous contents of {file}, including comments, to {old}"
+                );
                 // This is only a note, so ignore errors.
                 let _ = writeln!(io::stderr(), "{note}");
                 Ok(())

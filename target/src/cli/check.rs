@@ -24,10 +24,10 @@ pub(super) fn checked(path: &Path) -> Result<String, Failure> {
 
 fn read(path: &Path) -> Result<(Config, String), Failure> {
     let mistake = |why: String| Failure::mistake(format!("{}: {why}", path.display()));
-    let text = std::fs::read(path).map_err(|e| mistake(format!("cannot read it: {e}")))?;
+    let text = std::fs::read(path).map_err(|e| mistake(format!("cannot read the file: {e}")))?;
     let text = String::from_utf8(text).map_err(|e| {
         let at = e.utf8_error().valid_up_to();
-        mistake(format!("not UTF-8 from byte {at} on"))
+        mistake(format!("invalid UTF-8 at byte {at}"))
     })?;
     parse(text, &path.display().to_string())
 }
@@ -79,7 +79,7 @@ impl<'a> Described<'a> {
         let is_unread = kept.is_err();
         let mut identities = kept.unwrap_or_else(|error| {
             notes.push(format!(
-                "serial numbers may be others, since what is kept cannot be read: {error}"
+                "cannot read the state directory, so serial numbers may differ: {error}"
             ));
             Identities::default()
         });

@@ -23,8 +23,8 @@ pub(super) fn note(path: &Path) -> Option<String> {
     file.take(512).read_to_end(&mut start).ok()?;
     let format = format(&start)?;
     Some(format!(
-        "a disk image ({format}), which is served byte by byte, as a raw disk: `qemu-img convert -O raw` \
-         makes a raw disk of it"
+        "disk image ({format}), which would be served as a raw disk, byte by byte: convert it with \
+         `qemu-img convert -O raw`"
     ))
 }
 

@@ -120,18 +120,18 @@ fn configuration() -> Roff {
     page.text([roman("riserd.yaml - configuration of riserd")]);
     page.control("SH", ["DESCRIPTION"]);
     page.text([roman(
-        "A YAML file with the keys below. Sizes have a suffix KiB to TiB (powers of 1024) or KB to TB (powers of \
-         1000); times have ms, s, m or h, or are numbers of seconds. Relative paths begin at the directory in which \
-         riserd was started. No other keys are allowed.",
+        "A YAML file with the keys below. Sizes have a suffix KiB to TiB (powers of 1024) or KB to \
+         TB (powers of 1000); times have ms, s, m or h, or are numbers of seconds. Relative paths \
+         are resolved from the directory in which riserd was started. Unknown keys are rejected.",
     )]);
     page.control("PP", []);
     page.text([
         bold("riserd check"),
-        roman(" finds mistakes in a file, "),
+        roman(" checks a file, "),
         bold("riserd schema"),
         roman(" prints its JSON Schema for editors, "),
         bold("riserd apply"),
-        roman(" lets a running daemon serve it."),
+        roman(" applies it to a running daemon."),
     ]);
     for object in objects(&schema()) {
         describe(&mut page, &object);
@@ -150,7 +150,7 @@ fn configuration() -> Roff {
         ),
         (
             "/usr/share/doc/riser/examples",
-            "Examples; full.yaml has every key.",
+            "Examples; full.yaml contains all keys.",
         ),
         (
             "/usr/share/doc/riser/book",

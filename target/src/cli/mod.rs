@@ -72,14 +72,14 @@ struct Cli {
     command: Command,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad usage or a mistake \
-                          in the configuration, 3 `diff` found differences.";
+const EXIT_CODES: &str = "Exit codes: 0 success, 1 runtime failure, 2 invalid usage or \
+                          configuration, 3 `diff` found differences.";
 
 /// The same for manual pages.
 const EXIT_STATUS: [(&str, &str); 4] = [
     ("0", "Success."),
-    ("1", "Failure at run time."),
-    ("2", "Bad usage, or a mistake in the configuration."),
+    ("1", "Runtime failure."),
+    ("2", "Invalid usage or configuration."),
     ("3", "`diff` found differences."),
 ];
 
@@ -450,9 +450,9 @@ fn block_time(text: &str) -> Result<Duration, String> {
         "m" => 60,
         "h" => 3600,
         "d" => 86_400,
-        _ => return Err("write a number with s, m, h or d".to_owned()),
+        _ => return Err("expected a number with s, m, h or d".to_owned()),
     };
-    let number: u64 = number.parse().map_err(|_| "not a number".to_owned())?;
+    let number: u64 = number.parse().map_err(|_| "invalid number".to_owned())?;
     match number.checked_mul(unit) {
         Some(0) | None => Err("out of range".to_owned()),
         Some(seconds) => Ok(Duration::from_secs(seconds)),
@@ -477,7 +477,7 @@ fn run_with(
     if let Some(why) = handover.broken() {
         tracing::error!(
             why,
-            "what the program before has left is of no use; starting afresh"
+            "cannot use the handover state of the previous program; starting without it"
         );
     }
     let reread = &|| load().map_err(|failure| failure.text);
@@ -608,7 +608,7 @@ mod tests {
         let (code, said) = riserd("", &["run", "--config", "/nonexistent/riserd.yaml"]);
         assert_eq!(code, 2);
         assert!(
-            said.contains("/nonexistent/riserd.yaml: cannot read it"),
+            said.contains("/nonexistent/riserd.yaml: cannot read the file"),
             "{said}"
         );
     }
@@ -687,7 +687,7 @@ mod tests {
             "backend new: 1.0 MiB",
             "backend odd: 512 B",
             "note: backend odd: 1000 bytes are not",
-            "note: backend vm: a disk image (QCOW), which is served byte by byte",
+            "note: backend vm: disk image (QCOW), which would be served as a raw disk",
             "NOT SERVED: backend lost: ",
             "mkdir -p",
             "NOT SERVED: portal 192.0.2.77:3260: Cannot assign requested address",
@@ -723,7 +723,7 @@ mod tests {
         std::fs::write(dir.join("identities.json"), names.to_string()).unwrap();
         let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
         assert_eq!(code, FAILURE, "{said}");
-        assert!(said.contains("it was there before"), "{said}");
+        assert!(said.contains("it existed before"), "{said}");
         std::fs::write(&image, "").unwrap();
         let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
         assert_eq!(code, 0, "{said}");

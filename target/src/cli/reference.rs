@@ -165,7 +165,7 @@ impl Reader<'_> {
     fn typed(&self, node: &Value, end: &str, kind: &mut Kind) {
         // Sizes and times can be strings or numbers, but the unit is more useful.
         let unit = match node["x-unit"].as_str() {
-            Some("bytes" | "bytes a second") => Some("size"),
+            Some("bytes" | "bytes per second") => Some("size"),
             Some("time") => Some("time"),
             Some("percent") => Some("percentage"),
             _ => None,

@@ -64,7 +64,7 @@ fn tag(text: &str) -> Result<u64, String> {
         Some(digits) => u64::from_str_radix(digits, 16),
         None => text.parse(),
     };
-    tag.map_err(|_| "a tag is a number of 64 bits".to_owned())
+    tag.map_err(|_| "expected a 64-bit number".to_owned())
 }
 
 fn time(text: &str) -> Result<Duration, String> {
@@ -77,11 +77,11 @@ fn time(text: &str) -> Result<Duration, String> {
         "ms" => 1e-3,
         "" | "s" => 1.0,
         "m" => 60.0,
-        _ => return Err("write a number with us, ms, s or m".to_owned()),
+        _ => return Err("expected a number with us, ms, s or m".to_owned()),
     };
-    let number: f64 = number.parse().map_err(|_| "not a number".to_owned())?;
+    let number: f64 = number.parse().map_err(|_| "invalid number".to_owned())?;
     let time = Duration::try_from_secs_f64(number * unit);
-    time.map_err(|_| "not a time".to_owned())
+    time.map_err(|_| "invalid time".to_owned())
 }
 
 #[cfg(test)]

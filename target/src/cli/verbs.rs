@@ -25,13 +25,13 @@ const ATTEMPTS: usize = 16;
 
 const PATHS: &str = "\
 Paths are those of the configuration file: /backends/disk0, /targets/demo/luns/0, \
-/targets/demo/portals/iscsi:192.0.2.10:3260, /targets/demo/chap/users/host, /limits. Items of lists \
-stand by their names or by their numbers from 0. In a name, ~1 stands for a slash and ~0 for a tilde.";
+/targets/demo/portals/iscsi:192.0.2.10:3260, /targets/demo/chap/users/host, /limits. List items are \
+identified by name, or by index starting at 0. In names, write ~1 for a slash and ~0 for a tilde.";
 
 const KEYS: &str = "\
-A key is one of the object's, such as size=1GiB, or a path to one beneath it, such as \
-portals/0/listen=192.0.2.10. Lists of values are separated by commas. A secret on the command line is \
-seen by any user who lists processes; name a file instead (secret_file).";
+A key can be a key of the object, such as size=1GiB, or a path to a key below it, such as \
+portals/0/listen=192.0.2.10. Separate multiple values with commas. A secret on the command line is \
+visible to all users who can list processes; use a file instead (secret_file).";
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Verb {
@@ -188,7 +188,7 @@ fn completions(document: &Document, text: &str) -> Vec<String> {
 fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
-        _ => Err("write KEY=VALUE".to_owned()),
+        _ => Err("expected KEY=VALUE".to_owned()),
     }
 }
 
@@ -202,7 +202,7 @@ fn unset(
     match ask.output {
         Output::Json => print(out, &Value::Null.to_string()),
         Output::Text if is_object => print(out, "{}"),
-        Output::Text => Err(Failure::run_time(format!("{path}: it is not set"))),
+        Output::Text => Err(Failure::run_time(format!("{path}: not set"))),
     }
 }
 
@@ -256,7 +256,7 @@ impl Change {
                 // try again. A list index may refer to a different object.
                 Err(ClientError::Outdated(_)) if !by_number => {}
                 Err(ClientError::Outdated(why)) => {
-                    let text = format!("{why}; a number may be another object's now");
+                    let text = format!("{why}; an index may refer to a different object now");
                     return Err(Failure::run_time(text));
                 }
                 Err(other) => return Err(other.into()),
@@ -270,7 +270,7 @@ impl Change {
             }
         }
         Err(Failure::run_time(
-            "others change the configuration all the time",
+            "the configuration is being changed by other clients; try again",
         ))
     }
 

@@ -192,7 +192,7 @@ impl Audit {
                 && let Some(suppressed) = limit.admit(now)
             {
                 tracing::info!(
-                    target: TARGET, event = "suppressed", of, suppressed, "lines held back"
+                    target: TARGET, event = "suppressed", of, suppressed, "lines suppressed"
                 );
             }
         }

@@ -50,16 +50,19 @@ const NEEDED: CapabilitySet = CapabilitySet::DAC_OVERRIDE
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// Capabilities or their inheritance cannot be changed.
-    #[error("capabilities cannot be given up: {0}")]
+    #[error("cannot drop capabilities: {0}")]
     Capabilities(#[source] io::Error),
     /// There is no list of system calls for this architecture.
-    #[error("no system call filter is known for {}", std::env::consts::ARCH)]
+    #[error(
+        "unsupported architecture for the system call filter: {}",
+        std::env::consts::ARCH
+    )]
     Architecture,
     /// The filter cannot be compiled.
-    #[error("the system call filter cannot be made: {0}")]
+    #[error("cannot compile the system call filter: {0}")]
     Compile(#[from] seccompiler::BackendError),
     /// The kernel rejected the filter.
-    #[error("the kernel does not take the system call filter: {0}")]
+    #[error("the kernel rejected the system call filter: {0}")]
     Filter(#[source] io::Error),
 }
 
@@ -72,14 +75,18 @@ pub fn confine(takes_over: bool) {
     outlive_file_limits();
     if takes_over {
         if !is_confined() {
-            tracing::warn!("the program before had no sandbox; the next restart enters it");
+            tracing::warn!(
+                "the previous program had no sandbox; it will be entered by the next restart"
+            );
         }
     } else if std::env::var_os(VARIABLE).is_some_and(|value| value == "off") {
-        tracing::warn!("{VARIABLE}=off: serving without a sandbox of our own");
+        tracing::warn!("{VARIABLE}=off: serving without a sandbox");
     } else {
         match enter() {
             Ok(()) => tracing::debug!("entered the sandbox"),
-            Err(error) => tracing::error!(%error, "serving with less of a sandbox"),
+            Err(error) => {
+                tracing::error!(%error, "cannot enter the full sandbox; serving with reduced protection");
+            }
         }
     }
 }
@@ -136,8 +143,8 @@ fn drop_capabilities() -> rustix::io::Result<()> {
     let old = capabilities(None)?;
     if old.permitted.contains(CapabilitySet::SYS_ADMIN) && rings_are_privileged() {
         tracing::warn!(
-            "kernel.io_uring_disabled is 1, so CAP_SYS_ADMIN is kept, which rings need; \
-             let the daemon's group have them instead: kernel.io_uring_group"
+            "kernel.io_uring_disabled is 1, so CAP_SYS_ADMIN is kept to create rings; allow them \
+             for the daemon's group instead: kernel.io_uring_group"
         );
         needed |= CapabilitySet::SYS_ADMIN;
     }

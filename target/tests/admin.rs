@@ -40,7 +40,7 @@ fn daemon_reports_objects_and_reloads_file() {
     assert_eq!(refused.status.code(), Some(1));
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(
-        said.contains("takes a restart; nothing was applied"),
+        said.contains("requires a restart; nothing was applied"),
         "{said}"
     );
     let text = String::from_utf8(daemon.ask(&["targets"]).stdout).unwrap();
@@ -361,7 +361,7 @@ fn plain_http_gets_json_and_clear_errors() {
     let missing = daemon.http("GET /v2/sessions");
     assert!(missing.starts_with("HTTP/1.1 404 "), "{missing}");
     assert!(
-        missing.ends_with(r#"{"error":"there is no such path"}"#),
+        missing.ends_with(r#"{"error":"unknown path"}"#),
         "{missing}"
     );
     assert!(
@@ -466,7 +466,7 @@ fn missing_daemon_error_names_socket() {
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(
-        said.contains("no riserd answers at /nonexistent/admin.sock"),
+        said.contains("cannot connect to riserd at /nonexistent/admin.sock"),
         "{said}"
     );
 }
@@ -485,7 +485,7 @@ fn second_daemon_keeps_existing_socket() {
         .unwrap();
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(said.contains("another daemon listens there"), "{said}");
+    assert!(said.contains("in use by another daemon"), "{said}");
     assert_eq!(daemon.json("status")["pid"], daemon.process.id());
 }
 
@@ -587,7 +587,9 @@ fn reload_reports_reverted_changes() {
     assert_eq!(said, "~ /limits/max_sessions: 9 -> 7\n");
     let log = std::fs::read_to_string(daemon.log()).unwrap();
     let warnings = |log: &str| {
-        let lines = log.lines().filter(|line| line.contains("taken back"));
+        let lines = log
+            .lines()
+            .filter(|line| line.contains("reverted a change"));
         lines.map(ToOwned::to_owned).collect::<Vec<_>>()
     };
     let found = warnings(&log);

@@ -227,7 +227,7 @@ fn rejected_name_reports_both_users() {
         assert_eq!(denied["reason"], "authorization_failure");
         assert!(denied["initiator"].as_str().unwrap().starts_with(NAME));
         let detail = denied["detail"].as_str().unwrap();
-        let expected = "proved CHAP name \"carol\", and the session of this initiator port has proved \
+        let expected = "authenticated with CHAP name \"carol\", but the existing session of this initiator port has \
                         CHAP name \"bob\"";
         assert_eq!(detail, expected);
     }
@@ -332,7 +332,7 @@ fn srp_sessions_and_denials_are_reported_once() {
         rejected["reason"]
             .as_str()
             .unwrap()
-            .contains("takes a restart"),
+            .contains("requires a restart"),
         "{rejected}"
     );
     // Upgrade to another program.

@@ -152,9 +152,7 @@ fn rescan_of_truncated_file_reports_lost_data() {
         problems(&daemon)
     );
     let log = fs::read_to_string(daemon.log()).unwrap();
-    let line = log
-        .lines()
-        .find(|line| line.contains("backend has become smaller"));
+    let line = log.lines().find(|line| line.contains("backend has shrunk"));
     let line = line.unwrap_or_else(|| panic!("{log}"));
     for word in ["ERROR", "short", "1048576", "4096"] {
         assert!(line.contains(word), "{line}");
@@ -240,7 +238,8 @@ fn growth_beyond_file_system_warns() {
             &[&["set", "/backends/sound", &size][..], dry].concat(),
         )
     };
-    let warning = "warning: backend sound: its size is 4.0 TiB, but its file system has room for";
+    let warning =
+        "warning: backend sound: its size is 4.0 TiB, but its file system only has space for";
     assert!(set("4TiB", &["--dry-run"]).contains(warning));
     assert!(!set("2MiB", &[]).contains("warning: "));
     let said = set("4TiB", &[]);

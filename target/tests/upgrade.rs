@@ -167,27 +167,28 @@ fn unsuitable_program_is_rejected() {
     let killed = script(&dir, "killed", "kill -9 $$");
     for (program, why) in [
         (Path::new("/nonexistent/riserd"), "No such file"),
-        (&dir, "it is not a file"),
+        (&dir, "not a regular file"),
         (&plain, "Permission denied"),
         (
             Path::new("/bin/false"),
-            "does not take the running configuration: exit status: 1",
+            "rejected the current configuration: exit status: 1",
         ),
         (
             Path::new("/bin/true"),
-            "it is not a riserd that can take over",
+            "not a riserd that supports upgrades",
         ),
-        (&old, "it is not a riserd that can take over"),
+        (&old, "not a riserd that supports upgrades"),
         (
             &other,
-            "riserd 9.0.0 reads other versions of the handover state",
+            "riserd 9.0.0 only supports other versions of the handover state",
         ),
         (
             &younger,
-            "riserd 9.0.0 makes system calls that the sandbox of this process refuses (mount)",
+            "riserd 9.0.0 requires system calls that are rejected by the sandbox of this process \
+             (mount)",
         ),
         (&picky, "riserd.yaml:1:1: no"),
-        (&killed, "ended by signal 9"),
+        (&killed, "terminated by signal 9"),
     ] {
         let said = refused(&daemon, program);
         assert!(said.contains(why), "{said}");
@@ -219,7 +220,10 @@ fn unsuitable_program_is_rejected() {
     assert!(said.contains("cannot find it again"), "{said}");
     fs::write(&disk, [0; 1 << 20]).unwrap();
     let said = refused(&daemon, Path::new(&*RISERD));
-    assert!(said.contains("another file has taken its place"), "{said}");
+    assert!(
+        said.contains("file was replaced while being served"),
+        "{said}"
+    );
     fs::rename(dir.join("elsewhere.img"), &disk).unwrap();
     upgraded(&daemon, &[]);
 }
@@ -235,7 +239,7 @@ fn vanished_program_keeps_old_one_serving() {
     let gone = format!("rm \"$0\"; exec {} \"$@\"", *RISERD);
     let gone = script(&daemon.dir, "gone", &gone);
     let said = refused(&daemon, &gone);
-    assert!(said.contains("it cannot be run: No such file"), "{said}");
+    assert!(said.contains("cannot execute it: No such file"), "{said}");
     let status = daemon.json("status");
     assert_eq!(status["pid"], daemon.process.id());
     assert_eq!(status["upgrades"], 0);
@@ -243,7 +247,7 @@ fn vanished_program_keeps_old_one_serving() {
         status["upgrade_error"]
             .as_str()
             .unwrap()
-            .contains("cannot be run")
+            .contains("cannot execute it")
     );
     let check = || {
         let mut a = log_in(HOST, 1);
@@ -261,16 +265,28 @@ fn invalid_handover_causes_normal_start() {
     let mut daemon = Daemon::start("broken", "127.81.0.23");
     let log = daemon.dir.join("log");
     for (state, descriptors, why) in [
-        ("garbage", "$$:9", Some("it is garbled")),
-        ("", "$$:9", Some("it is garbled")),
+        ("garbage", "$$:9", Some("invalid handover state")),
+        ("", "$$:9", Some("invalid handover state")),
         (
             r#"{"version":99,"news":[]}"#,
             "$$:9",
-            Some("its version is 99, and 1 is known"),
+            Some("unsupported version 99 of the handover state, expected 1"),
         ),
-        ("{}", "$$:987", Some("names what is not open: 987")),
-        ("{}", "$$:9,9", Some("names what is not open: 9,9")),
-        ("{}", "$$:x", Some("names what is not open: x")),
+        (
+            "{}",
+            "$$:987",
+            Some("contains descriptors that are not open: 987"),
+        ),
+        (
+            "{}",
+            "$$:9,9",
+            Some("contains descriptors that are not open: 9,9"),
+        ),
+        (
+            "{}",
+            "$$:x",
+            Some("contains descriptors that are not open: x"),
+        ),
         // A value for another process is ignored.
         ("garbage", "1:9", None),
     ] {
@@ -294,9 +310,9 @@ fn invalid_handover_causes_normal_start() {
         match why {
             Some(why) => {
                 assert!(said.contains(why), "{said}");
-                assert!(said.contains("starting afresh"), "{said}");
+                assert!(said.contains("starting without it"), "{said}");
             }
-            None => assert!(!said.contains("starting afresh"), "{said}"),
+            None => assert!(!said.contains("starting without it"), "{said}"),
         }
         // An upgrade is still possible.
         assert_eq!(upgraded(&daemon, &[])["upgrades"], 1);

@@ -207,7 +207,7 @@ rm /run/systemd/system/riserd.service.d/test.conf
 systemctl daemon-reload
 systemctl restart riserd
 is_there
-! journalctl -u riserd | grep 'less of a sandbox' || fail "riserd could not enter its sandbox"
+! journalctl -u riserd | grep 'cannot enter the full sandbox' || fail "riserd could not enter its sandbox"
 # Of 100; it is 20 with systemd 252.
 systemd-analyze security --no-pager --threshold=25 riserd | tail -n 1
 # What attaches disks mounts them, and has nothing else to do with root.

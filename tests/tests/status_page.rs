@@ -68,14 +68,14 @@ fn page_shows_activity_and_lost_daemon() {
                   faults: { 'read: MEDIUM ERROR': 3, 'other: UNIT ATTENTION': 1, 'read: TASK SET FULL': 9 } })[12].join('|')";
     assert_eq!(browser.value(errors), "3||read: MEDIUM ERROR: 3");
     // Problems must be shown in the banner, and units with problems must be first.
-    let banner = "banner({ missing: 'backend a: gone\\n1 of 2 workers answer', unsaved: true, \
+    let banner = "banner({ missing: 'backend a: gone\\n1 of 2 workers respond', unsaved: true, \
                   backends: [{ name: 'c', is_filling: true, threshold: 80 }], problems: [\
                   { state: 'NOT SERVED', kind: 'backend', name: 'a', error: 'gone', failing: false }, \
                   { state: 'FAILING', kind: 'backend', name: 'b', error: 'full', failing: true }] })\
                   .map(([text, kind]) => kind + ' ' + text.split(':').slice(0, 2).join(':')).join('|')";
     assert_eq!(
         browser.value(banner),
-        "bad NOT SERVED: backend a|warn FAILING: backend b|bad 1 of 2 workers answer|\
+        "bad NOT SERVED: backend a|warn FAILING: backend b|bad 1 of 2 workers respond|\
          warn FILLING: backend c|warn UNSAVED: the configuration file does not have the served configuration; \
          `riserd save FILE` writes it"
     );

@@ -171,13 +171,13 @@ pub enum Failure {
         errno: Option<i32>,
     },
     /// The current configuration is not the revision to replace; nothing was changed.
-    #[error("the configuration has changed meanwhile")]
+    #[error("the configuration was changed in the meantime")]
     Outdated,
     /// The operation failed with this error.
     #[error("{0}")]
     Failed(String),
     /// The daemon is currently busy.
-    #[error("the daemon is busy or ends; try again")]
+    #[error("the daemon is busy or terminating; try again")]
     Busy,
 }
 

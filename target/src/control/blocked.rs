@@ -16,7 +16,7 @@ const FILE: &str = "blocked.json";
 const VERSION: u32 = 1;
 
 /// Result of moving the file away.
-const WITHOUT: &str = "then no initiator is blocked";
+const WITHOUT: &str = "without the file, no initiator is blocked";
 
 /// Stores the list in a state directory.
 #[derive(Debug)]

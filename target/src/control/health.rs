@@ -18,7 +18,7 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     let mut missing = Vec::new();
     let (answering, workers) = (snapshots.len(), server.workers());
     if answering < workers {
-        missing.push(format!("{answering} of {workers} workers answer"));
+        missing.push(format!("{answering} of {workers} workers respond"));
     }
     let problems = server.problems();
     // Add known problems with their errors first. After that, worker reports are only added if we

@@ -81,7 +81,8 @@ struct Kept {
 const VERSION: u32 = 1;
 
 /// Result of moving the file away.
-const WITHOUT: &str = "then the configuration file is served, and there is nothing to roll back to";
+const WITHOUT: &str =
+    "without the file, the configuration file is served and rollbacks are not possible";
 
 /// Applied configurations, newest first.
 #[derive(Debug, Default)]
@@ -118,7 +119,11 @@ impl History {
         match StateDir::take(path) {
             Ok(dir) => Self::load(dir),
             Err(error) if is_default => {
-                tracing::warn!(directory = %path.display(), %error, "applied configurations, reservations and failed flushes are not kept");
+                tracing::warn!(directory = %path.display(), %error, "cannot use the state \
+                                                                     directory: applied \
+                                                                     configurations, reservations \
+                                                                     and failed flushes will not \
+                                                                     be persisted");
                 Ok(Self::default())
             }
             Err(error) => Err(named(error)),
@@ -130,7 +135,8 @@ impl History {
         if let Some(dir) = &self.dir
             && let Err(error) = dir.note_ending()
         {
-            tracing::warn!(%error, "the next daemon will not know that this one is ending");
+            tracing::warn!(%error, "cannot record that this daemon is terminating: the next daemon \
+                                    may fail to start instead of waiting");
         }
     }
 
@@ -140,7 +146,8 @@ impl History {
             Ok(Generation::Previous(kept)) => (Some(kept), true),
             // The history is only needed for rollbacks.
             Err(error) if state::is_damaged(&error) => {
-                tracing::error!(%error, "the history of configurations is lost");
+                tracing::error!(%error, "cannot read the history of configurations; starting with \
+                                         an empty history");
                 dir.set_aside(FILE);
                 (None, true)
             }
@@ -287,10 +294,7 @@ mod tests {
         drop(history);
         std::fs::write(path.join(FILE), r#"{ "version": 7 }"#).unwrap();
         let error = History::open(&location).unwrap_err().to_string();
-        assert!(
-            error.contains("of another riserd") && error.contains("version 7"),
-            "{error}"
-        );
+        assert!(error.contains("unsupported file version 7"), "{error}");
         let error = History::open_at(&path, true).unwrap_err().to_string();
         assert!(error.contains(FILE), "{error}");
         let nowhere = path.join(FILE).join("no directory");

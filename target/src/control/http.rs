@@ -114,7 +114,7 @@ async fn recent(
 }
 
 pub(super) async fn not_found() -> Response {
-    error(StatusCode::NOT_FOUND, "there is no such path")
+    error(StatusCode::NOT_FOUND, "unknown path")
 }
 
 async fn scrape(

@@ -45,7 +45,7 @@ pub fn set_filter(log: &Log) {
     if let Some(handle) = FILTER.get()
         && let Err(error) = handle.reload(filter(log))
     {
-        tracing::warn!(%error, "cannot replace the filter of the log");
+        tracing::warn!(%error, "cannot replace the log filter");
     }
 }
 

@@ -248,7 +248,7 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
         let why = panic.downcast_ref::<String>().map(String::as_str);
         let why = why.or_else(|| panic.downcast_ref::<&str>().copied());
         Err(std::io::Error::other(
-            why.unwrap_or("its runtime cannot be made").to_owned(),
+            why.unwrap_or("cannot create the runtime").to_owned(),
         ))
     })
 }
@@ -257,7 +257,7 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
 fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerError> {
     match kept {
         Err(error) if !config.strict => {
-            tracing::error!(%error, "the history cannot be written");
+            tracing::error!(%error, "cannot write the history");
             Ok(())
         }
         kept => kept.map_err(ServerError::State),
@@ -351,7 +351,7 @@ enum ApplyError {
     Renumbered(#[from] Renumbered),
     #[error("{0}; nothing was applied")]
     Metrics(#[source] ServerError),
-    #[error("it cannot be kept: {0}; nothing was applied")]
+    #[error("cannot save the configuration: {0}; nothing was applied")]
     Keep(#[source] std::io::Error),
 }
 
@@ -423,7 +423,7 @@ impl Control<'_> {
                 Some(opened) = openings.recv() => self.retry(opened),
                 () = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
-                () = failure.notified() => return Turn::End("a worker failed"),
+                () = failure.notified() => return Turn::End("worker failed"),
                 Some(request) = queue.recv() => self.answer(request),
             }
             // We do this here because the response to the client is already being sent, and the
@@ -464,7 +464,7 @@ impl Control<'_> {
         let open = move || open_each(wishes, |stores| drop(opened.blocking_send(stores)));
         let thread = std::thread::Builder::new().name("retry".into()).spawn(open);
         if let Err(error) = thread {
-            tracing::warn!(%error, "what is not served cannot be tried again");
+            tracing::warn!(%error, "cannot retry unavailable objects");
         }
     }
 
@@ -475,7 +475,7 @@ impl Control<'_> {
         // The same text means the same error, which should not be logged every five seconds.
         let failed = failed.map(|error| error.to_string());
         if let Some(error) = failed.as_ref().filter(|_| failed != self.retry_failed) {
-            tracing::warn!(error, "what is not served cannot be tried again");
+            tracing::warn!(error, "cannot retry unavailable objects");
         }
         self.retry_failed = failed;
         let config = self.server.config();
@@ -620,8 +620,8 @@ impl Control<'_> {
             let initiators: Option<Vec<_>> = names.map(Initiator::parse).collect();
             let Some(mut initiators) = initiators else {
                 let why = format!(
-                    "`{name}` is neither a session nor an initiator: write an iSCSI name, or the GUID \
-                     or port identifier of an SRP initiator"
+                    "`{name}` is neither a session nor an initiator: use an iSCSI name, or the \
+                     GUID or port identifier of an SRP initiator"
                 );
                 return refused(why);
             };
@@ -872,7 +872,7 @@ impl Control<'_> {
         let how = format!("rollback {back}");
         let Some(entry) = self.history.entries().get(back) else {
             let kept = self.history.entries().len();
-            let why = format!("there is no configuration {back} before; {kept} are kept");
+            let why = format!("cannot roll back {back} configurations: the history has {kept}");
             self.reject(Asked { who, how: &how }, &why);
             return Err(Failure::Refused { why, errno: None });
         };
@@ -885,7 +885,7 @@ impl Control<'_> {
         let Some(seen) = self.history.file() else {
             return Vec::new();
         };
-        let seen = Config::parse(seen, "the configuration file as it was read last");
+        let seen = Config::parse(seen, "the previous configuration file");
         seen.map_or_else(|_| Vec::new(), |seen| diff(&seen, self.server.config()))
     }
 
@@ -903,7 +903,7 @@ impl Control<'_> {
                     for change in taken_back(&applied.changes, &unsaved) {
                         tracing::warn!(
                             path = %change.path, old = %change.old, new = %change.new,
-                            "a change that was not saved is taken back"
+                            "reverted a change that was not saved"
                         );
                     }
                     // The file will be treated as edited and applied again, which has the same
@@ -941,7 +941,7 @@ impl Control<'_> {
 
     /// Logs the sessions that will be closed.
     fn notify_sessions(&self) {
-        tracing::info!(sessions = self.server.sessions(), "sessions end");
+        tracing::info!(sessions = self.server.sessions(), "closing sessions");
         for session in view::sessions(&self.server) {
             tracing::info!(
                 initiator = %session.initiator, peer = %session.peer, state = %session.state,

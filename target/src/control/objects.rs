@@ -158,7 +158,7 @@ impl Facts {
                     let state = state.map_or_else(String::new, |p| format!(", {}", p.state));
                     words = format!("{words}{size}{read_only}{state}");
                     if let Some(live) = live.filter(|live| live.queue_depth > 0) {
-                        words = format!("{words}, {} under way", live.queue_depth);
+                        words = format!("{words}, {} in flight", live.queue_depth);
                     }
                 }
                 words

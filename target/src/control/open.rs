@@ -51,8 +51,8 @@ pub(super) fn open_metrics(
 pub(super) fn restored(file: Config, history: &History) -> Result<Config, ServerError> {
     if history.was_damaged() {
         tracing::error!(
-            "the history is damaged, so the configuration file is served; changes that were not saved \
-             there may be missing"
+            "the history is damaged, so the configuration file is served; changes that were not \
+             saved to the file may be missing"
         );
         return Ok(file);
     }
@@ -64,14 +64,14 @@ pub(super) fn restored(file: Config, history: &History) -> Result<Config, Server
     // The file only takes precedence if it has been changed since then.
     if is_edited(&now, history)? {
         tracing::warn!(
-            "the configuration file has changed since it was read last, so it is served; \
-             what was applied is in the history"
+            "the configuration file has changed since it was last read, so it is served; the \
+             applied configuration is in the history"
         );
         return Ok(file);
     }
-    let last = parse(&last.yaml, "the configuration applied last")?;
+    let last = parse(&last.yaml, "the last applied configuration")?;
     if last.to_yaml() != now {
-        tracing::info!("serving the configuration that was applied last, not the file's");
+        tracing::info!("serving the last applied configuration instead of the configuration file");
     }
     Ok(last)
 }
@@ -87,7 +87,7 @@ pub(super) fn is_edited(file: &str, history: &History) -> Result<bool, ServerErr
         return Ok(false);
     };
     // Another version of this program may write the same configuration in a different way.
-    let seen = parse(seen, "the configuration file as it was read last")?;
+    let seen = parse(seen, "the previous configuration file")?;
     Ok(seen.to_yaml() != file)
 }
 
@@ -153,7 +153,7 @@ fn admin(
             // not, because the administrator has set the socket path in the unit file.
             SocketOrigin::Elsewhere if !is_default => {}
             SocketOrigin::Ours(bound) => {
-                tracing::info!(socket = ?path, "admin API, on the socket that was there");
+                tracing::info!(socket = ?path, "admin API, on the existing socket");
                 return open(listener, Some(bound));
             }
             SocketOrigin::Given | SocketOrigin::Elsewhere => {
@@ -164,8 +164,8 @@ fn admin(
     }
     let Some(path) = path else {
         tracing::warn!(
-            "no admin API: XDG_RUNTIME_DIR is not set, so there is no default place for its socket; \
-             `admin: {{ socket: PATH }}` names one"
+            "no admin API: XDG_RUNTIME_DIR is not set, so there is no default path for its socket; \
+             set it with `admin: {{ socket: PATH }}`"
         );
         return Ok(None);
     };

@@ -15,8 +15,8 @@ const FILE: &str = "ports.json";
 const VERSION: u32 = 1;
 
 /// Result of moving the file away.
-const WITHOUT: &str = "then target ports may get other numbers, and hosts with several paths may take them for new \
-                       ports until they log in again";
+const WITHOUT: &str = "without the file, target ports may get different numbers, and hosts with \
+                       several paths may treat them as new ports until they log in again";
 
 /// Stores port numbers in a state directory.
 #[derive(Debug)]

@@ -6,9 +6,9 @@ use crate::config::{Config, Target};
 /// write to the wrong disk.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "LUN {number} of target {target} would become backend {backend}, which is LUN {before} now, while \
-     initiators are logged in: hosts could write to the wrong disk; remove these LUNs first, and add them \
-     again in another change"
+    "LUN {number} of target {target} would become backend {backend}, which is currently LUN \
+     {before}, while initiators are logged in: hosts could write to the wrong disk; remove these \
+     LUNs first, and add them again in a second change"
 )]
 pub(super) struct Renumbered {
     target: String,

@@ -35,7 +35,7 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
             &s.target
         };
         lines.push(format!(
-            "{target}  {}  {} from {}{}: {}, {} under way, {} LUN(s), worker {}, {}",
+            "{target}  {}  {} from {}{}: {}, {} in flight, {} LUN(s), worker {}, {}",
             s.protocol,
             s.initiator,
             s.peer,
@@ -68,7 +68,7 @@ pub fn disconnected(sessions: &[SessionView], is_blocked: bool, time: Option<Dur
     if is_blocked {
         let time = time.map_or_else(String::new, |time| format!(" for {} s", time.as_secs()));
         lines.push(format!(
-            "blocked{time}: `riserd status` lists blocked initiators, `riserd unblock` ends a block"
+            "blocked{time}: `riserd status` lists blocked initiators, `riserd unblock` unblocks them"
         ));
     }
     lines.join("\n")
@@ -258,19 +258,19 @@ fn standing(written: &Written) -> Option<String> {
 }
 
 /// Changes would be lost on restart.
-const UNSAVED: &str = "the configuration file does not have these changes, and `riserd reload` or a \
-                       restart undoes them: `riserd save FILE` writes them down, and \
-                       `riserd run --restore` serves them again unless the file is edited";
+const UNSAVED: &str = "the configuration file does not contain these changes, and `riserd reload` \
+                       or a restart reverts them: save them with `riserd save FILE`, or start with \
+                       `riserd run --restore`, which restores them unless the file was edited";
 
 /// Changes would be restored on restart.
-const RESTORED: &str = "the configuration file does not have these changes; a restart keeps them, but \
-                        `riserd reload` serves the file without them, as a restart does once it is \
-                        edited: `riserd save FILE` writes them down";
+const RESTORED: &str = "the configuration file does not contain these changes; a restart keeps \
+                        them unless the file was edited, but `riserd reload` reverts them: save \
+                        them with `riserd save FILE`";
 
 /// Formats a backend that is larger than its configured size.
 fn drift(drift: &DriftView) -> String {
     let (path, configured, served) = (&drift.path, bytes(drift.configured), bytes(drift.served));
-    format!("! {path}: configured {configured}, served {served}; it stays as large")
+    format!("! {path}: configured {configured}, served {served}; backends are not shrunk")
 }
 
 /// Formats commands, one per line, followed by the timestamps of their stages.
@@ -305,7 +305,10 @@ pub fn traced(traced: &Traced) -> String {
         lines.push(format!("    {steps}, done +{:.1}", micros(command.seconds)));
     }
     if traced.missed > 0 {
-        lines.push(format!("{} more came too fast to be kept", traced.missed));
+        lines.push(format!(
+            "{} more commands were dropped because they arrived too fast",
+            traced.missed
+        ));
     }
     if lines.is_empty() {
         lines.push("no command matched".to_owned());

@@ -14,8 +14,8 @@ use super::state::{self, StateDir};
 const VERSION: u32 = 1;
 
 /// Result of moving a file away.
-const WITHOUT: &str =
-    "then the unit has no reservation, and hosts that it kept out can write until others register";
+const WITHOUT: &str = "without the file, the unit has no reservation, and hosts without access can \
+                       write until other hosts register";
 
 /// Stores reservations in a state directory.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ impl ReservationKeeper for ReservationFiles {
         };
         done.inspect_err(|error| {
             let path = self.dir.path().join(&file);
-            tracing::error!(path = %path.display(), %error, "reservations cannot be saved");
+            tracing::error!(path = %path.display(), %error, "cannot save reservations");
         })
     }
 }

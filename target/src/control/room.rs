@@ -22,7 +22,7 @@ impl Room {
         match thread::Builder::new().name("riser-room".into()).spawn(run) {
             Ok(_) => Some(Self(stop)),
             Err(error) => {
-                tracing::warn!(%error, "the room of backends is not measured");
+                tracing::warn!(%error, "cannot start a thread to measure the space of backends");
                 None
             }
         }

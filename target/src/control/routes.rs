@@ -93,7 +93,7 @@ pub fn router(requests: Requests) -> Router {
         .method_not_allowed_fallback(async || {
             error(
                 StatusCode::METHOD_NOT_ALLOWED,
-                "this path does not take this method",
+                "unsupported method for this path",
             )
         })
         .layer(DefaultBodyLimit::max(MAX_BODY))
@@ -200,7 +200,7 @@ async fn patch(
         None => {
             let accepted = [Patch::MERGE, Patch::OPERATIONS].join(", ");
             let why = format!(
-                "a patch is of the media type {}",
+                "unsupported media type for a patch: use {}",
                 accepted.replace(", ", " or ")
             );
             let refused = error(StatusCode::UNSUPPORTED_MEDIA_TYPE, &why);
@@ -257,12 +257,12 @@ async fn disconnect(
         (false, None) => None,
         (true, None) => Some(Block::Unlimited),
         (true, Some(seconds)) => Some(Block::For(Duration::from_secs(seconds))),
-        (false, Some(_)) => return error(StatusCode::BAD_REQUEST, "seconds without block=true"),
+        (false, Some(_)) => return error(StatusCode::BAD_REQUEST, "`seconds` requires block=true"),
     };
     match text.trim() {
         "" => error(
             StatusCode::BAD_REQUEST,
-            "missing initiator or number of a session",
+            "missing initiator or session number",
         ),
         name => {
             let name = name.to_owned();
@@ -305,7 +305,10 @@ async fn rollback(
             };
             said(forward(&requests, rollback, peer).await)
         }
-        Err(_) => error(StatusCode::BAD_REQUEST, "how many back is a number"),
+        Err(_) => error(
+            StatusCode::BAD_REQUEST,
+            "invalid number of configurations to roll back",
+        ),
     }
 }
 
@@ -368,7 +371,7 @@ async fn upgrade(
 ) -> Response {
     let program = Some(PathBuf::from(path)).filter(|path| !path.as_os_str().is_empty());
     if program.is_some() && !peer.may_name_programs() {
-        let why = "only root and the daemon's own user may name a program".to_owned();
+        let why = "only root and the daemon's own user can specify a program".to_owned();
         return said(Err(Failure::Refused { why, errno: None }));
     }
     said(forward(&requests, Ask::Upgrade(program), peer).await)

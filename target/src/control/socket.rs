@@ -122,7 +122,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     // We need to connect to find out if a daemon is listening.
     match std::os::unix::net::UnixStream::connect(path) {
         Ok(_) => {
-            let why = "another daemon listens there";
+            let why = "in use by another daemon";
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -132,7 +132,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
             // Connecting to a regular file returns the same error, and the path could have been
             // mistyped.
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                let why = "there is a file of another kind";
+                let why = "path exists and is not a socket";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
             }
         }

@@ -91,7 +91,7 @@ impl StateDir {
         let mut locked = until_free(attempt)?;
         if locked.is_none() && ending.exists() {
             let directory = path.display();
-            tracing::info!(%directory, "waiting for the daemon before, which is ending");
+            tracing::info!(%directory, "waiting for the previous daemon to terminate");
         }
         // It has to flush its backends first.
         while locked.is_none() && ending.exists() && Instant::now() < until {
@@ -100,7 +100,7 @@ impl StateDir {
         if locked.is_none() {
             let holder = holder::of_file(path);
             let holder = holder.map_or("another daemon".to_owned(), |holder| holder.to_string());
-            let why = format!("{holder} uses it");
+            let why = format!("in use by {holder}");
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
         // We hold the lock, so this file belongs to a daemon that has exited. Remove it, because
@@ -110,7 +110,8 @@ impl StateDir {
             // used to read the state.
             Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
                 let directory = path.display();
-                tracing::warn!(%directory, %error, "nothing can be kept");
+                tracing::warn!(%directory, %error, "state directory is read-only; state will not \
+                                                    be persisted");
             }
             removed => removed?,
         }
@@ -215,7 +216,7 @@ impl StateDir {
         };
         tracing::error!(
             %damage,
-            "a state file is damaged; its previous generation is used, and the last change may be missing"
+            "state file is damaged; using its previous generation, and the last change may be missing"
         );
         self.set_aside(name);
         // Restore the file for the next start.
@@ -231,7 +232,7 @@ impl StateDir {
         let path = self.path.join(name);
         let aside = self.path.join(format!("{name}.damaged"));
         match fs::rename(&path, &aside) {
-            Ok(()) => tracing::warn!(path = %aside.display(), "moved a damaged state file here"),
+            Ok(()) => tracing::warn!(path = %aside.display(), "moved a damaged state file"),
             Err(error) => {
                 tracing::warn!(path = %path.display(), %error, "cannot move a damaged state file");
             }
@@ -246,7 +247,7 @@ impl StateDir {
         }
         let made = fs::read(self.path.join(name)).and_then(|bytes| self.replace(&spare, &bytes));
         if let Err(error) = made {
-            tracing::debug!(%error, "cannot make the previous generation of a state file");
+            tracing::debug!(%error, "cannot create the previous generation of a state file");
         }
     }
 
@@ -338,7 +339,8 @@ pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option
     if found.version != version {
         let found = found.version;
         return Err(error(format!(
-            "the file is of another riserd (its form has version {found}, here it has {version})"
+            "unsupported file version {found}, expected {version}: written by a different version \
+             of riserd"
         )));
     }
     let content = serde_json::from_slice(&bytes).map_err(damaged)?;

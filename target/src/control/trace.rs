@@ -48,7 +48,7 @@ impl Search {
         // Without this check, the client would wait for the whole duration even though there cannot
         // be any matches.
         if units.is_empty() {
-            return Err("no such logical unit is served".to_owned());
+            return Err("unknown logical unit".to_owned());
         }
         let slower_than = Duration::from_secs_f64(wanted.slower_than);
         let tracer = Arc::new(Tracer::new(wanted.tag, slower_than, KEPT));

@@ -84,7 +84,8 @@ pub fn warnings(server: &Server, old: &Config, new: &Config) -> Vec<String> {
         let room = space.allocated.saturating_add(space.free);
         (wanted > room).then(|| {
             format!(
-                "backend {}: its size is {}, but its file system has room for {} only; writes fail when it is full",
+                "backend {}: its size is {}, but its file system only has space for {}; writes \
+                 will fail when it is full",
                 backend.name,
                 bytes(wanted),
                 bytes(room)
@@ -93,7 +94,8 @@ pub fn warnings(server: &Server, old: &Config, new: &Config) -> Vec<String> {
     };
     let mut warnings: Vec<_> = new.backends.iter().filter_map(warning).collect();
     if old.log.filter != new.log.filter && super::logging::is_filter_overridden() {
-        warnings.push("log.filter has no effect while RUST_LOG is in the environment".to_owned());
+        warnings
+            .push("log.filter has no effect because RUST_LOG is set in the environment".to_owned());
     }
     warnings
 }

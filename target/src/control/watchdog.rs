@@ -56,7 +56,7 @@ fn run(
     match thread {
         Ok(thread) => Some((stop, thread)),
         Err(error) => {
-            tracing::error!(%error, "the watchdog cannot be started");
+            tracing::error!(%error, "cannot start the watchdog");
             None
         }
     }
@@ -82,7 +82,7 @@ impl Asked {
             }
         });
         if !self.0.is_empty() || was_full {
-            tracing::warn!("not all workers answer");
+            tracing::warn!("not all workers respond");
         }
         // All workers must have responded before we send the next request, because otherwise the
         // mailbox of a hung worker would fill up.

@@ -10,15 +10,15 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
     let mut size = Family::gauge("riser_backend_size_bytes", "Size of a backend, in bytes.");
     let mut allocated = Family::gauge(
         "riser_backend_allocated_bytes",
-        "Room allocated to a backend's file, in bytes; less than its size while it is sparse.",
+        "Space allocated to a backend's file, in bytes; less than its size while it is sparse.",
     );
     let mut free = Family::gauge(
         "riser_backend_free_bytes",
-        "Free room in the file system of a backend's file, in bytes; several files may share it.",
+        "Free space in the file system of a backend's file, in bytes; several files may share it.",
     );
     let mut errors = Family::counter(
         "riser_backend_errors_total",
-        "Operations that a backend's medium failed, by kind.",
+        "Failed operations of a backend's medium, by kind.",
     );
     let mut failing = Family::gauge(
         "riser_backend_failing",
@@ -26,12 +26,12 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
     );
     let mut filling = Family::gauge(
         "riser_backend_threshold_reached",
-        "1 if a backend's file has reached its threshold, at which initiators are warned, else 0; a backend without a \
-         threshold has no series.",
+        "1 if a backend's file has reached its threshold, at which initiators are warned, else 0; \
+         not reported for backends without a threshold.",
     );
     let mut fault = Family::gauge(
         "riser_backend_fault",
-        "1 for each cause for which a backend that is open needs an operator.",
+        "1 for each cause for which an open backend needs an operator.",
     );
     let problems = server.problems();
     for (name, store) in server.backends() {

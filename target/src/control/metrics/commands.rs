@@ -30,11 +30,11 @@ fn fault_labels(fault: Fault) -> (&'static str, String, String) {
 fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
     let mut commands = Family::counter(
         "riser_commands_total",
-        "Commands answered, by target, logical unit and kind of command.",
+        "Completed commands, by target, logical unit and kind of command.",
     );
     let mut bytes = Family::counter(
         "riser_command_bytes_total",
-        "Data of commands that succeeded, both ways, in bytes.",
+        "Data of successful commands in both directions, in bytes.",
     );
     let mut errors = Family::counter(
         "riser_command_errors_total",
@@ -43,8 +43,8 @@ fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
     );
     let mut throttled = Family::counter(
         "riser_commands_throttled_total",
-        "Commands that flow control turned away with TASK SET FULL or BUSY, by reason: limits of the backend or \
-         initiator, or a full queue.",
+        "Commands rejected by flow control with TASK SET FULL or BUSY, by reason: limits of the \
+         backend or initiator, or a full queue.",
     );
     let mut info = Family::gauge(
         "riser_lun_info",
@@ -52,29 +52,30 @@ fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
     );
     let mut attentions = Family::counter(
         "riser_unit_attentions_total",
-        "Commands answered with a unit attention, after which initiators repeat them.",
+        "Commands completed with a unit attention, after which initiators retry them.",
     );
     let mut total = Family::histogram(
         "riser_command_duration_seconds",
-        "Time from a command's arrival until the network has its answer, in seconds.",
+        "Time from a command's arrival until its response is passed to the network, in seconds.",
     );
     let mut stages = Family::summary(
         "riser_command_stage_duration_seconds",
-        "Time that commands spend in each stage, in seconds; of one command in 16, and of those traced.",
+        "Time that commands spend in each stage, in seconds; measured for one command in 16, and \
+         for traced commands.",
     );
-    let mut depth = Family::gauge("riser_lun_queue_depth", "Commands under way.");
+    let mut depth = Family::gauge("riser_lun_queue_depth", "Commands in flight.");
     let mut limited = Family::gauge(
         "riser_lun_limit_waiting",
-        "Commands for the backend of a logical unit that wait for limits.",
+        "Commands for the backend of a logical unit that are waiting for limits.",
     );
     let mut size = Family::gauge("riser_lun_size_bytes", "Size of a logical unit, in bytes.");
     let mut failed = Family::gauge(
         "riser_lun_flush_failed",
-        "1 if a flush has failed, after which flushes fail until that is cleared, else 0.",
+        "1 if a flush has failed, after which flushes fail until the failure is cleared, else 0.",
     );
     let mut memory = Family::gauge(
         "riser_stats_memory_bytes",
-        "Memory of these numbers themselves, in bytes.",
+        "Memory used by these metrics, in bytes.",
     );
     let mut taken = 0;
     for target in &catalog.targets {
@@ -210,11 +211,11 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
     }
     let mut commands = Family::counter(
         "riser_session_commands_total",
-        "Commands answered, by initiator port, since it logged in.",
+        "Completed commands, by initiator port, since it logged in.",
     );
     let mut bytes = Family::counter(
         "riser_session_bytes_total",
-        "Data of commands that succeeded, both ways, in bytes.",
+        "Data of successful commands in both directions, in bytes.",
     );
     let mut errors = Family::counter(
         "riser_session_errors_total",
@@ -223,7 +224,7 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
     );
     let mut depth = Family::gauge(
         "riser_session_queue_depth",
-        "Requests of an initiator port under way.",
+        "Requests of an initiator port in flight.",
     );
     for ((protocol, initiator, target, lun), part) in &parts {
         let lun = lun.to_string();

@@ -48,7 +48,7 @@ fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
     }
     let mut functions = Family::counter(
         "riser_task_management_total",
-        "Task-management functions answered, by function and answer.",
+        "Completed task-management functions, by function and response.",
     );
     for (protocol, tally) in &answered {
         for ((function, answer), n) in tally.iter() {
@@ -97,12 +97,12 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
     vec![
         counter(
             "riser_worker_busy_seconds_total",
-            "Time that a worker has had something to do, in seconds.",
+            "Time that a worker was busy, in seconds.",
             |s| s.busy.as_secs_f64(),
         ),
         counter(
             "riser_worker_run_seconds_total",
-            "Time that a worker has run, in seconds.",
+            "Time since a worker was started, in seconds.",
             |s| s.ran.as_secs_f64(),
         ),
         counter(
@@ -117,17 +117,17 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
         ),
         gauge(
             "riser_buffer_pool_free_bytes",
-            "Data buffers that are free, in bytes.",
+            "Free data buffers, in bytes.",
             |s| s.pool_free as f64,
         ),
         gauge(
             "riser_buffer_pool_lowest_free_bytes",
-            "Least memory of data buffers that was ever free, in bytes.",
+            "Minimum of free data buffers since the start, in bytes.",
             |s| s.pool_lowest as f64,
         ),
         gauge(
             "riser_contexts",
-            "Requests that a worker's sessions may have under way.",
+            "Maximum number of requests in flight of a worker's sessions.",
             |s| {
                 // For SRP, the limit is the request limit from the login; for iSCSI, it is the
                 // number of commands per session.
@@ -138,7 +138,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
         ),
         gauge(
             "riser_contexts_in_use",
-            "Requests that a worker's sessions have under way.",
+            "Requests in flight of a worker's sessions.",
             |s| {
                 let srp = s.sessions.iter().map(|s| s.in_flight);
                 let iscsi = s.iscsi_sessions.iter().map(|s| s.info.in_flight);
@@ -152,7 +152,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
 fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut taken = Family::counter(
         "riser_requests_total",
-        "Commands and functions taken in, by worker and result.",
+        "Received commands and functions, by worker and result.",
     );
     let mut waits = Family::counter(
         "riser_waits_total",
@@ -160,7 +160,7 @@ fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
     );
     let mut malformed = Family::counter(
         "riser_protocol_errors_total",
-        "Messages of initiators that were not legal.",
+        "Invalid messages from initiators.",
     );
     for snapshot in snapshots {
         let worker = snapshot.worker.to_string();

@@ -97,7 +97,7 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     build.add(&[("version", env!("CARGO_PKG_VERSION"))], 1.0);
     let mut up = Family::gauge(
         "riser_uptime_seconds",
-        "Time that the daemon has served, in seconds.",
+        "Time since the daemon was started, in seconds.",
     );
     up.add(&[], uptime.as_secs_f64());
     let mut ready = Family::gauge(
@@ -116,7 +116,7 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     for (subject, _) in server.problems().not_served() {
         problems.add(&[("kind", subject.kind()), ("name", &subject.name())], 1.0);
     }
-    let mut sessions = Family::gauge("riser_sessions", "I_T nexuses at present.");
+    let mut sessions = Family::gauge("riser_sessions", "Current number of I_T nexuses.");
     sessions.add(&[], server.sessions() as f64);
     let mut most = Family::gauge(
         "riser_sessions_limit",

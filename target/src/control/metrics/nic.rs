@@ -80,7 +80,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_dropped_packets_total",
-        help: "Packets that were not taken in, by reason; those with a wrong ICRC aside.",
+        help: "Dropped packets, by reason, without packets with an invalid ICRC.",
         label: Some("reason"),
         series: |n| {
             vec![
@@ -96,7 +96,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_retransmits_total",
-        help: "Request packets that were sent again.",
+        help: "Retransmitted request packets.",
         label: None,
         series: |n| vec![("", n.rc.retransmits)],
     },
@@ -117,7 +117,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_naks_received_total",
-        help: "Negative acknowledgements that initiators sent, RNR aside.",
+        help: "Negative acknowledgements sent by initiators, without RNR.",
         label: Some("kind"),
         series: |n| {
             vec![
@@ -131,7 +131,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_naks_sent_total",
-        help: "Negative acknowledgements that we sent, RNR aside.",
+        help: "Negative acknowledgements sent by this host, without RNR.",
         label: Some("kind"),
         series: |n| {
             vec![
@@ -165,7 +165,8 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_odd_packets_total",
-        help: "Packets that came again, ahead of a missing one, or answered nothing outstanding.",
+        help: "Packets that were duplicates, ahead of a missing packet, or responses without an \
+               outstanding request.",
         label: Some("kind"),
         series: |n| {
             vec![
@@ -185,14 +186,14 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_refused_queue_pairs_total",
-        help: "Queue pairs refused because their peer had too many.",
+        help: "Queue pairs refused because their peer already had the maximum.",
         label: None,
         series: |n| vec![("", n.nic.refused_qps)],
     },
     NicMetric {
         kind: COUNTER,
         name: "riser_device_cm_messages_total",
-        help: "Messages of the connection manager, by kind; `received` counts all that came.",
+        help: "Messages of the connection manager, by kind; `received` counts all received messages.",
         label: Some("kind"),
         series: |n| {
             vec![
@@ -211,7 +212,10 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_links_total",
-        help: "Links to processes of this host, by outcome: `up` counts all that came up, one of them for the question of `riser --provider auto` whether memory is shared, `broken` those that ended by a mistake of the peer, and `refused` those that did not come up.",
+        help: "Links to processes of this host, by outcome: `up` counts established links, \
+               including the link that `riser --provider auto` uses to check for shared memory, \
+               `broken` counts links closed after an error of the peer, and `refused` counts links \
+               that were not established.",
         label: Some("outcome"),
         series: |n| {
             n.links.map_or_else(Vec::new, |links| {
@@ -226,7 +230,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_link_dropped_packets_total",
-        help: "Packets lost because a ring in shared memory was full, or its link gone.",
+        help: "Packets lost because a ring in shared memory was full, or its link was closed.",
         label: None,
         series: |n| {
             n.links
@@ -236,7 +240,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_link_wakeups_total",
-        help: "Wake-ups sent to processes that share memory and sleep.",
+        help: "Wake-ups sent to sleeping processes that share memory.",
         label: None,
         series: |n| {
             n.links

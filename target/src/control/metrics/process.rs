@@ -18,7 +18,7 @@ pub(super) fn families() -> Vec<Family> {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     gauge(
         "process_resident_memory_bytes",
-        "Resident memory, in bytes, with what was read of disks on tmpfs.",
+        "Resident memory, in bytes, including data read from disks on tmpfs.",
         field(&status, "VmRSS:").map(|kib| kib * 1024.0),
     );
     gauge(
@@ -37,7 +37,7 @@ pub(super) fn families() -> Vec<Family> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     gauge(
         "process_max_fds",
-        "File descriptors that may be open.",
+        "Maximum number of open file descriptors.",
         limit.current.map(|n| n as f64),
     );
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();

@@ -40,29 +40,28 @@ pub(super) struct Candidate {
 /// Reason why a program cannot be used for an upgrade.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CandidateError {
-    #[error("the path of the program is not a whole one")]
+    #[error("the path of the program must be absolute")]
     NotAbsolute,
-    #[error("it cannot be run: {0}")]
+    #[error("cannot execute it: {0}")]
     NotThere(#[source] std::io::Error),
-    #[error("it is not a file")]
+    #[error("not a regular file")]
     NotAFile,
-    #[error("it cannot be asked: {0}")]
+    #[error("cannot run it to check the configuration: {0}")]
     NotAsked(#[source] std::io::Error),
-    #[error("it did not check the configuration within {} s", PATIENCE.as_secs())]
+    #[error("timed out waiting for it to check the configuration after {} s", PATIENCE.as_secs())]
     Silent,
-    #[error("it does not take the running configuration: {0}")]
+    #[error("it rejected the current configuration: {0}")]
     Refuses(String),
-    #[error(
-        "it is not a riserd that can take over from a running one; restart the service instead"
-    )]
+    #[error("not a riserd that supports upgrades of a running daemon; restart the service instead")]
     Stranger,
     #[error(
-        "riserd {version} reads other versions of the handover state ({versions:?}, not {VERSION}); restart the service instead"
+        "riserd {version} only supports other versions of the handover state ({versions:?}, not \
+         {VERSION}); restart the service instead"
     )]
     OtherVersions { version: String, versions: Vec<u32> },
     #[error(
-        "riserd {version} makes system calls that the sandbox of this process refuses ({calls}); restart the service \
-         instead"
+        "riserd {version} requires system calls that are rejected by the sandbox of this process \
+         ({calls}); restart the service instead"
     )]
     SystemCalls { version: String, calls: String },
 }
@@ -98,7 +97,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         let complaint = String::from_utf8_lossy(&complaint);
         let first = complaint.lines().find(|line| !line.trim().is_empty());
         let ended = || match status.signal() {
-            Some(signal) => format!("it was ended by signal {signal}"),
+            Some(signal) => format!("terminated by signal {signal}"),
             None => status.to_string(),
         };
         let why = first.map_or_else(ended, str::to_owned);

@@ -146,7 +146,7 @@ impl Handover {
         let predecessor = state.and_then(|(state, config)| {
             let file_of = |fd: RawFd| files.remove(&fd);
             handover.server_state = ServerState::import(state.server, file_of)
-                .map_err(|error| format!("a RAM disk cannot be taken over: {error}"))?;
+                .map_err(|error| format!("cannot restore a RAM disk: {error}"))?;
             Ok(Predecessor {
                 config,
                 upgrade_record: state.upgrade_record,
@@ -193,16 +193,18 @@ fn read_state(fd: OwnedFd) -> Result<(HandoverState, Config), String> {
         file.read_exact_at(&mut bytes, 0)?;
         Ok(bytes)
     };
-    let bytes = read().map_err(|error| format!("it cannot be read: {error}"))?;
-    let garbled = |error: serde_json::Error| format!("it is garbled: {error}");
+    let bytes = read().map_err(|error| format!("cannot read the handover state: {error}"))?;
+    let garbled = |error: serde_json::Error| format!("invalid handover state: {error}");
     // Check the version first, because we may not be able to parse the fields of another version.
     let head: StateVersion = serde_json::from_slice(&bytes).map_err(garbled)?;
     if head.version != VERSION {
         let version = head.version;
-        return Err(format!("its version is {version}, and {VERSION} is known"));
+        return Err(format!(
+            "unsupported version {version} of the handover state, expected {VERSION}"
+        ));
     }
     let state: HandoverState = serde_json::from_slice(&bytes).map_err(garbled)?;
-    let config = Config::parse(&state.configuration, "the configuration that was served");
+    let config = Config::parse(&state.configuration, "the handover configuration");
     let config = config.map_err(|error| error.to_string())?;
     Ok((state, config))
 }
@@ -294,8 +296,8 @@ impl<'a> Control<'a> {
         // Until this point, everything can be undone. After the drain, the shutdown does not need
         // to wait.
         if let Err(error) = drain(&mut server) {
-            let error = format!("{program}: the sessions cannot be ended: {error}");
-            tracing::error!(%error, "not handed over; serving on");
+            let error = format!("{program}: cannot close the sessions: {error}");
+            tracing::error!(%error, "handover failed; continuing to serve");
             return Ok(HandoverEnd::Back(Control {
                 server,
                 history,
@@ -346,8 +348,8 @@ impl<'a> Control<'a> {
             }
             Err(error) => error,
         };
-        let error = format!("{program}: it cannot be run: {error}");
-        tracing::error!(%error, "not handed over; serving on");
+        let error = format!("{program}: cannot execute it: {error}");
+        tracing::error!(%error, "handover failed; continuing to serve");
         // Restore RAM disks first: without their content, a server would return zeros.
         server_state.restore(files).map_err(ServerError::TakeBack)?;
         let mut server = start(|| {

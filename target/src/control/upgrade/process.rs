@@ -67,7 +67,11 @@ pub(super) fn take_passed() -> Option<PassedDescriptors> {
             }
             // We still use the remaining descriptors, because they can include sockets with waiting
             // clients.
-            None => passed.problem = Some(format!("{VARIABLE} names what is not open: {list}")),
+            None => {
+                passed.problem = Some(format!(
+                    "{VARIABLE} contains descriptors that are not open: {list}"
+                ))
+            }
         }
     }
     Some(passed)

@@ -980,6 +980,9 @@ fn same_secret_for_both_directions_is_rejected() {
         &format!("secret: a-secret-of-her-own }}], {mutual}"),
     );
     let error = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap_err();
-    assert!(error.to_string().contains("have one secret"), "{error}");
+    assert!(
+        error.to_string().contains("have the same secret"),
+        "{error}"
+    );
     std::fs::remove_file(&file).unwrap();
 }

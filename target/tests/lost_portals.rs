@@ -99,7 +99,7 @@ fn lost_portal_address_is_reported() {
         eventually("the address is gone", PATIENCE, || {
             subjects(&mut server) == lo
         });
-        assert!(lost(&mut server)[0].1.contains("no interface of this host"));
+        assert!(lost(&mut server)[0].1.contains("removed from this host"));
         let error = server.check_successor().unwrap_err().to_string();
         assert!(error.contains("10.99.1.1:3260"), "{error}");
         // A retry for another object doesn't change this.

@@ -263,7 +263,7 @@ fn other_daemon_is_reached_by_network() {
     let network = Daemon::of_target(9, IQN, 3260, "{ provider: roce }");
     let shared = Daemon::of_target(9, others, 3261, "{ provider: shm }");
     eventually("it warns of the other one", Duration::from_secs(20), || {
-        let warning = "another process has UDP port 4791 of 127.88.0.9";
+        let warning = "UDP port 4791 of 127.88.0.9 is used by another process";
         shared.log().contains(warning)
     });
     for (iqn, device) in [(IQN, "roce-"), (others, "shm-")] {

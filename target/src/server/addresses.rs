@@ -48,7 +48,7 @@ impl Addresses {
             Ok(interfaces) => self.observe(interfaces, Instant::now()),
             // Keep the known addresses, because a temporary error must not close the sessions of
             // all wildcards.
-            Err(error) => tracing::warn!(%error, "the addresses of this host cannot be listed"),
+            Err(error) => tracing::warn!(%error, "cannot list the addresses of this host"),
         }
     }
 
@@ -166,7 +166,8 @@ impl Expansion {
                         let others = expansion.targets.iter().flatten().chain(&found);
                         let mut others = others.map(|p| (p.protocol, p.at));
                         if literal.iter().copied().any(is_rival) || others.any(is_rival) {
-                            let why = format!("{at} is a portal of another RDMA protocol");
+                            let why =
+                                format!("{at} is already a portal for a different RDMA protocol");
                             expansion.lack(protocol, listen, why);
                             continue;
                         }
@@ -252,10 +253,10 @@ impl Expansion {
         };
         let (old, new) = (wild(before), wild(self));
         for (at, protocol) in new.iter().filter(|portal| !old.contains(portal)) {
-            tracing::info!(%protocol, listen = %at, "a wildcard portal is there from now on");
+            tracing::info!(%protocol, listen = %at, "added an address of a wildcard portal");
         }
         for (at, protocol) in old.iter().filter(|portal| !new.contains(portal)) {
-            tracing::info!(%protocol, listen = %at, "a wildcard portal is gone");
+            tracing::info!(%protocol, listen = %at, "removed an address of a wildcard portal");
         }
     }
 }
@@ -288,11 +289,11 @@ fn lack(wildcard: &Wildcard, there: usize, found: usize) -> Option<String> {
             n => format!("no RDMA device has one of its {n} addresses"),
         }),
         (0, Wildcard::Interface(name)) => Some(format!(
-            "{name} is not up, has no address, or is no interface of this host"
+            "{name} is down, has no address, or is not an interface of this host"
         )),
-        (0, _) => Some("this host has no such address".to_owned()),
+        (0, _) => Some("no such address on this host".to_owned()),
         (n, _) if n > MAX_ADDRESSES => Some(format!(
-            "it stands for {n} addresses, of which {MAX_ADDRESSES} are served"
+            "it includes {n} addresses, but only {MAX_ADDRESSES} can be served"
         )),
         _ => None,
     }
@@ -409,8 +410,8 @@ mod tests {
         assert_eq!(
             lacking,
             [
-                "iser eth0:5555: 192.0.2.1:5555 is a portal of another RDMA protocol",
-                "iscsi eth9:3260: eth9 is not up, has no address, or is no interface of this host",
+                "iser eth0:5555: 192.0.2.1:5555 is already a portal for a different RDMA protocol",
+                "iscsi eth9:3260: eth9 is down, has no address, or is not an interface of this host",
             ]
         );
         let many = (0..80).map(|n| interface("eth0", &format!("192.0.2.{n}")));

@@ -44,8 +44,8 @@ fn other_server(transport: &Transport, addr: IpAddr) -> Option<String> {
         let is_in_use = error.kind() == io::ErrorKind::AddrInUse;
         let holder = is_in_use.then(|| holder_of(&error, at, holder::Transport::Udp))?;
         return Some(format!(
-            "another process has UDP port {ROCE_PORT} of {addr}{holder}; if it is a target, `riser --provider \
-             auto` on this host reaches this daemon in its place"
+            "UDP port {ROCE_PORT} of {addr} is used by another process{holder}; if it is a target, \
+             `riser --provider auto` on this host connects to this daemon instead"
         ));
     }
     // Otherwise, we have the name, or it is already reported as a problem.
@@ -57,17 +57,20 @@ fn other_server(transport: &Transport, addr: IpAddr) -> Option<String> {
 /// checks the user of that process.
 fn squatter(uid: Option<u32>, process: &str, addr: IpAddr) -> String {
     let own = rustix::process::geteuid().as_raw();
-    let has_name = format!("{process} has the name for shared memory at {addr}");
+    let has_name = format!("{process} owns the name for shared memory at {addr}");
     let auto = "`riser --provider auto` on this host";
     match uid {
         None => format!(
-            "{has_name}; if it is of root or of our user, {auto} reaches it in the place of this daemon"
+            "{has_name}; if it runs as root or as our user, {auto} connects to it instead of this \
+             daemon"
         ),
         Some(uid) if uid == 0 || uid == own => {
-            format!("{has_name}; {auto} reaches it in the place of this daemon")
+            format!("{has_name}; {auto} connects to it instead of this daemon")
         }
         Some(_) => {
-            format!("{has_name}; {auto} reaches it only as that user, or where that is `riser`")
+            format!(
+                "{has_name}; {auto} only connects to it as that user, or if that user is `riser`"
+            )
         }
     }
 }
@@ -77,9 +80,10 @@ fn squatter(uid: Option<u32>, process: &str, addr: IpAddr) -> String {
 fn descriptors(transport: &Transport, are_refused: bool) -> Option<&'static str> {
     let shares = transport.shm || transport.provider == Provider::Shm;
     (shares && !are_refused).then_some(
-        "this kernel, older than Linux 6.16, cannot refuse descriptors that other processes send: any local user \
-         can deny shared memory, and keep this daemon from ending, with its addresses and locks taken even \
-         after SIGKILL; share memory only on hosts without untrusted local users",
+        "kernels older than Linux 6.16 cannot reject descriptors sent by other processes: any \
+         local user can block shared memory and prevent this daemon from terminating, which keeps \
+         its addresses and locks in use even after SIGKILL; only share memory on hosts without \
+         untrusted local users",
     )
 }
 
@@ -115,7 +119,7 @@ mod tests {
         }
         // The process has the same user ID.
         let warning = other_server(&transport("{ provider: roce }"), shared).unwrap();
-        assert!(warning.contains("in the place of"), "{warning}");
+        assert!(warning.contains("instead of this daemon"), "{warning}");
         // It owns the name itself.
         assert_eq!(other_server(&transport("{ shm: true }"), shared), None);
     }
@@ -127,8 +131,12 @@ mod tests {
         let other = if own == 54_321 { 54_322 } else { 54_321 };
         for (uid, is_reached) in [(0, true), (own, true), (other, false)] {
             let warning = squatter(Some(uid), "a process", addr);
-            assert_eq!(warning.contains("in the place of"), is_reached, "{warning}");
-            assert!(warning.starts_with("a process has the name"), "{warning}");
+            assert_eq!(
+                warning.contains("instead of this daemon"),
+                is_reached,
+                "{warning}"
+            );
+            assert!(warning.starts_with("a process owns the name"), "{warning}");
             assert!(warning.contains("127.97.9.4"), "{warning}");
         }
     }

@@ -355,7 +355,7 @@ impl Builder {
         if !changed.is_empty()
             && let Err(error) = self.write_identities()
         {
-            tracing::warn!(%error, "names of units that are not served stay saved");
+            tracing::warn!(%error, "cannot remove the saved names of units that are not served");
         }
         undo_all(changed.into_iter());
     }
@@ -823,7 +823,7 @@ impl Builder {
             let to = geometry.capacity;
             tracing::warn!(
                 backend = %backend.name, from, to,
-                "file was shorter than `size`, and was extended with zeroes"
+                "file was shorter than `size` and was extended with zeroes"
             );
         }
         Ok(self.put(name, store))
@@ -882,7 +882,7 @@ impl Builder {
         if !self.tolerates(&subject) {
             return Err(ServerError::Reservations { name, source });
         }
-        let why = format!("its reservations: {source}");
+        let why = format!("cannot read its reservations: {source}");
         self.problems.add(subject, &why);
         let absent = Absent {
             spec: backend.spec.clone(),

@@ -143,7 +143,7 @@ impl Server {
             }
             Phase::Diagnosing(check) => {
                 if let Some(result) = check.poll(now) {
-                    let timeout = ServerError::Timeout("the end of all sessions");
+                    let timeout = ServerError::Timeout("all sessions to close");
                     let error = result.err().unwrap_or(timeout);
                     self.undo_drain(drain, error, now);
                 }

@@ -218,7 +218,7 @@ impl Identities {
                 let name = &backend.name;
                 tracing::warn!(
                     backend = name,
-                    "a name that it had is another backend's now"
+                    "a previous name of this backend is now configured for a different backend"
                 );
             }
             is_given
@@ -248,9 +248,8 @@ impl Identities {
             tracing::warn!(
                 backend = name,
                 serial,
-                "its file or device is another one than before: moved to another file system, \
-                 restored, or a copy, of which the original must not be served under the same \
-                 serial number"
+                "the file or device has changed: it was moved to another file system, restored, or \
+                 it is a copy; the original must not be served with the same serial number"
             );
         }
         let naa = match (identity.naa, &before) {
@@ -333,7 +332,7 @@ impl Identities {
         tracing::info!(
             backend = backend.name,
             before = name,
-            "a backend has another name"
+            "a backend was renamed"
         );
         // Move the entry instead of copying it: if the old name is used again with a different
         // file, it is a different disk.

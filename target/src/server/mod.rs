@@ -108,7 +108,7 @@ pub enum ServerError {
         source: riser_scsi::config::ConfigError,
     },
     /// Reservations cannot be read, so we do not know which initiators can use the unit.
-    #[error("backend {name}: its reservations: {source}")]
+    #[error("backend {name}: cannot read its reservations: {source}")]
     Reservations {
         /// Backend name.
         name: String,
@@ -116,7 +116,7 @@ pub enum ServerError {
         source: io::Error,
     },
     /// A CHAP secret cannot be read.
-    #[error("the secret of {name}: {source}")]
+    #[error("cannot read the secret of {name}: {source}")]
     Secret {
         /// User name (CHAP_N).
         name: String,
@@ -125,8 +125,8 @@ pub enum ServerError {
     },
     /// A CHAP secret is used in both directions.
     #[error(
-        "the CHAP user {own}, by which a target proves who it is (`mutual`), and the user {user}, which is admitted, \
-         have one secret: give one of them another"
+        "the CHAP user {own} of the target (`mutual`) and the user {user} have the same secret: \
+         use a different secret for one of them"
     )]
     SameSecret {
         /// CHAP name of the target.
@@ -183,7 +183,7 @@ pub enum ServerError {
     #[error(transparent)]
     Ring(#[from] RingError),
     /// The next program cannot start until file descriptors sent by other users are closed.
-    #[error("no program can take over yet: {0}")]
+    #[error("cannot hand over to another program yet: {0}")]
     Unclosed(#[source] io::Error),
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
@@ -213,7 +213,7 @@ pub enum ServerError {
         seconds: u64,
     },
     /// A step did not complete in time.
-    #[error("{0} did not end in time")]
+    #[error("timed out waiting for {0}")]
     Timeout(&'static str),
     /// Cannot listen on the configured address for metrics.
     #[error("cannot listen for metrics at {addr}: {source}")]
@@ -232,37 +232,37 @@ pub enum ServerError {
         source: io::Error,
     },
     /// The admin socket passed by the service manager is invalid.
-    #[error("the service manager's socket for the admin API: {0}")]
+    #[error("cannot use the service manager's socket for the admin API: {0}")]
     Inherited(#[source] io::Error),
     /// Applied configurations cannot be stored or read.
-    #[error("the state directory: {0}")]
+    #[error("cannot use the state directory: {0}")]
     State(#[source] io::Error),
     /// The path of this program cannot be determined.
     #[error("cannot find this program: {0}")]
     Program(#[source] io::Error),
     /// The handover to another program failed, and the state cannot be restored.
-    #[error("what was to be handed over cannot be taken back: {0}")]
+    #[error("cannot restore the handover state: {0}")]
     TakeBack(#[source] io::Error),
     /// Port numbers cannot be stored or read.
-    #[error("the numbers of target ports: {0}")]
+    #[error("cannot load or save the numbers of target ports: {0}")]
     Ports(#[source] io::Error),
     /// The list of blocked initiators cannot be read.
-    #[error("the list of blocked initiators: {0}")]
+    #[error("cannot load the list of blocked initiators: {0}")]
     Blocklist(#[source] io::Error),
     /// Unit names cannot be stored or read.
-    #[error("the names of logical units: {0}")]
+    #[error("cannot load or save the names of logical units: {0}")]
     Identities(#[source] io::Error),
     /// Missing or replaced disks cannot be recorded.
     #[error(
-        "it cannot be saved that a disk was missing or is another one, so initiators may not be \
-         notified after the next start of what it has lost: {0}"
+        "cannot save that a disk was missing or replaced, so initiators may not be notified of \
+         lost data after the next start: {0}"
     )]
     Losses(#[source] io::Error),
     /// Stored unit names cannot be read.
     #[error("{0}")]
     Unnamed(String),
     /// The next program would not start, because `strict` is set.
-    #[error("`strict` is set, and this is not served: {0}")]
+    #[error("`strict` is set, but this is not available: {0}")]
     Strict(String),
     /// Cannot listen on an RDMA portal.
     #[error("{0}")]
@@ -706,7 +706,7 @@ impl Server {
             match self.reports.recv() {
                 Ok(Report::Started(_, without)) => unserved.extend(without),
                 Ok(Report::Ended(index, message)) => return Err(ended(index, message)),
-                Ok(_) | Err(_) => return Err(ServerError::Timeout("the start of a worker")),
+                Ok(_) | Err(_) => return Err(ServerError::Timeout("a worker to start")),
             }
         }
         Ok(unserved)
@@ -718,7 +718,7 @@ impl Server {
             match self.reports.recv_timeout(LAST_IO) {
                 Ok(Report::Ended(index, message)) => return ended(index, message),
                 Ok(_) => {}
-                Err(_) => return ServerError::Timeout("the start of a worker"),
+                Err(_) => return ServerError::Timeout("a worker to start"),
             }
         }
     }
@@ -1086,7 +1086,7 @@ impl ThreadParts {
             .unwrap_or_else(|_| Err("panicked; this is a bug".into()));
         let message = outcome.err();
         if let Some(message) = &message {
-            tracing::error!(worker = index, %message, "a worker failed");
+            tracing::error!(worker = index, %message, "worker failed");
         }
         let failed = message.is_some();
         let _ = reports.send(Report::Ended(index, message));
@@ -1100,7 +1100,7 @@ impl ThreadParts {
         if let Some(cpu) = self.cpu
             && let Err(error) = pin(cpu)
         {
-            tracing::warn!(cpu, %error, "a worker is not pinned");
+            tracing::warn!(cpu, %error, "cannot pin a worker to its CPU");
         }
         let ring = Ring::new(RingConfig {
             capacity: self.ring,
@@ -1147,7 +1147,7 @@ fn pin(cpu: usize) -> io::Result<()> {
 /// Logs the new size of a backend. If it is smaller, the data after the new end is lost.
 fn log_resized(backend: &str, Resized { from, to }: Resized) {
     if to < from {
-        tracing::error!(backend, from, to, "backend has become smaller");
+        tracing::error!(backend, from, to, "backend has shrunk");
     } else {
         tracing::info!(backend, from, to, "backend has grown");
     }
@@ -1165,14 +1165,14 @@ fn note_space(catalog: &Catalog, place: usize, store: &Store, space: Space) {
                 used,
                 space = all,
                 threshold,
-                "the threshold is reached: the backend fills up"
+                "backend has reached its threshold"
             ),
             Some(false) => tracing::info!(
                 backend,
                 used,
                 space = all,
                 threshold,
-                "below the threshold again"
+                "backend is below its threshold again"
             ),
             None => {}
         }

@@ -117,7 +117,7 @@ const fn loss(subject: &Subject, state: AddressState) -> Option<&'static str> {
         (AddressState::Down, _) => Some("the link of its interface is down"),
         // A wildcard portal follows the addresses of its interface.
         (AddressState::Up, _) | (_, Subject::Wildcard(..)) => None,
-        (AddressState::Absent, _) => Some("no interface of this host has its address any more"),
+        (AddressState::Absent, _) => Some("its address was removed from this host"),
         (AddressState::Gone, _) => Some("the interface with its address was removed"),
     }
 }

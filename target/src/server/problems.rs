@@ -278,7 +278,7 @@ impl Problems {
             }
             match problem.cause {
                 None => {
-                    tracing::error!(target: TARGET, kind, name, why, "not served; it is tried again");
+                    tracing::error!(target: TARGET, kind, name, why, "not served; will be retried");
                 }
                 Some(cause) => {
                     let cause = cause.label();

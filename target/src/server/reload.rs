@@ -47,19 +47,19 @@ use crate::worker::ring_capacity;
 #[derive(Debug, thiserror::Error)]
 pub enum ChangeError {
     /// A setting cannot be changed at runtime.
-    #[error("{0} changed, which takes a restart; nothing was applied")]
+    #[error("{0} changed, which requires a restart; nothing was applied")]
     NeedsRestart(String),
     /// A backend in use would become a different disk.
     #[error(
-        "backend {0} changed while it is a LUN: take its LUNs away first, and add them again; \
-         nothing was applied"
+        "backend {0} changed while it is a LUN: remove its LUNs first, and add them again; nothing \
+         was applied"
     )]
     InUse(String),
     /// The threshold of a backend in use cannot be changed.
     #[error(
-        "/backends/{0}/threshold changed while the backend is a LUN: initiators have read the threshold \
-         from its pages, and are not notified of another one; take its LUNs away first, and add them again; \
-         nothing was applied"
+        "/backends/{0}/threshold changed while the backend is a LUN: initiators have read the \
+         threshold from its mode pages, and are not notified of changes; remove its LUNs first, \
+         and add them again; nothing was applied"
     )]
     Threshold(String),
     /// A resource is not available.
@@ -610,7 +610,7 @@ impl Server {
         self.want_devices(&change.catalog);
         // It is harmless to store additional numbers.
         if let Err(error) = self.builder.save_ports(self.builder.ports()) {
-            tracing::warn!(%error, "port numbers that are no longer used stay saved");
+            tracing::warn!(%error, "cannot remove unused port numbers from the state directory");
         }
     }
 

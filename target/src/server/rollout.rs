@@ -202,7 +202,7 @@ impl Rollout {
     /// Called when a worker has exited. It has no resources.
     pub fn handle_gone(&mut self, worker: usize, now: Instant) {
         match self.state {
-            RolloutState::Staging => self.fail(worker, "it does not answer".into(), now),
+            RolloutState::Staging => self.fail(worker, "it does not respond".into(), now),
             _ => self.handle_confirmed(worker, now),
         }
     }
@@ -214,7 +214,7 @@ impl Rollout {
         }
         if self.state == RolloutState::Staging {
             let late = self.awaited.iter().position(|awaited| *awaited);
-            return self.fail(late.unwrap_or(0), "it does not answer".into(), now);
+            return self.fail(late.unwrap_or(0), "it does not respond".into(), now);
         }
         self.is_late |= self.state == RolloutState::Applying;
         self.awaited.fill(false);
@@ -613,7 +613,7 @@ mod tests {
         rollout.handle_time(start + STAGING);
         let refusal = Refusal::Worker {
             worker: 1,
-            message: "it does not answer".into(),
+            message: "it does not respond".into(),
         };
         assert_eq!(rollout.refusal(), Some(refusal));
         assert_eq!(rollout.deadline(), Some(start + STAGING + CONFIRMING));

@@ -50,7 +50,7 @@ fn hung_file_system_delays_no_other_disk() {
         .unwrap();
     let error = server.rescan().unwrap_err().to_string();
     assert!(
-        error.contains("/a: the file system does not answer"),
+        error.contains("/a: the file system does not respond"),
         "{error}"
     );
     assert_eq!(server.capacity_of("b"), Some(2 << 20));

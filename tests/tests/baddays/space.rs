@@ -86,7 +86,13 @@ fn filling_disk_is_reported_before_failure() {
     assert_eq!(daemon.fill(4), (0, String::new()));
     assert_eq!(daemon.fill(12), (0, String::new()));
     eventually("the threshold is reached", || reached() == Some(1.0));
-    assert_eq!(daemon.log().matches("the threshold is reached").count(), 1);
+    assert_eq!(
+        daemon
+            .log()
+            .matches("backend has reached its threshold")
+            .count(),
+        1
+    );
     let backend = || -> Value {
         let live: Value = serde_json::from_str(&get("/v1/live")).unwrap();
         live["backends"][0].clone()
@@ -111,7 +117,7 @@ fn filling_disk_is_reported_before_failure() {
     assert!(
         texts
             .iter()
-            .any(|text| text.starts_with("the threshold is reached")),
+            .any(|text| text.starts_with("backend has reached its threshold")),
         "{texts:?}"
     );
     daemon.write_block("srp://127.0.206.1/1", 3);

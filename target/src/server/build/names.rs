@@ -40,7 +40,7 @@ impl Builder {
         };
         match keeper.load() {
             Ok(kept) if kept == Identities::default() => {
-                self.unread = Some("identities.json is not there any more".to_owned());
+                self.unread = Some("identities.json is missing".to_owned());
             }
             Ok(kept) => {
                 let meanwhile = std::mem::replace(&mut self.identities, kept);
@@ -179,7 +179,7 @@ impl Builder {
             }
         });
         if let Err(error) = written {
-            tracing::warn!(%error, "it is not kept which disks are missing");
+            tracing::warn!(%error, "cannot save the list of missing disks");
         }
     }
 
@@ -210,7 +210,7 @@ impl Builder {
             Err(error) if !saved.has_losses_of(identities) => Err(ServerError::Losses(error)),
             // Only the file IDs have changed, which is not a reason to fail.
             Err(error) => {
-                tracing::warn!(%error, "it is not kept which files have which names");
+                tracing::warn!(%error, "cannot save the file IDs of backends");
                 Ok(())
             }
             Ok(()) => Ok(()),

@@ -674,7 +674,11 @@ impl<D: Datamover> Channel<D> {
                 self.drop_connection();
             } else if self.ping.is_some() {
                 cx.gate.count(SessionEvent::TimedOut);
-                warn_limited!(self.complaints, cx.now, "the initiator does not answer");
+                warn_limited!(
+                    self.complaints,
+                    cx.now,
+                    "timed out waiting for a response from the initiator"
+                );
                 self.ended.get_or_insert(Parting::Silent);
                 self.lose_connection(cx.now);
             } else {

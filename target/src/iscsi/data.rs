@@ -415,7 +415,7 @@ impl<D: Datamover> Channel<D> {
         warn_limited!(
             self.complaints,
             cx.now,
-            "the initiator does not send its data, or does not take them"
+            "timed out waiting for the initiator to send or receive data"
         );
         self.ended.get_or_insert(Parting::Silent);
         for idx in self.tasks.numbers() {

@@ -399,7 +399,7 @@ impl IserChannel {
         match Message::parse(bytes) {
             Ok(Message::Control { buffers, frame }) if hello != Hello::Due => {
                 if frame.data.len() > self.recv_segment as usize {
-                    return self.broken(cx, "a data segment beyond what was agreed on");
+                    return self.broken(cx, "data segment exceeds the negotiated length");
                 }
                 self.channel.mover_mut().set_arriving(buffers);
                 self.channel.handle_frame(cx, &frame);
@@ -414,7 +414,7 @@ impl IserChannel {
                     self.channel.close(cx.now);
                 }
             }
-            Ok(_) => self.broken(cx, "a message that does not belong here"),
+            Ok(_) => self.broken(cx, "unexpected message"),
             Err(error) => self.broken(cx, error),
         }
     }

@@ -177,7 +177,7 @@ impl Blocklist {
         next.retain(|b| is_in_force(b, now));
         change(&mut next);
         if next.len() > MAX_BLOCKED {
-            let why = format!("{MAX_BLOCKED} initiators are blocked already");
+            let why = format!("maximum of {MAX_BLOCKED} blocked initiators reached");
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
         }
         if let Some(keeper) = &self.keeper {

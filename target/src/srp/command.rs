@@ -90,7 +90,7 @@ impl Channel {
             Ok(false) => self.answer_status(cx, idx, Status::Busy),
             Err(error) => {
                 self.counters.malformed += 1;
-                warn_limited!(self.complaints, cx.now, %error, "unusable data descriptors");
+                warn_limited!(self.complaints, cx.now, %error, "invalid data descriptors");
                 self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
             }
         }
@@ -110,7 +110,7 @@ impl Channel {
             Ok(()) => self.prepare(cx, idx),
             Err(error) => {
                 self.counters.malformed += 1;
-                warn_limited!(self.complaints, cx.now, %error, "unusable external table");
+                warn_limited!(self.complaints, cx.now, %error, "invalid external table");
                 self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
                 self.leave_answering(idx);
             }

@@ -47,10 +47,10 @@ pub enum Table {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// There are more than [`MAX_DESCRIPTORS`] descriptors.
-    #[error("a table of {0} descriptors")]
+    #[error("too many descriptors: {0}")]
     TooLong(u32),
     /// The descriptors are for less data than the length in the command.
-    #[error("descriptors describe {described} of {declared} bytes")]
+    #[error("descriptors for only {described} of {declared} bytes")]
     Short {
         /// Total length of the descriptors.
         described: u64,

@@ -571,7 +571,9 @@ impl Devices {
         };
         let unit = IoUnit::new(&catalog.targets, *addr, catalog.limits.login);
         *discovery = DiscoveryAgent::start(device.as_mut(), unit)
-            .inspect_err(|error| tracing::warn!(%error, ip = %addr, "targets cannot be discovered"))
+            .inspect_err(|error| {
+                tracing::warn!(%error, ip = %addr, "cannot start discovery; hosts cannot discover targets");
+            })
             .ok();
     }
 

@@ -123,7 +123,7 @@ impl Worker {
         // Notify the peer while we still have the queue pair.
         let _ = dev.disconnect(link.cm);
         if link.hardware.destroy_queues(dev) {
-            tracing::error!(%peer, "a completion queue overran, and its connection ends");
+            tracing::error!(%peer, "a completion queue overran; closing its connection");
             self.input(key, Input::QueuesGone);
         }
     }
@@ -141,7 +141,9 @@ impl Worker {
             // The buffer is only returned to the pool when the device is closed. Losing this memory
             // is better than using it for a different command, which could send the data to the
             // wrong initiator or disk.
-            tracing::error!("the end of a chain cannot be known, so its buffer is not used again");
+            tracing::error!(
+                "the completion of a chain is unknown, so its buffer will not be reused"
+            );
         }
         self.input(key, Input::Disconnected);
     }

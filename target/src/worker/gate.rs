@@ -343,11 +343,14 @@ impl WorkerGate<'_> {
         if there.chap_name() == joined.chap_name() {
             let (here, there) = (self.address(), there.address);
             return format!(
-                "the access rule of {here} is not that of {there}, where the session is"
+                "the access rule for {here} differs from the rule for {there}, the address of the \
+                 existing session"
             );
         }
         let (proved, held) = (identity(joined.chap_name()), identity(there.chap_name()));
-        format!("proved {proved}, and the session of this initiator port has proved {held}")
+        format!(
+            "authenticated with {proved}, but the existing session of this initiator port has {held}"
+        )
     }
 
     /// Checks if a connection with the authentication in `joined` can be added to a session.

@@ -183,7 +183,7 @@ pub struct WorkerConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// Can't allocate buffers.
-    #[error("cannot make the data buffers: {0}")]
+    #[error("cannot allocate the data buffers: {0}")]
     Memory(#[source] io::Error),
     /// The ring failed, so the worker can't continue.
     #[error(transparent)]
@@ -197,7 +197,7 @@ pub enum WorkerError {
         source: CmError,
     },
     /// There is no device with the address of this portal.
-    #[error("no device has the address of {0}")]
+    #[error("no device with the address of {0}")]
     NoDevice(String),
 }
 
@@ -309,7 +309,8 @@ impl Worker {
         // operation. This can fail because of a limit on locked memory, but we can continue without
         // it.
         if let Err(error) = ring.register_memory(pool.memory()) {
-            tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
+            tracing::warn!(%error, "cannot register data buffers with io_uring; continuing with \
+                                    reduced performance");
         }
         let catalog = shared.registry.catalog();
         pool.set_units(catalog.live_units());

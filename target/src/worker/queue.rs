@@ -265,7 +265,7 @@ impl Chains {
         let mut post = |batch: &mut ArrayVec<SendWr<'_>, POST_BATCH>| {
             if let Err(error) = device.post_send(qp, batch) {
                 taken += error.index;
-                tracing::warn!(%error, taken, "a chain was not taken");
+                tracing::warn!(%error, taken, "cannot post a chain of work requests");
                 return Err(taken);
             }
             taken += batch.len();
@@ -338,7 +338,7 @@ impl Worker {
                 });
             }
             if let Err(error) = self.devices[device].post_recv(qp, &wrs) {
-                tracing::warn!(%error, "a receive was not taken");
+                tracing::warn!(%error, "cannot post a receive");
                 // All receives before this were posted, and will complete or be flushed.
                 return taken + error.index;
             }
@@ -375,7 +375,7 @@ impl Worker {
         };
         self.devices[device]
             .post_send(qp, &[wr])
-            .inspect_err(|error| tracing::warn!(%error, ?work, "a write was not taken"))
+            .inspect_err(|error| tracing::warn!(%error, ?work, "cannot post a write"))
             .is_ok()
     }
 }

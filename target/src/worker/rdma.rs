@@ -91,9 +91,9 @@ pub(super) struct Hardware {
 pub(super) enum SetupError {
     #[error(transparent)]
     Cm(#[from] CmError),
-    #[error("no memory: {0}")]
+    #[error("cannot allocate memory: {0}")]
     Memory(#[from] std::io::Error),
-    #[error("the device takes no receives")]
+    #[error("the device does not accept receives")]
     Receives,
 }
 

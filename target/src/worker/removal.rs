@@ -21,7 +21,7 @@ impl Worker {
         if !self.devices.note_gone(device) {
             return;
         }
-        tracing::warn!(addr = %self.devices.addr(device), "the RDMA device is gone");
+        tracing::warn!(addr = %self.devices.addr(device), "RDMA device was removed");
         self.devices.unwatch(&mut self.ring, device);
         self.portals.listeners.forget(device);
         // These identifiers were destroyed with the device, and there can be no replies.
@@ -64,7 +64,7 @@ impl Worker {
                 && !is_held()
                 && self.shared.device_slots.is_over(device, self.index)
             {
-                tracing::info!(addr = %self.devices.addr(device), "no portal is left; closed");
+                tracing::info!(addr = %self.devices.addr(device), "closed RDMA device without portals");
                 let (ring, devices) = (&mut self.ring, &mut self.devices);
                 self.portals.close_device(ring, devices, device);
                 self.shared.device_slots.closed(device);
@@ -77,9 +77,9 @@ impl Worker {
         let devices = &mut self.devices;
         match self.portals.serve_on(devices, device, &self.catalog) {
             Ok(unserved) => {
-                tracing::info!(%addr, "the RDMA device is back");
+                tracing::info!(%addr, "RDMA device is available again");
                 for Unserved { portal, why } in &unserved {
-                    tracing::warn!(%portal, why, "cannot be listened on; trying again");
+                    tracing::warn!(%portal, why, "cannot listen on the RDMA device; retrying");
                 }
                 if !unserved.is_empty() {
                     self.portals.note_refused(device, self.now);
@@ -87,7 +87,7 @@ impl Worker {
             }
             Err(error) => {
                 self.devices.close(device, self.now);
-                tracing::warn!(%addr, %error, "the RDMA device is not usable");
+                tracing::warn!(%addr, %error, "cannot use the RDMA device");
             }
         }
     }

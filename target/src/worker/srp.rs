@@ -186,7 +186,7 @@ impl Worker {
                 self.logins.accept(self.now, &who);
                 tracing::debug!(
                     %peer, nexus = nexus.0, channel = serial, worker = self.index,
-                    memory = memory.total(), "channel made"
+                    memory = memory.total(), "channel established"
                 );
             }
             Err(error) => {

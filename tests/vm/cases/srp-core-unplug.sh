@@ -32,13 +32,13 @@ for round in 1 2; do
     timeout 60 rdma link delete rxe0 || fail "the kernel waits for riserd"
     # Errors are expected.
     wait $load || true
-    wait_for 10 said 'the RDMA device is gone' $((2 * round))
+    wait_for 10 said 'RDMA device was removed' $((2 * round))
     wait_for 60 no_hosts
     kill -0 "$RISERD" || fail "riserd has ended"
     sleep 2
     rdma link add rxe0 type rxe netdev d0
     wait_for 20 gid_is_there rxe0 10.99.0.1
-    wait_for 30 said 'the RDMA device is back' $((2 * round))
+    wait_for 30 said 'RDMA device is available again' $((2 * round))
     wait_for 20 test -e /sys/class/infiniband_srp/srp-rxe0-1/add_target
 done
 for dest in 10.99.0.2 10.99.0.1; do

@@ -353,7 +353,7 @@ impl Worker {
         };
         // The ring has returned its handle with the completion, and gets a new one for the next
         // receive, which is only submitted after everything was read.
-        let bytes = buffer.get_mut().expect("no receive is under way");
+        let bytes = buffer.get_mut().expect("no receive is in flight");
         let mut taken = 0;
         self.with_tcp(key, |ch, cx| {
             taken = ch.handle_bytes(cx, &bytes[unread]);

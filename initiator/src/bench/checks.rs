@@ -24,10 +24,10 @@ pub fn check<D: BlockDevice>(tasks: &[Task<D>], run: RunOptions) -> Result<(), B
 fn options(options: RunOptions) -> Result<(), BenchError> {
     let fail = |what| Err(BenchError::Config(what));
     if options.interval < Duration::from_millis(1) {
-        return fail("an interval is at least a millisecond".into());
+        return fail("invalid interval: the minimum is 1 ms".into());
     }
     match options.server_pid.map(|pid| (pid, usage::of(pid))) {
-        Some((pid, Err(error))) => fail(format!("process {pid} cannot be measured: {error}")),
+        Some((pid, Err(error))) => fail(format!("cannot measure process {pid}: {error}")),
         _ => Ok(()),
     }
 }
@@ -55,8 +55,8 @@ fn buffers<D: BlockDevice>(tasks: &[Task<D>]) -> Result<(), BenchError> {
             let users = tasks.iter().filter(uses);
             let names: Vec<_> = users.map(|task| format!("`{}`", task.job.name)).collect();
             return Err(BenchError::Config(format!(
-                "the operations in flight of {} need {need} bytes of buffers, and the device has \
-                 {available}: smaller blocks, fewer operations or more sessions will do",
+                "the operations in flight of {} need {need} bytes of buffers, but the device has \
+                 {available}: use smaller blocks, fewer operations or more sessions",
                 names.join(", ")
             )));
         }
@@ -106,7 +106,7 @@ pub(super) fn overlaps<D>(
             let overlaps = region.start < other.end && other.start < region.end;
             if one.identity == two.identity && is_verified && is_changed && overlaps {
                 return Err(BenchError::Config(format!(
-                    "jobs `{}` and `{}` use the same blocks at the same time, and one verifies them",
+                    "jobs `{}` and `{}` use the same blocks concurrently, and one of them verifies",
                     one.job.name, two.job.name
                 )));
             }

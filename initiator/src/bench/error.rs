@@ -37,7 +37,7 @@ pub enum BenchError {
         reason: String,
     },
     /// The thread of the device exited during the run.
-    #[error("the device was closed before the run was over")]
+    #[error("the device was closed during the run")]
     Closed,
 }
 
@@ -117,36 +117,32 @@ impl fmt::Display for Mismatch {
         } = self;
         match what {
             Difference::NoHeader => {
-                write!(
-                    f,
-                    "byte {block}: the block has no header of a verified write"
-                )
+                write!(f, "byte {block}: the block has no verification header")
             }
             Difference::Length { found } => write!(
                 f,
-                "byte {block}: a block of {found} bytes was written there, and the block size of \
-                 this job is another one"
+                "byte {block}: the block was written with a block size of {found} bytes, which \
+                 differs from this job"
             ),
             Difference::Seed { found, expected } => write!(
                 f,
-                "byte {block}: another run has written the block (its seed is {found:#x}, that of \
-                 this run {expected:#x})"
+                "byte {block}: the block was written by another run (seed {found:#x}, expected \
+                 {expected:#x})"
             ),
             Difference::Checksum => write!(
                 f,
-                "byte {block}: the checksum of the block is wrong, or of another kind"
+                "byte {block}: invalid checksum, or another checksum algorithm"
             ),
-            Difference::Offset { found } => write!(
-                f,
-                "byte {block}: the block there was written to byte {found}"
-            ),
+            Difference::Offset { found } => {
+                write!(f, "byte {block}: the block was written to byte {found}")
+            }
             Difference::Generation {
                 found,
                 oldest,
                 newest,
             } if oldest == newest => write!(
                 f,
-                "byte {block}: the block is of generation {found}, but {newest} was acknowledged"
+                "byte {block}: the block has generation {found}, but {newest} was acknowledged"
             ),
             Difference::Generation {
                 found,
@@ -154,7 +150,7 @@ impl fmt::Display for Mismatch {
                 newest,
             } => write!(
                 f,
-                "byte {block}: the block is of generation {found}, not one from {oldest} to {newest}"
+                "byte {block}: the block has generation {found}, expected {oldest} to {newest}"
             ),
             Difference::Byte {
                 found,

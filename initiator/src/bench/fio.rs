@@ -137,7 +137,7 @@ pub fn parse(file: &str, text: &str, sources: &Sources<'_>) -> Result<JobFile, J
                 file: file.to_owned(),
                 line: text.lines().count().max(1),
             },
-            reason: "the file has no job: a section such as [name] is one".into(),
+            reason: "missing job: a job is a section such as [name]".into(),
         });
     }
     if !parser.errors.is_empty() {
@@ -210,13 +210,13 @@ impl Parser<'_> {
         };
         if name == "include" {
             let file = value.filter(|file| !file.is_empty());
-            let file = file.ok_or_else(|| "`include` has no file".to_owned())?;
+            let file = file.ok_or_else(|| "missing file name after `include`".to_owned())?;
             return self.include(file, place);
         }
         let section = match &mut self.open {
             Some(section) => section,
             None if self.is_global => &mut self.global,
-            None => return Err(format!("option `{name}` is in no section")),
+            None => return Err(format!("option `{name}` precedes the first section")),
         };
         if self.sources.has_address && matches!(name, "filename" | "directory") {
             let replaced = format!("{name}={}", value.unwrap_or_default());
@@ -234,7 +234,7 @@ impl Parser<'_> {
     fn begin_section(&mut self, line: &str, rest: &str) -> Result<(), String> {
         let name = rest.strip_suffix(']').map(str::trim);
         let name = name.filter(|name| !name.is_empty());
-        let name = name.ok_or_else(|| format!("`{line}` is not a section such as [name]"))?;
+        let name = name.ok_or_else(|| format!("invalid section `{line}`: expected [name]"))?;
         self.close();
         self.is_global = name == "global";
         if !self.is_global {
@@ -250,7 +250,7 @@ impl Parser<'_> {
         self.includes += 1;
         if self.includes > MAX_INCLUDES {
             return Err(format!(
-                "`include {name}` is not supported: more than {MAX_INCLUDES} files are included"
+                "`include {name}` exceeds the limit of {MAX_INCLUDES} included files"
             ));
         }
         let beside = Path::new(&place.file).parent().map(|dir| dir.join(name));
@@ -284,7 +284,7 @@ impl Section {
                 self.base = match value {
                     Some("1024") => KbBase::Binary,
                     Some("1000") => KbBase::Decimal,
-                    _ => return Err("kb_base is neither 1024 nor 1000".into()),
+                    _ => return Err("invalid kb_base: expected 1024 or 1000".into()),
                 };
                 Ok(true)
             }
@@ -292,12 +292,12 @@ impl Section {
                 let text = value.unwrap_or_default();
                 let size = units
                     .size(text)
-                    .map_err(|why| format!("{why}; one size is supported"))?;
+                    .map_err(|why| format!("{why}; only a single size is supported"))?;
                 self.filesize = Some(Amount::Bytes(size)).filter(|_| size > 0);
                 Ok(true)
             }
             // These options are only available on the command line.
-            "state" | "sessions" | "fua" | "total" => Err(format!("option `{name}` is not known")),
+            "state" | "sessions" | "fua" | "total" => Err(format!("unknown option `{name}`")),
             _ => self.job.set(name, value, units),
         }
     }

@@ -80,8 +80,8 @@ impl Ledger {
         let blocks = (layout.region.end - layout.region.start) / layout.block;
         if blocks > MAX_BLOCKS {
             return Err(BenchError::Config(format!(
-                "{blocks} blocks are too many to verify, {MAX_BLOCKS} are possible: a smaller size or \
-                 larger blocks will do"
+                "cannot verify {blocks} blocks, the limit is {MAX_BLOCKS}: use a smaller size or \
+                 larger blocks"
             )));
         }
         Ok(Self {
@@ -398,7 +398,7 @@ mod tests {
             Ledger::new(&large)
                 .unwrap_err()
                 .to_string()
-                .contains("too many")
+                .contains("cannot verify")
         );
     }
 }

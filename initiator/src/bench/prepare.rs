@@ -141,8 +141,8 @@ fn check<D>(
     let apart = |share: &setup::Share| !(share.region.start - region.start).is_multiple_of(block);
     if shares.iter().any(apart) {
         return Err(BenchError::Config(format!(
-            "the regions of the jobs are no multiple of the block size {block} apart, as verify \
-             needs it"
+            "the distance between the regions of the jobs is not a multiple of the block size \
+             {block}, as required by verify"
         )));
     }
     let whole = (region.end - region.start) / block * block;
@@ -168,7 +168,8 @@ fn open_ledger(job: &Job, layout: &Layout) -> Result<(Ledger, Option<Lock>), Ben
         count => Err(BenchError::State {
             path: path.display().to_string(),
             reason: format!(
-                "{count} blocks were being written when it was left; --verify-only settles them"
+                "{count} blocks were being written when the previous run stopped; run with \
+                 --verify-only first"
             ),
         }),
     }

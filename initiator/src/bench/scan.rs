@@ -50,11 +50,13 @@ fn open<D: BlockDevice>(
     geometry: &Geometry,
 ) -> Result<(Layout, Ledger, Lock), BenchError> {
     let path = task.job.state.as_ref().ok_or_else(|| {
-        BenchError::Config("verify_only needs a state file, which says what was written".into())
+        BenchError::Config(
+            "verify_only requires a state file, which records the written blocks".into(),
+        )
     })?;
     let (file, lock) = StateFile::open(path, false)?;
     let found = file.header()?;
-    let (found, _) = found.ok_or_else(|| file.error("it is empty".into()))?;
+    let (found, _) = found.ok_or_else(|| file.error("the file is empty".into()))?;
     let Layout { region, block, .. } = &found;
     let is_whole = |n: &u64| n.is_multiple_of(geometry.block_size.into());
     let fits = region.end <= geometry.capacity
@@ -63,7 +65,7 @@ fn open<D: BlockDevice>(
         && *block <= u64::from(geometry.max_transfer);
     if !fits {
         return Err(file.error(format!(
-            "it is of another device: it has bytes {} to {} in blocks of {block}",
+            "the file belongs to another device: it records bytes {} to {} in blocks of {block}",
             region.start, region.end
         )));
     }
@@ -76,7 +78,7 @@ fn open<D: BlockDevice>(
     // Without any records, we would report success without verifying any block.
     if ledger.is_blank() {
         let path = path.display().to_string();
-        let reason = "it records no write".into();
+        let reason = "the file records no write".into();
         return Err(BenchError::State { path, reason });
     }
     Ok((layout, ledger, lock))

@@ -36,13 +36,13 @@ pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, Bench
         return fail("the device is read-only".into());
     }
     if job.access == Access::Flush && !geometry.flushes {
-        return fail("the disk has no flush, so there is nothing to measure".into());
+        return fail("the disk does not support flushes, so there is nothing to measure".into());
     }
     if job.access == Access::Flush && job.runtime.is_none() && job.number_ios.is_none() {
-        return fail("flushes move no bytes, so runtime or number_ios has to end them".into());
+        return fail("flushes transfer no bytes: set runtime or number_ios".into());
     }
     if job.time_based && job.runtime.is_none() {
-        return fail("time_based has no runtime".into());
+        return fail("time_based requires runtime".into());
     }
     check_rates(job)?;
     check_verify(job)?;
@@ -54,7 +54,7 @@ pub(super) fn shares(job: &Job, geometry: &Geometry) -> Result<Vec<Share>, Bench
     }
     if shares.iter().all(|share| share.bytes == 0) {
         return fail(format!(
-            "the bytes to move are less than one block of {} bytes",
+            "the bytes to transfer are less than one block of {} bytes",
             job.min_block()
         ));
     }
@@ -84,7 +84,7 @@ fn check_sizes(job: &Job, geometry: &Geometry) -> Result<(), BenchError> {
         for size in all_sizes(sizes) {
             if size == 0 || !size.is_multiple_of(geometry.block_size) {
                 return fail(format!(
-                    "the block size {size} is no multiple of the device's {}",
+                    "the block size {size} is not a multiple of the device's {}",
                     geometry.block_size
                 ));
             }
@@ -100,7 +100,7 @@ fn check_sizes(job: &Job, geometry: &Geometry) -> Result<(), BenchError> {
             OpKind::Flush => u64::MAX,
         };
         if limit == 0 {
-            return fail("the device has no trim".into());
+            return fail("the device does not support trim".into());
         }
         if u64::from(size) > limit {
             let what = if *kind == OpKind::Trim {
@@ -109,7 +109,7 @@ fn check_sizes(job: &Job, geometry: &Geometry) -> Result<(), BenchError> {
                 "transfer"
             };
             return fail(format!(
-                "the block size {size} is more than one {what} takes, {limit}"
+                "the block size {size} exceeds the limit of one {what}, {limit}"
             ));
         }
     }
@@ -129,19 +129,20 @@ fn check_rates(job: &Job) -> Result<(), BenchError> {
     let rated = kinds.iter().filter(|kind| job.rate_of(**kind).is_some());
     match rated.count() {
         0 if job.rates.iter().any(Option::is_some) => {
-            fail("the rate is of operations that the job does not plan".into())
+            fail("the rate applies to operations that the job does not plan".into())
         }
         0 => Ok(()),
         count if count != kinds.len() => {
-            fail("a rate for one of reads and writes only is not supported: give both one".into())
+            fail("unsupported rate for only one of reads and writes: set both rates".into())
         }
-        _ if !job.thinktime.is_zero() => {
-            fail("thinktime has no effect on operations with planned times: leave out one".into())
-        }
+        _ if !job.thinktime.is_zero() => fail(
+            "thinktime has no effect on operations with planned times: remove thinktime or \
+                 the rate"
+                .into(),
+        ),
         // We can't distinguish the default from an explicit value.
         _ if job.access == Access::Mixed && job.rwmixread != 50 => fail(
-            "rwmixread has no effect on reads and writes with rates: these say how many of each \
-             there are"
+            "rwmixread has no effect on reads and writes with rates, which determine the mix"
                 .into(),
         ),
         _ => Ok(()),
@@ -151,30 +152,33 @@ fn check_rates(job: &Job) -> Result<(), BenchError> {
 fn check_verify(job: &Job) -> Result<(), BenchError> {
     if job.verify.is_none() {
         return match job.state.is_some() {
-            true => fail("a state file is for jobs with verify".into()),
+            true => fail("a state file requires verify".into()),
             false => Ok(()),
         };
     }
     if job.state.is_some() && !job.access.is_destructive() {
         return fail(
-            "a state file records writes, and the job has none; verify_only reads what one records"
+            "a state file records writes, but the job has none; use verify_only to verify \
+             recorded writes"
                 .into(),
         );
     }
     let block = u64::from(job.min_block());
     if (block as usize) < HEADER {
-        return fail(format!("the block size {block} has no room for a header"));
+        return fail(format!("the block size {block} is too small for a header"));
     }
     let kinds = job.access.kinds().iter();
     let mut sizes = kinds.flat_map(|kind| all_sizes(job.sizes_of(*kind)));
     if let Some(size) = sizes.find(|size| !u64::from(*size).is_multiple_of(block)) {
         return fail(format!(
-            "the block size {size} is no multiple of the smallest, {block}, as verify needs it"
+            "the block size {size} is not a multiple of the smallest, {block}, as required by \
+             verify"
         ));
     }
     if job.pattern == Pattern::Sequential && !job.modifier.is_multiple_of(block) {
         return fail(format!(
-            "the stride {} is no multiple of the smallest block size, {block}, as verify needs it",
+            "the stride {} is not a multiple of the smallest block size, {block}, as required by \
+             verify",
             job.modifier
         ));
     }
@@ -293,8 +297,8 @@ fn check_region(job: &Job, geometry: &Geometry, region: &Range<u64>) -> Result<(
     }
     if !start.is_multiple_of(u64::from(geometry.block_size)) {
         return fail(format!(
-            "the region begins at byte {start}, which is not a multiple of the device's blocks of {} \
-             bytes",
+            "the region starts at byte {start}, which is not a multiple of the device's blocks of \
+             {} bytes",
             geometry.block_size
         ));
     }
@@ -514,7 +518,10 @@ mod tests {
         };
         assert!(shares(&flush, &geometry()).is_ok());
         let error = shares(&flush, &without).unwrap_err().to_string();
-        assert!(error.contains("the disk has no flush"), "{error}");
+        assert!(
+            error.contains("the disk does not support flushes"),
+            "{error}"
+        );
         let plain = Job {
             access: Access::Write,
             ..Job::default()
@@ -581,8 +588,8 @@ mod tests {
             };
             shares(&job, &geometry()).unwrap_err().to_string()
         };
-        assert!(refused_size(1000).contains("no multiple of the device's 512"));
-        assert!(refused_size(2 << 20).contains("more than one transfer"));
+        assert!(refused_size(1000).contains("not a multiple of the device's 512"));
+        assert!(refused_size(2 << 20).contains("exceeds the limit of one transfer"));
         let beyond_the_optimum = Job {
             sizes: bs(1 << 20),
             ..Job::default()
@@ -594,15 +601,15 @@ mod tests {
         assert!(beyond.contains("16777216, beyond the end"), "{beyond}");
         let before = refused(|j| j.offset = Amount::Bytes(100));
         assert!(
-            before.contains("begins at byte 100, which is not"),
+            before.contains("starts at byte 100, which is not"),
             "{before}"
         );
         assert!(refused(|j| j.size = Some(Amount::Bytes(512))).contains("each job"));
         assert!(refused(|j| j.offset = Amount::Bytes(9 << 20)).contains("beyond the end"));
-        assert!(refused(|j| j.access = Access::Trim).contains("no trim"));
+        assert!(refused(|j| j.access = Access::Trim).contains("does not support trim"));
         assert!(refused(|j| j.access = Access::Flush).contains("number_ios"));
-        assert!(refused(|j| j.time_based = true).contains("no runtime"));
-        assert!(refused(|j| j.state = Some("f".into())).contains("with verify"));
+        assert!(refused(|j| j.time_based = true).contains("requires runtime"));
+        assert!(refused(|j| j.state = Some("f".into())).contains("requires verify"));
         let no_writes = refused(|j| {
             j.state = Some("f".into());
             j.verify = Some(Checksum::Crc32c);
@@ -615,7 +622,7 @@ mod tests {
             j.access = Access::Mixed;
             j.rates[0] = Some(Rate::Iops(5));
         });
-        assert!(one_rate.contains("give both one"), "{one_rate}");
+        assert!(one_rate.contains("set both rates"), "{one_rate}");
         let mix = refused(|j| {
             j.access = Access::Mixed;
             j.rwmixread = 70;

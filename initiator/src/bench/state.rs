@@ -84,12 +84,14 @@ impl Layout {
     /// Fails if a parameter in the file differs from the job.
     fn check(&self, found: &Self) -> Result<(), String> {
         if found.disk != self.disk {
-            return Err("it is of another disk, or of this one at another address".into());
+            return Err(
+                "the file belongs to another disk, or to this disk at another address".into(),
+            );
         }
         if found.content != self.content {
             return Err(
-                "its blocks were written with other content: give buffer_pattern and \
-                 buffer_compress_percentage as they were then"
+                "the recorded blocks were written with other content: use the previous \
+                 buffer_pattern and buffer_compress_percentage"
                     .into(),
             );
         }
@@ -97,7 +99,7 @@ impl Layout {
         for ((name, found), own) in names.iter().zip(found.words()).zip(self.words()) {
             if found != own {
                 return Err(format!(
-                    "it is of another job: its {name} is {found}, and that of this job {own}"
+                    "the file belongs to another job: its {name} is {found}, expected {own}"
                 ));
             }
         }
@@ -153,7 +155,7 @@ impl StateFile {
         };
         // Check this first, because opening a device can have side effects.
         if fs::metadata(path).is_ok_and(|file| !file.is_file()) {
-            return Err(fail("it is no regular file".into()));
+            return Err(fail("not a regular file".into()));
         }
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(may_create);
@@ -161,7 +163,9 @@ impl StateFile {
         let file = opened.map_err(|error| fail(error.to_string()))?;
         match file.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(fail("another run uses it".into())),
+            Err(TryLockError::WouldBlock) => {
+                return Err(fail("the file is in use by another run".into()));
+            }
             Err(TryLockError::Error(error)) => return Err(fail(error.to_string())),
         }
         let other = file.try_clone().map_err(|error| fail(error.to_string()))?;
@@ -200,7 +204,7 @@ impl StateFile {
         if len == 0 {
             return Ok(None);
         }
-        let foreign = || self.error("it is not a state file of riser bench".into());
+        let foreign = || self.error("not a state file of riser bench".into());
         if len < HEADER {
             return Err(foreign());
         }
@@ -227,14 +231,15 @@ impl StateFile {
     pub(super) fn is_half_made(&self) -> Result<bool, BenchError> {
         match self.len()? == HEADER {
             true if !self.may_create => {
-                Err(self.error("it ends early and records no write".into()))
+                Err(self.error("the file is truncated and records no write".into()))
             }
             // This may also be caused by truncation, which loses the records required for
             // verification.
             true => {
                 let path = &self.path;
                 tracing::warn!(
-                    "state file {path} has no records: what an earlier run has written is not checked"
+                    "state file {path} has no records: blocks written by previous runs are not \
+                     verified"
                 );
                 Ok(true)
             }
@@ -274,7 +279,7 @@ impl StateFile {
     ) -> Result<(), BenchError> {
         let (len, whole) = (self.len()?, whole(blocks));
         if len != whole {
-            return Err(self.error(format!("it has {len} bytes instead of {whole}")));
+            return Err(self.error(format!("invalid length of {len} bytes, expected {whole}")));
         }
         let mut bytes = vec![0; 8 * BATCH];
         for first in (0..blocks).step_by(BATCH) {
@@ -379,7 +384,7 @@ mod tests {
     fn state_file_excludes_other_runs() {
         let path = Temporary::new("lock");
         let (file, lock) = path.open();
-        assert!(path.refused().contains("another run uses it"));
+        assert!(path.refused().contains("the file is in use by another run"));
         drop(lock);
         let _other = path.open();
         // The file can be open for longer than the lock, e.g. if a worker is about to exit.
@@ -391,7 +396,7 @@ mod tests {
         let folder = std::env::temp_dir();
         for path in [Path::new("/dev/null"), folder.as_path()] {
             let error = StateFile::open(path, true).unwrap_err().to_string();
-            assert!(error.contains("no regular file"), "{error}");
+            assert!(error.contains("not a regular file"), "{error}");
         }
     }
 
@@ -415,7 +420,7 @@ mod tests {
         assert_eq!(words(&file), Ok(vec![0; 16]));
         file.file.set_len(HEADER + 64).unwrap();
         let error = words(&file).unwrap_err().to_string();
-        assert!(error.contains("has 4160 bytes instead of 4224"), "{error}");
+        assert!(error.contains("4160 bytes, expected 4224"), "{error}");
     }
 
     #[test]
@@ -431,12 +436,12 @@ mod tests {
             block: 512,
             ..layout()
         });
-        assert!(block.contains("its block size is 4096, and that of this job 512"));
+        assert!(block.contains("its block size is 4096, expected 512"));
         let disk = refused(Layout {
             disk: hash("another"),
             ..layout()
         });
-        assert!(disk.contains("of another disk"), "{disk}");
+        assert!(disk.contains("belongs to another disk"), "{disk}");
         let content = refused(Layout {
             content: hash_content(&Content {
                 pattern: b"ab".to_vec(),

@@ -688,7 +688,7 @@ fn state_file_is_verified_by_later_run() {
     buffer.slice().write(0, &before[4096 * lost..][..4096]);
     task::block_on(device.write(4096 * lost as u64, buffer, false)).unwrap();
     let error = run_on(&device, check).unwrap_err().to_string();
-    let expected = format!("byte {}: the block is of generation", 4096 * lost);
+    let expected = format!("byte {}: the block has generation", 4096 * lost);
     assert!(error.contains(&expected), "{error}");
 }
 
@@ -720,7 +720,10 @@ fn state_file_requires_same_layout() {
         devices: vec![device],
     };
     let error = run(&[other], RunOptions::default(), |_| {}).unwrap_err();
-    assert!(error.to_string().contains("of another disk"), "{error}");
+    assert!(
+        error.to_string().contains("belongs to another disk"),
+        "{error}"
+    );
 }
 
 #[test]

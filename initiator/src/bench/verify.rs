@@ -302,10 +302,7 @@ mod tests {
         assert_eq!(rig.read(&oldest, &second), Ok(1));
         assert_eq!(rig.read(&oldest, &third), Ok(1));
         let error = rig.read(&oldest, &first).unwrap_err().to_string();
-        assert!(
-            error.contains("generation 1, not one from 2 to 3"),
-            "{error}"
-        );
+        assert!(error.contains("generation 1, expected 2 to 3"), "{error}");
         assert_eq!(rig.read(&[None], &first), Ok(0), "it was not known");
     }
 
@@ -352,7 +349,7 @@ mod tests {
         rig.verifier.note_oldest(&BLOCK, &mut oldest);
         assert_eq!(rig.read(&oldest, &new), Ok(1));
         let error = rig.read(&oldest, &stale).unwrap_err().to_string();
-        assert!(error.contains("another run has written"), "{error}");
+        assert!(error.contains("written by another run"), "{error}");
     }
 
     #[test]

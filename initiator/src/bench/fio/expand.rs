@@ -29,10 +29,10 @@ pub(super) fn expand(line: &str, env: &dyn Fn(&str) -> Option<String>) -> Result
     while let Some(start) = rest.find("${") {
         let (before, variable) = rest.split_at(start);
         let end = variable.find('}');
-        let end = end.ok_or_else(|| format!("`{variable}` has no closing brace"))?;
+        let end = end.ok_or_else(|| format!("missing closing brace in `{variable}`"))?;
         let name = &variable[2..end];
         let value = env(name);
-        let value = value.ok_or_else(|| format!("the environment has no variable `{name}`"))?;
+        let value = value.ok_or_else(|| format!("environment variable `{name}` is not set"))?;
         out += before;
         out += &value;
         rest = &variable[end + 1..];

@@ -33,13 +33,14 @@ pub(super) fn set(
     if let Some((_, why)) = UNSUPPORTED.iter().find(|(known, _)| *known == name) {
         return Err(format!("option `{name}` is not supported: {why}"));
     }
-    let text = value.ok_or_else(|| format!("option `{name}` has no value, or is not known"))?;
+    let text =
+        value.ok_or_else(|| format!("missing value of option `{name}`, or unknown option"))?;
     let is_set = set_workload(job, name, text, units)?
         || set_extent(job, name, text, units)?
         || set_data(job, name, text)?;
     match is_set {
         true => Ok(true),
-        false => Err(format!("option `{name}` is not known")),
+        false => Err(format!("unknown option `{name}`")),
     }
 }
 
@@ -109,7 +110,11 @@ fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<b
             job.rate_process = match text {
                 "linear" => RateProcess::Linear,
                 "poisson" => RateProcess::Poisson,
-                _ => return Err(format!("`{text}` is neither linear nor poisson")),
+                _ => {
+                    return Err(format!(
+                        "invalid process `{text}`: expected linear or poisson"
+                    ));
+                }
             };
         }
         "thinktime" => job.thinktime = units.micros(text)?,
@@ -120,7 +125,11 @@ fn set_workload(job: &mut Job, name: &str, text: &str, units: Units) -> Result<b
             job.fua = match text {
                 "none" | "0" => false,
                 "sync" | "dsync" | "1" => true,
-                _ => return Err(format!("`{text}` is none of none, sync and dsync")),
+                _ => {
+                    return Err(format!(
+                        "invalid value `{text}`: expected none, sync or dsync"
+                    ));
+                }
             };
         }
         _ => return Ok(false),
@@ -144,7 +153,7 @@ fn set_extent(job: &mut Job, name: &str, text: &str, units: Units) -> Result<boo
             job.runtime = Some(units.time(text)?).filter(|time| !time.is_zero());
         }
         "zonemode" if text == "none" => {}
-        "zonemode" => return Err(format!("zone mode `{text}` is not supported; none is")),
+        "zonemode" => return Err(format!("unsupported zone mode `{text}`: expected none")),
         _ => return Ok(false),
     }
     Ok(true)
@@ -171,7 +180,7 @@ fn set_data(job: &mut Job, name: &str, text: &str) -> Result<bool, String> {
                 "crc64" => Some(Checksum::Crc64),
                 _ => {
                     return Err(format!(
-                        "checksum `{text}` is not supported; crc32c, crc32 and crc64 are"
+                        "unsupported checksum `{text}`: expected crc32c, crc32 or crc64"
                     ));
                 }
             };
@@ -206,7 +215,7 @@ fn filename(text: &str) -> Result<String, String> {
 
 fn positive(number: u64) -> Result<u64, String> {
     match number {
-        0 => Err("0 is not possible here".into()),
+        0 => Err("invalid value 0".into()),
         number => Ok(number),
     }
 }
@@ -231,8 +240,8 @@ fn set_rw(job: &mut Job, text: &str, units: Units) -> Result<(), String> {
         "flush" if pattern == Pattern::Sequential => Access::Flush,
         _ => {
             return Err(format!(
-                "`{name}` is none of read, write, rw, trim, trimwrite, randread, randwrite, randrw, \
-                 randtrim, randtrimwrite, flush"
+                "invalid access pattern `{name}`: expected read, write, rw, trim, trimwrite, \
+                 randread, randwrite, randrw, randtrim, randtrimwrite or flush"
             ));
         }
     };
@@ -516,19 +525,19 @@ mod tests {
         let refused =
             |name: &str, value: Option<&str>| Job::default().set(name, value, FIO).unwrap_err();
         assert!(
-            refused("rate_min", Some("5")).contains("`rate_min` is not supported: a rate that")
+            refused("rate_min", Some("5")).contains("`rate_min` is not supported: a missed rate")
         );
-        assert!(refused("loops", Some("0")).contains("not possible"));
+        assert!(refused("loops", Some("0")).contains("invalid value 0"));
         assert!(refused("startdelay", Some("5-10")).contains("is not a time"));
-        assert!(refused("blokksize", Some("4k")).contains("`blokksize` is not known"));
-        assert!(refused("bs", None).contains("`bs` has no value"));
-        assert!(refused("rw", Some("sideways")).contains("`sideways` is none of"));
+        assert!(refused("blokksize", Some("4k")).contains("unknown option `blokksize`"));
+        assert!(refused("bs", None).contains("missing value of option `bs`"));
+        assert!(refused("rw", Some("sideways")).contains("invalid access pattern `sideways`"));
         assert!(refused("rw", Some("randread:0")).contains('0'));
-        assert!(refused("rate_iops", Some("0")).contains("not possible"));
+        assert!(refused("rate_iops", Some("0")).contains("invalid value 0"));
         assert!(refused("sessions", Some("0")).contains("from 1 to 64"));
         assert!(refused("sessions", Some("65")).contains("from 1 to 64"));
         assert!(refused("verify", Some("md5")).contains("crc32c"));
-        assert!(refused("time_based", Some("maybe")).contains("neither 0 nor 1"));
+        assert!(refused("time_based", Some("maybe")).contains("expected 0 or 1"));
         assert!(!Job::default().set("ioengine", Some("libaio"), FIO).unwrap());
     }
 

@@ -141,7 +141,7 @@ pub(super) fn boolean(value: Option<&str>) -> Result<bool, String> {
     match value {
         None | Some("1" | "true") => Ok(true),
         Some("0" | "false") => Ok(false),
-        Some(text) => Err(format!("`{text}` is neither 0 nor 1")),
+        Some(text) => Err(format!("invalid value `{text}`: expected 0 or 1")),
     }
 }
 
@@ -241,7 +241,7 @@ pub(super) fn distribution(text: &str) -> Result<Distribution, String> {
             Ok(Distribution::Zoned(vec![(accesses, space), rest]))
         }
         "pareto" | "normal" | "zoned_abs" => Err(format!(
-            "distribution `{name}` is not supported; random, zipf, zoned and hotspot are"
+            "unsupported distribution `{name}`: expected random, zipf, zoned or hotspot"
         )),
         _ => Err(format!("`{text}` is not a distribution such as zipf:1.2")),
     }
@@ -410,7 +410,7 @@ mod tests {
         assert!(
             distribution("pareto:0.3")
                 .unwrap_err()
-                .contains("not supported")
+                .contains("unsupported distribution")
         );
     }
 

@@ -110,11 +110,10 @@ fn costs(usage: &Usage, ios: u64) -> String {
 pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     let mut notes = Vec::new();
     if let Some(verified) = &outcome.verified {
-        notes.push(format!("verified: {} blocks, all right", verified.blocks));
+        notes.push(format!("verified: {} blocks, no mismatch", verified.blocks));
         if verified.torn > 0 {
             notes.push(format!(
-                "{} blocks of interrupted writes are partly old and partly new, as disks may leave \
-                 them",
+                "{} blocks of interrupted writes contain old and new data, as permitted for disks",
                 verified.torn
             ));
         }
@@ -126,15 +125,14 @@ pub(super) fn notes(outcome: &Outcome) -> Vec<String> {
     }
     if outcome.not_started > 0 {
         notes.push(format!(
-            "warning: about {} operations were due and had not started at the end: the rate was not \
+            "warning: about {} operations were due but not started at the end: the rate was not \
              reached",
             outcome.not_started
         ));
     }
     if let Some(share) = hole_share(outcome) {
         notes.push(format!(
-            "warning: {share} of the region has no blocks allocated; reads there are not reads of a \
-             disk"
+            "warning: {share} of the region is not allocated; reads of it do not access the disk"
         ));
     }
     notes

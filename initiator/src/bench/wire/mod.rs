@@ -74,22 +74,22 @@ pub enum WireError {
     #[error("every loopback address from 127.77.0.1 to 127.77.0.254 is in use")]
     NoAddress,
     /// One address is IPv4 and the other is IPv6.
-    #[error("{0} and {1} are not of one address family")]
+    #[error("{0} and {1} have different address families")]
     Family(IpAddr, IpAddr),
     /// Both addresses are the same.
-    #[error("{0} is this end's own address")]
+    #[error("{0} is the local address")]
     SameAddress(IpAddr),
     /// Invalid path MTU.
-    #[error("path MTU {0} is none of 256, 512, 1024, 2048 and 4096")]
+    #[error("invalid path MTU {0}: expected 256, 512, 1024, 2048 or 4096")]
     PathMtu(u16),
     /// The MTU of the interface is less than the smallest path MTU.
-    #[error("the interface with {0} carries no RoCE packets: its MTU is too small")]
+    #[error("the MTU of the interface with {0} is too small for RoCE packets")]
     Interface(IpAddr),
     /// There is no responder.
-    #[error("no responder answers at {0}: does `riser bench wire --listen` run there?")]
+    #[error("no responder at {0}: run `riser bench wire --listen` there")]
     NoAnswer(IpAddr),
     /// No data was received in a case.
-    #[error("{0}: no reply came within {1:?}; a path that carries smaller packets needs --mtu")]
+    #[error("{0}: no reply received within {1:?}; set --mtu if the path MTU is smaller")]
     Nothing(&'static str, Duration),
     /// A thread couldn't be started or has exited.
     #[error("the responder's thread failed: {0}")]
@@ -201,7 +201,7 @@ impl WireReport {
             );
             if case.corrupted + case.foreign > 0 {
                 out += &format!(
-                    "  {} corrupted packets, {} datagrams of others\n",
+                    "  {} corrupted packets, {} unrelated datagrams\n",
                     case.corrupted, case.foreign
                 );
             }
@@ -252,7 +252,7 @@ pub fn measure_loopback(config: WireConfig) -> Result<WireReport, WireError> {
         let report = run(local, peer, driver, config, true);
         stop.store(true, Ordering::Relaxed);
         if thread.join().is_err() {
-            return Err(WireError::Thread("it panicked".into()));
+            return Err(WireError::Thread("panicked".into()));
         }
         report
     })

@@ -26,13 +26,13 @@ pub fn write(out: &mut dyn Write, comparison: &Comparison) -> io::Result<()> {
     if comparison.cases.is_empty() {
         return writeln!(
             out,
-            "no case is in both files; with --by name, options may differ"
+            "no case is in both files; use --by name if options differ"
         );
     }
     writeln!(
         out,
-        "Ratios are of B to A. Where the interval at {:.0} % contains 1, there is no difference \
-         beyond noise; one figure in {:.0} differs by chance.",
+        "Ratios are of B to A. If the interval at {:.0} % contains 1, there is no difference \
+         beyond noise; one result in {:.0} differs by chance.",
         100.0 * comparison.confidence,
         1.0 / (1.0 - comparison.confidence)
     )
@@ -55,7 +55,7 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
     if stats::cut(a, b).is_none() {
         writeln!(
             out,
-            "  too few rounds to judge: {:.0} % takes 4 and 4, 3 and 5, or 2 and 8",
+            "  too few rounds: {:.0} % requires 4 and 4, 3 and 5, or 2 and 8",
             100.0 * stats::CONFIDENCE
         )?;
     }
@@ -220,7 +220,7 @@ mod tests {
         write(&mut out, &comparison).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert!(
-            text.contains("too few rounds to judge: 95 % takes 4 and 4, 3 and 5, or 2 and 8"),
+            text.contains("too few rounds: 95 % requires 4 and 4, 3 and 5, or 2 and 8"),
             "{text}"
         );
         assert!(text.contains("  -  "), "{text}");

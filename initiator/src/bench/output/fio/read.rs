@@ -9,7 +9,7 @@ use crate::bench::outcome::{OpKind, show_disk};
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ReadError {
     /// The document is not valid JSON.
-    #[error("no JSON of fio: {0}")]
+    #[error("not fio JSON output: {0}")]
     Syntax(String),
     /// A member is missing or has another type.
     #[error("{path}: {wanted}")]
@@ -21,8 +21,7 @@ pub enum ReadError {
     },
     /// There are multiple processes for a job, with separate results.
     #[error(
-        "jobs[{index}] runs beside another job of its name, {name}, and their percentiles cannot be \
-         added up; run fio with --group_reporting"
+        "jobs[{index}] runs concurrently with another job named {name}, and their percentiles cannot be merged; run fio with --group_reporting"
     )]
     Clones {
         /// Index of the second process.
@@ -129,7 +128,7 @@ pub fn read(text: &str) -> Result<Vec<RunSummary>, ReadError> {
         documents += 1;
     }
     match documents {
-        0 => Err(ReadError::Syntax("no line begins with {".into())),
+        0 => Err(ReadError::Syntax("no line starts with {".into())),
         _ => Ok(runs),
     }
 }
@@ -142,7 +141,7 @@ fn read_document(document: &Value, runs: &mut Vec<RunSummary>) -> Result<(), Rea
     let global = document.get("global options").and_then(Value::as_object);
     let jobs = top.member("jobs")?;
     let Some(list) = jobs.value.as_array() else {
-        return Err(jobs.wrong("an array is expected here"));
+        return Err(jobs.wrong("expected an array"));
     };
     let first = runs.len();
     let mut groups: Vec<u64> = Vec::new();
@@ -169,12 +168,12 @@ fn read_document(document: &Value, runs: &mut Vec<RunSummary>) -> Result<(), Rea
 fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSummary, ReadError> {
     let name = job.member("jobname")?;
     let Some(name) = name.value.as_str() else {
-        return Err(name.wrong("a text is expected here"));
+        return Err(name.wrong("expected a string"));
     };
     if job.number_or("error", 0.0)? != 0.0 {
         return Err(ReadError::Member {
             path: job.below("error"),
-            wanted: "this job has failed, so its figures are not those of a round",
+            wanted: "the job failed, so its results are not a complete round",
         });
     }
     let seconds = job.number_or("job_runtime", 0.0)? / 1000.0;
@@ -280,13 +279,13 @@ fn latency(node: &Node<'_>) -> Result<LatencySummary, ReadError> {
     if node.value.get("percentile").is_some() {
         let list = node.member("percentile")?;
         let Some(object) = list.value.as_object() else {
-            return Err(list.wrong("an object is expected here"));
+            return Err(list.wrong("expected an object"));
         };
         for (key, value) in object {
             // Old versions of fio include 0.00 for percentiles that are not configured.
             match (key.parse::<f64>(), value.as_f64()) {
                 (Ok(percent), Some(nanos)) => percentiles.push((percent, nanos)),
-                _ => return Err(list.wrong("pairs of a percentage and a time are expected here")),
+                _ => return Err(list.wrong("expected pairs of a percentage and a time")),
             }
         }
     }
@@ -343,7 +342,7 @@ impl<'a> Node<'a> {
             Some(value) => Ok(Node { path, value }),
             None => Err(ReadError::Member {
                 path,
-                wanted: "this is missing; fio 3 and newer has it",
+                wanted: "missing member; use fio 3 or later",
             }),
         }
     }
@@ -352,7 +351,7 @@ impl<'a> Node<'a> {
         let member = self.member(key)?;
         match member.value.as_f64() {
             Some(number) if number >= 0.0 => Ok(number),
-            _ => Err(member.wrong("a number that is not negative is expected here")),
+            _ => Err(member.wrong("expected a non-negative number")),
         }
     }
 
@@ -486,7 +485,7 @@ mod tests {
     #[test]
     fn syntax_errors_include_file_line() {
         let error = read("fio: a warning\n{\n  \"jobs\": [}\n").unwrap_err();
-        let expected = "no JSON of fio: line 3, column 12: expected value";
+        let expected = "not fio JSON output: line 3, column 12: expected value";
         assert_eq!(error.to_string(), expected);
     }
 

@@ -49,7 +49,7 @@ pub fn write(out: &mut dyn Write, outcomes: &[Outcome], machine: &Machine) -> io
     time::over_time(&mut page, outcomes);
     load::costs(&mut page, outcomes);
     page.push_str(
-        "<h2>About the figures</h2>\n<p class=\"soft\">A latency runs from the start of an operation \
+        "<h2>About the results</h2>\n<p class=\"soft\">A latency runs from the start of an operation \
          to its completion; where arrivals are planned, from the time when the operation was due. \
          Histograms have three significant digits. CPU time is of the whole process.</p>\n\
          </main>\n</body>\n</html>\n",

@@ -92,35 +92,41 @@ fn config(args: &VnicArgs) -> Result<Config, CliError> {
     };
     for other in [Some(group), args.manager].into_iter().flatten() {
         if other.is_ipv4() != args.addr.is_ipv4() {
-            return usage(format!("{other} is not of the family of {}", args.addr));
+            return usage(format!(
+                "{other} has another address family than {}",
+                args.addr
+            ));
         }
     }
     if args.manage && args.dead_after <= args.interval {
-        return usage("members would be forgotten before they are asked once more".into());
+        return usage(
+            "members would be removed before the next query: --dead-after must exceed --interval"
+                .into(),
+        );
     }
     if args.manage && args.interval < Duration::from_millis(100) {
         return usage("the interval is shorter than 100 ms".into());
     }
     if args.manage && args.interval > MAX_INTERVAL {
         return usage(
-            "the interval is longer than 5 s, and members take another manager after 10".into(),
+            "the interval is longer than 5 s, and members select another manager after 10 s".into(),
         );
     }
     if has_repetition(&args.name) {
-        return usage("two interfaces have one name".into());
+        return usage("duplicate interface name".into());
     }
     if args.name.len() > MAX_INTERFACES || args.switch.len() > MAX_INTERFACES {
         return usage(format!(
-            "there are at most {MAX_INTERFACES} interfaces and switches"
+            "too many interfaces or switches: the limit is {MAX_INTERFACES}"
         ));
     }
     if has_repetition(&args.switch) {
-        return usage("two switches have one number".into());
+        return usage("duplicate switch number".into());
     }
     let mtus = match *args.mtu {
         [mtu] => vec![mtu; args.switch.len()],
         _ if args.mtu.len() == args.switch.len() => args.mtu.clone(),
-        _ => return usage("there is one MTU for all switches, or one for each".into()),
+        _ => return usage("set one MTU for all switches, or one for each".into()),
     };
     let vesws = args.switch.iter().zip(mtus);
     let vesws = vesws.map(|(switch, mtu)| VeswConfig::new(*switch, mtu));
@@ -156,23 +162,21 @@ fn failed(error: VnicError, config: &Config) -> CliError {
                 || matches!(e.raw_os_error(), Some(libc::ENODEV | libc::ENXIO));
             let help = match e.kind() {
                 io::ErrorKind::PermissionDenied if is_interface => {
-                    Some("making an interface takes root, or CAP_NET_ADMIN".to_owned())
+                    Some("creating an interface requires root or CAP_NET_ADMIN".to_owned())
                 }
                 _ if is_interface && is_missing => {
-                    Some("`modprobe tun` makes /dev/net/tun".to_owned())
+                    Some("run `modprobe tun` to create /dev/net/tun".to_owned())
                 }
                 io::ErrorKind::ResourceBusy if is_interface => Some(
-                    "there is an interface of this name; `--name` gives this one another"
-                        .to_owned(),
+                    "an interface with this name exists; use `--name` to set another".to_owned(),
                 ),
                 io::ErrorKind::AddrNotAvailable => Some(format!(
-                    "`ip address` shows which addresses this host has; {} is none",
+                    "{} is not an address of this host; use `ip address` to list them",
                     config.addr
                 )),
-                io::ErrorKind::AddrInUse => Some(
-                    "another program has a software NIC there; one address serves one program"
-                        .to_owned(),
-                ),
+                io::ErrorKind::AddrInUse => {
+                    Some("another process has a software NIC at this address".to_owned())
+                }
                 _ => None,
             };
             let exit = match e.kind() {
@@ -192,7 +196,10 @@ fn failed(error: VnicError, config: &Config) -> CliError {
     };
     let error = CliError::new(
         exit,
-        format!("no virtual Ethernet for {}", config.names.join(", ")),
+        format!(
+            "cannot join a virtual Ethernet with {}",
+            config.names.join(", ")
+        ),
     )
     .because(error);
     match help {

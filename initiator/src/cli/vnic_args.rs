@@ -57,9 +57,9 @@ pub struct VnicArgs {
 fn mac(text: &str) -> Result<Mac, String> {
     let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
     let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
-    let mac = Mac(bytes.ok_or("a MAC address is six hexadecimal bytes with colons")?);
+    let mac = Mac(bytes.ok_or("invalid MAC address: expected six hexadecimal bytes with colons")?);
     match mac.is_multicast() || mac.is_zero() {
-        true => Err("this is not the address of one host".into()),
+        true => Err("not a unicast address".into()),
         false => Ok(mac),
     }
 }

@@ -89,7 +89,7 @@ pub struct Manage {
 #[derive(Debug, thiserror::Error)]
 pub enum VnicError {
     /// The software NIC can't be opened.
-    #[error("no software NIC at {0}")]
+    #[error("cannot open a software NIC at {0}")]
     Device(IpAddr, #[source] io::Error),
     /// Verbs error from the NIC.
     #[error("{step}")]
@@ -101,10 +101,10 @@ pub enum VnicError {
         source: VerbsError,
     },
     /// The interface MTU is too small for management packets.
-    #[error("the network at {0} carries packets of {1} bytes; a member needs {MIN_PATH_MTU}")]
+    #[error("the path MTU of {1} bytes at {0} is too small; a member requires {MIN_PATH_MTU}")]
     PathMtu(IpAddr, u32),
     /// The interface can't be created.
-    #[error("no interface {0}")]
+    #[error("cannot create the interface {0}")]
     Create(String, #[source] io::Error),
     /// The interface was removed, or a setting was rejected.
     #[error("the interface {0} failed")]
@@ -318,7 +318,9 @@ impl Node {
             hop_limit: 1,
             ..AhAttr::new(group)
         };
-        let group_ah = nic.create_ah(pd, attr).map_err(verbs("way to the group"))?;
+        let group_ah = nic
+            .create_ah(pd, attr)
+            .map_err(verbs("address handle of the group"))?;
         Ok(Self {
             nic,
             pd,
@@ -413,7 +415,13 @@ impl Node {
                             self.interfaces[usize::from(vport)].tap.write(frame);
                         }
                         Ok(None) => {}
-                        Err(drop) => tracing::trace!(from = %from.gid, %drop, "no frame"),
+                        Err(drop) => {
+                            tracing::trace!(
+                                from = %from.gid,
+                                %drop,
+                                "discarded a packet without a valid frame"
+                            );
+                        }
                     }
                 }
             }
@@ -462,7 +470,7 @@ impl Node {
                 Some(ah)
             }
             Err(error) => {
-                tracing::debug!(%gid, %error, "no way to a port");
+                tracing::debug!(%gid, %error, "cannot create an address handle for a port");
                 None
             }
         }
@@ -507,7 +515,7 @@ impl Node {
         let sent: Encapsulated = match port.encapsulate(&bytes[..len], now) {
             Ok(sent) => sent,
             Err(drop) => {
-                tracing::trace!(%drop, "a frame is not sent");
+                tracing::trace!(%drop, "frame not sent");
                 return;
             }
         };
@@ -535,7 +543,7 @@ impl Node {
             match event {
                 AsyncEvent::PortActive(_) => self.set_linked(true)?,
                 AsyncEvent::PortError(_) => self.set_linked(false)?,
-                other => tracing::debug!(?other, "an event of the software NIC"),
+                other => tracing::debug!(?other, "software NIC event"),
             }
         }
         if self.looked.is_some_and(|looked| now < looked + LOOK) {
@@ -548,8 +556,8 @@ impl Node {
             self.missed = None;
             tracing::warn!(
                 group = %self.group.ip(),
-                "no manager has configured each interface so far; is there one member with --manage \
-                 and as many switches, and do datagrams of this group arrive?"
+                "some interfaces are not configured by a manager yet: check that one member uses \
+                 --manage with as many switches, and that datagrams of this group arrive"
             );
         }
         for (vport, interface) in (0..).zip(&mut self.interfaces) {

@@ -101,7 +101,7 @@ impl Queue {
                 sges: &sges,
             };
             let posted = nic.post_recv(self.qp, &[wr]);
-            posted.map_err(|_| VerbsError::InvalidState("the queue takes no receive"))?;
+            posted.map_err(|_| VerbsError::InvalidState("cannot post a receive to the queue"))?;
         }
         Ok(())
     }
@@ -185,7 +185,7 @@ impl Queue {
             ..SendWr::new(wr_id, SendOp::Send, &sges)
         };
         if let Err(error) = nic.post_send(self.qp, &[wr]) {
-            tracing::debug!(?error, "a datagram is not sent");
+            tracing::debug!(?error, "datagram not sent");
             self.free.push(slot);
         }
     }

@@ -104,11 +104,7 @@ impl Tap {
         let name = std::str::from_utf8(name.unwrap_or_default());
         let name = name.map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
         if name != self.name {
-            tracing::info!(
-                before = self.name,
-                now = name,
-                "the interface has another name"
-            );
+            tracing::info!(before = self.name, now = name, "the interface was renamed");
             name.clone_into(&mut self.name);
         }
         Ok(())
@@ -221,7 +217,7 @@ impl Tap {
     /// wire.
     pub fn write(&self, frame: &[u8]) {
         if let Err(error) = (&self.file).write(frame) {
-            tracing::debug!(%error, "the host takes no frame");
+            tracing::debug!(%error, "the host rejected a frame");
         }
     }
 }

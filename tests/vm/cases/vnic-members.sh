@@ -95,7 +95,7 @@ wait_for 30 grep -q 'orders from another manager' "$KEEP/d.log"
 reaches b 192.168.50.3
 leave d
 member d 10.98.0.4 --manager 10.98.0.77
-wait_for 15 grep -q 'no manager has configured' "$KEEP/d.log"
+wait_for 15 grep -q 'not configured by a manager' "$KEEP/d.log"
 on d grep -q 1 /sys/class/net/vnic0/carrier 2>/dev/null && fail "orders of another manager"
 leave d
 
@@ -136,9 +136,9 @@ explained() { # words, host, option…
         fail "nothing says: $words"
     }
 }
-explained 'one address serves one program' b --addr 10.98.0.2 --name other
-explained 'interface of this name' d --addr 10.98.0.4 --name eth0
-explained 'which addresses this host has' d --addr 10.98.0.99
+explained 'another process has a software NIC' b --addr 10.98.0.2 --name other
+explained 'an interface with this name exists' d --addr 10.98.0.4 --name eth0
+explained 'is not an address of this host' d --addr 10.98.0.99
 on d ip link add small mtu 700 type bridge
 on d ip address add 10.97.0.4/24 dev small
 on d ip link set small up

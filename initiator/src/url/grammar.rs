@@ -78,10 +78,10 @@ pub(super) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
     /// Missing or unknown scheme.
-    #[error("address must begin with `srp://`, `iscsi://` or `iser://`")]
+    #[error("address must start with `srp://`, `iscsi://` or `iser://`")]
     Scheme,
     /// Missing or malformed host.
-    #[error("host `{0}` is neither an address nor a name")]
+    #[error("host `{0}` is not an address or a name")]
     Host(String),
     /// The port isn't a number from 1 to 65535.
     #[error("port `{0}` is not a number from 1 to 65535")]
@@ -98,7 +98,7 @@ pub enum UrlError {
         why: NameError,
     },
     /// Password without a user.
-    #[error("a password is given, but no user")]
+    #[error("missing user for the password")]
     NoUser,
     /// Unknown key.
     #[error("unknown key `{0}`")]
@@ -107,13 +107,13 @@ pub enum UrlError {
     #[error("key `{0}` occurs twice")]
     Repeated(String),
     /// Duplicate portal.
-    #[error("portal `{0}` is named twice; every path needs one of its own")]
+    #[error("duplicate portal `{0}`; each path requires a separate portal")]
     SamePortal(String),
     /// More than [`MAX_PORTALS`] portals.
     #[error("more than {MAX_PORTALS} portals")]
     TooManyPortals,
     /// Key without a value.
-    #[error("key `{0}` has no value")]
+    #[error("missing value of key `{0}`")]
     NoValue(String),
     /// Invalid value for this key.
     #[error("value `{value}` of key `{key}` is not {expected}")]

@@ -417,7 +417,7 @@ mod tests {
                 "`1:2:3` of key `portal` is not HOST",
             ),
             ("iscsi://h/?portal=x:0", "`x:0` of key `portal` is not HOST"),
-            ("iscsi://h/?portal=", "key `portal` has no value"),
+            ("iscsi://h/?portal=", "missing value of key `portal`"),
             ("iscsi://h/?portal=h:3260", "portal `h:3260` is named twice"),
             (
                 "iscsi://h/?portal=i&portal=i",
@@ -425,7 +425,7 @@ mod tests {
             ),
             ("iscsi://h/?paths=2", "`2` of key `paths` is not `all`"),
             ("nvme://h", "iscsi://"),
-            ("iscsi://%pw@h", "no user"),
+            ("iscsi://%pw@h", "missing user"),
             ("iscsi://h/disk", "disk"),
             ("iscsi://h/iqn.2026-01.a:b/x", "`x`"),
             ("iscsi://h//1", "`1`"),

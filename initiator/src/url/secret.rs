@@ -79,7 +79,7 @@ pub enum SecretError {
         source: std::io::Error,
     },
     /// No password for this user.
-    #[error("there is no password for user `{user}`; give it in {env} or in a file")]
+    #[error("missing password for user `{user}`; set it in {env} or in a file")]
     Missing {
         /// User name.
         user: String,
@@ -87,12 +87,10 @@ pub enum SecretError {
         env: &'static str,
     },
     /// The target can't be authenticated if the initiator isn't.
-    #[error(
-        "a target user is given, but no user: a target proves itself only to an initiator that does"
-    )]
+    #[error("missing user for the target user: mutual authentication requires both")]
     OneSided,
     /// Both sides use the same secret.
-    #[error("user and target user have the same password: each needs its own")]
+    #[error("user and target user have the same password: use different passwords")]
     Same,
 }
 

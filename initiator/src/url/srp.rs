@@ -257,22 +257,16 @@ mod tests {
         for (text, message) in [
             (
                 "http://x",
-                "address must begin with `srp://`, `iscsi://` or `iser://`",
+                "address must start with `srp://`, `iscsi://` or `iser://`",
             ),
-            ("srp://", "host `` is neither an address nor a name"),
-            (
-                "srp://1.2.3",
-                "host `1.2.3` is neither an address nor a name",
-            ),
-            (
-                "srp://fe80::1",
-                "host `fe80:` is neither an address nor a name",
-            ),
+            ("srp://", "host `` is not an address or a name"),
+            ("srp://1.2.3", "host `1.2.3` is not an address or a name"),
+            ("srp://fe80::1", "host `fe80:` is not an address or a name"),
             (
                 "srp://[fe80::1",
-                "host `[fe80::1` is neither an address nor a name",
+                "host `[fe80::1` is not an address or a name",
             ),
-            ("srp://a b", "host `a b` is neither an address nor a name"),
+            ("srp://a b", "host `a b` is not an address or a name"),
             ("srp://h:0", "port `0` is not a number from 1 to 65535"),
             ("srp://h:+1", "port `+1` is not a number from 1 to 65535"),
             ("srp://h:", "port `` is not a number from 1 to 65535"),
@@ -285,9 +279,9 @@ mod tests {
                 "logical unit `16384` is not a number from 0 to 16383",
             ),
             ("srp://h/0?qs=1", "unknown key `qs`"),
-            ("srp://h/0?queue_size", "key `queue_size` has no value"),
-            ("srp://h/0?", "key `` has no value"),
-            ("srp://h/0?pkey=", "key `pkey` has no value"),
+            ("srp://h/0?queue_size", "missing value of key `queue_size`"),
+            ("srp://h/0?", "missing value of key ``"),
+            ("srp://h/0?pkey=", "missing value of key `pkey`"),
             (
                 "srp://h/0?ch_count=1&channels=1",
                 "key `channels` occurs twice",

@@ -179,7 +179,7 @@ impl<D: BlockDevice> Connection<D> {
                     }
                 }
                 Err(fault) => {
-                    tracing::info!(%fault, "NBD client breaks the protocol; disconnecting it");
+                    tracing::info!(%fault, "NBD client violated the protocol; disconnecting it");
                     self.ended = true;
                 }
             }
@@ -283,7 +283,7 @@ impl<D: BlockDevice> Connection<D> {
                     io::ErrorKind::WouldBlock => false,
                     io::ErrorKind::Interrupted => true,
                     _ => {
-                        tracing::debug!(%error, "NBD client is gone");
+                        tracing::debug!(%error, "NBD client disconnected");
                         self.ended = true;
                         true
                     }

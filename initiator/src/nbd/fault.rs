@@ -6,13 +6,13 @@ use thiserror::Error;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum NbdFault {
     /// Unknown bit set in the client flags.
-    #[error("client flags {0:#x} have an unknown bit")]
+    #[error("unknown bit in client flags {0:#x}")]
     ClientFlags(u32),
     /// Option with an invalid magic number.
-    #[error("option begins with {0:#x}")]
+    #[error("invalid magic {0:#x} of an option")]
     OptionMagic(u64),
     /// Option which is larger than any valid option.
-    #[error("option {option} is {len} bytes long")]
+    #[error("invalid length of {len} bytes of option {option}")]
     OptionLength {
         /// Option number.
         option: u32,
@@ -20,10 +20,10 @@ pub enum NbdFault {
         len: u32,
     },
     /// Unknown export requested via `EXPORT_NAME`, which has no error reply.
-    #[error("the client asks for an export that does not exist")]
+    #[error("unknown export requested")]
     UnknownExport,
     /// Request with an invalid magic number.
-    #[error("request begins with {0:#x}")]
+    #[error("invalid magic {0:#x} of a request")]
     RequestMagic(u32),
     /// Data received after the stream was closed.
     #[error("the connection is closed")]

@@ -219,7 +219,7 @@ impl Shared {
                     io::ErrorKind::Interrupted => continue,
                     io::ErrorKind::WouldBlock => return,
                     _ => {
-                        tracing::debug!(%error, "NBD client is gone");
+                        tracing::debug!(%error, "NBD client disconnected");
                         queue.dead = true;
                         sent.extend(queue.pieces.drain(..));
                         (queue.bytes, queue.sent) = (0, 0);

@@ -170,8 +170,8 @@ impl Errno {
             n if n == Self::NoSpc as u32 => E::NoSpace,
             n if n == Self::Inval as u32 => E::OutOfRange,
             n if n == Self::NotSup as u32 => E::Unsupported,
-            n if message.is_empty() => E::Io(format!("the NBD server reports error {n}")),
-            n => E::Io(format!("the NBD server reports error {n}: {message}")),
+            n if message.is_empty() => E::Io(format!("the NBD server reported error {n}")),
+            n => E::Io(format!("the NBD server reported error {n}: {message}")),
         }
     }
 }

@@ -149,7 +149,7 @@ impl<D: BlockDevice> Server<D> {
             match rustix::event::poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!(%error, "NBD server cannot wait for clients");
+                    tracing::error!(%error, "cannot wait for NBD clients");
                     return;
                 }
             }
@@ -159,14 +159,14 @@ impl<D: BlockDevice> Server<D> {
             match self.listener.accept() {
                 Ok((socket, _)) => {
                     if let Err(error) = self.serve(socket, clients) {
-                        tracing::warn!(%error, "NBD client was turned away");
+                        tracing::warn!(%error, "NBD client rejected");
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
                     // We are probably out of descriptors: wait until some clients have
                     // disconnected.
-                    tracing::warn!(%error, "NBD client cannot be accepted");
+                    tracing::warn!(%error, "cannot accept an NBD client");
                     thread::sleep(Duration::from_millis(100));
                 }
             }

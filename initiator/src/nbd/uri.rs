@@ -14,25 +14,25 @@ use super::proto::{MAX_STRING, NBD_PORT};
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum UriError {
     /// Not an NBD scheme.
-    #[error("an NBD address begins with `nbd://` or `nbd+unix://`")]
+    #[error("an NBD address must start with `nbd://` or `nbd+unix://`")]
     Scheme,
     /// The scheme requires encryption.
-    #[error("`{0}` demands TLS, which is not supported")]
+    #[error("`{0}` requires TLS, which is not supported")]
     Tls(String),
     /// User name, only used for TLS.
-    #[error("an NBD address without TLS has no user")]
+    #[error("an NBD address without TLS must not contain a user")]
     User,
     /// Missing or malformed host.
-    #[error("host `{0}` is neither an address nor a name")]
+    #[error("host `{0}` is not an address or a name")]
     Host(String),
     /// The port isn't a number from 1 to 65535.
     #[error("port `{0}` is not a number from 1 to 65535")]
     Port(String),
     /// Host used with a Unix socket.
-    #[error("`nbd+unix://{0}` names a host; write `nbd+unix:///EXPORT?socket=PATH`")]
+    #[error("`nbd+unix://{0}` contains a host; use `nbd+unix:///EXPORT?socket=PATH`")]
     HostOfSocket(String),
     /// Unix socket without a path.
-    #[error("`nbd+unix` needs the path of its socket: `?socket=PATH`")]
+    #[error("`nbd+unix` requires the path of a socket: `?socket=PATH`")]
     NoSocket,
     /// Invalid socket path.
     #[error("socket `{0}` is not a path")]
@@ -41,7 +41,7 @@ pub enum UriError {
     #[error("`{0}` is not a percent-encoded UTF-8 string")]
     Encoding(String),
     /// The export name contains a NUL byte or exceeds the max length.
-    #[error("the name of an export has at most {MAX_STRING} bytes and no NUL")]
+    #[error("the name of an export must not exceed {MAX_STRING} bytes or contain NUL")]
     Export,
     /// Query key which is unknown, or not supported for this scheme.
     #[error("unknown key `{0}`")]
@@ -276,7 +276,7 @@ mod tests {
         for (text, words) in [
             ("nbds://h/x", "TLS"),
             ("nbds+unix:///x?socket=s", "TLS"),
-            ("nbd://user@h/x", "no user"),
+            ("nbd://user@h/x", "contain a user"),
             ("nbd:///x", "host"),
             ("nbd://[::1/x", "host"),
             ("nbd://[1.2.3.4]/x", "host"),
@@ -285,15 +285,15 @@ mod tests {
             ("nbd://h:70000/x", "port `70000`"),
             ("nbd://h/%zz", "`%zz`"),
             ("nbd://h/%ff", "`%ff`"),
-            ("nbd://h/a%00", "no NUL"),
+            ("nbd://h/a%00", "contain NUL"),
             ("nbd://h/x?tls-type=psk", "`tls-type`"),
             ("nbd://h/x?socket=s", "`socket`"),
             ("nbd+unix:///x", "?socket=PATH"),
-            ("nbd+unix://h/x?socket=s", "names a host"),
+            ("nbd+unix://h/x?socket=s", "contains a host"),
             ("nbd+unix:///x?socket=", "not a path"),
             ("nbd+unix:///x?socket=%00a", "`%00a` is not a path"),
             ("nbd+unix:///x?socket=a&socket=b", "twice"),
-            ("nbd+vsock://2/x", "begins with"),
+            ("nbd+vsock://2/x", "must start with"),
         ] {
             assert!(NbdUri::has_scheme(text), "{text}");
             let error = text.parse::<NbdUri>().unwrap_err().to_string();

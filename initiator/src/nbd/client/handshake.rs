@@ -39,13 +39,13 @@ pub enum HandshakeError {
     #[error("the connection failed during the negotiation: {0}")]
     Io(#[from] io::Error),
     /// The first bytes don't match an NBD server.
-    #[error("no NBD server answers there: it begins with {0:#018x}")]
+    #[error("not an NBD server: its greeting starts with {0:#018x}")]
     Magic(u64),
     /// The server uses oldstyle negotiation, or the initial form of newstyle.
-    #[error("the server does not speak fixed newstyle negotiation")]
+    #[error("the server does not support fixed newstyle negotiation")]
     Oldstyle,
     /// Reply for a different option.
-    #[error("the server answers option {sent} with a reply to option {answered}")]
+    #[error("the server sent a reply to option {answered} instead of option {sent}")]
     OtherOption {
         /// Option which we sent.
         sent: u32,
@@ -53,7 +53,7 @@ pub enum HandshakeError {
         answered: u32,
     },
     /// Reply with an invalid magic number.
-    #[error("reply to option {option} begins with {magic:#018x}")]
+    #[error("invalid magic {magic:#018x} of a reply to option {option}")]
     ReplyMagic {
         /// Option which we sent.
         option: u32,
@@ -61,7 +61,7 @@ pub enum HandshakeError {
         magic: u64,
     },
     /// Reply which is malformed, or larger than any valid reply.
-    #[error("reply of type {kind} to option {option} is malformed ({len} bytes)")]
+    #[error("malformed reply of type {kind} to option {option} ({len} bytes)")]
     Malformed {
         /// Option which we sent.
         option: u32,
@@ -71,7 +71,7 @@ pub enum HandshakeError {
         len: u32,
     },
     /// Too many replies for the same option.
-    #[error("the server sends more than {MAX_REPLIES} replies to option {0}")]
+    #[error("the server sent more than {MAX_REPLIES} replies to option {0}")]
     TooManyReplies(u32),
     /// The server doesn't have this export.
     #[error("the server has no export `{export}`{}", said(.message))]
@@ -82,10 +82,10 @@ pub enum HandshakeError {
         message: String,
     },
     /// The server requires encryption.
-    #[error("the server demands TLS, which is not supported{}", said(.0))]
+    #[error("the server requires TLS, which is not supported{}", said(.0))]
     Tls(String),
     /// The server rejected an option.
-    #[error("the server refuses option {option} with error {error}{}", said(.message))]
+    #[error("the server rejected option {option} with error {error}{}", said(.message))]
     Refused {
         /// Option which we sent.
         option: u32,
@@ -95,10 +95,10 @@ pub enum HandshakeError {
         message: String,
     },
     /// The server completed `GO` but didn't send the export size.
-    #[error("the server does not report the size of the export")]
+    #[error("the server did not report the size of the export")]
     NoSize,
     /// Invalid block sizes.
-    #[error("the server reports impossible block sizes: {min}, {preferred}, {max}")]
+    #[error("the server reported invalid block sizes: {min}, {preferred}, {max}")]
     BlockSizes {
         /// Reported minimum in bytes.
         min: u32,

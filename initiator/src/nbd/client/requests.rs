@@ -109,26 +109,26 @@ impl Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ReplyFault {
     /// Reply with an invalid magic number.
-    #[error("a reply begins with {0:#010x}")]
+    #[error("invalid magic {0:#010x} of a reply")]
     Magic(u32),
     /// Reply for a request which is not in flight.
-    #[error("a reply names the request {0:#x}, which is not in flight")]
+    #[error("reply to request {0:#x}, which is not in flight")]
     Cookie(u64),
     /// Reply received before the request was sent.
-    #[error("a reply comes before its request was sent")]
+    #[error("reply to a request that was not sent yet")]
     Early,
     /// Chunk without structured replies enabled, or simple read reply with structured replies
     /// enabled.
-    #[error("a reply has the form that was not negotiated")]
+    #[error("reply format was not negotiated")]
     Form,
     /// Chunk type which is unknown or doesn't match the request.
-    #[error("a chunk of type {kind} does not belong to its request")]
+    #[error("unexpected chunk of type {kind} for its request")]
     Kind {
         /// Chunk type.
         kind: u16,
     },
     /// Invalid length for this chunk type.
-    #[error("a chunk of type {kind} has {len} bytes")]
+    #[error("invalid length of {len} bytes of a chunk of type {kind}")]
     Length {
         /// Chunk type.
         kind: u16,
@@ -137,7 +137,7 @@ pub enum ReplyFault {
     },
     /// Data which was not requested, or already received.
     #[error(
-        "a reply brings {len} bytes from byte {offset} on, which were not asked for or came before"
+        "reply with {len} bytes from byte {offset}, which were not requested or already received"
     )]
     Data {
         /// First byte in the export.
@@ -146,19 +146,19 @@ pub enum ReplyFault {
         len: u32,
     },
     /// The reply is complete, but some data is missing.
-    #[error("the reply to a read from byte {offset} on lacks data")]
+    #[error("missing data in the reply to a read from byte {offset}")]
     Missing {
         /// First byte of the read.
         offset: u64,
     },
     /// Read reply with more than [`MAX_PIECES`] separate ranges.
-    #[error("the reply to a read is in more than {MAX_PIECES} separate pieces")]
+    #[error("reply to a read has more than {MAX_PIECES} separate pieces")]
     TooManyPieces,
     /// No extents, an extent with zero length, or a context which was not selected.
-    #[error("a status reply has no extents, or none that were asked for")]
+    #[error("status reply without requested extents")]
     Extents,
     /// Error reply without an error code.
-    #[error("a chunk reports a failure with error 0")]
+    #[error("error chunk with error 0")]
     NoError,
     /// Data received after a fault.
     #[error("the connection is closed")]

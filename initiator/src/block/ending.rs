@@ -46,7 +46,7 @@ impl Outcome {
             Some(error) => Err(error),
             None if state.is_complete => Ok(()),
             None => Err(io::Error::other(
-                "the thread that served it ended too early",
+                "the serving thread terminated unexpectedly",
             )),
         }
     }
@@ -73,7 +73,7 @@ impl Ending {
 
     /// Must be called when a service can't continue.
     pub(crate) fn note_error(&self, error: io::Error) {
-        tracing::error!(%error, "requests of the kernel cannot be served");
+        tracing::error!(%error, "cannot serve kernel requests");
         self.outcome.state().error.get_or_insert(error);
     }
 }
@@ -81,7 +81,7 @@ impl Ending {
 impl Drop for Ending {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.note_error(io::Error::other("the thread that serves it panicked"));
+            self.note_error(io::Error::other("the serving thread panicked"));
         }
         self.outcome.state().is_over = true;
         self.outcome.over.notify_all();

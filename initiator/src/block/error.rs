@@ -22,19 +22,19 @@ pub enum BlockError {
     #[error("the device is write-protected")]
     ReadOnly,
     /// The device is reserved by another initiator.
-    #[error("another initiator reserves the device")]
+    #[error("the device is reserved by another initiator")]
     ReservationConflict,
     /// Operation not supported by the device.
     #[error("the device does not support this operation")]
     Unsupported,
     /// The request exceeds the device size or a limit.
-    #[error("the request is not within the device's bounds")]
+    #[error("the request exceeds the device's bounds")]
     OutOfRange,
     /// Timeout while waiting for a response.
     #[error("the operation timed out")]
     TimedOut,
     /// The connection to the device was closed.
-    #[error("the connection to the device is gone: {0}")]
+    #[error("the device is disconnected: {0}")]
     Disconnected(String),
 }
 

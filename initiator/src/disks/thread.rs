@@ -58,7 +58,7 @@ impl DiskThread {
             }
             Err(error) => drop(ready.send(Err(error))),
         })?;
-        let gone = || Err(io::Error::other("the disk's thread has ended"));
+        let gone = || Err(io::Error::other("the disk's thread has exited"));
         made.recv().unwrap_or_else(|_| gone())?;
         Ok(Self {
             mailbox,

@@ -252,7 +252,7 @@ impl FileBackend {
             // The kernel may return early at the end of a page cache read or because of a signal.
             false if count > 0 && !is_end => self.queue(key),
             false => {
-                let what = format!("the file ends at byte {at}, before its size at the beginning");
+                let what = format!("the file was truncated to {at} bytes");
                 self.end(key, Err(BlockError::Io(what)));
             }
         }

@@ -45,16 +45,16 @@ pub enum FileError {
         source: io::Error,
     },
     /// Not a regular file or block device.
-    #[error("it is {0}, neither a regular file nor a block device")]
+    #[error("{0} is not a regular file or block device")]
     Kind(&'static str),
     /// The device is mounted, used as swap, part of another device, or opened exclusively.
     #[error("the device is in use: it is mounted, or part of another device or swap space")]
     InUse,
     /// The file system doesn't support direct I/O for this file.
-    #[error("its file system does not support direct I/O (O_DIRECT)")]
+    #[error("the file system does not support direct I/O (O_DIRECT)")]
     NoDirect,
     /// The size is not a multiple of the block size.
-    #[error("it has {size} bytes, which is not a whole number of blocks of {block} bytes")]
+    #[error("the size of {size} bytes is not a multiple of the block size of {block} bytes")]
     Size {
         /// File size in bytes.
         size: u64,
@@ -118,7 +118,7 @@ fn check_kind(metadata: &Metadata) -> Result<(), FileError> {
         () if kind.is_char_device() => "a character device",
         () if kind.is_fifo() => "a pipe",
         () if kind.is_socket() => "a socket",
-        () => "a file of another kind",
+        () => "a file of unknown type",
     }))
 }
 

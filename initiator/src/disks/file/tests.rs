@@ -222,7 +222,7 @@ fn invalid_files_fail_with_reason() {
     for (path, words) in [
         (
             odd.0.as_path(),
-            "1000 bytes, which is not a whole number of blocks of 512",
+            "1000 bytes is not a multiple of the block size of 512",
         ),
         (&empty.0, "0 bytes"),
         (&std::env::temp_dir(), "a directory"),

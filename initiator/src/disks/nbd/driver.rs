@@ -178,7 +178,7 @@ impl NbdBackend {
 
     /// Closes the connection; all operations will fail.
     fn fail(&mut self, error: BlockError) {
-        tracing::info!(%error, "the connection to the NBD server has failed");
+        tracing::info!(%error, "the connection to the NBD server failed");
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         self.failed = Some(error.clone());
         self.outgoing = Outgoing::default();
@@ -206,7 +206,7 @@ impl NbdBackend {
             };
             worked = true;
             if let Err(fault) = self.handle() {
-                let what = format!("the NBD server breaks the protocol: {fault}");
+                let what = format!("the NBD server violated the protocol: {fault}");
                 self.fail(BlockError::Disconnected(what));
             }
             if !has_more || self.failed.is_some() {
@@ -392,7 +392,7 @@ impl Backend for NbdBackend {
 
 fn lost(error: &io::Error) -> BlockError {
     BlockError::Disconnected(match error.kind() {
-        io::ErrorKind::UnexpectedEof => "the NBD server has closed the connection".into(),
+        io::ErrorKind::UnexpectedEof => "the NBD server closed the connection".into(),
         _ => error.to_string(),
     })
 }
@@ -513,7 +513,7 @@ mod tests {
         backend.complete(Instant::now());
         for ended in [block_on(second), block_on(third)] {
             let error = ended.unwrap().result.unwrap_err().to_string();
-            assert!(error.contains("before its request was sent"), "{error}");
+            assert!(error.contains("that was not sent yet"), "{error}");
         }
         assert!(backend.outgoing.is_empty(), "nothing is kept");
     }

@@ -75,7 +75,7 @@ pub enum NbdError {
         block: u32,
     },
     /// The max request size is smaller than a block.
-    #[error("the server takes at most {max} bytes at once, less than a block of {block} bytes")]
+    #[error("the server's request limit of {max} bytes is less than a block of {block} bytes")]
     MaxPayload {
         /// Max read or write size in bytes.
         max: u32,

@@ -624,7 +624,7 @@ fn forced_unmount_in_use_fails_cleanly() {
             assert_eq!(forced, Err(rustix::io::Errno::BUSY));
             let error = result.unwrap_err();
             assert!(
-                error.to_string().contains("ended while it was mounted"),
+                error.to_string().contains("aborted while mounted"),
                 "{error}"
             );
         } else {

@@ -134,7 +134,7 @@ impl Channel {
         let pieces = [SendPiece::from(header.as_bytes()), data];
         if let Err(error) = write_pieces(self.fd(), &pieces) {
             // The process was killed, or the file system was unmounted.
-            tracing::debug!(%error, unique, "the answer to a FUSE request is not taken");
+            tracing::debug!(%error, unique, "cannot send a FUSE response");
         }
     }
 }

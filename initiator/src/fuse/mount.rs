@@ -262,7 +262,7 @@ fn config(options: &FuseOptions, read_only: bool) -> Config {
 fn find(path: &Path) -> io::Result<MountId> {
     let mounts = Mounts::read()?;
     let top = mounts.top(path).map(|mount| mount.id);
-    top.ok_or_else(|| io::Error::other("the mount is gone at once"))
+    top.ok_or_else(|| io::Error::other("the mount was removed immediately"))
 }
 
 /// Extracts the descriptor after negotiation.
@@ -304,7 +304,7 @@ fn start<D: BlockDevice>(
     match second {
         Ok((_, second)) => serve_apart("fuse-1", second),
         Err(error) => {
-            tracing::info!(%error, "the FUSE mount has one queue only");
+            tracing::info!(%error, "the FUSE mount uses a single queue");
             Ok(())
         }
     }
@@ -327,7 +327,7 @@ fn unmount_listed(path: &Path, id: MountId, lazy: bool) -> Result<(), UnmountErr
         return Ok(());
     }
     if mounts.top(path).is_none_or(|top| top.id != id) {
-        let text = "another mount is on top of it, or it was moved";
+        let text = "the mount is covered by another mount, or was moved";
         return Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, text)));
     }
     unmount(path, lazy)

@@ -158,7 +158,7 @@ impl<D: BlockDevice> Queue<D> {
                 Received::Request(len)
             }
             _ => {
-                let text = format!("a FUSE request of {len} bytes has no header of that length");
+                let text = format!("invalid length in the header of a FUSE request of {len} bytes");
                 self.give_up(io::Error::new(io::ErrorKind::InvalidData, text))
             }
         }
@@ -174,7 +174,7 @@ impl<D: BlockDevice> Queue<D> {
             }
             Ok(true) if error.raw_os_error() == Some(libc::ENODEV) => {
                 // Caused by a forced unmount of a busy mount.
-                let text = "the connection was ended while it was mounted";
+                let text = "the FUSE connection was aborted while mounted";
                 io::Error::new(io::ErrorKind::NotConnected, text)
             }
             Ok(true) => error,

@@ -136,7 +136,7 @@ impl Control {
                 // The command is still running, so we must keep the buffer.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    tracing::error!(%error, ?op, "io_uring does not take or end a command");
+                    tracing::error!(%error, ?op, "cannot execute a command using io_uring");
                     std::process::abort();
                 }
             }

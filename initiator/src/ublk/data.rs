@@ -89,7 +89,7 @@ pub(super) fn copy(
         };
         match moved {
             1.. => done += moved as usize,
-            0 => return Err(BlockError::Io("a request has no bytes left".into())),
+            0 => return Err(BlockError::Io("no data left in the request".into())),
             _ => {
                 let error = io::Error::last_os_error();
                 if error.kind() != io::ErrorKind::Interrupted {

@@ -188,7 +188,7 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
         }
         if result != ABORT {
             let error = io::Error::from_raw_os_error(-result);
-            tracing::error!(tag, %error, "the driver does not take a command");
+            tracing::error!(tag, %error, "the driver rejected a command");
         }
         self.live = self.live.map(|live| live.saturating_sub(1));
     }
@@ -228,7 +228,7 @@ impl<D: BlockDevice, C: Commands> Service for Server<D, C> {
 /// Executes a request. The code after an await runs on the thread that completed the operation.
 async fn serve_request<D: BlockDevice>(shared: Arc<Shared<D>>, tag: u16, desc: IoDesc) {
     let done = execute(&shared, tag, desc).await.unwrap_or_else(|error| {
-        tracing::debug!(?desc, %error, "a request failed");
+        tracing::debug!(?desc, %error, "request failed");
         Done::Result(-error.errno())
     });
     shared.give(tag, done);
@@ -281,7 +281,7 @@ fn answer_read(channel: &File, tag: u16, buffer: &Buffer) -> i32 {
     match copy(channel, tag, buffer, Direction::ToRequest) {
         Ok(()) => buffer.len() as i32,
         Err(error) => {
-            tracing::debug!(tag, %error, "the driver does not take what was read");
+            tracing::debug!(tag, %error, "the driver rejected the data of a read");
             -error.errno()
         }
     }

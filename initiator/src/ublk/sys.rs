@@ -228,7 +228,7 @@ const PAGE: u32 = 4096;
 pub(super) fn check(geometry: &Geometry) -> io::Result<()> {
     if geometry.block_size > PAGE {
         let text = format!(
-            "the disk has blocks of {} bytes, and ublk takes {PAGE} at most",
+            "the block size of {} bytes exceeds the ublk limit of {PAGE}",
             geometry.block_size
         );
         return Err(io::Error::new(io::ErrorKind::Unsupported, text));

@@ -18,7 +18,7 @@ pub enum InquiryError {
     #[error("INQUIRY data is {0} bytes long")]
     TooShort(usize),
     /// The response is for a different page.
-    #[error("asked for page {asked:#04x}, got page {got:#04x}")]
+    #[error("requested page {asked:#04x}, received page {got:#04x}")]
     WrongPage {
         /// The requested page.
         asked: u8,

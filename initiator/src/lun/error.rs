@@ -46,7 +46,7 @@ pub enum LunError {
         got: u32,
     },
     /// The target reported an impossible property of the unit.
-    #[error("target's {0} cannot be worked with")]
+    #[error("invalid {0} from the target")]
     Malformed(&'static str),
     /// The unit's capacity is not supported.
     #[error("unsupported {0}")]
@@ -55,16 +55,16 @@ pub enum LunError {
     #[error("no such logical unit")]
     NoUnit,
     /// There is no disk with this number.
-    #[error("logical unit {0} is not a disk, or not there")]
+    #[error("logical unit {0} does not exist or is not a disk")]
     NotADisk(u32),
     /// The number exceeds the maximum for logical units.
-    #[error("no logical unit can have number {0}")]
+    #[error("invalid logical unit number {0}")]
     Number(u32),
     /// Offset or length is not a multiple of the block size, exceeds the disk, or is too long.
-    #[error("range is not within the disk's bounds")]
+    #[error("range exceeds the disk's bounds")]
     OutOfRange,
     /// The client has no free buffer for the parameters of a command.
-    #[error("no buffer is free")]
+    #[error("no buffer available")]
     NoMemory,
     /// The logical unit does not support the operation.
     #[error("not supported by the logical unit")]

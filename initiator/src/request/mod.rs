@@ -166,10 +166,10 @@ pub enum RequestError {
     #[error("timed out before it was sent")]
     NotSent,
     /// The connection broke, and the command must not be sent twice.
-    #[error("connection lost while a command that cannot be repeated was outstanding")]
+    #[error("connection lost during a command that cannot be repeated")]
     ConnectionLost,
     /// The target reported an error in the request itself.
-    #[error("target refused the request (response code {0:?})")]
+    #[error("target rejected the request (response code {0:?})")]
     Refused(RspCode),
     /// The target rejected the PDU that carried the request.
     #[error("target rejected the request ({0:?})")]

@@ -29,13 +29,13 @@ pub enum Down {
     Logout(TLogoutReason),
     /// The target requested a logout, or announced that it will drop the connection (RFC 7143
     /// clause 11.9.1, events 1 to 3).
-    #[error("target asked for a logout")]
+    #[error("target requested a logout")]
     LogoutRequested,
     /// The connection was closed by the peer, or broke.
     #[error("connection lost")]
     ConnectionLost,
     /// Commands or pings timed out, and commands could not be aborted.
-    #[error("target does not answer")]
+    #[error("target does not respond")]
     Unresponsive,
     /// The session was closed by us.
     #[error("closed")]
@@ -44,14 +44,14 @@ pub enum Down {
     #[error("the portal leads to another logical unit")]
     OtherUnit,
     /// The logical unit has less capacity than before.
-    #[error("the logical unit has become smaller")]
+    #[error("the logical unit has shrunk")]
     Shrunk,
     /// The logical unit has no identity or is missing, so it cannot be proven that two paths lead
     /// to the same unit.
     #[error("the target does not present the logical unit, or the unit reports no identity")]
     NoIdentity,
     /// The logical unit did not respond to the identity check.
-    #[error("the logical unit does not answer")]
+    #[error("the logical unit does not respond")]
     UnitSilent,
 }
 
@@ -59,10 +59,10 @@ pub enum Down {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectError {
     /// The target's address is not reachable from this device.
-    #[error("address cannot be reached: {0}")]
+    #[error("cannot reach the address: {0}")]
     Address(CmError),
     /// The target did not respond.
-    #[error("target does not answer")]
+    #[error("target does not respond")]
     Unreachable,
     /// The SRP or iSER login was rejected.
     #[error(transparent)]
@@ -71,13 +71,13 @@ pub enum ConnectError {
     #[error(transparent)]
     IscsiLogin(IscsiLoginError),
     /// The target has moved to an address that cannot be used.
-    #[error("target has moved to an address that cannot be followed")]
+    #[error("target redirected to an unusable address")]
     Redirected,
     /// The attempt timed out.
     #[error("connecting timed out")]
     TimedOut,
     /// A local resource is not available.
-    #[error("local resources: {0}")]
+    #[error("cannot allocate local resources: {0}")]
     Local(VerbsError),
     /// A CM call failed.
     #[error("connection manager: {0}")]
@@ -91,10 +91,10 @@ pub enum ConnectError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SrpLoginError {
     /// The target rejected it with SRP_LOGIN_REJ.
-    #[error("login refused: {0}")]
+    #[error("login rejected: {0}")]
     Rejected(LoginRejReason),
     /// The connection was rejected without an SRP reason; the value is the CM's.
-    #[error("connection refused (CM reason {0})")]
+    #[error("connection rejected (CM reason {0})")]
     Refused(u16),
     /// The target's response is invalid.
     #[error(transparent)]
@@ -108,7 +108,7 @@ pub enum SrpFault {
     #[error("malformed information unit: {0}")]
     Malformed(#[from] SrpError),
     /// An information unit is not allowed in this state.
-    #[error("{opcode:?} while {state}")]
+    #[error("unexpected {opcode:?} while {state}")]
     Unexpected {
         /// Type of the information unit.
         opcode: Opcode,
@@ -116,13 +116,13 @@ pub enum SrpFault {
         state: &'static str,
     },
     /// A response has the tag of a request that is not outstanding.
-    #[error("answer with tag {0}, which is not outstanding")]
+    #[error("response with tag {0}, which is not outstanding")]
     UnknownTag(Tag),
     /// A request-limit delta exceeds all limits.
-    #[error("request limit delta {0} is absurd")]
+    #[error("invalid request limit delta {0}")]
     RequestLimit(i32),
     /// A residual exceeds the length of its buffer.
-    #[error("residual of {residual} bytes for a buffer of {len}")]
+    #[error("invalid residual of {residual} bytes for a buffer of {len} bytes")]
     Residual {
         /// Residual in the response, in bytes.
         residual: u32,
@@ -130,7 +130,7 @@ pub enum SrpFault {
         len: u32,
     },
     /// The login response is unusable.
-    #[error("login response: {0}")]
+    #[error("invalid login response: {0}")]
     Login(&'static str),
 }
 
@@ -154,25 +154,25 @@ pub enum IscsiFault {
     #[error(transparent)]
     Text(#[from] TextError),
     /// Data was corrupted in transit.
-    #[error("the data digest is wrong")]
+    #[error("invalid data digest")]
     DataDigest,
     /// A PDU is not allowed in this state.
-    #[error("a PDU that is not expected: {0}")]
+    #[error("unexpected PDU: {0}")]
     Unexpected(&'static str),
     /// A PDU has the tag of a task that does not exist.
-    #[error("a PDU with task tag {:#010x}, which is not outstanding", .0.0)]
+    #[error("PDU with task tag {:#010x}, which is not outstanding", .0.0)]
     UnknownTask(Itt),
     /// A Data-In has the wrong number, or does not follow the previous data.
     #[error("Data-In out of order")]
     DataOrder,
     /// More data than the command's buffer can hold.
-    #[error("data beyond the command's buffer")]
+    #[error("data exceeds the command's buffer")]
     DataRange,
     /// An R2T solicits data that must not be solicited.
-    #[error("R2T outside the data that the target may ask for")]
+    #[error("R2T requests data outside of the command's buffer")]
     R2t,
     /// A residual exceeds the length of its buffer.
-    #[error("a residual of {residual} bytes for a buffer of {len}")]
+    #[error("invalid residual of {residual} bytes for a buffer of {len} bytes")]
     Residual {
         /// Residual in the response, in bytes.
         residual: u32,
@@ -180,7 +180,7 @@ pub enum IscsiFault {
         len: u32,
     },
     /// The target sent more PDUs requiring a response than can be queued.
-    #[error("the target does not read the answers that it asks for")]
+    #[error("the target does not read the responses it requested")]
     Flood,
     /// The target rejected a PDU other than a command.
     #[error("target rejected a PDU ({0:?})")]

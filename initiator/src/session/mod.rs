@@ -114,7 +114,7 @@ pub enum SessionEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// The session has the maximum number of requests.
-    #[error("session has as many requests as it takes")]
+    #[error("too many outstanding requests in the session")]
     Full,
     /// The session is closed.
     #[error("session is closed")]

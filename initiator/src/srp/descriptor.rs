@@ -42,7 +42,7 @@ pub struct DescriptorLimits {
 
 /// A command needs more descriptors than allowed on the channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{count} memory descriptors, {max} at most")]
+#[error("{count} memory descriptors exceed the limit of {max}")]
 pub struct TooManyDescriptors {
     /// Number of descriptors needed by the command.
     pub count: usize,

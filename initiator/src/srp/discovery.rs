@@ -50,10 +50,10 @@ impl FoundPort {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiscoveryError {
     /// The device does not support these queries.
-    #[error("device has no access to queue pair 1")]
+    #[error("the device does not provide access to queue pair 1")]
     Unsupported,
     /// All queries timed out.
-    #[error("no answer from that address")]
+    #[error("no response from the address")]
     NoAnswer,
 }
 

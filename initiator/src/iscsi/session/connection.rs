@@ -149,7 +149,7 @@ impl IscsiSession {
         let wanted = self.config.digests;
         let agreed = connection.digests;
         if (wanted.header && !agreed.header) || (wanted.data && !agreed.data) {
-            let error = LoginError::Protocol("a digest that was asked for is refused");
+            let error = LoginError::Protocol("the required digest was rejected");
             self.fail_login(ConnectError::IscsiLogin(error));
             return;
         }
@@ -236,7 +236,7 @@ impl IscsiSession {
         now: Instant,
     ) -> Result<(), IscsiFault> {
         if !self.is_discovery() || response.itt != TEXT_TAG {
-            return Err(IscsiFault::Unexpected("a text response"));
+            return Err(IscsiFault::Unexpected("Text Response"));
         }
         // If there is more text, a target either sets the C bit, or doesn't set the F bit.
         let more = response.continues || !response.is_final;
@@ -245,7 +245,7 @@ impl IscsiSession {
             Some(text) => {
                 let (found, refused) = riser_scsi::iscsi::name::parse_targets(&text)?;
                 if refused > 0 {
-                    tracing::warn!("{refused} names or addresses of targets are not legal");
+                    tracing::warn!("ignored {refused} invalid names or addresses of targets");
                 }
                 self.core.outputs.push_back(Output::Found(found));
                 self.close(now);

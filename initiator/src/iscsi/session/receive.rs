@@ -69,13 +69,13 @@ impl IscsiSession {
             // A login response starts the numbering, so there are no previous numbers to compare
             // with.
             if !matches!(self.conn, ConnState::InLogin(_)) {
-                return Err(IscsiFault::Unexpected("a login response"));
+                return Err(IscsiFault::Unexpected("Login Response"));
             }
             self.on_login_response(response, frame.data, numbers, now);
             return Ok(());
         }
         if matches!(self.conn, ConnState::InLogin(_)) {
-            return Err(IscsiFault::Unexpected("no login response"));
+            return Err(IscsiFault::Unexpected("expected a Login Response"));
         }
         self.take_numbers(&pdu, numbers);
         match pdu {
@@ -100,7 +100,7 @@ impl IscsiSession {
             FromTarget::AsyncMessage(message) => self.on_async(&message, frame.data, now)?,
             FromTarget::Reject(reject) => self.on_reject(reject, frame.data, now)?,
             FromTarget::LoginResponse(_) | FromTarget::LogoutResponse(_) => {
-                return Err(IscsiFault::Unexpected("an answer to no question"));
+                return Err(IscsiFault::Unexpected("response to an unknown request"));
             }
         }
         Ok(())
@@ -276,7 +276,7 @@ impl IscsiSession {
 
     fn on_r2t(&mut self, r2t: &R2t, now: Instant) -> Result<(), IscsiFault> {
         let Some((session, _)) = self.params else {
-            return Err(IscsiFault::Unexpected("an R2T"));
+            return Err(IscsiFault::Unexpected("R2T"));
         };
         let Some(task) = self.task_mut(r2t.itt) else {
             return self.on_stale(r2t.itt);
@@ -400,6 +400,6 @@ fn parse_data_in(bhs: &[u8; BHS_LEN]) -> Result<(DataIn, Numbers), IscsiFault> {
     };
     match FromTarget::parse(&frame)? {
         (FromTarget::DataIn(data), numbers) => Ok((data, numbers)),
-        _ => Err(IscsiFault::Unexpected("no Data-In")),
+        _ => Err(IscsiFault::Unexpected("expected Data-In")),
     }
 }

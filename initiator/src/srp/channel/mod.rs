@@ -179,7 +179,7 @@ impl InitiatorChannel {
         }
         let formats = BufferFormats::DIRECT | BufferFormats::INDIRECT;
         if !rsp.formats.contains(formats) {
-            return Err(SrpFault::Login("a buffer format that we need is missing"));
+            return Err(SrpFault::Login("missing a required buffer format"));
         }
         self.req_lim = rsp.req_lim_delta.into();
         self.granted = self.req_lim;

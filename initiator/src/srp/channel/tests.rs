@@ -90,7 +90,7 @@ fn malformed_login_responses_are_rejected() {
         iu
     };
     let (no_format, too_short) = (
-        SrpFault::Login("a buffer format that we need is missing"),
+        SrpFault::Login("missing a required buffer format"),
         SrpFault::Login("maximum length below 64 bytes"),
     );
     for (bad, why) in [

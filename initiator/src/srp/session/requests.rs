@@ -113,7 +113,7 @@ impl SrpSession {
         member.is_full = member.channel.outstanding() > 0;
         let deadline = self.core.requests.at(request.0).spec.deadline;
         if !member.is_full {
-            let why = "connection has no room for the buffer";
+            let why = "the connection has no space for the buffer";
             self.core
                 .complete(request.0, Err(RequestError::NotStarted(why)));
         } else if deadline <= now {

@@ -68,7 +68,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The device or the operating system returned an error during startup.
-    #[error("device cannot be opened: {0}")]
+    #[error("cannot open the device: {0}")]
     Device(#[from] std::io::Error),
     /// The host name has no address, or none in the device's address family.
     #[error("host `{0}` has no usable address")]
@@ -80,18 +80,18 @@ pub enum EngineError {
     #[error("device has no partition key {0:04x}")]
     NoPartition(u16),
     /// The target has several ports, and the address does not name one.
-    #[error("target has several ports; name one with its id_ext and ioc_guid")]
+    #[error("target has several ports; select one with id_ext and ioc_guid")]
     Ambiguous,
     /// The address does not name a target port, and the device does not support querying the ports.
     #[error(
-        "this device cannot ask a target for its ports; name one with id_ext and ioc_guid in the address"
+        "this device cannot query the ports of a target; select one with id_ext and ioc_guid in the address"
     )]
     Unnamed,
     /// Two portals of an address are identical.
-    #[error("{0} is named twice; every path needs a portal of its own")]
+    #[error("duplicate portal {0}; each path requires a separate portal")]
     SamePortal(std::net::SocketAddr),
     /// The address does not name an iSCSI target.
-    #[error("address names no target; `riser discover` lists those that there are")]
+    #[error("missing target in the address; use `riser discover` to list the targets")]
     NoTarget,
     /// The passwords for the address are not available.
     #[error(transparent)]

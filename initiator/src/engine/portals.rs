@@ -112,7 +112,7 @@ impl Client {
         }
         if portals.len() > MAX_PORTALS {
             tracing::warn!(
-                "of {} portals the first {MAX_PORTALS} are used",
+                "using only the first {MAX_PORTALS} of {} portals",
                 portals.len()
             );
             portals.truncate(MAX_PORTALS);

@@ -222,7 +222,7 @@ impl<E: Env> Driver<E> {
             Some(agent) => Ok(agent),
             None => match &mut self.device {
                 Some(device) => Agent::new(&mut device.provider),
-                None => Err(VerbsError::InvalidState("this engine has no RDMA device")),
+                None => Err(VerbsError::InvalidState("the engine has no RDMA device")),
             },
         };
         let Ok(mut agent) = agent else {

@@ -207,7 +207,10 @@ impl<E: Env> Driver<E> {
         let status = &self.sessions[paths.unwrap_or(index)].status;
         if status.count_stale() == 1 {
             let target = session.link.target().dst;
-            tracing::warn!(%target, "the target answered a command that had already completed or been aborted; the answer was discarded");
+            tracing::warn!(
+                %target,
+                "discarded a response to a command that was already completed or aborted"
+            );
         }
     }
 
@@ -280,7 +283,7 @@ impl<E: Env> Driver<E> {
                         n => format!(" ({n} more since the last report)"),
                     };
                     match session.link.paths() {
-                        Some(_) => tracing::warn!("no path is left, reconnecting: {why}{more}"),
+                        Some(_) => tracing::warn!("no usable path, reconnecting: {why}{more}"),
                         None => {
                             let target = session.link.target().dst;
                             tracing::warn!(%target, "reconnecting: {why}{more}");

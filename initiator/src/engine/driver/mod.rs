@@ -421,7 +421,7 @@ impl<E: Env> Driver<E> {
             return Err(VerbsError::InsufficientResources("sessions of one engine"));
         }
         let device = self.device.as_mut();
-        let device = device.ok_or(VerbsError::InvalidState("this engine has no RDMA device"))?;
+        let device = device.ok_or(VerbsError::InvalidState("the engine has no RDMA device"))?;
         Ok((device, &self.pool))
     }
 
@@ -429,7 +429,7 @@ impl<E: Env> Driver<E> {
         let session = &mut self.sessions[index];
         session.mark_flush(&mut io);
         if !session.link.takes(io.io.data.buffers().len()) {
-            let why = "buffer is in too many pieces";
+            let why = "buffer has too many pieces";
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
             return;
         }

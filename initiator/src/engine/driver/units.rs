@@ -492,7 +492,11 @@ impl<E: Env> Driver<E> {
         let portal = session.link.target().dst;
         let last = matches!(why, Down::OtherUnit | Down::Shrunk);
         if last && let Some(unit) = session.units.iter().find(|u| u.serial == serial) {
-            let what = format!("{why}: it was {}, and is {}", unit.unit, unit.check.found());
+            let what = format!(
+                "{why}: expected {}, found {}",
+                unit.unit,
+                unit.check.found()
+            );
             tracing::error!(target = %portal, lun = unit.lun.number(), "{what}");
             session.status.set_other_unit(portal.to_string(), why, what);
         }
@@ -1164,7 +1168,7 @@ mod tests {
         let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
         let count = |what: &str| text.matches(what).count();
         assert_eq!(count("path lost: connection lost"), 1, "{text}");
-        assert_eq!(count("path refused"), 0, "{text}");
+        assert_eq!(count("path rejected"), 0, "{text}");
         // For A and B initially, and for B again.
         assert_eq!(count("path is live"), 3, "{text}");
     }

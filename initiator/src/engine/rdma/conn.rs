@@ -530,7 +530,7 @@ impl<const R: usize> RdmaConn<R> {
                     && self.limits.remote_invalidate
                     && !self.tasks.on_remote_invalidated(key)
                 {
-                    tracing::debug!(?key, "the target invalidated a key that is none of ours");
+                    tracing::debug!(?key, "the target invalidated an unknown key");
                 }
                 return Completed::Message(slot);
             }
@@ -630,7 +630,7 @@ fn create_queues<P: Provider>(
             let _ = provider.destroy_cq(cq);
             match e {
                 CmError::Verbs(e) => e,
-                _ => VerbsError::InvalidState("identifier takes no queue pair"),
+                _ => VerbsError::InvalidState("cannot create a queue pair for the identifier"),
             }
         })
 }

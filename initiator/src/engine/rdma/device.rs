@@ -151,7 +151,7 @@ impl<P: Provider> Device<P> {
         let posted = entry.posts.post(&mut self.provider, qp);
         if let Err(error) = posted {
             let owner = entry.owner;
-            tracing::debug!(%error, ?owner, "the device has not taken a list of requests");
+            tracing::debug!(%error, ?owner, "the device rejected a list of requests");
         }
         posted.is_ok()
     }

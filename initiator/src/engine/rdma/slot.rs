@@ -177,7 +177,7 @@ fn connect<const R: usize, P: Provider>(
     // Before the request, because a message may directly follow the response.
     let prepared = prepared.map(|is_prepared| is_prepared && conn.rdma().flush(device));
     if !prepared.map_err(ConnectError::Local)? {
-        let error = VerbsError::InvalidState("queue pair takes no receives");
+        let error = VerbsError::InvalidState("cannot post receives to the queue pair");
         return Err(ConnectError::Local(error));
     }
     conn.rdma_mut().connect(device, login())

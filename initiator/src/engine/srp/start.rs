@@ -32,7 +32,7 @@ impl SrpConn {
             false => scratch.slices.len().div_ceil(per_region),
         };
         if regions > MAX_REGIONS {
-            return Start::Impossible("buffer is in too many pieces");
+            return Start::Impossible("buffer has too many pieces");
         }
         let Some(mut new) = self.rdma.begin(args.request, regions) else {
             return Start::Starved;
@@ -49,7 +49,10 @@ impl SrpConn {
                         // A temporary lack of resources, as for a rejected post: the command is
                         // retried on another connection.
                         error => {
-                            tracing::warn!(%error, "the device cannot register a buffer; the connection ends");
+                            tracing::warn!(
+                                %error,
+                                "the device cannot register a buffer; closing the connection"
+                            );
                             Start::Broken
                         }
                     };
@@ -75,7 +78,7 @@ impl SrpConn {
         let count = scratch.descriptors.len();
         let Ok(layout) = plan_layout(count, agreed.descriptors) else {
             self.rdma.abandon(device, new);
-            return Start::Impossible("buffer needs more descriptors than the target takes");
+            return Start::Impossible("buffer needs more descriptors than the target accepts");
         };
         let Some(header) = self.write_command(new.slot, args, layout, immediate, scratch) else {
             self.rdma.abandon(device, new);

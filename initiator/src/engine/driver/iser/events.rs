@@ -99,7 +99,7 @@ impl IserMover {
                 Ok(())
             }
             Ok(Message::Hello(_) | Message::HelloReply(_)) => {
-                Err(MoverError::Fault(IscsiFault::Unexpected("a Hello")))
+                Err(MoverError::Fault(IscsiFault::Unexpected("Hello")))
             }
             Err(error) => Err(MoverError::Fault(IscsiFault::Iser(error))),
         }

@@ -200,7 +200,7 @@ impl PathsLink {
         let portal = member.target.dst;
         match was_in_use {
             true => tracing::warn!(%portal, "path lost: {why}"),
-            false => tracing::warn!(%portal, "path refused: {why}"),
+            false => tracing::warn!(%portal, "path rejected: {why}"),
         }
     }
 

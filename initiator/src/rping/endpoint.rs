@@ -54,7 +54,7 @@ fn verbs(step: &'static str) -> impl Fn(VerbsError) -> RpingError {
 fn posting(step: &'static str) -> impl Fn(PostError) -> RpingError {
     move |_| RpingError::Verbs {
         step,
-        source: VerbsError::InvalidState("the queue takes no request"),
+        source: VerbsError::InvalidState("cannot post to the queue"),
     }
 }
 
@@ -242,7 +242,10 @@ impl<'a> Endpoint<'a> {
 
     /// Sends a message to the client so that it continues. The contents are ignored.
     pub(super) fn go_on(&mut self) -> Result<(), RpingError> {
-        self.send("letting the client go on", self.info(self.layout.sink))
+        self.send(
+            "sending the go-ahead to the client",
+            self.info(self.layout.sink),
+        )
     }
 
     pub(super) fn read(&mut self, from: RdmaInfo) -> Result<(), RpingError> {

@@ -74,7 +74,7 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum RpingError {
     /// Ping size out of range.
-    #[error("a ping is {MIN_SIZE} to {MAX_SIZE} bytes, not {0}")]
+    #[error("invalid ping size of {0} bytes: expected {MIN_SIZE} to {MAX_SIZE}")]
     Size(usize),
     /// Connection manager call failed.
     #[error("{step}: {source}")]
@@ -93,7 +93,7 @@ pub enum RpingError {
         source: VerbsError,
     },
     /// The connection was rejected by the peer.
-    #[error("the peer refused the connection (reason {0})")]
+    #[error("the peer rejected the connection (reason {0})")]
     Rejected(u16),
     /// Work request completed with an error.
     #[error("{step}: {status:?}")]
@@ -104,16 +104,16 @@ pub enum RpingError {
         status: WcStatus,
     },
     /// Timeout in this step.
-    #[error("{0}: no answer in time")]
+    #[error("{0}: timed out")]
     Timeout(&'static str),
     /// The peer disconnected early.
     #[error("the peer disconnected after {0} pings")]
     Disconnected(u64),
     /// The peer sent an invalid message.
-    #[error("the peer sent {0} bytes where 16 were due")]
+    #[error("the peer sent {0} bytes, expected 16")]
     Protocol(u32),
     /// Received data doesn't match the sent data.
-    #[error("ping {ping}: byte {offset} came back as {found:#04x}, sent as {sent:#04x}")]
+    #[error("ping {ping}: byte {offset} is {found:#04x}, but {sent:#04x} was sent")]
     Mismatch {
         /// Ping number, starting at 0.
         ping: u64,
